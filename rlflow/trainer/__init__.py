@@ -1,0 +1,63 @@
+"""The Trainer interface, and how one is made from a HuggingFace directory."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from rlflow.errors import ConfigError, did_you_mean
+from rlflow.types import Batch, PolicyOutput
+
+Loss = Callable[[PolicyOutput, Batch], tuple[Tensor, dict[str, Tensor]]]
+"""(PolicyOutput, Batch) -> per-token loss (B, T) and metrics, (B, T) each; a metric is reported as sum(weights * metric).
+A loss with `needs_entropy = True` gets `PolicyOutput.entropy`."""
+
+
+class Trainer(ABC):
+    """Holds the policy, its optimizer and frozen copies of it. Every method is a collective: all ranks call it with the
+    same arguments and get the same answers."""
+
+    @staticmethod
+    def from_pretrained(path: str | Path, backend: str = "megatron", **options: Any) -> Trainer:
+        """A trainer over the weights of a HuggingFace directory. backend: megatron, or reference (one device, plain torch)."""
+        if backend == "megatron":
+            from rlflow.trainer.megatron import MegatronTrainer
+
+            return MegatronTrainer(path, **options)
+        if backend == "reference":
+            from rlflow.trainer.reference import ReferenceTrainer
+
+            return ReferenceTrainer(path, **options)
+        raise ConfigError(f"trainer.backend: unknown '{backend}'.{did_you_mean(backend, ['megatron', 'reference'])}")
+
+    @abstractmethod
+    def score(self, batch: Batch, model: str = "policy", want: Sequence[str] = ("logprobs",)) -> dict[str, Tensor]:
+        """Without gradients: {name: (B, T) float32 on the CPU}; position t scores token t, at the row's temperature.
+        model: policy, or the name of a snapshot. want: logprobs, entropy."""
+
+    @abstractmethod
+    def update(self, batch: Batch, loss: Loss) -> dict[str, float]:
+        """One optimizer step that minimizes sum(weights * loss). Returns `loss`, `gradient_norm`, `lr`, and the loss's metrics."""
+
+    @abstractmethod
+    def snapshot(self, name: str) -> None:
+        """Freezes a copy of today's policy under a name (reference, proximal); it is part of the checkpoint."""
+
+    @abstractmethod
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Today's policy as (HuggingFace name, full tensor on the CPU) pairs, one at a time."""
+
+    @abstractmethod
+    def save(self, path: str | Path, step: int) -> None:
+        """Writes model, optimizer, snapshots, RNG into the directory `path` (made here)."""
+
+    @abstractmethod
+    def load(self, path: str | Path) -> int:
+        """Restores what `save` wrote, into any layout; returns its step."""
+
+    def close(self) -> None:
+        """Frees process groups and memory."""
