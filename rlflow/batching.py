@@ -1,0 +1,142 @@
+"""Segments -> Batch, and the plans that cut a batch into mini-batches, shards and micro-batches. Torch only."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from rlflow.errors import ConfigError
+from rlflow.types import Batch, Segment, Trajectory
+
+
+def make_batch(trajectories: Sequence[Trajectory], *, min_width: int = 0) -> Batch:
+    """A row per segment, right-padded to the longest segment or `min_width`; advantages and weights 0, to be filled.
+
+    Columns: rewards, group_mean, group_std, group_size (0: never stamped), trajectory (index into `trajectories`) and
+    logprobs_known, (B,) each; versions (B, T), -1 where nothing was sampled. Aborted trajectories get no row. Position 0
+    is never trained: no token precedes it, so the policy has no probability for it.
+    """
+    rows = [(index, segment) for index, one in enumerate(trajectories) if one.usable for segment in one.segments]
+    width = max([min_width, *(len(segment) for _, segment in rows)])
+    segments = [segment for _, segment in rows]
+    owners = [trajectories[index] for index, _ in rows]
+    loss_mask = _pad([segment.loss_mask for segment in segments], width, torch.bool, 0)
+    loss_mask[:, :1] = False
+    tokens = _pad([segment.tokens for segment in segments], width, torch.int64, 0)
+    stats = [owner.group_stats or (0, 0.0, 0.0) for owner in owners]
+    return Batch(
+        tokens=tokens,
+        loss_mask=loss_mask,
+        logprobs=_pad([_logprobs(segment) for segment in segments], width, torch.float32, 0) * loss_mask,
+        advantages=torch.zeros(tokens.shape),
+        weights=torch.zeros(tokens.shape),
+        lengths=torch.tensor([len(segment) for segment in segments], dtype=torch.int64),
+        temperatures=torch.tensor([owner.temperature for owner in owners], dtype=torch.float32),
+        columns={
+            "rewards": torch.tensor([owner.reward for owner in owners], dtype=torch.float32),
+            "group_size": torch.tensor([size for size, _, _ in stats], dtype=torch.int64),
+            "group_mean": torch.tensor([mean for _, mean, _ in stats], dtype=torch.float32),
+            "group_std": torch.tensor([std for _, _, std in stats], dtype=torch.float32),
+            "trajectory": torch.tensor([index for index, _ in rows], dtype=torch.int64),
+            "logprobs_known": torch.tensor([segment.logprobs is not None for segment in segments], dtype=torch.bool),
+            "versions": _pad([segment.versions for segment in segments], width, torch.int64, -1),
+        },
+    )
+
+
+def _logprobs(segment: Segment) -> Tensor:
+    return torch.zeros(len(segment)) if segment.logprobs is None else segment.logprobs
+
+
+def _pad(rows: list[Tensor], width: int, dtype: torch.dtype, value: int) -> Tensor:
+    padded = torch.full((len(rows), width), value, dtype=dtype)
+    for row, values in zip(padded, rows, strict=True):
+        row[: values.numel()] = values
+    return padded
+
+
+def split_minibatches(batch: Batch, n: int, generator: torch.Generator) -> list[Batch]:
+    """`n` parts with equal numbers of trajectories (one more or less), drawn at random; the rows of a trajectory stay
+    together and in order. Fewer parts where there are fewer trajectories; n = 1 is the batch as it stands.
+
+    Weights sum to 1 over one optimizer step: fill them for each part, after the split.
+    """
+    if n < 1:
+        raise ConfigError(f"algorithm.minibatches_per_step: expected at least 1, found {n}")
+    if n == 1:
+        return [batch]
+    owners = batch.columns["trajectory"]
+    names = owners.unique()
+    shuffled = names[torch.randperm(len(names), generator=generator)]
+    parts = torch.tensor_split(shuffled, max(1, min(n, len(names))))
+    return [batch.select(torch.isin(owners, part).nonzero().flatten()) for part in parts]
+
+
+def plan_microbatches(
+    lengths: Sequence[int] | Tensor, tokens_per_microbatch: int, shards: int = 1
+) -> list[list[list[int]]]:
+    """Row indices as [shard][micro-batch][row]; the same input always gives the same plan.
+
+    A micro-batch takes rows x longest row <= tokens_per_microbatch tokens with padding; a single longer row stands
+    alone. Every shard gets equally many micro-batches, the least that suffices, of about equal size. An empty one stands
+    only where there are too few rows to fill the last round. Rows of similar length meet, so that little is padded.
+    """
+    if tokens_per_microbatch < 1 or shards < 1:
+        raise ConfigError(
+            f"micro-batch plan: tokens_per_microbatch ({tokens_per_microbatch}) and shards ({shards}) must be at least 1"
+        )
+    sizes = [int(length) for length in lengths]
+    rows = sorted(range(len(sizes)), key=lambda row: (-sizes[row], row))
+    count = max(1, len(_chunk(rows, sizes, tokens_per_microbatch)))
+    count = -(-count // shards) * shards
+    chunks = _even_chunks(rows, sizes, tokens_per_microbatch, count)
+    return _deal(chunks, sizes, shards)
+
+
+def _chunk(rows: list[int], sizes: list[int], limit: int) -> list[list[int]]:
+    """Runs of rows (longest first) of at most `limit` padded tokens each; greedy gives the fewest runs possible."""
+    chunks: list[list[int]] = []
+    for row in rows:
+        if chunks and sizes[chunks[-1][0]] * (len(chunks[-1]) + 1) <= limit:
+            chunks[-1].append(row)
+        else:
+            chunks.append([row])
+    return chunks
+
+
+def _even_chunks(rows: list[int], sizes: list[int], limit: int, count: int) -> list[list[int]]:
+    """Exactly `count` runs, the largest as small as can be: bisects for the least limit that still needs no more."""
+    low, high = 1, limit
+    while low < high:
+        middle = (low + high) // 2
+        if len(_chunk(rows, sizes, middle)) <= count:
+            high = middle
+        else:
+            low = middle + 1
+    chunks = _chunk(rows, sizes, high)
+    while len(chunks) < count:
+        widest = max(chunks, key=lambda chunk: _cost(chunk, sizes) if len(chunk) > 1 else 0, default=[])
+        half = len(widest) // 2
+        chunks.append(widest[half:] if half else [])
+        if half:
+            del widest[half:]
+    return chunks
+
+
+def _deal(chunks: list[list[int]], sizes: list[int], shards: int) -> list[list[list[int]]]:
+    """Hands the micro-batches out in rounds, largest first, each round's largest to the shard with least so far."""
+    chunks = sorted(chunks, key=lambda chunk: -_cost(chunk, sizes))
+    plan: list[list[list[int]]] = [[] for _ in range(shards)]
+    loads = [0] * shards
+    for start in range(0, len(chunks), shards):
+        order = sorted(range(shards), key=lambda shard: loads[shard])
+        for shard, chunk in zip(order, chunks[start : start + shards], strict=True):
+            plan[shard].append(sorted(chunk))
+            loads[shard] += _cost(chunk, sizes)
+    return plan
+
+
+def _cost(chunk: list[int], sizes: list[int]) -> int:
+    return max((sizes[row] for row in chunk), default=0) * len(chunk)
