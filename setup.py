@@ -1,0 +1,75 @@
+"""Packaging of rlflow: the core library `rlflow` and the plug-in environments `rlflow_environments` (folder environments/)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+ROOT = Path(__file__).parent
+
+# What `rlflow train` needs on a CPU as well as on GPUs: plain wheels, nothing to compile.
+BASE = [
+    "torch>=2.6",
+    "pyyaml>=6.0",
+    "numpy>=1.26",
+    "safetensors>=0.4.5",
+    "transformers>=5.0",
+    "megatron-core>=0.16,<0.20",
+    "psutil>=5.9",  # megatron.core.dist_checkpointing imports it without declaring it
+    "rich>=13.7",
+    "matplotlib>=3.8",
+]
+
+EXTRAS = {
+    "search": ["faiss-cpu>=1.9", "bm25s>=0.2.6"],
+    "ray": ["ray>=2.40"],
+    "vllm": ["vllm>=0.27"],
+    "gpu": ["transformer-engine[pytorch]>=2.0"],
+    "qdrant": ["qdrant-client>=1.12"],
+    "tensorboard": ["tensorboard>=2.16"],
+    "wandb": ["wandb>=0.18"],
+    "dev": [
+        "pytest>=8.2",
+        "pytest-timeout>=2.3",
+        "hypothesis>=6.100",
+        "ruff>=0.6",
+        "mypy>=1.11",
+        "types-PyYAML",
+    ],
+}
+
+
+def packages() -> list[str]:
+    """The import names of both source trees; environments/ is imported as rlflow_environments."""
+    core = ["rlflow", *(f"rlflow.{name}" for name in find_packages("rlflow"))]
+    plugins = ["rlflow_environments", *(f"rlflow_environments.{name}" for name in find_packages("environments"))]
+    return core + plugins
+
+
+setup(
+    name="rlflow",
+    version="0.1.0",
+    description="Reinforcement learning for LLM agents, trained with Megatron; everything also runs on two CPU cores.",
+    long_description=(ROOT / "README.md").read_text(encoding="utf-8") if (ROOT / "README.md").exists() else "",
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    python_requires=">=3.11",
+    packages=packages(),
+    package_dir={"rlflow": "rlflow", "rlflow_environments": "environments"},
+    package_data={
+        "rlflow": ["py.typed", "algorithms/presets/*.yaml", "templates/*", "templates/**/*"],
+        "rlflow_environments": ["**/*.yaml", "**/*.json", "**/*.txt"],
+    },
+    install_requires=BASE,
+    extras_require=EXTRAS,
+    entry_points={
+        "console_scripts": ["rlflow = rlflow.cli:main"],
+        "rlflow.environments": ["search = rlflow_environments.search:SearchEnvironment"],
+    },
+    classifiers=[
+        "Operating System :: POSIX :: Linux",
+        "Programming Language :: Python :: 3.11",
+        "Topic :: Scientific/Engineering :: Artificial Intelligence",
+    ],
+)
