@@ -29,7 +29,7 @@ def make_batch(trajectories: Sequence[Trajectory], *, min_width: int = 0) -> Bat
     return Batch(
         tokens=tokens,
         loss_mask=loss_mask,
-        logprobs=_pad([_logprobs(segment) for segment in segments], width, torch.float32, 0) * loss_mask,
+        logprobs=_pad([_logprobs(segment) for segment in segments], width, torch.float32, 0).masked_fill_(~loss_mask, 0.0),
         advantages=torch.zeros(tokens.shape),
         weights=torch.zeros(tokens.shape),
         lengths=torch.tensor([len(segment) for segment in segments], dtype=torch.int64),

@@ -1,0 +1,18 @@
+"""Advantages, token weights and losses: pure tensor code over a Batch. Torch only."""
+
+from rlflow.algorithms.advantages import grpo
+from rlflow.algorithms.aggregate import token_weights
+from rlflow.algorithms.components import make_advantage, make_loss
+from rlflow.algorithms.losses import EntropyLoss, KLLoss, PPOClipLoss, SFTLoss, SumLoss
+
+__all__ = [
+    "EntropyLoss",
+    "KLLoss",
+    "PPOClipLoss",
+    "SFTLoss",
+    "SumLoss",
+    "grpo",
+    "make_advantage",
+    "make_loss",
+    "token_weights",
+]
