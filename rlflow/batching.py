@@ -15,8 +15,8 @@ def make_batch(trajectories: Sequence[Trajectory], *, min_width: int = 0) -> Bat
     """A row per segment, right-padded to the longest segment or `min_width`; advantages and weights 0, to be filled.
 
     Columns: rewards, group_mean, group_std, group_size (0: never stamped), trajectory (index into `trajectories`) and
-    logprobs_known, (B,) each; versions (B, T), -1 where nothing was sampled. Aborted trajectories get no row. Position 0
-    is never trained: no token precedes it, so the policy has no probability for it.
+    logprobs_known, (B,) each; versions (B, T), -1 where nothing was sampled. Aborted trajectories get no row.
+    Position 0 is never trained: no token precedes it, so the policy has no probability for it.
     """
     rows = [(index, segment) for index, one in enumerate(trajectories) if one.usable for segment in one.segments]
     width = max([min_width, *(len(segment) for _, segment in rows)])
@@ -29,7 +29,7 @@ def make_batch(trajectories: Sequence[Trajectory], *, min_width: int = 0) -> Bat
     return Batch(
         tokens=tokens,
         loss_mask=loss_mask,
-        logprobs=_pad([_logprobs(segment) for segment in segments], width, torch.float32, 0).masked_fill_(~loss_mask, 0.0),
+        logprobs=_pad([_logprobs(one) for one in segments], width, torch.float32, 0).masked_fill_(~loss_mask, 0.0),
         advantages=torch.zeros(tokens.shape),
         weights=torch.zeros(tokens.shape),
         lengths=torch.tensor([len(segment) for segment in segments], dtype=torch.int64),
@@ -80,12 +80,13 @@ def plan_microbatches(
     """Row indices as [shard][micro-batch][row]; the same input always gives the same plan.
 
     A micro-batch takes rows x longest row <= tokens_per_microbatch tokens with padding; a single longer row stands
-    alone. Every shard gets equally many micro-batches, the least that suffices, of about equal size. An empty one stands
-    only where there are too few rows to fill the last round. Rows of similar length meet, so that little is padded.
+    alone. Every shard gets equally many micro-batches, the least that suffices, of about equal size. An empty one
+    stands only where there are too few rows to fill the last round. Rows of similar length meet, so that little is
+    padded.
     """
     if tokens_per_microbatch < 1 or shards < 1:
         raise ConfigError(
-            f"micro-batch plan: tokens_per_microbatch ({tokens_per_microbatch}) and shards ({shards}) must be at least 1"
+            f"micro-batch plan: tokens_per_microbatch {tokens_per_microbatch} and shards {shards} must be at least 1"
         )
     sizes = [int(length) for length in lengths]
     rows = sorted(range(len(sizes)), key=lambda row: (-sizes[row], row))

@@ -16,10 +16,10 @@ Std = Literal["sample", "population", "none"]
 def grpo(batch: Batch, std: Std = "sample", eps: float = 1e-6) -> Tensor:
     """(B,) (reward - group mean) / (group std + eps), from the statistics stamped while the group was whole.
 
-    GRPO, arXiv 2402.03300 section 4.1. std: sample (Bessel's correction, as Search-R1 has it), population, or none, which
-    is Dr.GRPO's reward - mean (arXiv 2503.20783; pair it with the `constant` token weights). A group of one attempt, or
-    of equal rewards, gives exactly 0: the rounding of its mean must not be divided by eps.
-    Raises RLFlowError where a row carries no group statistics.
+    GRPO, arXiv 2402.03300 section 4.1. std: sample (Bessel's correction, as Search-R1 has it), population, or none,
+    which is Dr.GRPO's reward - mean (arXiv 2503.20783; pair it with the `constant` token weights). A group of one
+    attempt, or of equal rewards, gives exactly 0: the rounding of its mean must not be divided by eps. Raises
+    RLFlowError where a row carries no group statistics.
     """
     if std not in get_args(Std):
         raise ConfigError(
@@ -31,7 +31,7 @@ def grpo(batch: Batch, std: Std = "sample", eps: float = 1e-6) -> Tensor:
     if bool((size < 1).any()):
         rows = (size < 1).nonzero().flatten().tolist()
         raise RLFlowError(
-            f"advantage grpo: {len(rows)} of {len(batch)} rows (the first is row {rows[0]}) have no group statistics: expected "
+            f"advantage grpo: {len(rows)} of {len(batch)} rows (first: row {rows[0]}) lack group statistics: expected "
             "Trajectory.group_stats = (size, mean, std), as Rollout stamps them while a group is whole"
         )
     rounding = 4 * torch.finfo(rewards.dtype).eps * mean.abs()

@@ -16,10 +16,10 @@ Aggregate = Literal["token_mean", "sequence_mean", "trajectory_mean", "constant"
 def token_weights(batch: Batch, how: Aggregate = "token_mean", constant: float | None = None) -> Tensor:
     """(B, T) float32, each token's share in the loss of one optimizer step; 0 off the loss mask.
 
-    token_mean (DAPO, arXiv 2503.14476): every trained token counts alike. sequence_mean (GRPO): every row alike, its tokens
-    share equally. trajectory_mean (Search-R1 in RLinf): every trajectory alike, its rows joined. These three sum to 1, rows
-    and trajectories without a trained token left out; a batch without any gives zeros.
-    constant (Dr.GRPO, arXiv 2503.20783): 1 / (trajectories * constant) for every token, so that length earns nothing;
+    token_mean (DAPO, arXiv 2503.14476): every trained token counts alike. sequence_mean (GRPO): every row alike, its
+    tokens share equally. trajectory_mean (Search-R1 in RLinf): every trajectory alike, its rows joined. These three
+    sum to 1, rows and trajectories without a trained token left out; a batch without any gives zeros. constant
+    (Dr.GRPO, arXiv 2503.20783): 1 / (trajectories * constant) for every token, so that length earns nothing;
     `constant` is the most tokens an attempt may generate. The sum is the mean use of that budget, at most 1.
     """
     if how not in get_args(Aggregate):
@@ -31,7 +31,7 @@ def token_weights(batch: Batch, how: Aggregate = "token_mean", constant: float |
     if how == "constant":
         if not constant or constant <= 0:
             raise ConfigError(
-                f"algorithm.aggregate: 'constant' needs a positive constant (the most tokens of an attempt), found {constant}"
+                f"algorithm.aggregate: 'constant' needs the most tokens that an attempt may generate, found {constant}"
             )
         return (mask / (max(1, len(_owners(batch).unique())) * constant)).float()
     if how == "token_mean":

@@ -1,4 +1,4 @@
-"""Named components of the algorithm section -> losses and advantages. A component's schema is its constructor's signature."""
+"""Named components of the algorithm section -> losses and advantages; a constructor's signature is its schema."""
 
 from __future__ import annotations
 
@@ -25,10 +25,11 @@ ADVANTAGES: Mapping[str, Callable[..., Tensor]] = {"grpo": grpo}
 
 
 def make_loss(components: Sequence[Mapping[str, Any]]) -> LossTerm:
-    """The sum of the named losses, or the one alone: [{name: ppo_clip, clip_high: 0.28}, {name: kl, coefficient: 0.001}].
+    """The sum of the named losses, or the one alone: [{name: ppo_clip, clip_high: 0.28}, {name: kl, coefficient: 1}].
 
-    A name is built in (ppo_clip, kl, entropy, sft; sum takes `losses`, a list like this one) or `package.module:Name`.
-    Raises ConfigError for an unknown name, an unknown or missing keyword, or a value that is not a number where one must be.
+    A name is built in (ppo_clip, kl, entropy, sft; sum takes `losses`, a list like this one) or
+    `package.module:Name`. Raises ConfigError for an unknown name, an unknown or missing keyword, or a value that is
+    not a number where one must be.
     """
     if not components:
         raise ConfigError("algorithm.losses: expected at least one loss, found none; try [{name: ppo_clip}]")
@@ -37,7 +38,7 @@ def make_loss(components: Sequence[Mapping[str, Any]]) -> LossTerm:
 
 
 def make_advantage(component: Mapping[str, Any]) -> Callable[[Batch], Tensor]:
-    """The named advantage with its keywords bound, Batch -> (B,) or (B, T): {name: grpo, std: sample}. Raises as make_loss."""
+    """The named advantage with its keywords bound, Batch -> (B,) or (B, T): {name: grpo}. Raises as make_loss."""
     where = "algorithm.advantage"
     function = _resolve(component, ADVANTAGES, where)
     first, *_ = inspect.signature(function).parameters

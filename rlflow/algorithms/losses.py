@@ -1,19 +1,20 @@
 """Loss terms: (PolicyOutput, Batch) -> per-token loss (B, T) to minimize, and detached metrics (B, T).
 
-A term never sums or normalizes: `Batch.weights` does. Masked positions are set to 0 before any exp, so that what stands
-there can neither reach the loss nor the gradient (inf * 0 is nan). Each term is a frozen dataclass: picklable and comparable.
+A term never sums or normalizes: `Batch.weights` does. Masked positions are set to 0 before any exp, so that what
+stands there can neither reach the loss nor the gradient (inf * 0 is nan). Each term is a frozen dataclass: picklable
+and comparable.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar, Literal, get_args
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 
-from rlflow.errors import ConfigError, RLFlowError, did_you_mean
+from rlflow.errors import ConfigError, RLFlowError
 from rlflow.types import Batch, PolicyOutput
 
 LossResult = tuple[Tensor, dict[str, Tensor]]
@@ -24,10 +25,11 @@ MAX_LOG_RATIO = 20.0  # nats; exp(20) is 4.9e8, far beyond any clip and still fi
 class PPOClipLoss:
     """Minus min(r A, clip(r, 1 - clip_low, 1 + clip_high) A), r = exp(log-prob - old log-prob).
 
-    PPO, arXiv 1707.06347 equation 7; clip_high > clip_low is DAPO's clip-higher (arXiv 2503.14476); dual_clip c bounds the
-    loss of negative advantages by -c A (arXiv 1912.09729). The old log-probs are columns["proximal_logprobs"] where the
-    trainer has recomputed them, else the engine's. Metrics: ratio; clip_fraction (the share of tokens whose gradient a
-    clip has cut off); old_kl (k3 estimate of KL(old || policy), nats); policy_loss.
+    PPO, arXiv 1707.06347 equation 7; clip_high > clip_low is DAPO's clip-higher (arXiv 2503.14476); dual_clip c
+    bounds the loss of negative advantages by -c A (arXiv 1912.09729). The old log-probs are
+    columns["proximal_logprobs"] where the trainer has recomputed them, else the engine's. Metrics: ratio;
+    clip_fraction (the share of tokens whose gradient a clip has cut off); old_kl (k3 estimate of KL(old || policy),
+    nats); policy_loss.
     """
 
     needs_entropy: ClassVar[bool] = False
@@ -40,7 +42,7 @@ class PPOClipLoss:
     def __post_init__(self) -> None:
         if not 0 <= self.clip_low <= 1 or self.clip_high < 0:
             raise ConfigError(
-                f"loss ppo_clip: expected 0 <= clip_low <= 1 and clip_high >= 0, found {self.clip_low} and {self.clip_high}"
+                f"loss ppo_clip: expected 0 <= clip_low <= 1 <= 1 + clip_high, found {self.clip_low}, {self.clip_high}"
             )
         if self.dual_clip is not None and self.dual_clip <= 1:
             raise ConfigError(f"loss ppo_clip: dual_clip must be above 1 (3 is usual) or null, found {self.dual_clip}")
@@ -66,9 +68,10 @@ class PPOClipLoss:
 class KLLoss:
     """coefficient * KL(policy || reference) per token, against columns["reference_logprobs"].
 
-    With x = reference log-prob - log-prob (clamped to +-20): k1 = -x, k2 = x^2 / 2, k3 = e^x - x - 1, the value clamped to
-    +-clamp (joschu.net/blog/kl-approx.html; k3 is "low_var_kl"). Differentiated as a loss, k2 has the gradient of the
-    reverse KL, k3 a forward-KL-like one, k1 none in expectation. Metrics: kl, the unscaled value in nats.
+    With x = reference log-prob - log-prob (clamped to +-20): k1 = -x, k2 = x^2 / 2, k3 = e^x - x - 1, the value
+    clamped to +-clamp (joschu.net/blog/kl-approx.html; k3 is "low_var_kl"). Differentiated as a loss, k2 has the
+    gradient of the reverse KL, k3 a forward-KL-like one, k1 none in expectation. Metrics: kl, the unscaled value in
+    nats.
     """
 
     needs_entropy: ClassVar[bool] = False
@@ -85,8 +88,8 @@ class KLLoss:
     def __call__(self, output: PolicyOutput, batch: Batch) -> LossResult:
         if "reference_logprobs" not in batch.columns:
             raise RLFlowError(
-                "loss kl: the batch has no column reference_logprobs: call trainer.snapshot('reference') before training and "
-                "fill it with trainer.score(batch, model='reference')['logprobs']"
+                "loss kl: the batch has no column reference_logprobs: call trainer.snapshot('reference') early "
+                "and fill it with trainer.score(batch, model='reference')['logprobs']"
             )
         x = -_log_ratio(output.logprobs, batch.columns["reference_logprobs"], batch.loss_mask)
         values: dict[str, Callable[[], Tensor]] = {
@@ -169,6 +172,6 @@ def _old_logprobs(batch: Batch) -> Tensor:
     if known is not None and bool((batch.loss_mask & ~known[:, None]).any()):
         raise RLFlowError(
             "loss ppo_clip: some rows come without the log-probs of the policy that sampled them: set "
-            "algorithm.old_logprobs: recompute, or fill columns['proximal_logprobs'] with trainer.score(batch)['logprobs']"
+            "algorithm.old_logprobs: recompute, or fill columns['proximal_logprobs'] from trainer.score(batch)"
         )
     return batch.logprobs

@@ -14,9 +14,9 @@ def learning_rate(
 ) -> float:
     """The rate of optimizer step `step`, counted from 0.
 
-    Warm-up is linear: lr / warmup_steps at step 0, lr from step warmup_steps - 1 on. After it the rate stays (constant) or
-    falls along a straight line or half a cosine, from lr at step warmup_steps to min_lr at step decay_steps and beyond.
-    Raises ConfigError for an unknown schedule, and for a decay whose end is not given.
+    Warm-up is linear: lr / warmup_steps at step 0, lr from step warmup_steps - 1 on. After it the rate stays
+    (constant) or falls along a straight line or half a cosine, from lr at step warmup_steps to min_lr at step
+    decay_steps and beyond. Raises ConfigError for an unknown schedule, and for a decay whose end is not given.
     """
     if schedule not in SCHEDULES:
         hint = did_you_mean(schedule, SCHEDULES)
