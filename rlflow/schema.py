@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
+
+from rlflow import config as configuration
 
 Component = dict[str, Any]
 """A named component and its constructor keywords, e.g. {name: grpo, std: sample}. Its schema is the constructor's signature."""
@@ -127,3 +131,8 @@ class RunConfig:
     checkpoint: CheckpointSection = field(default_factory=CheckpointSection)
     metrics: MetricsSection = field(default_factory=MetricsSection)
     cluster: ClusterSection = field(default_factory=ClusterSection)
+
+
+def load_config(path: str | Path | None = None, overrides: Sequence[str] = ()) -> RunConfig:
+    """The run configuration from a YAML file and `section.key=value` overrides, over the defaults above."""
+    return configuration.load_config(path, overrides, RunConfig)

@@ -1,0 +1,311 @@
+"""YAML files and dotted overrides -> configuration dataclasses, and back to YAML with secrets redacted."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+import types
+import typing
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import yaml
+
+from rlflow.errors import ConfigError, did_you_mean
+
+T = TypeVar("T")
+REDACTED = "***"
+COMMAND_LINE = "command line"
+
+_SECRET = re.compile(r"(^|_|-)(api_?key|access_?key|token|password|passwd|secret|credentials?|authorization)$", re.I)
+_NOT_SECRET = re.compile(r"(^|_)(eos|bos|pad|unk|sep|mask|stop|start|end|cls)_token$", re.I)
+_URL_PASSWORD = re.compile(r"(\w+://[^/\s:@]+):[^/\s@]+@")
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML 1.2 scalars: 1e-6 is a number, `yes` and `no` are text, and a key that stands twice is an error."""
+
+    yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: set[str] = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode) and key.value != "<<" and key.value in seen:
+                raise yaml.MarkedYAMLError(problem=f"key '{key.value}' stands twice", problem_mark=key.start_mark)
+            seen.add(str(key.value))
+        return super().construct_mapping(node, deep)
+
+
+_FLOAT = r"[-+]?(?:(?:\.[0-9]+|[0-9]+\.[0-9]*)(?:[eE][-+]?[0-9]+)?|[0-9]+[eE][-+]?[0-9]+|\.(?:inf|Inf|INF))|\.(?:nan|NaN|NAN)"
+for _tag, _pattern, _first in (
+    ("null", r"(?:~|null|Null|NULL|)", ["~", "n", "N", ""]),
+    ("bool", r"(?:true|True|TRUE|false|False|FALSE)", list("tTfF")),
+    ("int", r"[-+]?[0-9][0-9_]*", list("-+0123456789")),
+    ("float", _FLOAT, list("-+.0123456789")),
+    ("merge", r"<<", ["<"]),
+):
+    _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(rf"^(?:{_pattern})$"), _first)
+
+
+def load_config(path: str | Path | None, overrides: Sequence[str], schema: type[T]) -> T:
+    """The configuration from a YAML file, its `base:` files and `section.key=value` overrides, over the schema's defaults.
+
+    Values of overrides are YAML; their keys reach into components and lists (`algorithm.losses.0.clip_low=0.1`).
+    `base: other.yaml` in a file is read first, relative to that file. A component that is given another `name` is
+    replaced, otherwise its keywords are merged.
+
+    Raises:
+        ConfigError: file missing or not YAML, key unknown, value of the wrong type.
+    """
+    draft = _Draft(schema, to_dict(schema()))
+    if path is not None:
+        for source, content in _read_files(Path(path), ()):
+            draft.merge(draft.raw, content, source, ())
+    # Names first: `environment.top_k=5 environment.name=search` must mean the same in either order.
+    for override in sorted(overrides, key=lambda text: not text.split("=")[0].endswith(".name")):
+        draft.override(override)
+    return typing.cast(T, draft.build(schema, draft.raw, ()))
+
+
+def to_dict(config: Any) -> dict[str, Any]:
+    """The configuration as plain nested dicts and lists (copies)."""
+    return dataclasses.asdict(config)
+
+
+def save_config(config: Any, path: str | Path) -> None:
+    """Writes the resolved configuration as YAML that `load_config` reads again, secrets replaced by `***`."""
+    path = Path(path)
+    aside = path.with_name(path.name + ".partial")
+    aside.write_text(config_text(config), encoding="utf-8")
+    os.replace(aside, path)
+
+
+def config_text(config: Any) -> str:
+    """The resolved configuration as YAML text, secrets replaced by `***`."""
+    values = redact(config if isinstance(config, dict) else to_dict(config))
+    return yaml.safe_dump(values, sort_keys=False, allow_unicode=True, width=120)
+
+
+def redact(value: Any, key: str = "") -> Any:
+    """A copy in which texts under secret-looking keys (api_key, ..._token, password) and passwords in URLs are `***`."""
+    if isinstance(value, dict):
+        return {name: redact(item, str(name)) for name, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [redact(item, key) for item in value]
+    if isinstance(value, str):
+        if value and _SECRET.search(key) and not _NOT_SECRET.search(key):
+            return REDACTED
+        return _URL_PASSWORD.sub(rf"\1:{REDACTED}@", value)
+    return value
+
+
+def config_keys(schema: type) -> list[str]:
+    """Every dotted key of a schema, in its order; a component counts as one key."""
+    return list(_leaves(schema, ()))
+
+
+def _leaves(schema: Any, path: tuple[str, ...]) -> Iterator[str]:
+    hints = typing.get_type_hints(schema)
+    for item in dataclasses.fields(schema):
+        if dataclasses.is_dataclass(hints[item.name]):
+            yield from _leaves(hints[item.name], (*path, item.name))
+        else:
+            yield ".".join((*path, item.name))
+
+
+def _read_files(path: Path, chain: tuple[Path, ...]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(file name, content) of the file and the files it is based on, the deepest base first."""
+    if path.resolve() in chain:
+        raise ConfigError(f"{path}: 'base' leads back to this file: {' -> '.join(str(link) for link in chain)}.")
+    content = _read_yaml(path)
+    base = content.pop("base", None)
+    if base is not None:
+        if not isinstance(base, str):
+            raise ConfigError(f"{path}: base: expected a file name (text), found {_show(base)}.")
+        yield from _read_files(path.parent / base, (*chain, path.resolve()))
+    yield str(path), content
+
+
+def _read_yaml(path: Path) -> dict[str, Any]:
+    try:
+        content = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)
+    except FileNotFoundError:
+        beside = sorted(other.name for other in path.parent.glob("*.yaml")) if path.parent.is_dir() else []
+        found = f" {path.parent or '.'} holds: {', '.join(beside)}." if beside else ""
+        raise ConfigError(f"{path}: no such configuration file.{did_you_mean(path.name, beside)}{found}") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: cannot be read as a UTF-8 text file: {error}.") from None
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path}{_mark(error)}: not YAML: {_problem(error)}.") from None
+    if content is None:
+        return {}
+    if not isinstance(content, dict):
+        raise ConfigError(f"{path}: expected sections such as 'trainer:', found {_show(content)}.")
+    return content
+
+
+def _mark(error: yaml.YAMLError) -> str:
+    mark = getattr(error, "problem_mark", None)
+    return f":{mark.line + 1}" if mark is not None else ""
+
+
+def _problem(error: yaml.YAMLError) -> str:
+    return str(getattr(error, "problem", None) or error).replace("\n", " ")
+
+
+class _Draft:
+    """The raw values while files and overrides are laid over each other, and where each key was last set."""
+
+    def __init__(self, schema: type, raw: dict[str, Any]) -> None:
+        self.schema = schema
+        self.raw = raw
+        self.origins: dict[str, str] = {}
+        self.sections = set(_sections(schema, ()))
+
+    def merge(self, into: dict[str, Any], new: dict[str, Any], source: str, path: tuple[str, ...]) -> None:
+        """Merges mappings in place. A component with another `name` is another component and starts from nothing."""
+        if path not in self.sections and "name" in new and new["name"] != into.get("name", new["name"]):
+            into.clear()
+        for key, value in new.items():
+            here = (*path, str(key))
+            self.origins[".".join(here)] = source
+            if isinstance(value, dict) and isinstance(into.get(key), dict):
+                self.merge(into[key], value, source, here)
+            else:
+                into[key] = value
+
+    def override(self, text: str) -> None:
+        """Applies one `section.key=value`; missing mappings on the way are made, list positions must exist."""
+        key, equals, written = text.partition("=")
+        path = tuple(key.strip().split("."))
+        if not equals or not all(path):
+            raise ConfigError(f"{COMMAND_LINE}: expected section.key=value, found '{text}'.")
+        try:
+            value = yaml.load(written, Loader=_Loader)
+        except yaml.YAMLError as error:
+            raise ConfigError(f"{COMMAND_LINE}: {key}: '{written}' is not a YAML value: {_problem(error)}.") from None
+        node: Any = self.raw
+        for depth, part in enumerate(path[:-1]):
+            if isinstance(node, dict) and node.get(part) is None:
+                node[part] = {}
+            node = _child(node, part, path[: depth + 1])
+        if isinstance(node, list):
+            node[_index(node, path[-1], path)] = value
+        elif isinstance(node, dict):
+            self.merge(node, {path[-1]: value}, COMMAND_LINE, path[:-1])
+        else:
+            raise ConfigError(f"{COMMAND_LINE}: {key}: '{'.'.join(path[:-1])}' is {_show(node)}, it has no keys.")
+        self.origins[".".join(path)] = COMMAND_LINE
+
+    def build(self, cls: Any, raw: Any, path: tuple[str, ...]) -> Any:
+        """The dataclass `cls` from a mapping, every key and type checked."""
+        if not isinstance(raw, dict):
+            raise ConfigError(f"{self.where(path)}: expected a section with keys, found {_show(raw)}.")
+        hints = typing.get_type_hints(cls)
+        fields = {item.name: hints[item.name] for item in dataclasses.fields(cls)}
+        for key in raw:
+            if key not in fields:
+                here = (*path, str(key))
+                raise ConfigError(f"{self.where(here)}: unknown key.{_suggest(here, list(fields), self.schema)}")
+        values = {}
+        for key, value in raw.items():
+            convert = self.build if dataclasses.is_dataclass(fields[key]) else self.convert
+            values[key] = convert(fields[key], value, (*path, key))
+        return cls(**values)
+
+    def convert(self, hint: Any, value: Any, path: tuple[str, ...]) -> Any:
+        """The value as the annotated type. int -> float is the only conversion; a bool is never a number.
+
+        Raises:
+            ConfigError: with the key, what was expected and what was found.
+        """
+        origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+        if hint is Any or (hint is type(None) and value is None) or (origin is typing.Literal and value in arguments):
+            return value
+        if origin in (typing.Union, types.UnionType):
+            return self.convert_union(hint, value, path)
+        if origin in (list, tuple) and isinstance(value, (list, tuple)):
+            item = arguments[0] if arguments else Any
+            return origin(self.convert(item, entry, (*path, str(index))) for index, entry in enumerate(value))
+        if hint is float and isinstance(value, (int, float)) and not isinstance(value, bool):
+            return float(value)
+        if hint is int and isinstance(value, int) and not isinstance(value, bool):
+            return value
+        if (hint in (str, bool) and isinstance(value, hint)) or ((origin or hint) is dict and isinstance(value, dict)):
+            return value
+        raise ConfigError(f"{self.where(path)}: expected {_describe(hint)}, found {_show(value)}.")
+
+    def convert_union(self, hint: Any, value: Any, path: tuple[str, ...]) -> Any:
+        for kind in typing.get_args(hint):
+            try:
+                return self.convert(kind, value, path)
+            except ConfigError:
+                continue
+        expected = " or ".join(_describe(kind) for kind in typing.get_args(hint))
+        raise ConfigError(f"{self.where(path)}: expected {expected}, found {_show(value)}.")
+
+    def where(self, path: tuple[str, ...]) -> str:
+        """`file: section.key`, the file being the one that set the key or the nearest key above it."""
+        for length in range(len(path), 0, -1):
+            source = self.origins.get(".".join(path[:length]))
+            if source:
+                return f"{source}: {'.'.join(path)}"
+        return ".".join(path) or "configuration"
+
+
+def _sections(schema: Any, path: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
+    yield path
+    for name, hint in typing.get_type_hints(schema).items():
+        if dataclasses.is_dataclass(hint):
+            yield from _sections(hint, (*path, name))
+
+
+def _child(node: Any, part: str, path: tuple[str, ...]) -> Any:
+    if isinstance(node, list):
+        return node[_index(node, part, path)]
+    if isinstance(node, dict):
+        return node[part]
+    raise ConfigError(f"{COMMAND_LINE}: {'.'.join(path)}: '{'.'.join(path[:-1])}' is {_show(node)}, it has no keys.")
+
+
+def _index(node: list[Any], part: str, path: tuple[str, ...]) -> int:
+    if part.isdigit() and int(part) < len(node):
+        return int(part)
+    where = ".".join(path[:-1])
+    raise ConfigError(f"{COMMAND_LINE}: {'.'.join(path)}: '{where}' is a list of {len(node)}; expected an index below "
+                      f"{len(node)}, found '{part}'. A whole list is set by {where}=[...].")
+
+
+def _suggest(path: tuple[str, ...], siblings: list[str], root: type) -> str:
+    """The sibling that was meant, else the key of that name in another section, else what is known here."""
+    close = did_you_mean(path[-1], siblings)
+    if close:
+        return close
+    everywhere = {key: key.split(".")[-1] for key in config_keys(root)}
+    same = [key for key, name in everywhere.items() if name == path[-1]]
+    same = same or [key for key, name in everywhere.items() if did_you_mean(path[-1], [name])]
+    if same:
+        return f" Did you mean '{same[0]}'?"
+    return f" Known keys{' of ' + '.'.join(path[:-1]) if path[:-1] else ''}: {', '.join(siblings)}."
+
+
+def _describe(hint: Any) -> str:
+    names = {int: "a whole number", float: "a number", str: "text", bool: "true or false", type(None): "null"}
+    if hint in names:
+        return names[hint]
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin is typing.Literal:
+        return "one of " + ", ".join(str(choice) for choice in arguments)
+    if origin in (list, tuple):
+        return f"a list ([a, b]) of {_describe(arguments[0])}" if arguments else "a list"
+    return "a mapping with keys ({name: ...})" if (origin or hint) is dict else str(hint)
+
+
+def _show(value: Any) -> str:
+    if value is None:
+        return "null (nothing)"
+    kinds = {str: "text", bool: "true/false", int: "whole number", float: "number", dict: "mapping", list: "list"}
+    text = repr(value) if not isinstance(value, bool) else str(value).lower()
+    return f"{text if len(text) <= 60 else text[:57] + '...'} ({kinds.get(type(value), type(value).__name__)})"
