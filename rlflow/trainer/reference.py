@@ -1,0 +1,269 @@
+"""The reference trainer: a transformers model on one device and torch's AdamW. The oracle that other trainers are held to.
+
+Simple rather than fast: whole logits, no packing, no parallelism. Nothing in it is random.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import pickle
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlflow.batching import plan_microbatches
+from rlflow.errors import CheckpointError, ConfigError, ModelError, RLFlowError, did_you_mean
+from rlflow.trainer import Loss, Trainer
+from rlflow.trainer.schedule import learning_rate
+from rlflow.types import Batch, PolicyOutput
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+class ReferenceTrainer(Trainer):
+    """Takes the keywords of the Megatron trainer; both parallel sizes must be 1.
+
+    Parameters, gradients and optimizer state are float32; dtype bfloat16 computes under autocast and gives out bfloat16
+    weights. Weight decay is decoupled and spares 1-D parameters (norms, biases), as Megatron's does. `seed` is accepted
+    because every trainer takes it.
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        *,
+        tensor_parallel: int = 1,
+        pipeline_parallel: int = 1,
+        lr: float = 1e-6,
+        lr_schedule: str = "constant",
+        lr_warmup_steps: int = 0,
+        lr_decay_steps: int | None = None,
+        min_lr: float = 0.0,
+        beta1: float = 0.9,
+        beta2: float = 0.95,
+        eps: float = 1e-8,
+        weight_decay: float = 0.01,
+        max_gradient_norm: float = 1.0,
+        tokens_per_microbatch: int = 16384,
+        dtype: str = "float32",
+        seed: int = 0,
+        trust_remote_code: bool = False,
+        device: str | None = None,
+    ) -> None:
+        if (tensor_parallel, pipeline_parallel) != (1, 1):
+            raise ConfigError(
+                f"trainer: the reference backend runs on one device; found tensor_parallel {tensor_parallel}, "
+                f"pipeline_parallel {pipeline_parallel}; set both to 1 or trainer.backend to megatron"
+            )
+        if dtype not in DTYPES:
+            raise ConfigError(
+                f"model.dtype: expected float32 or bfloat16, found '{dtype}'.{did_you_mean(dtype, DTYPES)}"
+            )
+        self.schedule: dict[str, Any] = {
+            "lr": lr,
+            "schedule": lr_schedule,
+            "warmup_steps": lr_warmup_steps,
+            "decay_steps": lr_decay_steps,
+            "min_lr": min_lr,
+        }
+        learning_rate(0, **self.schedule)  # a bad schedule is an error now, not after the first rollout
+        self.dtype = DTYPES[dtype]
+        self.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        self.max_gradient_norm = max_gradient_norm
+        self.tokens_per_microbatch = tokens_per_microbatch
+        self.model = load_model(path, trust_remote_code).to(self.device)
+        parameters = list(self.model.parameters())
+        self.optimizer = torch.optim.AdamW(
+            [
+                {"params": [p for p in parameters if p.dim() > 1], "weight_decay": weight_decay},
+                {"params": [p for p in parameters if p.dim() <= 1], "weight_decay": 0.0},
+            ],
+            lr=lr,
+            betas=(beta1, beta2),
+            eps=eps,
+        )
+        self.updates = 0  # optimizer steps so far; the learning rate follows them
+        self.snapshots: dict[str, dict[str, Tensor]] = {}
+
+    @torch.no_grad()
+    def score(self, batch: Batch, model: str = "policy", want: Sequence[str] = ("logprobs",)) -> dict[str, Tensor]:
+        unknown = sorted(set(want) - {"logprobs", "entropy"})
+        if unknown:
+            raise ConfigError(f"trainer.score: can give logprobs and entropy, found {', '.join(unknown)}")
+        result = {name: torch.zeros(batch.tokens.shape) for name in want}
+        for rows in self._microbatches(batch):
+            part = _to(batch.select(rows), self.device)
+            output = self._forward(part, model, "entropy" in want)
+            for name in want:
+                values = getattr(output, name)
+                result[name][torch.tensor(rows), : values.shape[1]] = values.float().cpu()
+        return result
+
+    def update(self, batch: Batch, loss: Loss) -> dict[str, float]:
+        self.optimizer.zero_grad(set_to_none=True)
+        needs_entropy = bool(getattr(loss, "needs_entropy", False))
+        sums: dict[str, float] = {"loss": 0.0}
+        microbatches = self._microbatches(batch)
+        for rows in microbatches:
+            part = _to(batch.select(rows), self.device)
+            values, metrics = loss(self._forward(part, "policy", needs_entropy), part)
+            total = (part.weights * values).sum()
+            total.backward()
+            for name, value in {**metrics, "loss": values.detach()}.items():
+                sums[name] = sums.get(name, 0.0) + (part.weights * value).sum(dtype=torch.float64).item()
+        rate = learning_rate(self.updates, **self.schedule)
+        norm = self._step(rate)
+        counts = {"tokens": float(batch.lengths.sum()), "microbatches": float(len(microbatches))}
+        return {**sums, "gradient_norm": norm, "lr": rate, **counts}
+
+    def snapshot(self, name: str) -> None:
+        if name == "policy":
+            raise ConfigError(
+                "trainer.snapshot: 'policy' names the weights in training; choose another, e.g. reference"
+            )
+        self.snapshots[name] = {key: value.detach().clone() for key, value in self.model.named_parameters()}
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        for name, value in self.model.named_parameters():  # names a tied lm_head once, as the embedding
+            yield name, value.detach().to(device="cpu", dtype=self.dtype, copy=True)
+
+    def save(self, path: str | Path, step: int) -> None:
+        from safetensors.torch import save_file
+
+        directory = Path(path)
+        directory.mkdir(parents=True, exist_ok=True)
+        save_file(
+            {name: value.detach().contiguous() for name, value in self.model.named_parameters()},
+            directory / "policy.safetensors",
+        )
+        frozen = {f"{name}/{key}": value for name, copy in self.snapshots.items() for key, value in copy.items()}
+        save_file(frozen, directory / "snapshots.safetensors")
+        torch.save(self.optimizer.state_dict(), directory / "optimizer.pt")
+        (directory / "trainer.json").write_text(
+            json.dumps({"backend": "reference", "step": step, "updates": self.updates})
+        )
+
+    def load(self, path: str | Path) -> int:
+        from safetensors import SafetensorError
+        from safetensors.torch import load_file
+
+        directory = Path(path)
+        try:
+            state = json.loads((directory / "trainer.json").read_text())
+            policy = load_file(directory / "policy.safetensors")
+            frozen = load_file(directory / "snapshots.safetensors")
+            optimizer = torch.load(directory / "optimizer.pt", map_location=self.device, weights_only=True)
+        except (OSError, ValueError, RuntimeError, EOFError, SafetensorError, pickle.UnpicklingError) as error:
+            raise CheckpointError(
+                f"{directory}: not a checkpoint of the reference trainer, or damaged: {error}"
+            ) from error
+        self._restore(policy, directory)
+        self.snapshots = {}
+        for key, value in frozen.items():
+            name, _, parameter = key.partition("/")
+            self.snapshots.setdefault(name, {})[parameter] = value.to(self.device)
+        self.optimizer.load_state_dict(optimizer)
+        self.updates = int(state["updates"])
+        return int(state["step"])
+
+    def _microbatches(self, batch: Batch) -> list[list[int]]:
+        [plan] = plan_microbatches(batch.lengths, self.tokens_per_microbatch)
+        return [rows for rows in plan if rows]
+
+    def _forward(self, batch: Batch, model: str, entropy: bool) -> PolicyOutput:
+        """Log-probs of every real token but the first, at the row's temperature. Rows are right-padded and attention is
+        causal, so padding cannot reach a real token and needs no attention mask."""
+        arguments = {"input_ids": batch.tokens, "use_cache": False}
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.dtype is torch.bfloat16):
+            if model == "policy":
+                logits = self.model(**arguments).logits
+            else:
+                logits = torch.func.functional_call(self.model, self._frozen(model), (), arguments).logits
+        return policy_output(logits, batch, entropy)
+
+    def _frozen(self, name: str) -> dict[str, Tensor]:
+        if name not in self.snapshots:
+            known = ["policy", *self.snapshots]
+            raise ConfigError(
+                f"trainer.score: there is no model '{name}', only {', '.join(known)}; call snapshot('{name}') first."
+                f"{did_you_mean(name, known)}"
+            )
+        return self.snapshots[name]
+
+    def _step(self, rate: float) -> float:
+        """Clips, steps and returns the gradient norm before clipping; max_gradient_norm 0 clips nothing."""
+        limit = self.max_gradient_norm if self.max_gradient_norm > 0 else float("inf")
+        norm = float(torch.nn.utils.clip_grad_norm_(self.model.parameters(), limit))
+        if not torch.isfinite(torch.tensor(norm)):
+            raise RLFlowError(
+                f"trainer: the gradient norm of update {self.updates} is {norm}, the weights were left as they are; look at the "
+                "batch's advantages and log-probs, or lower trainer.lr"
+            )
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        self.optimizer.step()
+        self.updates += 1
+        return norm
+
+    @torch.no_grad()
+    def _restore(self, policy: Mapping[str, Tensor], directory: Path) -> None:
+        parameters = dict(self.model.named_parameters())
+        wrong = sorted(set(parameters) ^ set(policy)) or [
+            name for name, value in policy.items() if value.shape != parameters[name].shape
+        ]
+        if wrong:
+            raise CheckpointError(
+                f"{directory}: belongs to another model: {len(wrong)} tensors differ in name or shape, the first is {wrong[0]}"
+            )
+        for name, value in policy.items():
+            parameters[name].copy_(value)
+
+
+def load_model(path: str | Path, trust_remote_code: bool = False) -> torch.nn.Module:
+    """The HuggingFace model of a local directory in float32, without dropout.
+
+    Raises ModelError where the directory is no model, or its files lack a parameter (transformers would draw it at random).
+    """
+    if not (Path(path) / "config.json").is_file():
+        raise ModelError(f"model.path: expected a HuggingFace directory with config.json, found none at '{path}'")
+    from transformers import AutoModelForCausalLM
+
+    try:
+        model, report = AutoModelForCausalLM.from_pretrained(
+            str(path), dtype=torch.float32, trust_remote_code=trust_remote_code, output_loading_info=True
+        )
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise ModelError(f"{path}: transformers cannot load this model: {reason}") from error
+    missing = sorted(report["missing_keys"])
+    if missing:
+        raise ModelError(f"{path}: the weight files lack {len(missing)} parameters, the first is {missing[0]}")
+    return model.eval()
+
+
+def policy_output(logits: Tensor, batch: Batch, entropy: bool) -> PolicyOutput:
+    """PolicyOutput from next-token logits (B, T, V): logits at t - 1 describe token t; position 0 and padding are 0.
+
+    Logits are divided by the row's temperature; a temperature of 0 (greedy) counts as 1.
+    """
+    temperatures = torch.where(batch.temperatures > 0, batch.temperatures, 1.0)
+    log_softmax = (logits[:, :-1].float() / temperatures[:, None, None]).log_softmax(dim=-1)
+    chosen = log_softmax.gather(-1, batch.tokens[:, 1:, None]).squeeze(-1)
+    positions = torch.arange(batch.tokens.shape[1], device=batch.tokens.device)
+    real = positions < batch.lengths[:, None]
+
+    def place(values: Tensor) -> Tensor:
+        return torch.where(real, torch.nn.functional.pad(values, (1, 0)), 0.0)
+
+    spread = place(-(log_softmax.exp() * log_softmax).sum(dim=-1)) if entropy else None
+    return PolicyOutput(place(chosen), spread)
+
+
+def _to(batch: Batch, device: torch.device) -> Batch:
+    fields = {f.name: getattr(batch, f.name) for f in dataclasses.fields(batch) if f.name != "columns"}
+    moved = {name: value.to(device) for name, value in fields.items()}
+    return Batch(**moved, columns={name: value.to(device) for name, value in batch.columns.items()})
