@@ -1,4 +1,4 @@
-"""Packaging of rlflow: the core library `rlflow` and the plug-in environments `rlflow_environments` (folder environments/)."""
+"""Packaging of the core library `rlflow` and of its plug-ins `rlflow_environments` (the folder environments/)."""
 
 from __future__ import annotations
 

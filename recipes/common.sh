@@ -1,0 +1,205 @@
+# Finds or makes the Python environment of rlflow. Sourced by the run scripts, never executed:
+#
+#   . recipes/common.sh
+#   rlflow_setup run      # or: test (adds Ray, pytest, ruff, mypy)
+#   exec "$RLFLOW_PYTHON" ...
+#
+# An active environment that already has rlflow with what is needed is used as it is. Otherwise .venv in the repository
+# (or $RLFLOW_VENV) is created once; a stamp in it makes every later start skip the set-up.
+
+RLFLOW_ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)
+
+rlflow_say() { printf '[rlflow] %s\n' "$*" >&2; }
+rlflow_fail() { printf '[rlflow] error: %s\n' "$*" >&2; exit 2; }
+
+# The absolute form of a path, so that it survives a change of directory. A name that is no file here stays as it is.
+rlflow_path() {
+    case $1 in /*) echo "$1" ;; *) if [ -e "$1" ]; then echo "$PWD/$1"; else echo "$1"; fi ;; esac
+}
+
+# ---------------------------------------------------------------------------------------------------------------- platform
+
+rlflow_check_platform() {
+    local system machine
+    system=$(uname -s) machine=$(uname -m)
+    [ "$system/$machine" = Linux/x86_64 ] && return
+    [ "$system" = Darwin ] && rlflow_fail "macOS is not supported (expected Linux x86_64). Use a Linux machine or container."
+    case $system in MINGW* | MSYS* | CYGWIN*) rlflow_fail "found Windows ($system), expected Linux x86_64. Run it inside WSL2." ;; esac
+    rlflow_fail "found $system $machine, expected Linux x86_64 (WSL2 included): some packages have no wheels for it."
+}
+
+rlflow_has_gpu() { command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev/null | grep -q '^GPU'; }
+
+# The CPU cores that this process may use: the affinity mask, cut by a container's quota, which torch does not look at.
+rlflow_cores() {
+    local cores quota period
+    cores=$(nproc 2>/dev/null || echo 1)
+    if read -r quota period 2>/dev/null </sys/fs/cgroup/cpu.max && [ "$quota" != max ]; then
+        quota=$(((quota + period - 1) / period))
+        [ "$quota" -lt "$cores" ] && cores=$quota
+    fi
+    [ "$cores" -ge 1 ] && echo "$cores" || echo 1
+}
+
+rlflow_export_defaults() {
+    # Busy-waiting OpenMP threads slow a small matrix product by a factor of 50 when cores are shared.
+    export OMP_WAIT_POLICY=${OMP_WAIT_POLICY:-passive}
+    local cores; cores=$(rlflow_cores)
+    export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((cores < 16 ? cores : 16))}
+    # No telemetry unless the user asked for it.
+    export RAY_USAGE_STATS_ENABLED=${RAY_USAGE_STATS_ENABLED:-0} HF_HUB_DISABLE_TELEMETRY=${HF_HUB_DISABLE_TELEMETRY:-1}
+    export DO_NOT_TRACK=${DO_NOT_TRACK:-1}
+    export PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_INPUT=1
+}
+
+# ------------------------------------------------------------------------------------------------------- active environment
+
+rlflow_extras() { case $1 in run) echo search ;; test) echo search,ray,tensorboard,dev ;; esac; }
+
+# Prints where a Python finds rlflow and which modules it lacks for a profile; fails if it is too old or has no rlflow.
+# Imports nothing heavy; -P keeps the current directory, which may hold the sources, out of the search path.
+rlflow_inspect() {
+    "$1" -P -c '
+import os, sys
+from importlib.util import find_spec
+
+def found(name):
+    try:
+        return find_spec(name) is not None
+    except ImportError:
+        return False
+
+names = ["torch", "yaml", "numpy", "safetensors", "transformers", "megatron.core", "psutil", "rich", "matplotlib"]
+names += ["faiss", "bm25s", "rlflow_environments"]
+if sys.argv[1] == "test":
+    names += ["ray", "tensorboard", "pytest", "pytest_timeout", "hypothesis", "ruff", "mypy"]
+spec = find_spec("rlflow")
+if spec is None or not spec.origin:
+    sys.exit(1)
+print(os.path.dirname(os.path.realpath(spec.origin)))
+print(*[name for name in names if not found(name)])
+' "$2" 2>/dev/null
+}
+
+# Sets RLFLOW_PYTHON and succeeds if the active environment can do the job.
+rlflow_use_active() {
+    local python report origin missing
+    python=$(command -v python || command -v python3) || return 1
+    [ "$(dirname "$python")" = "$RLFLOW_ROOT/.venv/bin" ] && return 1 # ours: the stamp decides
+    report=$(rlflow_inspect "$python" "$1") || return 1
+    origin=${report%%$'\n'*} missing=
+    case $report in *$'\n'*) missing=${report#*$'\n'} ;; esac
+    if [ -n "$missing" ]; then
+        rlflow_say "the active environment ($python) has rlflow but lacks: $missing"
+        rlflow_say "using .venv instead; to use yours: pip install -e '$RLFLOW_ROOT[$(rlflow_extras "$1")]'"
+        return 1
+    fi
+    [ "$origin" = "$RLFLOW_ROOT/rlflow" ] || rlflow_say "note: the active environment's rlflow is $origin, not this repository's"
+    RLFLOW_PYTHON=$python
+}
+
+# ---------------------------------------------------------------------------------------------------------------- set-up
+
+rlflow_find_python() {
+    local name
+    for name in ${RLFLOW_BASE_PYTHON:-python3 python3.12 python3.11 python3.13 python}; do
+        command -v "$name" >/dev/null 2>&1 || continue
+        "$name" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { command -v "$name"; return; }
+    done
+    return 1
+}
+
+# Runs a step with its output in the log; says what and how long. Arguments: sentence, command ...
+rlflow_step() {
+    local sentence=$1 start=$SECONDS status=0
+    shift
+    rlflow_say "$sentence ..."
+    "$@" >>"$RLFLOW_SETUP_LOG" 2>&1 || status=$?
+    [ $status -eq 0 ] && rlflow_say "  done in $((SECONDS - start)) s"
+    return $status
+}
+
+rlflow_step_or_fail() {
+    rlflow_step "$@" && return
+    tail -n 15 "$RLFLOW_SETUP_LOG" | sed 's/^/    /' >&2
+    rm -f "$RLFLOW_SETUP_MARK" # a clean failure: what is installed so far is whole and serves the next attempt
+    rlflow_fail "the last step failed; the log is $RLFLOW_SETUP_LOG. Mend the cause (network? disk space?) and start again."
+}
+
+# The CPU build of torch where there is no NVIDIA GPU: what pip's own configuration offers, else PyTorch's CPU index, else plain.
+rlflow_install_torch() {
+    local pip=("$1/bin/python" -m pip install --no-deps) version index=https://download.pytorch.org/whl/cpu
+    version=$(sed -n 's/^torch==//p' "$RLFLOW_ROOT/constraints/cpu.txt")
+    "$1/bin/python" -c 'import sys, importlib.metadata as m; sys.exit(m.version("torch").split("+")[0] != sys.argv[1])' \
+        "$version" 2>/dev/null && return
+    if rlflow_has_gpu; then
+        rlflow_step_or_fail "NVIDIA GPU found: installing torch $version (a few GB)" "${pip[@]}" "torch==$version"
+        return
+    fi
+    rlflow_step "no NVIDIA GPU: installing the CPU build of torch $version (200 MB)" "${pip[@]}" "torch==$version+cpu" && return
+    if ! tail -n 5 "$RLFLOW_SETUP_LOG" | grep -q 'No matching distribution'; then
+        rlflow_step_or_fail "trying again" "${pip[@]}" "torch==$version+cpu"
+        return
+    fi
+    if timeout 8 "$1/bin/python" -c 'import sys, urllib.request as r; r.urlopen(sys.argv[1], timeout=5)' "$index/torch/" 2>/dev/null; then
+        rlflow_step "  pip's configuration has none: taking it from $index" "${pip[@]}" --index-url "$index" "torch==$version+cpu" &&
+            return
+    fi
+    rlflow_step_or_fail "  no CPU build within reach: installing plain torch $version (a few GB; works as well)" \
+        "${pip[@]}" "torch==$version"
+}
+
+# A virtual environment in $1. What an interrupted set-up left is thrown away: half-installed packages look installed.
+rlflow_make_venv() {
+    local venv=$1 python
+    if [ -f "$RLFLOW_SETUP_MARK" ]; then
+        rlflow_say "the last set-up was interrupted: starting again"
+        rm -rf "$venv"
+    elif [ -d "$venv" ] && [ ! -f "$venv/pyvenv.cfg" ] && [ -n "$(ls -A "$venv")" ]; then
+        rlflow_fail "$venv exists and is not a virtual environment. Move it away or set RLFLOW_VENV to another place."
+    fi
+    "$venv/bin/python" -m pip --version >/dev/null 2>&1 && { touch "$RLFLOW_SETUP_MARK"; return; }
+    python=$(rlflow_find_python) ||
+        rlflow_fail "found no Python >= 3.11 ($(python3 --version 2>&1)). Install one, or name it in RLFLOW_BASE_PYTHON."
+    "$python" -c 'import venv, ensurepip' 2>/dev/null ||
+        rlflow_fail "$python has no venv module. Install it (Debian, Ubuntu: apt install python3-venv) and start again."
+    touch "$RLFLOW_SETUP_MARK"
+    rlflow_step_or_fail "creating $venv with $("$python" --version)" "$python" -m venv --clear "$venv"
+}
+
+rlflow_install() {
+    local profile=$1 venv=$2 stamp=$3 start=$SECONDS extras
+    extras=$(rlflow_extras "$profile")
+    rlflow_say "setting up rlflow in $venv (once; a few minutes)"
+    : >"$RLFLOW_SETUP_LOG"
+    rlflow_make_venv "$venv"
+    rlflow_install_torch "$venv"
+    rlflow_step_or_fail "installing rlflow[$extras]" \
+        "$venv/bin/python" -m pip install -e "$RLFLOW_ROOT[$extras]" -c "$RLFLOW_ROOT/constraints/cpu.txt"
+    rm -f "$venv"/.rlflow-*
+    [ "$profile" = test ] && printf '%s' "$stamp" >"$venv/.rlflow-run"
+    printf '%s' "$stamp" >"$venv/.rlflow-$profile"
+    rm -f "$RLFLOW_SETUP_MARK"
+    rlflow_say "set-up finished in $((SECONDS - start)) s"
+}
+
+# Sets RLFLOW_PYTHON to a Python that can do the job: run (train, evaluate) or test.
+rlflow_setup() {
+    local profile=$1 venv=${RLFLOW_VENV:-$RLFLOW_ROOT/.venv} stamp
+    rlflow_check_platform
+    rlflow_export_defaults
+    if [ -z "${RLFLOW_VENV:-}" ] && rlflow_use_active "$profile"; then return; fi
+    RLFLOW_PYTHON=$venv/bin/python RLFLOW_SETUP_LOG=$venv.log RLFLOW_SETUP_MARK=$venv.unfinished
+    # The place belongs to the stamp: a moved clone must be installed again.
+    stamp=$({ echo "$RLFLOW_ROOT"; cat "$RLFLOW_ROOT/setup.py" "$RLFLOW_ROOT/constraints/cpu.txt"; } | sha256sum | cut -c1-64)
+    rlflow_ready() { [ "$(cat "$venv/.rlflow-$profile" 2>/dev/null)" = "$stamp" ] && [ -x "$RLFLOW_PYTHON" ]; }
+    rlflow_ready && return
+    mkdir -p "$(dirname "$venv")"
+    exec 9>"$venv.lock"
+    if command -v flock >/dev/null 2>&1 && ! flock -n 9; then
+        rlflow_say "another set-up of $venv is under way: waiting for it"
+        flock 9
+    fi
+    rlflow_ready || rlflow_install "$profile" "$venv" "$stamp"
+    exec 9>&-
+}

@@ -1,0 +1,55 @@
+#!/usr/bin/env bash
+# Evaluates a HuggingFace model directory as a search agent; `--help` explains it.
+set -euo pipefail
+
+usage() {
+    cat <<'TEXT'
+Evaluate a search agent with rlflow: exact match, F1, searches and turns per question, with 95% intervals.
+
+  bash recipes/searchr1/run_eval.sh --model DIR [--data FILE] [OPTIONS] [section.key=value ...]
+
+Options
+  --model DIR           any HuggingFace directory, also the export/ of a run
+  --data FILE           questions, JSON Lines: {"prompt": ..., "solutions": [...]} (default: the configuration's validation set)
+  --corpus FILE         the passages to search, JSON Lines: {"id": ..., "contents": "\"Title\"\nText"}
+  --config FILE         run configuration (default: config/demo.yaml, so the embedded world)
+  -h, --help            this text
+  section.key=value     override any configuration key; every key: docs/configuration.md
+
+A question that failed for infrastructure is reported apart, never scored 0. Every trajectory is written as a line of JSON.
+
+Examples
+  bash recipes/searchr1/run_eval.sh --model runs/demo/export
+  bash recipes/searchr1/run_eval.sh --model runs/demo/export environment.retriever.name=random   # does it read what it finds?
+  bash recipes/searchr1/run_eval.sh --model Qwen2.5-3B-Instruct --data val.jsonl --corpus corpus.jsonl \
+      --config recipes/searchr1/config/qwen2.5_3b.yaml
+TEXT
+}
+
+here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd -P)
+[ $# -gt 0 ] || { usage; exit 2; }
+for argument in "$@"; do
+    case $argument in -h | --help) usage; exit 0 ;; esac
+done
+# shellcheck source=../common.sh
+. "$here/../common.sh"
+
+config=$here/config/demo.yaml arguments=()
+while [ $# -gt 0 ]; do
+    case $1 in
+    --config | --model | --data | --corpus)
+        [ $# -ge 2 ] || rlflow_fail "$1 needs a value; see --help"
+        name=$1 value=$2
+        shift 2
+        set -- "$name=$value" "$@"
+        ;;
+    --config=*) config=$(rlflow_path "${1#*=}"); shift ;;
+    --model=* | --data=*) arguments+=("${1%%=*}" "$(rlflow_path "${1#*=}")"); shift ;;
+    --corpus=*) arguments+=("environment.corpus=$(rlflow_path "${1#*=}")"); shift ;;
+    *) arguments+=("$1"); shift ;;
+    esac
+done
+
+rlflow_setup run
+cd "$RLFLOW_ROOT" # the paths of a configuration file are relative to the repository
+exec "$RLFLOW_PYTHON" -m rlflow.cli eval --config "$config" ${arguments[@]+"${arguments[@]}"}

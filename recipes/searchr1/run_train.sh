@@ -1,0 +1,83 @@
+#!/usr/bin/env bash
+# Trains a search agent. Without arguments: the demo on the embedded world; `--help` explains the rest.
+set -euo pipefail
+
+usage() {
+    cat <<'TEXT'
+Train a search agent (Search-R1) with rlflow.
+
+  bash recipes/searchr1/run_train.sh [--short] [OPTIONS] [section.key=value ...]
+
+Without arguments it runs the demo: a tiny model learns by GRPO to answer questions about a fictional encyclopedia by
+searching it. No GPU, account or download of a model is needed. The first start creates .venv and installs what the job
+needs (a few minutes); an active environment that already has rlflow is used as it is.
+
+Options
+  --short               the demo in three minutes (config/short.yaml)
+  --config FILE         another run configuration (YAML); every key: docs/configuration.md
+  --model DIR           HuggingFace directory of the starting policy (config.json, *.safetensors, tokenizer)
+  --train-data FILE     training questions, JSON Lines: {"prompt": ..., "solutions": [...]}
+  --val-data FILE       validation questions, same format
+  --corpus FILE         the passages to search, JSON Lines: {"id": ..., "contents": "\"Title\"\nText"}
+  --resume              continue the run in run.directory from its newest checkpoint
+  --overwrite           throw away what an earlier run left in run.directory
+  --dry-run             print the resolved configuration and the batch plan, then exit
+  -h, --help            this text
+  section.key=value     override any configuration key, e.g. run.name=try rollout.samples_per_prompt=4 trainer.lr=2e-6
+
+Which configuration is used
+  --config FILE if given; else config/short.yaml with --short; else config/qwen2.5_3b.yaml if data files are given;
+  else config/demo.yaml. Relative paths in options are relative to the current directory, those in configuration files and overrides
+  to the repository; runs are written to runs/<run.name>/ of the repository unless run.directory says otherwise.
+
+Examples
+  bash recipes/searchr1/run_train.sh
+  bash recipes/searchr1/run_train.sh --short run.seed=3
+  bash recipes/searchr1/run_train.sh --resume                      # after Ctrl-C or a crash
+  bash recipes/searchr1/run_train.sh run.name=pairs cluster.ranks=4 trainer.tensor_parallel=2 trainer.pipeline_parallel=2
+  bash recipes/searchr1/run_train.sh --model Qwen2.5-3B-Instruct --train-data train.jsonl --val-data val.jsonl \
+      --corpus corpus.jsonl --dry-run
+
+A run directory holds config.yaml, metrics.jsonl, progress.png, checkpoints/, trajectories/, evaluations/ and export/ (a
+HuggingFace directory). Look at it with `rlflow show runs/<run.name>`, evaluate it with recipes/searchr1/run_eval.sh.
+
+Environment variables
+  RLFLOW_VENV           where the virtual environment lies (default: .venv in the repository)
+  RLFLOW_BASE_PYTHON    the Python to create it with (default: the first one >= 3.11)
+  OMP_NUM_THREADS       threads per process (default: the cores this process may use, at most 16)
+TEXT
+}
+
+here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd -P)
+for argument in "$@"; do
+    case $argument in -h | --help) usage; exit 0 ;; esac
+done
+# shellcheck source=../common.sh
+. "$here/../common.sh"
+
+config='' own_data='' short='' arguments=()
+while [ $# -gt 0 ]; do
+    case $1 in
+    --config | --model | --train-data | --val-data | --corpus)
+        [ $# -ge 2 ] || rlflow_fail "$1 needs a value; see --help"
+        name=$1 value=$2
+        shift 2
+        set -- "$name=$value" "$@"
+        ;;
+    --config=*) config=$(rlflow_path "${1#*=}"); shift ;;
+    --model=*) arguments+=(--model "$(rlflow_path "${1#*=}")"); shift ;;
+    --train-data=* | --val-data=*) own_data=1 arguments+=("${1%%=*}" "$(rlflow_path "${1#*=}")"); shift ;;
+    --corpus=*) arguments+=("environment.corpus=$(rlflow_path "${1#*=}")"); shift ;;
+    --short) short=1; shift ;;
+    *) arguments+=("$1"); shift ;;
+    esac
+done
+if [ -z "$config" ]; then
+    config=$here/config/demo.yaml
+    [ -z "$own_data" ] || config=$here/config/qwen2.5_3b.yaml
+    [ -z "$short" ] || config=$here/config/short.yaml
+fi
+
+rlflow_setup run
+cd "$RLFLOW_ROOT" # the paths of a configuration file are relative to the repository
+exec "$RLFLOW_PYTHON" -m rlflow.cli train --config "$config" ${arguments[@]+"${arguments[@]}"}

@@ -1,0 +1,31 @@
+#!/usr/bin/env bash
+# Runs the checks: ruff, then pytest.
+#
+#   bash tests/run.sh [--full] [pytest arguments]
+#
+#   (none)   every claim at its smallest size; under 10 minutes on two cores
+#   --full   also the slow matrices, kill tests and real engines; under 60 minutes
+#
+# Examples: bash tests/run.sh tests/unit -k losses
+#           bash tests/run.sh --full -x
+set -euo pipefail
+here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd -P)
+case "${1:-}" in -h | --help) sed -n '2,/^set/{/^set/d;s/^# \{0,1\}//p}' "${BASH_SOURCE[0]}"; exit 0 ;; esac
+# shellcheck source=../recipes/common.sh
+. "$here/../recipes/common.sh"
+
+select='not slow and not gpu'
+if [ "${1:-}" = --full ]; then
+    shift
+    select='not gpu'
+    rlflow_has_gpu && select=''
+fi
+rlflow_setup test
+cd "$RLFLOW_ROOT"
+# One thread per process: some tests start several ranks, and torch's threads wait busily for each other on shared cores.
+export OMP_NUM_THREADS=1 PYTHONUNBUFFERED=1
+status=0
+"$RLFLOW_PYTHON" -m ruff check --quiet . || status=1
+[ $status -eq 0 ] && echo "ruff: no findings" || echo "ruff: findings above"
+"$RLFLOW_PYTHON" -m pytest -m "$select" "$@" || status=$?
+exit $status
