@@ -65,7 +65,8 @@ class RunDirectory:
         run._acquire_lock()
         if overwrite:
             run._remove_run()
-        elif resume and run.latest_checkpoint() is None:
+        run.remove_partial()
+        if resume and run.latest_checkpoint() is None:
             logger.warning("resume: no checkpoint in %s, the run starts at step 0", run.path)
         return run
 
@@ -145,17 +146,25 @@ class RunDirectory:
         if not (partial / "state.json").exists():
             write_json(partial / "state.json", {"step": step})
         _sync_tree(partial)
+        displaced = final.with_name(final.name + ".old")
         if final.exists():
-            _remove(final)
+            os.replace(final, displaced)
         os.replace(partial, final)
         _sync(final.parent)
+        if displaced.exists():
+            _remove(displaced)
         for old in self.saved_steps()[:-keep] if keep else []:
             _remove(self.checkpoint_path(old))
 
     def remove_partial(self) -> None:
-        """Clears what a kill left half written or half removed."""
+        """Clears what a kill left half written or half removed; a checkpoint caught while being replaced is put back."""
         for entry in self.checkpoints.glob("*.partial"):
             shutil.rmtree(entry, ignore_errors=True)
+        for entry in self.checkpoints.glob("*.old"):
+            if entry.with_suffix("").exists():
+                _remove(entry)
+            else:
+                os.replace(entry, entry.with_suffix(""))
 
     def close(self) -> None:
         """Lets other processes write here again."""
@@ -293,7 +302,7 @@ def _what(present: list[str]) -> str:
 
 def _remove(directory: Path) -> None:
     """Renames to `.partial` first, so that a kill in the middle never leaves half a checkpoint under a good name."""
-    doomed = directory.with_name(directory.name + ".old.partial")
+    doomed = directory.with_name(directory.name + ".partial")
     shutil.rmtree(doomed, ignore_errors=True)
     os.replace(directory, doomed)
     shutil.rmtree(doomed)

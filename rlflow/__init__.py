@@ -1,0 +1,61 @@
+"""rlflow: reinforcement learning for LLM agents. Names are imported when they are first used."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rlflow.batching import make_batch
+    from rlflow.environment import Environment
+    from rlflow.loop import train
+    from rlflow.rollout import Rollout
+    from rlflow.schema import RunConfig, load_config
+    from rlflow.trainer import Trainer
+    from rlflow.types import Batch, Episode, Group, PolicyOutput, Segment, Step, StopReason, Task, Trajectory
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "Environment": "rlflow.environment",
+    "Rollout": "rlflow.rollout",
+    "RunConfig": "rlflow.schema",
+    "Trainer": "rlflow.trainer",
+    "load_config": "rlflow.schema",
+    "make_batch": "rlflow.batching",
+    "train": "rlflow.loop",
+    **dict.fromkeys(("Batch", "Episode", "Group", "PolicyOutput", "Segment", "Step", "StopReason", "Task", "Trajectory"),
+                    "rlflow.types"),
+}
+
+__all__ = [  # noqa: F822  (resolved by __getattr__)
+    "Batch",
+    "Environment",
+    "Episode",
+    "Group",
+    "PolicyOutput",
+    "Rollout",
+    "RunConfig",
+    "Segment",
+    "Step",
+    "StopReason",
+    "Task",
+    "Trainer",
+    "Trajectory",
+    "load_config",
+    "make_batch",
+    "train",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """The public name from its module (PEP 562), so that `import rlflow` stays light."""
+    if name not in _HOMES:
+        raise AttributeError(f"module 'rlflow' has no attribute '{name}'")
+    value = getattr(importlib.import_module(_HOMES[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
