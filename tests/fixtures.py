@@ -88,11 +88,11 @@ def tiny_model(
     if family == "llama":
         values["rope_parameters"] = {
             "rope_type": "llama3",
-            "rope_theta": 10000.0,
+            "rope_theta": 500000.0,
             "factor": 8.0,
             "low_freq_factor": 1.0,
             "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 64,
+            "original_max_position_embeddings": 8192,
         }
     model = model_class(config_class(**{**values, **sizes}))
     generator = torch.Generator().manual_seed(seed)
