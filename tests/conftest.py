@@ -1,0 +1,26 @@
+"""What every test runs under: one thread per process, no hub, GPU tests skipped where there is no GPU."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+# Set before torch is imported, and inherited by the ranks that tests start.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # a test that needs a download is a mistake
+os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skips the tests marked `gpu` where torch sees no GPU."""
+    if not any(item.get_closest_marker("gpu") for item in items):
+        return
+    import torch
+
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason="no NVIDIA GPU"))

@@ -1,0 +1,35 @@
+"""`import rlflow` is light."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+PROGRAM = """
+import json, sys, time
+import torch, yaml
+before, start = set(sys.modules), time.perf_counter()
+import rlflow
+dir(rlflow)
+print(json.dumps({"seconds": time.perf_counter() - start, "loaded": sorted(set(sys.modules) - before),
+                  "all": sorted(sys.modules)}))
+"""
+
+
+def report() -> dict:
+    root = Path(__file__).resolve().parents[2]
+    done = subprocess.run([sys.executable, "-c", PROGRAM], cwd=root, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_import_needs_torch_and_yaml_only_and_takes_under_a_second_beyond_them() -> None:
+    found = report()
+    packages = {name.split(".")[0] for name in found["loaded"]}
+    foreign = packages - {"rlflow"} - set(sys.stdlib_module_names)
+    assert not foreign, f"import rlflow loads {sorted(foreign)} beyond torch and yaml"
+    heavy = {"megatron", "faiss", "ray", "vllm", "transformers"} & {name.split(".")[0] for name in found["all"]}
+    assert not heavy
+    assert found["seconds"] < 1.0

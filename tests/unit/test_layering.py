@@ -1,0 +1,130 @@
+"""The import rules, read from the syntax tree: imports inside functions and under TYPE_CHECKING count too."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+# What each part of the core may import from the core. A part is a module or a folder directly under rlflow/.
+ALLOWED: dict[str, set[str]] = {
+    "errors": set(),
+    "types": {"errors"},
+    "config": {"errors"},
+    "weights": {"errors"},
+    "metrics": {"errors"},
+    "registry": {"config", "errors"},
+    "schema": {"config", "errors"},
+    "environment": {"types", "errors"},
+    "algorithms": {"types", "errors"},
+    "batching": {"types", "errors"},
+    "check": {"environment", "types", "errors"},
+    "rollout": {"environment", "types", "weights", "errors"},
+    "trainer": {"types", "batching", "weights", "errors"},
+    "cluster": {"rollout", "trainer", "environment", "registry", "schema", "types", "errors"},
+    # What a run writes and shows: data in, files and terminal output out.
+    "run_directory": {"types", "errors"},
+    "picture": {"metrics", "errors"},
+    "progress": {"metrics", "errors"},
+    "plan": {"schema", "registry", "errors"},
+}
+# The top: the loop, the evaluation, the command line and its commands, and the facade `import rlflow`.
+TOP = {"loop", "evaluate", "cli", "__init__", "__main__", "doctor", "show", "play", "scaffold"}
+
+# Heavy or optional packages, and the only places that may import them.
+PLACES: dict[str, tuple[str, ...]] = {
+    "megatron": ("rlflow/trainer/megatron/",),
+    "transformer_engine": ("rlflow/trainer/megatron/",),
+    "vllm": ("rlflow/rollout/vllm.py",),
+    "ray": ("rlflow/cluster.py",),
+    "faiss": ("environments/search/",),
+    "qdrant_client": ("environments/search/",),
+}
+OUTSIDE_THE_CORE = {"rlflow_environments", "environments", "recipes", "tools", "tests", "fixtures", "benchmarks"}
+
+
+def sources(*folders: str) -> list[Path]:
+    return sorted(path for folder in folders for path in (ROOT / folder).rglob("*.py"))
+
+
+def imported(path: Path) -> Iterator[tuple[int, str]]:
+    """(line, absolute dotted name) of every import; `from a import b` gives `a.b`."""
+    package = path.relative_to(ROOT).with_suffix("").parts[:-1]
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = [*package[: len(package) - node.level + 1]] if node.level else []
+            module = ".".join([*base, *([node.module] if node.module else [])])
+            yield from ((node.lineno, f"{module}.{alias.name}") for alias in node.names)
+        elif isinstance(node, ast.Call) and getattr(node.func, "attr", getattr(node.func, "id", "")) in (
+            "import_module",
+            "__import__",
+        ):
+            constants = [argument.value for argument in node.args[:1] if isinstance(argument, ast.Constant)]
+            yield from ((node.lineno, str(value)) for value in constants)
+
+
+def part_of(path: Path) -> str:
+    return path.relative_to(ROOT / "rlflow").with_suffix("").parts[0]
+
+
+def core_part(name: str) -> str | None:
+    """The part of the core that a dotted name lies in; `__init__` for names of the facade; None for other packages."""
+    head, *rest = name.split(".")
+    if head != "rlflow":
+        return None
+    part = rest[0] if rest else "__init__"
+    return part if part in ALLOWED or part in TOP else "__init__"
+
+
+@pytest.mark.parametrize("path", sources("rlflow"), ids=lambda path: str(path.relative_to(ROOT)))
+def test_core_imports_follow_the_table(path: Path) -> None:
+    part = part_of(path)
+    assert part in ALLOWED or part in TOP, f"{part}: add it to the table of tests/unit/test_layering.py and docs/architecture.md"
+    if part in TOP:
+        return
+    wrong = [
+        f"{path.relative_to(ROOT)}:{line} imports {name}"
+        for line, name in imported(path)
+        if (target := core_part(name)) is not None and target != part and target not in ALLOWED[part]
+    ]
+    assert not wrong, f"{part} may import {sorted(ALLOWED[part]) or 'nothing'} from rlflow:\n" + "\n".join(wrong)
+
+
+def test_core_imports_neither_environments_nor_recipes_nor_tools() -> None:
+    wrong = [
+        f"{path.relative_to(ROOT)}:{line} imports {name}"
+        for path in sources("rlflow")
+        for line, name in imported(path)
+        if name.split(".")[0] in OUTSIDE_THE_CORE
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("package", PLACES)
+def test_heavy_packages_are_imported_in_their_places_only(package: str) -> None:
+    wrong = [
+        f"{path.relative_to(ROOT)}:{line} imports {name}"
+        for path in sources("rlflow", "environments", "recipes", "tools")
+        for line, name in imported(path)
+        if name.split(".")[0] == package and not str(path.relative_to(ROOT)).startswith(PLACES[package])
+    ]
+    assert not wrong, f"only {PLACES[package]} may import {package}:\n" + "\n".join(wrong)
+
+
+def test_the_reader_sees_lazy_relative_and_dynamic_imports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "rlflow" / "trainer" / "megatron"
+    folder.mkdir(parents=True)
+    path = folder / "step.py"
+    path.write_text(
+        "def f():\n    import ray\n    from ..reference import x\n    from rlflow.rollout import y\n"
+        "    import importlib\n    importlib.import_module('vllm')\n"
+    )
+    monkeypatch.setitem(globals(), "ROOT", tmp_path)
+    names = {name for _, name in imported(path)}
+    assert {"ray", "rlflow.trainer.reference.x", "rlflow.rollout.y", "vllm"} <= names
