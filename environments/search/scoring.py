@@ -1,0 +1,74 @@
+"""Scores of an answer against its gold answers, over the policy's own text only. Every score is in [0, 1].
+
+Sources: Search-R1 `qa_em.py`; RLinf `rewards/searchr1` (at least one answer tag, a quarter above ten tags); SQuAD for F1.
+"""
+
+from __future__ import annotations
+
+import re
+import string
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+Reward = Callable[[str, Sequence[str]], float]
+"""(the policy's text of a whole episode, gold answers) -> reward."""
+
+MAX_ANSWER_TAGS = 10
+
+_ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+_ARTICLE = re.compile(r"\b(a|an|the)\b")
+_DELETE_PUNCTUATION = str.maketrans("", "", string.punctuation)
+
+
+def normalize_answer(text: str) -> str:
+    """Lower case, then ASCII punctuation deleted, then whole-word articles to spaces, then white space collapsed.
+
+    The order matters ("U.S.A." -> "usa") and is that of Search-R1; no Unicode normalization.
+    """
+    return " ".join(_ARTICLE.sub(" ", text.lower().translate(_DELETE_PUNCTUATION)).split())
+
+
+def extract_answer(model_text: str) -> str | None:
+    """The content of the last complete answer tag, stripped; None without one."""
+    answers = _ANSWER.findall(model_text)
+    return answers[-1].strip() if answers else None
+
+
+def exact_match(answer: str | None, golds: Sequence[str]) -> float:
+    """1.0 if the normalized answer equals a normalized gold answer, else 0.0."""
+    if answer is None:
+        return 0.0
+    normalized = normalize_answer(answer)
+    return float(any(normalized == normalize_answer(gold) for gold in golds))
+
+
+def f1(answer: str | None, golds: Sequence[str]) -> float:
+    """The best F1 of two bags of normalized tokens over the gold answers (SQuAD 1.1); two empty bags count as equal."""
+    if answer is None:
+        return 0.0
+    tokens = normalize_answer(answer).split()
+    return max((_bag_f1(tokens, normalize_answer(gold).split()) for gold in golds), default=0.0)
+
+
+def _bag_f1(tokens: list[str], gold: list[str]) -> float:
+    if not tokens or not gold:
+        return float(tokens == gold)
+    common = sum((Counter(tokens) & Counter(gold)).values())
+    return 2 * common / (len(tokens) + len(gold))
+
+
+def contains_gold(text: str, golds: Sequence[str]) -> bool:
+    """Whether a normalized gold answer occurs in the normalized text as whole words ("no" does not occur in "north")."""
+    padded = f" {normalize_answer(text)} "
+    normalized = [normalize_answer(gold) for gold in golds]
+    return any(gold and f" {gold} " in padded for gold in normalized)
+
+
+def searchr1_em(model_text: str, golds: Sequence[str]) -> float:
+    """Exact match of the last answer; a quarter of it if the text has more than ten opening or more than ten closing tags."""
+    score = exact_match(extract_answer(model_text), golds)
+    tags = max(model_text.count("<answer>"), model_text.count("</answer>"))
+    return score / 4 if tags > MAX_ANSWER_TAGS else score
+
+
+REWARDS: dict[str, Reward] = {"searchr1_em": searchr1_em}
