@@ -30,7 +30,7 @@ ALLOWED: dict[str, set[str]] = {
     "run_directory": {"types", "errors"},
     "picture": {"metrics", "errors"},
     "progress": {"metrics", "errors"},
-    "plan": {"schema", "registry", "errors"},
+    "plan": {"schema", "registry", "algorithms", "errors"},
 }
 # The top: the loop, the evaluation, the command line and its commands, and the facade `import rlflow`.
 TOP = {"loop", "evaluate", "cli", "__init__", "__main__", "doctor", "show", "play", "scaffold"}

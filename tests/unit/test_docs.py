@@ -1,0 +1,73 @@
+"""The docs are true: every configuration key with its default, every metric, every link."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlflow.metrics import metrics_table
+from rlflow.schema import RunConfig
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def documented_default(value: Any) -> str:
+    if value is None:
+        return "none"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, (dict, list)):
+        return json.dumps(value).replace('"', "")
+    return str(value) if value != "" else '""'
+
+
+def schema_rows() -> dict[str, str]:
+    rows = {}
+    config = RunConfig()
+    for section in dataclasses.fields(config):
+        value = getattr(config, section.name)
+        if dataclasses.is_dataclass(value):
+            for key in dataclasses.fields(value):
+                rows[f"{section.name}.{key.name}"] = documented_default(getattr(value, key.name))
+        else:
+            rows[section.name] = documented_default(value)
+    return rows
+
+
+def test_configuration_page_lists_every_key_with_its_default_and_no_other() -> None:
+    text = (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8").split("## The search environment")[0]
+    assert dict(re.findall(r"^\| `([\w.]+)` \| `(.*?)` \|", text, flags=re.M)) == schema_rows()
+
+
+def test_configuration_page_lists_every_keyword_of_the_search_environment() -> None:
+    from rlflow_environments.search import SearchEnvironment
+
+    section = (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8").split("## The search environment")[1]
+    listed = set(re.findall(r"`(\w+)`", " ".join(re.findall(r"^\| (.*?) \|", section, flags=re.M))))
+    assert listed == set(inspect.signature(SearchEnvironment).parameters)
+
+
+def test_metrics_page_holds_the_table_of_the_code() -> None:
+    assert metrics_table() in (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_relative_links_lead_to_files(page: Path) -> None:
+    links = re.findall(r"\]\((?!https?:|#)([^)#\s]+)", page.read_text(encoding="utf-8"))
+    missing = [link for link in links if not (page.parent / link).exists()]
+    assert not missing
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_files_named_in_commands_exist(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    named = set(re.findall(r"(?<![\w/.])((?:recipes|tests|docs|constraints|tools|\.ci)/[\w./-]*\w)", text))
+    missing = [name for name in named if not (ROOT / name).exists()]
+    assert not missing
