@@ -24,11 +24,13 @@ _HOMES = {
     "load_config": "rlflow.schema",
     "make_batch": "rlflow.batching",
     "train": "rlflow.loop",
-    **dict.fromkeys(("Batch", "Episode", "Group", "PolicyOutput", "Segment", "Step", "StopReason", "Task", "Trajectory"),
-                    "rlflow.types"),
+    **dict.fromkeys(
+        ("Batch", "Episode", "Group", "PolicyOutput", "Segment", "Step", "StopReason", "Task", "Trajectory"),
+        "rlflow.types",
+    ),
 }
 
-__all__ = [  # noqa: F822  (resolved by __getattr__)
+__all__ = [
     "Batch",
     "Environment",
     "Episode",

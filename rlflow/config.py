@@ -274,8 +274,10 @@ def _index(node: list[Any], part: str, path: tuple[str, ...]) -> int:
     if part.isdigit() and int(part) < len(node):
         return int(part)
     where = ".".join(path[:-1])
-    raise ConfigError(f"{COMMAND_LINE}: {'.'.join(path)}: '{where}' is a list of {len(node)}; expected an index below "
-                      f"{len(node)}, found '{part}'. A whole list is set by {where}=[...].")
+    raise ConfigError(
+        f"{COMMAND_LINE}: {'.'.join(path)}: '{where}' is a list of {len(node)}; expected an index below "
+        f"{len(node)}, found '{part}'. A whole list is set by {where}=[...]."
+    )
 
 
 def _suggest(path: tuple[str, ...], siblings: list[str], root: type) -> str:

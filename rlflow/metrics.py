@@ -253,7 +253,8 @@ class WandbSink:
             import wandb
         except ImportError:
             raise MissingPackageError(
-                "metrics.wandb: the package 'wandb' is not installed: pip install 'rlflow[wandb]'.") from None
+                "metrics.wandb: the package 'wandb' is not installed: pip install 'rlflow[wandb]'."
+            ) from None
         self.run = wandb.init(project=project, name=name, dir=str(directory), config=dict(config), resume="allow")
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
@@ -263,8 +264,15 @@ class WandbSink:
         self.run.finish()
 
 
-def make_sinks(directory: str | Path, *, tensorboard: bool = False, wandb: bool = False, project: str = "rlflow",
-               name: str = "run", config: Mapping[str, Any] | None = None) -> list[Sink]:
+def make_sinks(
+    directory: str | Path,
+    *,
+    tensorboard: bool = False,
+    wandb: bool = False,
+    project: str = "rlflow",
+    name: str = "run",
+    config: Mapping[str, Any] | None = None,
+) -> list[Sink]:
     """The optional sinks that a configuration asks for.
 
     Raises:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from rlflow.algorithms import make_advantage, make_loss
 from rlflow.errors import ConfigError, did_you_mean
@@ -20,16 +21,42 @@ CHOICES = {
     "metrics.progress": ("auto", "rich", "plain", "none"),
 }
 POSITIVE = (
-    "run.steps", "run.max_minutes", "data.max_prompt_tokens", "rollout.prompts_per_step", "rollout.samples_per_prompt",
-    "rollout.max_turns", "rollout.max_response_tokens", "rollout.max_total_tokens", "rollout.max_observation_tokens",
-    "rollout.temperature", "algorithm.minibatches_per_step", "algorithm.epochs_per_step", "trainer.tensor_parallel",
-    "trainer.pipeline_parallel", "trainer.lr", "trainer.lr_decay_steps", "trainer.eps", "trainer.max_gradient_norm",
-    "trainer.tokens_per_microbatch", "evaluation.questions", "evaluation.final_questions", "evaluation.samples_per_prompt",
-    "checkpoint.keep", "cluster.threads_per_rank",
+    "run.steps",
+    "run.max_minutes",
+    "data.max_prompt_tokens",
+    "rollout.prompts_per_step",
+    "rollout.samples_per_prompt",
+    "rollout.max_turns",
+    "rollout.max_response_tokens",
+    "rollout.max_total_tokens",
+    "rollout.max_observation_tokens",
+    "rollout.temperature",
+    "algorithm.minibatches_per_step",
+    "algorithm.epochs_per_step",
+    "trainer.tensor_parallel",
+    "trainer.pipeline_parallel",
+    "trainer.lr",
+    "trainer.lr_decay_steps",
+    "trainer.eps",
+    "trainer.max_gradient_norm",
+    "trainer.tokens_per_microbatch",
+    "evaluation.questions",
+    "evaluation.final_questions",
+    "evaluation.samples_per_prompt",
+    "checkpoint.keep",
+    "cluster.threads_per_rank",
 )
 NOT_NEGATIVE = (
-    "trainer.lr_warmup_steps", "trainer.min_lr", "trainer.weight_decay", "evaluation.every_steps", "evaluation.temperature",
-    "checkpoint.every_steps", "metrics.trajectories_per_step", "cluster.ranks", "cluster.gpus_per_rank", "run.seed",
+    "trainer.lr_warmup_steps",
+    "trainer.min_lr",
+    "trainer.weight_decay",
+    "evaluation.every_steps",
+    "evaluation.temperature",
+    "checkpoint.every_steps",
+    "metrics.trajectories_per_step",
+    "cluster.ranks",
+    "cluster.gpus_per_rank",
+    "run.seed",
 )
 SHARES = ("rollout.max_aborted_share", "trainer.beta1", "trainer.beta2", "run.target")
 _NAME = re.compile(r"[\w][\w.+=-]*")
@@ -49,7 +76,9 @@ def check_config(config: RunConfig, components: bool = True) -> None:
     _check_batch(config)
     _check_layout(config)
     if not _NAME.fullmatch(config.run.name):
-        raise ConfigError(f"run.name: expected a name for a directory (letters, digits, . _ -), found '{config.run.name}'.")
+        raise ConfigError(
+            f"run.name: expected a name for a directory (letters, digits, . _ -), found '{config.run.name}'."
+        )
     make_loss(config.algorithm.losses)
     make_advantage(config.algorithm.advantage)
     if components:
@@ -57,7 +86,7 @@ def check_config(config: RunConfig, components: bool = True) -> None:
         check_component("environment", config.environment)
 
 
-def _value(config: RunConfig, key: str) -> object:
+def _value(config: RunConfig, key: str) -> Any:
     section, name = key.split(".")
     return getattr(getattr(config, section), name)
 
@@ -66,18 +95,19 @@ def _check_values(config: RunConfig) -> None:
     for key, choices in CHOICES.items():
         value = str(_value(config, key))
         if value not in choices:
-            raise ConfigError(f"{key}: expected one of {', '.join(choices)}, found '{value}'.{did_you_mean(value, choices)}")
+            raise ConfigError(
+                f"{key}: expected one of {', '.join(choices)}, found '{value}'.{did_you_mean(value, choices)}"
+            )
     _check_range(config, POSITIVE, lambda value: value > 0, "a number above 0")
     _check_range(config, NOT_NEGATIVE, lambda value: value >= 0, "0 or a number above 0")
     _check_range(config, SHARES, lambda value: 0 <= value <= 1, "a number from 0 to 1")
 
 
-def _check_range(config: RunConfig, keys: Sequence[str], holds: object, expected: str) -> None:
+def _check_range(config: RunConfig, keys: Sequence[str], holds: Callable[[float], bool], expected: str) -> None:
     for key in keys:
         value = _value(config, key)
         if value is None:
             continue
-        assert isinstance(value, (int, float)) and callable(holds)
         if not math.isfinite(value) or not holds(value):
             raise ConfigError(f"{key}: expected {expected}, found {value}.")
 
@@ -85,15 +115,21 @@ def _check_range(config: RunConfig, keys: Sequence[str], holds: object, expected
 def _check_sampling(config: RunConfig) -> None:
     for key in ("top_p", "top_k"):
         if key in config.rollout.engine:
-            raise ConfigError(f"rollout.engine.{key}: training samples from the whole distribution; with {key} the sampled "
-                              "distribution would not be the one that is differentiated. Remove it, use rollout.temperature.")
+            raise ConfigError(
+                f"rollout.engine.{key}: training samples from the whole distribution; with {key} the sampled "
+                "distribution would not be the one that is differentiated. Remove it, use rollout.temperature."
+            )
     rollout = config.rollout
     if rollout.max_response_tokens >= rollout.max_total_tokens:
-        raise ConfigError(f"rollout.max_total_tokens: expected more than rollout.max_response_tokens "
-                          f"({rollout.max_response_tokens}), as the prompt counts too; found {rollout.max_total_tokens}.")
+        raise ConfigError(
+            f"rollout.max_total_tokens: expected more than rollout.max_response_tokens "
+            f"({rollout.max_response_tokens}), as the prompt counts too; found {rollout.max_total_tokens}."
+        )
     if config.data.max_prompt_tokens > rollout.max_total_tokens:
-        raise ConfigError(f"data.max_prompt_tokens: expected at most rollout.max_total_tokens ({rollout.max_total_tokens}), "
-                          f"found {config.data.max_prompt_tokens}: such a prompt would leave no room for a response.")
+        raise ConfigError(
+            f"data.max_prompt_tokens: expected at most rollout.max_total_tokens ({rollout.max_total_tokens}), "
+            f"found {config.data.max_prompt_tokens}: such a prompt would leave no room for a response."
+        )
 
 
 def _check_batch(config: RunConfig) -> None:
@@ -101,56 +137,105 @@ def _check_batch(config: RunConfig) -> None:
     trajectories = rollout.prompts_per_step * rollout.samples_per_prompt
     if trajectories % algorithm.minibatches_per_step:
         divisors = [n for n in range(1, min(trajectories, 64) + 1) if trajectories % n == 0]
-        raise ConfigError(f"algorithm.minibatches_per_step: expected a divisor of the {trajectories} trajectories per step "
-                          f"({', '.join(str(n) for n in divisors[:8])}, ...), found {algorithm.minibatches_per_step}.")
+        raise ConfigError(
+            f"algorithm.minibatches_per_step: expected a divisor of the {trajectories} trajectories per step "
+            f"({', '.join(str(n) for n in divisors[:8])}, ...), found {algorithm.minibatches_per_step}."
+        )
     if algorithm.advantage.get("name") == "grpo" and rollout.samples_per_prompt < 2:
-        raise ConfigError("rollout.samples_per_prompt: grpo compares attempts at the same prompt; expected at least 2, found 1.")
+        raise ConfigError(
+            "rollout.samples_per_prompt: grpo compares attempts at the same prompt; expected at least 2, found 1."
+        )
 
 
 def _check_layout(config: RunConfig) -> None:
     trainer, ranks = config.trainer, config.cluster.ranks
     model_ranks = trainer.tensor_parallel * trainer.pipeline_parallel
     if trainer.backend == "reference" and (model_ranks > 1 or ranks > 1):
-        raise ConfigError("trainer.backend: 'reference' runs on one device; expected tensor_parallel, pipeline_parallel and "
-                          f"cluster.ranks at most 1, found {trainer.tensor_parallel}, {trainer.pipeline_parallel}, {ranks}.")
+        raise ConfigError(
+            "trainer.backend: 'reference' runs on one device; expected tensor_parallel, pipeline_parallel and "
+            f"cluster.ranks at most 1, found {trainer.tensor_parallel}, {trainer.pipeline_parallel}, {ranks}."
+        )
     if max(ranks, 1) % model_ranks:
-        raise ConfigError(f"cluster.ranks: expected a multiple of trainer.tensor_parallel x trainer.pipeline_parallel = "
-                          f"{trainer.tensor_parallel} x {trainer.pipeline_parallel} = {model_ranks}, found {ranks}"
-                          f"{' (one process)' if ranks == 0 else ''}.")
+        raise ConfigError(
+            f"cluster.ranks: expected a multiple of trainer.tensor_parallel x trainer.pipeline_parallel = "
+            f"{trainer.tensor_parallel} x {trainer.pipeline_parallel} = {model_ranks}, found {ranks}"
+            f"{' (one process)' if ranks == 0 else ''}."
+        )
 
 
 def batch_plan(config: RunConfig) -> str:
     """The step as a table: what is sampled, what is trained, on which ranks; every number with its unit."""
-    rollout, algorithm, trainer = config.rollout, config.algorithm, config.trainer
-    trajectories = rollout.prompts_per_step * rollout.samples_per_prompt
-    updates = algorithm.minibatches_per_step * algorithm.epochs_per_step
-    ranks = max(config.cluster.ranks, 1)
-    tensor, pipeline = trainer.tensor_parallel, trainer.pipeline_parallel
-    data = max(ranks // (tensor * pipeline), 1)
-    tokens = trajectories * rollout.max_total_tokens
-    rows = trajectories / algorithm.minibatches_per_step
-    per_microbatch = max(trainer.tokens_per_microbatch // rollout.max_total_tokens, 1)
-    microbatches = math.ceil(rows / data / per_microbatch)
-    where = "in this process" if config.cluster.ranks == 0 else "one Ray actor each"
-    lines = [
-        ("prompts", f"{rollout.prompts_per_step:,} per step"),
-        ("samples", f"{rollout.samples_per_prompt:,} per prompt"),
-        ("trajectories", f"{trajectories:,} per step = {rollout.prompts_per_step:,} prompts x {rollout.samples_per_prompt:,} samples"),
-        ("episode", f"at most {rollout.max_turns:,} turns of {rollout.max_response_tokens:,} tokens, "
-                    f"{rollout.max_total_tokens:,} tokens in all; longer prompts than {config.data.max_prompt_tokens:,} are dropped"),
-        ("tokens", f"at most {tokens:,} per step = {trajectories:,} trajectories x {rollout.max_total_tokens:,} tokens"),
-        ("mini-batches", f"{algorithm.minibatches_per_step:,} of {rows:,.0f} trajectories per epoch, {algorithm.epochs_per_step:,} "
-                         f"epoch{'s' if algorithm.epochs_per_step > 1 else ''} per step = {updates:,} optimizer "
-                         f"step{'s' if updates > 1 else ''}"),
-        ("micro-batches", f"{trainer.tokens_per_microbatch:,} tokens each (rows x longest row): at most {microbatches:,} per "
-                          f"mini-batch and data-parallel rank"),
-        ("ranks", f"{ranks:,} ({where}) = {tensor} tensor x {pipeline} pipeline x {data} data parallel, {trainer.backend}"),
-        ("run", f"{config.run.steps:,} steps = at most {config.run.steps * trajectories:,} trajectories"
-                + (f", stops after {config.run.max_minutes:g} minutes" if config.run.max_minutes else "")
-                + (f", stops at eval/exact_match {config.run.target:g}" if config.run.target is not None else "")),
-        ("evaluation", f"every {config.evaluation.every_steps:,} steps" if config.evaluation.every_steps else "at the end"),
-        ("checkpoints", (f"every {config.checkpoint.every_steps:,} steps" if config.checkpoint.every_steps else "at the end")
-         + f", the newest {config.checkpoint.keep:,} kept"),
-    ]
+    lines = [*_sampling_lines(config), *_training_lines(config), *_run_lines(config)]
     width = max(len(name) for name, _ in lines)
     return "\n".join(f"{name:<{width}}  {text}" for name, text in lines)
+
+
+def _sampling_lines(config: RunConfig) -> list[tuple[str, str]]:
+    rollout = config.rollout
+    prompts, samples, budget = rollout.prompts_per_step, rollout.samples_per_prompt, rollout.max_total_tokens
+    trajectories = prompts * samples
+    return [
+        (
+            "prompts",
+            f"{prompts:,} per step; those over {config.data.max_prompt_tokens:,} tokens are dropped and counted",
+        ),
+        ("samples", f"{samples:,} per prompt"),
+        ("trajectories", f"{trajectories:,} per step = {prompts:,} prompts x {samples:,} samples"),
+        (
+            "episode",
+            f"at most {_count(rollout.max_turns, 'response')} of {rollout.max_response_tokens:,} tokens; "
+            f"{budget:,} tokens with prompt and observations",
+        ),
+        ("tokens", f"at most {trajectories * budget:,} per step = {trajectories:,} trajectories x {budget:,} tokens"),
+    ]
+
+
+def _training_lines(config: RunConfig) -> list[tuple[str, str]]:
+    rollout, algorithm, trainer = config.rollout, config.algorithm, config.trainer
+    tensor, pipeline, ranks = trainer.tensor_parallel, trainer.pipeline_parallel, max(config.cluster.ranks, 1)
+    data = ranks // (tensor * pipeline)
+    rows = rollout.prompts_per_step * rollout.samples_per_prompt // algorithm.minibatches_per_step
+    rows_per_microbatch = max(trainer.tokens_per_microbatch // rollout.max_total_tokens, 1)
+    microbatches = math.ceil(rows / data / rows_per_microbatch)
+    updates = algorithm.minibatches_per_step * algorithm.epochs_per_step
+    where = "in this process" if config.cluster.ranks == 0 else "a Ray actor each"
+    return [
+        (
+            "mini-batches",
+            f"{algorithm.minibatches_per_step:,} of {rows:,} trajectories x {_count(algorithm.epochs_per_step, 'epoch')} "
+            f"= {_count(updates, 'optimizer update')} per step",
+        ),
+        (
+            "micro-batches",
+            f"of {trainer.tokens_per_microbatch:,} tokens (rows x longest row): at most {microbatches:,} "
+            "per mini-batch and data-parallel rank",
+        ),
+        (
+            "ranks",
+            f"{ranks:,} ({where}) = {tensor} tensor x {pipeline} pipeline x {data} data parallel; {trainer.backend} trainer",
+        ),
+    ]
+
+
+def _run_lines(config: RunConfig) -> list[tuple[str, str]]:
+    run, evaluation, checkpoint = config.run, config.evaluation, config.checkpoint
+    trajectories = run.steps * config.rollout.prompts_per_step * config.rollout.samples_per_prompt
+    minutes = f"; ends after {run.max_minutes:g} minutes" if run.max_minutes else ""
+    target = f"; ends when eval/exact_match reaches {run.target:g}" if run.target is not None else ""
+    questions = "all questions" if evaluation.questions is None else _count(evaluation.questions, "question")
+    return [
+        ("run", f"{_count(run.steps, 'step')} = {trajectories:,} trajectories{minutes}{target}"),
+        (
+            "evaluation",
+            f"{'at the start, ' if evaluation.at_start else ''}{_every(evaluation.every_steps)}; {questions}",
+        ),
+        ("checkpoints", f"{_every(checkpoint.every_steps)}; the newest {checkpoint.keep:,} are kept"),
+    ]
+
+
+def _every(steps: int) -> str:
+    return f"every {_count(steps, 'step')}" if steps else "at the end"
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"

@@ -46,8 +46,10 @@ def resolve(kind: str, name: str) -> Any:
     entry = _entry_points(kind).get(name)
     if entry is not None:
         return _load(kind, entry.value)
-    raise ConfigError(f"{kind}: unknown name '{name}'.{did_you_mean(name, names(kind))} Known: {_known(kind)}, or "
-                      "package.module:Name, or file.py:Name.")
+    raise ConfigError(
+        f"{kind}: unknown name '{name}'.{did_you_mean(name, names(kind))} Known: {_known(kind)}, or "
+        "package.module:Name, or file.py:Name."
+    )
 
 
 def build(kind: str, component: Mapping[str, Any], **offered: Any) -> Any:
@@ -76,17 +78,27 @@ def check_component(
     keywords = {str(key): value for key, value in component.items() if key != "name"}
     parameters = inspect.signature(target).parameters
     takes_any = any(item.kind is inspect.Parameter.VAR_KEYWORD for item in parameters.values())
-    by_keyword = [key for key, item in parameters.items()
-                  if item.kind in (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)]
+    by_keyword = [
+        key
+        for key, item in parameters.items()
+        if item.kind in (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    ]
     for key in keywords:
         if key not in by_keyword and not takes_any:
-            raise ConfigError(f"{kind} '{name}': unknown keyword '{key}'.{did_you_mean(key, by_keyword)} "
-                              f"It takes: {', '.join(by_keyword) or 'nothing'}.")
-    missing = [key for key in by_keyword
-               if parameters[key].default is inspect.Parameter.empty and key not in keywords and key not in offered]
+            raise ConfigError(
+                f"{kind} '{name}': unknown keyword '{key}'.{did_you_mean(key, by_keyword)} "
+                f"It takes: {', '.join(by_keyword) or 'nothing'}."
+            )
+    missing = [
+        key
+        for key in by_keyword
+        if parameters[key].default is inspect.Parameter.empty and key not in keywords and key not in offered
+    ]
     if missing:
-        raise ConfigError(f"{kind} '{name}': missing keyword{'s' if len(missing) > 1 else ''} {', '.join(missing)}; "
-                          f"it takes: {', '.join(by_keyword)}.")
+        raise ConfigError(
+            f"{kind} '{name}': missing keyword{'s' if len(missing) > 1 else ''} {', '.join(missing)}; "
+            f"it takes: {', '.join(by_keyword)}."
+        )
     return target, keywords
 
 
@@ -108,14 +120,18 @@ def _load(kind: str, reference: str) -> Any:
     module_name, _, attribute = reference.rpartition(":")
     if not module_name or not attribute:
         raise ConfigError(f"{kind}: '{reference}': expected package.module:Name or file.py:Name.")
-    module = _load_file(kind, Path(module_name)) if module_name.endswith(".py") else _import(kind, module_name, reference)
+    module = (
+        _load_file(kind, Path(module_name)) if module_name.endswith(".py") else _import(kind, module_name, reference)
+    )
     found: Any = module
     for part in attribute.split("."):
         if not hasattr(found, part):
             public = [name for name in dir(found) if not name.startswith("_")]
             close = difflib.get_close_matches(part, public, n=1)
-            raise ConfigError(f"{kind}: '{reference}': {module_name} has no '{part}'." +
-                              (f" Did you mean '{close[0]}'?" if close else ""))
+            raise ConfigError(
+                f"{kind}: '{reference}': {module_name} has no '{part}'."
+                + (f" Did you mean '{close[0]}'?" if close else "")
+            )
         found = getattr(found, part)
     return found
 
@@ -125,8 +141,10 @@ def _import(kind: str, module_name: str, reference: str) -> ModuleType:
         return importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         if error.name and (module_name == error.name or module_name.startswith(error.name + ".")):
-            raise ConfigError(f"{kind}: '{reference}': no module '{error.name}'; install the package or start in the "
-                              "directory that holds it.") from None
+            raise ConfigError(
+                f"{kind}: '{reference}': no module '{error.name}'; install the package or start in the "
+                "directory that holds it."
+            ) from None
         raise ConfigError(f"{kind}: '{reference}' needs the package '{error.name}', which is not installed.") from error
 
 

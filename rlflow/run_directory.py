@@ -1,12 +1,12 @@
 """The one layout of a run directory, and how everything in it is written: aside first, then renamed.
 
-    config.yaml                      the resolved configuration, secrets redacted
-    metrics.jsonl                    one object per step
-    checkpoints/step_000050/         state.json and what the trainer saved; `.partial` while being written
-    export/                          the policy as a HuggingFace directory
-    trajectories/step_000010.jsonl   sampled training episodes
-    evaluations/step_000010.jsonl    every evaluated episode
-    progress.png  summary.json  log.txt
+config.yaml                      the resolved configuration, secrets redacted
+metrics.jsonl                    one object per step
+checkpoints/step_000050/         state.json and what the trainer saved; `.partial` while being written
+export/                          the policy as a HuggingFace directory
+trajectories/step_000010.jsonl   sampled training episodes
+evaluations/step_000010.jsonl    every evaluated episode
+progress.png  summary.json  log.txt
 """
 
 from __future__ import annotations
@@ -28,8 +28,19 @@ from rlflow.types import Group, Trajectory
 
 logger = logging.getLogger(__name__)
 
-LAYOUT = ("config.yaml", "metrics.jsonl", "checkpoints", "export", "trajectories", "evaluations", "progress.png",
-          "summary.json", "log.txt", "tensorboard", "wandb")
+LAYOUT = (
+    "config.yaml",
+    "metrics.jsonl",
+    "checkpoints",
+    "export",
+    "trajectories",
+    "evaluations",
+    "progress.png",
+    "summary.json",
+    "log.txt",
+    "tensorboard",
+    "wandb",
+)
 _STEP = re.compile(r"step_(\d{6,})$")
 
 
@@ -52,15 +63,21 @@ class RunDirectory:
         if run.path.exists() and not run.path.is_dir():
             raise ConfigError(f"run.directory: {run.path} is a file; expected a directory, or a name that is free.")
         if resume and overwrite:
-            raise ConfigError("run.resume and run.overwrite are both on; resume continues a run, overwrite throws it away.")
+            raise ConfigError(
+                "run.resume and run.overwrite are both on; resume continues a run, overwrite throws it away."
+            )
         present = sorted(entry.name for entry in run.path.iterdir()) if run.path.is_dir() else []
         present = [name for name in present if name != "run.lock"]
         if present and not resume and not overwrite:
-            raise ConfigError(f"run.directory: {run.path} already holds {_what(present)}: continue it with --resume, throw it "
-                              "away with --overwrite, or choose another run.name.")
+            raise ConfigError(
+                f"run.directory: {run.path} already holds {_what(present)}: continue it with --resume, throw it "
+                "away with --overwrite, or choose another run.name."
+            )
         if present and "config.yaml" not in present:
-            raise ConfigError(f"run.directory: {run.path} holds files that are not of a run ({', '.join(present[:3])}); "
-                              "choose another run.directory or run.name.")
+            raise ConfigError(
+                f"run.directory: {run.path} holds files that are not of a run ({', '.join(present[:3])}); "
+                "choose another run.directory or run.name."
+            )
         run.path.mkdir(parents=True, exist_ok=True)
         run._acquire_lock()
         if overwrite:
@@ -82,7 +99,9 @@ class RunDirectory:
             near = [entry.name for entry in sorted(run.path.glob("*/"))] if run.path.is_dir() else []
             near = [name for name in near if (run.path / name / "config.yaml").is_file()]
             hint = f" Runs in it: {', '.join(near[:8])}." if near else ""
-            raise ConfigError(f"{run.path}: no run here; expected a directory with config.yaml and metrics.jsonl.{hint}")
+            raise ConfigError(
+                f"{run.path}: no run here; expected a directory with config.yaml and metrics.jsonl.{hint}"
+            )
         return run
 
     @property
@@ -188,8 +207,10 @@ class RunDirectory:
             owner = lock.read().strip() or "unknown"
             lock.close()
             if owner != str(os.getpid()):  # a second run object in one process is the caller's own business
-                raise ConfigError(f"run.directory: process {owner} is writing to {self.path}; wait for it, stop it, or "
-                                  "choose another run.name.") from None
+                raise ConfigError(
+                    f"run.directory: process {owner} is writing to {self.path}; wait for it, stop it, or "
+                    "choose another run.name."
+                ) from None
             return
         lock.truncate(0)
         lock.write(str(os.getpid()))
@@ -251,15 +272,34 @@ def trajectory_record(group: Group, attempt: int) -> dict[str, Any]:
     sampled = sum(int(segment.loss_mask.sum()) for segment in trajectory.segments)
     total = sum(len(segment) for segment in trajectory.segments)
     prompt_tokens = trajectory.turns[0].start if trajectory.turns else total
-    turns = [{"response": turn.response, "observation": turn.observation, "reward": turn.reward,
-              "tokens": turn.stop - turn.start, "duration_s": round(turn.duration_s, 4)} for turn in trajectory.turns]
-    return _plain({
-        "task_id": trajectory.task_id, "group_id": trajectory.group_id, "attempt": attempt,
-        "prompt": trajectory.prompt or group.task.prompt, "answer": group.task.answer, "turns": turns,
-        "reward": trajectory.reward, "stop": trajectory.stop.value, "metrics": trajectory.metrics,
-        "metadata": group.task.metadata, "error": trajectory.error, "prompt_tokens": prompt_tokens,
-        "response_tokens": sampled, "observation_tokens": total - sampled - prompt_tokens,
-    })
+    turns = [
+        {
+            "response": turn.response,
+            "observation": turn.observation,
+            "reward": turn.reward,
+            "tokens": turn.stop - turn.start,
+            "duration_s": round(turn.duration_s, 4),
+        }
+        for turn in trajectory.turns
+    ]
+    return _plain(
+        {
+            "task_id": trajectory.task_id,
+            "group_id": trajectory.group_id,
+            "attempt": attempt,
+            "prompt": trajectory.prompt or group.task.prompt,
+            "answer": group.task.answer,
+            "turns": turns,
+            "reward": trajectory.reward,
+            "stop": trajectory.stop.value,
+            "metrics": trajectory.metrics,
+            "metadata": group.task.metadata,
+            "error": trajectory.error,
+            "prompt_tokens": prompt_tokens,
+            "response_tokens": sampled,
+            "observation_tokens": total - sampled - prompt_tokens,
+        }
+    )
 
 
 def read_trajectories(path: str | Path) -> list[dict[str, Any]]:
@@ -297,7 +337,11 @@ def _plain(value: Any) -> Any:
 
 
 def _what(present: list[str]) -> str:
-    return "a run" if "config.yaml" in present else f"files ({', '.join(present[:3])}{', ...' if len(present) > 3 else ''})"
+    return (
+        "a run"
+        if "config.yaml" in present
+        else f"files ({', '.join(present[:3])}{', ...' if len(present) > 3 else ''})"
+    )
 
 
 def _remove(directory: Path) -> None:
