@@ -1,0 +1,40 @@
+"""Ctrl-C and SIGTERM as a question that the loop asks between steps."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import threading
+from types import FrameType, TracebackType
+from typing import Any
+
+logger = logging.getLogger(__name__)
+
+
+class Interrupt:
+    """While active, the first SIGINT or SIGTERM only sets `requested`; the second raises KeyboardInterrupt at once.
+
+    Outside the main thread (a notebook's worker, for one) signals stay as they are and `requested` stays False.
+    """
+
+    def __init__(self) -> None:
+        self.requested: str | None = None  # the signal's name
+        self._previous: dict[int, Any] = {}
+
+    def __enter__(self) -> Interrupt:
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM):
+                self._previous[number] = signal.signal(number, self._receive)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        if self.requested:
+            raise KeyboardInterrupt
+        self.requested = signal.Signals(number).name
+        logger.warning("%s: finishing this step, then saving; once more stops at once", self.requested)

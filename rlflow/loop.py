@@ -1,0 +1,108 @@
+"""THE training loop: tasks -> rollouts -> advantages -> loss -> optimizer -> weights to the engine -> evaluation."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlflow.algorithms import make_advantage, make_loss, token_weights
+from rlflow.algorithms.monitored import Monitored
+from rlflow.batching import make_batch, split_minibatches
+from rlflow.evaluate import evaluate
+from rlflow.metrics import PhaseTimer, mean_of, rollout_metrics
+from rlflow.rollout import Rollout
+from rlflow.run import Run
+from rlflow.schema import AlgorithmSection, RunConfig
+from rlflow.trainer import Trainer
+from rlflow.types import Batch, Group, Task
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class Algorithm:
+    """The algorithm section, resolved: Batch -> advantages, the loss, and how tokens are weighed."""
+
+    section: AlgorithmSection
+    advantage: Callable[[Batch], Tensor]
+    loss: Any
+    response_budget: int  # tokens that an attempt may generate, for the `constant` weights
+
+    @classmethod
+    def from_config(cls, config: RunConfig) -> Algorithm:
+        section, rollout = config.algorithm, config.rollout
+        loss = Monitored(make_loss(section.losses))
+        return cls(section, make_advantage(section.advantage), loss, rollout.max_turns * rollout.max_response_tokens)
+
+
+def train(config: RunConfig) -> dict[str, Any]:
+    """Runs a configured training from its start, or from its last checkpoint with `run.resume`; returns the summary.
+
+    Raises RLFlowError, in one line, for anything that the user can mend; before the first step whatever can be known by then.
+    """
+    with Run(config) as run:
+        if run.step == 0 and config.evaluation.at_start:
+            run.evaluate(evaluate)
+        while run.step < config.run.steps and not run.should_stop():
+            metrics, groups = training_step(run.step, run.next_tasks(), run.rollout, run.trainer, run.algorithm, run.timer)
+            run.finish_step(metrics, groups)
+            if run.evaluation_due():
+                run.evaluate(evaluate)
+            if run.checkpoint_due():
+                run.save()
+        return run.finish(evaluate)
+
+
+def training_step(
+    step: int, tasks: Sequence[Task], rollout: Rollout, trainer: Trainer, algorithm: Algorithm, timer: PhaseTimer
+) -> tuple[dict[str, float], list[Group]]:
+    """One step on the tasks, the engine's weights included; returns its metrics and what was collected."""
+    with timer.phase("rollout"):
+        groups = rollout.collect(tasks, step=step)
+    trajectories = [one for group in groups for one in group.trajectories]
+    batch = make_batch([one for one in trajectories if one.usable])
+    with timer.phase("score"):
+        batch = add_scores(batch, trainer, algorithm)
+    advantages = algorithm.advantage(batch)
+    batch = batch.replace(advantages=advantages[:, None] * batch.loss_mask if advantages.dim() == 1 else advantages)
+    updates = []
+    with timer.phase("update"):
+        for epoch in range(algorithm.section.epochs_per_step):
+            shuffle = torch.Generator().manual_seed(hash((step, epoch)) & 0x7FFFFFFF)
+            for minibatch in split_minibatches(batch, algorithm.section.minibatches_per_step, shuffle):
+                weights = token_weights(minibatch, algorithm.section.aggregate, constant=algorithm.response_budget)
+                updates.append(trainer.update(minibatch.replace(weights=weights), algorithm.loss))
+    with timer.phase("sync"):
+        rollout.load_weights(trainer.weights(), version=step + 1)
+    return step_metrics(trajectories, batch, updates), groups
+
+
+def add_scores(batch: Batch, trainer: Trainer, algorithm: Algorithm) -> Batch:
+    """The batch with the log-probs that the algorithm needs beside the behaviour policy's own."""
+    columns = {}
+    if algorithm.section.old_logprobs == "recompute":
+        columns["proximal_logprobs"] = trainer.score(batch)["logprobs"]
+    if algorithm.loss.needs_reference:
+        columns["reference_logprobs"] = trainer.score(batch, model="reference")["logprobs"]
+    return batch.replace(columns=columns)
+
+
+def step_metrics(trajectories: Sequence[Any], batch: Batch, updates: Sequence[dict[str, float]]) -> dict[str, float]:
+    """`train/` and `rollout/` metrics of one step; the log-prob gap is that of the first minibatch, before any update."""
+    metrics = {f"train/{name}": value for name, value in mean_of(updates).items()}
+    metrics["train/lr"] = updates[-1]["lr"]
+    metrics["train/logprob_gap"] = updates[0]["logprob_gap"]
+    metrics["train/tokens"] = float(batch.loss_mask.sum())
+    metrics["train/fed_tokens"] = float(batch.lengths.sum())
+    flat = batch.advantages.abs().amax(dim=1) == 0
+    metrics["train/advantage_zero"] = float(flat.float().mean())
+    return {**metrics, **rollout_metrics(trajectories)}
+
+
+__all__ = ["Algorithm", "add_scores", "evaluate", "step_metrics", "time", "train", "training_step"]

@@ -1,0 +1,287 @@
+"""One training run: what it is made of, what it remembers between steps, and what it writes. The loop itself is in `loop.py`."""
+
+from __future__ import annotations
+
+import logging
+import random
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from rlflow.cluster import make_trainer
+from rlflow.config import save_config, to_dict
+from rlflow.errors import DataError
+from rlflow.evaluate import Evaluation
+from rlflow.interrupt import Interrupt
+from rlflow.metrics import MetricsLog, PhaseTimer, make_sinks
+from rlflow.picture import render_picture
+from rlflow.plan import check_config
+from rlflow.progress import make_progress
+from rlflow.registry import build
+from rlflow.rollout import Rollout, Tokenizer
+from rlflow.run_directory import RunDirectory, read_json, write_json, write_trajectories
+from rlflow.schema import RunConfig
+from rlflow.trainer import Trainer
+from rlflow.trainer.export import check_export
+from rlflow.types import Group, Task
+from rlflow.weights.hf import write_model
+
+logger = logging.getLogger(__name__)
+
+EXPORT_TOLERANCE = 1e-4  # nats: fp32 log-probs of the export (transformers) against the trainer's
+"""Half-precision runs are compared in fp32 as well, after the rounding of the weights, so one tolerance serves both."""
+
+
+class Run:
+    """A context: entering checks everything and builds environment, engine and trainer; leaving closes them, whatever happened."""
+
+    rollout: Rollout
+    trainer: Trainer
+
+    def __init__(self, config: RunConfig) -> None:
+        self.config = config
+        self.step = 0
+        self.timer = PhaseTimer()
+        self.interrupt = Interrupt()
+        self.last_evaluation: dict[str, float] = {}
+        self.first_evaluation: dict[str, float] = {}
+        self._evaluated_step = -1
+        self._saved_step = -1
+        self._seconds_before = 0.0  # of earlier sessions of a resumed run
+        self._started = time.monotonic()
+        self._stack = ExitStack()
+
+    # ------------------------------------------------------------ life
+
+    def __enter__(self) -> Run:
+        from rlflow.loop import Algorithm
+
+        config = self.config
+        check_config(config)
+        with ExitStack() as stack:
+            self.algorithm = Algorithm.from_config(config)
+            path = config.run.directory.format(name=config.run.name)
+            self.directory = stack.enter_context(
+                RunDirectory.create(path, resume=config.run.resume, overwrite=config.run.overwrite)
+            )
+            stack.enter_context(_log_file(self.directory.log))
+            save_config(config, self.directory.config)
+            self._build_rollout(stack)
+            self._build_trainer(stack)
+            self._open_metrics(stack)
+            stack.enter_context(self.interrupt)
+            self._stack = stack.pop_all()
+        self.timer.take()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._stack.close()
+
+    def _build_rollout(self, stack: ExitStack) -> None:
+        config, section = self.config, self.config.rollout
+        tokenizer = Tokenizer.from_pretrained(config.model.path, trust_remote_code=config.model.trust_remote_code)
+        environment = build("environment", config.environment)
+        offered = {"path": config.model.path, "tokenizer": tokenizer, "dtype": config.model.dtype, "seed": config.run.seed,
+                   "deterministic": config.run.deterministic}  # fmt: skip
+        engine = build("engine", section.engine, **offered)
+        self.rollout = Rollout(
+            engine,
+            environment,
+            tokenizer,
+            samples_per_prompt=section.samples_per_prompt,
+            max_turns=section.max_turns,
+            max_response_tokens=section.max_response_tokens,
+            max_total_tokens=section.max_total_tokens,
+            max_observation_tokens=section.max_observation_tokens,
+            temperature=section.temperature,
+            max_aborted_share=section.max_aborted_share,
+            chat_template=section.chat_template,
+            seed=config.run.seed,
+            deterministic=config.run.deterministic,
+        )
+        stack.callback(self.rollout.close)
+        self.train_tasks, self.prompts_dropped = self._tasks(environment, config.data.train_split)
+        self.val_tasks, _ = self._tasks(environment, config.data.val_split)
+
+    def _tasks(self, environment: Any, split: str) -> tuple[list[Task], int]:
+        """The split's tasks whose prompt fits, and how many did not."""
+        limit = self.config.data.max_prompt_tokens
+        tasks = list(environment.tasks(split))
+        kept = [task for task in tasks if len(self.rollout.prompt_tokens(task)) <= limit]
+        dropped = len(tasks) - len(kept)
+        if not kept:
+            raise DataError(
+                f"split '{split}': all {len(tasks)} prompts are longer than data.max_prompt_tokens = {limit}; raise it."
+                if tasks else f"split '{split}': the environment has no tasks; give it data."
+            )  # fmt: skip
+        if dropped:
+            logger.warning("split '%s': %d of %d prompts over %d tokens dropped", split, dropped, len(tasks), limit)
+        return kept, dropped
+
+    def _build_trainer(self, stack: ExitStack) -> None:
+        self.trainer = make_trainer(self.config)
+        stack.callback(self.trainer.close)
+        latest = self.directory.latest_checkpoint() if self.config.run.resume else None
+        if latest is None:
+            if self.algorithm.loss.needs_reference:
+                self.trainer.snapshot("reference")
+            return
+        self.step, path = latest
+        self.trainer.load(path / "trainer")
+        state = read_json(path / "state.json")
+        self.rollout.load_state_dict(state["rollout"])
+        self.first_evaluation, self.last_evaluation = state["first_evaluation"], state["last_evaluation"]
+        self._evaluated_step, self._seconds_before = state["evaluated_step"], state["seconds"]
+        self._saved_step = self.step
+        self.rollout.load_weights(self.trainer.weights(), version=self.step)
+        logger.info("resumed after step %d from %s", self.step, path)
+
+    def _open_metrics(self, stack: ExitStack) -> None:
+        section = self.config.metrics
+        sinks = make_sinks(self.directory.path, tensorboard=section.tensorboard, wandb=section.wandb, project=section.wandb_project,
+                           name=self.config.run.name, config=to_dict(self.config, redact=True))  # fmt: skip
+        self.metrics = stack.enter_context(MetricsLog(self.directory.path, sinks, resumed_step=self.step))
+        self.progress = stack.enter_context(
+            make_progress(section.progress, steps=self.config.run.steps, first_step=self.step, name=self.config.run.name)
+        )
+
+    # ------------------------------------------------------------ between steps
+
+    def next_tasks(self) -> list[Task]:
+        """The tasks of the present step: each epoch is a permutation of the training tasks, a function of seed and epoch."""
+        count, total = self.config.rollout.prompts_per_step, len(self.train_tasks)
+        return [self._task_at(self.step * count + offset, total) for offset in range(count)]
+
+    def _task_at(self, position: int, total: int) -> Task:
+        epoch, index = divmod(position, total)
+        if not self.config.data.shuffle:
+            return self.train_tasks[index]
+        order = list(range(total))
+        random.Random(f"{self.config.run.seed}/{epoch}").shuffle(order)
+        return self.train_tasks[order[index]]
+
+    def should_stop(self) -> bool:
+        """Whether a signal came, the time is up, or the target is reached."""
+        limit, target = self.config.run.max_minutes, self.config.run.target
+        if self.interrupt.requested:
+            return True
+        if limit is not None and self._seconds() > limit * 60:
+            logger.info("stopping: run.max_minutes = %g is over", limit)
+            return True
+        score = self.last_evaluation.get("eval/exact_match", self.last_evaluation.get("eval/reward"))
+        return target is not None and score is not None and score >= target
+
+    def _seconds(self) -> float:
+        return self._seconds_before + time.monotonic() - self._started
+
+    def finish_step(self, metrics: dict[str, float], groups: Sequence[Group]) -> None:
+        """Counts the step and writes its metrics and some of its trajectories."""
+        self.step += 1
+        metrics = {**metrics, **self.timer.take(), "data/prompts_dropped": float(self.prompts_dropped)}
+        position = self.step * self.config.rollout.prompts_per_step
+        metrics["data/epoch"] = position / len(self.train_tasks)
+        metrics["speed/tokens_per_s"] = metrics["train/fed_tokens"] / metrics["time/step_s"]
+        self.metrics.log(self.step, metrics)
+        self.progress.step(self.step, metrics)
+        if self.config.metrics.trajectories_per_step:
+            limit = self.config.metrics.trajectories_per_step
+            write_trajectories(self.directory.trajectories(self.step), groups, limit=limit)
+
+    def evaluation_due(self) -> bool:
+        every = self.config.evaluation.every_steps
+        return every > 0 and self.step % every == 0 and not self.interrupt.requested
+
+    def evaluate(self, evaluate: Callable[..., Evaluation], questions: int | None = None) -> None:
+        """Evaluates the first `questions` validation tasks (None: evaluation.questions) and writes metrics and trajectories."""
+        section = self.config.evaluation
+        count = questions or section.questions
+        with self.timer.phase("evaluate"):
+            result = evaluate(self.rollout, self.val_tasks[:count], step=self.step,
+                              samples_per_prompt=section.samples_per_prompt, temperature=section.temperature)  # fmt: skip
+        self.first_evaluation = self.first_evaluation or result.metrics
+        self.last_evaluation, self._evaluated_step = result.metrics, self.step
+        taken = self.timer.take()
+        self.metrics.log(self.step, {**result.metrics, "time/evaluate_s": taken["time/evaluate_s"]})
+        self.progress.evaluated(self.step, result.metrics)
+        write_trajectories(self.directory.evaluations(self.step), result.groups)
+        if self.config.metrics.picture:
+            self._draw()
+
+    def checkpoint_due(self) -> bool:
+        every = self.config.checkpoint.every_steps
+        return every > 0 and self.step % every == 0
+
+    def save(self) -> None:
+        """Writes a checkpoint of the present step; a kill leaves the one before."""
+        with self.timer.phase("checkpoint"), self.directory.checkpoint(self.step, self.config.checkpoint.keep) as path:
+            self.trainer.save(path / "trainer", self.step)
+            state = {"step": self.step, "rollout": self.rollout.state_dict(), "first_evaluation": self.first_evaluation,
+                     "last_evaluation": self.last_evaluation, "evaluated_step": self._evaluated_step,
+                     "seconds": self._seconds()}  # fmt: skip
+            write_json(path / "state.json", state)
+        self._saved_step = self.step
+
+    # ------------------------------------------------------------ the end
+
+    def finish(self, evaluate: Callable[..., Evaluation]) -> dict[str, Any]:
+        """Saves; unless a signal ended the run, evaluates, exports and draws. Writes and returns the summary."""
+        interrupted = self.interrupt.requested
+        final = self.config.evaluation.final_questions
+        if not interrupted and (self._evaluated_step != self.step or final != self.config.evaluation.questions):
+            self.evaluate(evaluate, questions=final or len(self.val_tasks))
+        if self._saved_step != self.step:
+            self.save()
+        written = {"run": self.directory.path, "metrics": self.directory.metrics,
+                   "checkpoint": self.directory.checkpoint_path(self.step)}  # fmt: skip
+        export_gap = None
+        if not interrupted and self.config.checkpoint.export:
+            export_gap = self._export()
+            written["export"] = self.directory.export
+        if self.config.metrics.picture:
+            self._draw()
+            written["picture"] = self.directory.picture
+        summary = {
+            "status": f"interrupted by {interrupted}" if interrupted else "finished",
+            "steps": self.step,
+            "seconds": round(self._seconds(), 1),
+            "first_evaluation": self.first_evaluation,
+            "last_evaluation": self.last_evaluation,
+            "export_logprob_difference": export_gap,
+            "written": {name: str(path) for name, path in written.items()},
+        }
+        write_json(self.directory.summary, summary)
+        self.progress.finished(summary)
+        return summary
+
+    def _export(self) -> float:
+        """Writes the HuggingFace directory and compares its log-probs with the trainer's."""
+        write_model(self.directory.export, self.trainer.weights(), reference=self.config.model.path)
+        gap = check_export(self.trainer, self.directory.export, tolerance=EXPORT_TOLERANCE)
+        logger.info("export: log-probs within %.1e of the trainer's", gap)
+        return gap
+
+    def _draw(self) -> None:
+        render_picture(self.directory.metrics, self.directory.picture, title=self.config.run.name)
+
+
+class _log_file:
+    """A context in which rlflow's log also goes to a file."""
+
+    def __init__(self, path: Path) -> None:
+        self.handler = logging.FileHandler(path, encoding="utf-8")
+        self.handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+
+    def __enter__(self) -> None:
+        logging.getLogger("rlflow").addHandler(self.handler)
+
+    def __exit__(self, *_: object) -> None:
+        logging.getLogger("rlflow").removeHandler(self.handler)
+        self.handler.close()
+
+
+
