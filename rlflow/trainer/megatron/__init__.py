@@ -1,0 +1,24 @@
+"""The Megatron trainer: megatron-core's GPTModel, parallel state, schedules, DDP, optimizer and dist_checkpointing.
+
+The only folder that imports megatron.core.
+"""
+
+from __future__ import annotations
+
+import warnings
+
+from rlflow.errors import MissingPackageError
+
+try:
+    with warnings.catch_warnings():
+        # megatron-core says half a dozen times that Transformer Engine and Apex are absent; `rlflow doctor` says it once.
+        warnings.simplefilter("ignore")
+        import megatron.core  # noqa: F401
+
+        from rlflow.trainer.megatron.trainer import MegatronTrainer
+except ModuleNotFoundError as error:
+    if (error.name or "").split(".")[0] != "megatron":
+        raise
+    raise MissingPackageError("trainer.backend=megatron needs megatron-core: pip install megatron-core") from None
+
+__all__ = ["MegatronTrainer"]

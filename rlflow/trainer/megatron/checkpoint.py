@@ -1,0 +1,187 @@
+"""Checkpoints by megatron-core's dist_checkpointing: written in one layout, read in any."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import pickle
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.core import CheckpointingException
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedStateDict
+from megatron.core.dist_checkpointing.strategies.base import SaveShardedStrategy
+from megatron.core.dist_checkpointing.strategies.torch import (
+    MCoreSavePlanner,
+    _replace_state_dict_keys_with_sharded_keys,
+    mcore_to_pyt_state_dict,
+)
+from megatron.core.models.gpt import GPTModel
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.tensor_parallel import get_cuda_rng_tracker
+from torch import Tensor
+from torch.distributed import checkpoint as torch_checkpoint
+
+from rlflow.errors import CheckpointError
+from rlflow.trainer.megatron.optimizer import set_updates
+from rlflow.trainer.megatron.world import World
+
+MANIFEST = "trainer.json"
+"""Written last: the step, the layout, and the size of every other file."""
+
+
+@dataclass
+class TrainerState:
+    """Everything that a checkpoint holds. `updates`: optimizer steps so far (the schedule follows from it)."""
+
+    world: World
+    module: GPTModel
+    optimizer: MegatronOptimizer
+    snapshots: dict[str, dict[str, Tensor]]
+    updates: int
+    step: int
+
+
+class InProcessSave(SaveShardedStrategy):
+    """The torch_dist format written by torch's own writer in this process.
+
+    Megatron's writer starts a `spawn` process, which imports `__main__` again: a script without a main guard would hang,
+    and every save would pay for an import of torch."""
+
+    def __init__(self) -> None:
+        super().__init__("torch_dist", 1)
+
+    def save(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: str | Path) -> None:
+        flat, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict, True)
+        torch_checkpoint.save(
+            mcore_to_pyt_state_dict(flat, False),
+            storage_writer=torch_checkpoint.FileSystemWriter(checkpoint_dir),
+            planner=MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False),
+        )
+
+    def can_handle_sharded_objects(self) -> bool:
+        return True
+
+
+def save(path: Path, state: TrainerState) -> None:
+    """Writes the checkpoint into `path`, which must be empty or missing. A collective."""
+    if dist.get_rank() == 0:
+        path.mkdir(parents=True, exist_ok=True)
+        (path / MANIFEST).unlink(missing_ok=True)
+    dist.barrier()
+    dist_checkpointing.save(_sharded(state), str(path), sharded_strategy=InProcessSave())
+    dist.barrier()
+    if dist.get_rank() == 0:
+        _write_manifest(path, state)
+    dist.barrier()
+
+
+def load(path: Path, state: TrainerState) -> TrainerState:
+    """Loads the checkpoint into the module and optimizer of `state`; returns it with the loaded snapshots and counts.
+
+    Raises CheckpointError where the directory is missing, incomplete or damaged, or holds another model."""
+    manifest = read_manifest(path)
+    parameters = dict(state.module.named_parameters())
+    snapshots = {
+        name: {key: torch.empty_like(parameter.data) for key, parameter in parameters.items()}
+        for name in manifest["snapshots"]
+    }
+    target = dataclasses.replace(
+        state, snapshots=snapshots, updates=int(manifest["updates"]), step=int(manifest["step"])
+    )
+    same_layout = manifest["layout"] == _layout(state.world)
+    try:
+        loaded = dist_checkpointing.load(_sharded(target, with_rng=same_layout), str(path))
+    except (CheckpointingException, RuntimeError, KeyError, ValueError, EOFError, OSError, pickle.PickleError) as error:
+        reason = str(error).strip().splitlines()
+        detail = reason[0] if reason else type(error).__name__
+        raise CheckpointError(f"{path}: cannot be loaded into this model ({detail}).") from error
+    _restore(target, loaded, same_layout)
+    return target
+
+
+def read_manifest(path: Path) -> dict[str, Any]:
+    """The checkpoint's manifest. Raises CheckpointError unless every file is there in its full size."""
+    if not path.is_dir():
+        raise CheckpointError(f"{path}: no such checkpoint.")
+    if not (path / MANIFEST).is_file():
+        raise CheckpointError(f"{path}: incomplete, {MANIFEST} is missing; it is written last. Use an earlier checkpoint.")
+    try:
+        manifest = json.loads((path / MANIFEST).read_text())
+    except ValueError as error:
+        raise CheckpointError(f"{path / MANIFEST}: damaged ({error}). Use an earlier checkpoint.") from None
+    for name, size in manifest["files"].items():
+        found = (path / name).stat().st_size if (path / name).is_file() else None
+        if found != size:
+            raise CheckpointError(
+                f"{path / name}: {'missing' if found is None else f'{found} bytes'}, {size} bytes expected. "
+                "Use an earlier checkpoint."
+            )
+    return manifest
+
+
+def _write_manifest(path: Path, state: TrainerState) -> None:
+    files = {file.name: file.stat().st_size for file in sorted(path.iterdir()) if file.is_file()}
+    content = {
+        "step": state.step,
+        "updates": state.updates,
+        "layout": _layout(state.world),
+        "snapshots": sorted(state.snapshots),
+        "files": files,
+    }
+    (path / MANIFEST).write_text(json.dumps(content, indent=2) + "\n")
+
+
+def _layout(world: World) -> dict[str, int]:
+    return {
+        "tensor_parallel": world.tensor_parallel,
+        "pipeline_parallel": world.pipeline_parallel,
+        "data_parallel": world.data_parallel,
+    }
+
+
+def _sharded(state: TrainerState, with_rng: bool = True) -> ShardedStateDict:
+    """Megatron's description of which part of which global tensor this rank holds."""
+    # The unwrapped module: the keys of the DDP wrapper carry a prefix and do not load back.
+    model = state.module.sharded_state_dict()
+    # Built from a description of its own, since the optimizer's is derived from the model's entries.
+    content: ShardedStateDict = {
+        "model": model,
+        "optimizer": state.optimizer.sharded_state_dict(state.module.sharded_state_dict()),
+    }
+    for name, values in state.snapshots.items():
+        content[f"snapshot.{name}"] = {
+            key: dataclasses.replace(entry, key=f"snapshot.{name}.{entry.key}", data=values[key])
+            for key, entry in state.module.sharded_state_dict().items()
+            if key in values
+        }
+    if with_rng:
+        content["rng"] = _sharded_rng(state.world)
+    return content
+
+
+def _sharded_rng(world: World) -> ShardedObject:
+    """The states of Megatron's generators, one per tensor x pipeline rank."""
+    shape = (world.pipeline_parallel, world.tensor_parallel)
+    offset = (world.pipeline_rank, world.tensor_rank)
+    return ShardedObject("rng", get_cuda_rng_tracker().get_states(), shape, offset, replica_id=world.data_rank)
+
+
+def _restore(state: TrainerState, loaded: dict[str, Any], with_rng: bool) -> None:
+    state.module.load_state_dict(loaded["model"])
+    for name, values in state.snapshots.items():
+        for key, value in loaded[f"snapshot.{name}"].items():
+            values[key].copy_(value)
+    # Learning rate, betas and weight decay stay those of this run's configuration, not the checkpoint's.
+    groups = state.optimizer.param_groups
+    kept = [{key: value for key, value in group.items() if key != "params"} for group in groups]
+    state.optimizer.load_state_dict(loaded["optimizer"])
+    for group, options in zip(state.optimizer.param_groups, kept, strict=True):
+        group.update(options)
+    set_updates(state.optimizer, state.updates)
+    if with_rng:
+        get_cuda_rng_tracker().set_states(loaded["rng"])

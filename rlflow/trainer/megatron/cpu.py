@@ -1,0 +1,90 @@
+"""What megatron-core needs where there is no CUDA. A no-op where there is; the only place that patches anything.
+
+Measured with megatron-core 0.16.1 and torch 2.13 over gloo: unpatched, RNG seeding, the pipeline schedules, DDP, the
+optimizer and tied embeddings over pipeline stages each stop at "Torch not compiled with CUDA enabled".
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+import megatron.core
+import torch
+from megatron.core.tensor_parallel import random as megatron_random
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from rlflow.errors import MissingPackageError
+
+TESTED_VERSION = "0.16."
+_Result = TypeVar("_Result")
+
+
+def device() -> torch.device:
+    """Where the model lives: the current CUDA device, or the CPU."""
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def check_version() -> None:
+    """Raises MissingPackageError where there is no CUDA and the adaptation was not tested with this megatron-core."""
+    if not torch.cuda.is_available() and not megatron.core.__version__.startswith(TESTED_VERSION):
+        raise MissingPackageError(
+            f"megatron-core {megatron.core.__version__} was not tested without CUDA; "
+            f"expected {TESTED_VERSION}x: pip install 'megatron-core==0.16.1'"
+        )
+
+
+@contextlib.contextmanager
+def adapted() -> Iterator[None]:
+    """Inside, megatron-core's calls for a CUDA device are answered by the CPU. Model build, steps and checkpoints run here."""
+    if torch.cuda.is_available():
+        yield
+        return
+    replacements: list[tuple[Any, str, Any]] = [
+        (torch.cuda, "current_device", lambda: torch.device("cpu")),
+        (torch.cuda, "synchronize", lambda device=None: None),
+        (torch.cuda, "manual_seed", torch.manual_seed),
+        (torch.cuda, "get_rng_state", lambda device="cpu": torch.get_rng_state()),
+        (megatron_random, "_get_cuda_rng_state", lambda *_, **__: torch.get_rng_state()),
+        (megatron_random, "_set_cuda_rng_state", lambda state, *_, **__: torch.set_rng_state(state)),
+    ]
+    originals = [(owner, name, getattr(owner, name)) for owner, name, _ in replacements]
+    try:
+        for owner, name, value in replacements:
+            setattr(owner, name, value)
+        with _CudaIsCpu():
+            yield
+    finally:
+        for owner, name, value in originals:
+            setattr(owner, name, value)
+
+
+def native(function: Callable[..., _Result]) -> Callable[..., _Result]:
+    """The function without the per-operation translation of `adapted`, for code that never names a CUDA device.
+
+    The translation costs about 2 us per torch operation, which a tiny model would feel in its forward pass."""
+
+    def call(*args: Any, **kwargs: Any) -> _Result:
+        with torch._C.DisableTorchFunction():
+            return function(*args, **kwargs)
+
+    return call
+
+
+class _CudaIsCpu(TorchFunctionMode):
+    """Reads `device="cuda"` as the CPU, drops `pin_memory`, and lets `Tensor.type()` say what megatron-core compares."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is Tensor.cuda:
+            return args[0]
+        if "device" in kwargs and str(kwargs["device"]).startswith("cuda"):
+            kwargs = {**kwargs, "device": "cpu"}
+        if kwargs.get("pin_memory"):
+            kwargs = {**kwargs, "pin_memory": False}
+        result = func(*args, **kwargs)
+        if func is Tensor.type and len(args) == 1 and not kwargs:
+            return result.replace("torch.", "torch.cuda.", 1)
+        return result

@@ -1,0 +1,188 @@
+"""A GPTModel from config.json, and its weights from and to HuggingFace tensors in any tensor x pipeline layout."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from megatron.core.extensions.transformer_engine import HAVE_TE
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_layer_local_spec,
+    get_gpt_layer_with_transformer_engine_spec,
+)
+from megatron.core.transformer import ModuleSpec, TransformerConfig
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from torch import Tensor
+
+from rlflow.errors import ModelError
+from rlflow.trainer.megatron.cpu import device
+from rlflow.trainer.megatron.layers import RMSNorm, TorchAttention
+from rlflow.trainer.megatron.world import World
+from rlflow.weights.families import (
+    EMBEDDING,
+    TE_NAMES,
+    TIED_OUTPUT,
+    Architecture,
+    Rule,
+    huggingface_shapes,
+    padded_vocab,
+    placed_rules,
+)
+from rlflow.weights.split import merge, shard
+
+IGNORED_SUFFIXES = ("rotary_emb.inv_freq",)  # buffers that old checkpoints hold
+
+
+def build_model(model: Architecture, world: World, dtype: torch.dtype) -> GPTModel:
+    """This rank's part of the model, its weights not yet set."""
+    config = transformer_config(model, world, dtype)
+    module = GPTModel(
+        config=config,
+        transformer_layer_spec=_layer_spec(config),
+        vocab_size=padded_vocab(model.vocab, world.tensor_parallel),
+        max_sequence_length=model.max_positions,
+        pre_process=world.first_stage,
+        post_process=world.last_stage,
+        parallel_output=True,
+        share_embeddings_and_output_weights=model.tied,
+        position_embedding_type="rope",
+        rotary_base=int(model.rope_theta) if model.rope_theta.is_integer() else model.rope_theta,
+        rope_scaling=model.rope_factor is not None,
+        rope_scaling_factor=model.rope_factor or 1.0,
+    )
+    return module.to(device())
+
+
+def transformer_config(model: Architecture, world: World, dtype: torch.dtype) -> TransformerConfig:
+    """Megatron's configuration of the architecture on this layout."""
+    on_cpu = not torch.cuda.is_available()
+    return TransformerConfig(
+        num_layers=model.layers,
+        hidden_size=model.hidden,
+        num_attention_heads=model.heads,
+        num_query_groups=model.groups,
+        kv_channels=model.head_dim,
+        ffn_hidden_size=model.ffn,
+        gated_linear_unit=True,
+        activation_func=F.silu,
+        add_bias_linear=False,
+        add_qkv_bias=model.qkv_bias,
+        qk_layernorm=model.qk_norm,
+        normalization="RMSNorm",
+        layernorm_epsilon=model.norm_eps,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        tensor_model_parallel_size=world.tensor_parallel,
+        pipeline_model_parallel_size=world.pipeline_parallel,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=dtype is torch.bfloat16,
+        use_cpu_initialization=on_cpu,
+        perform_initialization=False,  # every weight is loaded
+        transformer_impl="local" if not HAVE_TE or on_cpu else "transformer_engine",
+        calculate_per_token_loss=True,  # no rank averages: `Batch.weights` holds each token's share
+        # Micro-batches differ in shape, so stages tell each other theirs; Megatron ties that to this dispatcher.
+        variable_seq_lengths=world.pipeline_parallel > 1,
+        moe_token_dispatcher_type="alltoall",
+        batch_p2p_sync=not on_cpu,
+        gradient_accumulation_fusion=False,
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        masked_softmax_fusion=False,
+        apply_rope_fusion=False,
+    )
+
+
+def stage_of(rule: Rule, layer: int, model: Architecture, stages: int) -> int:
+    """The pipeline stage that holds a tensor; layers are dealt evenly."""
+    if rule.per_layer:
+        return layer // (model.layers // stages)
+    return 0 if rule is EMBEDDING else stages - 1
+
+
+def parameter_name(rule: Rule, layer: int, model: Architecture, world: World) -> str:
+    """The name of a tensor within its stage's module, where layers count from 0 again."""
+    name = rule.megatron.format(i=layer % (model.layers // world.pipeline_parallel))
+    if HAVE_TE and torch.cuda.is_available():
+        for local, fused in TE_NAMES.items():
+            name = name.replace(local, fused)
+    return name
+
+
+@torch.no_grad()
+def load_weights(module: GPTModel, model: Architecture, world: World, weights: Mapping[str, Tensor]) -> None:
+    """Copies the HuggingFace tensors into this rank's parameters.
+
+    Raises ModelError for missing or unknown tensors and for shapes that contradict config.json."""
+    _check_names(model, weights)
+    rest = dict(module.named_parameters())
+    for rule, layer in _held_rules(model, world):
+        sources = [weights[name] for name in rule.names(layer)]
+        for name, source, shape in zip(rule.names(layer), sources, rule.shapes(model), strict=True):
+            if tuple(source.shape) != shape:
+                raise ModelError(f"'{name}' has shape {tuple(source.shape)}, config.json implies {shape}.")
+        part = shard(rule, sources, model, world.tensor_rank, world.tensor_parallel)
+        rest.pop(parameter_name(rule, layer, model, world)).copy_(part)
+    assert not rest, f"parameters without a rule: {sorted(rest)}"
+
+
+def gather_weights(module: GPTModel, model: Architecture, world: World) -> Iterator[tuple[str, Tensor]]:
+    """(HuggingFace name, full tensor on the CPU) pairs on every rank, one rule's tensors in memory at a time. A collective."""
+    parameters = dict(module.named_parameters())
+    for rule, layer in placed_rules(model):
+        stage = stage_of(rule, layer, model, world.pipeline_parallel)
+        if stage == world.pipeline_rank:
+            local = parameters[parameter_name(rule, layer, model, world)].detach()
+            tensors = merge(rule, _all_shards(local, world), model)
+        else:
+            dtype = next(module.parameters()).dtype
+            tensors = [torch.empty(shape, dtype=dtype, device=device()) for shape in rule.shapes(model)]
+        for name, tensor in zip(rule.names(layer), tensors, strict=True):
+            if world.pipeline_parallel > 1:
+                tensor = tensor.contiguous()
+                dist.broadcast(tensor, world.stage_root(stage), group=world.pipeline_group)
+            yield name, tensor.to("cpu", copy=True)  # a copy: the parameter itself changes with the next update
+
+
+def _all_shards(local: Tensor, world: World) -> list[Tensor]:
+    if world.tensor_parallel == 1:
+        return [local]
+    shards = [torch.empty_like(local) for _ in range(world.tensor_parallel)]
+    dist.all_gather(shards, local.contiguous(), group=world.tensor_group)
+    return shards
+
+
+def _held_rules(model: Architecture, world: World) -> Iterator[tuple[Rule, int]]:
+    for rule, layer in placed_rules(model):
+        if stage_of(rule, layer, model, world.pipeline_parallel) == world.pipeline_rank:
+            yield rule, layer
+    if model.tied and world.last_stage and not world.first_stage:
+        yield TIED_OUTPUT, 0
+
+
+def _check_names(model: Architecture, weights: Mapping[str, Tensor]) -> None:
+    expected = huggingface_shapes(model)
+    missing = [name for name in expected if name not in weights]
+    if missing:
+        raise ModelError(f"{len(missing)} tensors that config.json implies are missing, first '{missing[0]}'.")
+    # A tied model's file may repeat the embedding as lm_head.
+    known = {*expected, "lm_head.weight"} if model.tied else set(expected)
+    unknown = [name for name in weights if name not in known and not name.endswith(IGNORED_SUFFIXES)]
+    if unknown:
+        raise ModelError(f"{len(unknown)} tensors are not part of family '{model.family}', first '{unknown[0]}'.")
+
+
+def _layer_spec(config: TransformerConfig) -> ModuleSpec | TransformerBlockSubmodules:
+    if config.transformer_impl == "transformer_engine":
+        return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
+    spec = get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=config.qk_layernorm)
+    layer, attention = spec.submodules, spec.submodules.self_attention.submodules
+    layer.input_layernorm = layer.pre_mlp_layernorm = RMSNorm
+    attention.core_attention = TorchAttention
+    if config.qk_layernorm:
+        attention.q_layernorm = attention.k_layernorm = RMSNorm
+    layers = config.num_layers // config.pipeline_model_parallel_size
+    return TransformerBlockSubmodules(layer_specs=[spec] * layers, layer_norm=RMSNorm)

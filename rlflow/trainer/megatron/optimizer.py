@@ -1,0 +1,91 @@
+"""Megatron's DDP wrapper and Adam, with the state filled from the start so that it saves and loads at any step."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.models.gpt import GPTModel
+from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+
+from rlflow.errors import RLFlowError
+
+
+@dataclass(frozen=True)
+class AdamOptions:
+    """AdamW. Weight decay spares biases and norms (Megatron's rule: every one-dimensional parameter).
+
+    `max_gradient_norm` 0 does not clip."""
+
+    lr: float
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+    max_gradient_norm: float
+
+
+def wrap(module: GPTModel) -> DistributedDataParallel:
+    """The module with gradient buffers in float32 that are summed over data-parallel ranks."""
+    config = DistributedDataParallelConfig(grad_reduce_in_fp32=True)
+    module.config.finalize_model_grads_func = finalize_model_grads
+    return DistributedDataParallel(module.config, config, module)
+
+
+def make_optimizer(model: DistributedDataParallel, options: AdamOptions) -> MegatronOptimizer:
+    """Megatron's AdamW over the wrapped module."""
+    dtype = model.config.params_dtype
+    config = OptimizerConfig(
+        optimizer="adam",
+        lr=options.lr,
+        adam_beta1=options.beta1,
+        adam_beta2=options.beta2,
+        adam_eps=options.eps,
+        weight_decay=options.weight_decay,
+        clip_grad=options.max_gradient_norm,
+        bf16=dtype is torch.bfloat16,
+        params_dtype=dtype,
+    )
+    optimizer = get_megatron_optimizer(config, [model], use_gloo_process_groups=False)
+    model.config.grad_scale_func = optimizer.scale_loss
+    set_updates(optimizer, 0)
+    return optimizer
+
+
+def set_updates(optimizer: MegatronOptimizer, updates: int) -> None:
+    """Gives every parameter its moments (zero where there are none yet) and its own count of updates.
+
+    Megatron saves one count for all parameters and loads it as one shared tensor, which every parameter's step would
+    then increment: training would diverge silently."""
+    inner = optimizer.optimizer
+    for group in inner.param_groups:
+        for parameter in group["params"]:
+            state = inner.state[parameter]
+            state.setdefault("exp_avg", torch.zeros_like(parameter.data))
+            state.setdefault("exp_avg_sq", torch.zeros_like(parameter.data))
+            state["step"] = torch.tensor(float(updates))
+
+
+def step(optimizer: MegatronOptimizer, lr: float) -> float:
+    """Clips and applies the accumulated gradients; returns their norm before clipping, over all ranks.
+
+    Raises RLFlowError, and leaves the weights alone, where the norm is not finite."""
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+    optimizer.prepare_grads()
+    norm = float(optimizer.get_grad_norm())
+    if not math.isfinite(norm):
+        raise RLFlowError(
+            f"update: the gradient norm is {norm}; the weights were not changed. Look for non-finite advantages, "
+            "log-probs or weights in the batch, or lower trainer.lr."
+        )
+    # Applied to the buffer at once: Megatron's own clipping walks the parameters one by one.
+    limit = optimizer.config.clip_grad
+    if limit > 0 and norm > limit:
+        for parameter in optimizer.get_parameters():
+            if parameter.grad is not None:
+                parameter.grad.mul_(limit / (norm + 1e-6))
+    optimizer.step_with_ready_grads()
+    return norm

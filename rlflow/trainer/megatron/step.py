@@ -1,0 +1,165 @@
+"""One pass over a batch: micro-batches of padded rows through Megatron's pipeline schedule, and what comes out on all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from torch import Tensor
+
+from rlflow.batching import plan_microbatches
+from rlflow.errors import RLFlowError
+from rlflow.trainer import Loss
+from rlflow.trainer.megatron.cpu import device, native
+from rlflow.trainer.megatron.logprobs import token_logprobs
+from rlflow.trainer.megatron.world import World
+from rlflow.types import Batch, PolicyOutput
+
+
+@dataclass
+class Microbatch:
+    """Rows for one forward pass. `rows`: their indices in the whole batch, empty for a dummy that only keeps ranks in step."""
+
+    rows: list[int]
+    batch: Batch
+
+
+def plan(batch: Batch, tokens_per_microbatch: int, world: World) -> list[Microbatch]:
+    """This data-parallel rank's micro-batches; every rank gets equally many."""
+    shards = plan_microbatches(batch.lengths, tokens_per_microbatch, world.data_parallel)
+    return [_take(batch, rows) for rows in shards[world.data_rank]]
+
+
+def forward_backward(
+    model: DistributedDataParallel,
+    world: World,
+    vocab: int,
+    microbatches: Sequence[Microbatch],
+    loss: Loss,
+    total_tokens: int,
+) -> dict[str, float]:
+    """Accumulates the gradients of sum(weights * loss) over all ranks; returns that sum as `loss`, and the loss's metrics.
+
+    The loss function gives Megatron N * sum(weights * loss), N = `total_tokens`, and its own tokens' number; Megatron
+    divides the gradients by the all-reduced number, which is N (`calculate_per_token_loss`)."""
+    want_entropy = bool(getattr(loss, "needs_entropy", False))
+
+    def reduce(microbatch: Microbatch, logits: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        batch = microbatch.batch
+        output = _policy_output(logits, batch, world, vocab, want_entropy)
+        per_token, metrics = loss(output, batch)
+        share = (batch.weights * per_token).sum()
+        sums = {name: (batch.weights * metric.detach()).sum() for name, metric in metrics.items()}
+        sums["loss"] = share.detach().clone()  # the schedules change the loss in place
+        tokens = int(batch.lengths.sum()) if microbatch.rows else 0
+        return share * total_tokens, torch.tensor(tokens, dtype=torch.int, device=logits.device), sums
+
+    parts = _run(model, microbatches, reduce, forward_only=False)
+    return _summed(parts, world)
+
+
+@torch.no_grad()
+def score(
+    model: DistributedDataParallel,
+    world: World,
+    vocab: int,
+    batch: Batch,
+    tokens_per_microbatch: int,
+    want: Sequence[str],
+) -> dict[str, Tensor]:
+    """{name: (B, T) float32 on the CPU} for the wanted of logprobs and entropy, the same on all ranks."""
+    microbatches = plan(batch, tokens_per_microbatch, world)
+
+    def collect(microbatch: Microbatch, logits: Tensor) -> tuple[Tensor, Tensor, tuple[list[int], dict[str, Tensor]]]:
+        output = _policy_output(logits, microbatch.batch, world, vocab, "entropy" in want)
+        values = {name: getattr(output, name) for name in want}
+        nothing = torch.zeros((), device=logits.device)
+        return nothing, nothing.int(), (microbatch.rows, values)
+
+    parts = _run(model, microbatches, collect, forward_only=True)
+    answers = {}
+    for name in want:
+        whole = torch.zeros(batch.tokens.shape, dtype=torch.float32, device=device())
+        for rows, values in parts:
+            if rows:
+                whole[rows, : values[name].shape[1]] = values[name]
+        answers[name] = _everywhere(whole, world).cpu()
+    return answers
+
+
+def _take(batch: Batch, rows: list[int]) -> Microbatch:
+    taken = batch.select(rows or [0])
+    if not rows:
+        taken = taken.replace(weights=torch.zeros_like(taken.weights))
+    fields = {name: value.to(device()) for name, value in vars(taken).items() if isinstance(value, Tensor)}
+    columns = {name: value.to(device()) for name, value in taken.columns.items()}
+    return Microbatch(rows, taken.replace(**fields, columns=columns))
+
+
+def _policy_output(logits: Tensor, batch: Batch, world: World, vocab: int, want_entropy: bool) -> PolicyOutput:
+    logprobs, entropy = token_logprobs(
+        logits,
+        batch.tokens,
+        batch.lengths,
+        batch.temperatures,
+        vocab=vocab,
+        group=world.tensor_group,
+        want_entropy=want_entropy,
+    )
+    return PolicyOutput(logprobs=logprobs, entropy=entropy)
+
+
+def _run(
+    model: DistributedDataParallel,
+    microbatches: Sequence[Microbatch],
+    reduce: Callable[[Microbatch, Tensor], tuple[Tensor, Tensor, Any]],
+    forward_only: bool,
+) -> list[Any]:
+    """What `reduce` gave third for each micro-batch, in order; empty on all but the last pipeline stage."""
+
+    @native
+    def forward(iterator: Iterator[Microbatch], module: DistributedDataParallel) -> tuple[Tensor, Callable]:
+        microbatch = next(iterator)
+        output = module(microbatch.batch.tokens, position_ids=None, attention_mask=None)
+        return output, native(lambda logits: reduce(microbatch, logits))
+
+    widest = max(one.batch.tokens.shape[1] for one in microbatches)
+    return get_forward_backward_func()(
+        forward_step_func=forward,
+        data_iterator=iter(microbatches),
+        model=[model],
+        num_microbatches=len(microbatches),
+        seq_length=widest,  # only a hint: the stages tell each other the shape of every micro-batch
+        micro_batch_size=1,
+        forward_only=forward_only,
+    )
+
+
+def _summed(parts: list[dict[str, Tensor]], world: World) -> dict[str, float]:
+    """Sums over micro-batches and data-parallel ranks, known to every pipeline stage."""
+    names = sorted(parts[0]) if parts else []
+    values = torch.zeros(len(names), dtype=torch.float64, device=device())
+    for part in parts:
+        if sorted(part) != names:
+            raise RLFlowError(f"loss: metrics differ between micro-batches, {names} and {sorted(part)}.")
+        values += torch.stack([part[name].double() for name in names])
+    if world.data_parallel > 1 and world.last_stage:
+        dist.all_reduce(values, group=world.data_group)
+    result = [dict(zip(names, values.tolist(), strict=True))]
+    if world.pipeline_parallel > 1:
+        dist.broadcast_object_list(result, world.stage_root(world.pipeline_parallel - 1), group=world.pipeline_group)
+    return result[0]
+
+
+def _everywhere(values: Tensor, world: World) -> Tensor:
+    """Puts together the rows of all data-parallel ranks (0 where another rank's) and shows them to every stage."""
+    if world.data_parallel > 1 and world.last_stage:
+        dist.all_reduce(values, group=world.data_group)
+    if world.pipeline_parallel > 1:
+        dist.broadcast(values, world.stage_root(world.pipeline_parallel - 1), group=world.pipeline_group)
+    return values

@@ -1,0 +1,171 @@
+"""The Trainer over megatron-core: one rank of it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlflow.errors import ConfigError, DataError, RLFlowError, did_you_mean
+from rlflow.trainer import Loss, Trainer
+from rlflow.trainer.megatron import checkpoint, cpu, optimizer, step, world
+from rlflow.trainer.megatron.model import build_model, gather_weights, load_weights
+from rlflow.trainer.schedule import learning_rate
+from rlflow.types import Batch
+from rlflow.weights.families import architecture, check_layout
+from rlflow.weights.hf import WeightFiles, read_config
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+SCORES = ("logprobs", "entropy")
+
+
+class MegatronTrainer(Trainer):
+    """One rank of a Megatron trainer over the weights of a HuggingFace directory.
+
+    The ranks are those of torch.distributed where the caller initialised it (data parallel = ranks / (tensor * pipeline));
+    otherwise this process alone. lr_*: see `learning_rate`. tokens_per_microbatch: rows times longest row of one forward
+    pass. `trust_remote_code` is accepted for symmetry; no code of a model directory is ever run here."""
+
+    def __init__(
+        self,
+        path: str | Path,
+        *,
+        tensor_parallel: int = 1,
+        pipeline_parallel: int = 1,
+        lr: float = 1e-6,
+        lr_schedule: str = "constant",
+        lr_warmup_steps: int = 0,
+        lr_decay_steps: int | None = None,
+        min_lr: float = 0.0,
+        beta1: float = 0.9,
+        beta2: float = 0.95,
+        eps: float = 1e-8,
+        weight_decay: float = 0.01,
+        max_gradient_norm: float = 1.0,
+        tokens_per_microbatch: int = 16384,
+        dtype: str = "float32",
+        seed: int = 0,
+        trust_remote_code: bool = False,
+    ) -> None:
+        if dtype not in DTYPES:
+            raise ConfigError(f"model.dtype: expected float32 or bfloat16, found '{dtype}'.{did_you_mean(dtype, DTYPES)}")
+        cpu.check_version()
+        config = read_config(path)
+        check_layout(config, tensor_parallel, pipeline_parallel)
+        weights = WeightFiles(path)
+        self._schedule: dict[str, Any] = {
+            "lr": lr,
+            "schedule": lr_schedule,
+            "warmup_steps": lr_warmup_steps,
+            "decay_steps": lr_decay_steps,
+            "min_lr": min_lr,
+        }
+        learning_rate(0, **self._schedule)  # a wrong schedule is an error now, not after the first rollout
+        self._tokens_per_microbatch = tokens_per_microbatch
+        self._updates = 0
+        self._snapshots: dict[str, dict[str, Tensor]] = {}
+        self._architecture = architecture(config)
+        self._world = world.join(tensor_parallel, pipeline_parallel, seed)
+        with cpu.adapted():
+            module = build_model(self._architecture, self._world, DTYPES[dtype])
+            load_weights(module, self._architecture, self._world, weights)
+            self._model = optimizer.wrap(module)
+            options = optimizer.AdamOptions(lr, beta1, beta2, eps, weight_decay, max_gradient_norm)
+            self._optimizer = optimizer.make_optimizer(self._model, options)
+
+    def update(self, batch: Batch, loss: Loss) -> dict[str, float]:
+        """One optimizer step. Besides `loss`, `gradient_norm`, `lr` and the loss's metrics: `tokens` (without padding) of the
+        batch and `microbatches` per rank. Raises RLFlowError where loss or gradients are not finite; the weights stay."""
+        self._check(batch)
+        tokens = int(batch.lengths.sum())
+        microbatches = step.plan(batch, self._tokens_per_microbatch, self._world)
+        rate = learning_rate(self._updates, **self._schedule)
+        with cpu.adapted():
+            self._model.train()
+            self._model.zero_grad_buffer()
+            vocab = self._architecture.vocab
+            metrics = step.forward_backward(self._model, self._world, vocab, microbatches, loss, tokens)
+            norm = optimizer.step(self._optimizer, rate)
+        self._updates += 1
+        return {
+            **metrics,
+            "gradient_norm": norm,
+            "lr": rate,
+            "tokens": float(tokens),
+            "microbatches": float(len(microbatches)),
+        }
+
+    def score(self, batch: Batch, model: str = "policy", want: Sequence[str] = ("logprobs",)) -> dict[str, Tensor]:
+        for name in want:
+            if name not in SCORES:
+                raise ConfigError(f"score: unknown quantity '{name}'.{did_you_mean(name, SCORES)}")
+        if len(batch) == 0:
+            return {name: torch.zeros(batch.tokens.shape) for name in want}
+        self._check(batch)
+        with self._swapped(model), cpu.adapted():
+            self._model.eval()
+            limit, vocab = self._tokens_per_microbatch, self._architecture.vocab
+            return step.score(self._model, self._world, vocab, batch, limit, want)
+
+    def snapshot(self, name: str) -> None:
+        if name == "policy":
+            raise ConfigError("snapshot: 'policy' is the model in training; choose another name, e.g. 'reference'.")
+        parameters = self._model.module.named_parameters()
+        self._snapshots[name] = {key: parameter.detach().clone() for key, parameter in parameters}
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        return gather_weights(self._model.module, self._architecture, self._world)
+
+    def save(self, path: str | Path, step: int) -> None:
+        with cpu.adapted():
+            checkpoint.save(Path(path), self._state(step))
+
+    def load(self, path: str | Path) -> int:
+        with cpu.adapted():
+            state = checkpoint.load(Path(path), self._state(0))
+        self._updates, self._snapshots = state.updates, state.snapshots
+        return state.step
+
+    def close(self) -> None:
+        world.leave(self._world)
+
+    def _state(self, step: int) -> checkpoint.TrainerState:
+        return checkpoint.TrainerState(
+            world=self._world,
+            module=self._model.module,
+            optimizer=self._optimizer,
+            snapshots=self._snapshots,
+            updates=self._updates,
+            step=step,
+        )
+
+    def _check(self, batch: Batch) -> None:
+        if len(batch) == 0:
+            raise RLFlowError("update: the batch has no rows.")
+        lowest, highest = int(batch.tokens.min()), int(batch.tokens.max())
+        vocab = self._architecture.vocab
+        if lowest < 0 or highest >= vocab:
+            raise DataError(f"batch: token ids must be 0 to {vocab - 1} (the model's vocabulary), found {lowest} to {highest}.")
+
+    @contextlib.contextmanager
+    def _swapped(self, name: str) -> Iterator[None]:
+        """Inside, the parameters hold a snapshot's values."""
+        if name == "policy":
+            yield
+            return
+        if name not in self._snapshots:
+            known = ["policy", *self._snapshots]
+            raise ConfigError(f"score: there is no model '{name}'; known: {', '.join(known)}.{did_you_mean(name, known)}")
+        parameters = dict(self._model.module.named_parameters())
+        policy = {key: parameter.data for key, parameter in parameters.items()}
+        try:
+            for key, value in self._snapshots[name].items():
+                parameters[key].data = value
+            yield
+        finally:
+            for key, value in policy.items():
+                parameters[key].data = value
