@@ -1,0 +1,386 @@
+"""Trainer ranks as Ray actors, on this machine or a cluster. The only file that imports ray, and only when ranks are asked for.
+
+The driver stays one process: `RayTrainer` is a Trainer whose every method calls the same method on all ranks and
+answers what rank 0 answered. Batches and weights travel as numpy arrays: Ray hands those over without a copy, torch
+tensors not.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlflow.errors import ConfigError, MissingPackageError, RLFlowError
+from rlflow.schema import RunConfig
+from rlflow.trainer import Loss, Trainer
+from rlflow.types import Batch
+
+logger = logging.getLogger(__name__)
+
+LOOPBACK = "127.0.0.1"
+CHUNK_BYTES = 64 * 2**20  # of weights per message; two are in flight
+OTHERS_GRACE_S = 10.0  # for the other ranks to finish a call in which one rank failed
+PLACEMENT_TIMEOUT_S = 120.0
+QUIET = {"RAY_USAGE_STATS_ENABLED": "0"}
+# The first makes Ray's own servers listen on the loopback only: Ray resolves 127.0.0.1 to the public address otherwise. It is
+# read when ray is imported. The second is what Ray does by default; saying so spares its warning.
+LOCAL_ONLY = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_AUTH_MODE": "token"}
+
+
+def make_trainer(config: RunConfig) -> Trainer:
+    """The trainer of a run: in this process for cluster.ranks 0, else `cluster.ranks` Ray actors.
+
+    Raises ConfigError where ranks and parallel sizes do not fit, MissingPackageError without Ray.
+    """
+    section = config.trainer
+    options = dataclasses.asdict(section)
+    updates_per_step = config.algorithm.minibatches_per_step * config.algorithm.epochs_per_step
+    if section.lr_decay_steps is None:
+        options["lr_decay_steps"] = config.run.steps * updates_per_step
+    options |= {
+        "dtype": config.model.dtype,
+        "trust_remote_code": config.model.trust_remote_code,
+        "seed": config.run.seed,
+    }
+    ranks, model_ranks = config.cluster.ranks, section.tensor_parallel * section.pipeline_parallel
+    if ranks == 0:
+        if model_ranks > 1:
+            raise ConfigError(
+                f"cluster.ranks: tensor_parallel {section.tensor_parallel} x pipeline_parallel {section.pipeline_parallel} "
+                f"needs {model_ranks} ranks (or a multiple), found 0; set cluster.ranks={model_ranks}"
+            )
+        return Trainer.from_pretrained(config.model.path, **options)
+    if section.backend == "reference" and ranks > 1:
+        raise ConfigError(
+            f"cluster.ranks: the reference backend runs on one device, found {ranks} ranks; set ranks to 0"
+        )
+    return RayTrainer(config.model.path, **dataclasses.asdict(config.cluster), **options)
+
+
+class RayTrainer(Trainer):
+    """A Trainer over `ranks` processes, one Ray actor each, joined to one torch.distributed world (gloo, or NCCL on GPUs).
+
+    address None starts Ray on this machine, bound to 127.0.0.1, and `close` stops it; else the running cluster at that
+    address is joined ("auto": the one of this machine), and paths must be on a file system that all its nodes share.
+    gpus_per_rank 0 keeps a rank on the CPU. Further keywords are those of `Trainer.from_pretrained`.
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        *,
+        ranks: int,
+        address: str | None = None,
+        threads_per_rank: int = 1,
+        gpus_per_rank: float = 0.0,
+        backend: str = "megatron",
+        **options: Any,
+    ) -> None:
+        model_ranks = options.get("tensor_parallel", 1) * options.get("pipeline_parallel", 1)
+        if ranks < 1 or ranks % model_ranks:
+            raise ConfigError(
+                f"cluster.ranks: expected a multiple of tensor_parallel x pipeline_parallel = {model_ranks}, found {ranks}"
+            )
+        self._actors: list[Any] = []
+        self._group: Any = None
+        self._started = connect(address, cpus=ranks * threads_per_rank)
+        try:
+            self._place(ranks, threads_per_rank, gpus_per_rank, local=address is None)
+            self._call("build", backend, str(path), options)
+        except BaseException:  # Ctrl-C included: no process may be left behind
+            self.close()
+            raise
+
+    def score(self, batch: Batch, model: str = "policy", want: Sequence[str] = ("logprobs",)) -> dict[str, Tensor]:
+        import ray
+
+        scores = self._call("score", ray.put(_pack_batch(batch)), model, tuple(want))
+        return {name: _unpack(value) for name, value in scores.items()}
+
+    def update(self, batch: Batch, loss: Loss) -> dict[str, float]:
+        import ray
+
+        return self._call("update", ray.put(_pack_batch(batch)), loss)
+
+    def snapshot(self, name: str) -> None:
+        self._call("trainer_method", "snapshot", name)
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Streams from rank 0 in chunks, the next one under way while this one is used; all ranks take part."""
+        self._call("start_weights")
+        pending = self._submit("next_weights", CHUNK_BYTES)
+        while chunk := self._collect(pending):
+            pending = self._submit("next_weights", CHUNK_BYTES)
+            for name, value in chunk:
+                yield name, _unpack(value)
+
+    def save(self, path: str | Path, step: int) -> None:
+        self._call("trainer_method", "save", str(Path(path).absolute()), step)
+
+    def load(self, path: str | Path) -> int:
+        return self._call("trainer_method", "load", str(Path(path).absolute()))
+
+    def close(self) -> None:
+        """Ends the ranks, and Ray where this trainer started it. May be called twice."""
+        if not (self._actors or self._group or self._started):
+            return
+        import ray
+
+        actors, self._actors = self._actors, []
+        group, self._group = self._group, None
+        started, self._started = self._started, False
+        if not ray.is_initialized():  # Ray's own signal handler or the user was faster
+            return
+        for actor in actors:
+            ray.kill(actor)
+        if group is not None:
+            ray.util.remove_placement_group(group)
+        if started:
+            ray.shutdown()
+
+    def _place(self, ranks: int, threads: int, gpus: float, local: bool) -> None:
+        """Starts one actor per rank, close together, and joins them to one process group. Ranks are ordered by node,
+        so that neighbours, which tensor parallelism needs to be fast, share one."""
+        import ray
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        bundle = {"CPU": threads, **({"GPU": gpus} if gpus else {})}
+        self._group = ray.util.placement_group([bundle] * ranks, strategy="PACK")
+        if not self._group.wait(timeout_seconds=PLACEMENT_TIMEOUT_S):
+            found = {name: amount for name, amount in ray.cluster_resources().items() if name in ("CPU", "GPU")}
+            raise ConfigError(
+                f"cluster: no room for {ranks} ranks with {bundle} each within {PLACEMENT_TIMEOUT_S:.0f} s; Ray has {found} "
+                "in all; lower cluster.ranks, threads_per_rank or gpus_per_rank, or add nodes"
+            )
+        actor_class = ray.remote(num_cpus=threads, num_gpus=gpus, max_restarts=0)(TrainerRank)
+        for index in range(ranks):
+            strategy = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=index)
+            self._actors.append(actor_class.options(scheduling_strategy=strategy).remote(threads, gpus, local))
+        nodes = self._gather(self._submit("node"))
+        self._actors = [actor for _, actor in sorted(zip(nodes, self._actors, strict=True), key=lambda pair: pair[0])]
+        host, port = self._gather([self._actors[0].open_rendezvous.remote(ranks)])[0]
+        joined = [actor.join.remote(rank, ranks, host, port) for rank, actor in enumerate(self._actors)]
+        self._gather(joined)
+
+    def _submit(self, method: str, *arguments: Any) -> list[Any]:
+        if not self._actors:
+            raise RLFlowError("cluster: the trainer is closed; make a new one")
+        return [getattr(actor, method).remote(*arguments) for actor in self._actors]
+
+    def _collect(self, pending: list[Any]) -> Any:
+        return self._gather(pending)[0]
+
+    def _call(self, method: str, *arguments: Any) -> Any:
+        return self._collect(self._submit(method, *arguments))
+
+    def _gather(self, pending: list[Any]) -> list[Any]:
+        """What every rank answered, or the first failure as one RLFlowError.
+
+        When one rank fails, the others may wait for it in a collective for ever. If all of them come back, the ranks
+        are still in step (all refused the same argument, say) and the trainer lives on; else it is closed.
+        """
+        import ray
+
+        waiting, failure, deadline = list(pending), None, None
+        while waiting:
+            left = None if deadline is None else deadline - time.monotonic()
+            if left is not None and left <= 0:
+                break
+            done, waiting = ray.wait(waiting, num_returns=1, timeout=left)
+            for reference in done:
+                error = _failure_of(reference, pending.index(reference))
+                if error is not None and failure is None:
+                    failure, deadline = error, time.monotonic() + OTHERS_GRACE_S
+        if failure is None:
+            return ray.get(pending)
+        if waiting:
+            logger.warning("%d ranks still wait for the failed one: ending all ranks", len(waiting))
+            self.close()
+        raise failure
+
+
+class TrainerRank:
+    """One rank: lives in a Ray actor and holds a trainer. Answers are given by rank 0, None elsewhere."""
+
+    def __init__(self, threads: int, gpus: float, local: bool) -> None:
+        self.local = local
+        self.gpus = gpus
+        self.rank = 0
+        self.store: Any = None
+        self.trainer: Any = None
+        self.stream: Iterator[tuple[str, Tensor]] = iter(())
+        torch.set_num_threads(threads)
+        if not gpus:
+            os.environ["CUDA_VISIBLE_DEVICES"] = ""
+        if local:
+            os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+
+    def node(self) -> str:
+        import ray
+
+        return ray.util.get_node_ip_address()
+
+    def open_rendezvous(self, world: int) -> tuple[str, int]:
+        """Opens the store at which the ranks meet, on a port that the system picks; returns its host and port."""
+        host = LOOPBACK if self.local else self.node()
+        listener = socket.create_server((host, 0))
+        port = listener.getsockname()[1]
+        self.store = torch.distributed.TCPStore(
+            host, port, world, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+        )
+        return host, port
+
+    def join(self, rank: int, world: int, host: str, port: int) -> None:
+        self.rank = rank
+        store = self.store or torch.distributed.TCPStore(host, port, world, is_master=False)
+        if self.gpus:
+            torch.cuda.set_device(0)  # Ray shows each actor its own device only
+        kind = "cpu:gloo,cuda:nccl" if self.gpus else "gloo"
+        torch.distributed.init_process_group(kind, store=store, rank=rank, world_size=world)
+
+    def build(self, backend: str, path: str, options: dict[str, Any]) -> None:
+        self.trainer = Trainer.from_pretrained(path, backend, **options)
+
+    def score(self, batch: dict[str, Any], model: str, want: tuple[str, ...]) -> dict[str, Any] | None:
+        scores = self.trainer.score(_unpack_batch(batch), model, want)
+        return self._from_first({name: _pack(value) for name, value in scores.items()})
+
+    def update(self, batch: dict[str, Any], loss: Loss) -> dict[str, float] | None:
+        return self._from_first(self.trainer.update(_unpack_batch(batch), loss))
+
+    def trainer_method(self, method: str, *arguments: Any) -> Any:
+        return self._from_first(getattr(self.trainer, method)(*arguments))
+
+    def start_weights(self) -> None:
+        self.stream = self.trainer.weights()
+
+    def next_weights(self, limit_bytes: int) -> list[tuple[str, Any]] | None:
+        """The next tensors, up to `limit_bytes` (one at least), [] at the end. All ranks stop at the same tensor."""
+        chunk, size = [], 0
+        for name, value in self.stream:
+            chunk.append((name, _pack(value) if self.rank == 0 else None))
+            size += value.numel() * value.element_size()
+            if size >= limit_bytes:
+                break
+        return self._from_first(chunk)
+
+    def _from_first(self, answer: Any) -> Any:
+        return answer if self.rank == 0 else None
+
+
+def connect(address: str | None, cpus: int) -> bool:
+    """Connects to Ray; True where this call has started it. Sends no telemetry, opens no dashboard, logs warnings only.
+
+    Raises MissingPackageError without Ray, ConfigError where no cluster answers at `address`.
+    """
+    values = {**QUIET, **(LOCAL_ONLY if address is None else {})}
+    with _environment(values, {"OMP_WAIT_POLICY": "passive"}):
+        try:
+            import ray
+        except ImportError as error:
+            raise MissingPackageError(
+                "cluster.ranks needs Ray: pip install 'rlflow[ray]', or set ranks to 0"
+            ) from error
+        if ray.is_initialized():
+            return False
+        quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.WARNING, "include_dashboard": False}
+        with _own_signal_handlers():
+            if address is None:
+                cores = max(cpus, os.cpu_count() or 1)
+                ray.init(address="local", num_cpus=cores, _node_ip_address=LOOPBACK, **quiet)
+                return True
+            quiet.pop("include_dashboard")
+            try:
+                ray.init(address=address, **quiet)
+            except (ConnectionError, ValueError, RuntimeError) as error:
+                raise ConfigError(f"cluster.address: no Ray cluster answers at '{address}': {error}") from error
+            return True
+
+
+@contextlib.contextmanager
+def _environment(values: dict[str, str], defaults: dict[str, str]) -> Iterator[None]:
+    """Sets variables that Ray's processes inherit, `defaults` only where the user has set none; restores them after."""
+    changed = {**{name: value for name, value in defaults.items() if name not in os.environ}, **values}
+    before = {name: os.environ.get(name) for name in changed}
+    os.environ.update(changed)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+@contextlib.contextmanager
+def _own_signal_handlers() -> Iterator[None]:
+    """Gives back the caller's handlers, which ray.init replaces: a run ends its step before it stops. Where SIGTERM had no
+    handler, Ray's stays: it ends Ray's processes."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            if callable(handler):
+                signal.signal(number, handler)
+
+
+def _failure_of(reference: Any, rank: int) -> RLFlowError | None:
+    """The failure behind a finished call, as one line; the traceback of an unexpected one goes to the log."""
+    import ray
+
+    try:
+        ray.get(reference)
+    except ray.exceptions.RayTaskError as error:
+        if isinstance(error.cause, RLFlowError):
+            return error.cause
+        logger.error("trainer rank %d failed:\n%s", rank, error)
+        return RLFlowError(f"trainer rank {rank}: {type(error.cause).__name__}: {_first_line(error.cause)}")
+    except ray.exceptions.RayActorError as error:
+        return RLFlowError(f"trainer rank {rank} died (killed for memory?): {_first_line(error)}")
+    except ray.exceptions.RayError as error:
+        return RLFlowError(f"trainer rank {rank}: {type(error).__name__}: {_first_line(error)}")
+    return None
+
+
+def _first_line(error: BaseException) -> str:
+    return next(iter(str(error).strip().splitlines()), "no message")
+
+
+def _pack(value: Tensor) -> tuple[Any, str]:
+    """(numpy array, torch dtype name); numpy has no bfloat16, so its bits travel as int16."""
+    value = value.detach().cpu().contiguous()
+    name = str(value.dtype).removeprefix("torch.")
+    return (value.view(torch.int16) if value.dtype is torch.bfloat16 else value).numpy(), name
+
+
+def _unpack(packed: tuple[Any, str]) -> Tensor:
+    array, name = packed
+    value = torch.from_numpy(array.copy())  # Ray's arrays are read-only views of shared memory
+    return value.view(torch.bfloat16) if name == "bfloat16" else value
+
+
+def _pack_batch(batch: Batch) -> dict[str, Any]:
+    fields = {f.name: _pack(getattr(batch, f.name)) for f in dataclasses.fields(batch) if f.name != "columns"}
+    return {**fields, "columns": {name: _pack(value) for name, value in batch.columns.items()}}
+
+
+def _unpack_batch(packed: dict[str, Any]) -> Batch:
+    columns = {name: _unpack(value) for name, value in packed["columns"].items()}
+    return Batch(**{name: _unpack(value) for name, value in packed.items() if name != "columns"}, columns=columns)
