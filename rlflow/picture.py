@@ -16,7 +16,7 @@ _PHASE_COLORS = {  # muted, so that the curves above keep the eye
     "rollout": "#5b8db8", "score": "#9fc1dc", "update": "#e39a5b", "sync": "#c9b26b",
     "evaluate": "#8fb08c", "checkpoint": "#b8a2c4",
 }  # fmt: skip
-_LABEL_GAP = 0.052  # of the axis height: two labels closer than this would touch
+_LABEL_GAP = 0.068  # of the axis height: two labels closer than this would touch
 
 
 def render_picture(metrics_jsonl: str | Path, path: str | Path, title: str = "Training run") -> None:
@@ -57,6 +57,7 @@ def render_picture(metrics_jsonl: str | Path, path: str | Path, title: str = "Tr
             _draw_time(figure.add_subplot(grid[1], sharex=learning), records)
         else:
             learning.set_xlabel("step")
+        figure.align_ylabels()
         figure.text(0.035, 0.945, title, fontsize=17, fontweight="bold", va="center")
         figure.text(0.035, 0.9, _subtitle(records), fontsize=11, color=_QUIET, va="center")
         figure.savefig(path, format="png")
@@ -102,7 +103,15 @@ def _draw_learning(axes: Any, records: Sequence[dict[str, float]]) -> None:
         if low[0] == steps and high[0] == steps:
             axes.fill_between(steps, low[1], high[1], color=_BAND, alpha=0.13, linewidth=0)
         axes.plot(
-            steps, values, color=_BLUE, linewidth=2.4, marker="o", markersize=5.5, markeredgecolor="white", zorder=3
+            steps,
+            values,
+            color=_BLUE,
+            linewidth=2.4,
+            marker="o",
+            markersize=5.5,
+            markeredgecolor="white",
+            zorder=3,
+            clip_on=False,
         )
         labels.append((values[-1], f"exact match (validation)\n{values[-1]:.2f}, band: 95% interval", _BLUE))
     _set_limits(axes, records)
@@ -118,20 +127,24 @@ def _set_limits(axes: Any, records: Sequence[dict[str, float]]) -> None:
     low, high = min(0.0, *shown), max(1.0, *shown)
     room = 0.03 * (high - low)
     axes.set_ylim(low - (room if low < 0 else 0), high + room)
-    axes.set_xlim(0, max(records[-1]["step"], 1))
+    axes.set_xlim(0, max(records[-1]["step"], 1) * 1.008 + 0.45)  # the last bar whole
 
 
 def _label_ends(axes: Any, labels: list[tuple[float, str, str]]) -> None:
     """Names each curve at its right end, pushed apart where they would overlap."""
     bottom, top = axes.get_ylim()
-    gap = _LABEL_GAP * (top - bottom)
-    floor = -math.inf
-    for value, text, color in sorted(labels):
-        half = gap * (text.count("\n") + 1) / 2
-        y = max(value, floor + half)
-        axes.annotate(text, (1.015, y), xycoords=("axes fraction", "data"), color=color, va="center", fontsize=10.5,
-                      annotation_clip=False, linespacing=1.35)  # fmt: skip
-        floor = y + half
+    ordered = sorted(labels)
+    halves = [_LABEL_GAP * (top - bottom) * (text.count("\n") + 1) / 2 for _, text, _ in ordered]
+    heights = [value for value, _, _ in ordered]
+    for upper in range(1, len(ordered)):
+        heights[upper] = max(heights[upper], heights[upper - 1] + halves[upper - 1] + halves[upper])
+    ceiling = top
+    for index in reversed(range(len(ordered))):
+        heights[index] = min(heights[index], ceiling - halves[index])
+        ceiling = heights[index] - halves[index]
+    place = {"xycoords": ("axes fraction", "data"), "va": "center", "annotation_clip": False, "linespacing": 1.35}
+    for height, (_, text, color) in zip(heights, ordered, strict=True):
+        axes.annotate(text, (1.015, height), color=color, fontsize=10.5, **place)
 
 
 def _draw_time(axes: Any, records: Sequence[dict[str, float]]) -> None:
@@ -167,10 +180,7 @@ def _top_without_peaks(heights: Sequence[float]) -> float:
 
 
 def _smooth(values: Sequence[float]) -> list[float]:
-    """Centred moving average over about a tenth of the run, the window shrinking at the ends."""
+    """Centred moving average over about a tenth of the run; at the ends over what there is of the window."""
     half = max(1, len(values) // 20)
-    windows = [
-        values[max(0, i - min(half, i, len(values) - 1 - i)) : i + min(half, i, len(values) - 1 - i) + 1]
-        for i in range(len(values))
-    ]
+    windows = [values[max(0, index - half) : index + half + 1] for index in range(len(values))]
     return [math.fsum(window) / len(window) for window in windows]

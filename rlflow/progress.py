@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import itertools
 import math
 import sys
 import time
@@ -258,7 +259,7 @@ def sparkline(values: list[float], width: int = 40) -> str:
         return ""
     count = min(width, len(finite))
     edges = [round(index * len(finite) / count) for index in range(count + 1)]
-    means = [sum(finite[low:high]) / (high - low) for low, high in zip(edges, edges[1:], strict=False)]
+    means = [sum(finite[low:high]) / (high - low) for low, high in itertools.pairwise(edges)]
     low, high = min(means), max(means)
     scale = (len(_SPARKS) - 1) / (high - low) if high > low else 0.0
     return "".join(_SPARKS[round((value - low) * scale)] for value in means)
