@@ -1,0 +1,20 @@
+# Development targets; PYTHON is the environment's interpreter.
+PYTHON ?= python
+
+.PHONY: check check-full lint types docs
+
+check: lint types
+	bash tests/run.sh
+
+check-full: lint types
+	bash tests/run.sh --full
+
+lint:
+	$(PYTHON) -m ruff check .
+
+types:
+	$(PYTHON) -m mypy
+
+docs:
+	$(PYTHON) -c 'import pathlib; from rlflow.metrics import metrics_table; p = pathlib.Path("docs/metrics.md"); \
+	p.write_text(p.read_text().split("| metric |")[0] + metrics_table())'
