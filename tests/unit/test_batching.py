@@ -1,0 +1,141 @@
+"""Segments become padded rows; plans keep every row once, within the token limit, and balanced."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from rlflow.batching import make_batch, plan_microbatches, split_minibatches
+from rlflow.errors import ConfigError
+from rlflow.types import Segment, StopReason, Trajectory
+
+
+def segment(length: int, first: int = 2, logprobs: bool = True) -> Segment:
+    mask = torch.arange(length) >= first
+    return Segment(
+        tokens=torch.arange(length) + 10,
+        loss_mask=mask,
+        logprobs=-torch.arange(length).float() if logprobs else None,
+        versions=torch.where(mask, 3, -1),
+    )
+
+
+def trajectory(*segments: Segment, reward: float = 1.0, stop: StopReason = StopReason.TERMINATED) -> Trajectory:
+    return Trajectory(
+        "t", "g", list(segments), [], reward, stop, temperature=0.7, group_stats=(4, 0.25, 0.5)
+    )
+
+
+def test_rows_are_segments_and_describe_their_trajectory():
+    batch = make_batch([trajectory(segment(4), segment(6)), trajectory(segment(3, logprobs=False), reward=0.0)])
+    assert batch.tokens.tolist() == [[10, 11, 12, 13, 0, 0], [10, 11, 12, 13, 14, 15], [10, 11, 12, 0, 0, 0]]
+    assert batch.loss_mask.int().tolist() == [[0, 0, 1, 1, 0, 0], [0, 0, 1, 1, 1, 1], [0, 0, 1, 0, 0, 0]]
+    assert batch.logprobs.tolist() == [[0, 0, -2, -3, 0, 0], [0, 0, -2, -3, -4, -5], [0] * 6]
+    assert batch.columns["versions"].tolist() == [[-1, -1, 3, 3, -1, -1], [-1, -1, 3, 3, 3, 3], [-1, -1, 3, -1, -1, -1]]
+    assert batch.lengths.tolist() == [4, 6, 3]
+    assert batch.columns["trajectory"].tolist() == [0, 0, 1]
+    assert batch.columns["rewards"].tolist() == [1.0, 1.0, 0.0]
+    assert batch.columns["group_size"].tolist() == [4, 4, 4]
+    assert batch.columns["group_mean"].tolist() == [0.25] * 3
+    assert batch.columns["group_std"].tolist() == [0.5] * 3
+    assert batch.columns["logprobs_known"].tolist() == [True, True, False]
+    assert batch.temperatures.tolist() == pytest.approx([0.7] * 3)
+    assert not batch.weights.any() and not batch.advantages.any()
+
+
+def test_aborted_trajectories_get_no_row_and_keep_their_index():
+    batch = make_batch([trajectory(segment(4), stop=StopReason.ABORTED), trajectory(segment(5))])
+    assert batch.lengths.tolist() == [5]
+    assert batch.columns["trajectory"].tolist() == [1]
+
+
+def test_a_token_without_a_predecessor_is_never_trained():
+    batch = make_batch([trajectory(segment(3, first=0))])
+    assert batch.loss_mask.tolist() == [[False, True, True]]
+
+
+def test_padding_widens_to_min_width_and_nothing_makes_an_empty_batch():
+    assert make_batch([trajectory(segment(4))], min_width=9).tokens.shape == (1, 9)
+    assert make_batch([trajectory(segment(4))], min_width=2).tokens.shape == (1, 4)
+    assert len(make_batch([])) == 0
+
+
+def check_plan(lengths: list[int], limit: int, shards: int) -> list[list[list[int]]]:
+    plan = plan_microbatches(lengths, limit, shards)
+    assert len(plan) == shards
+    assert len({len(shard) for shard in plan}) == 1
+    microbatches = [rows for shard in plan for rows in shard]
+    assert sorted(row for rows in microbatches for row in rows) == list(range(len(lengths)))
+    for rows in microbatches:
+        assert len(rows) <= 1 or len(rows) * max(lengths[row] for row in rows) <= limit
+    return plan
+
+
+@pytest.mark.parametrize("shards", [1, 2, 3, 8])
+@pytest.mark.parametrize("limit", [1, 60, 400, 5000])
+@pytest.mark.parametrize("rows", [1, 2, 7, 40])
+def test_every_row_is_planned_once_within_the_limit_on_equally_many_microbatches(rows, limit, shards):
+    generator = torch.Generator().manual_seed(rows * limit + shards)
+    lengths = torch.randint(1, 120, (rows,), generator=generator).tolist()
+    plan = check_plan(lengths, limit, shards)
+    assert plan == plan_microbatches(torch.tensor(lengths), limit, shards)
+    if rows >= shards and limit == 5000:  # room enough: no shard may idle
+        assert all(rows for shard in plan for rows in shard)
+
+
+def test_equal_rows_are_split_evenly_not_greedily():
+    assert [len(rows) for shard in check_plan([5] * 17, 80, 2) for rows in shard] == [9, 8]
+    assert [len(rows) for shard in check_plan([10] * 33, 160, 1) for rows in shard] == [11, 11, 11]
+
+
+def test_shards_carry_about_the_same_number_of_tokens():
+    generator = torch.Generator().manual_seed(0)
+    lengths = torch.randint(20, 400, (256,), generator=generator).tolist()
+    plan = check_plan(lengths, 2048, 4)
+    loads = [sum(lengths[row] for rows in shard for row in rows) for shard in plan]
+    assert max(loads) < 1.05 * min(loads)
+    padded = sum(len(rows) * max(lengths[row] for row in rows) for shard in plan for rows in shard)
+    assert padded < 1.1 * sum(lengths)
+
+
+def test_a_row_over_the_limit_stands_alone_and_few_rows_leave_shards_idle():
+    assert check_plan([3, 100, 3], 20, 1) == [[[1], [0, 2]]]
+    assert check_plan([4], 20, 3) == [[[0]], [[]], [[]]]
+    assert check_plan([], 20, 2) == [[[]], [[]]]
+
+
+@pytest.mark.parametrize(("limit", "shards"), [(0, 1), (10, 0)])
+def test_an_impossible_plan_is_a_config_error(limit, shards):
+    with pytest.raises(ConfigError, match="at least 1"):
+        plan_microbatches([1], limit, shards)
+
+
+def test_minibatches_keep_trajectories_whole_and_draw_every_row_once():
+    owners = [trajectory(*[segment(3 + index % 4) for _ in range(1 + index % 3)]) for index in range(10)]
+    batch = make_batch(owners)
+    parts = split_minibatches(batch, 3, torch.Generator().manual_seed(1))
+    drawn = [set(part.columns["trajectory"].tolist()) for part in parts]
+    assert sorted(len(names) for names in drawn) == [3, 3, 4]
+    assert set.union(*drawn) == set(range(10)) and sum(map(len, drawn)) == 10
+    assert sum(len(part) for part in parts) == len(batch)
+    for part in parts:
+        assert int(part.lengths.max()) == part.tokens.shape[1]
+
+
+def test_minibatches_follow_the_generator():
+    batch = make_batch([trajectory(segment(4)) for _ in range(12)])
+
+    def draw(seed: int) -> list[list[int]]:
+        parts = split_minibatches(batch, 2, torch.Generator().manual_seed(seed))
+        return [part.columns["trajectory"].tolist() for part in parts]
+
+    assert draw(1) == draw(1)
+    assert draw(1) != draw(2)
+
+
+def test_one_minibatch_is_the_batch_and_there_are_never_more_than_trajectories():
+    batch = make_batch([trajectory(segment(4)), trajectory(segment(5))])
+    assert split_minibatches(batch, 1, torch.Generator()) == [batch]
+    assert [len(part) for part in split_minibatches(batch, 5, torch.Generator())] == [1, 1]
+    with pytest.raises(ConfigError, match="minibatches_per_step"):
+        split_minibatches(batch, 0, torch.Generator())
