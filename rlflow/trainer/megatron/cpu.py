@@ -7,6 +7,7 @@ optimizer and tied embeddings over pipeline stages each stop at "Torch not compi
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
@@ -38,10 +39,21 @@ def check_version() -> None:
 
 @contextlib.contextmanager
 def adapted() -> Iterator[None]:
-    """Inside, megatron-core's calls for a CUDA device are answered by the CPU. Model build, steps and checkpoints run here."""
-    if torch.cuda.is_available():
-        yield
-        return
+    """Inside, megatron-core's calls for a CUDA device are answered by the CPU, and its deprecation warnings are silent.
+
+    Model build, steps and checkpoints run here."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", module=r"megatron\.")
+        warnings.filterwarnings("ignore", message="Please use DTensor", category=FutureWarning)
+        if torch.cuda.is_available():
+            yield
+        else:
+            with _without_cuda():
+                yield
+
+
+@contextlib.contextmanager
+def _without_cuda() -> Iterator[None]:
     replacements: list[tuple[Any, str, Any]] = [
         (torch.cuda, "current_device", lambda: torch.device("cpu")),
         (torch.cuda, "synchronize", lambda device=None: None),

@@ -68,6 +68,13 @@ def set_updates(optimizer: MegatronOptimizer, updates: int) -> None:
             state["step"] = torch.tensor(float(updates))
 
 
+def zero_gradients(model: DistributedDataParallel, optimizer: MegatronOptimizer) -> None:
+    """Empties the gradient buffers. Both calls are needed: the optimizer leaves every `grad` aliasing its buffer, and the
+    next backward pass would add to the buffer twice."""
+    model.zero_grad_buffer()
+    optimizer.zero_grad()
+
+
 def step(optimizer: MegatronOptimizer, lr: float) -> float:
     """Clips and applies the accumulated gradients; returns their norm before clipping, over all ranks.
 

@@ -86,7 +86,7 @@ class MegatronTrainer(Trainer):
         rate = learning_rate(self._updates, **self._schedule)
         with cpu.adapted():
             self._model.train()
-            self._model.zero_grad_buffer()
+            optimizer.zero_gradients(self._model, self._optimizer)
             vocab = self._architecture.vocab
             metrics = step.forward_backward(self._model, self._world, vocab, microbatches, loss, tokens)
             norm = optimizer.step(self._optimizer, rate)
