@@ -21,9 +21,7 @@ def segment(length: int, first: int = 2, logprobs: bool = True) -> Segment:
 
 
 def trajectory(*segments: Segment, reward: float = 1.0, stop: StopReason = StopReason.TERMINATED) -> Trajectory:
-    return Trajectory(
-        "t", "g", list(segments), [], reward, stop, temperature=0.7, group_stats=(4, 0.25, 0.5)
-    )
+    return Trajectory("t", "g", list(segments), [], reward, stop, temperature=0.7, group_stats=(4, 0.25, 0.5))
 
 
 def test_rows_are_segments_and_describe_their_trajectory():

@@ -1,0 +1,276 @@
+"""Loss terms against hand arithmetic and exact expectations; what stands off the mask never reaches loss or gradient."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import pickle
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from torch import Tensor
+
+import rlflow.algorithms
+from rlflow.algorithms import (
+    EntropyLoss,
+    KLLoss,
+    PPOClipLoss,
+    SFTLoss,
+    SumLoss,
+    make_advantage,
+    make_loss,
+    token_weights,
+)
+from rlflow.errors import ConfigError, RLFlowError
+from rlflow.schema import AlgorithmSection, TrainerSection
+from rlflow.types import Batch, PolicyOutput
+
+
+def batch_of(old: Tensor, advantages: Tensor, mask: Tensor | None = None, **columns: Tensor) -> Batch:
+    rows, width = old.shape
+    mask = torch.ones(rows, width, dtype=torch.bool) if mask is None else mask
+    batch = Batch(
+        tokens=torch.zeros(rows, width, dtype=torch.int64),
+        loss_mask=mask,
+        logprobs=old,
+        advantages=advantages,
+        weights=torch.zeros(rows, width),
+        lengths=torch.full((rows,), width),
+        temperatures=torch.ones(rows),
+        columns=columns,
+    )
+    return batch.replace(weights=token_weights(batch))
+
+
+def ppo_at(ratio: float, advantage: float, **options: float) -> tuple[float, float, float]:
+    """(K, dK/dlog-prob, clip fraction) of one token."""
+    logprobs = torch.tensor([[math.log(ratio)]], requires_grad=True)
+    loss, metrics = PPOClipLoss(**options)(
+        PolicyOutput(logprobs), batch_of(torch.zeros(1, 1), torch.tensor([[advantage]]))
+    )
+    loss.sum().backward()
+    assert logprobs.grad is not None
+    return -float(loss), -float(logprobs.grad), float(metrics["clip_fraction"])
+
+
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "value", "gradient"),
+    [
+        (0.5, 1, 0.5, 0.5),
+        (0.5, -1, -0.8, 0),
+        (1.0, 1, 1.0, 1.0),
+        (1.0, -1, -1.0, -1.0),
+        (1.5, 1, 1.28, 0),
+        (1.5, -1, -1.5, -1.5),
+        (3.0, 1, 1.28, 0),
+        (3.0, -1, -3.0, -3.0),
+    ],
+)
+def test_ppo_clip_value_and_gradient(ratio, advantage, value, gradient):
+    got_value, got_gradient, clipped = ppo_at(ratio, advantage, clip_low=0.2, clip_high=0.28)
+    assert got_value == pytest.approx(value, abs=1e-6)
+    assert got_gradient == pytest.approx(gradient, abs=1e-6)
+    assert clipped == (gradient == 0)
+
+
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "loss"), [(1.5, 1, -1.28), (0.5, 1, -0.5), (1.5, -1, 1.5), (5, -1, 3), (0.5, -1, 0.8)]
+)
+def test_dual_clip_bounds_the_loss_of_negative_advantages(ratio, advantage, loss):
+    value, gradient, _ = ppo_at(ratio, advantage, clip_low=0.2, clip_high=0.28, dual_clip=3.0)
+    assert -value == pytest.approx(loss, abs=1e-6)
+    assert (gradient == 0) == (loss in (-1.28, 3, 0.8))
+
+
+@pytest.mark.parametrize("loss", [PPOClipLoss(), PPOClipLoss(0.2, 0.28), PPOClipLoss(0.1, 0.1, dual_clip=3.0)])
+def test_on_policy_the_gradient_is_the_advantage(loss):
+    logprobs = -torch.rand(3, 5, generator=torch.Generator().manual_seed(0))
+    advantages = torch.randn(3, 1, generator=torch.Generator().manual_seed(1)).expand(3, 5)
+    policy = logprobs.clone().requires_grad_()
+    loss(PolicyOutput(policy), batch_of(logprobs, advantages))[0].sum().backward()
+    torch.testing.assert_close(policy.grad, -advantages)
+
+
+def test_recomputed_log_probs_replace_the_engines():
+    batch = batch_of(torch.full((1, 2), -5.0), torch.ones(1, 2), proximal_logprobs=torch.full((1, 2), -1.0))
+    _, metrics = PPOClipLoss()(PolicyOutput(torch.full((1, 2), -1.0)), batch)
+    assert metrics["ratio"].tolist() == [[1.0, 1.0]]
+
+
+def test_rows_without_behaviour_log_probs_are_refused_unless_recomputed():
+    batch = batch_of(torch.zeros(2, 2), torch.ones(2, 2), logprobs_known=torch.tensor([True, False]))
+    output = PolicyOutput(torch.zeros(2, 2))
+    with pytest.raises(RLFlowError, match="recompute"):
+        PPOClipLoss()(output, batch)
+    PPOClipLoss()(output, batch.replace(columns={"proximal_logprobs": torch.zeros(2, 2)}))
+
+
+@pytest.mark.parametrize(
+    ("x", "expected"),
+    [(0.5, {"k1": -0.5, "k2": 0.125, "k3": 0.148721}), (-0.5, {"k1": 0.5, "k2": 0.125, "k3": 0.106531})],
+)
+def test_kl_estimators_of_one_token(x, expected):
+    batch = batch_of(torch.zeros(1, 1), torch.zeros(1, 1), reference_logprobs=torch.tensor([[x]]))
+    for estimator, value in expected.items():
+        loss, metrics = KLLoss(0.5, estimator)(PolicyOutput(torch.zeros(1, 1)), batch)
+        assert float(metrics["kl"]) == pytest.approx(value, abs=1e-6)
+        assert float(loss) == pytest.approx(0.5 * value, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("estimator", "expectation", "gradient"),
+    [("k1", 0.0201355, 0.0), ("k2", 0.0199310, 0.0973116), ("k3", 0.0201355, 0.1)],
+)
+def test_kl_estimators_in_expectation_over_two_actions(estimator, expectation, gradient):
+    """Policy (.6, .4) by a logit, reference (.5, .5): the exact KL is .0201355 and its gradient .0973116."""
+    logit = torch.tensor(math.log(0.6 / 0.4), dtype=torch.float64, requires_grad=True)
+    logprobs = torch.stack([torch.nn.functional.logsigmoid(logit), torch.nn.functional.logsigmoid(-logit)])
+    reference = torch.full((1, 2), math.log(0.5), dtype=torch.float64)
+    batch = batch_of(torch.zeros(1, 2), torch.zeros(1, 2), reference_logprobs=reference)
+    loss, _ = KLLoss(1.0, estimator)(PolicyOutput(logprobs[None]), batch)
+    expected_loss = (logprobs.exp().detach() * loss[0]).sum()
+    expected_loss.backward()
+    assert float(expected_loss) == pytest.approx(expectation, abs=1e-6)
+    assert float(logit.grad) == pytest.approx(gradient, abs=1e-6)
+
+
+def test_kl_is_clamped_and_stays_finite():
+    reference = torch.tensor([[80.0, -80.0]])
+    batch = batch_of(torch.zeros(1, 2), torch.zeros(1, 2), reference_logprobs=reference)
+    loss, _ = KLLoss(1.0, clamp=10.0)(PolicyOutput(torch.zeros(1, 2)), batch)
+    assert loss.tolist() == [[10.0, 10.0]]
+
+
+def test_kl_without_reference_scores_says_what_to_do():
+    with pytest.raises(RLFlowError, match=r"trainer.snapshot\('reference'\)"):
+        KLLoss(0.1)(PolicyOutput(torch.zeros(1, 1)), batch_of(torch.zeros(1, 1), torch.zeros(1, 1)))
+
+
+def test_entropy_is_rewarded_and_must_be_given():
+    batch = batch_of(torch.zeros(1, 2), torch.zeros(1, 2), torch.tensor([[False, True]]))
+    loss, metrics = EntropyLoss(0.5)(PolicyOutput(torch.zeros(1, 2), torch.tensor([[9.0, 2.0]])), batch)
+    assert loss.tolist() == [[0.0, -1.0]] and metrics["entropy"].tolist() == [[0.0, 2.0]]
+    with pytest.raises(RLFlowError, match="needs_entropy"):
+        EntropyLoss(0.5)(PolicyOutput(torch.zeros(1, 2)), batch)
+
+
+def test_sft_is_the_negative_log_prob_of_trained_tokens():
+    batch = batch_of(torch.zeros(1, 3), torch.zeros(1, 3), torch.tensor([[False, True, True]]))
+    loss, metrics = SFTLoss()(PolicyOutput(torch.tensor([[-9.0, -1.0, -3.0]])), batch)
+    assert loss.tolist() == [[0.0, 1.0, 3.0]]
+    assert float((batch.weights * metrics["nll"]).sum()) == pytest.approx(2.0)
+
+
+EVERY_TERM = SumLoss((PPOClipLoss(dual_clip=3.0), KLLoss(0.1), EntropyLoss(0.01), SFTLoss()))
+
+
+@pytest.mark.parametrize("loss", [*EVERY_TERM.losses, EVERY_TERM], ids=lambda loss: type(loss).__name__)
+@pytest.mark.parametrize("poison", [50.0, -math.inf, math.nan])
+def test_masked_positions_reach_neither_loss_nor_gradient_nor_metrics(loss, poison):
+    generator = torch.Generator().manual_seed(0)
+    mask = torch.rand(4, 6, generator=generator) < 0.5
+    clean = [-torch.rand(4, 6, generator=generator) for _ in range(4)]
+    dirty = [torch.where(mask, value, poison) for value in clean]
+
+    def run(
+        old: Tensor, reference: Tensor, advantages: Tensor, policy: Tensor
+    ) -> tuple[float, Tensor, dict[str, Tensor]]:
+        logprobs = policy.clone().requires_grad_()
+        output = PolicyOutput(logprobs, torch.where(mask, 1.0, poison) + 0 * torch.where(mask, logprobs, 0.0))
+        batch = batch_of(old, advantages, mask, reference_logprobs=reference)
+        values, metrics = loss(output, batch)
+        total = (batch.weights * values).sum()
+        total.backward()
+        assert logprobs.grad is not None
+        return float(total), logprobs.grad, metrics
+
+    total, gradient, metrics = run(*dirty)
+    assert math.isfinite(total) and not gradient[~mask].any() and gradient.isfinite().all()
+    assert all(value.isfinite().all() and not value.requires_grad for value in metrics.values())
+    clean_total, clean_gradient, _ = run(*clean)
+    assert total == pytest.approx(clean_total)
+    torch.testing.assert_close(gradient, clean_gradient)
+
+
+def test_huge_log_ratios_stay_finite():
+    logprobs = torch.tensor([[300.0, -300.0]], requires_grad=True)
+    loss, metrics = PPOClipLoss()(PolicyOutput(logprobs), batch_of(torch.zeros(1, 2), torch.tensor([[-1.0, 1.0]])))
+    loss.sum().backward()
+    assert loss.isfinite().all() and metrics["old_kl"].isfinite().all()
+    assert logprobs.grad is not None and logprobs.grad.isfinite().all()
+
+
+def test_the_gradient_is_invariant_to_how_rows_are_split_into_micro_batches():
+    generator = torch.Generator().manual_seed(3)
+    mask = torch.rand(6, 5, generator=generator) < 0.7
+    old, advantages, start = (torch.randn(6, 5, generator=generator) for _ in range(3))
+    batch = batch_of(old, advantages, mask, reference_logprobs=old)
+
+    def gradient(parts: list[list[int]]) -> Tensor:
+        logprobs = start.clone().requires_grad_()
+        for rows in parts:
+            output = PolicyOutput(logprobs[rows], -logprobs[rows])
+            part = batch.select(rows)
+            (part.weights * EVERY_TERM(output, part)[0]).sum().backward()
+        assert logprobs.grad is not None
+        return logprobs.grad
+
+    whole = gradient([list(range(6))])
+    torch.testing.assert_close(gradient([[5, 0], [1, 2, 3], [4]]), whole)
+
+
+def test_a_sum_adds_terms_and_asks_for_what_any_of_them_needs():
+    batch = batch_of(torch.zeros(1, 1), torch.ones(1, 1), reference_logprobs=torch.zeros(1, 1))
+    output = PolicyOutput(torch.full((1, 1), -0.1), torch.ones(1, 1))
+    values, metrics = EVERY_TERM(output, batch)
+    assert float(values) == pytest.approx(sum(float(term(output, batch)[0]) for term in EVERY_TERM.losses))
+    assert {"ratio", "clip_fraction", "kl", "entropy", "nll"} <= set(metrics)
+    assert EVERY_TERM.needs_entropy and EVERY_TERM.needs_reference
+    assert not SumLoss((PPOClipLoss(), SFTLoss())).needs_entropy
+
+
+def test_losses_survive_pickling_and_are_frozen():
+    assert pickle.loads(pickle.dumps(EVERY_TERM)) == EVERY_TERM
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        EVERY_TERM.losses = ()  # type: ignore[misc]
+
+
+def test_losses_are_made_from_their_components():
+    assert make_loss([{"name": "ppo_clip", "clip_high": 0.28}]) == PPOClipLoss(clip_high=0.28)
+    assert make_loss([{"name": "sft"}, {"name": "kl", "coefficient": 1}]) == SumLoss((SFTLoss(), KLLoss(1)))
+    nested = [{"name": "sum", "losses": [{"name": "sft"}, {"name": "entropy", "coefficient": 0.1}]}]
+    assert make_loss(nested) == SumLoss((SFTLoss(), EntropyLoss(0.1)))
+    assert make_loss([{"name": "rlflow.algorithms.losses:SFTLoss"}]) == SFTLoss()
+
+
+@pytest.mark.parametrize(
+    ("components", "message"),
+    [
+        ([], "at least one loss"),
+        ([{"name": "ppo_clp"}], r"losses\[0\].name: .*Did you mean 'ppo_clip'"),
+        ([{"name": "sft"}, {"name": "kl"}], r"losses\[1\]: kl needs 'coefficient'"),
+        ([{"name": "kl", "coeficient": 1}], "Did you mean 'coefficient'"),
+        ([{"name": "kl", "coefficient": "much"}], r"losses\[0\].coefficient: expected a number, found 'much'"),
+        ([{"name": "ppo_clip", "clip_low": True}], "expected a number, found True"),
+        ([{"name": "kl", "coefficient": 1, "estimator": "k4"}], "k1, k2 or k3"),
+        ([{"name": "ppo_clip", "clip_low": 1.5}], "clip_low"),
+        ([{"name": "ppo_clip", "dual_clip": 0.5}], "dual_clip"),
+        ([{"name": "rlflow.algorithms.losses:Nothing"}], "cannot import"),
+    ],
+)
+def test_wrong_components_are_config_errors(components, message):
+    with pytest.raises(ConfigError, match=message):
+        make_loss(components)
+
+
+@pytest.mark.parametrize("name", ["grpo", "searchr1"])
+def test_presets_hold_known_keys_and_components_that_resolve(name):
+    text = (Path(rlflow.algorithms.__file__).parent / "presets" / f"{name}.yaml").read_text()
+    preset = yaml.safe_load(text)
+    section = AlgorithmSection(**preset["algorithm"])
+    TrainerSection(**preset.get("trainer", {}))
+    make_advantage(section.advantage)
+    assert make_loss(section.losses).needs_reference
+    token_weights(batch_of(torch.zeros(1, 1), torch.zeros(1, 1)), section.aggregate)
