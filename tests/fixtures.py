@@ -86,6 +86,7 @@ def tiny_model(
     if family == "qwen3":
         values["head_dim"] = 32  # not hidden_size / num_attention_heads
     if family == "llama":
+        values["max_position_embeddings"] = 131072
         values["rope_parameters"] = {
             "rope_type": "llama3",
             "rope_theta": 500000.0,

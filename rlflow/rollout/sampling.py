@@ -1,0 +1,115 @@
+"""Sampling over a batch: reproducible randomness per request, log-probs at the sampling temperature, stop strings."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from rlflow.errors import RolloutError
+
+END_TOKEN = 1
+"""Flag of a token that ends the completion by itself."""
+MAY_END_STRING = 2
+"""Flag of a token whose text may complete a stop string: the text must be looked at."""
+
+
+def uniforms(seeds: Tensor, counters: Tensor) -> Tensor:
+    """(B,) float64 in [0, 1): one number per (seed, counter), (B,) int64 each, whatever else is in the batch.
+
+    The 32 high bits of splitmix64 (Steele, Lea, Flood 2014) after two rounds; int64 arithmetic wraps as uint64 would."""
+    state = _splitmix(_splitmix(seeds) + counters)
+    return ((state >> 32) & 0xFFFFFFFF).double() * 2.0**-32
+
+
+def _splitmix(state: Tensor) -> Tensor:
+    state = state + -7046029254386353131
+    state = (state ^ ((state >> 30) & 0x3FFFFFFFF)) * -4658895280553007687
+    state = (state ^ ((state >> 27) & 0x1FFFFFFFFF)) * -7723592293110705685
+    return state ^ ((state >> 31) & 0x1FFFFFFFF)
+
+
+def sample(logits: Tensor, temperatures: Tensor, uniform: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Sampled ids (B,) and their log-probs (B,), nats, from float32 logits (B, V) at temperatures (B,).
+
+    Temperature 0 is greedy, with the log-prob at temperature 1. uniform: (B,) float64 in [0, 1); None if all rows are
+    greedy. By inversion of the cumulative distribution in float64, so that no token's share is rounded away."""
+    greedy = temperatures == 0
+    logprobs = torch.log_softmax(logits / torch.where(greedy, 1.0, temperatures)[:, None], dim=-1)
+    if uniform is None:
+        tokens = logprobs.argmax(-1)
+    else:
+        cumulative = logprobs.exp().cumsum(-1, dtype=torch.float64)
+        target = uniform[:, None] * cumulative[:, -1:]
+        tokens = torch.searchsorted(cumulative, target, right=True)[:, 0]
+        tokens = torch.where(greedy, logprobs.argmax(-1), tokens) if bool(greedy.any()) else tokens
+    return tokens, logprobs.gather(-1, tokens[:, None])[:, 0]
+
+
+class Decoding(Protocol):
+    """What stop strings need of a tokenizer."""
+
+    def decode(self, tokens: Sequence[int], skip_special_tokens: bool = True) -> str: ...
+
+    @property
+    def special_ids(self) -> frozenset[int]: ...
+
+
+class StopTable:
+    """Which tokens can end a completion, (rows, V) uint8 flags: a row for every distinct pair of stop strings and ids.
+
+    Most tokens cannot complete any of the strings, so text is decoded only for those whose own text holds a string's last
+    character (or is part of a character)."""
+
+    def __init__(self, vocab: int, tokenizer: Callable[[], Decoding], device: torch.device) -> None:
+        self.flags = torch.zeros(0, vocab, dtype=torch.uint8, device=device)
+        self._tokenizer = tokenizer
+        self._rows: dict[tuple[tuple[str, ...], tuple[int, ...]], int] = {}
+        self._texts: list[str] | None = None
+
+    def row(self, strings: tuple[str, ...], token_ids: tuple[int, ...]) -> int:
+        """The row of a pair, made where it is new. Raises RolloutError for an empty string or an id outside the vocabulary."""
+        key = (tuple(strings), tuple(token_ids))
+        if key not in self._rows:
+            self.flags = torch.cat((self.flags, self._make_row(*key)[None].to(self.flags.device)))
+            self._rows[key] = len(self._rows)
+        return self._rows[key]
+
+    def completes(self, tokens: Sequence[int], strings: Sequence[str]) -> bool:
+        """Whether the last of `tokens` completes one of the strings, across token boundaries. Special tokens have no text.
+        The completion must have held none of them before."""
+        tokenizer = self._tokenizer()
+        longest = max(len(text.encode()) for text in strings) + 8  # a token has a byte or more; 8 for safe boundaries
+        window: list[int] = []
+        for token in reversed(tokens):
+            if token not in tokenizer.special_ids:
+                window.append(token)
+            if len(window) == longest:
+                break
+        text = tokenizer.decode(window[::-1])
+        return any(string in text for string in strings)
+
+    def _make_row(self, strings: tuple[str, ...], token_ids: tuple[int, ...]) -> Tensor:
+        vocab = self.flags.shape[1]
+        row = torch.zeros(vocab, dtype=torch.uint8)
+        if any(not string for string in strings):
+            raise RolloutError("sampling.stop: a stop string is empty; every completion would end at once.")
+        if strings:
+            ends = {string[-1] for string in strings} | {"\ufffd"}
+            texts = self._token_texts()
+            row[[token for token, text in enumerate(texts) if not ends.isdisjoint(text)]] = MAY_END_STRING
+            for string in strings:  # a stop string that is one special token has no text of its own
+                row[[token for token in self._tokenizer().special_ids if texts[token] == string]] = END_TOKEN
+        outside = [token for token in token_ids if not 0 <= token < vocab]
+        if outside:
+            raise RolloutError(f"sampling.stop_token_ids: {outside[0]} is outside the model's vocabulary of {vocab}.")
+        row[list(token_ids)] = END_TOKEN
+        return row
+
+    def _token_texts(self) -> list[str]:
+        if self._texts is None:
+            tokenizer = self._tokenizer()
+            self._texts = [tokenizer.decode([token], skip_special_tokens=False) for token in range(self.flags.shape[1])]
+        return self._texts

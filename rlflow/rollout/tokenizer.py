@@ -1,0 +1,99 @@
+"""Text to token ids and back, by the rule that tokens are never made twice: what was fed stays as it was."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rlflow.errors import EnvironmentContractError, ModelError
+from rlflow.types import Message, Observation
+
+
+class Tokenizer:
+    """A HuggingFace tokenizer with the few things that a rollout needs."""
+
+    def __init__(self, inner: Any, eos_ids: Sequence[int] = ()) -> None:
+        """inner: a transformers tokenizer. eos_ids: further ids that end a response (generation_config.json)."""
+        own = [] if inner.eos_token_id is None else [inner.eos_token_id]
+        self.inner = inner
+        self.eos_ids: tuple[int, ...] = tuple(dict.fromkeys([*own, *eos_ids]))
+        self._special_ids = frozenset(inner.all_special_ids)
+
+    @classmethod
+    def from_pretrained(cls, path: str | Path, trust_remote_code: bool = False) -> Tokenizer:
+        """The tokenizer of a model directory. Raises ModelError where there is none that transformers can read."""
+        from transformers import AutoTokenizer
+
+        try:
+            inner = AutoTokenizer.from_pretrained(str(path), trust_remote_code=trust_remote_code)
+        except (OSError, ValueError, KeyError) as error:
+            reason = str(error).strip().split("\n")[0]
+            raise ModelError(f"{path}: no tokenizer that transformers can read ({reason}).") from None
+        return cls(inner, _generation_eos_ids(Path(path)))
+
+    def __len__(self) -> int:
+        return len(self.inner)
+
+    @property
+    def special_ids(self) -> frozenset[int]:
+        """Ids of the special tokens: they have no text."""
+        return self._special_ids
+
+    def encode(self, text: str) -> list[int]:
+        """The ids of the text alone: no special tokens are added."""
+        return self.inner.encode(text, add_special_tokens=False) if text else []
+
+    def decode(self, tokens: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """The text of the ids, exactly; special tokens are left out unless asked for."""
+        return self.inner.decode(
+            list(tokens), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
+        )
+
+    def encode_prompt(self, prompt: Observation, chat_template: bool = False) -> list[int]:
+        """The ids that an episode starts with. Messages are rendered with the chat template and the generation prompt;
+        text is used verbatim, or as one user message where `chat_template` is set."""
+        if isinstance(prompt, str) and not chat_template:
+            return self.encode(prompt)
+        return self.encode(self.render(_as_messages(prompt)))
+
+    def render(self, messages: Sequence[Message], generation_prompt: bool = True) -> str:
+        """The chat template's text. Raises ModelError where the tokenizer has no template."""
+        if not self.inner.chat_template:
+            raise ModelError("tokenizer: it has no chat template, but a prompt or observation consists of messages.")
+        return self.inner.apply_chat_template(
+            list(messages), tokenize=False, add_generation_prompt=generation_prompt
+        )
+
+    def encode_turn(self, history: Sequence[Message], response: str, answer: Sequence[Message], closing: int | None) -> list[int]:
+        """The ids between a response and the next one: what the template puts behind the response, the environment's
+        messages, and the generation prompt. Never the response itself, whose ids stay as sampled.
+
+        history: the messages before the response. closing: the end-of-turn token that the sampled ids end with, if they do:
+        it is not appended again.
+        Raises EnvironmentContractError where the template would rewrite earlier turns (it strips their thinking, moves
+        their tools, ...): the ids of the next turn would then not continue those that were sampled."""
+        before = self.render(history) + response
+        turn: Message = {"role": "assistant", "content": response}
+        after = self.render([*history, turn, *answer])
+        if not after.startswith(before):
+            raise EnvironmentContractError(
+                "chat template: it rewrites earlier turns of the conversation, so the next turn would not continue the sampled "
+                f"tokens (expected the render to start with {before[-60:]!r}); answer with text instead of messages."
+            )
+        rest = after[len(before) :]
+        sampled_end = "" if closing is None else self.decode([closing], skip_special_tokens=False)
+        return self.encode(rest.removeprefix(sampled_end))
+
+
+def _as_messages(prompt: Observation) -> list[Message]:
+    return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+
+
+def _generation_eos_ids(path: Path) -> list[int]:
+    file = path / "generation_config.json"
+    if not file.is_file():
+        return []
+    value = json.loads(file.read_text()).get("eos_token_id")
+    return value if isinstance(value, list) else [] if value is None else [value]
