@@ -27,13 +27,14 @@ ALLOWED: dict[str, set[str]] = {
     "trainer": {"types", "batching", "weights", "errors"},
     "cluster": {"rollout", "trainer", "environment", "registry", "schema", "types", "errors"},
     # What a run writes and shows: data in, files and terminal output out.
+    "interrupt": set(),
     "run_directory": {"types", "errors"},
     "picture": {"metrics", "errors"},
     "progress": {"metrics", "errors"},
     "plan": {"schema", "registry", "algorithms", "errors"},
 }
 # The top: the loop, the evaluation, the command line and its commands, and the facade `import rlflow`.
-TOP = {"loop", "evaluate", "cli", "__init__", "__main__", "doctor", "show", "play", "scaffold"}
+TOP = {"loop", "run", "evaluate", "cli", "__init__", "__main__", "doctor", "show", "play", "scaffold"}
 
 # Heavy or optional packages, and the only places that may import them.
 PLACES: dict[str, tuple[str, ...]] = {
