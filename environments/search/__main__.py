@@ -20,7 +20,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     query.add_argument("text", nargs="+", help="one or more queries")
     query.add_argument("--corpus", required=True, help="a corpus.jsonl")
     query.add_argument("--top-k", type=int, default=3, help="passages per query (default 3)")
-    query.add_argument("--retriever", default="hybrid", help="bm25, dense, hybrid (default) or random")
+    query.add_argument("--retriever", default="dense", help="bm25, dense (default), hybrid or random")
     chosen = parser.parse_args(arguments)
     try:
         return print_passages(chosen.text, chosen.corpus, chosen.retriever, chosen.top_k)

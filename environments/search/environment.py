@@ -37,7 +37,7 @@ class SearchEnvironment(Environment):
         val: str | Path | None = None,
         *,
         world: Mapping[str, Any] | None = None,
-        retriever: str | Mapping[str, Any] | Retriever = "hybrid",
+        retriever: str | Mapping[str, Any] | Retriever = "dense",
         top_k: int = 3,
         protocol: str = "searchr1",
         reward: str = "searchr1_em",
@@ -99,9 +99,10 @@ class SearchEnvironment(Environment):
             return self._refuse(episode, self._protocol.searches_spent)
         passages = await self._search.search(action.content, self._top_k)
         state["searches"] += 1
-        observation = self._protocol.observe(passages, self._max_document_characters)
-        if scoring.contains_gold(observation, episode.task.answer):
+        shown = [passage.contents[: self._max_document_characters] for passage in passages]
+        if any(scoring.contains_gold(text, episode.task.answer) for text in shown):
             state["gold_in_results"] = 1.0
+        observation = self._protocol.observe(passages, self._max_document_characters)
         return Step(observation, metrics=self._metrics(episode))
 
     def _refuse(self, episode: Episode, message: str) -> Step:

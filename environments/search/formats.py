@@ -152,7 +152,9 @@ def _existing(path: str | Path, what: str) -> Path:
     file = Path(path).expanduser()
     if not file.is_file():
         found = "a directory" if file.is_dir() else "nothing"
-        raise DataError(f"{file}: expected the {what} as a .jsonl file, found {found} there. Give the path of an existing file.")
+        raise DataError(
+            f"{file}: expected the {what} as a .jsonl file, found {found} there. Give the path of an existing file."
+        )
     return file
 
 
@@ -252,7 +254,11 @@ def _is_message(value: Any) -> bool:
 
 def _golds(value: Any, key: str) -> list[str]:
     values = value if isinstance(value, list) else [value]
-    wrong = [item for item in values if item is not None and (isinstance(item, bool) or not isinstance(item, (str, int, float)))]
+    wrong = [
+        item
+        for item in values
+        if item is not None and (isinstance(item, bool) or not isinstance(item, (str, int, float)))
+    ]
     if wrong:
         raise _BadRow(f"'{key}': expected text or a list of texts, found {_kind(wrong[0])}")
     golds = [str(item) for item in values if item is not None and str(item).strip()]

@@ -61,9 +61,7 @@ class BM25Index:
     Taylor 2004), so that an article about a name comes before articles that mention it.
     """
 
-    def __init__(
-        self, corpus: Sequence[Passage], *, k1: float = 1.5, b: float = 0.75, title_weight: int = 4
-    ) -> None:
+    def __init__(self, corpus: Sequence[Passage], *, k1: float = 1.5, b: float = 0.75, title_weight: int = 4) -> None:
         """Builds the index in memory. Raises MissingPackageError without bm25s, ConfigError for values out of range."""
         if k1 < 0 or not 0 <= b <= 1 or title_weight < 0:
             raise ConfigError(
@@ -185,7 +183,9 @@ def make_retriever(component: str | Mapping[str, Any], corpus: Sequence[Passage]
     name = options.pop("name", None)
     if name not in _RETRIEVERS:
         known = ", ".join(_RETRIEVERS)
-        raise ConfigError(f"retriever.name: expected one of {known}, found {name!r}.{did_you_mean(str(name), _RETRIEVERS)}")
+        raise ConfigError(
+            f"retriever.name: expected one of {known}, found {name!r}.{did_you_mean(str(name), _RETRIEVERS)}"
+        )
     if not len(corpus):
         raise DataError("retriever: the corpus holds no passages; expected at least one.")
     build, schemas = _RETRIEVERS[name]
