@@ -5,6 +5,7 @@ Simple rather than fast: whole logits, no packing, no parallelism. Nothing in it
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import pickle
@@ -233,9 +234,10 @@ def load_model(path: str | Path, trust_remote_code: bool = False) -> torch.nn.Mo
     from transformers import AutoModelForCausalLM
 
     try:
-        model, report = AutoModelForCausalLM.from_pretrained(
-            str(path), dtype=torch.float32, trust_remote_code=trust_remote_code, output_loading_info=True
-        )
+        with _quiet_transformers():
+            model, report = AutoModelForCausalLM.from_pretrained(
+                str(path), dtype=torch.float32, trust_remote_code=trust_remote_code, output_loading_info=True
+            )
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise ModelError(f"{path}: transformers cannot load this model: {reason}") from error
@@ -243,6 +245,20 @@ def load_model(path: str | Path, trust_remote_code: bool = False) -> torch.nn.Mo
     if missing:
         raise ModelError(f"{path}: the weight files lack {len(missing)} parameters, the first is {missing[0]}")
     return model.eval()
+
+
+@contextlib.contextmanager
+def _quiet_transformers() -> Iterator[None]:
+    """Without transformers' progress bars, which would tear the run's own display."""
+    from transformers.utils import logging as messages
+
+    shown = messages.is_progress_bar_enabled()
+    messages.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            messages.enable_progress_bar()
 
 
 def policy_output(logits: Tensor, batch: Batch, entropy: bool) -> PolicyOutput:
