@@ -1,0 +1,9 @@
+"""Rollout and what it stands on: engines, tokenizer, episodes."""
+
+from __future__ import annotations
+
+from rlflow.rollout.collect import Rollout
+from rlflow.rollout.engine import Completion, Engine, Sampling
+from rlflow.rollout.tokenizer import Tokenizer
+
+__all__ = ["Completion", "Engine", "Rollout", "Sampling", "Tokenizer"]

@@ -11,7 +11,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from rlflow.errors import ConfigError, ModelError, RolloutError, did_you_mean
+from rlflow.errors import ConfigError, RolloutError, did_you_mean
 from rlflow.rollout.cache import KeyValueCache
 from rlflow.rollout.engine import Completion, Sampling
 from rlflow.rollout.model import Decoder

@@ -1,0 +1,275 @@
+"""One episode: prompt, responses and observations in turns, as exact tokens."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import logging
+import math
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import Executor
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from rlflow.environment import Environment
+from rlflow.errors import ConfigError, EnvironmentContractError, ModelError, RolloutError
+from rlflow.rollout.engine import Completion, Sampling
+from rlflow.rollout.tokenizer import Tokenizer
+from rlflow.types import Episode, Message, Segment, Step, StopReason, Task, Trajectory, Turn
+
+logger = logging.getLogger(__name__)
+
+Generate = Callable[[Sequence[int], Sampling, str], Awaitable[Completion]]
+MISTAKES = (EnvironmentContractError, ModelError, ConfigError)
+"""Errors of the set-up: they would hit every episode, so they stop the collection instead of aborting one."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How long an episode may get. Tokens: a response, an observation, the whole episode."""
+
+    max_turns: int
+    max_response_tokens: int
+    max_total_tokens: int
+    max_observation_tokens: int | None
+    temperature: float
+    chat_template: bool
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """Which episode to play. seeds: one per turn."""
+
+    task: Task
+    group_id: str
+    request_id: str
+    seeds: Callable[[int], int]
+
+
+@dataclass
+class Piece:
+    """Tokens of one origin: the prompt, a response (with what its engine said) or an observation."""
+
+    tokens: list[int]
+    completion: Completion | None = None  # of a response that is trained in this segment
+    turn: int = -1  # of an observation: the turn that it answers
+
+
+@dataclass
+class Transcript:
+    """What an episode consists of so far. `messages`: the conversation where it is one; the last response is not in it."""
+
+    pieces: list[Piece] = field(default_factory=list)
+    segments: list[Segment] = field(default_factory=list)
+    turns: list[Turn] = field(default_factory=list)
+    metrics: dict[str, float] = field(default_factory=dict)
+    messages: list[Message] | None = None
+    speech: str = ""  # text of the assistant's message so far, observations that are text included
+    reward: float = 0.0
+    response_tokens: int = 0
+    observation_tokens: int = 0
+    observations_cut: int = 0
+
+    def tokens(self) -> list[int]:
+        return [token for piece in self.pieces for token in piece.tokens]
+
+    def replace(self, observations: dict[int, list[int]]) -> None:
+        """Closes the segment and starts another one, with the observations of some turns exchanged. Responses so far are
+        context there: they are trained in the segment that they were sampled in."""
+        self.segments.append(make_segment(self.pieces))
+        self.pieces = [Piece(observations.get(piece.turn, piece.tokens), None, piece.turn) for piece in self.pieces]
+
+
+class EpisodePlayer:
+    """Plays episodes of one environment; everything about an episode is in its Transcript."""
+
+    def __init__(self, environment: Environment, tokenizer: Tokenizer, limits: Limits, threads: Executor) -> None:
+        self._environment = environment
+        self._tokenizer = tokenizer
+        self._limits = limits
+        self._threads = threads
+
+    async def play(self, attempt: Attempt, generate: Generate) -> Trajectory:
+        """The trajectory of one attempt. An exception from the environment or the engine makes it ABORTED."""
+        transcript = Transcript()
+        error = ""
+        try:
+            stop = await self._from_reset_to_close(attempt, transcript, generate)
+        except MISTAKES:
+            raise
+        except Exception as failure:  # noqa: BLE001 -- the episode boundary: a failure of others must not end the run
+            logger.warning("episode %s aborted: %r", attempt.request_id, failure)
+            stop, error = StopReason.ABORTED, f"{type(failure).__name__}: {failure}"
+        return self._trajectory(attempt, transcript, stop, error)
+
+    async def _from_reset_to_close(self, attempt: Attempt, transcript: Transcript, generate: Generate) -> StopReason:
+        episode = await self._call(self._environment.reset, attempt.task)
+        if not isinstance(episode, Episode):
+            raise EnvironmentContractError(_wrong_type(self._environment, "reset", "an Episode", episode))
+        try:
+            return await self._turns(attempt, episode, transcript, generate)
+        finally:
+            await self._call(self._environment.close, episode)
+
+    async def _turns(
+        self, attempt: Attempt, episode: Episode, transcript: Transcript, generate: Generate
+    ) -> StopReason:
+        limits = self._limits
+        self._begin(episode.task, transcript)
+        stop_strings = self._environment.stop
+        while True:
+            tokens = transcript.tokens()
+            room = limits.max_total_tokens - len(tokens)
+            if room <= 0:
+                return StopReason.MAX_TOKENS
+            sampling = Sampling(
+                max_tokens=min(limits.max_response_tokens, room),
+                temperature=limits.temperature,
+                stop=tuple(stop_strings),
+                stop_token_ids=self._tokenizer.eos_ids,
+                seed=attempt.seeds(episode.turns),
+            )
+            started = time.monotonic()
+            completion = await generate(tokens, sampling, attempt.request_id)
+            step = await self._answer(episode, transcript, completion, len(tokens), started)
+            if step.terminated:
+                return StopReason.TERMINATED
+            if completion.stop == "length":
+                return StopReason.MAX_TOKENS
+            if episode.turns >= limits.max_turns:
+                return StopReason.MAX_TURNS
+            if not self._observe(transcript, step, completion):
+                return StopReason.MAX_TOKENS
+            stop_strings = self._environment.stop if step.stop is None else step.stop
+
+    def _begin(self, task: Task, transcript: Transcript) -> None:
+        chat = self._limits.chat_template
+        transcript.pieces.append(Piece(self._tokenizer.encode_prompt(task.prompt, chat)))
+        if not isinstance(task.prompt, str):
+            transcript.messages = list(task.prompt)
+        elif chat:
+            transcript.messages = [{"role": "user", "content": task.prompt}]
+
+    async def _answer(
+        self, episode: Episode, transcript: Transcript, completion: Completion, start: int, started: float
+    ) -> Step:
+        """Writes the response down, gives its text to the environment, and books what that answered."""
+        if completion.stop == "aborted":
+            raise RolloutError("the engine aborted the request.")
+        stop = start + len(completion.tokens)
+        transcript.pieces.append(Piece(completion.tokens, completion))
+        transcript.response_tokens += len(completion.tokens)
+        response = self._tokenizer.decode(completion.tokens)
+        transcript.speech += response
+        duration_s = time.monotonic() - started
+        turn = Turn(len(transcript.segments), start, stop, 0.0, duration_s, response)
+        transcript.turns.append(turn)
+        episode.turns += 1
+        step = await self._call(self._environment.step, episode, response)
+        if not isinstance(step, Step):
+            raise EnvironmentContractError(_wrong_type(self._environment, "step", "a Step", step))
+        if not math.isfinite(step.reward):
+            raise EnvironmentContractError(
+                f"{type(self._environment).__name__}.step: expected a finite reward, found {step.reward}."
+            )
+        turn.reward = float(step.reward)
+        turn.observation = _as_text(step.observation)
+        transcript.reward += turn.reward
+        transcript.metrics.update(step.metrics)
+        return step
+
+    def _observe(self, transcript: Transcript, step: Step, completion: Completion) -> bool:
+        """Appends the observation; False if it leaves no room for another response."""
+        limits = self._limits
+        if step.replace:
+            transcript.replace({turn: self._tokenizer.encode(text) for turn, text in step.replace.items()})
+        tokens = self._observation_tokens(transcript, step, completion)
+        if sum(len(piece.tokens) for piece in transcript.pieces) + len(tokens) >= limits.max_total_tokens:
+            return False
+        transcript.pieces.append(Piece(tokens, turn=len(transcript.turns) - 1))
+        transcript.observation_tokens += len(tokens)
+        return True
+
+    def _observation_tokens(self, transcript: Transcript, step: Step, completion: Completion) -> list[int]:
+        if isinstance(step.observation, str):
+            tokens = self._tokenizer.encode(step.observation)
+            most = self._limits.max_observation_tokens
+            if most is not None and len(tokens) > most:
+                tokens = tokens[:most]
+                transcript.observations_cut += 1
+            transcript.speech += step.observation
+            return tokens
+        if transcript.messages is None:
+            raise EnvironmentContractError(
+                f"{type(self._environment).__name__}.step: the observation consists of messages, but the prompt is plain text; "
+                "make the prompt messages too, or set rollout.chat_template."
+            )
+        last = completion.tokens[-1]
+        closing = last if last in self._tokenizer.eos_ids else None
+        tokens = self._tokenizer.encode_turn(transcript.messages, transcript.speech, step.observation, closing)
+        transcript.messages += [{"role": "assistant", "content": transcript.speech}, *step.observation]
+        transcript.speech = ""
+        return tokens
+
+    async def _call(self, method: Callable[..., Any], *arguments: Any) -> Any:
+        """The result of an environment's method; a plain one runs in a thread."""
+        if inspect.iscoroutinefunction(method):
+            return await method(*arguments)
+        result = await asyncio.get_running_loop().run_in_executor(self._threads, method, *arguments)
+        return await result if inspect.isawaitable(result) else result
+
+    def _trajectory(self, attempt: Attempt, transcript: Transcript, stop: StopReason, error: str) -> Trajectory:
+        if transcript.pieces:
+            transcript.segments.append(make_segment(transcript.pieces))
+        counts = {
+            "turns": float(len(transcript.turns)),
+            "response_tokens": float(transcript.response_tokens),
+            "observation_tokens": float(transcript.observation_tokens),
+            "observations_cut": float(transcript.observations_cut),
+        }
+        return Trajectory(
+            task_id=attempt.task.id,
+            group_id=attempt.group_id,
+            segments=transcript.segments,
+            turns=transcript.turns,
+            reward=transcript.reward,
+            stop=stop,
+            metrics={**{name: float(value) for name, value in transcript.metrics.items()}, **counts},
+            temperature=self._limits.temperature or 1.0,  # greedy log-probs are those at temperature 1
+            prompt=_as_text(attempt.task.prompt),
+            error=error,
+        )
+
+
+def make_segment(pieces: Sequence[Piece]) -> Segment:
+    """The training sequence of the pieces, in order: exactly the tokens that the engine was fed and that it sampled."""
+    tokens: list[int] = []
+    mask: list[bool] = []
+    logprobs: list[float] = []
+    versions: list[int] = []
+    for piece in pieces:
+        count = len(piece.tokens)
+        sampled = piece.completion
+        tokens += piece.tokens
+        mask += [sampled is not None] * count
+        logprobs += sampled.logprobs if sampled else [0.0] * count
+        versions += sampled.versions if sampled else [-1] * count
+    return Segment(
+        torch.tensor(tokens, dtype=torch.int64),
+        torch.tensor(mask, dtype=torch.bool),
+        torch.tensor(logprobs, dtype=torch.float32),
+        torch.tensor(versions, dtype=torch.int64),
+    )
+
+
+def _as_text(observation: str | list[Message]) -> str:
+    if isinstance(observation, str):
+        return observation
+    return "\n".join(f"{message['role']}: {message['content']}" for message in observation)
+
+
+def _wrong_type(environment: Environment, method: str, expected: str, found: object) -> str:
+    return f"{type(environment).__name__}.{method}: expected {expected} as its result, found {type(found).__name__}."

@@ -1,0 +1,61 @@
+"""Deterministic generation: the engine gets whole rounds in a fixed order, whatever the timing of the environment."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+from rlflow.rollout.engine import Completion, Engine, Sampling
+
+
+class Rounds:
+    """Collects the requests of all lanes (episodes in flight), then hands them to the engine in the order of their ids.
+
+    A request that arrived sooner or later than in another run so meets the same batch there: equal inputs give equal bits.
+    """
+
+    def __init__(self, engine: Engine, lanes: int) -> None:
+        self._engine = engine
+        self._lanes = lanes
+        self._pending: list[tuple[str, Sequence[int], Sampling, asyncio.Future[Completion]]] = []
+        self._round: asyncio.Task[None] | None = None
+
+    async def generate(self, tokens: Sequence[int], sampling: Sampling, request_id: str) -> Completion:
+        """Waits for the round to be complete, then for the completion."""
+        future: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
+        self._pending.append((request_id, tokens, sampling, future))
+        self._start_if_complete()
+        return await future
+
+    def leave(self) -> None:
+        """A lane has no more episodes; nobody waits for it any longer."""
+        self._lanes -= 1
+        self._start_if_complete()
+
+    def _start_if_complete(self) -> None:
+        if self._pending and len(self._pending) == self._lanes:
+            requests = sorted(self._pending, key=lambda request: request[0])
+            self._pending = []
+            self._round = asyncio.get_running_loop().create_task(self._run(requests))
+
+    async def _run(self, requests: list[tuple[str, Sequence[int], Sampling, asyncio.Future[Completion]]]) -> None:
+        await self._engine.pause("keep")
+        tasks = []
+        for request_id, tokens, sampling, future in requests:
+            task = asyncio.ensure_future(self._engine.generate(tokens, sampling, request_id))
+            task.add_done_callback(lambda task, future=future: _hand_over(task, future))
+            tasks.append(task)
+        await asyncio.sleep(0)  # every request has reached the engine's queue
+        await self._engine.resume()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _hand_over(task: asyncio.Task[Completion], future: asyncio.Future[Completion]) -> None:
+    if future.done():
+        return
+    if task.cancelled():
+        future.cancel()
+    elif task.exception() is not None:
+        future.set_exception(task.exception())
+    else:
+        future.set_result(task.result())
