@@ -13,6 +13,10 @@ Options
   --data FILE           questions, JSON Lines: {"prompt": ..., "solutions": [...]} (default: the configuration's validation set)
   --corpus FILE         the passages to search, JSON Lines: {"id": ..., "contents": "\"Title\"\nText"}
   --config FILE         run configuration (default: config/demo.yaml, so the embedded world)
+  --questions N         only the first N questions
+  --samples N           attempts per question (default 1)
+  --temperature T       0 is greedy (default)
+  --out DIR             where to write summary.json and trajectories.jsonl
   -h, --help            this text
   section.key=value     override any configuration key; every key: docs/configuration.md
 
@@ -34,22 +38,26 @@ done
 # shellcheck source=../common.sh
 . "$here/../common.sh"
 
-config=$here/config/demo.yaml arguments=()
+config=$here/config/demo.yaml arguments=() overrides=()
 while [ $# -gt 0 ]; do
     case $1 in
-    --config | --model | --data | --corpus)
+    --config | --model | --data | --corpus | --out | --questions | --temperature | --samples)
         [ $# -ge 2 ] || rlflow_fail "$1 needs a value; see --help"
         name=$1 value=$2
         shift 2
         set -- "$name=$value" "$@"
         ;;
     --config=*) config=$(rlflow_path "${1#*=}"); shift ;;
+    --out=*) arguments+=(--out "$(realpath -m "${1#*=}")"); shift ;;
     --model=* | --data=*) arguments+=("${1%%=*}" "$(rlflow_path "${1#*=}")"); shift ;;
-    --corpus=*) arguments+=("environment.corpus=$(rlflow_path "${1#*=}")"); shift ;;
-    *) arguments+=("$1"); shift ;;
+    --corpus=*) overrides+=("environment.corpus=$(rlflow_path "${1#*=}")"); shift ;;
+    -*) arguments+=("$1"); shift ;;
+    *=*) overrides+=("$1"); shift ;;
+    *) rlflow_fail "unexpected argument '$1'; overrides are section.key=value, see --help" ;;
     esac
 done
 
 rlflow_setup run
 cd "$RLFLOW_ROOT" # the paths of a configuration file are relative to the repository
-exec "$RLFLOW_PYTHON" -m rlflow.cli eval --config "$config" ${arguments[@]+"${arguments[@]}"}
+exec "$RLFLOW_PYTHON" -m rlflow.cli eval --config "$config" \
+    ${arguments[@]+"${arguments[@]}"} ${overrides[@]+"${overrides[@]}"} # options first: argparse wants the overrides together

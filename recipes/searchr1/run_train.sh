@@ -55,7 +55,7 @@ done
 # shellcheck source=../common.sh
 . "$here/../common.sh"
 
-config='' own_data='' short='' arguments=()
+config='' own_data='' short='' arguments=() overrides=()
 while [ $# -gt 0 ]; do
     case $1 in
     --config | --model | --train-data | --val-data | --corpus)
@@ -67,9 +67,11 @@ while [ $# -gt 0 ]; do
     --config=*) config=$(rlflow_path "${1#*=}"); shift ;;
     --model=*) arguments+=(--model "$(rlflow_path "${1#*=}")"); shift ;;
     --train-data=* | --val-data=*) own_data=1 arguments+=("${1%%=*}" "$(rlflow_path "${1#*=}")"); shift ;;
-    --corpus=*) arguments+=("environment.corpus=$(rlflow_path "${1#*=}")"); shift ;;
+    --corpus=*) overrides+=("environment.corpus=$(rlflow_path "${1#*=}")"); shift ;;
     --short) short=1; shift ;;
-    *) arguments+=("$1"); shift ;;
+    -*) arguments+=("$1"); shift ;;
+    *=*) overrides+=("$1"); shift ;;
+    *) rlflow_fail "unexpected argument '$1'; overrides are section.key=value, see --help" ;;
     esac
 done
 if [ -z "$config" ]; then
@@ -80,4 +82,5 @@ fi
 
 rlflow_setup run
 cd "$RLFLOW_ROOT" # the paths of a configuration file are relative to the repository
-exec "$RLFLOW_PYTHON" -m rlflow.cli train --config "$config" ${arguments[@]+"${arguments[@]}"}
+exec "$RLFLOW_PYTHON" -m rlflow.cli train --config "$config" \
+    ${arguments[@]+"${arguments[@]}"} ${overrides[@]+"${overrides[@]}"} # options first: argparse wants the overrides together
