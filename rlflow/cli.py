@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
 
@@ -23,7 +25,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.path.insert(0, os.getcwd())  # `my_module:Name` is found from where the user stands, as with `python -m`
     args = parse(arguments)
     try:
-        return int(args.run(args) or 0)
+        with _warnings_on_stderr():
+            return int(args.run(args) or 0)
     except RLFlowError as error:
         if os.environ.get("RLFLOW_DEBUG") == "1":
             raise
@@ -35,6 +38,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # `rlflow show RUN | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+
+
+@contextmanager
+def _warnings_on_stderr() -> Iterator[None]:
+    """Shows warnings of rlflow on stderr, and lets its information reach a run's log file."""
+
+    class Handler(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            print(
+                f"rlflow: {self.format(record)}", file=sys.stderr
+            )  # today's stderr: a live display may stand in for it
+
+    logger, handler = logging.getLogger("rlflow"), Handler(logging.WARNING)
+    before = logger.level
+    logger.setLevel(logging.INFO)
+    logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(before)
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:

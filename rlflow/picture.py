@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rlflow.errors import ConfigError, MissingPackageError
+from rlflow.errors import MissingPackageError
 from rlflow.metrics import PHASES, read_metrics
 
 _INK, _QUIET, _GRID = "#1f2933", "#7b8794", "#e4e7eb"
@@ -16,21 +16,21 @@ _PHASE_COLORS = {  # muted, so that the curves above keep the eye
     "rollout": "#5b8db8", "score": "#9fc1dc", "update": "#e39a5b", "sync": "#c9b26b",
     "evaluate": "#8fb08c", "checkpoint": "#b8a2c4",
 }  # fmt: skip
+_EVALUATED = {"eval/exact_match": "exact match", "eval/reward": "reward"}
 _LABEL_GAP = 0.068  # of the axis height: two labels closer than this would touch
 
 
-def render_picture(metrics_jsonl: str | Path, path: str | Path, title: str = "Training run") -> None:
+def render_picture(metrics_jsonl: str | Path, path: str | Path, title: str = "Training run") -> bool:
     """Draws reward and exact match (training; evaluation with its 95% band) over seconds per step and phase.
+
+    An environment without exact_match gets its evaluated reward. Returns whether there was anything to draw.
 
     Raises:
         MissingPackageError: matplotlib is not installed.
-        ConfigError: the metrics hold nothing to draw.
     """
     records = read_metrics(metrics_jsonl)
-    if not any("train/reward" in record or "eval/exact_match" in record for record in records):
-        raise ConfigError(
-            f"{metrics_jsonl}: no train/reward and no eval/exact_match in it: there is nothing to draw yet."
-        )
+    if not any(name in record for record in records for name in ("train/reward", *_EVALUATED)):
+        return False
     try:
         import matplotlib
         from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -61,6 +61,7 @@ def render_picture(metrics_jsonl: str | Path, path: str | Path, title: str = "Tr
         figure.text(0.035, 0.945, title, fontsize=17, fontweight="bold", va="center")
         figure.text(0.035, 0.9, _subtitle(records), fontsize=11, color=_QUIET, va="center")
         figure.savefig(path, format="png")
+    return True
 
 
 def _series(records: Sequence[dict[str, float]], name: str) -> tuple[list[float], list[float]]:
@@ -68,12 +69,18 @@ def _series(records: Sequence[dict[str, float]], name: str) -> tuple[list[float]
     return [step for step, _ in pairs], [value for _, value in pairs]
 
 
+def _evaluated_name(records: Sequence[dict[str, float]]) -> str:
+    """The validation metric to draw: the first one that was ever measured."""
+    return next((name for name in _EVALUATED if any(name in record for record in records)), "eval/exact_match")
+
+
 def _subtitle(records: Sequence[dict[str, float]]) -> str:
     """What happened, in one line: exact match from -> to, steps, minutes, tokens per second."""
     parts = []
-    _, evaluated = _series(records, "eval/exact_match")
+    name = _evaluated_name(records)
+    _, evaluated = _series(records, name)
     if len(evaluated) > 1:
-        parts.append(f"validation exact match {evaluated[0]:.2f} → {evaluated[-1]:.2f}")
+        parts.append(f"validation {_EVALUATED[name]} {evaluated[0]:.2f} → {evaluated[-1]:.2f}")
     steps = int(records[-1]["step"])
     seconds = math.fsum(_series(records, "time/step_s")[1])
     took = f" in {seconds / 60:.1f} minutes" if seconds >= 60 else f" in {seconds:.0f} s" if seconds else ""
@@ -97,9 +104,10 @@ def _draw_learning(axes: Any, records: Sequence[dict[str, float]]) -> None:
         axes.plot(steps, values, color=color, alpha=0.22, linewidth=1)
         axes.plot(steps, smooth, color=color, linewidth=2)
         labels.append((smooth[-1], label, color))
-    steps, values = _series(records, "eval/exact_match")
+    evaluated = _evaluated_name(records)
+    steps, values = _series(records, evaluated)
     if values:
-        low, high = _series(records, "eval/exact_match_low"), _series(records, "eval/exact_match_high")
+        low, high = _series(records, f"{evaluated}_low"), _series(records, f"{evaluated}_high")
         if low[0] == steps and high[0] == steps:
             axes.fill_between(steps, low[1], high[1], color=_BAND, alpha=0.13, linewidth=0)
         axes.plot(
@@ -113,7 +121,9 @@ def _draw_learning(axes: Any, records: Sequence[dict[str, float]]) -> None:
             zorder=3,
             clip_on=False,
         )
-        labels.append((values[-1], f"exact match (validation)\n{values[-1]:.2f}, band: 95% interval", _BLUE))
+        labels.append(
+            (values[-1], f"{_EVALUATED[evaluated]} (validation)\n{values[-1]:.2f}, band: 95% interval", _BLUE)
+        )
     _set_limits(axes, records)
     axes.set_ylabel("share of questions  /  reward")
     axes.tick_params(labelbottom=True)
@@ -122,7 +132,7 @@ def _draw_learning(axes: Any, records: Sequence[dict[str, float]]) -> None:
 
 def _set_limits(axes: Any, records: Sequence[dict[str, float]]) -> None:
     """0 to 1 where everything lies there, else what the data need; x from 0 to the last step."""
-    names = ("train/reward", "train/exact_match", "eval/exact_match")
+    names = ("train/reward", "train/exact_match", _evaluated_name(records))
     shown = [value for name in names for value in _series(records, name)[1]]
     low, high = min(0.0, *shown), max(1.0, *shown)
     room = 0.03 * (high - low)
@@ -155,7 +165,7 @@ def _draw_time(axes: Any, records: Sequence[dict[str, float]]) -> None:
     centers = [math.fsum(record["step"] for record in chunk) / len(chunk) for chunk in bins]
     base = [0.0] * len(bins)
     totals = {phase: math.fsum(record.get(f"time/{phase}_s", 0.0) for record in timed) for phase in PHASES}
-    spent = math.fsum(record["time/step_s"] for record in timed)
+    spent = max(math.fsum(record["time/step_s"] for record in timed), math.fsum(totals.values()))
     shown = [phase for phase in PHASES if totals[phase] > 0.002 * spent]
     for phase in shown:
         heights = [math.fsum(record.get(f"time/{phase}_s", 0.0) for record in chunk) / len(chunk) for chunk in bins]

@@ -33,6 +33,9 @@ class Progress(Protocol):
     def message(self, text: str) -> None:
         """One line that stays on the screen."""
 
+    def finished(self, summary: Mapping[str, Any]) -> None:
+        """The run ended; `summary` is what summary.json holds."""
+
     def close(self) -> None: ...
 
 
@@ -100,6 +103,8 @@ class NoProgress:
 
     def message(self, text: str) -> None: ...
 
+    def finished(self, summary: Mapping[str, Any]) -> None: ...
+
     def close(self) -> None: ...
 
 
@@ -128,6 +133,9 @@ class PlainProgress:
 
     def message(self, text: str) -> None:
         print(text, file=self.stream, flush=True)
+
+    def finished(self, summary: Mapping[str, Any]) -> None:
+        self.message(summary_text(summary))
 
     def close(self) -> None: ...
 
@@ -162,7 +170,11 @@ class RichProgress:
         self.evaluations.append((step, dict(metrics)))
 
     def message(self, text: str) -> None:
-        self.console.print(text, markup=False, highlight=False)
+        self.console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    def finished(self, summary: Mapping[str, Any]) -> None:
+        self.close()
+        self.message(summary_text(summary))
 
     def close(self) -> None:
         self.doing = "done"
@@ -250,6 +262,27 @@ def evaluation_line(metrics: Mapping[str, float]) -> str:
     if metrics.get("eval/failed", 0) > 0:
         parts.append(f"{metrics['eval/failed']:.0f} FAILED")
     return "  ".join(parts)
+
+
+def summary_text(summary: Mapping[str, Any]) -> str:
+    """The short summary at the end of a run: how it ended, validation before and after, what was written where."""
+    steps, status = summary["steps"], summary["status"]
+    lines = [f"{status} after {steps:,} step{'' if steps == 1 else 's'} and {clock(summary['seconds'])}"]
+    if status != "finished":
+        lines[0] += "; --resume continues the run"
+    rows = [("before", evaluation_line(summary.get("first_evaluation") or {})),
+            ("after", evaluation_line(summary.get("last_evaluation") or {}))]  # fmt: skip
+    gap = summary.get("export_logprob_difference")
+    for name, path in summary.get("written", {}).items():
+        rows.append(
+            (
+                name,
+                path
+                + (f"  (log-probs within {gap:.0e} of the trainer's)" if name == "export" and gap is not None else ""),
+            )
+        )
+    width = max(len(name) for name, _ in rows)
+    return "\n".join([*lines, *(f"  {name:<{width}}  {text}" for name, text in rows if text)])
 
 
 def sparkline(values: list[float], width: int = 40) -> str:

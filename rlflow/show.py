@@ -109,7 +109,8 @@ def summary_text(run: RunDirectory, paint: Paint) -> str:
     if not records:
         lines.append(paint("no step has been finished yet", "dim"))
     if run.summary.is_file():
-        lines += [f"{key:<20} {_value(value)}" for key, value in read_json(run.summary).items()]
+        scalars = {key: value for key, value in read_json(run.summary).items() if not isinstance(value, (dict, list))}
+        lines += [f"{key.replace('_', ' '):<27} {_value(value)}" for key, value in scalars.items() if value is not None]
     steps = run.saved_steps()
     held = [("checkpoints", _shorten(steps) if steps else ""), ("export", _if_there(run.export)),
             ("picture", _if_there(run.picture)), ("log", _if_there(run.log))]  # fmt: skip
@@ -122,11 +123,7 @@ def _if_there(path: Path) -> str:
 
 
 def _value(value: Any) -> str:
-    if isinstance(value, float):
-        return f"{value:.4g}"
-    if isinstance(value, dict):
-        return "  ".join(f"{key} {_value(item)}" for key, item in value.items())
-    return str(value)
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def episode_text(record: Mapping[str, Any], paint: Paint) -> str:
