@@ -1,0 +1,179 @@
+"""recipes/common.sh finds or makes the Python environment. A scripted stand-in for the base Python records what pip is asked."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[3]
+VERSION = re.search(r"^torch==(.*)$", (ROOT / "constraints" / "cpu.txt").read_text(), flags=re.M)[1]
+
+FAKE_PYTHON = """#!/bin/bash
+echo "$*" >> "$FAKE_LOG"
+case "$*" in
+*"-m venv"*) for place; do :; done; mkdir -p "$place/bin"; cp "$0" "$place/bin/python"; touch "$place/pyvenv.cfg" ;;
+*importlib.metadata*) exit 1 ;;
+*urllib*) [ "$FAKE_NETWORK" = yes ] ;;
+*"pip install"*--index-url*) ;;
+*"pip install"*torch==*+cpu*) [ "$FAKE_CPU_BUILD" = yes ] || { echo "No matching distribution found"; exit 1; } ;;
+*"pip install -e"*) sleep "${FAKE_SECONDS:-0}"; [ "${FAKE_BROKEN:-}" != yes ] || { echo "ERROR: disk full"; exit 1; } ;;
+esac
+"""
+
+Shell = Callable[..., subprocess.CompletedProcess]
+
+
+@pytest.fixture
+def shell(tmp_path: Path) -> Shell:
+    """Runs a bash command after sourcing common.sh, with a base Python that only pretends. Variables by keyword."""
+    tools = tmp_path / "tools"
+    tools.mkdir()
+    python = tools / "python3"
+    python.write_text(FAKE_PYTHON)
+    python.chmod(0o755)
+
+    def run(command: str, **variables: str) -> subprocess.CompletedProcess:
+        environment = {
+            "PATH": f"{tools}:/usr/bin:/bin", "HOME": str(tmp_path), "FAKE_LOG": str(tmp_path / "log"), "FAKE_CPU_BUILD": "yes",
+            "RLFLOW_BASE_PYTHON": str(python), "RLFLOW_VENV": str(tmp_path / "venv"), **variables,
+        }  # fmt: skip
+        program = f'set -euo pipefail; . "{ROOT}/recipes/common.sh"; {command}'
+        return subprocess.run(["bash", "-c", program], env=environment, capture_output=True, text=True, timeout=60)
+
+    return run
+
+
+def installs(tmp_path: Path) -> list[str]:
+    """The torch and rlflow requirements that pip was asked for, in order, with the index if one was named."""
+    lines = (tmp_path / "log").read_text().splitlines()
+    found = [re.search(r"(--index-url \S+ )?(torch==\S+|-e \S+)", line) for line in lines if "pip install" in line]
+    return [match[0] for match in found if match]
+
+
+def test_cpu_build_comes_from_pips_configuration_first(shell: Shell, tmp_path: Path) -> None:
+    done = shell('rlflow_setup run; echo "$RLFLOW_PYTHON $OMP_WAIT_POLICY"')
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == [str(tmp_path / "venv" / "bin" / "python"), "passive"]
+    assert installs(tmp_path) == [f"torch=={VERSION}+cpu", f"-e {ROOT}[search]"]
+
+
+def test_cpu_build_comes_from_pytorchs_index_where_pip_has_none(shell: Shell, tmp_path: Path) -> None:
+    assert shell("rlflow_setup run", FAKE_CPU_BUILD="no", FAKE_NETWORK="yes").returncode == 0
+    index = "--index-url https://download.pytorch.org/whl/cpu"
+    assert installs(tmp_path) == [f"torch=={VERSION}+cpu", f"{index} torch=={VERSION}+cpu", f"-e {ROOT}[search]"]
+
+
+def test_plain_torch_is_the_last_resort(shell: Shell, tmp_path: Path) -> None:
+    assert shell("rlflow_setup run", FAKE_CPU_BUILD="no", FAKE_NETWORK="no").returncode == 0
+    assert installs(tmp_path) == [f"torch=={VERSION}+cpu", f"torch=={VERSION}", f"-e {ROOT}[search]"]
+
+
+def test_plain_torch_is_installed_where_there_is_a_gpu(shell: Shell, tmp_path: Path) -> None:
+    smi = tmp_path / "tools" / "nvidia-smi"
+    smi.write_text("#!/bin/bash\necho 'GPU 0: NVIDIA'\n")
+    smi.chmod(0o755)
+    assert shell("rlflow_setup run").returncode == 0
+    assert installs(tmp_path) == [f"torch=={VERSION}", f"-e {ROOT}[search]"]
+
+
+def test_second_start_does_nothing_and_a_set_up_for_tests_covers_runs(shell: Shell, tmp_path: Path) -> None:
+    assert shell("rlflow_setup test").returncode == 0
+    assert installs(tmp_path)[-1] == f"-e {ROOT}[search,ray,tensorboard,dev]"
+    (tmp_path / "log").write_text("")
+    start = time.perf_counter()
+    done = shell("rlflow_setup run; rlflow_setup test")
+    assert (done.returncode, done.stderr, (tmp_path / "log").read_text()) == (0, "", "")
+    assert time.perf_counter() - start < 3
+
+
+def test_a_changed_requirement_installs_again(shell: Shell, tmp_path: Path) -> None:
+    assert shell("rlflow_setup run").returncode == 0
+    (tmp_path / "venv" / ".rlflow-run").write_text("another hash")
+    (tmp_path / "log").write_text("")
+    assert shell("rlflow_setup run").returncode == 0
+    assert installs(tmp_path)[-1] == f"-e {ROOT}[search]"
+
+
+def test_a_failed_step_is_said_with_its_reason_and_the_next_start_goes_on(shell: Shell, tmp_path: Path) -> None:
+    done = shell("rlflow_setup run", FAKE_BROKEN="yes")
+    assert done.returncode == 2
+    assert "disk full" in done.stderr
+    (tmp_path / "log").write_text("")
+    assert shell("rlflow_setup run").returncode == 0
+    assert "-m venv" not in (tmp_path / "log").read_text()
+
+
+def test_an_interrupted_set_up_is_made_anew(shell: Shell, tmp_path: Path) -> None:
+    killed = shell("rlflow_step_or_fail() { kill -9 $$; }; rlflow_setup run")
+    assert killed.returncode == -9
+    leftover = tmp_path / "venv" / "half-installed"
+    leftover.parent.mkdir(exist_ok=True)
+    leftover.touch()
+    done = shell("rlflow_setup run")
+    assert done.returncode == 0, done.stderr
+    assert "interrupted" in done.stderr
+    assert not leftover.exists()
+
+
+def test_of_two_set_ups_at_once_one_waits(shell: Shell, tmp_path: Path) -> None:
+    both = "(rlflow_setup run) & (sleep 0.2; rlflow_setup run) & wait"
+    done = shell(both, FAKE_SECONDS="1")
+    assert done.returncode == 0
+    assert "waiting for it" in done.stderr
+    assert sum("-m venv" in line for line in (tmp_path / "log").read_text().splitlines()) == 1
+
+
+def test_a_directory_that_is_no_environment_is_left_alone(shell: Shell, tmp_path: Path) -> None:
+    (tmp_path / "venv").mkdir()
+    (tmp_path / "venv" / "thesis.txt").touch()
+    done = shell("rlflow_setup run")
+    assert done.returncode == 2
+    assert "not a virtual environment" in done.stderr
+    assert (tmp_path / "venv" / "thesis.txt").exists()
+
+
+@pytest.mark.parametrize(
+    ("system", "machine", "hint"),
+    [("Darwin", "arm64", "macOS"), ("Linux", "aarch64", "aarch64"), ("MSYS_NT", "x86_64", "WSL2")],
+)
+def test_other_platforms_get_a_clear_message(shell: Shell, system: str, machine: str, hint: str) -> None:
+    fake = f"uname() {{ case $1 in -s) echo {system} ;; -m) echo {machine} ;; esac; }}; rlflow_setup run"
+    done = shell(fake)
+    assert done.returncode == 2
+    assert hint in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1
+
+
+def test_no_python_gets_a_clear_message(shell: Shell) -> None:
+    done = shell("rlflow_setup run", RLFLOW_BASE_PYTHON="no-such-python")
+    assert done.returncode == 2
+    assert "Python >= 3.11" in done.stderr
+
+
+def test_an_active_environment_that_has_everything_is_used_as_it_is(tmp_path: Path) -> None:
+    """Needs the environment of this test run, which has everything unless the repository is only on PYTHONPATH."""
+    active = {**os.environ, "PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin", "PYTHONPATH": str(ROOT)}
+    program = f'. "{ROOT}/recipes/common.sh"; RLFLOW_ROOT=$1; rlflow_use_active run; echo "$RLFLOW_PYTHON"'
+    done = subprocess.run(
+        ["bash", "-c", program, "-", str(tmp_path)], env=active, capture_output=True, text=True, cwd=tmp_path
+    )
+    assert done.stdout.strip() == str(Path(sys.executable).parent / "python"), done.stderr
+
+
+def test_help_needs_no_python() -> None:
+    for script in ("run_train.sh", "run_eval.sh"):
+        done = subprocess.run(
+            ["bash", ROOT / "recipes" / "searchr1" / script, "--help"],
+            env={"PATH": "/usr/bin:/bin"},
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode == 0
+        assert "Examples" in done.stdout

@@ -1,0 +1,35 @@
+"""Every configuration of the recipes is read without a complaint, and every component that it names exists."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from rlflow.config import load_config
+from rlflow.plan import batch_plan, check_config
+from rlflow.schema import RunConfig
+
+ROOT = Path(__file__).resolve().parents[3]
+CONFIGS = sorted((ROOT / "recipes").glob("*/config/*.yaml"))
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_configuration_is_read_and_its_components_exist(path: Path) -> None:
+    config = load_config(path, [], RunConfig)
+    check_config(config)
+    assert f"{config.rollout.prompts_per_step * config.rollout.samples_per_prompt:,} per step" in batch_plan(config)
+
+
+def test_qwen_recipe_has_the_values_of_the_published_one() -> None:
+    config = load_config(ROOT / "recipes/searchr1/config/qwen2.5_3b.yaml", [], RunConfig)
+    rollout, algorithm, trainer = config.rollout, config.algorithm, config.trainer
+    assert (rollout.prompts_per_step, rollout.samples_per_prompt, algorithm.minibatches_per_step) == (512, 4, 2)
+    assert (rollout.max_total_tokens, config.data.max_prompt_tokens, rollout.max_response_tokens) == (7096, 4096, 3000)
+    assert (rollout.max_observation_tokens, config.environment["top_k"], rollout.temperature) == (500, 3, 1.0)
+    assert algorithm.old_logprobs == "recompute"
+    assert [loss["name"] for loss in algorithm.losses] == ["ppo_clip", "kl"]
+    assert (algorithm.losses[0]["clip_low"], algorithm.losses[1]["coefficient"]) == (0.2, 0.001)
+    assert (trainer.lr, trainer.beta1, trainer.beta2, trainer.eps) == (1e-6, 0.9, 0.95, 1e-5)
+    assert (trainer.weight_decay, trainer.max_gradient_norm, trainer.tokens_per_microbatch) == (0.01, 0.8, 11008)
+    assert (config.evaluation.every_steps, config.checkpoint.every_steps, config.cluster.ranks) == (25, 25, 8)
