@@ -86,7 +86,7 @@ def results(generator: random.Random, half: Half, subject: str, top_k: int) -> l
     others.sort(key=lambda entity: subject not in entity.text)
     found = others[: top_k - 1]
     generator.shuffle(found)
-    position = 0 if generator.random() < 0.8 else generator.randrange(1, top_k)
+    position = 0 if generator.random() < 0.8 else generator.randrange(top_k)
     return [*found[:position], right, *found[position:]]
 
 
@@ -94,8 +94,12 @@ def _observe(entities: list[Entity]) -> str:
     return format_observation([Passage(entity.name, entity.name, make_contents(entity.name, entity.text), "") for entity in entities])
 
 
-def repeated_names(generator: random.Random, words: int = 30) -> str:
-    """Names in a random order, said three times: what a network learns copying from."""
+def repeated_names(generator: random.Random, most_words: int = 40) -> tuple[str, str]:
+    """(said once, said again in other orders): a few names of one or two words. What a network learns copying from: order and number
+    vary, so that only the names themselves tell how they go on."""
     names = NameSource(generator, "train")
-    drawn = [names.word() for _ in range(words)]
-    return "".join(f" {word}" for word in drawn * 3)
+    drawn = [generator.choice([names.word, names.person])() for _ in range(generator.randrange(3, most_words // 3 + 3))]
+    again: list[str] = []
+    while len(again) < most_words:
+        again += generator.sample(drawn, len(drawn))
+    return "".join(f" {name}" for name in drawn), "".join(f" {name}" for name in again)

@@ -1,0 +1,61 @@
+"""Makes the demo's starting policy: supervised fine-tuning of a tiny random Qwen2 on demonstrations, through the Megatron trainer.
+
+The shipped recipes/searchr1/starting_policy/ came from the defaults. Stopped in the middle, the same command goes on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import time
+from pathlib import Path
+
+import torch
+
+from rlflow import Trainer, make_batch
+from rlflow.algorithms import SFTLoss, token_weights
+from rlflow.rollout import Tokenizer
+from rlflow.weights.hf import write_model
+from rlflow_environments.search.tiny_model import write_random_model, write_tokenizer
+from rlflow_environments.search.warm_up import Curriculum, to_trajectory
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="warm_up.sh", description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path("runs/warm-up"), help="directory of the run; the policy is in its export/")
+    parser.add_argument("--steps", type=int, default=4000, help="optimizer steps")
+    parser.add_argument("--rows", type=int, default=16, help="demonstrations per step")
+    parser.add_argument("--lr", type=float, default=4e-3, help="peak learning rate, cosine to 2%% of it")
+    parser.add_argument("--seed", type=int, default=0, help="of the demonstrations and the random model")
+    parser.add_argument("--save-every", type=int, default=500, help="steps between checkpoints")
+    args = parser.parse_args()
+
+    start, latest = args.out / "random", args.out / "latest.json"
+    if not (start / "config.json").exists():
+        write_tokenizer(start)
+        write_random_model(start, seed=args.seed)
+    trainer = Trainer.from_pretrained(start, lr=args.lr, lr_schedule="cosine", lr_warmup_steps=100, lr_decay_steps=args.steps,
+                                      min_lr=0.02 * args.lr, tokens_per_microbatch=4096)  # fmt: skip
+    done = trainer.load(json.loads(latest.read_text())["checkpoint"]) if latest.exists() else 0
+    encode, curriculum, began = Tokenizer.from_pretrained(start).encode, Curriculum(), time.monotonic()
+    for step in range(done, args.steps):
+        generator = random.Random(f"{args.seed}/{step}")
+        rows = [to_trajectory(curriculum.row(generator, step / args.steps), encode) for _ in range(args.rows)]
+        batch = make_batch(rows)
+        metrics = trainer.update(batch.replace(weights=token_weights(batch)), SFTLoss())
+        if (step + 1) % 50 == 0:
+            left = (time.monotonic() - began) / (step + 1 - done) * (args.steps - step - 1)
+            print(f"step {step + 1}/{args.steps}  loss {metrics['loss']:.3f}  gradient norm {metrics['gradient_norm']:.2f}  "
+                  f"left {left / 60:.0f} min", flush=True)  # fmt: skip
+        if (step + 1) % args.save_every == 0:
+            path = args.out / f"checkpoint-{step + 1}"
+            trainer.save(path, step + 1)
+            latest.write_text(json.dumps({"checkpoint": str(path)}))
+    write_model(args.out / "export", trainer.weights(), reference=start)
+    print(f"wrote {args.out / 'export'}")
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(max(1, torch.get_num_threads()))
+    main()
