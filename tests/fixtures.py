@@ -1,4 +1,5 @@
-"""Complete tiny HuggingFace directories for tests: a byte-level BPE tokenizer with a ChatML template, and random models."""
+"""Complete tiny HuggingFace directories for tests: a byte-level BPE tokenizer with a ChatML template, and random
+models."""
 
 from __future__ import annotations
 
@@ -14,13 +15,15 @@ CHAT_TEMPLATE = (
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 TEXT = (
     "Question: Where was Orvan Telmik born?\n<think>I should search for it.</think>\n<search>Orvan Telmik birthplace</search>\n\n"
-    "<information>Doc 1(Title: Orvan Telmik) Orvan Telmik was born in Vasmere, a town on the river Ilda.</information>\n\n"
-    "<answer>Vasmere</answer> yes no the of and in a is was which who when river city company work painter wrote founded"
+    "<information>Doc 1(Title: Orvan Telmik) Orvan Telmik was born in Vasmere, a town on the river Ilda."
+    "</information>\n\n<answer>Vasmere</answer> yes no the of and in a is was which who when river city company work "
+    "painter wrote founded"
 )
 
 
 def tiny_tokenizer(path: str | Path, vocab_size: int = 384) -> Path:
-    """Writes a byte-level BPE tokenizer (every string encodes, decode(encode(text)) == text) into `path` and returns it.
+    """Writes a byte-level BPE tokenizer (every string encodes, decode(encode(text)) == text) into `path` and returns
+    it.
 
     <|im_end|> is the end-of-sequence token, <|endoftext|> the padding token. About `vocab_size` ids.
     """

@@ -9,6 +9,7 @@ from concurrent.futures import Future
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+CANCEL_TIMEOUT_S = 30.0
 
 
 class LoopThread:
@@ -20,13 +21,15 @@ class LoopThread:
         self._thread.start()
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """The coroutine's result. An interrupt of the waiting thread (Ctrl-C) cancels the coroutine and waits for its end."""
-        future: Future[T] = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        """The coroutine's result. An interrupt of the waiting thread (Ctrl-C) cancels the coroutine and waits for its
+        end."""
+        ended = threading.Event()
+        future: Future[T] = asyncio.run_coroutine_threadsafe(_signalling(coroutine, ended), self._loop)
         try:
             return future.result()
         except BaseException:
-            if not future.done():
-                asyncio.run_coroutine_threadsafe(self._cancel_all(), self._loop).result()
+            if future.cancel():
+                ended.wait(CANCEL_TIMEOUT_S)
             raise
 
     def close(self) -> None:
@@ -35,9 +38,9 @@ class LoopThread:
         self._thread.join()
         self._loop.close()
 
-    @staticmethod
-    async def _cancel_all() -> None:
-        tasks = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+
+async def _signalling(coroutine: Coroutine[Any, Any, T], ended: threading.Event) -> T:
+    try:
+        return await coroutine
+    finally:
+        ended.set()

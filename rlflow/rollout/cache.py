@@ -60,7 +60,8 @@ class KeyValueCache:
 
     @torch.inference_mode()
     def clear(self) -> None:
-        """Zeroes everything. A masked key must still be finite: NaN - inf is NaN, in whichever slot it was left behind."""
+        """Zeroes everything. A masked key must still be finite: NaN - inf is NaN, in whichever slot it was left
+        behind."""
         for layer in self._layers:
             layer.zero_()
 
@@ -72,7 +73,9 @@ class KeyValueCache:
 
         def attend(layer: int, queries: Tensor, keys_values: Tensor) -> Tensor:
             self._layers[layer].view(-1, self._width)[index] = keys_values
-            by_group = queries.reshape(len(queries), groups, -1, dim)  # the heads of a group share keys: no copies of them
+            by_group = queries.reshape(
+                len(queries), groups, -1, dim
+            )  # the heads of a group share keys: no copies of them
             parts = [self._attend(layer, piece, by_group) for piece in pieces]
             return parts[0] if len(parts) == 1 else torch.cat(parts)
 
@@ -104,7 +107,9 @@ class KeyValueCache:
         held = self._layers[layer][piece.slots, : piece.length].view(-1, piece.length, 2 * groups, dim).transpose(1, 2)
         return held[:, :groups], held[:, groups:]
 
-    def prefilling(self, slots: list[int], starts: list[int], stops: list[int]) -> Callable[[int, Tensor, Tensor], Tensor]:
+    def prefilling(
+        self, slots: list[int], starts: list[int], stops: list[int]
+    ) -> Callable[[int, Tensor, Tensor], Tensor]:
         """Attention for the flat tokens of several rows: row i brings positions starts[i]:stops[i] of slot slots[i]."""
         device = self._layers[0].device
         counts = [stop - start for start, stop in zip(starts, stops)]
@@ -123,20 +128,20 @@ class KeyValueCache:
         def attend(layer: int, queries: Tensor, keys_values: Tensor) -> Tensor:
             self._layers[layer].view(-1, self._width)[index] = keys_values
             output = torch.empty(len(queries), heads * dim, dtype=queries.dtype, device=device)
-            for piece, real in pieces:
+            for piece, real, places in pieces:
                 keys, values = self._read(layer, piece)
                 padded = queries[piece.queries].transpose(1, 2)
                 attended = F.scaled_dot_product_attention(padded, keys, values, attn_mask=piece.mask, enable_gqa=True)
-                output[piece.queries[real]] = attended.transpose(1, 2).flatten(2)[real]
+                output[places] = attended.transpose(1, 2).flatten(2)[real]
             return output
 
         return attend
 
     def _prefilling_piece(
         self, rows: list[int], slots: list[int], starts: list[int], stops: list[int], offsets: list[int]
-    ) -> tuple[Piece, Tensor]:
-        """The piece of some rows, and which of its padded queries (rows, queries) are real. Padding repeats a row's last
-        token, so that every query has something to attend to."""
+    ) -> tuple[Piece, Tensor, Tensor]:
+        """The piece of some rows, which of its padded queries (rows, queries) are real, and their places among the flat
+        tokens. Padding repeats a row's last token, so that every query has something to attend to."""
         device = self._layers[0].device
         first = torch.tensor([starts[row] for row in rows], device=device)
         count = torch.tensor([stops[row] - starts[row] for row in rows], device=device)
@@ -148,4 +153,5 @@ class KeyValueCache:
         mask = torch.zeros(allowed.shape, device=device, dtype=self._layers[0].dtype)
         mask.masked_fill_(~allowed, float("-inf"))
         chosen = torch.tensor([slots[row] for row in rows], device=device)
-        return Piece(offset[:, None] + within, chosen, length, mask[:, None]), steps < count[:, None]
+        queries, real = offset[:, None] + within, steps < count[:, None]
+        return Piece(queries, chosen, length, mask[:, None]), real, queries[real]

@@ -32,10 +32,10 @@ THREADS = 16  # for environments with plain (not async) methods
 class Rollout:
     """Drives engines through episodes; every episode proceeds on its own, none waits for a batch.
 
-    engine: one, or several over which the groups are spread; an episode stays on its engine. deterministic: equal seeds and
-    weights give equal bits whatever the timing (episodes wait for each other's turns; use one engine thread count).
-    The other keywords are those of the `rollout` section of the configuration. Methods are synchronous and may be called
-    from any thread, also where an event loop is running (a notebook).
+    engine: one, or several over which the groups are spread; an episode stays on its engine. deterministic: equal
+    seeds and weights give equal bits whatever the timing (episodes wait for each other's turns; use one engine thread
+    count). The other keywords are those of the `rollout` section of the configuration. Methods are synchronous and
+    may be called from any thread, also where an event loop is running (a notebook).
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class Rollout:
         deterministic: bool = False,
         verify_weights: bool = True,
     ) -> None:
-        self.engines: list[Engine] = list(engine) if isinstance(engine, (list, tuple)) else [engine]
+        self.engines: list[Engine] = list(engine) if isinstance(engine, Sequence) else [engine]
         self.environment = environment
         self.tokenizer = tokenizer
         self.samples_per_prompt = samples_per_prompt
@@ -65,8 +65,9 @@ class Rollout:
         self.deterministic = deterministic
         self.verify_weights = verify_weights
         self.version = 0
+        longest = min([max_total_tokens, *(getattr(engine, "max_tokens", max_total_tokens) for engine in self.engines)])
         self._limits = Limits(
-            max_turns, max_response_tokens, max_total_tokens, max_observation_tokens, temperature, chat_template
+            max_turns, max_response_tokens, longest, max_observation_tokens, temperature, chat_template
         )
         _check_positive(samples_per_prompt=samples_per_prompt, max_turns=max_turns)
         _check_positive(max_response_tokens=max_response_tokens, max_total_tokens=max_total_tokens)
@@ -90,8 +91,10 @@ class Rollout:
 
         tokenizer = Tokenizer.from_pretrained(path, trust_remote_code)
         shared = {key: options[key] for key in ("seed", "deterministic") if key in options}
-        keywords = {**shared, **(engine or {})}
-        keywords.pop("name", None)
+        keywords: dict[str, Any] = {**shared, **(engine or {})}
+        name = keywords.pop("name", "embedded")
+        if name != "embedded":
+            raise ConfigError(f"rollout.engine.name: unknown engine '{name}'; expected 'embedded'.")
         return cls(EmbeddedEngine(path, tokenizer, **keywords), environment, tokenizer, **options)
 
     def prompt_tokens(self, task: Task) -> list[int]:
@@ -125,8 +128,8 @@ class Rollout:
         return groups
 
     def stream(self, batches: Iterable[Sequence[Task]], start: int = 0) -> Iterator[list[Group]]:
-        """Groups of one batch of tasks after another, each sampled with the newest weights when it is asked for. The first
-        batch has step `start`."""
+        """Groups of one batch of tasks after another, each sampled with the newest weights when it is asked for. The
+        first batch has step `start`."""
         for step, tasks in enumerate(batches, start):
             yield self.collect(tasks, step)
 
@@ -173,7 +176,7 @@ class Rollout:
     def _attempts(self, tasks: Sequence[Task], step: int, samples: int) -> list[Attempt]:
         self._collections += 1
         seen: dict[str, int] = {}
-        attempts = []
+        attempts: list[Attempt] = []
         for task in tasks:
             repeated = seen[task.id] = seen.get(task.id, -1) + 1
             group_id = f"{step}:{task.id}" + (f":{repeated}" if repeated else "")
@@ -259,12 +262,14 @@ def _check_aborted(trajectories: Sequence[Trajectory], share: float) -> None:
 def _verify(engine: Any, sent: Sequence[tuple[str, Tensor]], version: int) -> None:
     names = getattr(engine, "weight_names", None)
     dtype = getattr(engine, "dtype", None)
-    kept = [(name, tensor if dtype is None else tensor.to(dtype)) for name, tensor in sent if names is None or name in names]
+    kept = [
+        (name, tensor if dtype is None else tensor.to(dtype)) for name, tensor in sent if names is None or name in names
+    ]
     expected, found = digest(kept), engine.weights_digest()
     if expected != found:
         raise RolloutError(
-            f"weight sync: after version {version} the engine's weights hash to {found[:12]}, those sent to {expected[:12]}; "
-            "it would sample from a policy that is not the trainer's."
+            f"weight sync: after version {version} the engine's weights hash to {found[:12]}, those sent to "
+            f"{expected[:12]}; it would sample from a policy that is not the trainer's."
         )
 
 

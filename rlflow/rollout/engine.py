@@ -12,8 +12,8 @@ from torch import Tensor
 @dataclass(frozen=True)
 class Sampling:
     """How to sample one completion. temperature 0 is greedy (log-probs are then those at temperature 1). `stop`
-    strings end the completion with the token that completes them; nothing is cut. `seed` makes a completion reproducible
-    whatever else is in flight."""
+    strings end the completion with the token that completes them; nothing is cut. `seed` makes a completion
+    reproducible whatever else is in flight."""
 
     max_tokens: int
     temperature: float = 1.0
@@ -24,8 +24,8 @@ class Sampling:
 
 @dataclass
 class Completion:
-    """tokens: sampled ids, the stop token or overshoot included. logprobs: nats, of the distribution sampled from (after
-    temperature). versions: weight version that sampled each token."""
+    """tokens: sampled ids, the stop token or overshoot included. logprobs: nats, of the distribution sampled from
+    (after temperature). versions: weight version that sampled each token."""
 
     tokens: list[int]
     logprobs: list[float]
@@ -39,8 +39,8 @@ class Engine(Protocol):
         """Continues `tokens`. Many calls may be in flight; they are batched."""
 
     async def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Replaces the weights in place from (HuggingFace name, tensor) pairs. Requests in flight continue with the new ones
-        (their caches are recomputed), each token recording the version that sampled it."""
+        """Replaces the weights in place from (HuggingFace name, tensor) pairs. Requests in flight continue with the
+        new ones (their caches are recomputed), each token recording the version that sampled it."""
 
     async def pause(self, mode: Literal["keep", "abort", "wait"] = "keep") -> None: ...
 

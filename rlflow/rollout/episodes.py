@@ -60,7 +60,8 @@ class Piece:
 
 @dataclass
 class Transcript:
-    """What an episode consists of so far. `messages`: the conversation where it is one; the last response is not in it."""
+    """What an episode consists of so far. `messages`: the conversation where it is one; the last response is not in
+    it."""
 
     pieces: list[Piece] = field(default_factory=list)
     segments: list[Segment] = field(default_factory=list)
@@ -77,8 +78,8 @@ class Transcript:
         return [token for piece in self.pieces for token in piece.tokens]
 
     def replace(self, observations: dict[int, list[int]]) -> None:
-        """Closes the segment and starts another one, with the observations of some turns exchanged. Responses so far are
-        context there: they are trained in the segment that they were sampled in."""
+        """Closes the segment and starts another one, with the observations of some turns exchanged. Responses so far
+        are context there: they are trained in the segment that they were sampled in."""
         self.segments.append(make_segment(self.pieces))
         self.pieces = [Piece(observations.get(piece.turn, piece.tokens), None, piece.turn) for piece in self.pieces]
 
@@ -178,7 +179,7 @@ class EpisodePlayer:
         turn.reward = float(step.reward)
         turn.observation = _as_text(step.observation)
         transcript.reward += turn.reward
-        transcript.metrics.update(step.metrics)
+        transcript.metrics.update({name: float(value) for name, value in step.metrics.items()})
         return step
 
     def _observe(self, transcript: Transcript, step: Step, completion: Completion) -> bool:
@@ -204,8 +205,8 @@ class EpisodePlayer:
             return tokens
         if transcript.messages is None:
             raise EnvironmentContractError(
-                f"{type(self._environment).__name__}.step: the observation consists of messages, but the prompt is plain text; "
-                "make the prompt messages too, or set rollout.chat_template."
+                f"{type(self._environment).__name__}.step: the observation consists of messages, but the prompt is "
+                "plain text; make the prompt messages too, or set rollout.chat_template."
             )
         last = completion.tokens[-1]
         closing = last if last in self._tokenizer.eos_ids else None
@@ -237,7 +238,7 @@ class EpisodePlayer:
             turns=transcript.turns,
             reward=transcript.reward,
             stop=stop,
-            metrics={**{name: float(value) for name, value in transcript.metrics.items()}, **counts},
+            metrics={**transcript.metrics, **counts},
             temperature=self._limits.temperature or 1.0,  # greedy log-probs are those at temperature 1
             prompt=_as_text(attempt.task.prompt),
             error=error,

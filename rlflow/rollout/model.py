@@ -1,4 +1,5 @@
-"""A lean decoder (Qwen2, Qwen3, Llama) in plain torch, made for decoding: flat tokens, fused projections, an external cache."""
+"""A lean decoder (Qwen2, Qwen3, Llama) in plain torch, made for decoding: flat tokens, fused projections, an external
+cache."""
 
 from __future__ import annotations
 
@@ -13,13 +14,13 @@ from rlflow.errors import ModelError, did_you_mean
 from rlflow.weights.families import Architecture, huggingface_shapes
 
 Attend = Callable[[int, Tensor, Tensor], Tensor]
-"""(layer, queries (N, heads, head_dim), keys and values (N, 2 * groups * head_dim)) -> (N, heads * head_dim). Stores the
-keys and values in the cache first."""
+"""(layer, queries (N, heads, head_dim), keys and values (N, 2 * groups * head_dim)) -> (N, heads * head_dim). Stores
+the keys and values in the cache first."""
 
 
 class Decoder:
-    """Weights and forward pass of one model. Parameters live under their HuggingFace names as views of fused tensors, so
-    a reload in place is a copy and the fused products see it."""
+    """Weights and forward pass of one model. Parameters live under their HuggingFace names as views of fused tensors,
+    so a reload in place is a copy and the fused products see it."""
 
     def __init__(self, architecture: Architecture, dtype: torch.dtype, device: torch.device) -> None:
         self.architecture = architecture
@@ -34,8 +35,9 @@ class Decoder:
 
     @torch.inference_mode()
     def load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Copies (HuggingFace name, tensor) pairs into the parameters, in place. A tied model accepts `lm_head.weight` too
-        and ignores it. Raises ModelError for an unknown, missing, repeated or wrongly shaped tensor."""
+        """Copies (HuggingFace name, tensor) pairs into the parameters, in place. A tied model accepts
+        `lm_head.weight` too and ignores it. Raises ModelError for an unknown, missing, repeated or wrongly shaped
+        tensor."""
         missing = set(self.parameters)
         for name, tensor in weights:
             if name == "lm_head.weight" and self.architecture.tied:
@@ -59,8 +61,8 @@ class Decoder:
 
     @torch.inference_mode()
     def forward(self, tokens: Tensor, positions: Tensor, attend: Attend, last: Tensor | None = None) -> Tensor:
-        """Logits (N, vocab) in float32 after the flat `tokens` (N,) at `positions` (N,); of the rows `last` only if given.
-        Which tokens belong together is the business of `attend`."""
+        """Logits (N, vocab) in float32 after the flat `tokens` (N,) at `positions` (N,); of the rows `last` only if
+        given. Which tokens belong together is the business of `attend`."""
         model = self.architecture
         heads, groups, dim = model.heads, model.groups, model.head_dim
         cosine, sine = self._rotations(positions)
@@ -70,7 +72,9 @@ class Decoder:
             by_head = qkv.view(-1, heads + 2 * groups, dim)
             if model.qk_norm:
                 by_head[:, :heads] = F.rms_norm(by_head[:, :heads], (dim,), layer["q_norm"], model.norm_eps)
-                by_head[:, heads:-groups] = F.rms_norm(by_head[:, heads:-groups], (dim,), layer["k_norm"], model.norm_eps)
+                by_head[:, heads:-groups] = F.rms_norm(
+                    by_head[:, heads:-groups], (dim,), layer["k_norm"], model.norm_eps
+                )
             rotated = by_head[:, :-groups]
             halves_swapped = torch.roll(rotated, dim // 2, -1)
             rotated.mul_(cosine).addcmul_(halves_swapped, sine)
@@ -124,18 +128,19 @@ class Decoder:
         return layer
 
 
-def _rope_table(
-    model: Architecture, length: int, device: torch.device, dtype: torch.dtype = torch.float32
-) -> Tensor:
+def _rope_table(model: Architecture, length: int, device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:
     """(2, length, head_dim): cosines, and sines with the sign of rotate_half, x * cos + swap_halves(x) * sin."""
-    angles = torch.outer(torch.arange(length, dtype=torch.float32, device=device), _inverse_frequencies(model).to(device))
+    angles = torch.outer(
+        torch.arange(length, dtype=torch.float32, device=device), _inverse_frequencies(model).to(device)
+    )
     cosine, sine = angles.cos(), angles.sin()
     return torch.stack((torch.cat((cosine, cosine), -1), torch.cat((-sine, sine), -1))).to(dtype)
 
 
 def _inverse_frequencies(model: Architecture) -> Tensor:
-    """(head_dim / 2,) radians per position. Llama 3 divides the slow ones by `rope_factor`, with a smooth transition between
-    wavelengths of 8192 / 4 and 8192 / 1 positions (Llama 3.1 model card; constants fixed by rlflow.weights.families)."""
+    """(head_dim / 2,) radians per position. Llama 3 divides the slow ones by `rope_factor`, with a smooth transition
+    between wavelengths of 8192 / 4 and 8192 / 1 positions (Llama 3.1 model card; constants fixed by
+    rlflow.weights.families)."""
     exponents = torch.arange(0, model.head_dim, 2, dtype=torch.int64).float() / model.head_dim
     frequencies = 1.0 / (model.rope_theta**exponents)
     if model.rope_factor is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections.abc import Sequence
 
 from rlflow.rollout.engine import Completion, Engine, Sampling
@@ -11,7 +12,8 @@ from rlflow.rollout.engine import Completion, Engine, Sampling
 class Rounds:
     """Collects the requests of all lanes (episodes in flight), then hands them to the engine in the order of their ids.
 
-    A request that arrived sooner or later than in another run so meets the same batch there: equal inputs give equal bits.
+    A request that arrived sooner or later than in another run so meets the same batch there: equal inputs give equal
+    bits.
     """
 
     def __init__(self, engine: Engine, lanes: int) -> None:
@@ -39,23 +41,25 @@ class Rounds:
             self._round = asyncio.get_running_loop().create_task(self._run(requests))
 
     async def _run(self, requests: list[tuple[str, Sequence[int], Sampling, asyncio.Future[Completion]]]) -> None:
+        tasks: list[asyncio.Task[Completion]] = []
         await self._engine.pause("keep")
-        tasks = []
-        for request_id, tokens, sampling, future in requests:
-            task = asyncio.ensure_future(self._engine.generate(tokens, sampling, request_id))
-            task.add_done_callback(lambda task, future=future: _hand_over(task, future))
-            tasks.append(task)
-        await asyncio.sleep(0)  # every request has reached the engine's queue
-        await self._engine.resume()
+        try:
+            for request_id, tokens, sampling, future in requests:
+                task = asyncio.ensure_future(self._engine.generate(tokens, sampling, request_id))
+                task.add_done_callback(functools.partial(_hand_over, future))
+                tasks.append(task)
+            await asyncio.sleep(0)  # every request has reached the engine's queue
+        finally:
+            await self._engine.resume()
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def _hand_over(task: asyncio.Task[Completion], future: asyncio.Future[Completion]) -> None:
+def _hand_over(future: asyncio.Future[Completion], task: asyncio.Task[Completion]) -> None:
     if future.done():
         return
     if task.cancelled():
         future.cancel()
-    elif task.exception() is not None:
-        future.set_exception(task.exception())
+    elif (error := task.exception()) is not None:
+        future.set_exception(error)
     else:
         future.set_result(task.result())

@@ -19,7 +19,8 @@ MAY_END_STRING = 2
 def uniforms(seeds: Tensor, counters: Tensor) -> Tensor:
     """(B,) float64 in [0, 1): one number per (seed, counter), (B,) int64 each, whatever else is in the batch.
 
-    The 32 high bits of splitmix64 (Steele, Lea, Flood 2014) after two rounds; int64 arithmetic wraps as uint64 would."""
+    The 32 high bits of splitmix64 (Steele, Lea, Flood 2014) after two rounds; int64 arithmetic wraps as uint64
+    would."""
     state = _splitmix(_splitmix(seeds) + counters)
     return ((state >> 32) & 0xFFFFFFFF).double() * 2.0**-32
 
@@ -60,8 +61,8 @@ class Decoding(Protocol):
 class StopTable:
     """Which tokens can end a completion, (rows, V) uint8 flags: a row for every distinct pair of stop strings and ids.
 
-    Most tokens cannot complete any of the strings, so text is decoded only for those whose own text holds a string's last
-    character (or is part of a character)."""
+    Most tokens cannot complete any of the strings, so text is decoded only for those whose own text holds a string's
+    last character (or is part of a character)."""
 
     def __init__(self, vocab: int, tokenizer: Callable[[], Decoding], device: torch.device) -> None:
         self.flags = torch.zeros(0, vocab, dtype=torch.uint8, device=device)
@@ -70,7 +71,8 @@ class StopTable:
         self._texts: list[str] | None = None
 
     def row(self, strings: tuple[str, ...], token_ids: tuple[int, ...]) -> int:
-        """The row of a pair, made where it is new. Raises RolloutError for an empty string or an id outside the vocabulary."""
+        """The row of a pair, made where it is new. Raises RolloutError for an empty string or an id outside the
+        vocabulary."""
         key = (tuple(strings), tuple(token_ids))
         if key not in self._rows:
             self.flags = torch.cat((self.flags, self._make_row(*key)[None].to(self.flags.device)))
@@ -78,8 +80,8 @@ class StopTable:
         return self._rows[key]
 
     def completes(self, tokens: Sequence[int], strings: Sequence[str]) -> bool:
-        """Whether the last of `tokens` completes one of the strings, across token boundaries. Special tokens have no text.
-        The completion must have held none of them before."""
+        """Whether the last of `tokens` completes one of the strings, across token boundaries. Special tokens have no
+        text. The completion must have held none of them before."""
         tokenizer = self._tokenizer()
         longest = max(len(text.encode()) for text in strings) + 8  # a token has a byte or more; 8 for safe boundaries
         window: list[int] = []

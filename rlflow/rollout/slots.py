@@ -29,8 +29,8 @@ class Request:
 class Slots:
     """Tables with a row per slot. A slot is free, held (it keeps the tokens of an owner's last turn) or running.
 
-    lengths: tokens in the slot; cached[slot]: how many of them have keys and values. Columns of `tokens`, `logprobs` and
-    `versions` are positions; the latter two are filled from `origins` (the prompt's length) on."""
+    lengths: tokens in the slot; cached[slot]: how many of them have keys and values. Columns of `tokens`, `logprobs`
+    and `versions` are positions; the latter two are filled from `origins` (the prompt's length) on."""
 
     def __init__(self, count: int, device: torch.device) -> None:
         def table(dtype: torch.dtype, *shape: int) -> Tensor:

@@ -62,16 +62,16 @@ class Tokenizer:
         """The chat template's text. Raises ModelError where the tokenizer has no template."""
         if not self.inner.chat_template:
             raise ModelError("tokenizer: it has no chat template, but a prompt or observation consists of messages.")
-        return self.inner.apply_chat_template(
-            list(messages), tokenize=False, add_generation_prompt=generation_prompt
-        )
+        return self.inner.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=generation_prompt)
 
-    def encode_turn(self, history: Sequence[Message], response: str, answer: Sequence[Message], closing: int | None) -> list[int]:
+    def encode_turn(
+        self, history: Sequence[Message], response: str, answer: Sequence[Message], closing: int | None
+    ) -> list[int]:
         """The ids between a response and the next one: what the template puts behind the response, the environment's
         messages, and the generation prompt. Never the response itself, whose ids stay as sampled.
 
-        history: the messages before the response. closing: the end-of-turn token that the sampled ids end with, if they do:
-        it is not appended again.
+        history: the messages before the response. closing: the end-of-turn token that the sampled ids end with, if
+        they do: it is not appended again.
         Raises EnvironmentContractError where the template would rewrite earlier turns (it strips their thinking, moves
         their tools, ...): the ids of the next turn would then not continue those that were sampled."""
         before = self.render(history) + response
@@ -79,8 +79,8 @@ class Tokenizer:
         after = self.render([*history, turn, *answer])
         if not after.startswith(before):
             raise EnvironmentContractError(
-                "chat template: it rewrites earlier turns of the conversation, so the next turn would not continue the sampled "
-                f"tokens (expected the render to start with {before[-60:]!r}); answer with text instead of messages."
+                "chat template: it rewrites earlier turns of the conversation, so the next turn would not continue the "
+                f"sampled tokens (expected the render to start with {before[-60:]!r}); answer with text instead of messages."
             )
         rest = after[len(before) :]
         sampled_end = "" if closing is None else self.decode([closing], skip_special_tokens=False)
