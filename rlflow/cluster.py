@@ -34,9 +34,9 @@ CHUNK_BYTES = 64 * 2**20  # of weights per message; two are in flight
 OTHERS_GRACE_S = 10.0  # for the other ranks to finish a call in which one rank failed
 PLACEMENT_TIMEOUT_S = 120.0
 QUIET = {"RAY_USAGE_STATS_ENABLED": "0"}
-# The first makes Ray's own servers listen on the loopback only: Ray resolves 127.0.0.1 to the public address otherwise. It is
-# read when ray is imported. The second is what Ray does by default; saying so spares its warning.
-LOCAL_ONLY = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_AUTH_MODE": "token"}
+# Makes Ray's own servers listen on the loopback only: it resolves 127.0.0.1 to the machine's address otherwise. Ray reads
+# this when it is imported, so a caller who imports ray first gets all interfaces, guarded by Ray's token alone.
+LOCAL_ONLY = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
 
 
 def make_trainer(config: RunConfig) -> Trainer:
@@ -67,6 +67,10 @@ def make_trainer(config: RunConfig) -> Trainer:
             f"cluster.ranks: the reference backend runs on one device, found {ranks} ranks; set ranks to 0"
         )
     return RayTrainer(config.model.path, **dataclasses.asdict(config.cluster), **options)
+
+
+class RankDied(RLFlowError):
+    """The process of a trainer rank is gone; the trainer is closed."""
 
 
 class RayTrainer(Trainer):
@@ -195,18 +199,18 @@ class RayTrainer(Trainer):
 
         waiting, failure, deadline = list(pending), None, None
         while waiting:
-            left = None if deadline is None else deadline - time.monotonic()
-            if left is not None and left <= 0:
-                break
+            left = None if deadline is None else max(0.0, deadline - time.monotonic())
             done, waiting = ray.wait(waiting, num_returns=1, timeout=left)
-            for reference in done:
-                error = _failure_of(reference, pending.index(reference))
-                if error is not None and failure is None:
-                    failure, deadline = error, time.monotonic() + OTHERS_GRACE_S
+            if not done:
+                break
+            error = _failure_of(done[0], pending.index(done[0]))
+            if error is not None and failure is None:
+                failure = error
+                deadline = time.monotonic() + (0.0 if isinstance(error, RankDied) else OTHERS_GRACE_S)
         if failure is None:
             return ray.get(pending)
-        if waiting:
-            logger.warning("%d ranks still wait for the failed one: ending all ranks", len(waiting))
+        if waiting or isinstance(failure, RankDied):
+            logger.warning("ranks are lost or out of step: ending all of them")
             self.close()
         raise failure
 
@@ -281,7 +285,7 @@ class TrainerRank:
 
 
 def connect(address: str | None, cpus: int) -> bool:
-    """Connects to Ray; True where this call has started it. Sends no telemetry, opens no dashboard, logs warnings only.
+    """Connects to Ray; True where this call has started it. Sends no telemetry, opens no dashboard, logs errors only.
 
     Raises MissingPackageError without Ray, ConfigError where no cluster answers at `address`.
     """
@@ -295,7 +299,7 @@ def connect(address: str | None, cpus: int) -> bool:
             ) from error
         if ray.is_initialized():
             return False
-        quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.WARNING, "include_dashboard": False}
+        quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR, "include_dashboard": False}
         with _own_signal_handlers():
             if address is None:
                 cores = max(cpus, os.cpu_count() or 1)
@@ -353,7 +357,7 @@ def _failure_of(reference: Any, rank: int) -> RLFlowError | None:
         logger.error("trainer rank %d failed:\n%s", rank, error)
         return RLFlowError(f"trainer rank {rank}: {type(error.cause).__name__}: {_first_line(error.cause)}")
     except ray.exceptions.RayActorError as error:
-        return RLFlowError(f"trainer rank {rank} died (killed for memory?): {_first_line(error)}")
+        return RankDied(f"trainer rank {rank} died (killed for memory?): {_first_line(error)}")
     except ray.exceptions.RayError as error:
         return RLFlowError(f"trainer rank {rank}: {type(error).__name__}: {_first_line(error)}")
     return None

@@ -1,0 +1,240 @@
+"""Trainer ranks as real Ray actors: they train like one process, speak of failures in one line, and leave nothing behind."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+from rlflow.algorithms import EntropyLoss, PPOClipLoss, SumLoss, token_weights
+from rlflow.batching import make_batch
+from rlflow.cluster import RayTrainer, make_trainer
+from rlflow.errors import ConfigError, RLFlowError
+from rlflow.schema import ClusterSection, ModelSection, RunConfig, TrainerSection
+from rlflow.trainer.reference import ReferenceTrainer
+from rlflow.types import Batch, PolicyOutput, Segment, StopReason, Trajectory
+from tests.fixtures import tiny_model
+
+# Not importorskip: importing Ray here would decide where it listens before rlflow can.
+needs_ray = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="pip install 'rlflow[ray]'")
+OPTIONS = {"lr": 1e-2, "eps": 1e-3, "max_gradient_norm": 0.5}  # a small eps would turn rounding into Adam's direction
+
+
+@dataclasses.dataclass(frozen=True)
+class FailingLoss:
+    """Fails on every rank, or on one alone while the other waits for it."""
+
+    only_rank: int | None = None
+
+    def __call__(self, output: PolicyOutput, batch: Batch):
+        if self.only_rank in (None, torch.distributed.get_rank()):
+            raise ZeroDivisionError("a loss gone wrong\nin two lines")
+        return -output.logprobs, {}
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory) -> Path:
+    return tiny_model(tmp_path_factory.mktemp("model"), tokenizer=False)
+
+
+@pytest.fixture(scope="module")
+def batch() -> Batch:
+    generator = torch.Generator().manual_seed(5)
+    owners = []
+    for length in (7, 12, 3, 9, 30):
+        tokens = torch.randint(0, 384, (length,), generator=generator)
+        mask = torch.arange(length) >= 2
+        segment = Segment(tokens, mask, -6 - torch.rand(length, generator=generator), torch.where(mask, 0, -1))
+        owners.append(Trajectory("t", "g", [segment], [], 1.0, StopReason.TERMINATED, temperature=0.8))
+    whole = make_batch(owners)
+    advantages = torch.randn(len(owners), 1, generator=generator).expand(whole.tokens.shape)
+    return whole.replace(weights=token_weights(whole), advantages=advantages)
+
+
+@pytest.fixture(scope="module")
+def two_ranks(model_path) -> Iterator[RayTrainer]:
+    trainer = RayTrainer(model_path, ranks=2, backend="megatron", tensor_parallel=2, **OPTIONS)
+    yield trainer
+    trainer.close()
+
+
+def descendants(process: psutil.Process | None = None) -> list[psutil.Process]:
+    return (process or psutil.Process()).children(recursive=True)
+
+
+def still_alive(processes: list[psutil.Process], within_s: float = 15.0) -> list[psutil.Process]:
+    _, alive = psutil.wait_procs(processes, timeout=within_s)
+    return [process for process in alive if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
+
+
+@needs_ray
+@pytest.mark.dist
+def test_two_tensor_parallel_ranks_train_like_one_process(two_ranks, model_path, batch):
+    oracle = ReferenceTrainer(model_path, **OPTIONS)
+    torch.testing.assert_close(two_ranks.score(batch)["logprobs"], oracle.score(batch)["logprobs"], atol=1e-5, rtol=0)
+    two_ranks.snapshot("reference")
+    frozen = two_ranks.score(batch, model="reference", want=("logprobs", "entropy"))
+    loss = SumLoss((PPOClipLoss(), EntropyLoss(0.01)))
+    for _ in range(3):
+        expected, report = oracle.update(batch, loss), two_ranks.update(batch, loss)
+        for name in ("loss", "gradient_norm", "entropy", "ratio", "lr"):
+            assert report[name] == pytest.approx(expected[name], rel=1e-5), name
+    weights = dict(two_ranks.weights())
+    for name, value in oracle.weights():
+        torch.testing.assert_close(weights.pop(name), value, atol=1e-5, rtol=1e-5)
+    assert not weights
+    again = two_ranks.score(batch, model="reference", want=("logprobs", "entropy"))
+    assert all(torch.equal(again[name], frozen[name]) for name in frozen)
+
+
+@needs_ray
+@pytest.mark.dist
+def test_a_checkpoint_brings_weights_and_step_back(two_ranks, batch, tmp_path):
+    before = dict(two_ranks.weights())
+    two_ranks.save(tmp_path / "checkpoint", step=11)
+    two_ranks.update(batch, PPOClipLoss())
+    changed = dict(two_ranks.weights())
+    assert any(not torch.equal(before[name], changed[name]) for name in before)
+    assert two_ranks.load(tmp_path / "checkpoint") == 11
+    assert all(torch.equal(before[name], value) for name, value in two_ranks.weights())
+
+
+@needs_ray
+@pytest.mark.dist
+def test_weights_travel_in_bounded_chunks(two_ranks, monkeypatch):
+    whole = dict(two_ranks.weights())
+    monkeypatch.setattr("rlflow.cluster.CHUNK_BYTES", 1)  # a tensor per message
+    streamed = list(two_ranks.weights())
+    assert [name for name, _ in streamed] == list(whole)
+    assert all(torch.equal(value, whole[name]) for name, value in streamed)
+    next(two_ranks.weights())  # a consumer may leave early
+    assert len(list(two_ranks.weights())) == len(whole)
+
+
+@needs_ray
+@pytest.mark.dist
+def test_every_socket_listens_on_the_loopback_only(two_ranks):
+    listening = [
+        (process.name(), connection.laddr.ip)
+        for process in descendants()
+        for connection in process.net_connections("inet")
+        if connection.status == psutil.CONN_LISTEN
+    ]
+    assert listening
+    assert {ip.removeprefix("::ffff:") for _, ip in listening} <= {"127.0.0.1", "::1"}, listening
+
+
+@needs_ray
+@pytest.mark.dist
+def test_an_error_of_the_ranks_is_one_line_and_the_trainer_lives_on(two_ranks, batch):
+    with pytest.raises(ConfigError, match="referense"):
+        two_ranks.score(batch, model="referense")
+    with pytest.raises(RLFlowError, match=r"^trainer rank \d: ZeroDivisionError: a loss gone wrong$"):
+        two_ranks.update(batch, FailingLoss())
+    assert two_ranks.score(batch)["logprobs"].isfinite().all()
+
+
+@needs_ray
+@pytest.mark.dist
+def test_a_rank_that_dies_is_one_error_and_no_process_stays(two_ranks, batch):
+    """Ends the shared trainer, so it stands last among the tests that use it."""
+    ranks = [process for process in descendants() if "TrainerRank" in " ".join(process.cmdline())]
+    everyone = descendants()
+    assert len(ranks) == 2
+    ranks[0].kill()
+    with pytest.raises(RLFlowError, match=r"^trainer rank \d"):
+        two_ranks.update(batch, PPOClipLoss())
+    two_ranks.close()
+    assert not still_alive(everyone)
+    with pytest.raises(RLFlowError, match="closed"):
+        two_ranks.score(batch)
+
+
+DRIVER = """
+import sys, time
+from rlflow.cluster import RayTrainer
+if __name__ == "__main__":
+    trainer = RayTrainer(sys.argv[1], ranks=1, backend="reference")
+    print("ready", flush=True)
+    time.sleep(120)
+"""
+
+
+@needs_ray
+@pytest.mark.dist
+@pytest.mark.parametrize(
+    "number",
+    [
+        signal.SIGINT,
+        pytest.param(signal.SIGTERM, marks=pytest.mark.slow),
+        pytest.param(signal.SIGKILL, marks=pytest.mark.slow),
+    ],
+)
+def test_a_signal_to_the_driver_leaves_no_process_behind(model_path, number):
+    command = [sys.executable, "-c", DRIVER, str(model_path)]
+    root = Path(__file__).resolve().parents[2]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")])}
+    driver = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, start_new_session=True, env=environment
+    )
+    try:
+        assert driver.stdout is not None and driver.stdout.readline().strip() == "ready"
+        family = descendants(psutil.Process(driver.pid))
+        assert len(family) > 3
+        if number == signal.SIGINT:
+            os.killpg(driver.pid, number)  # as a terminal does it
+        else:
+            os.kill(driver.pid, number)
+        driver.wait(timeout=60)
+        # A killed driver cannot stop Ray: the ranks die at once, two agents of Ray give up looking for it within a minute or two.
+        assert not still_alive(family, within_s=150 if number == signal.SIGKILL else 15)
+    finally:
+        driver.kill()
+        driver.wait()
+
+
+def config_of(**changes: object) -> RunConfig:
+    sections: dict[str, object] = {"model": ModelSection(path="no/such/model"), **changes}
+    return RunConfig(**sections)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("trainer", "ranks", "message"),
+    [
+        ({"tensor_parallel": 2}, 0, "set cluster.ranks=2"),
+        (
+            {"tensor_parallel": 2, "pipeline_parallel": 2},
+            6,
+            "multiple of tensor_parallel x pipeline_parallel = 4, found 6",
+        ),
+        ({"backend": "reference"}, 2, "runs on one device"),
+        ({"backend": "megatorn"}, 0, "Did you mean 'megatron'"),
+    ],
+)
+def test_ranks_that_do_not_fit_fail_before_anything_starts(trainer, ranks, message):
+    config = config_of(trainer=TrainerSection(**trainer), cluster=ClusterSection(ranks=ranks))
+    before = len(descendants())
+    with pytest.raises(ConfigError, match=message):
+        make_trainer(config)
+    assert len(descendants()) == before
+
+
+def test_without_ranks_the_trainer_is_in_this_process_and_decays_over_the_run(model_path):
+    config = config_of(
+        model=ModelSection(path=str(model_path)),
+        trainer=TrainerSection(backend="reference", lr_schedule="cosine", lr=0.5),
+    )
+    config.run.steps, config.algorithm.minibatches_per_step, config.algorithm.epochs_per_step = 7, 2, 3
+    trainer = make_trainer(config)
+    assert isinstance(trainer, ReferenceTrainer)
+    assert trainer.schedule["decay_steps"] == 42
+    assert trainer.schedule["lr"] == 0.5
