@@ -115,9 +115,11 @@ class DenseIndex:
         vectors = self._encoder.encode_queries(queries)
         depth = min(top_k + 8, self._index.ntotal)
         scores, rows = self._index.search(vectors, depth)
-        found = zip(vectors, scores, rows, strict=True)
         # A query without a word is a zero vector: nothing is close to it.
-        return [self._settle(vector, *candidates, top_k) if vector.any() else [] for vector, *candidates in found]
+        return [
+            self._settle(vector, proposed, candidates, top_k) if vector.any() else []
+            for vector, proposed, candidates in zip(vectors, scores, rows, strict=True)
+        ]
 
     def _settle(self, vector: np.ndarray, proposed: np.ndarray, rows: np.ndarray, top_k: int) -> Ranking:
         """The ranking of one query from its candidates, best first, widened while the cut is within rounding."""
