@@ -190,6 +190,7 @@ class _Draft:
         for depth, part in enumerate(path[:-1]):
             if isinstance(node, dict) and node.get(part) is None:
                 node[part] = {}
+                self.origins[".".join(path[: depth + 1])] = COMMAND_LINE
             node = _child(node, part, path[: depth + 1])
         if isinstance(node, list):
             node[_index(node, path[-1], path)] = value
