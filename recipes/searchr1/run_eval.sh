@@ -23,8 +23,8 @@ Options
 A question that failed for infrastructure is reported apart, never scored 0. Every trajectory is written as a line of JSON.
 
 Examples
-  bash recipes/searchr1/run_eval.sh --model runs/demo/export
-  bash recipes/searchr1/run_eval.sh --model runs/demo/export environment.retriever=random   # does it read what it finds?
+  bash recipes/searchr1/run_eval.sh --model runs/searchr1-demo/export
+  bash recipes/searchr1/run_eval.sh --model runs/searchr1-demo/export environment.retriever.name=random   # does it read what it finds?
   bash recipes/searchr1/run_eval.sh --model Qwen2.5-3B-Instruct --data val.jsonl --corpus corpus.jsonl \
       --config recipes/searchr1/config/qwen2.5_3b.yaml
 TEXT
