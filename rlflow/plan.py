@@ -125,11 +125,6 @@ def _check_sampling(config: RunConfig) -> None:
             f"rollout.max_total_tokens: expected more than rollout.max_response_tokens "
             f"({rollout.max_response_tokens}), as the prompt counts too; found {rollout.max_total_tokens}."
         )
-    if config.data.max_prompt_tokens > rollout.max_total_tokens:
-        raise ConfigError(
-            f"data.max_prompt_tokens: expected at most rollout.max_total_tokens ({rollout.max_total_tokens}), "
-            f"found {config.data.max_prompt_tokens}: such a prompt would leave no room for a response."
-        )
 
 
 def _check_batch(config: RunConfig) -> None:
@@ -177,7 +172,7 @@ def _sampling_lines(config: RunConfig) -> list[tuple[str, str]]:
     return [
         (
             "prompts",
-            f"{prompts:,} per step; those over {config.data.max_prompt_tokens:,} tokens are dropped and counted",
+            f"{prompts:,} per step; those over {min(config.data.max_prompt_tokens, budget - 1):,} tokens are dropped and counted",
         ),
         ("samples", f"{samples:,} per prompt"),
         ("trajectories", f"{trajectories:,} per step = {prompts:,} prompts x {samples:,} samples"),
