@@ -61,7 +61,7 @@ class BM25Index:
     Taylor 2004), so that an article about a name comes before articles that mention it.
     """
 
-    def __init__(self, corpus: Sequence[Passage], *, k1: float = 1.5, b: float = 0.75, title_weight: int = 4) -> None:
+    def __init__(self, corpus: Sequence[Passage], *, k1: float = 1.5, b: float = 0.75, title_weight: int = 8) -> None:
         """Builds the index in memory. Raises MissingPackageError without bm25s, ConfigError for values out of range."""
         if k1 < 0 or not 0 <= b <= 1 or title_weight < 0:
             raise ConfigError(
@@ -100,6 +100,7 @@ class DenseIndex:
     """
 
     _ROUNDING = 1e-5  # far above the error of a float32 inner product of unit vectors
+    _BLOCK = 8192  # passages encoded at a time
 
     def __init__(self, corpus: Sequence[Passage], *, encoder: Encoder | None = None, **options: Any) -> None:
         """Encodes the corpus (options: of NgramEncoder, unless `encoder` is given). Raises MissingPackageError without faiss."""
@@ -109,7 +110,8 @@ class DenseIndex:
             raise _missing("faiss", "dense") from None
         self._encoder = encoder if encoder is not None else NgramEncoder(corpus, **options)
         self._index = faiss.IndexFlatIP(self._encoder.dimensions)
-        self._index.add(self._encoder.encode_passages(corpus))
+        for start in range(0, len(corpus), self._BLOCK):  # never two copies of all vectors
+            self._index.add(self._encoder.encode_passages(corpus[start : start + self._BLOCK]))
 
     def rank(self, queries: Sequence[str], top_k: int) -> list[Ranking]:
         vectors = self._encoder.encode_queries(queries)

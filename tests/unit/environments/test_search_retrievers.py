@@ -237,8 +237,8 @@ def test_vectors_have_unit_length_and_do_not_depend_on_the_process():
     assert not encoder.encode_queries(["", "..."]).any()
     only = NgramEncoder([_passage("a", "b")], dimensions=32, ngram_weight=0.0, buckets_per_word=2)
     # Golden: the buckets of a word under blake2b. Python's salted hash would change them from run to run.
-    vector = only.encode_queries(["telmik"])[0]
-    assert {int(bucket): float(np.sign(vector[bucket])) for bucket in np.flatnonzero(vector)} == GOLDEN
+    vector = only.encode_queries(["harbour"])[0]
+    assert {int(bucket): float(np.sign(vector[bucket])) for bucket in np.flatnonzero(vector)} == {22: -1.0, 21: 1.0}
 
 
 def test_weighting_follows_idf_and_term_frequency():
