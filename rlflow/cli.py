@@ -64,7 +64,15 @@ def _warnings_on_stderr() -> Iterator[None]:
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """The parsed command line; `args.run(args)` carries it out."""
     parser = make_parser()
-    args = parser.parse_args(arguments)
+    args, rest = parser.parse_known_args(arguments)
+    # argparse gives up on section.key=value words that stand between options; they are legal in any order.
+    unknown = [word for word in rest if word.startswith("-") or "=" not in word or not hasattr(args, "overrides")]
+    if unknown:
+        parser.error(
+            f"unrecognized arguments: {' '.join(unknown)}; see rlflow {args.command or ''} --help".replace("  ", " ")
+        )
+    if rest:
+        args.overrides = [*args.overrides, *rest]
     if not hasattr(args, "run"):
         parser.print_help()
         parser.exit(0)
@@ -79,7 +87,7 @@ def make_parser() -> argparse.ArgumentParser:
         epilog="`rlflow COMMAND --help` explains a command. RLFLOW_DEBUG=1 shows tracebacks.",
     )
     parser.add_argument("--version", action="version", version=f"rlflow {_version()}")
-    commands = parser.add_subparsers(title="commands", metavar="COMMAND")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", dest="command")
     _add_train(commands)
     _add_eval(commands)
     _add_env(commands)
@@ -100,7 +108,12 @@ def _command(
     commands: argparse._SubParsersAction, name: str, run: Run, help: str, text: str, epilog: str = ""
 ) -> argparse.ArgumentParser:
     parser = commands.add_parser(
-        name, help=help, description=text, epilog=epilog, formatter_class=argparse.RawDescriptionHelpFormatter
+        name,
+        help=help,
+        description=text,
+        epilog=epilog,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
     parser.set_defaults(run=run)
     return parser
