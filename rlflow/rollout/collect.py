@@ -90,7 +90,7 @@ class Rollout:
         from rlflow.rollout.embedded import EmbeddedEngine
 
         tokenizer = Tokenizer.from_pretrained(path, trust_remote_code)
-        shared = {key: options[key] for key in ("seed", "deterministic") if key in options}
+        shared: dict[str, Any] = {key: options[key] for key in ("seed", "deterministic") if key in options}
         keywords: dict[str, Any] = {**shared, **(engine or {})}
         name = keywords.pop("name", "embedded")
         if name != "embedded":

@@ -45,6 +45,7 @@ def sample(logits: Tensor, temperatures: Tensor, uniform: Tensor | None) -> tupl
         cumulative = logprobs.exp().cumsum(-1, dtype=torch.float64)
         target = uniform[:, None] * cumulative[:, -1:]
         tokens = torch.searchsorted(cumulative, target, right=True)[:, 0]
+        tokens.clamp_(max=logits.shape[1] - 1)  # only NaN exceeds it; its log-prob tells
         tokens = torch.where(greedy, logprobs.argmax(-1), tokens) if bool(greedy.any()) else tokens
     return tokens, logprobs.gather(-1, tokens[:, None])[:, 0]
 
@@ -62,7 +63,7 @@ class StopTable:
     """Which tokens can end a completion, (rows, V) uint8 flags: a row for every distinct pair of stop strings and ids.
 
     Most tokens cannot complete any of the strings, so text is decoded only for those whose own text holds a string's
-    last character (or is part of a character)."""
+    last character (or, where that is not ASCII, an incomplete character)."""
 
     def __init__(self, vocab: int, tokenizer: Callable[[], Decoding], device: torch.device) -> None:
         self.flags = torch.zeros(0, vocab, dtype=torch.uint8, device=device)
@@ -99,7 +100,9 @@ class StopTable:
         if any(not string for string in strings):
             raise RolloutError("sampling.stop: a stop string is empty; every completion would end at once.")
         if strings:
-            ends = {string[-1] for string in strings} | {"\ufffd"}
+            ends = {string[-1] for string in strings}
+            if any(not end.isascii() for end in ends):
+                ends.add("\ufffd")  # part of a character: several tokens may make the last one
             texts = self._token_texts()
             row[[token for token, text in enumerate(texts) if not ends.isdisjoint(text)]] = MAY_END_STRING
             for string in strings:  # a stop string that is one special token has no text of its own

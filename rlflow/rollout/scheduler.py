@@ -152,23 +152,33 @@ class Scheduler:
         self._prefilling.append(slot)
 
     def _prefill(self) -> None:
-        """Computes what the cache lacks of the newest requests, oldest first, and samples their first token."""
-        leaders, budget = [], self._prefill_tokens
-        chosen: set[tuple[int, ...]] = set()
+        """Computes what the cache lacks of the newest requests, oldest first, and samples their first token. Of requests
+        with the same prompt one computes it, the others copy it in a second pass."""
+        budget = self._prefill_tokens
+        leaders: set[tuple[int, ...]] = set()
+        for _ in range(2):
+            parts = self._prefill_parts(budget, leaders)
+            budget -= sum(stop - start for _, start, stop, _ in parts)
+            if parts:
+                self._feed(parts)
+
+    def _prefill_parts(self, budget: int, leaders: set[tuple[int, ...]]) -> list[tuple[int, int, int, bool]]:
+        """(slot, start, stop, complete) spans to compute now, `budget` tokens at most. Adds to the prompts of `leaders`."""
+        parts = []
         for slot in self._prefilling:
             if budget <= 0:
                 break
             prompt = self._borrow(slot)
             start, length = self._slots.cached[slot], int(self._slots.lengths[slot])
-            if prompt in chosen and start == 0:
-                continue  # another one computes the same prompt in this step; it is copied in the next
-            chosen.add(prompt)
+            if prompt in leaders and 0 == start < len(prompt) - 1:
+                continue
+            if start == 0:
+                leaders.add(prompt)
+                self._donors[prompt] = slot
             stop = min(length, start + budget)
             budget -= stop - start
-            leaders.append((slot, start, stop, stop == length))
-            if start == 0:
-                self._donors[prompt] = slot
-        self._feed(leaders)
+            parts.append((slot, start, stop, stop == length))
+        return parts
 
     def _borrow(self, slot: int) -> tuple[int, ...]:
         """Copies the slot's prompt from another slot that holds it, if one does. Returns the prompt."""
