@@ -156,7 +156,7 @@ def _locate(path: Path) -> dict[str, str]:
             raise ModelError(f"{path / INDEX_FILE}: has no weight_map.")
         return dict(sorted(weight_map.items(), key=lambda item: item[1]))
     if (path / SINGLE_FILE).is_file():
-        return {name: SINGLE_FILE for name in _header(path / SINGLE_FILE)}
+        return dict.fromkeys(_header(path / SINGLE_FILE), SINGLE_FILE)
     if not path.is_dir():
         raise ModelError(f"{path}: no such model directory.")
     if any(path.glob("*.bin")):

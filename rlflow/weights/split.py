@@ -1,4 +1,4 @@
-"""Full HuggingFace tensors <-> one tensor-parallel rank's Megatron tensor. Pure functions; every element is moved, none changed."""
+"""Full HuggingFace tensors <-> one tensor-parallel rank's Megatron tensor. Pure functions that move elements only."""
 
 from __future__ import annotations
 

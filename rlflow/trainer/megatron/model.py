@@ -27,6 +27,7 @@ from rlflow.weights.families import (
     TIED_OUTPUT,
     Architecture,
     Rule,
+    Split,
     huggingface_shapes,
     padded_vocab,
     placed_rules,
@@ -125,7 +126,11 @@ def load_weights(module: GPTModel, model: Architecture, world: World, weights: M
             if tuple(source.shape) != shape:
                 raise ModelError(f"'{name}' has shape {tuple(source.shape)}, config.json implies {shape}.")
         part = shard(rule, sources, model, world.tensor_rank, world.tensor_parallel)
-        rest.pop(parameter_name(rule, layer, model, world)).copy_(part)
+        parameter = rest.pop(parameter_name(rule, layer, model, world))
+        parameter.copy_(part)
+        # Megatron marks this only where it initialises the weights itself; the gradient norm counts unmarked parameters
+        # on the first tensor-parallel rank alone.
+        parameter.tensor_model_parallel = rule.split is not Split.REPLICATED
     assert not rest, f"parameters without a rule: {sorted(rest)}"
 
 

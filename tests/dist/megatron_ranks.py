@@ -1,0 +1,115 @@
+"""What each rank of the Megatron layout tests does: one launch of four ranks goes through many (model, layout) pairs."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlflow.types import Batch, PolicyOutput
+from rlflow.weights.hf import digest
+
+RANKS = 4
+UPDATES = 3
+OPTIONS: dict[str, Any] = {
+    "lr": 1e-3,
+    "lr_schedule": "cosine",
+    "lr_decay_steps": 10,
+    "tokens_per_microbatch": 96,
+    "eps": 1e-5,
+}
+"""Rows of up to 32 tokens, so an update of 11 rows takes several micro-batches of different shapes. With Adam's usual eps
+an element with nearly no gradient moves by its rounding error divided by its own size, the same in any implementation."""
+
+
+def make_batch(vocab: int, rows: int = 11, width: int = 32, seed: int = 3) -> Batch:
+    """Random rows of different lengths, temperatures, advantages and weights; the first row has the full width."""
+    draw = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(width // 3, width + 1, (rows,), generator=draw)
+    lengths[0] = width
+    positions = torch.arange(width)
+    tokens = torch.randint(0, vocab, (rows, width), generator=draw) * (positions < lengths[:, None])
+    mask = (positions < lengths[:, None]) & (positions >= 1) & (torch.rand(rows, width, generator=draw) < 0.7)
+    weights = mask * torch.rand(rows, width, generator=draw)
+    return Batch(
+        tokens=tokens,
+        loss_mask=mask,
+        logprobs=torch.zeros(rows, width),
+        advantages=torch.randn(rows, width, generator=draw),
+        weights=weights / weights.sum(),
+        lengths=lengths,
+        temperatures=0.7 + 0.6 * torch.rand(rows, generator=draw),
+    )
+
+
+class PolicyGradientWithEntropy:
+    """-A log p - 0.1 H, so that the gradients of both outputs are exercised; reports the entropy."""
+
+    needs_entropy = True
+
+    def __call__(self, output: PolicyOutput, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
+        loss = -batch.advantages * output.logprobs - 0.1 * output.entropy
+        return loss, {"entropy": output.entropy}
+
+
+def train(model: Path, batch: Batch, tensor_parallel: int, pipeline_parallel: int, save_to: Path | None) -> dict[str, Any]:
+    """Everything that the tests compare, from one trainer: scores, three updates, weights, and one update more."""
+    from rlflow.trainer import Trainer
+
+    loss = PolicyGradientWithEntropy()
+    trainer = Trainer.from_pretrained(
+        model, tensor_parallel=tensor_parallel, pipeline_parallel=pipeline_parallel, **OPTIONS
+    )
+    result: dict[str, Any] = {
+        "digest": digest(trainer.weights()),
+        "score": trainer.score(batch, want=("logprobs", "entropy")),
+    }
+    trainer.snapshot("reference")
+    result["metrics"] = [trainer.update(batch, loss) for _ in range(UPDATES)]
+    result["weights"] = dict(trainer.weights())
+    result["reference"] = trainer.score(batch, model="reference")["logprobs"]
+    if save_to is not None:
+        trainer.save(save_to, UPDATES)
+        result["next_metrics"] = trainer.update(batch, loss)
+        result["next_weights"] = dict(trainer.weights())
+    trainer.close()
+    return result
+
+
+def rank_main(rank: int, rendezvous: str, jobs: list[dict[str, Any]]) -> None:
+    """One rank: joins the others over a file, runs the jobs in order; rank 0 writes what came out."""
+    import torch.distributed as dist
+
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=RANKS)
+    for job in jobs:
+        result = train(job["model"], job["batch"], job["tensor_parallel"], job["pipeline_parallel"], job["save_to"])
+        same: list[Any] = [None] * RANKS
+        dist.all_gather_object(same, (result["metrics"], digest(result["weights"].items())))
+        result["same_on_all_ranks"] = all(other == same[0] for other in same)
+        if rank == 0:
+            torch.save(result, job["result"])
+    dist.destroy_process_group()
+
+
+def launch(directory: Path, jobs: list[dict[str, Any]], limit_s: float) -> None:
+    """Runs the jobs on four ranks. Raises what a rank raised, or TimeoutError; leaves no process behind."""
+    import torch.multiprocessing as mp
+
+    rendezvous = directory / "rendezvous"
+    rendezvous.unlink(missing_ok=True)  # an earlier launch's file would name ranks that are gone
+    context = mp.spawn(rank_main, args=(str(rendezvous), jobs), nprocs=RANKS, join=False)
+    deadline = time.monotonic() + limit_s
+    try:
+        while not context.join(timeout=1.0):
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"the ranks took longer than {limit_s:.0f} s")
+    finally:
+        for process in context.processes:
+            if process.is_alive():
+                process.kill()
