@@ -25,7 +25,7 @@ cd "$RLFLOW_ROOT"
 # One thread per process: some tests start several ranks, and torch's threads wait busily for each other on shared cores.
 export OMP_NUM_THREADS=1 PYTHONUNBUFFERED=1
 status=0
-"$RLFLOW_PYTHON" -m ruff check --quiet . || status=1
+"$RLFLOW_PYTHON" -m ruff check --quiet --output-format concise . || status=1
 [ $status -eq 0 ] && echo "ruff: no findings" || echo "ruff: findings above"
 "$RLFLOW_PYTHON" -m pytest -m "$select" "$@" || status=$?
 exit $status
