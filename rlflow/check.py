@@ -260,6 +260,11 @@ class _Audit:
             self.report.notes.append(f"every episode returned {rewards[0]:g}: these agents found no other reward")
         turns = sum(len(play.steps) for play in done) / len(done)
         names = sorted({name for play in done for name in play.metrics})
+        for name in names:
+            reporting = sum(name in play.metrics for play in done)
+            if reporting < len(done):
+                text = f"metric '{name}' is reported by {reporting} of {len(done)} episodes: its mean is over those"
+                self.report.notes.append(text)
         self.report.facts += [
             f"{len(done)} episodes: {ended} terminated, {turns:.1f} turns on average",
             f"returns from {min(rewards):g} to {max(rewards):g}",

@@ -9,13 +9,14 @@ import json
 import math
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from rlflow.errors import CheckpointError, MissingPackageError
 
+SCORES = ("exact_match", "f1")  # of an episode, whatever the environment
 PHASES = ("rollout", "score", "update", "sync", "evaluate", "checkpoint")
 
 
@@ -42,9 +43,13 @@ METRICS: dict[str, Metric] = {
     "train/lr": Metric("1", "learning rate of the step's last minibatch"),
     "train/clip_fraction": Metric("share", "of trained tokens whose ratio was clipped"),
     "train/ratio": Metric("1", "mean importance ratio policy / behaviour over trained tokens"),
+    "train/old_kl": Metric("nats/token", "KL of the policy to the one that the ratio starts from (k3 estimator)"),
+    "train/policy_loss": Metric("nats", "the clipped policy-gradient term alone"),
     "train/kl": Metric("nats/token", "KL of the policy to the reference (k3 estimator)"),
     "train/entropy": Metric("nats/token", "entropy of the distribution sampled from"),
-    "train/logprob_gap": Metric("nats", "mean |engine - trainer| log-prob of sampled tokens, before the update"),
+    "train/logprob_gap": Metric(
+        "nats", "mean absolute difference of engine and trainer log-probs of sampled tokens, before the update"
+    ),
     "train/advantage_zero": Metric("share", "of episodes in groups whose rewards are all equal: they teach nothing"),
     "train/tokens": Metric("tokens", "trained in the step (loss mask)"),
     "train/fed_tokens": Metric("tokens", "in the training rows, padding excluded"),
@@ -123,22 +128,30 @@ def interval95(values: Sequence[float]) -> tuple[float, float]:
     return center - half, center + half
 
 
+def episode_records(trajectories: Sequence[Any]) -> list[dict[str, float]]:
+    """Per usable trajectory its environment's metrics and `turns`. A score that another episode reports and this one lacks is
+    0: leaving it out would average over the episodes that came to an answer only."""
+    reported = [name for name in SCORES if any(name in trajectory.metrics for trajectory in trajectories)]
+    missing = dict.fromkeys(reported, 0.0)
+    return [{"turns": float(len(trajectory.turns)), **missing, **trajectory.metrics} for trajectory in trajectories]
+
+
 def rollout_metrics(trajectories: Sequence[Any]) -> dict[str, float]:
     """`train/` and `rollout/` metrics of a step's trajectories (`rlflow.types.Trajectory`), aborted ones included in the list.
 
     Means are over usable trajectories, shares over all. A metric of the environment is `rollout/<name>`, but
-    exact_match and f1 are `train/<name>`; one that only some episodes report is averaged over those.
+    exact_match and f1 are `train/<name>`; one that only some episodes report is averaged over those, except that a score
+    which an episode lacks is 0 there: it never came to an answer.
     """
     usable = [trajectory for trajectory in trajectories if trajectory.stop.value != "aborted"]
 
     def share(reason: str) -> float:
         return mean([float(trajectory.stop.value == reason) for trajectory in trajectories])
 
-    own = mean_of([{"turns": float(len(trajectory.turns)), **trajectory.metrics} for trajectory in usable])
-    scores = {"exact_match", "f1"}
+    own = mean_of(episode_records(usable))
     return {
         **({"train/reward": mean([trajectory.reward for trajectory in usable])} if usable else {}),
-        **{f"{'train' if name in scores else 'rollout'}/{name}": value for name, value in own.items()},
+        **{f"{'train' if name in SCORES else 'rollout'}/{name}": value for name, value in own.items()},
         "rollout/episodes": float(len(trajectories)),
         "rollout/truncated_max_turns": share("max_turns"),
         "rollout/truncated_max_tokens": share("max_tokens"),
@@ -147,9 +160,11 @@ def rollout_metrics(trajectories: Sequence[Any]) -> dict[str, float]:
 
 
 class PhaseTimer:
-    """Seconds per phase of a step. Phases may be entered many times; they must not nest."""
+    """Seconds per phase of a step. Phases may be entered many times; they must not nest. `on_enter` is told each phase's
+    name as it begins, for a display."""
 
-    def __init__(self) -> None:
+    def __init__(self, on_enter: Callable[[str], object] | None = None) -> None:
+        self.on_enter = on_enter
         self.seconds: dict[str, float] = {}
         self.started = time.perf_counter()
 
@@ -157,6 +172,8 @@ class PhaseTimer:
     def phase(self, name: str) -> Iterator[None]:
         """Adds the seconds spent inside to the phase, also when it raises."""
         start = time.perf_counter()
+        if self.on_enter is not None:
+            self.on_enter(name)
         try:
             yield
         finally:

@@ -162,6 +162,14 @@ def test_chance_and_endlessness_are_notes_not_problems() -> None:
     assert any("no episode terminated within 3 turns" in note for note in report.notes)
 
 
+def test_a_metric_that_only_some_episodes_report_is_a_note() -> None:
+    def step(self: Any, episode: Episode, response: str) -> Step:
+        return Step(terminated=True, metrics={"exact_match": 1.0} if episode.task.answer in response else {})
+
+    report = check_environment(broken(step=step), episodes=8)
+    assert report.passed and any("metric 'exact_match' is reported by" in note for note in report.notes)
+
+
 def test_something_else_than_an_environment_is_refused() -> None:
     report = check_environment(object())  # type: ignore[arg-type]
     assert report.problems == ["expected an instance of rlflow.Environment, found object: derive the class from it"]

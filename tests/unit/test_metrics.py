@@ -74,19 +74,27 @@ def test_rollout_metrics_count_aborted_episodes_and_keep_them_out_of_means() -> 
     }  # fmt: skip
 
 
+def test_an_episode_without_a_score_that_others_report_counts_as_0() -> None:
+    metrics = rollout_metrics([trajectory(1.0, exact_match=1.0, hops=2.0), trajectory(0.0, StopReason.MAX_TOKENS)])
+    assert metrics["train/exact_match"] == 0.5 and metrics["rollout/hops"] == 2.0
+    assert "train/exact_match" not in rollout_metrics([trajectory(0.0)])
+
+
 def test_a_step_in_which_everything_aborted_reports_no_reward() -> None:
     metrics = rollout_metrics([trajectory(9.0, StopReason.ABORTED)])
     assert metrics["rollout/aborted"] == 1.0 and "train/reward" not in metrics
 
 
 def test_phase_timer_adds_up_and_starts_anew() -> None:
-    timer = PhaseTimer()
+    entered: list[str] = []
+    timer = PhaseTimer(entered.append)
     for _ in range(2):
         with timer.phase("rollout"):
             time.sleep(0.01)
     with pytest.raises(KeyError), timer.phase("update"):
         raise KeyError
     taken = timer.take()
+    assert entered == ["rollout", "rollout", "update"]
     assert taken["time/rollout_s"] >= 0.02 and "time/update_s" in taken
     assert taken["time/step_s"] >= taken["time/rollout_s"] + taken["time/update_s"]
     assert set(timer.take()) == {"time/step_s"}
