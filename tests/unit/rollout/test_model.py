@@ -36,7 +36,9 @@ def random_rows(lengths: list[int]) -> list[list[int]]:
     return [torch.randint(3, 384, (length,), generator=generator).tolist() for length in lengths]
 
 
-def prefill(decoder: Decoder, cache: KeyValueCache, rows: list[list[int]], slots: list[int], starts: list[int]) -> Tensor:
+def prefill(
+    decoder: Decoder, cache: KeyValueCache, rows: list[list[int]], slots: list[int], starts: list[int]
+) -> Tensor:
     """Logits of the new tokens of the rows, whose first `starts` tokens are cached already."""
     cache.reserve(max(map(len, rows)))
     tokens = torch.tensor([token for row, start in zip(rows, starts) for token in row[start:]])

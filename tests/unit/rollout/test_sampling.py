@@ -1,8 +1,8 @@
 from __future__ import annotations
 
+import pytest
 import torch
 from fixtures import tiny_tokenizer
-import pytest
 
 from rlflow.errors import RolloutError
 from rlflow.rollout.sampling import END_TOKEN, MAY_END_STRING, StopTable, sample, uniforms

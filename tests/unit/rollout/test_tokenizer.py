@@ -1,0 +1,97 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from fixtures import tiny_tokenizer
+
+from rlflow.errors import EnvironmentContractError, ModelError
+from rlflow.rollout.tokenizer import Tokenizer
+
+USER = {"role": "user", "content": "Where was Orvan Telmik born?"}
+TOOL = {"role": "user", "content": "Doc 1: in Vasmere."}
+QWEN3_LIKE = (  # drops the thinking of every turn but the last, as Qwen3's template does
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' }}"
+    "{% if message['role'] == 'assistant' and not loop.last %}{{ message['content'].split('</think>')[-1] }}"
+    "{% else %}{{ message['content'] }}{% endif %}{{ '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+LLAMA_LIKE = (
+    "{{ '<|endoftext|>' }}{% for message in messages %}"
+    "{{ '<|im_start|>' + message['role'] + '\n\n' + message['content'] | trim + '<|im_end|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n\n' }}{% endif %}"
+)
+PLAIN = (
+    "{% for message in messages %}{{ message['role'] + ': ' + message['content'] + '<|im_end|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_tokenizer(tmp_path_factory.mktemp("tokenizer"))
+
+
+@pytest.fixture
+def tokenizer(directory: Path) -> Tokenizer:
+    return Tokenizer.from_pretrained(directory)
+
+
+@pytest.mark.parametrize("text", ["", " ", "a  b ,c .", "<|im_end|>", "\n\n<information>é☃</information>", "it 's"])
+def test_text_survives_encoding_exactly(tokenizer: Tokenizer, text: str) -> None:
+    tokens = tokenizer.encode(text)
+    assert tokenizer.decode(tokens, skip_special_tokens=False) == text
+    assert len(tokens) == len(tokenizer.inner.encode(text, add_special_tokens=False))
+
+
+def test_special_tokens_are_stripped_on_demand(tokenizer: Tokenizer) -> None:
+    tokens = tokenizer.encode("<answer>x</answer><|im_end|>")
+    assert tokenizer.decode(tokens) == "<answer>x</answer>"
+    assert tokenizer.eos_ids[0] == tokens[-1]
+    assert set(tokens) & tokenizer.special_ids == {tokens[-1]}
+
+
+def test_generation_config_adds_ends(tmp_path: Path) -> None:
+    tiny_tokenizer(tmp_path)
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [2, 0]}')
+    assert Tokenizer.from_pretrained(tmp_path).eos_ids == (2, 0)
+
+
+def test_text_prompts_are_verbatim_unless_the_template_is_asked_for(tokenizer: Tokenizer) -> None:
+    assert tokenizer.encode_prompt("Question: x") == tokenizer.encode("Question: x")
+    expected = "<|im_start|>user\nQuestion: x<|im_end|>\n<|im_start|>assistant\n"
+    assert tokenizer.decode(tokenizer.encode_prompt("Question: x", chat_template=True), False) == expected
+    assert tokenizer.encode_prompt([{"role": "user", "content": "Question: x"}]) == tokenizer.encode(expected)
+
+
+@pytest.mark.parametrize("template", [None, LLAMA_LIKE, PLAIN])
+@pytest.mark.parametrize("ended", [True, False])
+def test_turns_concatenate_to_one_full_render(tokenizer: Tokenizer, template: str | None, ended: bool) -> None:
+    if template:
+        tokenizer.inner.chat_template = template
+    (end,) = tokenizer.eos_ids
+    responses = ["I search. <search>Orvan</search>", "<search>Vasmere</search>"]
+    messages = [USER]
+    tokens = tokenizer.encode_prompt(messages)
+    for response in responses:
+        sampled = tokenizer.encode(response) + [end] * ended
+        tokens += sampled + tokenizer.encode_turn(messages, response, [TOOL], end if ended else None)
+        messages = [*messages, {"role": "assistant", "content": response}, TOOL]
+    assert tokens == tokenizer.encode(tokenizer.render(messages))
+
+
+@pytest.mark.parametrize(
+    "template, response", [(QWEN3_LIKE, "<think>hm</think> <search>x</search>"), (LLAMA_LIKE, " <search>x</search> ")]
+)
+def test_a_template_that_rewrites_earlier_turns_is_refused(tokenizer: Tokenizer, template: str, response: str) -> None:
+    tokenizer.inner.chat_template = template
+    with pytest.raises(EnvironmentContractError, match="rewrites earlier turns"):
+        tokenizer.encode_turn([USER], response, [TOOL], None)
+
+
+def test_missing_things_are_named(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    tokenizer.inner.chat_template = None
+    with pytest.raises(ModelError, match="no chat template"):
+        tokenizer.encode_prompt([USER])
+    with pytest.raises(ModelError, match="no tokenizer that transformers can read"):
+        Tokenizer.from_pretrained(tmp_path)
