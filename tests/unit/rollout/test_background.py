@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import threading
 
@@ -37,7 +38,7 @@ def test_an_interrupt_cancels_what_runs_and_waits_for_its_clean_up() -> None:
             await asyncio.sleep(0.05)
             closed.append("yes")
 
-    timer = threading.Timer(0.2, lambda: signal.raise_signal(signal.SIGINT))
+    timer = threading.Timer(0.2, lambda: os.kill(os.getpid(), signal.SIGINT))
     timer.start()
     with pytest.raises(KeyboardInterrupt):
         thread.run(forever())
