@@ -10,7 +10,7 @@ from typing import Any, TextIO
 
 from rlflow.environment import Environment
 from rlflow.errors import ConfigError, EnvironmentContractError, did_you_mean
-from rlflow.show import Paint
+from rlflow.show import Paint, printable
 from rlflow.types import Observation, Step, Task
 
 
@@ -106,5 +106,5 @@ def read_response(source: Iterable[str], stop: Sequence[str], prompt: str = "> "
 def text_of(observation: Observation) -> str:
     """Text as it is; messages with their roles."""
     if isinstance(observation, str):
-        return observation.strip("\n")
-    return "\n".join(f"[{message['role']}] {message['content']}" for message in observation)
+        return printable(observation.strip("\n"))
+    return printable("\n".join(f"[{message['role']}] {message['content']}" for message in observation))

@@ -132,14 +132,17 @@ def episode_text(record: Mapping[str, Any], paint: Paint) -> str:
     rule = "─" * max(4, 78 - len(title))
     lines = [paint(f"── {title} {rule}", "bold"), paint(_prompt(record["prompt"]).rstrip("\n"), "dim")]
     for turn in record["turns"]:
-        lines.append(paint(turn["response"].strip("\n"), "policy", "bold"))
+        lines.append(paint(printable(turn["response"]).strip("\n"), "policy", "bold"))
         if turn["observation"]:
             lines.append(paint(_prompt(turn["observation"]).strip("\n"), "dim"))
     reward = record["reward"] if record["reward"] is not None else float("nan")
     outcome = paint(f"reward {reward:g}", "good" if solved(record) else "bad", "bold")
     ended = "terminated" if record["stop"] == "terminated" else paint(f"{record['stop'].upper()}", "warn")
     expected = f"  expected {_answer(record['answer'])}" if record.get("answer") not in (None, "") else ""
-    metrics = "  ".join(f"{name} {value:g}" for name, value in record["metrics"].items() if value is not None)
+    numbers = {
+        name: value for name, value in record["metrics"].items() if value is not None and not name.endswith("_tokens")
+    }
+    metrics = "  ".join(f"{name} {value:g}" for name, value in numbers.items())
     tokens = (f"tokens: {record['prompt_tokens']} prompt, {record['response_tokens']} sampled, "
               f"{record['observation_tokens']} observed")  # fmt: skip
     lines.append(f"{outcome}  {ended}{expected}")
@@ -155,5 +158,10 @@ def _answer(answer: Any) -> str:
 
 def _prompt(prompt: Any) -> str:
     if isinstance(prompt, str):
-        return prompt
-    return "\n".join(f"[{message.get('role', '?')}] {message.get('content', '')}" for message in prompt)
+        return printable(prompt)
+    return printable("\n".join(f"[{message.get('role', '?')}] {message.get('content', '')}" for message in prompt))
+
+
+def printable(text: str) -> str:
+    """The text with control characters replaced: neither a policy nor a web page may steer the reader's terminal."""
+    return "".join(letter if letter.isprintable() or letter in "\n\t" else "\ufffd" for letter in text)

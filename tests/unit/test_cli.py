@@ -22,6 +22,7 @@ from rlflow.play import find_task, play, read_response
 from rlflow.registry import build
 from rlflow.run_directory import RunDirectory, write_json, write_text
 from rlflow.scaffold import write_environment
+from rlflow.show import printable
 from rlflow.types import Task
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -233,6 +234,10 @@ def test_show_selects_step_and_outcome(run: Path, capsys: pytest.CaptureFixture[
 
 def test_show_colours_on_demand(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "\033[36;1mguess 1\033[0m" in shown(capsys, str(run), "--color", "always")
+
+
+def test_text_of_the_policy_cannot_steer_the_terminal() -> None:
+    assert printable("a\x1b[2J\tü\n\x07") == "a\ufffd[2J\tü\n\ufffd"
 
 
 def test_show_says_which_steps_there_are(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
