@@ -39,7 +39,7 @@ def render_picture(metrics_jsonl: str | Path, path: str | Path, title: str = "Tr
         raise MissingPackageError(
             "metrics.picture: the package 'matplotlib' is not installed: pip install matplotlib."
         ) from None
-    style: dict[str, Any] = {
+    style: Any = {
         "font.family": "DejaVu Sans", "font.size": 11, "text.color": _INK, "axes.labelcolor": _QUIET, "xtick.color": _QUIET,
         "ytick.color": _QUIET, "axes.edgecolor": _GRID, "axes.spines.top": False, "axes.spines.right": False,
         "axes.spines.left": False, "axes.grid": True, "axes.grid.axis": "y", "grid.color": _GRID, "xtick.major.size": 0,
