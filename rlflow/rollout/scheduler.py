@@ -233,7 +233,7 @@ class Scheduler:
         slots = self._slots
         lengths, temperatures = slots.lengths[batch], slots.temperatures[batch]
         sampled = bool((temperatures > 0).any())
-        uniform = uniforms(slots.seeds[batch], lengths - slots.origins[batch]) if sampled else None
+        uniform = uniforms(slots.seeds[batch], lengths) if sampled else None
         tokens, logprobs = sample(logits, temperatures, uniform)
         if not bool(torch.isfinite(logprobs).all()):
             raise RolloutError(

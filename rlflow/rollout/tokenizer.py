@@ -19,7 +19,9 @@ class Tokenizer:
         own = [] if inner.eos_token_id is None else [inner.eos_token_id]
         self.inner = inner
         self.eos_ids: tuple[int, ...] = tuple(dict.fromkeys([*own, *eos_ids]))
-        self._special_ids = frozenset(inner.all_special_ids)
+        # `all_special_ids` holds those with a role (end, padding) only; decoding strips all that are marked special.
+        marked = {token for token, added in inner.added_tokens_decoder.items() if added.special}
+        self._special_ids = frozenset(marked | set(inner.all_special_ids))
 
     @classmethod
     def from_pretrained(cls, path: str | Path, trust_remote_code: bool = False) -> Tokenizer:

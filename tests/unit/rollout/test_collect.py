@@ -403,10 +403,17 @@ def test_several_engines_share_the_episodes_and_give_what_one_gives(qwen: Path, 
 
 
 def test_more_episodes_than_slots_never_prefill_a_history_twice(qwen: Path, tokenizer: Tokenizer) -> None:
-    environment = Asking()
+    class SlowForTheFirst(Asking):
+        async def step(self, episode: Episode, response: str) -> Step:
+            if episode is self.episodes[0]:  # others come and go in the meantime, and must not take its slot
+                await asyncio.sleep(0.1)
+            return await super().step(episode, response)
+
+    environment = SlowForTheFirst()
     engine = RecordingEngine(qwen, tokenizer, max_concurrency=3)
     with Rollout(engine, environment, tokenizer, samples_per_prompt=4, max_response_tokens=40) as rollout:
         trajectories = all_trajectories(rollout.collect(environment.tasks("train")))
+    assert trajectories[0].metrics["turns"] > 1
     # Every token that is not sampled is prefilled at most once, and of each sampled turn the last token.
     appended = sum(int((~t.segments[0].loss_mask).sum()) for t in trajectories)
     turns = sum(len(t.turns) for t in trajectories)

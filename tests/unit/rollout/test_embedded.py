@@ -247,8 +247,19 @@ def test_diverged_weights_are_an_error_and_leave_no_trace(qwen: Path) -> None:
     with pytest.raises(RolloutError, match="not finite"):
         run(engine.generate(prompt, Sampling(3), "episode"))
     asyncio.run(engine.load_weights(iterate_weights(qwen), version=2))
-    (completion,) = run(engine.generate(prompt, Sampling(3, seed=1), "episode"))
-    assert_logprobs(qwen, prompt, completion)
+    short, long = prompt[:5], random_rows([60])[0]  # the short one's padding is what the broken weights left behind
+    completions = run(*(engine.generate(row, Sampling(3, seed=1)) for row in (short, long)))
+    assert_logprobs(qwen, short, completions[0])
+    assert_logprobs(qwen, long, completions[1])
+
+
+def test_a_sample_that_is_interrupted_and_continued_is_the_uninterrupted_one(qwen: Path) -> None:
+    engine = EmbeddedEngine(qwen)
+    (prompt,) = random_rows([10])
+    (whole,) = run(engine.generate(prompt, Sampling(20, seed=5)))
+    (first,) = run(engine.generate(prompt, Sampling(8, seed=5), "episode"))
+    (rest,) = run(engine.generate(prompt + first.tokens, Sampling(12, seed=5), "episode"))
+    assert first.tokens + rest.tokens == whole.tokens
 
 
 def test_an_aborted_request_ends_with_what_it_has(qwen: Path) -> None:

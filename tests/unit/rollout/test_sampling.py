@@ -122,6 +122,8 @@ def test_special_tokens_have_no_text(stops: StopTable, tokenizer: Tokenizer) -> 
     start = tokenizer.inner.convert_tokens_to_ids("<|im_start|>")
     split = [*tokenizer.encode("</search"), start, *tokenizer.encode(">")]
     assert ends(stops, split, ("</search>",)) == [len(split) - 1]
+    far = [*tokenizer.encode("</search"), *[start] * 50, *tokenizer.encode(">")]
+    assert ends(stops, far, ("</search>",)) == [len(far) - 1]
     assert ends(stops, [start], ("|>",)) == []
 
 

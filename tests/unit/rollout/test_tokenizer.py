@@ -49,6 +49,8 @@ def test_special_tokens_are_stripped_on_demand(tokenizer: Tokenizer) -> None:
     assert tokenizer.decode(tokens) == "<answer>x</answer>"
     assert tokenizer.eos_ids[0] == tokens[-1]
     assert set(tokens) & tokenizer.special_ids == {tokens[-1]}
+    stripped = {token for token in range(len(tokenizer)) if not tokenizer.decode([token])}
+    assert tokenizer.special_ids == stripped
 
 
 def test_generation_config_adds_ends(tmp_path: Path) -> None:
