@@ -248,7 +248,8 @@ def test_diverged_weights_are_an_error_and_leave_no_trace(qwen: Path) -> None:
         run(engine.generate(prompt, Sampling(3), "episode"))
     asyncio.run(engine.load_weights(iterate_weights(qwen), version=2))
     short, long = prompt[:5], random_rows([60])[0]  # the short one's padding is what the broken weights left behind
-    completions = run(*(engine.generate(row, Sampling(3, seed=1)) for row in (short, long)))
+    named = {"episode": short, "other": long}
+    completions = run(*(engine.generate(row, Sampling(3, seed=1), name) for name, row in named.items()))
     assert_logprobs(qwen, short, completions[0])
     assert_logprobs(qwen, long, completions[1])
 
