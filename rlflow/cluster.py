@@ -1,4 +1,4 @@
-"""Trainer ranks as Ray actors, on this machine or a cluster. The only file that imports ray, and only when ranks are asked for.
+"""Trainer ranks as Ray actors, on this machine or a cluster. The only file that imports ray, and only for ranks.
 
 The driver stays one process: `RayTrainer` is a Trainer whose every method calls the same method on all ranks and
 answers what rank 0 answered. Batches and weights travel as numpy arrays: Ray hands those over without a copy, torch
@@ -33,9 +33,10 @@ LOOPBACK = "127.0.0.1"
 CHUNK_BYTES = 64 * 2**20  # of weights per message; two are in flight
 OTHERS_GRACE_S = 10.0  # for the other ranks to finish a call in which one rank failed
 PLACEMENT_TIMEOUT_S = 120.0
+PROBE_TIMEOUT_S = 10.0
 QUIET = {"RAY_USAGE_STATS_ENABLED": "0"}
-# Makes Ray's own servers listen on the loopback only: it resolves 127.0.0.1 to the machine's address otherwise. Ray reads
-# this when it is imported, so a caller who imports ray first gets all interfaces, guarded by Ray's token alone.
+# Makes Ray's own servers listen on the loopback only: it resolves 127.0.0.1 to the machine's address otherwise. Ray
+# reads this when it is imported, so a caller who imports ray first gets all interfaces, guarded by Ray's token alone.
 LOCAL_ONLY = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
 
 
@@ -49,17 +50,14 @@ def make_trainer(config: RunConfig) -> Trainer:
     updates_per_step = config.algorithm.minibatches_per_step * config.algorithm.epochs_per_step
     if section.lr_decay_steps is None:
         options["lr_decay_steps"] = config.run.steps * updates_per_step
-    options |= {
-        "dtype": config.model.dtype,
-        "trust_remote_code": config.model.trust_remote_code,
-        "seed": config.run.seed,
-    }
+    options |= {"dtype": config.model.dtype, "trust_remote_code": config.model.trust_remote_code}
+    options["seed"] = config.run.seed
     ranks, model_ranks = config.cluster.ranks, section.tensor_parallel * section.pipeline_parallel
     if ranks == 0:
         if model_ranks > 1:
             raise ConfigError(
-                f"cluster.ranks: tensor_parallel {section.tensor_parallel} x pipeline_parallel {section.pipeline_parallel} "
-                f"needs {model_ranks} ranks (or a multiple), found 0; set cluster.ranks={model_ranks}"
+                f"cluster.ranks: tensor_parallel {section.tensor_parallel} x pipeline_parallel "
+                f"{section.pipeline_parallel} needs {model_ranks} ranks, found 0; set cluster.ranks={model_ranks}"
             )
         return Trainer.from_pretrained(config.model.path, **options)
     if section.backend == "reference" and ranks > 1:
@@ -74,7 +72,7 @@ class RankDied(RLFlowError):
 
 
 class RayTrainer(Trainer):
-    """A Trainer over `ranks` processes, one Ray actor each, joined to one torch.distributed world (gloo, or NCCL on GPUs).
+    """A Trainer over `ranks` processes, one Ray actor each, in one torch.distributed world (gloo, or NCCL on GPUs).
 
     address None starts Ray on this machine, bound to 127.0.0.1, and `close` stops it; else the running cluster at that
     address is joined ("auto": the one of this machine), and paths must be on a file system that all its nodes share.
@@ -95,11 +93,11 @@ class RayTrainer(Trainer):
         model_ranks = options.get("tensor_parallel", 1) * options.get("pipeline_parallel", 1)
         if ranks < 1 or ranks % model_ranks:
             raise ConfigError(
-                f"cluster.ranks: expected a multiple of tensor_parallel x pipeline_parallel = {model_ranks}, found {ranks}"
+                f"cluster.ranks: need a multiple of tensor_parallel x pipeline_parallel = {model_ranks}, found {ranks}"
             )
         self._actors: list[Any] = []
         self._group: Any = None
-        self._started = connect(address, cpus=ranks * threads_per_rank)
+        self._connected = connect(address, cpus=ranks * threads_per_rank)
         try:
             self._place(ranks, threads_per_rank, gpus_per_rank, local=address is None)
             self._call("build", backend, str(path), options)
@@ -108,15 +106,11 @@ class RayTrainer(Trainer):
             raise
 
     def score(self, batch: Batch, model: str = "policy", want: Sequence[str] = ("logprobs",)) -> dict[str, Tensor]:
-        import ray
-
-        scores = self._call("score", ray.put(_pack_batch(batch)), model, tuple(want))
+        scores = self._call("score", self._share(batch), model, tuple(want))
         return {name: _unpack(value) for name, value in scores.items()}
 
     def update(self, batch: Batch, loss: Loss) -> dict[str, float]:
-        import ray
-
-        return self._call("update", ray.put(_pack_batch(batch)), loss)
+        return self._call("update", self._share(batch), loss)
 
     def snapshot(self, name: str) -> None:
         self._call("trainer_method", "snapshot", name)
@@ -125,7 +119,7 @@ class RayTrainer(Trainer):
         """Streams from rank 0 in chunks, the next one under way while this one is used; all ranks take part."""
         self._call("start_weights")
         pending = self._submit("next_weights", CHUNK_BYTES)
-        while chunk := self._collect(pending):
+        while chunk := self._gather(pending)[0]:
             pending = self._submit("next_weights", CHUNK_BYTES)
             for name, value in chunk:
                 yield name, _unpack(value)
@@ -137,21 +131,20 @@ class RayTrainer(Trainer):
         return self._call("trainer_method", "load", str(Path(path).absolute()))
 
     def close(self) -> None:
-        """Ends the ranks, and Ray where this trainer started it. May be called twice."""
-        if not (self._actors or self._group or self._started):
+        """Ends the ranks, and stops Ray (or leaves the cluster) where this trainer connected. May be called twice."""
+        if not (self._actors or self._group or self._connected):
             return
         import ray
 
-        actors, self._actors = self._actors, []
-        group, self._group = self._group, None
-        started, self._started = self._started, False
+        actors, group, connected = self._actors, self._group, self._connected
+        self._actors, self._group, self._connected = [], None, False
         if not ray.is_initialized():  # Ray's own signal handler or the user was faster
             return
         for actor in actors:
             ray.kill(actor)
         if group is not None:
             ray.util.remove_placement_group(group)
-        if started:
+        if connected:
             ray.shutdown()
 
     def _place(self, ranks: int, threads: int, gpus: float, local: bool) -> None:
@@ -165,8 +158,8 @@ class RayTrainer(Trainer):
         if not self._group.wait(timeout_seconds=PLACEMENT_TIMEOUT_S):
             found = {name: amount for name, amount in ray.cluster_resources().items() if name in ("CPU", "GPU")}
             raise ConfigError(
-                f"cluster: no room for {ranks} ranks with {bundle} each within {PLACEMENT_TIMEOUT_S:.0f} s; Ray has {found} "
-                "in all; lower cluster.ranks, threads_per_rank or gpus_per_rank, or add nodes"
+                f"cluster: no room for {ranks} ranks with {bundle} each within {PLACEMENT_TIMEOUT_S:.0f} s; Ray has "
+                f"{found} in all; lower cluster.ranks, threads_per_rank or gpus_per_rank, or add nodes"
             )
         actor_class = ray.remote(num_cpus=threads, num_gpus=gpus, max_restarts=0)(TrainerRank)
         for index in range(ranks):
@@ -175,19 +168,24 @@ class RayTrainer(Trainer):
         nodes = self._gather(self._submit("node"))
         self._actors = [actor for _, actor in sorted(zip(nodes, self._actors, strict=True), key=lambda pair: pair[0])]
         host, port = self._gather([self._actors[0].open_rendezvous.remote(ranks)])[0]
-        joined = [actor.join.remote(rank, ranks, host, port) for rank, actor in enumerate(self._actors)]
-        self._gather(joined)
+        self._gather([actor.join.remote(rank, ranks, host, port) for rank, actor in enumerate(self._actors)])
 
-    def _submit(self, method: str, *arguments: Any) -> list[Any]:
+    def _share(self, batch: Batch) -> Any:
+        import ray
+
+        self._check_open()  # before ray.put, which would start Ray again
+        return ray.put(_pack_batch(batch))
+
+    def _check_open(self) -> None:
         if not self._actors:
             raise RLFlowError("cluster: the trainer is closed; make a new one")
+
+    def _submit(self, method: str, *arguments: Any) -> list[Any]:
+        self._check_open()
         return [getattr(actor, method).remote(*arguments) for actor in self._actors]
 
-    def _collect(self, pending: list[Any]) -> Any:
-        return self._gather(pending)[0]
-
     def _call(self, method: str, *arguments: Any) -> Any:
-        return self._collect(self._submit(method, *arguments))
+        return self._gather(self._submit(method, *arguments))[0]
 
     def _gather(self, pending: list[Any]) -> list[Any]:
         """What every rank answered, or the first failure as one RLFlowError.
@@ -285,8 +283,9 @@ class TrainerRank:
 
 
 def connect(address: str | None, cpus: int) -> bool:
-    """Connects to Ray; True where this call has started it. Sends no telemetry, opens no dashboard, logs errors only.
+    """Connects to Ray; True where it was not connected before, so that who called is to disconnect.
 
+    Sends no telemetry, opens no dashboard, logs errors only.
     Raises MissingPackageError without Ray, ConfigError where no cluster answers at `address`.
     """
     values = {**QUIET, **(LOCAL_ONLY if address is None else {})}
@@ -294,23 +293,31 @@ def connect(address: str | None, cpus: int) -> bool:
         try:
             import ray
         except ImportError as error:
-            raise MissingPackageError(
-                "cluster.ranks needs Ray: pip install 'rlflow[ray]', or set ranks to 0"
-            ) from error
+            raise MissingPackageError("cluster.ranks needs Ray: pip install 'rlflow[ray]', or set it to 0") from error
         if ray.is_initialized():
             return False
-        quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR, "include_dashboard": False}
+        quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
         with _own_signal_handlers():
             if address is None:
                 cores = max(cpus, os.cpu_count() or 1)
-                ray.init(address="local", num_cpus=cores, _node_ip_address=LOOPBACK, **quiet)
+                ray.init(address="local", num_cpus=cores, include_dashboard=False, _node_ip_address=LOOPBACK, **quiet)
                 return True
-            quiet.pop("include_dashboard")
             try:
+                _probe(address)
                 ray.init(address=address, **quiet)
-            except (ConnectionError, ValueError, RuntimeError) as error:
-                raise ConfigError(f"cluster.address: no Ray cluster answers at '{address}': {error}") from error
+            except (OSError, ValueError, RuntimeError) as error:
+                raise ConfigError(
+                    f"cluster.address: no Ray cluster answers at '{address}': {_first_line(error)}; start one with "
+                    "`ray start --head`, and set RAY_AUTH_MODE=token where it guards itself with a token"
+                ) from error
             return True
+
+
+def _probe(address: str) -> None:
+    """Raises OSError where nothing listens at host:port: Ray itself would try for minutes."""
+    host, colon, port = address.removeprefix("ray://").rpartition(":")
+    if colon and port.isdigit():
+        socket.create_connection((host.strip("[]"), int(port)), timeout=PROBE_TIMEOUT_S).close()
 
 
 @contextlib.contextmanager
@@ -331,8 +338,9 @@ def _environment(values: dict[str, str], defaults: dict[str, str]) -> Iterator[N
 
 @contextlib.contextmanager
 def _own_signal_handlers() -> Iterator[None]:
-    """Gives back the caller's handlers, which ray.init replaces: a run ends its step before it stops. Where SIGTERM had no
-    handler, Ray's stays: it ends Ray's processes."""
+    """Gives back the caller's handlers, which ray.init replaces: a run ends its step before it stops.
+
+    Where SIGTERM had no handler, Ray's stays: it ends Ray's processes."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -1,4 +1,4 @@
-"""Trainer ranks as real Ray actors: they train like one process, speak of failures in one line, and leave nothing behind."""
+"""Trainer ranks as real Ray actors: they train like one process, fail in one line, and leave nothing behind."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import torch
 from rlflow.algorithms import EntropyLoss, PPOClipLoss, SumLoss, token_weights
 from rlflow.batching import make_batch
 from rlflow.cluster import RayTrainer, make_trainer
-from rlflow.errors import ConfigError, RLFlowError
+from rlflow.errors import ConfigError, MissingPackageError, RLFlowError
 from rlflow.schema import ClusterSection, ModelSection, RunConfig, TrainerSection
 from rlflow.trainer.reference import ReferenceTrainer
 from rlflow.types import Batch, PolicyOutput, Segment, StopReason, Trajectory
@@ -62,7 +62,11 @@ def batch() -> Batch:
 
 @pytest.fixture(scope="module")
 def two_ranks(model_path) -> Iterator[RayTrainer]:
-    trainer = RayTrainer(model_path, ranks=2, backend="megatron", tensor_parallel=2, **OPTIONS)
+    section = TrainerSection(tensor_parallel=2, **OPTIONS)
+    trainer = make_trainer(
+        config_of(model=ModelSection(path=str(model_path)), trainer=section, cluster=ClusterSection(ranks=2))
+    )
+    assert isinstance(trainer, RayTrainer)
     yield trainer
     trainer.close()
 
@@ -195,7 +199,7 @@ def test_a_signal_to_the_driver_leaves_no_process_behind(model_path, number):
         else:
             os.kill(driver.pid, number)
         driver.wait(timeout=60)
-        # A killed driver cannot stop Ray: the ranks die at once, two agents of Ray give up looking for it within a minute or two.
+        # A killed driver cannot stop Ray: the ranks die at once, two agents of Ray give up on it within a minute or two.
         assert not still_alive(family, within_s=150 if number == signal.SIGKILL else 15)
     finally:
         driver.kill()
@@ -214,7 +218,7 @@ def config_of(**changes: object) -> RunConfig:
         (
             {"tensor_parallel": 2, "pipeline_parallel": 2},
             6,
-            "multiple of tensor_parallel x pipeline_parallel = 4, found 6",
+            "need a multiple of tensor_parallel x pipeline_parallel = 4, found 6",
         ),
         ({"backend": "reference"}, 2, "runs on one device"),
         ({"backend": "megatorn"}, 0, "Did you mean 'megatron'"),
@@ -238,3 +242,15 @@ def test_without_ranks_the_trainer_is_in_this_process_and_decays_over_the_run(mo
     assert isinstance(trainer, ReferenceTrainer)
     assert trainer.schedule["decay_steps"] == 42
     assert trainer.schedule["lr"] == 0.5
+
+
+def test_a_missing_ray_says_how_to_install_it(model_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(MissingPackageError, match=r"pip install 'rlflow\[ray\]'"):
+        RayTrainer(model_path, ranks=1, backend="reference")
+
+
+@needs_ray
+def test_an_address_where_nothing_listens_is_a_config_error_at_once(model_path):
+    with pytest.raises(ConfigError, match=r"no Ray cluster answers at '127\.0\.0\.1:1'"):
+        RayTrainer(model_path, ranks=1, backend="reference", address="127.0.0.1:1")
