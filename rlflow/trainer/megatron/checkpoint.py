@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import pickle
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,13 +27,16 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from torch import Tensor
 from torch.distributed import checkpoint as torch_checkpoint
+from torch.distributed.checkpoint.api import CheckpointException
 
 from rlflow.errors import CheckpointError
 from rlflow.trainer.megatron.optimizer import set_updates
 from rlflow.trainer.megatron.world import World
+from rlflow.weights.families import Architecture
 
 MANIFEST = "trainer.json"
-"""Written last: the step, the layout, and the size of every other file."""
+"""Written last: the step, the layout, the model's dimensions, and the size of every other file."""
+OWN_FILES = ("*.distcp", ".metadata", "metadata.json", "common.pt", MANIFEST)
 
 
 @dataclass
@@ -39,6 +44,7 @@ class TrainerState:
     """Everything that a checkpoint holds. `updates`: optimizer steps so far (the schedule follows from it)."""
 
     world: World
+    architecture: Architecture
     module: GPTModel
     optimizer: MegatronOptimizer
     snapshots: dict[str, dict[str, Tensor]]
@@ -68,16 +74,20 @@ class InProcessSave(SaveShardedStrategy):
 
 
 def save(path: Path, state: TrainerState) -> None:
-    """Writes the checkpoint into `path`, which must be empty or missing. A collective."""
-    if dist.get_rank() == 0:
-        path.mkdir(parents=True, exist_ok=True)
-        (path / MANIFEST).unlink(missing_ok=True)
-    dist.barrier()
-    dist_checkpointing.save(_sharded(state), str(path), sharded_strategy=InProcessSave())
-    dist.barrier()
-    if dist.get_rank() == 0:
-        _write_manifest(path, state)
-    dist.barrier()
+    """Writes the checkpoint into `path`, in place of one that stands there. A collective.
+
+    Raises CheckpointError where it cannot be written (a full disk, no permission)."""
+    with _explained(f"{path}: the checkpoint cannot be written"):
+        if dist.get_rank() == 0:
+            path.mkdir(parents=True, exist_ok=True)
+            for file in (file for pattern in OWN_FILES for file in path.glob(pattern)):
+                file.unlink()
+        dist.barrier()
+        dist_checkpointing.save(_sharded(state), str(path), sharded_strategy=InProcessSave())
+        dist.barrier()
+        if dist.get_rank() == 0:
+            _write_manifest(path, state)
+        dist.barrier()
 
 
 def load(path: Path, state: TrainerState) -> TrainerState:
@@ -85,6 +95,7 @@ def load(path: Path, state: TrainerState) -> TrainerState:
 
     Raises CheckpointError where the directory is missing, incomplete or damaged, or holds another model."""
     manifest = read_manifest(path)
+    _check_same_model(path, manifest["model"], dataclasses.asdict(state.architecture))
     parameters = dict(state.module.named_parameters())
     snapshots = {
         name: {key: torch.empty_like(parameter.data) for key, parameter in parameters.items()}
@@ -94,14 +105,40 @@ def load(path: Path, state: TrainerState) -> TrainerState:
         state, snapshots=snapshots, updates=int(manifest["updates"]), step=int(manifest["step"])
     )
     same_layout = manifest["layout"] == _layout(state.world)
-    try:
+    with _explained(f"{path}: damaged, use an earlier checkpoint"):
         loaded = dist_checkpointing.load(_sharded(target, with_rng=same_layout), str(path))
-    except (CheckpointingException, RuntimeError, KeyError, ValueError, EOFError, OSError, pickle.PickleError) as error:
-        reason = str(error).strip().splitlines()
-        detail = reason[0] if reason else type(error).__name__
-        raise CheckpointError(f"{path}: cannot be loaded into this model ({detail}).") from error
     _restore(target, loaded, same_layout)
     return target
+
+
+@contextmanager
+def _explained(what: str) -> Iterator[None]:
+    """Turns what megatron-core and torch raise about checkpoints (theirs is a BaseException) into a CheckpointError."""
+    try:
+        yield
+    except (
+        CheckpointException,
+        CheckpointingException,
+        RuntimeError,
+        KeyError,
+        ValueError,
+        EOFError,
+        OSError,
+        pickle.PickleError,
+    ) as error:
+        cause = next(iter(error.failures.values()))[0] if isinstance(error, CheckpointException) else error
+        reason = str(cause).strip().splitlines()
+        raise CheckpointError(
+            f"{what} ({type(cause).__name__}: {reason[0] if reason else 'no reason given'})."
+        ) from error
+
+
+def _check_same_model(path: Path, saved: dict[str, Any], present: dict[str, Any]) -> None:
+    for key, value in present.items():
+        if saved.get(key) != value:
+            raise CheckpointError(
+                f"{path}: belongs to another model; its {key} is {saved.get(key)}, that of model.path is {value}."
+            )
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
@@ -109,7 +146,9 @@ def read_manifest(path: Path) -> dict[str, Any]:
     if not path.is_dir():
         raise CheckpointError(f"{path}: no such checkpoint.")
     if not (path / MANIFEST).is_file():
-        raise CheckpointError(f"{path}: incomplete, {MANIFEST} is missing; it is written last. Use an earlier checkpoint.")
+        raise CheckpointError(
+            f"{path}: incomplete, {MANIFEST} is missing; it is written last. Use an earlier checkpoint."
+        )
     try:
         manifest = json.loads((path / MANIFEST).read_text())
     except ValueError as error:
@@ -130,6 +169,7 @@ def _write_manifest(path: Path, state: TrainerState) -> None:
         "step": state.step,
         "updates": state.updates,
         "layout": _layout(state.world),
+        "model": dataclasses.asdict(state.architecture),
         "snapshots": sorted(state.snapshots),
         "files": files,
     }
@@ -147,10 +187,8 @@ def _layout(world: World) -> dict[str, int]:
 def _sharded(state: TrainerState, with_rng: bool = True) -> ShardedStateDict:
     """Megatron's description of which part of which global tensor this rank holds."""
     # The unwrapped module: the keys of the DDP wrapper carry a prefix and do not load back.
-    model = state.module.sharded_state_dict()
-    # Built from a description of its own, since the optimizer's is derived from the model's entries.
     content: ShardedStateDict = {
-        "model": model,
+        "model": state.module.sharded_state_dict(),
         "optimizer": state.optimizer.sharded_state_dict(state.module.sharded_state_dict()),
     }
     for name, values in state.snapshots.items():

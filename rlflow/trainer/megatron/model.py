@@ -83,7 +83,7 @@ def transformer_config(model: Architecture, world: World, dtype: torch.dtype) ->
         bf16=dtype is torch.bfloat16,
         use_cpu_initialization=on_cpu,
         perform_initialization=False,  # every weight is loaded
-        transformer_impl="local" if not HAVE_TE or on_cpu else "transformer_engine",
+        transformer_impl="transformer_engine" if uses_transformer_engine() else "local",
         calculate_per_token_loss=True,  # no rank averages: `Batch.weights` holds each token's share
         # Micro-batches differ in shape, so stages tell each other theirs; Megatron ties that to this dispatcher.
         variable_seq_lengths=world.pipeline_parallel > 1,
@@ -97,6 +97,11 @@ def transformer_config(model: Architecture, world: World, dtype: torch.dtype) ->
     )
 
 
+def uses_transformer_engine() -> bool:
+    """Whether the layers are Transformer Engine's: on GPUs where it is installed."""
+    return bool(HAVE_TE) and torch.cuda.is_available()
+
+
 def stage_of(rule: Rule, layer: int, model: Architecture, stages: int) -> int:
     """The pipeline stage that holds a tensor; layers are dealt evenly."""
     if rule.per_layer:
@@ -107,7 +112,7 @@ def stage_of(rule: Rule, layer: int, model: Architecture, stages: int) -> int:
 def parameter_name(rule: Rule, layer: int, model: Architecture, world: World) -> str:
     """The name of a tensor within its stage's module, where layers count from 0 again."""
     name = rule.megatron.format(i=layer % (model.layers // world.pipeline_parallel))
-    if HAVE_TE and torch.cuda.is_available():
+    if uses_transformer_engine():
         for local, fused in TE_NAMES.items():
             name = name.replace(local, fused)
     return name

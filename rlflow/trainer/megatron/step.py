@@ -53,6 +53,7 @@ def forward_backward(
         batch = microbatch.batch
         output = _policy_output(logits, batch, world, vocab, want_entropy)
         per_token, metrics = loss(output, batch)
+        _check_shapes({"loss": per_token, **metrics}, batch)
         share = (batch.weights * per_token).sum()
         sums = {name: (batch.weights * metric.detach()).sum() for name, metric in metrics.items()}
         sums["loss"] = share.detach().clone()  # the schedules change the loss in place
@@ -99,6 +100,15 @@ def _take(batch: Batch, rows: list[int]) -> Microbatch:
     fields = {name: value.to(device()) for name, value in vars(taken).items() if isinstance(value, Tensor)}
     columns = {name: value.to(device()) for name, value in taken.columns.items()}
     return Microbatch(rows, taken.replace(**fields, columns=columns))
+
+
+def _check_shapes(values: dict[str, Tensor], batch: Batch) -> None:
+    for name, value in values.items():
+        if value.shape != batch.tokens.shape:
+            raise RLFlowError(
+                f"loss: '{name}' has shape {tuple(value.shape)}; a loss and its metrics are (rows, tokens) = "
+                f"{tuple(batch.tokens.shape)}, not yet summed: `Batch.weights` does that."
+            )
 
 
 def _policy_output(logits: Tensor, batch: Batch, world: World, vocab: int, want_entropy: bool) -> PolicyOutput:

@@ -52,7 +52,9 @@ class MegatronTrainer(Trainer):
         trust_remote_code: bool = False,
     ) -> None:
         if dtype not in DTYPES:
-            raise ConfigError(f"model.dtype: expected float32 or bfloat16, found '{dtype}'.{did_you_mean(dtype, DTYPES)}")
+            raise ConfigError(
+                f"model.dtype: expected float32 or bfloat16, found '{dtype}'.{did_you_mean(dtype, DTYPES)}"
+            )
         cpu.check_version()
         config = read_config(path)
         check_layout(config, tensor_parallel, pipeline_parallel)
@@ -80,6 +82,10 @@ class MegatronTrainer(Trainer):
     def update(self, batch: Batch, loss: Loss) -> dict[str, float]:
         """One optimizer step. Besides `loss`, `gradient_norm`, `lr` and the loss's metrics: `tokens` (without padding) of the
         batch and `microbatches` per rank. Raises RLFlowError where loss or gradients are not finite; the weights stay."""
+        if len(batch) == 0:
+            raise RLFlowError(
+                "update: the batch has no rows; every trajectory of the step was aborted or filtered out."
+            )
         self._check(batch)
         tokens = int(batch.lengths.sum())
         microbatches = step.plan(batch, self._tokens_per_microbatch, self._world)
@@ -136,6 +142,7 @@ class MegatronTrainer(Trainer):
     def _state(self, step: int) -> checkpoint.TrainerState:
         return checkpoint.TrainerState(
             world=self._world,
+            architecture=self._architecture,
             module=self._model.module,
             optimizer=self._optimizer,
             snapshots=self._snapshots,
@@ -144,12 +151,12 @@ class MegatronTrainer(Trainer):
         )
 
     def _check(self, batch: Batch) -> None:
-        if len(batch) == 0:
-            raise RLFlowError("update: the batch has no rows.")
         lowest, highest = int(batch.tokens.min()), int(batch.tokens.max())
         vocab = self._architecture.vocab
         if lowest < 0 or highest >= vocab:
-            raise DataError(f"batch: token ids must be 0 to {vocab - 1} (the model's vocabulary), found {lowest} to {highest}.")
+            raise DataError(
+                f"batch: token ids must be 0 to {vocab - 1} (the model's vocabulary), found {lowest} to {highest}."
+            )
 
     @contextlib.contextmanager
     def _swapped(self, name: str) -> Iterator[None]:
@@ -159,7 +166,9 @@ class MegatronTrainer(Trainer):
             return
         if name not in self._snapshots:
             known = ["policy", *self._snapshots]
-            raise ConfigError(f"score: there is no model '{name}'; known: {', '.join(known)}.{did_you_mean(name, known)}")
+            raise ConfigError(
+                f"score: there is no model '{name}'; known: {', '.join(known)}.{did_you_mean(name, known)}"
+            )
         parameters = dict(self._model.module.named_parameters())
         policy = {key: parameter.data for key, parameter in parameters.items()}
         try:

@@ -69,9 +69,7 @@ def join(tensor_parallel: int, pipeline_parallel: int, seed: int) -> World:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     made_groups = not parallel_state.model_parallel_is_initialized()
     if made_groups:
-        parallel_state.initialize_model_parallel(
-            tensor_parallel, pipeline_parallel, create_gloo_process_groups=False
-        )
+        parallel_state.initialize_model_parallel(tensor_parallel, pipeline_parallel, create_gloo_process_groups=False)
     layout = (
         parallel_state.get_tensor_model_parallel_world_size(),
         parallel_state.get_pipeline_model_parallel_world_size(),
