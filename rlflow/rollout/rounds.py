@@ -21,13 +21,19 @@ class Rounds:
         self._lanes = lanes
         self._pending: list[tuple[str, Sequence[int], Sampling, asyncio.Future[Completion]]] = []
         self._round: asyncio.Task[None] | None = None
+        self._tasks: dict[str, asyncio.Task[Completion]] = {}
 
     async def generate(self, tokens: Sequence[int], sampling: Sampling, request_id: str) -> Completion:
         """Waits for the round to be complete, then for the completion."""
         future: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
         self._pending.append((request_id, tokens, sampling, future))
         self._start_if_complete()
-        return await future
+        try:
+            return await future
+        finally:
+            task = self._tasks.pop(request_id, None)
+            if task is not None:
+                task.cancel()  # of no effect where it is done; else nobody waits for it any longer
 
     def leave(self) -> None:
         """A lane has no more episodes; nobody waits for it any longer."""
@@ -48,6 +54,7 @@ class Rounds:
                 task = asyncio.ensure_future(self._engine.generate(tokens, sampling, request_id))
                 task.add_done_callback(functools.partial(_hand_over, future))
                 tasks.append(task)
+                self._tasks[request_id] = task
             await asyncio.sleep(0)  # every request has reached the engine's queue
         finally:
             await self._engine.resume()

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import random
+import signal
 import statistics
 import threading
 import time
@@ -386,6 +388,31 @@ def test_deterministic_collections_are_equal_bit_for_bit_whatever_the_timing(qwe
     assert len({len(tokens) for tokens, _ in expected}) > 3  # ragged: episodes of different lengths
     assert bits(Jittery()) == expected
     assert bits(Jittery()) == expected
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_an_interrupted_collection_leaves_nothing_in_flight(
+    qwen: Path, tokenizer: Tokenizer, deterministic: bool
+) -> None:
+    class Slow(Asking):
+        async def step(self, episode: Episode, response: str) -> Step:
+            await asyncio.sleep(60)
+            return Step()
+
+    environment = Slow()
+    environment.stop = ("e",)
+    with make(qwen, tokenizer, environment, max_response_tokens=3000, deterministic=deterministic) as rollout:
+        timer = threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGINT))
+        timer.start()
+        with pytest.raises(KeyboardInterrupt):
+            rollout.collect(environment.tasks("train"))
+        decoded = rollout.engines[0].statistics.decoded
+        time.sleep(0.1)
+        assert rollout.engines[0].statistics.decoded == decoded > 0
+        assert sorted(environment.closed.values()) == [1] * len(environment.episodes)
+        environment.step = Asking().step
+        environment.stop = Asking.stop
+        assert len(all_trajectories(rollout.collect(environment.tasks("train")[:1], max_aborted_share=0.0))) == 4
 
 
 def test_several_engines_share_the_episodes_and_give_what_one_gives(qwen: Path, tokenizer: Tokenizer) -> None:
