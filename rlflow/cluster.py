@@ -195,7 +195,9 @@ class RayTrainer(Trainer):
         """
         import ray
 
-        waiting, failure, deadline = list(pending), None, None
+        waiting = list(pending)
+        failure: RLFlowError | None = None
+        deadline: float | None = None
         while waiting:
             left = None if deadline is None else max(0.0, deadline - time.monotonic())
             done, waiting = ray.wait(waiting, num_returns=1, timeout=left)

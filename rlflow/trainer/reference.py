@@ -235,12 +235,13 @@ def load_model(path: str | Path, trust_remote_code: bool = False) -> torch.nn.Mo
 
     try:
         with _quiet_transformers():
-            model, report = AutoModelForCausalLM.from_pretrained(
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
                 str(path), dtype=torch.float32, trust_remote_code=trust_remote_code, output_loading_info=True
             )
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise ModelError(f"{path}: transformers cannot load this model: {reason}") from error
+    model, report = loaded
     missing = sorted(report["missing_keys"])
     if missing:
         raise ModelError(f"{path}: the weight files lack {len(missing)} parameters, the first is {missing[0]}")

@@ -108,10 +108,11 @@ def test_an_impossible_plan_is_a_config_error(limit, shards):
         plan_microbatches([1], limit, shards)
 
 
-def test_minibatches_keep_trajectories_whole_and_draw_every_row_once():
+@pytest.mark.parametrize("seed", range(5))
+def test_minibatches_keep_trajectories_whole_and_draw_every_row_once(seed):
     owners = [trajectory(*[segment(3 + index % 4) for _ in range(1 + index % 3)]) for index in range(10)]
     batch = make_batch(owners)
-    parts = split_minibatches(batch, 3, torch.Generator().manual_seed(1))
+    parts = split_minibatches(batch, 3, torch.Generator().manual_seed(seed))
     drawn = [set(part.columns["trajectory"].tolist()) for part in parts]
     assert sorted(len(names) for names in drawn) == [3, 3, 4]
     assert set.union(*drawn) == set(range(10)) and sum(map(len, drawn)) == 10

@@ -60,6 +60,14 @@ def test_equal_rewards_and_groups_of_one_teach_exactly_nothing(reward, std):
     assert grpo(batch_of([reward] * 7, [reward]), std=std).tolist() == [0.0] * 8
 
 
+@pytest.mark.parametrize("std", ["sample", "population", "none"])
+def test_rounding_in_the_statistics_of_equal_rewards_is_not_magnified(std):
+    batch = batch_of([0.1] * 7)
+    batch.columns["group_mean"] = torch.nextafter(batch.columns["group_mean"], torch.tensor(1.0))
+    batch.columns["group_std"] = torch.full((7,), 8e-9)
+    assert grpo(batch, std=std).tolist() == [0.0] * 7
+
+
 @pytest.mark.parametrize("std", ["sample", "population"])
 def test_advantages_ignore_shift_and_scale_of_rewards(std):
     rewards = [0.3, 1.0, -0.5, 0.9]
