@@ -217,6 +217,9 @@ def _restore(state: TrainerState, loaded: dict[str, Any], with_rng: bool) -> Non
     # Learning rate, betas and weight decay stay those of this run's configuration, not the checkpoint's.
     groups = state.optimizer.param_groups
     kept = [{key: value for key, value in group.items() if key != "params"} for group in groups]
+    # Megatron leaves a count of 0 out of the checkpoint, and torch insists on one. (bfloat16 wraps the float32 optimizer.)
+    adam = loaded["optimizer"].get("optimizer", loaded["optimizer"])
+    adam["state"].setdefault("common_step", torch.tensor(0.0))
     state.optimizer.load_state_dict(loaded["optimizer"])
     for group, options in zip(state.optimizer.param_groups, kept, strict=True):
         group.update(options)

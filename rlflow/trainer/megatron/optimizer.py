@@ -49,6 +49,8 @@ def make_optimizer(model: DistributedDataParallel, options: AdamOptions) -> Mega
         params_dtype=dtype,
     )
     optimizer = get_megatron_optimizer(config, [model], use_gloo_process_groups=False)
+    for group in optimizer.param_groups:  # Megatron leaves this to its own scheduler
+        group["weight_decay"] = options.weight_decay * group["wd_mult"]
     model.config.grad_scale_func = optimizer.scale_loss
     set_updates(optimizer, 0)
     return optimizer

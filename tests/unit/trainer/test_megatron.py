@@ -1,0 +1,305 @@
+"""The Megatron trainer on one rank: against transformers with torch's AdamW, and against itself."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fixtures import tiny_model
+from torch import Tensor
+
+from rlflow.errors import CheckpointError, ConfigError, DataError, ModelError, RLFlowError
+from rlflow.trainer import Trainer
+from rlflow.trainer.export import check_export
+from rlflow.trainer.schedule import learning_rate
+from rlflow.types import Batch, PolicyOutput
+from rlflow.weights.hf import digest, iterate_weights, write_model
+
+VOCAB = 101
+
+
+def make_batch(rows: int = 6, width: int = 20, seed: int = 0) -> Batch:
+    draw = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(width // 2, width + 1, (rows,), generator=draw)
+    lengths[0] = width
+    positions = torch.arange(width)
+    mask = (positions < lengths[:, None]) & (positions >= width // 3)
+    return Batch(
+        # Never 0 within a row: transformers gives the padding token's input embedding no gradient.
+        tokens=torch.randint(1, VOCAB, (rows, width), generator=draw) * (positions < lengths[:, None]),
+        loss_mask=mask,
+        logprobs=torch.zeros(rows, width),
+        advantages=torch.randn(rows, width, generator=draw),
+        weights=mask / mask.sum(),
+        lengths=lengths,
+        temperatures=torch.full((rows,), 0.8),
+    )
+
+
+def policy_gradient(output: PolicyOutput, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
+    return -batch.advantages * output.logprobs, {"logprob": output.logprobs}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    return tiny_model(path, "qwen2", tied=True, tokenizer=False, vocab_size=VOCAB, hidden_size=32, intermediate_size=48)
+
+
+@pytest.fixture
+def make(model: Path) -> Iterator[Any]:
+    """A function that makes trainers; they are closed in reverse order, so the groups outlive their users."""
+    trainers: list[Trainer] = []
+
+    def build(path: Path = model, **options: Any) -> Trainer:
+        trainers.append(Trainer.from_pretrained(path, **{"lr": 1e-3, **options}))
+        return trainers[-1]
+
+    yield build
+    for trainer in reversed(trainers):
+        trainer.close()
+
+
+def test_three_updates_equal_transformers_with_adamw(make: Any, model: Path) -> None:
+    """The whole step by other means: full logits, torch's clipping and AdamW, no decay of one-dimensional parameters."""
+    from transformers import AutoModelForCausalLM
+
+    schedule = {"lr": 3e-3, "schedule": "cosine", "warmup_steps": 2, "decay_steps": 5, "min_lr": 1e-4}
+    trainer = make(
+        lr=3e-3,
+        lr_schedule="cosine",
+        lr_warmup_steps=2,
+        lr_decay_steps=5,
+        min_lr=1e-4,
+        weight_decay=0.1,
+        max_gradient_norm=0.5,
+        eps=1e-5,
+        tokens_per_microbatch=50,
+    )
+    oracle = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    matrices = [parameter for parameter in oracle.parameters() if parameter.dim() > 1]
+    vectors = [parameter for parameter in oracle.parameters() if parameter.dim() == 1]
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
+    adam = torch.optim.AdamW(groups, betas=(0.9, 0.95), eps=1e-5)
+    for number in range(3):
+        batch = make_batch(seed=number)
+        logits = oracle(batch.tokens).logits[:, :-1] / 0.8
+        logprobs = logits.log_softmax(-1).gather(-1, batch.tokens[:, 1:, None]).squeeze(-1)
+        loss = -(batch.weights * batch.advantages)[:, 1:].mul(logprobs).sum()
+        adam.zero_grad()
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(oracle.parameters(), 0.5)
+        for group in adam.param_groups:
+            group["lr"] = learning_rate(number, **schedule)
+        adam.step()
+
+        metrics = trainer.update(batch, policy_gradient)
+        assert metrics["loss"] == pytest.approx(loss.item(), rel=1e-5)
+        assert metrics["gradient_norm"] == pytest.approx(norm.item(), rel=1e-5)
+        assert norm > 0.5, "the clipping was not exercised"
+        assert metrics["lr"] == learning_rate(number, **schedule)
+        assert metrics["tokens"] == batch.lengths.sum()
+        assert metrics["microbatches"] > 1
+    expected = dict(oracle.named_parameters())
+    for name, tensor in trainer.weights():
+        assert (tensor - expected[name]).norm() <= 1e-5 * expected[name].norm(), name
+
+
+def test_update_is_invariant_to_micro_batches_and_padding(make: Any) -> None:
+    batch = make_batch()
+    wide = {
+        name: torch.nn.functional.pad(getattr(batch, name), (0, 9))
+        for name in ("tokens", "loss_mask", "logprobs", "advantages", "weights")
+    }
+    results = []
+    for limit, rows in ((16384, batch), (40, batch), (1, batch), (16384, batch.replace(**wide))):
+        trainer = make(tokens_per_microbatch=limit, eps=1e-5)
+        results.append((trainer.update(rows, policy_gradient), dict(trainer.weights())))
+    (first, weights), others = results[0], results[1:]
+    assert first["microbatches"] == 1
+    assert others[1][0]["microbatches"] == 6
+    for metrics, other in others:
+        for key in ("loss", "gradient_norm", "logprob"):
+            assert metrics[key] == pytest.approx(first[key], rel=1e-5)
+        for name, tensor in weights.items():
+            torch.testing.assert_close(other[name], tensor, atol=1e-6, rtol=0)
+
+
+def test_tokens_without_weight_after_the_last_weighted_one_change_no_gradient(make: Any) -> None:
+    """Observation tokens are never trained: exchanging a trailing one moves nothing."""
+    batch = make_batch()
+    last = int(batch.lengths[0]) - 1
+    weights = batch.weights.clone()
+    weights[0, last] = 0
+    other = batch.tokens.clone()
+    other[0, last] = VOCAB - other[0, last]
+    first, second = make(), make()
+    assert (
+        first.update(batch.replace(weights=weights), policy_gradient)["gradient_norm"]
+        == second.update(batch.replace(weights=weights, tokens=other), policy_gradient)["gradient_norm"]
+    )
+    assert digest(first.weights()) == digest(second.weights())
+
+
+def test_snapshot_stays_and_leaves_the_policy_alone(make: Any) -> None:
+    trainer, batch = make(), make_batch()
+    before = trainer.score(batch)["logprobs"]
+    trainer.snapshot("reference")
+    trainer.update(batch, policy_gradient)
+    after = trainer.score(batch)["logprobs"]
+    assert torch.equal(trainer.score(batch, model="reference")["logprobs"], before)
+    assert torch.equal(trainer.score(batch)["logprobs"], after)
+    assert not torch.equal(before, after)
+
+
+def test_weights_are_copies(make: Any) -> None:
+    trainer = make()
+    weights = dict(trainer.weights())
+    before = digest(weights.items())
+    trainer.update(make_batch(), policy_gradient)
+    assert digest(weights.items()) == before != digest(trainer.weights())
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_resume_continues_bit_for_bit(make: Any, tmp_path: Path, dtype: str) -> None:
+    options = {"lr_schedule": "cosine", "lr_decay_steps": 6, "tokens_per_microbatch": 40, "dtype": dtype}
+    whole, resumed = make(**options), make(**options)
+    whole.snapshot("reference")
+    for number in range(2):
+        whole.update(make_batch(seed=number), policy_gradient)
+    whole.save(tmp_path / "checkpoint", 7)
+    assert resumed.load(tmp_path / "checkpoint") == 7
+    for number in range(2, 5):
+        batch = make_batch(seed=number)
+        assert whole.update(batch, policy_gradient) == resumed.update(batch, policy_gradient)
+        assert torch.equal(whole.score(batch, "reference")["logprobs"], resumed.score(batch, "reference")["logprobs"])
+    assert digest(whole.weights()) == digest(resumed.weights())
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_resume_before_the_first_update(make: Any, tmp_path: Path, dtype: str) -> None:
+    whole, resumed = make(dtype=dtype), make(dtype=dtype)
+    whole.save(tmp_path, 0)
+    resumed.load(tmp_path)
+    for _ in range(2):
+        assert whole.update(make_batch(), policy_gradient) == resumed.update(make_batch(), policy_gradient)
+
+
+def test_optimizer_options_are_those_of_the_resumed_run(make: Any, tmp_path: Path) -> None:
+    make(weight_decay=0.1).save(tmp_path, 0)
+    resumed = make(weight_decay=0.2, lr=1e-2)
+    resumed.load(tmp_path)
+    assert resumed.update(make_batch(), policy_gradient)["lr"] == 1e-2
+    assert [group["weight_decay"] for group in resumed._optimizer.param_groups] == [0.2, 0.0]
+
+
+def test_damaged_checkpoints_are_one_clear_error(make: Any, tmp_path: Path) -> None:
+    trainer = make()
+    trainer.save(tmp_path, 1)
+    shard = next(tmp_path.glob("*.distcp"))
+    content = shard.read_bytes()
+    with pytest.raises(CheckpointError, match="no such checkpoint"):
+        trainer.load(tmp_path / "absent")
+    shard.write_bytes(b"\0" * len(content))
+    with pytest.raises(CheckpointError, match="damaged, use an earlier checkpoint"):
+        trainer.load(tmp_path)
+    shard.write_bytes(content[:100])
+    with pytest.raises(CheckpointError, match=f"{shard.name}: 100 bytes, {len(content)} bytes expected"):
+        trainer.load(tmp_path)
+    shard.unlink()
+    with pytest.raises(CheckpointError, match=f"{shard.name}: missing"):
+        trainer.load(tmp_path)
+    (tmp_path / "trainer.json").unlink()
+    with pytest.raises(CheckpointError, match="incomplete"):
+        trainer.load(tmp_path)
+
+
+def test_checkpoint_of_another_model_is_refused(make: Any, tmp_path: Path) -> None:
+    make().save(tmp_path / "checkpoint", 1)
+    sizes = {"vocab_size": VOCAB + 7, "hidden_size": 32, "intermediate_size": 48}
+    other = make(tiny_model(tmp_path / "other", "qwen2", tied=True, tokenizer=False, **sizes))
+    with pytest.raises(CheckpointError, match=f"vocab is {VOCAB}, that of model.path is {VOCAB + 7}"):
+        other.load(tmp_path / "checkpoint")
+
+
+def test_a_save_replaces_what_a_killed_one_left(make: Any, tmp_path: Path) -> None:
+    (tmp_path / "__3_0.distcp").write_bytes(b"left over")
+    trainer = make()
+    trainer.save(tmp_path, 1)
+    assert not (tmp_path / "__3_0.distcp").exists()
+    assert set(json.loads((tmp_path / "trainer.json").read_text())["files"]) == {
+        file.name for file in tmp_path.iterdir()
+    } - {"trainer.json"}
+
+
+def test_export_gives_the_trainers_logits(make: Any, model: Path, tmp_path: Path) -> None:
+    trainer = make(lr=1e-2)
+    trainer.update(make_batch(), policy_gradient)
+    write_model(tmp_path / "out", trainer.weights(), model)
+    assert check_export(trainer, tmp_path / "out") < 1e-5
+    with pytest.raises(ModelError, match="does not compute what the trainer does"):
+        check_export(trainer, model)
+
+
+def test_bfloat16_trains_close_to_float32(make: Any) -> None:
+    exact, rounded, batch = make(), make(dtype="bfloat16"), make_batch()
+    assert {tensor.dtype for _, tensor in rounded.weights()} == {torch.bfloat16}
+    for _ in range(3):
+        expected, got = exact.update(batch, policy_gradient), rounded.update(batch, policy_gradient)
+        assert got["loss"] == pytest.approx(expected["loss"], abs=0.05)
+        assert got["gradient_norm"] == pytest.approx(expected["gradient_norm"], rel=0.05)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_non_finite_gradients_stop_before_the_weights_change(make: Any, model: Path, value: float) -> None:
+    trainer, batch = make(), make_batch()
+    advantages = batch.advantages.clone()
+    advantages[0, -1] = value
+    with pytest.raises(RLFlowError, match="gradient norm is"):
+        trainer.update(batch.replace(advantages=advantages), policy_gradient)
+    assert digest(trainer.weights()) == digest(iterate_weights(model))
+
+
+def test_a_summed_loss_is_refused(make: Any) -> None:
+    with pytest.raises(RLFlowError, match=r"'loss' has shape \(6,\)"):
+        make().update(make_batch(), lambda output, batch: (output.logprobs.sum(1), {}))
+
+
+def test_wrong_arguments_are_one_line_each(make: Any, model: Path) -> None:
+    batch = make_batch()
+    with pytest.raises(ConfigError, match="tensor_parallel=3 does not divide"):
+        make(tensor_parallel=3)
+    with pytest.raises(ConfigError, match="needs a multiple of 2 ranks, found 1"):
+        make(tensor_parallel=2)
+    with pytest.raises(ConfigError, match="found 'float16'"):
+        make(dtype="float16")
+    with pytest.raises(ConfigError, match="lr_schedule"):
+        make(lr_schedule="cosinus")
+    trainer = make()
+    with pytest.raises(ConfigError, match="no model 'referense'; known: policy"):
+        trainer.score(batch, model="referense")
+    with pytest.raises(ConfigError, match=r"unknown quantity 'logprob'\. Did you mean 'logprobs'"):
+        trainer.score(batch, want=("logprob",))
+    with pytest.raises(ConfigError, match="'policy' is the model in training"):
+        trainer.snapshot("policy")
+    with pytest.raises(DataError, match=f"token ids must be 0 to {VOCAB - 1}"):
+        trainer.score(batch.replace(tokens=batch.tokens + VOCAB))
+    with pytest.raises(RLFlowError, match="no rows"):
+        trainer.update(batch.select([]), policy_gradient)
+
+
+def test_the_adaptation_leaves_nothing_behind(make: Any) -> None:
+    patched = [torch.cuda.current_device, torch.cuda.synchronize, torch.cuda.manual_seed, torch.cuda.get_rng_state]
+    state = torch.get_rng_state()
+    make().update(make_batch(), policy_gradient)
+    assert [
+        torch.cuda.current_device,
+        torch.cuda.synchronize,
+        torch.cuda.manual_seed,
+        torch.cuda.get_rng_state,
+    ] == patched
+    assert torch.equal(torch.get_rng_state(), state)
