@@ -56,7 +56,9 @@ class PolicyGradientWithEntropy:
         return loss, {"entropy": output.entropy}
 
 
-def train(model: Path, batch: Batch, tensor_parallel: int, pipeline_parallel: int, save_to: Path | None) -> dict[str, Any]:
+def train(
+    model: Path, batch: Batch, tensor_parallel: int, pipeline_parallel: int, save_to: Path | None
+) -> dict[str, Any]:
     """Everything that the tests compare, from one trainer: scores, three updates, weights, and one update more."""
     from rlflow.trainer import Trainer
 

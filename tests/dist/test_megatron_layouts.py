@@ -24,6 +24,7 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 LAYOUTS = [(2, 2), (2, 1), (1, 2), (1, 4), (1, 1)]  # (tensor, pipeline); the rest of the four ranks is data parallel
 FAST = [("qwen2-tied", layout) for layout in LAYOUTS] + [(name, (2, 2)) for name in ("qwen2", "qwen3", "llama")]
+FEW_ROWS = ("few-rows", (1, 1))  # 3 rows on 4 data-parallel ranks: one rank runs a dummy
 SLOW = [(name, layout) for name in MODELS for layout in LAYOUTS if (name, layout) not in FAST]
 
 
@@ -39,8 +40,8 @@ def run(directory: Path, cases: list[tuple[str, tuple[int, int]]], limit_s: floa
     """The ranks' results by case; checkpoints of the first case's model are kept."""
     jobs = [
         {
-            "model": directory / name,
-            "batch": make_batch(VOCAB),
+            "model": directory / ("qwen2-tied" if name == "few-rows" else name),
+            "batch": make_batch(VOCAB, rows=3 if name == "few-rows" else 11),
             "tensor_parallel": tensor,
             "pipeline_parallel": pipeline,
             "save_to": directory / f"checkpoint-{name}" if (tensor, pipeline) == (2, 2) else None,
@@ -54,7 +55,7 @@ def run(directory: Path, cases: list[tuple[str, tuple[int, int]]], limit_s: floa
 
 @pytest.fixture(scope="module")
 def fast(directory: Path) -> dict[Any, dict[str, Any]]:
-    return run(directory, FAST, limit_s=150)
+    return run(directory, [*FAST, FEW_ROWS], limit_s=150)
 
 
 @pytest.fixture(scope="module")
@@ -112,6 +113,15 @@ def test_layout_equals_one_process_and_transformers(case: Any, fast: Any, single
 @pytest.mark.parametrize("case", SLOW, ids=lambda case: f"{case[0]}-TP{case[1][0]}-PP{case[1][1]}")
 def test_every_layout_equals_one_process_and_transformers(case: Any, slow: Any, single: Any, directory: Path) -> None:
     check(case[0], slow[case], single[case[0]], directory)
+
+
+def test_ranks_without_rows_take_part_and_change_nothing(fast: Any, directory: Path) -> None:
+    expected = train(directory / "qwen2-tied", make_batch(VOCAB, rows=3), 1, 1, None)
+    result = fast[FEW_ROWS]
+    torch.testing.assert_close(result["score"]["logprobs"], expected["score"]["logprobs"], atol=1e-5, rtol=0)
+    for got, wanted in zip(result["metrics"], expected["metrics"]):
+        for metric in ("loss", "gradient_norm", "entropy", "tokens"):
+            assert got[metric] == pytest.approx(wanted[metric], rel=1e-5, abs=1e-7), metric
 
 
 @pytest.mark.parametrize("name", list(MODELS))
