@@ -94,8 +94,8 @@ class _VocabParallelLogprobs(torch.autograd.Function):
             of_surprise = (-of_entropy / total).unsqueeze(1) / scale
         share = share.unsqueeze(1) / scale
         at_target = (of_logprob * here).unsqueeze(1) / scale
-        gradient = torch.zeros if columns < ctx.shape[-1] else torch.empty
-        gradient = gradient(len(total), ctx.shape[-1], dtype=ctx.dtype, device=total.device)
+        allocate = torch.zeros if columns < ctx.shape[-1] else torch.empty
+        gradient = allocate(len(total), ctx.shape[-1], dtype=ctx.dtype, device=total.device)
         for rows in _chunks(len(total), columns):
             exponent = exponents[rows]
             chunk = exponent * share[rows]
