@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import sys
+from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
-from rlflow.metrics import interval95, mean
+from rlflow.assemble import fitting_tasks, make_rollout
+from rlflow.errors import ConfigError
+from rlflow.metrics import episode_records, interval95, mean
+from rlflow.plan import check_config
+from rlflow.progress import evaluation_line
 from rlflow.rollout import Rollout
+from rlflow.run_directory import write_json, write_trajectories
+from rlflow.schema import RunConfig, load_config
 from rlflow.types import Group, Task, Trajectory
 
 WITH_INTERVAL = ("exact_match", "f1", "reward")
@@ -23,19 +32,67 @@ class Evaluation:
 def evaluate(
     rollout: Rollout, tasks: Sequence[Task], *, step: int = 0, samples_per_prompt: int = 1, temperature: float = 0.0
 ) -> Evaluation:
-    """Attempts every task. An attempt that infrastructure failed counts in `eval/failed` and in no mean."""
-    groups = rollout.collect(tasks, step=-1 - step, samples_per_prompt=samples_per_prompt, temperature=temperature)
+    """Attempts every task. An attempt that infrastructure failed counts in `eval/failed` and in no mean.
+
+    Raises RolloutError only where not a single attempt was usable."""
+    groups = rollout.collect(
+        tasks,
+        step=-1 - step,  # evaluation draws other seeds than any training step
+        samples_per_prompt=samples_per_prompt,
+        temperature=temperature,
+        max_aborted_share=(len(tasks) * samples_per_prompt - 0.5) / (len(tasks) * samples_per_prompt),
+    )
     return Evaluation(evaluation_metrics([one for group in groups for one in group.trajectories]), groups)
 
 
 def evaluation_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     """`eval/<name>` means; exact_match, f1 and reward with the ends of their 95% intervals as `_low` and `_high`."""
     usable = [one for one in trajectories if one.usable]
-    records = [{"reward": one.reward, "turns": float(len(one.turns)), **one.metrics} for one in usable]
+    records = episode_records(usable)
     metrics = {"eval/questions": float(len(usable)), "eval/failed": float(len(trajectories) - len(usable))}
+    columns = {"reward": [one.reward for one in usable]}
     for name in dict.fromkeys(name for record in records for name in record):
-        values = [record[name] for record in records if name in record]
+        columns[name] = [record[name] for record in records if name in record]
+    for name, values in columns.items():
         metrics[f"eval/{name}"] = mean(values)
         if name in WITH_INTERVAL:
             metrics[f"eval/{name}_low"], metrics[f"eval/{name}_high"] = interval95(values)
     return metrics
+
+
+def main(args: Namespace) -> int:
+    """`rlflow eval`: prints the scores of a model directory and writes summary.json and trajectories.jsonl."""
+    config = _evaluation_config(args)
+    check_config(config)
+    out = Path(args.out or f"runs/eval-{Path(args.model).resolve().name}")
+    with make_rollout(config) as rollout:
+        tasks, dropped = fitting_tasks(rollout, config.data.val_split, config)
+        tasks = tasks[: args.questions]
+        print(f"{len(tasks)} questions, {args.samples} attempt(s) each, temperature {args.temperature:g}", file=sys.stderr)
+        result = evaluate(rollout, tasks, samples_per_prompt=args.samples, temperature=args.temperature)
+    write_trajectories(out / "trajectories.jsonl", result.groups)
+    summary = {"model": str(args.model), "temperature": args.temperature, "prompts_dropped": dropped, **result.metrics}
+    write_json(out / "summary.json", summary)
+    print(evaluation_line(result.metrics))
+    for name in ("searches", "turns", "response_tokens"):
+        if f"eval/{name}" in result.metrics:
+            print(f"{name.replace('_', ' ')} per question: {result.metrics[f'eval/{name}']:.2f}")
+    print(f"wrote {out / 'summary.json'} and {out / 'trajectories.jsonl'}")
+    return 0
+
+
+def _evaluation_config(args: Namespace) -> RunConfig:
+    """The configuration of the evaluation: --config, else that of the run whose export the model is, else the defaults."""
+    model = Path(args.model)
+    if not model.is_dir():
+        raise ConfigError(f"--model {model}: no such directory; expected a HuggingFace model directory.")
+    beside = model.resolve().parent / "config.yaml"
+    source = args.config or (beside if beside.is_file() else None)
+    overrides = list(args.overrides)
+    if args.data:
+        overrides += [f"environment.val={Path(args.data)}", "environment.train=null"]
+    if args.corpus:
+        overrides.append(f"environment.corpus={Path(args.corpus)}")
+    config = load_config(source, overrides)
+    config.model.path = str(model)
+    return config

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -103,6 +102,3 @@ def step_metrics(trajectories: Sequence[Any], batch: Batch, updates: Sequence[di
     flat = batch.advantages.abs().amax(dim=1) == 0
     metrics["train/advantage_zero"] = float(flat.float().mean())
     return {**metrics, **rollout_metrics(trajectories)}
-
-
-__all__ = ["Algorithm", "add_scores", "evaluate", "step_metrics", "time", "train", "training_step"]

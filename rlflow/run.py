@@ -5,23 +5,22 @@ from __future__ import annotations
 import logging
 import random
 import time
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from rlflow.assemble import fitting_tasks, make_rollout
 from rlflow.cluster import make_trainer
-from rlflow.config import save_config, to_dict
-from rlflow.errors import DataError
+from rlflow.config import redact, save_config, to_dict
 from rlflow.evaluate import Evaluation
 from rlflow.interrupt import Interrupt
 from rlflow.metrics import MetricsLog, PhaseTimer, make_sinks
 from rlflow.picture import render_picture
 from rlflow.plan import check_config
 from rlflow.progress import make_progress
-from rlflow.registry import build
-from rlflow.rollout import Rollout, Tokenizer
+from rlflow.rollout import Rollout
 from rlflow.run_directory import RunDirectory, read_json, write_json, write_trajectories
 from rlflow.schema import RunConfig
 from rlflow.trainer import Trainer
@@ -69,6 +68,9 @@ class Run:
             )
             stack.enter_context(_log_file(self.directory.log))
             save_config(config, self.directory.config)
+            self.progress = make_progress(config.metrics.progress, steps=config.run.steps, title=config.run.name)
+            stack.callback(self.progress.close)
+            self.timer.on_enter = self.progress.phase
             self._build_rollout(stack)
             self._build_trainer(stack)
             self._open_metrics(stack)
@@ -83,47 +85,14 @@ class Run:
         self._stack.close()
 
     def _build_rollout(self, stack: ExitStack) -> None:
-        config, section = self.config, self.config.rollout
-        tokenizer = Tokenizer.from_pretrained(config.model.path, trust_remote_code=config.model.trust_remote_code)
-        environment = build("environment", config.environment)
-        offered = {"path": config.model.path, "tokenizer": tokenizer, "dtype": config.model.dtype, "seed": config.run.seed,
-                   "deterministic": config.run.deterministic}  # fmt: skip
-        engine = build("engine", section.engine, **offered)
-        self.rollout = Rollout(
-            engine,
-            environment,
-            tokenizer,
-            samples_per_prompt=section.samples_per_prompt,
-            max_turns=section.max_turns,
-            max_response_tokens=section.max_response_tokens,
-            max_total_tokens=section.max_total_tokens,
-            max_observation_tokens=section.max_observation_tokens,
-            temperature=section.temperature,
-            max_aborted_share=section.max_aborted_share,
-            chat_template=section.chat_template,
-            seed=config.run.seed,
-            deterministic=config.run.deterministic,
-        )
+        self.progress.phase("preparing", "data, search index and engine")
+        self.rollout = make_rollout(self.config)
         stack.callback(self.rollout.close)
-        self.train_tasks, self.prompts_dropped = self._tasks(environment, config.data.train_split)
-        self.val_tasks, _ = self._tasks(environment, config.data.val_split)
-
-    def _tasks(self, environment: Any, split: str) -> tuple[list[Task], int]:
-        """The split's tasks whose prompt fits, and how many did not."""
-        limit = self.config.data.max_prompt_tokens
-        tasks = list(environment.tasks(split))
-        kept = [task for task in tasks if len(self.rollout.prompt_tokens(task)) <= limit]
-        dropped = len(tasks) - len(kept)
-        if not kept:
-            raise DataError(
-                f"split '{split}': all {len(tasks)} prompts are longer than data.max_prompt_tokens = {limit}; raise it."
-                if tasks else f"split '{split}': the environment has no tasks; give it data."
-            )  # fmt: skip
-        if dropped:
-            logger.warning("split '%s': %d of %d prompts over %d tokens dropped", split, dropped, len(tasks), limit)
-        return kept, dropped
+        self.train_tasks, self.prompts_dropped = fitting_tasks(self.rollout, self.config.data.train_split, self.config)
+        self.val_tasks, _ = fitting_tasks(self.rollout, self.config.data.val_split, self.config)
 
     def _build_trainer(self, stack: ExitStack) -> None:
+        self.progress.phase("loading", "the trainer")
         self.trainer = make_trainer(self.config)
         stack.callback(self.trainer.close)
         latest = self.directory.latest_checkpoint() if self.config.run.resume else None
@@ -144,11 +113,8 @@ class Run:
     def _open_metrics(self, stack: ExitStack) -> None:
         section = self.config.metrics
         sinks = make_sinks(self.directory.path, tensorboard=section.tensorboard, wandb=section.wandb, project=section.wandb_project,
-                           name=self.config.run.name, config=to_dict(self.config, redact=True))  # fmt: skip
+                           name=self.config.run.name, config=redact(to_dict(self.config)))  # fmt: skip
         self.metrics = stack.enter_context(MetricsLog(self.directory.path, sinks, resumed_step=self.step))
-        self.progress = stack.enter_context(
-            make_progress(section.progress, steps=self.config.run.steps, first_step=self.step, name=self.config.run.name)
-        )
 
     # ------------------------------------------------------------ between steps
 
@@ -260,7 +226,9 @@ class Run:
 
     def _export(self) -> float:
         """Writes the HuggingFace directory and compares its log-probs with the trainer's."""
-        write_model(self.directory.export, self.trainer.weights(), reference=self.config.model.path)
+        self.progress.phase("exporting")
+        weights = self.trainer.weights()
+        write_model(self.directory.export, weights, reference=self.config.model.path, overwrite=True)
         gap = check_export(self.trainer, self.directory.export, tolerance=EXPORT_TOLERANCE)
         logger.info("export: log-probs within %.1e of the trainer's", gap)
         return gap
@@ -269,19 +237,14 @@ class Run:
         render_picture(self.directory.metrics, self.directory.picture, title=self.config.run.name)
 
 
-class _log_file:
-    """A context in which rlflow's log also goes to a file."""
-
-    def __init__(self, path: Path) -> None:
-        self.handler = logging.FileHandler(path, encoding="utf-8")
-        self.handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
-
-    def __enter__(self) -> None:
-        logging.getLogger("rlflow").addHandler(self.handler)
-
-    def __exit__(self, *_: object) -> None:
-        logging.getLogger("rlflow").removeHandler(self.handler)
-        self.handler.close()
-
-
-
+@contextmanager
+def _log_file(path: Path) -> Iterator[None]:
+    """rlflow's log goes to the file as well."""
+    handler = logging.FileHandler(path, encoding="utf-8")
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    logging.getLogger("rlflow").addHandler(handler)
+    try:
+        yield
+    finally:
+        logging.getLogger("rlflow").removeHandler(handler)
+        handler.close()
