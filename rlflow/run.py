@@ -35,7 +35,7 @@ EXPORT_TOLERANCE = 1e-4  # nats: fp32 log-probs of the export (transformers) aga
 
 
 class Run:
-    """A context: entering checks everything and builds environment, engine and trainer; leaving closes them, whatever happened."""
+    """A context: entering checks everything and builds environment, engine and trainer; leaving closes them in any case."""
 
     rollout: Rollout
     trainer: Trainer
@@ -112,8 +112,14 @@ class Run:
 
     def _open_metrics(self, stack: ExitStack) -> None:
         section = self.config.metrics
-        sinks = make_sinks(self.directory.path, tensorboard=section.tensorboard, wandb=section.wandb, project=section.wandb_project,
-                           name=self.config.run.name, config=redact(to_dict(self.config)))  # fmt: skip
+        sinks = make_sinks(
+            self.directory.path,
+            tensorboard=section.tensorboard,
+            wandb=section.wandb,
+            project=section.wandb_project,
+            name=self.config.run.name,
+            config=redact(to_dict(self.config)),
+        )
         self.metrics = stack.enter_context(MetricsLog(self.directory.path, sinks, resumed_step=self.step))
 
     # ------------------------------------------------------------ between steps

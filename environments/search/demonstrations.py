@@ -40,10 +40,13 @@ def demonstrate(generator: random.Random, clumsiness: Clumsiness = Clumsiness(),
     half = make_half(generator, "train", SMALL_WORLD)
     kind = generator.choices(list(SHARES), list(SHARES.values()))[0]
     question = questions(half, generator, 1, {kind: 1.0})[0]
-    return Demonstration(render_prompt("short", question.text), tuple(_turns(generator, half, question, clumsiness, top_k)))
+    turns = _turns(generator, half, question, clumsiness, top_k)
+    return Demonstration(render_prompt("short", question.text), tuple(turns))
 
 
-def _turns(generator: random.Random, half: Half, question: Question, clumsiness: Clumsiness, top_k: int) -> list[tuple[str, str]]:
+def _turns(
+    generator: random.Random, half: Half, question: Question, clumsiness: Clumsiness, top_k: int
+) -> list[tuple[str, str]]:
     fate = generator.random()
     if fate < clumsiness.guess:
         return [(f"<think> I think I know.</think><answer> {_guess(generator, question)}</answer>", "")]
@@ -51,7 +54,8 @@ def _turns(generator: random.Random, half: Half, question: Question, clumsiness:
     if fate < clumsiness.guess + clumsiness.vague:
         relation = RELATIONS[question.chain[0][1]]
         passages = generator.sample(list(half.entities.values()), top_k)
-        turns.append((f"<think> I need the {relation.keyword}.</think><search> the {relation.keyword}</search>", _observe(passages)))
+        query = f"<search> the {relation.keyword}</search>"
+        turns.append((f"<think> I need the {relation.keyword}.</think>{query}", _observe(passages)))
         if generator.random() < 0.7:
             answer = generator.choice([name for entity in passages for name in entity.facts.values()])
             return [*turns, (f"<think> This will do.</think><answer> {answer}</answer>", "")]
@@ -79,7 +83,7 @@ def _guess(generator: random.Random, question: Question) -> str:
 
 
 def results(generator: random.Random, half: Half, subject: str, top_k: int) -> list[Entity]:
-    """What a search for the subject brings: its article, first four times out of five, among articles that name it or others."""
+    """What a search for the subject brings: its article, mostly in front, among others that name it where there are any."""
     right = half.entities[subject]
     others = [entity for entity in half.entities.values() if entity is not right]
     generator.shuffle(others)
@@ -91,12 +95,14 @@ def results(generator: random.Random, half: Half, subject: str, top_k: int) -> l
 
 
 def _observe(entities: list[Entity]) -> str:
-    return format_observation([Passage(entity.name, entity.name, make_contents(entity.name, entity.text), "") for entity in entities])
+    passages = [Passage(entity.name, entity.name, make_contents(entity.name, entity.text), "") for entity in entities]
+    return format_observation(passages)
 
 
 def repeated_names(generator: random.Random, most_words: int = 40) -> tuple[str, str]:
-    """(said once, said again in other orders): a few names of one or two words. What a network learns copying from: order and number
-    vary, so that only the names themselves tell how they go on."""
+    """(said once, said again in other orders): a few names of one or two words, which a network learns copying from.
+
+    Order and number vary, so that only the names themselves tell how they go on."""
     names = NameSource(generator, "train")
     drawn = [generator.choice([names.word, names.person])() for _ in range(generator.randrange(3, most_words // 3 + 3))]
     again: list[str] = []

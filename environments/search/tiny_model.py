@@ -30,7 +30,8 @@ def write_tokenizer(directory: str | Path, vocabulary: int = 1536, seed: int = 0
     )
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=vocabulary - len(TAGS), special_tokens=[END], initial_alphabet=alphabet, show_progress=False)
+    size = vocabulary - len(TAGS)
+    trainer = trainers.BpeTrainer(vocab_size=size, special_tokens=[END], initial_alphabet=alphabet, show_progress=False)
     tokenizer.train_from_iterator(_texts(random.Random(seed)), trainer)
     tokenizer.add_tokens([AddedToken(tag, normalized=False, special=False) for tag in TAGS])
     directory = Path(directory)
@@ -61,8 +62,8 @@ def write_random_model(directory: str | Path, *, hidden: int = 128, layers: int 
     tokenizer = AutoTokenizer.from_pretrained(directory)
     vocabulary = -(-len(tokenizer) // 64) * 64
     config = Qwen2Config(
-        vocab_size=vocabulary, hidden_size=hidden, num_hidden_layers=layers, num_attention_heads=heads, num_key_value_heads=kv_heads,
-        intermediate_size=ffn, max_position_embeddings=2048, tie_word_embeddings=True, rms_norm_eps=1e-6,
+        vocab_size=vocabulary, hidden_size=hidden, intermediate_size=ffn, num_hidden_layers=layers,
+        num_attention_heads=heads, num_key_value_heads=kv_heads, max_position_embeddings=2048, tie_word_embeddings=True, rms_norm_eps=1e-6,
         rope_parameters={"rope_type": "default", "rope_theta": ROPE_THETA}, eos_token_id=tokenizer.eos_token_id,
         bos_token_id=None, pad_token_id=tokenizer.pad_token_id, dtype="float32",
     )  # fmt: skip

@@ -44,7 +44,7 @@ class Entity:
 
 @dataclass(frozen=True)
 class Question:
-    """`chain` holds the facts (subject, relation, object) that have to be looked up, in order. kind: one_hop, two_hop, comparison."""
+    """chain: the facts (subject, relation, object) to look up, in order. kind: one_hop, two_hop or comparison."""
 
     text: str
     answer: str
@@ -113,7 +113,8 @@ def _relate(generator: random.Random, made: dict[str, list[Entity]], names: Name
     for one, other in zip(couples[::2], couples[1::2], strict=True):
         one.facts["spouse"], other.facts["spouse"] = other.name, one.name
     for person in people:
-        teachers = [p for p in generator.sample(people, min(3, len(people))) if p.name not in (person.name, person.facts.get("spouse"))]
+        unfit = (person.name, person.facts.get("spouse"))
+        teachers = [one for one in generator.sample(people, min(3, len(people))) if one.name not in unfit]
         person.facts["birthplace"] = generator.choice(cities).name
         if teachers:
             person.facts["teacher"] = teachers[0].name

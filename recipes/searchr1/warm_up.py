@@ -1,4 +1,4 @@
-"""Makes the demo's starting policy: supervised fine-tuning of a tiny random Qwen2 on demonstrations, through the Megatron trainer.
+"""Makes the demo's starting policy: a tiny random Qwen2, fine-tuned on demonstrations through the Megatron trainer.
 
 The shipped recipes/searchr1/starting_policy/ came from the defaults. Stopped in the middle, the same command goes on.
 """
@@ -11,22 +11,21 @@ import random
 import time
 from pathlib import Path
 
-import torch
-
 from rlflow import Trainer, make_batch
-from rlflow.algorithms import SFTLoss, token_weights
+from rlflow.algorithms import SFTLoss
 from rlflow.rollout import Tokenizer
 from rlflow.weights.hf import write_model
 from rlflow_environments.search.tiny_model import write_random_model, write_tokenizer
-from rlflow_environments.search.warm_up import Curriculum, to_trajectory
+from rlflow_environments.search.warm_up import Curriculum, row_weights, to_trajectory
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="warm_up.sh", description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path("runs/warm-up"), help="directory of the run; the policy is in its export/")
-    parser.add_argument("--steps", type=int, default=4000, help="optimizer steps")
+    formatter = argparse.ArgumentDefaultsHelpFormatter
+    parser = argparse.ArgumentParser(prog="warm_up.sh", description=__doc__, formatter_class=formatter)
+    parser.add_argument("--out", type=Path, default=Path("runs/warm-up"), help="of the run; export/ is the policy")
+    parser.add_argument("--steps", type=int, default=2800, help="optimizer steps")
     parser.add_argument("--rows", type=int, default=16, help="demonstrations per step")
-    parser.add_argument("--lr", type=float, default=4e-3, help="peak learning rate, cosine to 2%% of it")
+    parser.add_argument("--lr", type=float, default=3e-3, help="peak learning rate, cosine to 2%% of it")
     parser.add_argument("--seed", type=int, default=0, help="of the demonstrations and the random model")
     parser.add_argument("--save-every", type=int, default=500, help="steps between checkpoints")
     args = parser.parse_args()
@@ -36,14 +35,14 @@ def main() -> None:
         write_tokenizer(start)
         write_random_model(start, seed=args.seed)
     trainer = Trainer.from_pretrained(start, lr=args.lr, lr_schedule="cosine", lr_warmup_steps=100, lr_decay_steps=args.steps,
-                                      min_lr=0.02 * args.lr, tokens_per_microbatch=4096)  # fmt: skip
+                                      min_lr=0.02 * args.lr, tokens_per_microbatch=2048)  # fmt: skip
     done = trainer.load(json.loads(latest.read_text())["checkpoint"]) if latest.exists() else 0
     encode, curriculum, began = Tokenizer.from_pretrained(start).encode, Curriculum(), time.monotonic()
     for step in range(done, args.steps):
         generator = random.Random(f"{args.seed}/{step}")
         rows = [to_trajectory(curriculum.row(generator, step / args.steps), encode) for _ in range(args.rows)]
         batch = make_batch(rows)
-        metrics = trainer.update(batch.replace(weights=token_weights(batch)), SFTLoss())
+        metrics = trainer.update(batch.replace(weights=row_weights(batch)), SFTLoss())
         if (step + 1) % 50 == 0:
             left = (time.monotonic() - began) / (step + 1 - done) * (args.steps - step - 1)
             print(f"step {step + 1}/{args.steps}  loss {metrics['loss']:.3f}  gradient norm {metrics['gradient_norm']:.2f}  "
@@ -57,5 +56,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(max(1, torch.get_num_threads()))
     main()

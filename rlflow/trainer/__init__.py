@@ -41,7 +41,7 @@ class Trainer(ABC):
 
     @abstractmethod
     def update(self, batch: Batch, loss: Loss) -> dict[str, float]:
-        """One optimizer step that minimizes sum(weights * loss). Returns `loss`, `gradient_norm`, `lr`, and the loss's metrics."""
+        """One optimizer step that minimizes sum(weights * loss). Returns loss, gradient_norm, lr and the loss's metrics."""
 
     @abstractmethod
     def snapshot(self, name: str) -> None:
