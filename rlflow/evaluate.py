@@ -68,7 +68,9 @@ def main(args: Namespace) -> int:
     with make_rollout(config) as rollout:
         tasks, dropped = fitting_tasks(rollout, config.data.val_split, config)
         tasks = tasks[: args.questions]
-        print(f"{len(tasks)} questions, {args.samples} attempt(s) each, temperature {args.temperature:g}", file=sys.stderr)
+        print(
+            f"{len(tasks)} questions, {args.samples} attempt(s) each, temperature {args.temperature:g}", file=sys.stderr
+        )
         result = evaluate(rollout, tasks, samples_per_prompt=args.samples, temperature=args.temperature)
     write_trajectories(out / "trajectories.jsonl", result.groups)
     summary = {"model": str(args.model), "temperature": args.temperature, "prompts_dropped": dropped, **result.metrics}

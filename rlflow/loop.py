@@ -49,7 +49,9 @@ def train(config: RunConfig) -> dict[str, Any]:
         if run.step == 0 and config.evaluation.at_start:
             run.evaluate(evaluate)
         while run.step < config.run.steps and not run.should_stop():
-            metrics, groups = training_step(run.step, run.next_tasks(), run.rollout, run.trainer, run.algorithm, run.timer)
+            metrics, groups = training_step(
+                run.step, run.next_tasks(), run.rollout, run.trainer, run.algorithm, run.timer
+            )
             run.finish_step(metrics, groups)
             if run.evaluation_due():
                 run.evaluate(evaluate)

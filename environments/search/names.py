@@ -23,7 +23,10 @@ def syllables() -> tuple[tuple[str, ...], tuple[str, ...]]:
     generator = random.Random(20_240_501)
     first = ["".join(s) for s in itertools.product("bdfghklmnprstvz", "aeiou", "lnrsmvd")]
     first = sorted(s for s in first if s not in _UNFIT)
-    last = ["".join(s) for s in itertools.product("bdfgklmnprstv", "aeiou", ["ra", "na", "la", "th", "ne", "sk", "ro", "n", "s", "nd"])]
+    last = [
+        "".join(s)
+        for s in itertools.product("bdfgklmnprstv", "aeiou", ["ra", "na", "la", "th", "ne", "sk", "ro", "n", "s", "nd"])
+    ]
     last = sorted(s for s in last if s not in _UNFIT)
     generator.shuffle(first)
     generator.shuffle(last)

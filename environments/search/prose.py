@@ -124,8 +124,34 @@ PRONOUNS: dict[str, tuple[str, ...]] = {
     "work": ("it", "the work"), "company": ("it", "the firm"),
 }  # fmt: skip
 
-TRADES = ("painter", "composer", "botanist", "poet", "physician", "sculptor", "astronomer", "printer", "sailor", "weaver", "judge", "chemist")
-THINGS = ("bridge", "tower", "market", "garden", "mill", "harbour", "library", "fountain", "orchard", "castle", "lamp", "bell")
+TRADES = (
+    "painter",
+    "composer",
+    "botanist",
+    "poet",
+    "physician",
+    "sculptor",
+    "astronomer",
+    "printer",
+    "sailor",
+    "weaver",
+    "judge",
+    "chemist",
+)
+THINGS = (
+    "bridge",
+    "tower",
+    "market",
+    "garden",
+    "mill",
+    "harbour",
+    "library",
+    "fountain",
+    "orchard",
+    "castle",
+    "lamp",
+    "bell",
+)
 GENRES = ("novel", "play", "ballad", "opera", "comedy", "tragedy", "symphony", "poem")
 GOODS = ("clocks", "ropes", "glass", "paper", "boats", "cloth", "pianos", "lenses", "bricks", "candles")
 ADJECTIVES = ("Silent", "Golden", "Broken", "Distant", "Hidden", "Crooked", "Gentle", "Burning", "Frozen", "Hollow", "Restless", "Scarlet",

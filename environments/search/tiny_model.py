@@ -26,7 +26,10 @@ def write_tokenizer(directory: str | Path, vocabulary: int = 1536, seed: int = 0
 
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Split(Regex(PIECES), "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+        [
+            pre_tokenizers.Split(Regex(PIECES), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
     )
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
@@ -63,7 +66,8 @@ def write_random_model(directory: str | Path, *, hidden: int = 128, layers: int 
     vocabulary = -(-len(tokenizer) // 64) * 64
     config = Qwen2Config(
         vocab_size=vocabulary, hidden_size=hidden, intermediate_size=ffn, num_hidden_layers=layers,
-        num_attention_heads=heads, num_key_value_heads=kv_heads, max_position_embeddings=2048, tie_word_embeddings=True, rms_norm_eps=1e-6,
+        num_attention_heads=heads, num_key_value_heads=kv_heads, max_position_embeddings=2048,
+        tie_word_embeddings=True, rms_norm_eps=1e-6,
         rope_parameters={"rope_type": "default", "rope_theta": ROPE_THETA}, eos_token_id=tokenizer.eos_token_id,
         bos_token_id=None, pad_token_id=tokenizer.pad_token_id, dtype="float32",
     )  # fmt: skip

@@ -135,9 +135,13 @@ def article(generator: random.Random, entity: Entity) -> str:
         "year": str(generator.randrange(1500, 1960)),
         "count": str(generator.randrange(3, 90)),
     }
-    templates = [(generator.choice(RELATIONS[relation].sentences), object_) for relation, object_ in entity.facts.items()]
+    templates = [
+        (generator.choice(RELATIONS[relation].sentences), object_) for relation, object_ in entity.facts.items()
+    ]
     generator.shuffle(templates)
-    templates.insert(0 if generator.random() < 0.8 else len(templates), (generator.choice(prose.OPENINGS[entity.kind]), ""))
+    templates.insert(
+        0 if generator.random() < 0.8 else len(templates), (generator.choice(prose.OPENINGS[entity.kind]), "")
+    )
     pronoun = generator.choice(prose.PRONOUNS[entity.kind])
     sentences = []
     for template, object_ in templates:
@@ -151,7 +155,7 @@ def _with_pronoun(template: str, pronoun: str) -> str:
     """The sentence with its subject replaced where it leads the sentence or a clause."""
     for lead in ("The {s} ", "{s} "):
         if template.startswith(lead):
-            return f"{pronoun.capitalize()} {template[len(lead):]}"
+            return f"{pronoun.capitalize()} {template[len(lead) :]}"
     return template.replace(", {s} ", f", {pronoun} ").replace(", the {s} ", f", {pronoun} ")
 
 
