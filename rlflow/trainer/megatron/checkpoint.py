@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import pickle
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -36,6 +37,23 @@ from rlflow.weights.families import Architecture
 
 MANIFEST = "trainer.json"
 """Written last: the step, the layout, the model's dimensions, and the size of every other file."""
+CLASSES_OF_METADATA = {
+    ("pathlib", "PosixPath"),
+    ("pathlib", "PurePosixPath"),
+    ("torch", "Size"),
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+    ("torch.distributed.checkpoint.metadata", "BytesStorageMetadata"),
+    ("torch.distributed.checkpoint.metadata", "ChunkStorageMetadata"),
+    ("torch.distributed.checkpoint.metadata", "Metadata"),
+    ("torch.distributed.checkpoint.metadata", "MetadataIndex"),
+    ("torch.distributed.checkpoint.metadata", "StorageMeta"),
+    ("torch.distributed.checkpoint.metadata", "TensorProperties"),
+    ("torch.distributed.checkpoint.metadata", "TensorStorageMetadata"),
+    ("torch.distributed.checkpoint.metadata", "_MEM_FORMAT_ENCODING"),
+    ("torch.serialization", "_get_layout"),
+    *(("torch", name) for name in ("float32", "bfloat16", "float16", "float64", "int64", "int32", "uint8", "bool")),
+}
+"""All that torch's own writer puts into `.metadata`."""
 OWN_FILES = ("*.distcp", ".metadata", "metadata.json", "common.pt", MANIFEST)
 
 
@@ -105,10 +123,37 @@ def load(path: Path, state: TrainerState) -> TrainerState:
         state, snapshots=snapshots, updates=int(manifest["updates"]), step=int(manifest["step"])
     )
     same_layout = manifest["layout"] == _layout(state.world)
-    with _explained(f"{path}: damaged, use an earlier checkpoint"):
+    with _explained(f"{path}: damaged, use an earlier checkpoint"), _without_code(path):
         loaded = dist_checkpointing.load(_sharded(target, with_rng=same_layout), str(path))
     _restore(target, loaded, same_layout)
     return target
+
+
+class _MetadataOnly(pickle.Unpickler):
+    """Reads a `.metadata` and refuses whatever could do more than describe tensors."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) not in CLASSES_OF_METADATA:
+            raise pickle.UnpicklingError(f".metadata names {module}.{name}, which has no place there; not loaded")
+        return super().find_class(module, name)
+
+
+@contextmanager
+def _without_code(path: Path) -> Iterator[None]:
+    """Inside, nothing in the checkpoint can run code: torch reads its objects as `weights_only`, whatever its callers ask for
+    (torch.distributed asks for False), and its unguarded `.metadata` was read by a guarded reader first."""
+    with (path / ".metadata").open("rb") as file:
+        _MetadataOnly(file).load()
+    switch = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
+    before = os.environ.get(switch)
+    os.environ[switch] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[switch]
+        else:
+            os.environ[switch] = before
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from fixtures import tiny_model
 from torch import Tensor
 
 from rlflow.errors import CheckpointError, ConfigError, DataError, ModelError, RLFlowError
+from rlflow.run import EXPORT_TOLERANCE
 from rlflow.trainer import Trainer
 from rlflow.trainer.export import check_export
 from rlflow.trainer.schedule import learning_rate
@@ -218,6 +220,49 @@ def test_damaged_checkpoints_are_one_clear_error(make: Any, tmp_path: Path) -> N
         trainer.load(tmp_path)
 
 
+class Payload:
+    """Runs code when it is unpickled."""
+
+    def __init__(self, witness: Path) -> None:
+        self.witness = witness
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (self.witness,)
+
+
+def test_a_checkpoint_cannot_run_code(make: Any, tmp_path: Path) -> None:
+    trainer, place, witness = make(), tmp_path / "checkpoint", tmp_path / "witness"
+    for name in (".metadata", "common.pt"):
+        trainer.save(place, 1)
+        write = torch.save if name == "common.pt" else lambda value, file: file.write_bytes(pickle.dumps(value))
+        write(Payload(witness), place / name)
+        manifest = json.loads((place / "trainer.json").read_text())
+        manifest["files"][name] = (place / name).stat().st_size
+        (place / "trainer.json").write_text(json.dumps(manifest))
+        with pytest.raises(CheckpointError, match="damaged, use an earlier checkpoint"):
+            trainer.load(place)
+        assert not witness.exists()
+
+
+def test_objects_between_tensors_cannot_run_code(make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch.distributed reads them with weights_only=False."""
+    from rlflow.trainer.megatron import checkpoint
+
+    trainer, witness = make(), tmp_path / "witness"
+    sharded = checkpoint._sharded_rng
+    with monkeypatch.context() as patched:
+        patched.setattr(checkpoint, "_sharded_rng", lambda world: _with_data(sharded(world), Payload(witness)))
+        trainer.save(tmp_path / "checkpoint", 1)
+    with pytest.raises(CheckpointError, match=r"weights_only|Weights only"):
+        trainer.load(tmp_path / "checkpoint")
+    assert not witness.exists()
+
+
+def _with_data(entry: Any, data: Any) -> Any:
+    entry.data = data
+    return entry
+
+
 def test_checkpoint_of_another_model_is_refused(make: Any, tmp_path: Path) -> None:
     make().save(tmp_path / "checkpoint", 1)
     sizes = {"vocab_size": VOCAB + 7, "hidden_size": 32, "intermediate_size": 48}
@@ -243,6 +288,18 @@ def test_export_gives_the_trainers_logits(make: Any, model: Path, tmp_path: Path
     assert check_export(trainer, tmp_path / "out") < 1e-5
     with pytest.raises(ModelError, match="does not compute what the trainer does"):
         check_export(trainer, model)
+
+
+def test_a_bfloat16_export_passes_at_its_own_tolerance_only(make: Any, model: Path, tmp_path: Path) -> None:
+    trainer = make(dtype="bfloat16")
+    write_model(tmp_path / "out", trainer.weights(), model)
+    with pytest.raises(ModelError, match="does not compute what the trainer does"):
+        check_export(trainer, tmp_path / "out", tolerance=EXPORT_TOLERANCE["float32"])
+    assert check_export(trainer, tmp_path / "out", tolerance=EXPORT_TOLERANCE["bfloat16"]) < 0.05
+    other = tiny_model(tmp_path / "other", "qwen2", tied=True, tokenizer=False, vocab_size=VOCAB, hidden_size=32,
+                       intermediate_size=48, seed=1)  # fmt: skip
+    with pytest.raises(ModelError, match="does not compute what the trainer does"):
+        check_export(trainer, other, tolerance=EXPORT_TOLERANCE["bfloat16"])
 
 
 def test_bfloat16_trains_close_to_float32(make: Any) -> None:
