@@ -7,6 +7,7 @@ import random
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from logging.handlers import MemoryHandler
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -18,7 +19,7 @@ from rlflow.evaluate import Evaluation
 from rlflow.interrupt import Interrupt
 from rlflow.metrics import MetricsLog, PhaseTimer, make_sinks
 from rlflow.picture import render_picture
-from rlflow.plan import check_config
+from rlflow.preflight import check_start, run_path
 from rlflow.progress import make_progress
 from rlflow.rollout import Rollout
 from rlflow.run_directory import RunDirectory, read_json, write_json, write_trajectories
@@ -60,20 +61,18 @@ class Run:
         from rlflow.loop import Algorithm
 
         config = self.config
-        check_config(config)
+        check_start(config)
         with ExitStack() as stack:
             self.algorithm = Algorithm.from_config(config)
-            path = config.run.directory.format(name=config.run.name)
-            self.directory = stack.enter_context(
-                RunDirectory.create(path, resume=config.run.resume, overwrite=config.run.overwrite)
-            )
-            stack.enter_context(_log_file(self.directory.log))
-            save_config(config, self.directory.config)
+            log = stack.enter_context(_log())
             self.progress = make_progress(config.metrics.progress, steps=config.run.steps, title=config.run.name)
             stack.callback(self.progress.close)
             self.timer.on_enter = self.progress.phase
             self._build_rollout(stack)
             self._build_trainer(stack)
+            # Only now: a start that fails has neither taken a directory nor thrown away what `overwrite` is to replace.
+            self._open_directory(stack, log)
+            self._resume()
             self._open_metrics(stack)
             stack.enter_context(self.interrupt)
             self._stack = stack.pop_all()
@@ -96,6 +95,22 @@ class Run:
         self.progress.phase("loading", "the trainer")
         self.trainer = make_trainer(self.config)
         stack.callback(self.trainer.close)
+
+    def _open_directory(self, stack: ExitStack, log: MemoryHandler) -> None:
+        section = self.config.run
+        opened = RunDirectory.create(run_path(self.config), resume=section.resume, overwrite=section.overwrite)
+        self.directory = stack.enter_context(opened)
+        stack.push(lambda kind, *_: self.directory.discard_unless_begun() if kind else None)
+        file = logging.FileHandler(self.directory.log, encoding="utf-8")
+        stack.callback(file.close)
+        file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+        log.setTarget(file)
+        stack.callback(log.setTarget, None)
+        log.flush()
+        log.flushLevel = logging.DEBUG  # from now on every record is written at once
+        save_config(self.config, self.directory.config)
+
+    def _resume(self) -> None:
         latest = self.directory.latest_checkpoint() if self.config.run.resume else None
         if latest is None:
             if self.algorithm.loss.needs_reference:
@@ -121,7 +136,9 @@ class Run:
             name=self.config.run.name,
             config=redact(to_dict(self.config)),
         )
-        self.metrics = stack.enter_context(MetricsLog(self.directory.path, sinks, resumed_step=self.step))
+        # Without a checkpoint nothing is kept, the evaluation before the first step included: it is made again.
+        resumed_step = self.step if self._saved_step >= 0 else -1
+        self.metrics = stack.enter_context(MetricsLog(self.directory.path, sinks, resumed_step=resumed_step))
 
     # ------------------------------------------------------------ between steps
 
@@ -247,13 +264,12 @@ class Run:
 
 
 @contextmanager
-def _log_file(path: Path) -> Iterator[None]:
-    """rlflow's log goes to the file as well."""
-    handler = logging.FileHandler(path, encoding="utf-8")
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+def _log() -> Iterator[MemoryHandler]:
+    """rlflow's log, kept until its handler has a file to write to."""
+    handler = MemoryHandler(capacity=1000, flushLevel=logging.CRITICAL)
     logging.getLogger("rlflow").addHandler(handler)
     try:
-        yield
+        yield handler
     finally:
         logging.getLogger("rlflow").removeHandler(handler)
         handler.close()

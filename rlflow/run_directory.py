@@ -28,19 +28,10 @@ from rlflow.types import Group, Trajectory
 
 logger = logging.getLogger(__name__)
 
-LAYOUT = (
-    "config.yaml",
-    "metrics.jsonl",
-    "checkpoints",
-    "export",
-    "trajectories",
-    "evaluations",
-    "progress.png",
-    "summary.json",
-    "log.txt",
-    "tensorboard",
-    "wandb",
-)
+LAYOUT = ("config.yaml", "metrics.jsonl", "checkpoints", "export", "trajectories", "evaluations", "progress.png",
+          "summary.json", "log.txt", "tensorboard", "wandb")  # fmt: skip
+STARTED = {"config.yaml", "config.yaml.partial", "log.txt", "metrics.jsonl", "metrics.jsonl.partial", "tensorboard", "wandb"}
+"""What a run may have written before its first metrics."""
 _STEP = re.compile(r"step_(\d{6,})$")
 
 
@@ -60,32 +51,30 @@ class RunDirectory:
             ConfigError: an earlier run or foreign files are in the way, or another process is writing there.
         """
         run = cls(directory)
-        if run.path.exists() and not run.path.is_dir():
-            raise ConfigError(f"run.directory: {run.path} is a file; expected a directory, or a name that is free.")
-        if resume and overwrite:
-            raise ConfigError(
-                "run.resume and run.overwrite are both on; resume continues a run, overwrite throws it away."
-            )
-        present = sorted(entry.name for entry in run.path.iterdir()) if run.path.is_dir() else []
-        present = [name for name in present if name != "run.lock"]
-        if present and not resume and not overwrite:
-            raise ConfigError(
-                f"run.directory: {run.path} already holds {_what(present)}: continue it with --resume, throw it "
-                "away with --overwrite, or choose another run.name."
-            )
-        if present and "config.yaml" not in present:
-            raise ConfigError(
-                f"run.directory: {run.path} holds files that are not of a run ({', '.join(present[:3])}); "
-                "choose another run.directory or run.name."
-            )
-        run.path.mkdir(parents=True, exist_ok=True)
-        run._acquire_lock()
-        if overwrite:
+        begun = run._refuse_if_taken(resume, overwrite)
+        try:
+            run.path.mkdir(parents=True, exist_ok=True)
+            run._acquire_lock()
+        except OSError as error:
+            raise ConfigError(f"run.directory: {run.path} cannot be written ({error.strerror}); choose another one.") from None
+        if overwrite or not begun:
             run._remove_run()
         run.remove_partial()
         if resume and run.latest_checkpoint() is None:
             logger.warning("resume: no checkpoint in %s, the run starts at step 0", run.path)
         return run
+
+    @classmethod
+    def check(cls, directory: str | Path, *, resume: bool = False, overwrite: bool = False) -> None:
+        """Returns where `create` would find no obstacle; makes nothing. Raises ConfigError as `create` does."""
+        run = cls(directory)
+        run._refuse_if_taken(resume, overwrite)
+        ground = next(path for path in (run.path, *run.path.absolute().parents) if path.exists())
+        if not ground.is_dir() or not os.access(ground, os.W_OK | os.X_OK):
+            raise ConfigError(f"run.directory: {run.path} cannot be written, as {ground} does not allow it; choose another one.")
+        if (run.path / "run.lock").is_file():
+            run._acquire_lock()
+            run.close()
 
     @classmethod
     def open(cls, directory: str | Path) -> RunDirectory:
@@ -196,6 +185,49 @@ class RunDirectory:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def discard_unless_begun(self) -> None:
+        """Removes the directory if nothing but the start of a run is in it: a failed start leaves no trace."""
+        present = self._present()
+        if present and not self._begun(present):
+            self._remove_run()
+        if not self._present():
+            (self.path / "run.lock").unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                self.path.rmdir()
+
+    def _present(self) -> list[str]:
+        names = sorted(entry.name for entry in self.path.iterdir()) if self.path.is_dir() else []
+        return [name for name in names if name != "run.lock"]
+
+    def _begun(self, present: Sequence[str]) -> bool:
+        """Whether there is more than what a start writes before its first metrics: such a rest is in nobody's way."""
+        return not ("log.txt" in present and set(present) <= STARTED) or bool(
+            self.metrics.is_file() and self.metrics.stat().st_size
+        )
+
+    def _refuse_if_taken(self, resume: bool, overwrite: bool) -> bool:
+        """Whether a run has begun here, once nothing speaks against opening the directory for writing."""
+        if self.path.exists() and not self.path.is_dir():
+            raise ConfigError(f"run.directory: {self.path} is a file; expected a directory, or a name that is free.")
+        if resume and overwrite:
+            raise ConfigError(
+                "run.resume and run.overwrite are both on; resume continues a run, overwrite throws it away."
+            )
+        present = self._present()
+        if not present or not self._begun(present):
+            return False
+        if not resume and not overwrite:
+            raise ConfigError(
+                f"run.directory: {self.path} already holds {_what(present)}: continue it with --resume, throw it "
+                "away with --overwrite, or choose another run.name."
+            )
+        if "config.yaml" not in present:
+            raise ConfigError(
+                f"run.directory: {self.path} holds files that are not of a run ({', '.join(present[:3])}); "
+                "choose another run.directory or run.name."
+            )
+        return True
 
     def _acquire_lock(self) -> None:
         """The kernel drops the lock when the process ends, killed or not, so a stale file never blocks."""
