@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -20,7 +21,7 @@ Run = Callable[[argparse.Namespace], "int | None"]
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command; returns its exit code: 0, 2 for a problem that the user can mend (one line on stderr), 130 for
-    Ctrl-C. RLFLOW_DEBUG=1 shows tracebacks."""
+    Ctrl-C, 143 for SIGTERM. RLFLOW_DEBUG=1 shows tracebacks."""
     if "" not in sys.path and os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())  # `my_module:Name` is found from where the user stands, as with `python -m`
     args = parse(arguments)
@@ -180,8 +181,8 @@ def run_train(args: argparse.Namespace) -> int:
         return 0
     from rlflow.loop import train
 
-    train(config)
-    return 0
+    status = train(config)["status"]
+    return next((128 + number for number in (signal.SIGINT, signal.SIGTERM) if status.endswith(number.name)), 0)
 
 
 # ---------------------------------------------------------------- eval

@@ -15,6 +15,7 @@ from rlflow.algorithms.monitored import Monitored
 from rlflow.batching import make_batch, split_minibatches
 from rlflow.evaluate import evaluate
 from rlflow.metrics import PhaseTimer, mean_of, rollout_metrics
+from rlflow.preflight import finished_summary, run_path
 from rlflow.rollout import Rollout
 from rlflow.run import Run
 from rlflow.schema import AlgorithmSection, RunConfig
@@ -45,6 +46,10 @@ def train(config: RunConfig) -> dict[str, Any]:
 
     Raises RLFlowError, in one line, for anything that the user can mend; before the first step whatever can be known by then.
     """
+    finished = finished_summary(config) if config.run.resume else None
+    if finished is not None:
+        logger.warning("%s: all %d steps are done, nothing is left to do; raise run.steps to go on", run_path(config), finished["steps"])
+        return finished
     with Run(config) as run:
         if run.step == 0 and config.evaluation.at_start:
             run.evaluate(evaluate)
