@@ -13,7 +13,8 @@ from rlflow.errors import ConfigError, did_you_mean
 from rlflow.types import Batch, PolicyOutput
 
 Loss = Callable[[PolicyOutput, Batch], tuple[Tensor, dict[str, Tensor]]]
-"""(PolicyOutput, Batch) -> per-token loss (B, T) and metrics, (B, T) each; a metric is reported as sum(weights * metric).
+"""(PolicyOutput, Batch) -> per-token loss (B, T) and metrics, (B, T) each; a metric is reported as its mean
+under the weights, sum(weights * metric) / sum(weights): the same unit whatever the weights sum to.
 A loss with `needs_entropy = True` gets `PolicyOutput.entropy`."""
 
 
@@ -57,7 +58,7 @@ class Trainer(ABC):
 
     @abstractmethod
     def load(self, path: str | Path) -> int:
-        """Restores what `save` wrote, into any layout; returns its step."""
+        """Restores what `save` wrote, into any layout; returns its step. Snapshots that it does not hold stay."""
 
     def close(self) -> None:
         """Frees process groups and memory."""

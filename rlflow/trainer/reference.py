@@ -105,6 +105,10 @@ class ReferenceTrainer(Trainer):
         return result
 
     def update(self, batch: Batch, loss: Loss) -> dict[str, float]:
+        if len(batch) == 0:
+            raise RLFlowError(
+                "update: the batch has no rows; every trajectory of the step was aborted or filtered out."
+            )
         self.optimizer.zero_grad(set_to_none=True)
         needs_entropy = bool(getattr(loss, "needs_entropy", False))
         sums: dict[str, float] = {"loss": 0.0}
@@ -116,6 +120,8 @@ class ReferenceTrainer(Trainer):
             total.backward()
             for name, value in {**metrics, "loss": values.detach()}.items():
                 sums[name] = sums.get(name, 0.0) + (part.weights * value).sum(dtype=torch.float64).item()
+        share = float(batch.weights.sum()) or 1.0
+        sums = {name: value if name == "loss" else value / share for name, value in sums.items()}
         rate = learning_rate(self.updates, **self.schedule)
         norm = self._step(rate)
         counts = {"tokens": float(batch.lengths.sum()), "microbatches": float(len(microbatches))}
@@ -163,10 +169,11 @@ class ReferenceTrainer(Trainer):
                 f"{directory}: not a checkpoint of the reference trainer, or damaged: {error}"
             ) from error
         self._restore(policy, directory)
-        self.snapshots = {}
+        loaded: dict[str, dict[str, Tensor]] = {}
         for key, value in frozen.items():
             name, _, parameter = key.partition("/")
-            self.snapshots.setdefault(name, {})[parameter] = value.to(self.device)
+            loaded.setdefault(name, {})[parameter] = value.to(self.device)
+        self.snapshots |= loaded
         self.optimizer.load_state_dict(optimizer)
         self.updates = int(state["updates"])
         return int(state["step"])

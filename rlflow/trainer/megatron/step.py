@@ -43,7 +43,7 @@ def forward_backward(
     loss: Loss,
     total_tokens: int,
 ) -> dict[str, float]:
-    """Accumulates the gradients of sum(weights * loss) over all ranks; returns that sum as `loss`, and the loss's metrics.
+    """Accumulates the gradients of sum(weights * loss) over all ranks; returns it as `loss`, and the sums of the metrics.
 
     The loss function gives Megatron N * sum(weights * loss), N = `total_tokens`, and its own tokens' number; Megatron
     divides the gradients by the all-reduced number, which is N (`calculate_per_token_loss`)."""

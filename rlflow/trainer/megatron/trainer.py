@@ -72,12 +72,16 @@ class MegatronTrainer(Trainer):
         self._snapshots: dict[str, dict[str, Tensor]] = {}
         self._architecture = architecture(config)
         self._world = world.join(tensor_parallel, pipeline_parallel, seed)
-        with cpu.adapted():
-            module = build_model(self._architecture, self._world, DTYPES[dtype])
-            load_weights(module, self._architecture, self._world, weights)
-            self._model = optimizer.wrap(module)
-            options = optimizer.AdamOptions(lr, beta1, beta2, eps, weight_decay, max_gradient_norm)
-            self._optimizer = optimizer.make_optimizer(self._model, options)
+        try:
+            with cpu.adapted():
+                module = build_model(self._architecture, self._world, DTYPES[dtype])
+                load_weights(module, self._architecture, self._world, weights)
+                self._model = optimizer.wrap(module)
+                options = optimizer.AdamOptions(lr, beta1, beta2, eps, weight_decay, max_gradient_norm)
+                self._optimizer = optimizer.make_optimizer(self._model, options)
+        except BaseException:  # nobody could close a trainer that was never made
+            self.close()
+            raise
 
     def update(self, batch: Batch, loss: Loss) -> dict[str, float]:
         """One optimizer step. Besides `loss`, `gradient_norm`, `lr` and the loss's metrics: `tokens` (without padding) of the
@@ -97,8 +101,9 @@ class MegatronTrainer(Trainer):
             metrics = step.forward_backward(self._model, self._world, vocab, microbatches, loss, tokens)
             norm = optimizer.step(self._optimizer, rate)
         self._updates += 1
+        share = float(batch.weights.sum()) or 1.0
         return {
-            **metrics,
+            **{name: value if name == "loss" else value / share for name, value in metrics.items()},
             "gradient_norm": norm,
             "lr": rate,
             "tokens": float(tokens),
@@ -133,7 +138,7 @@ class MegatronTrainer(Trainer):
     def load(self, path: str | Path) -> int:
         with cpu.adapted():
             state = checkpoint.load(Path(path), self._state(0))
-        self._updates, self._snapshots = state.updates, state.snapshots
+        self._updates, self._snapshots = state.updates, {**self._snapshots, **state.snapshots}
         return state.step
 
     def close(self) -> None:

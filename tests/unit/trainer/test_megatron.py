@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from fixtures import tiny_model
+from safetensors.torch import save_file
 from torch import Tensor
 
 from rlflow.errors import CheckpointError, ConfigError, DataError, ModelError, RLFlowError
@@ -129,6 +131,22 @@ def test_update_is_invariant_to_micro_batches_and_padding(make: Any) -> None:
             assert metrics[key] == pytest.approx(first[key], rel=1e-5)
         for name, tensor in weights.items():
             torch.testing.assert_close(other[name], tensor, atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("backend", ["megatron", "reference"])
+def test_metrics_are_means_whatever_the_weights_sum_to(make: Any, backend: str) -> None:
+    """Dr.GRPO's constant weights sum to the used share of the token budget; an entropy in nats stays one."""
+    batch = make_batch()
+    whole = make(backend=backend).update(batch, policy_gradient)
+    third = make(backend=backend).update(batch.replace(weights=batch.weights / 3), policy_gradient)
+    assert third["logprob"] == pytest.approx(whole["logprob"], rel=1e-6)
+    assert third["loss"] == pytest.approx(whole["loss"] / 3, rel=1e-6)
+
+
+@pytest.mark.parametrize("backend", ["megatron", "reference"])
+def test_an_empty_batch_is_one_clear_error(make: Any, backend: str) -> None:
+    with pytest.raises(RLFlowError, match="the batch has no rows"):
+        make(backend=backend).update(make_batch().select([]), policy_gradient)
 
 
 def test_tokens_without_weight_after_the_last_weighted_one_change_no_gradient(make: Any) -> None:
@@ -261,6 +279,29 @@ def test_objects_between_tensors_cannot_run_code(make: Any, tmp_path: Path, monk
 def _with_data(entry: Any, data: Any) -> Any:
     entry.data = data
     return entry
+
+
+@pytest.mark.parametrize("backend", ["megatron", "reference"])
+def test_a_snapshot_that_the_checkpoint_lacks_survives_loading(make: Any, backend: str, tmp_path: Path) -> None:
+    """So that a run can be resumed with a KL term that it began without: the reference is the starting policy."""
+    batch, first = make_batch(), make(backend=backend)
+    start = first.score(batch)["logprobs"]
+    first.update(batch, policy_gradient)
+    first.save(tmp_path / "checkpoint", 1)
+    resumed = make(backend=backend)
+    resumed.snapshot("reference")
+    resumed.load(tmp_path / "checkpoint")
+    assert torch.equal(resumed.score(batch, "reference")["logprobs"], start)
+    assert not torch.equal(resumed.score(batch)["logprobs"], start)
+
+
+def test_a_model_that_cannot_be_loaded_leaves_no_process_group(model: Path, tmp_path: Path) -> None:
+    wrong = [(name, tensor[:-1] if "down_proj" in name else tensor) for name, tensor in iterate_weights(model)]
+    save_file({name: tensor.contiguous() for name, tensor in wrong}, tmp_path / "model.safetensors")
+    shutil.copy(model / "config.json", tmp_path)
+    with pytest.raises(ModelError, match="has shape"):
+        Trainer.from_pretrained(tmp_path)
+    assert not torch.distributed.is_initialized()
 
 
 def test_checkpoint_of_another_model_is_refused(make: Any, tmp_path: Path) -> None:
