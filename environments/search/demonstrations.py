@@ -83,11 +83,15 @@ def _guess(generator: random.Random, question: Question) -> str:
 
 
 def results(generator: random.Random, half: Half, subject: str, top_k: int) -> list[Entity]:
-    """What a search for the subject brings: its article, mostly in front, among others that name it where there are any."""
+    """What a search for the subject brings: its article, mostly in front, among others that name it or that
+    are of its kind, where there are any."""
     right = half.entities[subject]
     others = [entity for entity in half.entities.values() if entity is not right]
     generator.shuffle(others)
-    others.sort(key=lambda entity: subject not in entity.text)
+    if generator.random() < 0.5:
+        others.sort(key=lambda entity: subject not in entity.text)
+    else:
+        others.sort(key=lambda entity: entity.kind != right.kind)
     found = others[: top_k - 1]
     generator.shuffle(found)
     position = 0 if generator.random() < 0.8 else generator.randrange(top_k)

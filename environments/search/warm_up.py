@@ -31,10 +31,10 @@ class Curriculum:
     """Shares of the schedule. drill: until then every second row only repeats names. one_result, two_results: until then searches
     bring so many passages, afterwards three. clumsy: from there on the traces go wrong as often as `clumsiness` says."""
 
-    drill: float = 0.08
-    one_result: float = 0.3
-    two_results: float = 0.45
-    clumsy: float = 0.8
+    drill: float = 0.06
+    one_result: float = 0.2
+    two_results: float = 0.28
+    clumsy: float = 0.82
     clumsiness: Clumsiness = CLUMSY
 
     def row(self, generator: random.Random, done: float) -> list[Part]:
