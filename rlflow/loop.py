@@ -13,8 +13,9 @@ from torch import Tensor
 from rlflow.algorithms import make_advantage, make_loss, token_weights
 from rlflow.algorithms.monitored import Monitored
 from rlflow.batching import make_batch, split_minibatches
+from rlflow.errors import RolloutError
 from rlflow.evaluate import evaluate
-from rlflow.metrics import PhaseTimer, mean_of, rollout_metrics
+from rlflow.metrics import PhaseTimer, mean, mean_of, rollout_metrics
 from rlflow.preflight import finished_summary, run_path
 from rlflow.rollout import Rollout
 from rlflow.run import Run
@@ -33,12 +34,14 @@ class Algorithm:
     advantage: Callable[[Batch], Tensor]
     loss: Any
     response_budget: int  # tokens that an attempt may generate, for the `constant` weights
+    seed: int = 0  # of the split into minibatches
 
     @classmethod
     def from_config(cls, config: RunConfig) -> Algorithm:
         section, rollout = config.algorithm, config.rollout
         loss = Monitored(make_loss(section.losses))
-        return cls(section, make_advantage(section.advantage), loss, rollout.max_turns * rollout.max_response_tokens)
+        budget = rollout.max_turns * rollout.max_response_tokens
+        return cls(section, make_advantage(section.advantage), loss, budget, config.run.seed)
 
 
 def train(config: RunConfig) -> dict[str, Any]:
@@ -48,10 +51,14 @@ def train(config: RunConfig) -> dict[str, Any]:
     """
     finished = finished_summary(config) if config.run.resume else None
     if finished is not None:
-        logger.warning("%s: all %d steps are done, nothing is left to do; raise run.steps to go on", run_path(config), finished["steps"])
+        logger.warning(
+            "%s: all %d steps are done, nothing is left to do; raise run.steps to go on",
+            run_path(config),
+            finished["steps"],
+        )
         return finished
     with Run(config) as run:
-        if run.step == 0 and config.evaluation.at_start:
+        if run.evaluation_due():
             run.evaluate(evaluate)
         while run.step < config.run.steps and not run.should_stop():
             metrics, groups = training_step(
@@ -72,7 +79,12 @@ def training_step(
     with timer.phase("rollout"):
         groups = rollout.collect(tasks, step=step)
     trajectories = [one for group in groups for one in group.trajectories]
-    batch = make_batch([one for one in trajectories if one.usable])
+    usable = [one for one in trajectories if one.usable]
+    if not usable:
+        raise RolloutError(
+            f"step {step}: all {len(trajectories)} episodes were aborted; first: {trajectories[0].error}"
+        )
+    batch = make_batch(usable)
     with timer.phase("score"):
         batch = add_scores(batch, trainer, algorithm)
     advantages = algorithm.advantage(batch)
@@ -80,7 +92,7 @@ def training_step(
     updates = []
     with timer.phase("update"):
         for epoch in range(algorithm.section.epochs_per_step):
-            shuffle = torch.Generator().manual_seed(hash((step, epoch)) & 0x7FFFFFFF)
+            shuffle = torch.Generator().manual_seed(hash((algorithm.seed, step, epoch)) & 0x7FFFFFFF)
             for minibatch in split_minibatches(batch, algorithm.section.minibatches_per_step, shuffle):
                 weights = token_weights(minibatch, algorithm.section.aggregate, constant=algorithm.response_budget)
                 updates.append(trainer.update(minibatch.replace(weights=weights), algorithm.loss))
@@ -106,6 +118,6 @@ def step_metrics(trajectories: Sequence[Any], batch: Batch, updates: Sequence[di
     metrics["train/logprob_gap"] = updates[0]["logprob_gap"]
     metrics["train/tokens"] = float(batch.loss_mask.sum())
     metrics["train/fed_tokens"] = float(batch.lengths.sum())
-    flat = batch.advantages.abs().amax(dim=1) == 0
-    metrics["train/advantage_zero"] = float(flat.float().mean())
+    spreads = [one.group_stats[2] for one in trajectories if one.group_stats is not None]
+    metrics["train/advantage_zero"] = mean([float(spread == 0) for spread in spreads])
     return {**metrics, **rollout_metrics(trajectories)}

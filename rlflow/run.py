@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from logging.handlers import MemoryHandler
-from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -65,7 +64,13 @@ class Run:
         with ExitStack() as stack:
             self.algorithm = Algorithm.from_config(config)
             log = stack.enter_context(_log())
-            self.progress = make_progress(config.metrics.progress, steps=config.run.steps, title=config.run.name)
+            saved = RunDirectory(run_path(config)).saved_steps() if config.run.resume else []
+            self.progress = make_progress(
+                config.metrics.progress,
+                steps=config.run.steps,
+                title=config.run.name,
+                first_step=max(saved, default=0),
+            )
             stack.callback(self.progress.close)
             self.timer.on_enter = self.progress.phase
             self._build_rollout(stack)
@@ -111,10 +116,10 @@ class Run:
         save_config(self.config, self.directory.config)
 
     def _resume(self) -> None:
+        if self.algorithm.loss.needs_reference:
+            self.trainer.snapshot("reference")  # the starting policy; a checkpoint that holds its own replaces it
         latest = self.directory.latest_checkpoint() if self.config.run.resume else None
         if latest is None:
-            if self.algorithm.loss.needs_reference:
-                self.trainer.snapshot("reference")
             return
         self.step, path = latest
         self.trainer.load(path / "trainer")
@@ -145,15 +150,15 @@ class Run:
     def next_tasks(self) -> list[Task]:
         """The tasks of the present step: each epoch is a permutation of the training tasks, a function of seed and epoch."""
         count, total = self.config.rollout.prompts_per_step, len(self.train_tasks)
-        return [self._task_at(self.step * count + offset, total) for offset in range(count)]
+        places = [divmod(self.step * count + offset, total) for offset in range(count)]
+        orders = {epoch: self._order(epoch) for epoch in {epoch for epoch, _ in places}}
+        return [self.train_tasks[orders[epoch][index]] for epoch, index in places]
 
-    def _task_at(self, position: int, total: int) -> Task:
-        epoch, index = divmod(position, total)
-        if not self.config.data.shuffle:
-            return self.train_tasks[index]
-        order = list(range(total))
-        random.Random(f"{self.config.run.seed}/{epoch}").shuffle(order)
-        return self.train_tasks[order[index]]
+    def _order(self, epoch: int) -> Sequence[int]:
+        order = list(range(len(self.train_tasks)))
+        if self.config.data.shuffle:
+            random.Random(f"{self.config.run.seed}/{epoch}").shuffle(order)
+        return order
 
     def should_stop(self) -> bool:
         """Whether a signal came, the time is up, or the target is reached."""
@@ -183,13 +188,15 @@ class Run:
             write_trajectories(self.directory.trajectories(self.step), groups, limit=limit)
 
     def evaluation_due(self) -> bool:
-        every = self.config.evaluation.every_steps
-        return every > 0 and self.step % every == 0 and not self.interrupt.requested
+        """Whether to evaluate now: before the first step with `at_start`, and every `every_steps`; never twice at a step."""
+        section = self.config.evaluation
+        every = section.at_start if self.step == 0 else section.every_steps and self.step % section.every_steps == 0
+        return bool(every) and self._evaluated_step != self.step and not self.interrupt.requested
 
     def evaluate(self, evaluate: Callable[..., Evaluation], questions: int | None = None) -> None:
         """Evaluates the first `questions` validation tasks (None: evaluation.questions) and writes metrics and trajectories."""
         section = self.config.evaluation
-        count = questions or section.questions
+        count = self._questions(section.questions) if questions is None else questions
         with self.timer.phase("evaluate"):
             result = evaluate(self.rollout, self.val_tasks[:count], step=self.step,
                               samples_per_prompt=section.samples_per_prompt, temperature=section.temperature)  # fmt: skip
@@ -201,6 +208,9 @@ class Run:
         write_trajectories(self.directory.evaluations(self.step), result.groups)
         if self.config.metrics.picture:
             self._draw()
+
+    def _questions(self, limit: int | None) -> int:
+        return len(self.val_tasks) if limit is None else min(limit, len(self.val_tasks))
 
     def checkpoint_due(self) -> bool:
         every = self.config.checkpoint.every_steps
@@ -220,20 +230,19 @@ class Run:
 
     def finish(self, evaluate: Callable[..., Evaluation]) -> dict[str, Any]:
         """Saves; unless a signal ended the run, evaluates, exports and draws. Writes and returns the summary."""
-        interrupted = self.interrupt.requested
-        final = self.config.evaluation.final_questions
-        if not interrupted and (self._evaluated_step != self.step or final != self.config.evaluation.questions):
-            self.evaluate(evaluate, questions=final or len(self.val_tasks))
+        interrupted, section = self.interrupt.requested, self.config.evaluation
         if self._saved_step != self.step:
-            self.save()
+            self.save()  # first: the last evaluation may take long, and a kill in it must not cost a step
+        final, usual = (self._questions(limit) for limit in (section.final_questions, section.questions))
+        if not interrupted and (self._evaluated_step != self.step or final != usual):
+            self.evaluate(evaluate, questions=final)
         written = {"run": self.directory.path, "metrics": self.directory.metrics,
                    "checkpoint": self.directory.checkpoint_path(self.step)}  # fmt: skip
         export_gap = None
         if not interrupted and self.config.checkpoint.export:
             export_gap = self._export()
             written["export"] = self.directory.export
-        if self.config.metrics.picture:
-            self._draw()
+        if self.config.metrics.picture and self._draw():
             written["picture"] = self.directory.picture
         summary = {
             "status": f"interrupted by {interrupted}" if interrupted else "finished",
@@ -253,14 +262,12 @@ class Run:
         self.progress.phase("exporting")
         weights = self.trainer.weights()
         write_model(self.directory.export, weights, reference=self.config.model.path, overwrite=True)
-        gap = check_export(
-            self.trainer, self.directory.export, tolerance=EXPORT_TOLERANCE[self.config.model.dtype]
-        )
+        gap = check_export(self.trainer, self.directory.export, tolerance=EXPORT_TOLERANCE[self.config.model.dtype])
         logger.info("export: log-probs within %.1e of the trainer's", gap)
         return gap
 
-    def _draw(self) -> None:
-        render_picture(self.directory.metrics, self.directory.picture, title=self.config.run.name)
+    def _draw(self) -> bool:
+        return render_picture(self.directory.metrics, self.directory.picture, title=self.config.run.name)
 
 
 @contextmanager
