@@ -28,7 +28,7 @@ def make_rollout(config: RunConfig) -> Rollout:
         "deterministic": config.run.deterministic,
         "trust_remote_code": config.model.trust_remote_code,
     }
-    return Rollout(
+    rollout = Rollout(
         build("engine", section.engine, **offered),
         environment,
         tokenizer,
@@ -43,11 +43,15 @@ def make_rollout(config: RunConfig) -> Rollout:
         seed=config.run.seed,
         deterministic=config.run.deterministic,
     )
+    if rollout.max_total_tokens < section.max_total_tokens:
+        told = "the engine holds %d tokens: episodes end there, not at rollout.max_total_tokens = %d"
+        logger.warning(told, rollout.max_total_tokens, section.max_total_tokens)
+    return rollout
 
 
 def fitting_tasks(rollout: Rollout, split: str, config: RunConfig) -> tuple[list[Task], int]:
     """(the split's tasks whose prompt fits, how many did not). Raises DataError where none is left."""
-    limit = min(config.data.max_prompt_tokens, config.rollout.max_total_tokens - 1)
+    limit = min(config.data.max_prompt_tokens, rollout.max_total_tokens - 1)
     tasks = list(rollout.environment.tasks(split))
     if not tasks:
         raise DataError(f"split '{split}': the environment has no tasks; give it data.")

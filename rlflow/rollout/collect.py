@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import hashlib
 import logging
 import statistics
@@ -65,9 +66,13 @@ class Rollout:
         self.deterministic = deterministic
         self.verify_weights = verify_weights
         self.version = 0
-        longest = min([max_total_tokens, *(getattr(engine, "max_tokens", max_total_tokens) for engine in self.engines)])
         self._limits = Limits(
-            max_turns, max_response_tokens, longest, max_observation_tokens, temperature, chat_template
+            max_turns,
+            max_response_tokens,
+            min([max_total_tokens, *(getattr(engine, "max_tokens", max_total_tokens) for engine in self.engines)]),
+            max_observation_tokens,
+            temperature,
+            chat_template,
         )
         _check_positive(samples_per_prompt=samples_per_prompt, max_turns=max_turns)
         _check_positive(max_response_tokens=max_response_tokens, max_total_tokens=max_total_tokens)
@@ -97,6 +102,11 @@ class Rollout:
             raise ConfigError(f"rollout.engine.name: unknown engine '{name}'; expected 'embedded'.")
         return cls(EmbeddedEngine(path, tokenizer, **keywords), environment, tokenizer, **options)
 
+    @property
+    def max_total_tokens(self) -> int:
+        """The token budget of an episode: the option of that name, or what the engines can hold if that is less."""
+        return self._limits.max_total_tokens
+
     def prompt_tokens(self, task: Task) -> list[int]:
         """The ids that an episode of the task starts with."""
         return self.tokenizer.encode_prompt(task.prompt, self._limits.chat_template)
@@ -110,12 +120,13 @@ class Rollout:
         max_aborted_share: float | None = None,
     ) -> list[Group]:
         """A group of finished attempts per task, in the order of the tasks. The keywords replace those of the Rollout.
+        Attempts are seeded by (seed, step, task, attempt): give each collection its own step, below 0 for evaluations.
 
         Raises RolloutError where the share of aborted episodes exceeds max_aborted_share; it names the first error."""
         samples = self.samples_per_prompt if samples_per_prompt is None else samples_per_prompt
         limits = self._limits
         if temperature is not None:
-            limits = Limits(**{**vars(limits), "temperature": temperature})
+            limits = dataclasses.replace(limits, temperature=temperature)
         attempts = self._attempts(tasks, step, samples)
         trajectories = self._run(self._play(attempts, limits, len(tasks)))
         share = self.max_aborted_share if max_aborted_share is None else max_aborted_share

@@ -53,8 +53,9 @@ class EmbeddedEngine:
             raise ConfigError(
                 f"engine.dtype: expected one of {', '.join(DTYPES)}, found '{dtype}'.{did_you_mean(dtype, DTYPES)}"
             )
-        for name, value in (("max_concurrency", max_concurrency), ("prefill_tokens", prefill_tokens)):
-            if value < 1:
+        sizes = (("max_concurrency", max_concurrency), ("prefill_tokens", prefill_tokens), ("max_tokens", max_tokens))
+        for name, value in sizes:
+            if value is not None and value < 1:
                 raise ConfigError(f"engine.{name}: expected at least 1, found {value}.")
         self.path = Path(path)
         self.dtype = DTYPES[dtype]

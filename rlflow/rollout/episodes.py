@@ -63,6 +63,7 @@ class Transcript:
     """What an episode consists of so far. `messages`: the conversation where it is one; the last response is not in
     it."""
 
+    prompt: str = ""  # the episode's own, which `reset` may have changed
     pieces: list[Piece] = field(default_factory=list)
     segments: list[Segment] = field(default_factory=list)
     turns: list[Turn] = field(default_factory=list)
@@ -148,6 +149,7 @@ class EpisodePlayer:
 
     def _begin(self, task: Task, transcript: Transcript) -> None:
         chat = self._limits.chat_template
+        transcript.prompt = _as_text(task.prompt)
         transcript.pieces.append(Piece(self._tokenizer.encode_prompt(task.prompt, chat)))
         if not isinstance(task.prompt, str):
             transcript.messages = list(task.prompt)
@@ -240,7 +242,7 @@ class EpisodePlayer:
             stop=stop,
             metrics={**transcript.metrics, **counts},
             temperature=self._limits.temperature or 1.0,  # greedy log-probs are those at temperature 1
-            prompt=_as_text(attempt.task.prompt),
+            prompt=transcript.prompt,
             error=error,
         )
 

@@ -104,7 +104,9 @@ class StopTable:
             if any(not end.isascii() for end in ends):
                 ends.add("\ufffd")  # part of a character: several tokens may make the last one
             texts = self._token_texts()
-            special = [token for token in self._tokenizer().special_ids if token < vocab]  # a tokenizer may know more ids
+            special = [
+                token for token in self._tokenizer().special_ids if token < vocab
+            ]  # a tokenizer may know more ids
             row[[token for token, text in enumerate(texts) if not ends.isdisjoint(text)]] = MAY_END_STRING
             for string in strings:  # a stop string that is one special token has no text of its own
                 row[[token for token in special if texts[token] == string]] = END_TOKEN

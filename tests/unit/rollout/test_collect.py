@@ -1,9 +1,9 @@
+"""What an episode becomes: exact tokens, groups, limits, and what a broken environment costs."""
+
 from __future__ import annotations
 
 import asyncio
-import os
-import random
-import signal
+import dataclasses
 import statistics
 import threading
 import time
@@ -15,71 +15,13 @@ from typing import Any
 import pytest
 import torch
 
-from rlflow.environment import Environment
-from rlflow.errors import ConfigError, EnvironmentContractError, RolloutError
+from rlflow.assemble import fitting_tasks, make_rollout
+from rlflow.errors import EnvironmentContractError, RolloutError
 from rlflow.rollout import Rollout, Tokenizer
 from rlflow.rollout.embedded import EmbeddedEngine
-from rlflow.rollout.engine import Completion, Sampling
-from rlflow.types import Episode, Step, StopReason, Task, Trajectory
-from rlflow.weights.hf import iterate_weights
-
-OBSERVATION = "\n\n<information>Doc 1(Title: Orvan Telmik) é☃</information>\n\n"
-
-
-class Asking(Environment):
-    """Answers every response with a text, `turns` times; the reward is the share of vowels. Keeps count of its calls."""
-
-    stop = ("e", "a", "i", "o", " ", "\n", "s", "t")
-
-    def __init__(self, turns: int = 3, observation: Any = OBSERVATION) -> None:
-        self.turns = turns
-        self.observation = observation
-        self.closed: Counter[int] = Counter()
-        self.episodes: list[Episode] = []
-
-    def tasks(self, split: str) -> Sequence[Task]:
-        return [Task(f"t{index}", f"Question {index}: who wrote it?") for index in range(4)]
-
-    async def reset(self, task: Task) -> Episode:
-        episode = Episode(task)
-        self.episodes.append(episode)
-        return episode
-
-    async def step(self, episode: Episode, response: str) -> Step:
-        reward = sum(response.count(vowel) for vowel in "aeiou") / len(response or "x")
-        if episode.turns == self.turns:
-            return Step("", reward, True, {"answered": 1.0})
-        return Step(self.observation, reward, metrics={"answered": 0.0, "searches": float(episode.turns)})
-
-    async def close(self, episode: Episode) -> None:
-        self.closed[id(episode)] += 1
-
-
-class RecordingEngine(EmbeddedEngine):
-    """An embedded engine that keeps what it was fed and what it answered."""
-
-    def __init__(self, *arguments: Any, **keywords: Any) -> None:
-        super().__init__(*arguments, **keywords)
-        self.calls: list[tuple[str, list[int], Sampling, Completion]] = []
-
-    async def generate(self, tokens: Sequence[int], sampling: Sampling, request_id: str | None = None) -> Completion:
-        completion = await super().generate(tokens, sampling, request_id)
-        self.calls.append((request_id or "", list(tokens), sampling, completion))
-        return completion
-
-
-@pytest.fixture(scope="module")
-def tokenizer(qwen: Path) -> Tokenizer:
-    return Tokenizer.from_pretrained(qwen)
-
-
-def make(path: Path, tokenizer: Tokenizer, environment: Environment, **options: Any) -> Rollout:
-    defaults = {"samples_per_prompt": 4, "max_response_tokens": 40, "max_turns": 4}
-    return Rollout(RecordingEngine(path, tokenizer), environment, tokenizer, **{**defaults, **options})
-
-
-def all_trajectories(groups: Sequence[Any]) -> list[Trajectory]:
-    return [trajectory for group in groups for trajectory in group.trajectories]
+from rlflow.schema import load_config
+from rlflow.types import Episode, Step, StopReason, Task
+from tests.unit.rollout.asking import OBSERVATION, Asking, all_trajectories, make
 
 
 def test_segments_are_exactly_what_the_engine_was_fed_and_sampled(qwen: Path, tokenizer: Tokenizer) -> None:
@@ -343,150 +285,35 @@ def test_a_rewritten_observation_starts_a_segment_that_trains_later_turns_only(
         assert "page 2" in text and text.count("Orvan Telmik") == 1
 
 
-def test_seeds_follow_step_task_and_attempt(qwen: Path, tokenizer: Tokenizer) -> None:
-    environment = Asking()
-    tasks = environment.tasks("train")
+def test_a_prompt_that_reset_changes_is_the_one_on_record(qwen: Path, tokenizer: Tokenizer) -> None:
+    class Rewording(Asking):
+        async def reset(self, task: Task) -> Episode:
+            return Episode(dataclasses.replace(task, prompt="Another question? "))
 
-    def texts(rollout: Rollout, chosen: Sequence[Task], step: int) -> list[list[str]]:
-        return [[turn.response for turn in t.turns] for t in all_trajectories(rollout.collect(chosen, step=step))]
-
-    with make(qwen, tokenizer, environment) as rollout, make(qwen, tokenizer, environment, seed=1) as other:
-        base = texts(rollout, tasks, 0)
-        assert texts(rollout, tasks[2:], 0) == base[8:]
-        assert texts(rollout, tasks, 1) != base
-        assert texts(other, tasks, 0) != base
-        assert len({str(text) for text in base[:4]}) > 1
-        groups = rollout.collect([tasks[0], tasks[0]], step=3)
-    assert [group.id for group in groups] == ["3:t0", "3:t0:1"]
-    assert groups[0].trajectories[0].turns[0].response != groups[1].trajectories[0].turns[0].response or (
-        groups[0].trajectories[1].turns[0].response != groups[1].trajectories[1].turns[0].response
-    )
+    environment = Rewording()
+    with make(qwen, tokenizer, environment) as rollout:
+        for trajectory in all_trajectories(rollout.collect(environment.tasks("train")[:1])):
+            assert trajectory.prompt == "Another question? "
+            start = trajectory.turns[0].start
+            assert tokenizer.decode(trajectory.segments[0].tokens[:start].tolist()) == trajectory.prompt
 
 
-class Jittery(Asking):
-    """Takes its time, a different one each time, in threads and in the loop."""
-
-    async def reset(self, task: Task) -> Episode:
-        await asyncio.sleep(random.random() * 0.005)
-        return await super().reset(task)
-
-    async def step(self, episode: Episode, response: str) -> Step:
-        await asyncio.sleep(random.random() * 0.01)
-        return await super().step(episode, response)
-
-
-def test_deterministic_collections_are_equal_bit_for_bit_whatever_the_timing(qwen: Path, tokenizer: Tokenizer) -> None:
-    def bits(environment: Environment) -> list[Any]:
-        engine = EmbeddedEngine(qwen, tokenizer, max_concurrency=5, deterministic=True)
-        options = {"samples_per_prompt": 4, "max_response_tokens": 40, "deterministic": True}
-        with Rollout(engine, environment, tokenizer, **options) as rollout:
-            collected = [rollout.collect(environment.tasks("train"), step=step) for step in (0, 1)]
-        segments = [t.segments[0] for groups in collected for t in all_trajectories(groups)]
-        return [(s.tokens.tolist(), s.logprobs.tolist()) for s in segments]
-
-    expected = bits(Asking())
-    assert len({len(tokens) for tokens, _ in expected}) > 3  # ragged: episodes of different lengths
-    assert bits(Jittery()) == expected
-    assert bits(Jittery()) == expected
-
-
-@pytest.mark.parametrize("deterministic", [False, True])
-def test_an_interrupted_collection_leaves_nothing_in_flight(
-    qwen: Path, tokenizer: Tokenizer, deterministic: bool
+def test_the_token_budget_is_that_of_the_engine_where_it_is_smaller(
+    qwen: Path, tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture
 ) -> None:
-    class Slow(Asking):
-        async def step(self, episode: Episode, response: str) -> Step:
-            await asyncio.sleep(60)
-            return Step()
-
-    environment = Slow()
-    environment.stop = ("e",)
-    with make(qwen, tokenizer, environment, max_response_tokens=3000, deterministic=deterministic) as rollout:
-        timer = threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGINT))
-        timer.start()
-        with pytest.raises(KeyboardInterrupt):
-            rollout.collect(environment.tasks("train"))
-        decoded = rollout.engines[0].statistics.decoded
-        time.sleep(0.1)
-        assert rollout.engines[0].statistics.decoded == decoded > 0
-        assert sorted(environment.closed.values()) == [1] * len(environment.episodes)
-        environment.step = Asking().step
-        environment.stop = Asking.stop
-        assert len(all_trajectories(rollout.collect(environment.tasks("train")[:1], max_aborted_share=0.0))) == 4
+    """Prompts that would not fit are dropped and counted, not played to an end without a turn; and the run says so."""
+    question = "Question 0: who wrote it?"
+    longest = len(tokenizer.encode(question)) + 1
+    with Rollout(EmbeddedEngine(qwen, tokenizer, max_tokens=longest), Asking(), tokenizer) as rollout:
+        assert rollout.max_total_tokens == longest
+    config = load_config(None, [f"model.path={qwen}", f"rollout.engine.max_tokens={longest}",
+                                f"environment={{name: '{__file__}:LongAndShort'}}"])  # fmt: skip
+    with make_rollout(config) as rollout:
+        kept, dropped = fitting_tasks(rollout, "train", config)
+    assert ([task.id for task in kept], dropped) == (["short"], 1)
+    assert f"the engine holds {longest} tokens: episodes end there" in caplog.text
 
 
-def test_several_engines_share_the_episodes_and_give_what_one_gives(qwen: Path, tokenizer: Tokenizer) -> None:
-    environment = Asking()
-    engines = [RecordingEngine(qwen, tokenizer) for _ in range(3)]
-    options = {"samples_per_prompt": 4, "max_response_tokens": 40}
-    with Rollout(engines, environment, tokenizer, **options) as rollout:
-        spread = [t.segments[0].tokens.tolist() for t in all_trajectories(rollout.collect(environment.tasks("")))]
-    with make(qwen, tokenizer, environment) as rollout:
-        one = [t.segments[0].tokens.tolist() for t in all_trajectories(rollout.collect(environment.tasks("")))]
-    assert spread == one
-    attempts = [{request_id for request_id, *_ in engine.calls} for engine in engines]
-    assert [len(ids) for ids in attempts] == [8, 4, 4]
-    assert not (attempts[0] & attempts[1] or attempts[1] & attempts[2] or attempts[0] & attempts[2])
-
-
-def test_more_episodes_than_slots_never_prefill_a_history_twice(qwen: Path, tokenizer: Tokenizer) -> None:
-    class SlowForTheFirst(Asking):
-        async def step(self, episode: Episode, response: str) -> Step:
-            if episode is self.episodes[0]:  # others come and go in the meantime, and must not take its slot
-                await asyncio.sleep(0.1)
-            return await super().step(episode, response)
-
-    environment = SlowForTheFirst()
-    engine = RecordingEngine(qwen, tokenizer, max_concurrency=3)
-    tasks = [Task(f"t{index}", f"{index} Question") for index in range(15)]
-    with Rollout(engine, environment, tokenizer, samples_per_prompt=1, max_response_tokens=40) as rollout:
-        trajectories = all_trajectories(rollout.collect(tasks))
-    assert trajectories[0].metrics["turns"] > 1
-    appended = sum(int((~t.segments[0].loss_mask).sum()) for t in trajectories)
-    last_tokens = sum(len(t.turns) - 1 for t in trajectories)  # a sampled turn's last token has no keys and values yet
-    assert engine.statistics.prefilled == appended + last_tokens
-
-
-def test_weight_sync_is_verified(qwen: Path, other_qwen: Path, tokenizer: Tokenizer) -> None:
-    class Stale(EmbeddedEngine):
-        async def load_weights(self, weights: Any, version: int) -> None:
-            """Says that it loaded them."""
-
-    environment = Asking()
-    weights = list(iterate_weights(other_qwen))
-    with make(qwen, tokenizer, environment) as rollout:
-        rollout.load_weights(iter(weights), version=4)
-        versions = {
-            int(v) for t in all_trajectories(rollout.collect(environment.tasks(""))) for v in t.segments[0].versions
-        }
-        assert versions == {-1, 4}
-    with Rollout(Stale(qwen, tokenizer), environment, tokenizer) as rollout:
-        with pytest.raises(RolloutError, match="weight sync: after version 4"):
-            rollout.load_weights(weights, version=4)
-
-
-def test_stream_collects_one_batch_after_another(qwen: Path, tokenizer: Tokenizer) -> None:
-    environment = Asking()
-    tasks = environment.tasks("train")
-    with make(qwen, tokenizer, environment) as rollout:
-        ids = [[group.id for group in groups] for groups in rollout.stream([tasks[:2], tasks[2:3]], start=5)]
-    assert ids == [["5:t0", "5:t1"], ["6:t2"]]
-
-
-def test_state_survives_a_round_trip(qwen: Path, tokenizer: Tokenizer) -> None:
-    environment = Asking()
-    with make(qwen, tokenizer, environment) as rollout, make(qwen, tokenizer, environment) as resumed:
-        rollout.collect(environment.tasks("train"))
-        rollout.load_weights(iterate_weights(qwen), version=9)
-        resumed.load_state_dict(rollout.state_dict())
-        assert resumed.state_dict() == rollout.state_dict()
-        assert resumed.version == 9
-
-
-def test_no_tasks_give_no_groups_and_wrong_options_are_named(qwen: Path, tokenizer: Tokenizer) -> None:
-    with make(qwen, tokenizer, Asking()) as rollout:
-        assert rollout.collect([]) == []
-    with pytest.raises(ConfigError, match=r"rollout\.max_turns: expected at least 1, found 0"):
-        make(qwen, tokenizer, Asking(), max_turns=0)
-    with pytest.raises(ConfigError, match="unknown engine 'vlm'"):
-        Rollout.from_pretrained(qwen, Asking(), engine={"name": "vlm"})
+class LongAndShort(Asking):
+    def tasks(self, split: str) -> Sequence[Task]:
+        return [Task("long", "Question 0: who wrote it? Who?"), Task("short", "Question 0: who wrote it?")]

@@ -1,0 +1,172 @@
+"""Which episode runs when and where: seeds, determinism, interruption, several engines, weight sync."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlflow.environment import Environment
+from rlflow.errors import ConfigError, RolloutError
+from rlflow.rollout import Rollout, Tokenizer
+from rlflow.rollout.embedded import EmbeddedEngine
+from rlflow.types import Episode, Step, Task
+from rlflow.weights.hf import iterate_weights
+from tests.unit.rollout.asking import Asking, RecordingEngine, all_trajectories, make
+
+
+def test_seeds_follow_step_task_and_attempt(qwen: Path, tokenizer: Tokenizer) -> None:
+    environment = Asking()
+    tasks = environment.tasks("train")
+
+    def texts(rollout: Rollout, chosen: Sequence[Task], step: int) -> list[list[str]]:
+        return [[turn.response for turn in t.turns] for t in all_trajectories(rollout.collect(chosen, step=step))]
+
+    with make(qwen, tokenizer, environment) as rollout, make(qwen, tokenizer, environment, seed=1) as other:
+        base = texts(rollout, tasks, 0)
+        assert texts(rollout, tasks[2:], 0) == base[8:]
+        assert texts(rollout, tasks, 1) != base
+        assert texts(other, tasks, 0) != base
+        assert len({str(text) for text in base[:4]}) > 1
+        groups = rollout.collect([tasks[0], tasks[0]], step=3)
+    assert [group.id for group in groups] == ["3:t0", "3:t0:1"]
+    assert groups[0].trajectories[0].turns[0].response != groups[1].trajectories[0].turns[0].response or (
+        groups[0].trajectories[1].turns[0].response != groups[1].trajectories[1].turns[0].response
+    )
+
+
+class Jittery(Asking):
+    """Takes its time, a different one each time, in threads and in the loop."""
+
+    async def reset(self, task: Task) -> Episode:
+        await asyncio.sleep(random.random() * 0.005)
+        return await super().reset(task)
+
+    async def step(self, episode: Episode, response: str) -> Step:
+        await asyncio.sleep(random.random() * 0.01)
+        return await super().step(episode, response)
+
+
+def test_deterministic_collections_are_equal_bit_for_bit_whatever_the_timing(qwen: Path, tokenizer: Tokenizer) -> None:
+    def bits(environment: Environment) -> list[Any]:
+        engine = EmbeddedEngine(qwen, tokenizer, max_concurrency=5, deterministic=True)
+        options = {"samples_per_prompt": 4, "max_response_tokens": 40, "deterministic": True}
+        with Rollout(engine, environment, tokenizer, **options) as rollout:
+            collected = [rollout.collect(environment.tasks("train"), step=step) for step in (0, 1)]
+        segments = [t.segments[0] for groups in collected for t in all_trajectories(groups)]
+        return [(s.tokens.tolist(), s.logprobs.tolist()) for s in segments]
+
+    expected = bits(Asking())
+    assert len({len(tokens) for tokens, _ in expected}) > 3  # ragged: episodes of different lengths
+    assert bits(Jittery()) == expected
+    assert bits(Jittery()) == expected
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_an_interrupted_collection_leaves_nothing_in_flight(
+    qwen: Path, tokenizer: Tokenizer, deterministic: bool
+) -> None:
+    class Slow(Asking):
+        async def step(self, episode: Episode, response: str) -> Step:
+            await asyncio.sleep(60)
+            return Step()
+
+    environment = Slow()
+    environment.stop = ("e",)
+    with make(qwen, tokenizer, environment, max_response_tokens=3000, deterministic=deterministic) as rollout:
+        timer = threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGINT))
+        timer.start()
+        with pytest.raises(KeyboardInterrupt):
+            rollout.collect(environment.tasks("train"))
+        decoded = rollout.engines[0].statistics.decoded
+        time.sleep(0.1)
+        assert rollout.engines[0].statistics.decoded == decoded > 0
+        assert sorted(environment.closed.values()) == [1] * len(environment.episodes)
+        environment.step = Asking().step
+        environment.stop = Asking.stop
+        assert len(all_trajectories(rollout.collect(environment.tasks("train")[:1], max_aborted_share=0.0))) == 4
+
+
+def test_several_engines_share_the_episodes_and_give_what_one_gives(qwen: Path, tokenizer: Tokenizer) -> None:
+    environment = Asking()
+    engines = [RecordingEngine(qwen, tokenizer) for _ in range(3)]
+    options = {"samples_per_prompt": 4, "max_response_tokens": 40}
+    with Rollout(engines, environment, tokenizer, **options) as rollout:
+        spread = [t.segments[0].tokens.tolist() for t in all_trajectories(rollout.collect(environment.tasks("")))]
+    with make(qwen, tokenizer, environment) as rollout:
+        one = [t.segments[0].tokens.tolist() for t in all_trajectories(rollout.collect(environment.tasks("")))]
+    assert spread == one
+    attempts = [{request_id for request_id, *_ in engine.calls} for engine in engines]
+    assert [len(ids) for ids in attempts] == [8, 4, 4]
+    assert not (attempts[0] & attempts[1] or attempts[1] & attempts[2] or attempts[0] & attempts[2])
+
+
+def test_more_episodes_than_slots_never_prefill_a_history_twice(qwen: Path, tokenizer: Tokenizer) -> None:
+    class SlowForTheFirst(Asking):
+        async def step(self, episode: Episode, response: str) -> Step:
+            if episode is self.episodes[0]:  # others come and go in the meantime, and must not take its slot
+                await asyncio.sleep(0.1)
+            return await super().step(episode, response)
+
+    environment = SlowForTheFirst()
+    engine = RecordingEngine(qwen, tokenizer, max_concurrency=3)
+    tasks = [Task(f"t{index}", f"{index} Question") for index in range(15)]
+    with Rollout(engine, environment, tokenizer, samples_per_prompt=1, max_response_tokens=40) as rollout:
+        trajectories = all_trajectories(rollout.collect(tasks))
+    assert trajectories[0].metrics["turns"] > 1
+    appended = sum(int((~t.segments[0].loss_mask).sum()) for t in trajectories)
+    last_tokens = sum(len(t.turns) - 1 for t in trajectories)  # a sampled turn's last token has no keys and values yet
+    assert engine.statistics.prefilled == appended + last_tokens
+
+
+def test_weight_sync_is_verified(qwen: Path, other_qwen: Path, tokenizer: Tokenizer) -> None:
+    class Stale(EmbeddedEngine):
+        async def load_weights(self, weights: Any, version: int) -> None:
+            """Says that it loaded them."""
+
+    environment = Asking()
+    weights = list(iterate_weights(other_qwen))
+    with make(qwen, tokenizer, environment) as rollout:
+        rollout.load_weights(iter(weights), version=4)
+        versions = {
+            int(v) for t in all_trajectories(rollout.collect(environment.tasks(""))) for v in t.segments[0].versions
+        }
+        assert versions == {-1, 4}
+    with Rollout(Stale(qwen, tokenizer), environment, tokenizer) as rollout:
+        with pytest.raises(RolloutError, match="weight sync: after version 4"):
+            rollout.load_weights(weights, version=4)
+
+
+def test_stream_collects_one_batch_after_another(qwen: Path, tokenizer: Tokenizer) -> None:
+    environment = Asking()
+    tasks = environment.tasks("train")
+    with make(qwen, tokenizer, environment) as rollout:
+        ids = [[group.id for group in groups] for groups in rollout.stream([tasks[:2], tasks[2:3]], start=5)]
+    assert ids == [["5:t0", "5:t1"], ["6:t2"]]
+
+
+def test_state_survives_a_round_trip(qwen: Path, tokenizer: Tokenizer) -> None:
+    environment = Asking()
+    with make(qwen, tokenizer, environment) as rollout, make(qwen, tokenizer, environment) as resumed:
+        rollout.collect(environment.tasks("train"))
+        rollout.load_weights(iterate_weights(qwen), version=9)
+        resumed.load_state_dict(rollout.state_dict())
+        assert resumed.state_dict() == rollout.state_dict()
+        assert resumed.version == 9
+
+
+def test_no_tasks_give_no_groups_and_wrong_options_are_named(qwen: Path, tokenizer: Tokenizer) -> None:
+    with make(qwen, tokenizer, Asking()) as rollout:
+        assert rollout.collect([]) == []
+    with pytest.raises(ConfigError, match=r"rollout\.max_turns: expected at least 1, found 0"):
+        make(qwen, tokenizer, Asking(), max_turns=0)
+    with pytest.raises(ConfigError, match="unknown engine 'vlm'"):
+        Rollout.from_pretrained(qwen, Asking(), engine={"name": "vlm"})
