@@ -252,6 +252,9 @@ def load_model(path: str | Path, trust_remote_code: bool = False) -> torch.nn.Mo
     missing = sorted(report["missing_keys"])
     if missing:
         raise ModelError(f"{path}: the weight files lack {len(missing)} parameters, the first is {missing[0]}")
+    # transformers withholds the gradient of the padding token's embedding. A policy may sample that token (it often is the
+    # end token too), and no position of real padding is ever trained, so here it learns like any other.
+    model.get_input_embeddings().padding_idx = None
     return model.eval()
 
 

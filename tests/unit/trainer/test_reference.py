@@ -39,6 +39,24 @@ def batch() -> Batch:
     return whole.replace(weights=token_weights(whole), advantages=advantages)
 
 
+def test_the_padding_token_learns_where_it_was_sampled(model_path):
+    """transformers gives the embedding of config.pad_token_id (0 here) no gradient; the probability of what follows it depends
+    on that embedding all the same."""
+    tokens = torch.tensor([5, 0, 9])
+    segment = Segment(tokens, torch.tensor([False, False, True]), torch.zeros(3), torch.full((3,), -1))
+    batch = make_batch([Trajectory("t", "g", [segment], [], 1.0, StopReason.TERMINATED)])
+    batch = batch.replace(weights=token_weights(batch))
+    changed = {}
+    for backend in ("reference", "megatron"):
+        trainer = Trainer.from_pretrained(model_path, backend, lr=1.0, eps=1.0, beta1=0.0, beta2=0.0, weight_decay=0.0)
+        before = dict(huggingface(model_path).named_parameters())["model.embed_tokens.weight"].detach()
+        trainer.update(batch, SFTLoss())
+        changed[backend] = dict(trainer.weights())["model.embed_tokens.weight"] - before
+        trainer.close()
+    assert float(changed["reference"][0].norm()) > 1e-3
+    assert torch.allclose(changed["reference"], changed["megatron"], atol=1e-6)
+
+
 def huggingface(path: Path) -> torch.nn.Module:
     from transformers import AutoModelForCausalLM
 
