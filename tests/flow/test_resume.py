@@ -1,0 +1,300 @@
+"""A run that was stopped, by whatever means, goes on as if it had never been: bit for bit in the deterministic mode."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+from rlflow.errors import CheckpointError, ConfigError
+from rlflow.loop import train
+from rlflow.metrics import read_metrics
+from rlflow.run_directory import RunDirectory, read_json, read_trajectories
+from rlflow.weights.hf import WeightFiles
+from tests.flow.letters import letters_config, write_config, write_letters_model
+
+ROOT = Path(__file__).resolve().parents[2]
+STEPS = 9
+DETERMINISTIC = (
+    f"run.steps={STEPS}", "run.deterministic=true", "evaluation.every_steps=3", "checkpoint.every_steps=2", "checkpoint.keep=3",
+    "trainer.lr_decay_steps=20", "trainer.lr_schedule=cosine", "trainer.lr_warmup_steps=2", "algorithm.minibatches_per_step=2",
+    "algorithm.losses=[{name: ppo_clip}, {name: kl, coefficient: 0.01}]", "metrics.picture=false",
+)  # fmt: skip
+"""Everything that a resumed run has to find again: schedule, moments, reference policy, order of tasks and minibatches."""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_letters_model(tmp_path_factory.mktemp("model") / "letters")
+
+
+@pytest.fixture(scope="module")
+def whole(model: Path, tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
+    """A deterministic run that nobody disturbed."""
+    runs = tmp_path_factory.mktemp("whole")
+    train(letters_config(model, runs, *DETERMINISTIC))
+    return RunDirectory.open(runs / "letters")
+
+
+def assert_equal_runs(run: RunDirectory, whole: RunDirectory, *, evaluations: bool = True) -> None:
+    """Weights bit for bit; every metric but times; every episode that was written."""
+    ours, theirs = WeightFiles(run.export), WeightFiles(whole.export)
+    assert set(ours) == set(theirs) and all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    timeless = [
+        [{name: value for name, value in record.items() if not name.startswith(("time", "speed"))} for record in records]
+        for records in (read_metrics(run.metrics), read_metrics(whole.metrics))
+    ]
+    if not evaluations:
+        timeless = [
+            [{name: value for name, value in one.items() if not name.startswith("eval/")} for one in records if one["step"]]
+            for records in timeless
+        ]
+    assert timeless[0] == timeless[1]
+    for step in range(1, STEPS + 1):
+        assert episodes(run, step) == episodes(whole, step)
+
+
+def episodes(run: RunDirectory, step: int) -> list[dict]:
+    records = read_trajectories(run.trajectories(step))
+    for turn in (turn for record in records for turn in record["turns"]):
+        del turn["duration_s"]
+    return records
+
+
+# ---------------------------------------------------------------- in one process
+
+
+@pytest.mark.parametrize("first", [4, 5])
+def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(
+    first: int, model: Path, whole: RunDirectory, tmp_path: Path
+) -> None:
+    """Stopped after 4 steps, at a checkpoint, or after 5, between two."""
+    train(letters_config(model, tmp_path, *DETERMINISTIC, f"run.steps={first}"))
+    summary = train(letters_config(model, tmp_path, *DETERMINISTIC, "run.resume=true"))
+    assert summary["status"] == "finished" and summary["steps"] == STEPS
+    # The shorter run ended with an evaluation of its own, so only the training is compared.
+    assert_equal_runs(RunDirectory.open(tmp_path / "letters"), whole, evaluations=False)
+
+
+def test_the_deterministic_mode_repeats_a_run_bit_for_bit(model: Path, whole: RunDirectory, tmp_path: Path) -> None:
+    train(letters_config(model, tmp_path, *DETERMINISTIC))
+    assert_equal_runs(RunDirectory.open(tmp_path / "letters"), whole)
+
+
+def test_a_finished_run_is_left_alone(
+    model: Path, whole: RunDirectory, caplog: pytest.LogCaptureFixture
+) -> None:
+    before = {path: (path.stat().st_mtime_ns, path.stat().st_size) for path in whole.path.rglob("*") if path.is_file()}
+    summary = train(letters_config(model, whole.path.parent, *DETERMINISTIC, "run.resume=true"))
+    assert summary["steps"] == STEPS and "all 9 steps are done" in caplog.text and "run.steps" in caplog.text
+    assert {path: (path.stat().st_mtime_ns, path.stat().st_size) for path in whole.path.rglob("*") if path.is_file()} == before
+
+
+def test_a_finished_run_goes_on_with_more_steps(model: Path, tmp_path: Path) -> None:
+    few = ("metrics.picture=false", "checkpoint.every_steps=0")
+    train(letters_config(model, tmp_path, "run.steps=2", *few))
+    summary = train(letters_config(model, tmp_path, "run.steps=3", "run.resume=true", *few))
+    run = RunDirectory.open(tmp_path / "letters")
+    assert summary["steps"] == 3 and run.saved_steps() == [2, 3]
+    records = read_metrics(run.metrics)
+    assert [record["step"] for record in records] == [0, 1, 2, 3] and "eval/exact_match" in records[-1]
+
+
+def test_resuming_where_nothing_is_starts_at_the_beginning(
+    model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "letters").mkdir()
+    options = ("run.steps=1", "run.resume=true", "checkpoint.export=false", "metrics.picture=false")
+    assert train(letters_config(model, tmp_path, *options))["steps"] == 1
+    assert "no checkpoint" in caplog.text and "starts at step 0" in caplog.text
+
+
+def test_what_was_measured_without_a_checkpoint_is_measured_anew(model: Path, tmp_path: Path) -> None:
+    options = ("run.steps=2", "checkpoint.every_steps=0", "checkpoint.export=false", "metrics.picture=false")
+    train(letters_config(model, tmp_path, *options))
+    run = RunDirectory.open(tmp_path / "letters")
+    lost = run.checkpoint_path(2).rename(run.path / "lost")  # as if killed before the only checkpoint
+    train(letters_config(model, tmp_path, *options, "run.resume=true"))
+    assert [line.split('"step": ')[1][0] for line in run.metrics.read_text().splitlines()] == ["0", "1", "2", "2"]
+    assert (lost / "state.json").is_file()
+
+
+def test_an_existing_run_is_not_overwritten(model: Path, whole: RunDirectory) -> None:
+    with pytest.raises(ConfigError, match=r"already holds a run: .*--resume.*--overwrite.*run\.name"):
+        train(letters_config(model, whole.path.parent, *DETERMINISTIC))
+
+
+def test_overwriting_begins_anew_but_only_once_everything_is_found_in_order(model: Path, tmp_path: Path) -> None:
+    options = ("run.steps=1", "checkpoint.export=false", "metrics.picture=false", "run.overwrite=true")
+    train(letters_config(model, tmp_path, *options))
+    run = RunDirectory.open(tmp_path / "letters")
+    before = run.metrics.read_text()
+    with pytest.raises(ConfigError, match="no module"):
+        train(letters_config(model, tmp_path, *options, "environment={name: 'no.such.module:Environment'}"))
+    assert run.metrics.read_text() == before and run.saved_steps() == [1]
+    train(letters_config(model, tmp_path, *options, "run.seed=5"))
+    assert run.metrics.read_text() != before and "seed: 5" in run.config.read_text()
+
+
+def test_another_model_cannot_take_over_a_run(model: Path, tmp_path: Path) -> None:
+    options = ("run.steps=1", "checkpoint.export=false", "metrics.picture=false")
+    train(letters_config(model, tmp_path, *options))
+    other = write_letters_model(tmp_path / "other", hidden_size=48)
+    with pytest.raises(CheckpointError, match="belongs to another model"):
+        train(letters_config(other, tmp_path, *options, "run.steps=2", "run.resume=true"))
+    assert RunDirectory.open(tmp_path / "letters").saved_steps() == [1]
+
+
+# ---------------------------------------------------------------- real processes and signals
+
+
+def start(config: Path, *arguments: str) -> subprocess.Popen[str]:
+    """`rlflow train` as a user starts it, in a session of its own."""
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen([sys.executable, "-m", "rlflow.cli", "train", "--config", str(config), *arguments],
+                            cwd=config.parent, env=environment, start_new_session=True, text=True,
+                            stdout=subprocess.PIPE, stderr=subprocess.PIPE)  # fmt: skip
+
+
+def wait_for(condition: Callable[[], bool], process: subprocess.Popen[str], limit_s: float = 120.0) -> None:
+    """Returns when the condition holds; fails if the process ends before that."""
+    deadline = time.monotonic() + limit_s
+    while not condition():
+        assert process.poll() is None, process.communicate()[1]
+        assert time.monotonic() < deadline, "the run did not get there in time"
+        time.sleep(0.01)
+
+
+def reached(run: RunDirectory, step: int) -> Callable[[], bool]:
+    return lambda: run.metrics.is_file() and any(f'{{"step": {step},' in line for line in run.metrics.read_text().splitlines())
+
+
+def finish(process: subprocess.Popen[str], limit_s: float = 120.0) -> str:
+    """What it wrote on stderr, when it has ended; nothing of its session may live on."""
+    try:
+        _, err = process.communicate(timeout=limit_s)
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+    assert [one for one in psutil.process_iter() if one.pid != process.pid and _session(one.pid) == process.pid] == []
+    return err
+
+
+def _session(pid: int) -> int:
+    try:
+        return os.getsid(pid)
+    except (ProcessLookupError, PermissionError):
+        return 0
+
+
+def killed_then_resumed(config: Path, run: RunDirectory, kill_when: Callable[[], bool]) -> tuple[int, int]:
+    """(steps measured at the kill, step resumed from); the run is finished afterwards, in this process."""
+    from rlflow.schema import load_config
+
+    process = start(config)
+    wait_for(kill_when, process)
+    os.killpg(process.pid, signal.SIGKILL)
+    assert finish(process) is not None and process.returncode == -signal.SIGKILL
+    measured = max((int(record["step"]) for record in read_metrics(run.metrics)), default=0) if run.metrics.is_file() else 0
+    latest = run.latest_checkpoint()
+    train(load_config(config, ["run.resume=true"]))
+    return measured, latest[0] if latest else 0
+
+
+@pytest.fixture
+def disturbed(model: Path, tmp_path: Path) -> tuple[Path, RunDirectory]:
+    """(configuration file, its run directory) of the deterministic run."""
+    config = letters_config(model, tmp_path, *DETERMINISTIC)
+    return write_config(config, tmp_path / "config.yaml"), RunDirectory(tmp_path / "letters")
+
+
+def test_a_killed_run_resumes_from_its_last_checkpoint_and_ends_with_the_same_weights(
+    disturbed: tuple[Path, RunDirectory], whole: RunDirectory
+) -> None:
+    config, run = disturbed
+    measured, resumed = killed_then_resumed(config, run, reached(run, 5))
+    assert resumed >= 4 and measured - resumed <= 2  # a checkpoint every other step
+    assert_equal_runs(run, whole)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", range(10))
+def test_a_kill_at_any_moment_loses_at_most_the_steps_since_the_last_checkpoint(
+    number: int, disturbed: tuple[Path, RunDirectory], whole: RunDirectory
+) -> None:
+    """Moments after the first sign of life: from the middle of building to the export."""
+    config, run = disturbed
+    delay_s = random.Random(number).uniform(0.0, 2.0)
+    begun: list[float] = []
+
+    def moment() -> bool:
+        if run.path.is_dir() and not begun:
+            begun.append(time.monotonic())
+        return bool(begun) and time.monotonic() - begun[0] > delay_s or run.summary.is_file()
+
+    measured, resumed = killed_then_resumed(config, run, moment)
+    assert measured - resumed <= 2
+    assert_equal_runs(run, whole)
+
+
+@pytest.mark.parametrize("sent, code", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_ends_a_run_cleanly_and_it_resumes(
+    sent: signal.Signals, code: int, disturbed: tuple[Path, RunDirectory], whole: RunDirectory
+) -> None:
+    from rlflow.schema import load_config
+
+    config, run = disturbed
+    process = start(config)
+    wait_for(reached(run, 3), process)
+    process.send_signal(sent)
+    err = finish(process)
+    assert process.returncode == code, err
+    assert f"{sent.name}: finishing this step" in err and "Traceback" not in err
+    summary = read_json(run.summary)
+    assert summary["status"] == f"interrupted by {sent.name}" and 3 <= summary["steps"] < STEPS
+    assert run.saved_steps()[-1] == summary["steps"] and not run.export.exists()
+    assert train(load_config(config, ["run.resume=true"]))["status"] == "finished"
+    assert_equal_runs(run, whole, evaluations=False)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("order", [("--resume",), ()])
+def test_a_second_process_cannot_write_into_a_running_run(order: Sequence[str], disturbed: tuple[Path, RunDirectory]) -> None:
+    config, run = disturbed
+    first = start(config, "run.steps=100000")
+    wait_for(reached(run, 1), first)
+    second = start(config, *order)
+    err = finish(second)
+    assert second.returncode == 2 and len(err.splitlines()) == 1
+    assert "is writing to" in err or "already holds a run" in err
+    first.send_signal(signal.SIGTERM)
+    finish(first)
+    assert first.returncode == 143
+
+
+@pytest.mark.slow
+def test_signals_end_ranks_too_and_the_run_resumes_in_one_process(model: Path, tmp_path: Path) -> None:
+    """Two trainer ranks as Ray actors; after Ctrl-C no process is left, and the checkpoint fits another layout."""
+    pytest.importorskip("ray")
+    options = ("run.steps=100000", "cluster.ranks=2", "trainer.tensor_parallel=2", "checkpoint.every_steps=0")
+    config = write_config(letters_config(model, tmp_path, *options), tmp_path / "config.yaml")
+    run = RunDirectory(tmp_path / "letters")
+    process = start(config)
+    wait_for(reached(run, 2), process)
+    process.send_signal(signal.SIGINT)
+    finish(process)
+    assert process.returncode == 130
+    left = [one for one in psutil.process_iter(["cmdline"]) if str(tmp_path) in " ".join(one.info["cmdline"] or [])]
+    assert left == []
+    done = read_json(run.summary)["steps"]
+    summary = train(letters_config(model, tmp_path, f"run.steps={done + 1}", "run.resume=true"))
+    assert summary["status"] == "finished" and summary["steps"] == done + 1
