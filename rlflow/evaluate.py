@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from argparse import Namespace
 from collections.abc import Sequence
@@ -40,31 +41,38 @@ def evaluate(
         step=-1 - step,  # evaluation draws other seeds than any training step
         samples_per_prompt=samples_per_prompt,
         temperature=temperature,
-        max_aborted_share=(len(tasks) * samples_per_prompt - 0.5) / (len(tasks) * samples_per_prompt),
+        max_aborted_share=1 - 0.5 / max(1, len(tasks) * samples_per_prompt),
     )
     return Evaluation(evaluation_metrics([one for group in groups for one in group.trajectories]), groups)
 
 
 def evaluation_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """`eval/<name>` means; exact_match, f1 and reward with the ends of their 95% intervals as `_low` and `_high`."""
+    """`eval/<name>` means; exact_match, f1 and reward with the ends of their 95% intervals as `_low` and `_high`.
+
+    The intervals are over questions, each the mean of its attempts: several attempts at a question are no further questions."""
     usable = [one for one in trajectories if one.usable]
-    records = episode_records(usable)
+    records = [{"reward": one.reward, **record} for one, record in zip(usable, episode_records(usable), strict=True)]
     metrics = {"eval/questions": float(len(usable)), "eval/failed": float(len(trajectories) - len(usable))}
-    columns = {"reward": [one.reward for one in usable]}
     for name in dict.fromkeys(name for record in records for name in record):
-        columns[name] = [record[name] for record in records if name in record]
-    for name, values in columns.items():
-        metrics[f"eval/{name}"] = mean(values)
+        metrics[f"eval/{name}"] = mean([record[name] for record in records if name in record])
         if name in WITH_INTERVAL:
-            metrics[f"eval/{name}_low"], metrics[f"eval/{name}_high"] = interval95(values)
+            by_question: dict[str, list[float]] = {}
+            for one, record in zip(usable, records, strict=True):
+                by_question.setdefault(one.group_id, []).append(record[name])
+            metrics[f"eval/{name}_low"], metrics[f"eval/{name}_high"] = interval95([*map(mean, by_question.values())])
     return metrics
 
 
 def main(args: Namespace) -> int:
     """`rlflow eval`: prints the scores of a model directory and writes summary.json and trajectories.jsonl."""
+    for option, value in (("--questions", args.questions), ("--samples", args.samples)):
+        if value is not None and value < 1:
+            raise ConfigError(f"{option}: expected at least 1, found {value}.")
+    if not args.temperature >= 0:
+        raise ConfigError(f"--temperature: expected 0 (greedy) or more, found {args.temperature}.")
     config = _evaluation_config(args)
     check_config(config)
-    out = Path(args.out or f"runs/eval-{Path(args.model).resolve().name}")
+    out = Path(args.out or Path("runs") / f"eval-{_name_of(Path(args.model).resolve())}")
     with make_rollout(config) as rollout:
         tasks, dropped = fitting_tasks(rollout, config.data.val_split, config)
         tasks = tasks[: args.questions]
@@ -83,6 +91,11 @@ def main(args: Namespace) -> int:
     return 0
 
 
+def _name_of(model: Path) -> str:
+    """The run's name for its export, else the directory's own."""
+    return model.parent.name if model.name == "export" else model.name
+
+
 def _evaluation_config(args: Namespace) -> RunConfig:
     """The configuration of the evaluation: --config, else that of the run whose export the model is, else the defaults."""
     model = Path(args.model)
@@ -92,9 +105,9 @@ def _evaluation_config(args: Namespace) -> RunConfig:
     source = args.config or (beside if beside.is_file() else None)
     overrides = list(args.overrides)
     if args.data:
-        overrides += [f"environment.val={Path(args.data)}", "environment.train=null"]
+        overrides += [f"environment.val={json.dumps(args.data)}", "environment.train=null"]
     if args.corpus:
-        overrides.append(f"environment.corpus={Path(args.corpus)}")
+        overrides.append(f"environment.corpus={json.dumps(args.corpus)}")  # as YAML text, whatever the name looks like
     config = load_config(source, overrides)
     config.model.path = str(model)
     return config

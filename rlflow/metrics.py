@@ -42,9 +42,12 @@ METRICS: dict[str, Metric] = {
     "train/gradient_norm": Metric("1", "global L2 norm before clipping, mean over minibatches"),
     "train/lr": Metric("1", "learning rate of the step's last minibatch"),
     "train/clip_fraction": Metric("share", "of trained tokens whose ratio was clipped"),
-    "train/ratio": Metric("1", "mean importance ratio policy / behaviour over trained tokens"),
-    "train/old_kl": Metric("nats/token", "KL of the policy to the one that the ratio starts from (k3 estimator)"),
+    "train/ratio": Metric(
+        "1", "mean importance ratio, policy / old policy (algorithm.old_logprobs), over trained tokens"
+    ),
+    "train/old_kl": Metric("nats/token", "KL(old policy || policy), the same two (k3 estimator)"),
     "train/policy_loss": Metric("nats", "the clipped policy-gradient term alone"),
+    "train/nll": Metric("nats/token", "negative log-likelihood, with the sft loss"),
     "train/kl": Metric("nats/token", "KL of the policy to the reference (k3 estimator)"),
     "train/entropy": Metric("nats/token", "entropy of the distribution sampled from"),
     "train/logprob_gap": Metric(
@@ -53,18 +56,19 @@ METRICS: dict[str, Metric] = {
     "train/advantage_zero": Metric("share", "of episodes in groups whose rewards are all equal: they teach nothing"),
     "train/tokens": Metric("tokens", "trained in the step (loss mask)"),
     "train/fed_tokens": Metric("tokens", "in the training rows, padding excluded"),
-    "train/microbatches": Metric("count", "per optimizer step"),
+    "train/microbatches": Metric("count", "per optimizer step and data-parallel rank"),
     "rollout/episodes": Metric("count", "collected in the step, aborted ones included"),
     "rollout/turns": Metric("per episode", "responses of the policy"),
     "rollout/searches": Metric("per episode", "searches"),
     "rollout/response_tokens": Metric("tokens/episode", "sampled by the policy"),
     "rollout/observation_tokens": Metric("tokens/episode", "fed from the environment"),
+    "rollout/observations_cut": Metric("per episode", "observations cut to rollout.max_observation_tokens"),
     "rollout/truncated_max_turns": Metric("share", "of episodes cut by rollout.max_turns"),
     "rollout/truncated_max_tokens": Metric("share", "of episodes cut by a token budget"),
     "rollout/aborted": Metric("share", "of episodes lost to infrastructure; out of loss and baseline"),
     "data/prompts_dropped": Metric("count", "prompts over data.max_prompt_tokens, of the training split"),
     "data/epoch": Metric("epochs", "passes over the training tasks so far"),
-    "speed/tokens_per_s": Metric("tokens/s", "trained and fed tokens by the seconds of the step"),
+    "speed/tokens_per_s": Metric("tokens/s", "train/fed_tokens by the seconds of the whole step"),
     **{f"time/{phase}_s": Metric("s", _PHASE_MEANING[phase]) for phase in PHASES},
     "time/step_s": Metric("s", "the whole step"),
     "eval/exact_match": Metric("share", "of the evaluated questions, failed ones left out"),
@@ -79,8 +83,10 @@ METRICS: dict[str, Metric] = {
     "eval/searches": Metric("per question", "searches"),
     "eval/turns": Metric("per question", "responses of the policy"),
     "eval/response_tokens": Metric("tokens/question", "sampled by the policy"),
-    "eval/questions": Metric("count", "evaluated, failed ones left out"),
-    "eval/failed": Metric("count", "questions lost to infrastructure: reported apart, never scored 0"),
+    "eval/questions": Metric(
+        "count", "attempts at questions (evaluation.samples_per_prompt each), failed ones left out"
+    ),
+    "eval/failed": Metric("count", "attempts lost to infrastructure: reported apart, never scored 0"),
 }
 
 

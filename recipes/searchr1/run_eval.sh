@@ -12,7 +12,7 @@ Options
   --model DIR           any HuggingFace directory, also the export/ of a run
   --data FILE           questions, JSON Lines: {"prompt": ..., "solutions": [...]} (default: the configuration's validation set)
   --corpus FILE         the passages to search, JSON Lines: {"id": ..., "contents": "\"Title\"\nText"}
-  --config FILE         run configuration (default: config/demo.yaml, so the embedded world)
+  --config FILE         run configuration (default: that of the run whose export/ DIR is, else config/demo.yaml: the embedded world)
   --questions N         only the first N questions
   --samples N           attempts per question (default 1)
   --temperature T       0 is greedy (default)
@@ -38,7 +38,7 @@ done
 # shellcheck source=../common.sh
 . "$here/../common.sh"
 
-config=$here/config/demo.yaml arguments=() overrides=()
+config='' model='' arguments=() overrides=()
 while [ $# -gt 0 ]; do
     case $1 in
     --config | --model | --data | --corpus | --out | --questions | --temperature | --samples)
@@ -49,7 +49,8 @@ while [ $# -gt 0 ]; do
         ;;
     --config=*) config=$(rlflow_path "${1#*=}"); shift ;;
     --out=*) arguments+=(--out "$(realpath -m "${1#*=}")"); shift ;;
-    --model=* | --data=*) arguments+=("${1%%=*}" "$(rlflow_path "${1#*=}")"); shift ;;
+    --model=*) model=$(rlflow_path "${1#*=}"); shift ;;
+    --data=*) arguments+=(--data "$(rlflow_path "${1#*=}")"); shift ;;
     --corpus=*) overrides+=("environment.corpus=$(rlflow_path "${1#*=}")"); shift ;;
     -*) arguments+=("$1"); shift ;;
     *=*) overrides+=("$1"); shift ;;
@@ -59,5 +60,8 @@ done
 
 rlflow_setup run
 cd "$RLFLOW_ROOT" # the paths of a configuration file are relative to the repository
-exec "$RLFLOW_PYTHON" -m rlflow.cli eval --config "$config" \
+[ -n "$config" ] || [ -f "$model/../config.yaml" ] || config=$here/config/demo.yaml # `rlflow eval` finds the run's own
+[ -z "$config" ] || arguments+=(--config "$config")
+[ -z "$model" ] || arguments+=(--model "$model")
+exec "$RLFLOW_PYTHON" -m rlflow.cli eval \
     ${arguments[@]+"${arguments[@]}"} ${overrides[@]+"${overrides[@]}"} # options first: argparse wants the overrides together

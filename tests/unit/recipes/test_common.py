@@ -177,3 +177,14 @@ def test_help_needs_no_python() -> None:
         )
         assert done.returncode == 0
         assert "Examples" in done.stdout
+
+
+def test_an_export_is_evaluated_with_the_configuration_of_its_run(shell: Shell, tmp_path: Path) -> None:
+    (tmp_path / "run" / "export").mkdir(parents=True)
+    script = f"bash {ROOT}/recipes/searchr1/run_eval.sh"
+    for place, config in (("run/export", ""), ("elsewhere", f"--config {ROOT}/recipes/searchr1/config/demo.yaml ")):
+        (tmp_path / place).mkdir(exist_ok=True)
+        (tmp_path / "run" / "config.yaml").touch()
+        shell(f"{script} --model {tmp_path}/{place} --samples=2 a.b=c")
+        expected = f"-m rlflow.cli eval --samples=2 {config}--model {tmp_path}/{place} a.b=c"
+        assert (tmp_path / "log").read_text().splitlines()[-1] == expected

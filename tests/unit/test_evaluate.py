@@ -1,0 +1,78 @@
+"""Evaluation: means, intervals over questions, and which configuration an evaluation runs with."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from pathlib import Path
+
+import pytest
+
+from rlflow.cli import main
+from rlflow.config import save_config
+from rlflow.evaluate import _evaluation_config, evaluate, evaluation_metrics
+from rlflow.metrics import interval95
+from rlflow.rollout import Rollout
+from rlflow.schema import load_config
+from rlflow.types import StopReason, Trajectory
+from tests.flow.letters import Letters, write_letters_model
+
+
+def attempt(question: str, reward: float, stop: StopReason = StopReason.TERMINATED) -> Trajectory:
+    return Trajectory(question, f"-1:{question}", [], [], reward, stop, {"exact_match": reward})
+
+
+def test_one_attempt_per_question_has_wilsons_interval() -> None:
+    metrics = evaluation_metrics([attempt(f"q{index}", float(index < 3)) for index in range(10)])
+    assert metrics["eval/exact_match"] == pytest.approx(0.3)
+    assert (metrics["eval/exact_match_low"], metrics["eval/exact_match_high"]) == interval95([1.0] * 3 + [0.0] * 7)
+
+
+def test_asking_the_same_questions_again_narrows_no_interval() -> None:
+    """A policy that is right about the same 3 of 10 questions, four times each, was still asked 10 questions."""
+    once = [attempt(f"q{index}", float(index < 3)) for index in range(10)]
+    assert evaluation_metrics(once * 4) == {**evaluation_metrics(once), "eval/questions": 40.0}
+
+
+def test_attempts_are_averaged_within_their_question_by_hand() -> None:
+    metrics = evaluation_metrics([attempt("a", 1.0), attempt("a", 0.0), attempt("b", 1.0), attempt("b", 1.0)])
+    assert metrics["eval/exact_match"] == 0.75
+    half = 1.959964 * 0.125**0.5 / 2**0.5  # the questions' means are 0.5 and 1: variance 1/8
+    assert metrics["eval/exact_match_low"] == pytest.approx(0.75 - half)
+    assert metrics["eval/exact_match_high"] == pytest.approx(0.75 + half)
+
+
+def test_no_questions_are_no_error(tmp_path: Path) -> None:
+    with Rollout.from_pretrained(write_letters_model(tmp_path), Letters()) as rollout:
+        assert evaluate(rollout, []).metrics == {"eval/questions": 0.0, "eval/failed": 0.0}
+
+
+def arguments(model: Path, **given: object) -> Namespace:
+    return Namespace(**{"model": str(model), "config": None, "overrides": [], "data": None, "corpus": None, **given})
+
+
+def test_file_names_are_taken_as_they_are(tmp_path: Path) -> None:
+    config = _evaluation_config(arguments(tmp_path, data="a: b #1.jsonl", corpus="[wiki].jsonl"))
+    assert config.environment == {"name": "search", "val": "a: b #1.jsonl", "train": None, "corpus": "[wiki].jsonl"}
+
+
+def test_an_export_is_evaluated_with_the_configuration_of_its_run(tmp_path: Path) -> None:
+    save_config(load_config(None, ["rollout.max_turns=7"]), tmp_path / "config.yaml")
+    (tmp_path / "export").mkdir()
+    assert _evaluation_config(arguments(tmp_path / "export")).rollout.max_turns == 7
+
+
+@pytest.mark.parametrize(
+    "option, value, message",
+    [
+        ("--questions", "0", "--questions: expected at least 1, found 0"),
+        ("--samples", "-1", "--samples: expected at least 1, found -1"),
+        ("--temperature", "-1", "--temperature: expected 0 (greedy) or more, found -1.0"),
+        ("--temperature", "nan", "--temperature: expected 0 (greedy) or more, found nan"),
+    ],
+)
+def test_options_out_of_range_are_one_line(
+    option: str, value: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["eval", "--model", str(tmp_path), option, value]) == 2
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1
