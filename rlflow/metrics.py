@@ -249,16 +249,17 @@ class JsonlSink:
 
 
 class TensorBoardSink:
-    """Writes scalars to `<directory>/tensorboard`."""
+    """Writes scalars to `<directory>/tensorboard`. On resume TensorBoard hides what came after `resumed_step`."""
 
-    def __init__(self, directory: str | Path) -> None:
+    def __init__(self, directory: str | Path, resumed_step: int | None = None) -> None:
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError:
             raise MissingPackageError(
                 "metrics.tensorboard: the package 'tensorboard' is not installed: pip install 'rlflow[tensorboard]'."
             ) from None
-        self.writer = SummaryWriter(str(Path(directory) / "tensorboard"))
+        purge_step = None if resumed_step is None else resumed_step + 1
+        self.writer = SummaryWriter(str(Path(directory) / "tensorboard"), purge_step=purge_step)
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         for name, value in values.items():
@@ -295,6 +296,7 @@ def make_sinks(
     project: str = "rlflow",
     name: str = "run",
     config: Mapping[str, Any] | None = None,
+    resumed_step: int | None = None,
 ) -> list[Sink]:
     """The optional sinks that a configuration asks for.
 
@@ -303,7 +305,7 @@ def make_sinks(
     """
     sinks: list[Sink] = []
     if tensorboard:
-        sinks.append(TensorBoardSink(directory))
+        sinks.append(TensorBoardSink(directory, resumed_step))
     if wandb:
         sinks.append(WandbSink(directory, project, name, config or {}))
     return sinks

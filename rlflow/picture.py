@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -60,7 +61,9 @@ def render_picture(metrics_jsonl: str | Path, path: str | Path, title: str = "Tr
         figure.align_ylabels()
         figure.text(0.035, 0.945, title, fontsize=17, fontweight="bold", va="center")
         figure.text(0.035, 0.9, _subtitle(records), fontsize=11, color=_QUIET, va="center")
-        figure.savefig(path, format="png")
+        aside = Path(f"{path}.partial")
+        figure.savefig(aside, format="png")
+        os.replace(aside, path)
     return True
 
 

@@ -133,6 +133,8 @@ class Run:
 
     def _open_metrics(self, stack: ExitStack) -> None:
         section = self.config.metrics
+        # Without a checkpoint nothing is kept, the evaluation before the first step included: it is made again.
+        resumed_step = self.step if self._saved_step >= 0 else -1
         sinks = make_sinks(
             self.directory.path,
             tensorboard=section.tensorboard,
@@ -140,9 +142,8 @@ class Run:
             project=section.wandb_project,
             name=self.config.run.name,
             config=redact(to_dict(self.config)),
+            resumed_step=resumed_step,
         )
-        # Without a checkpoint nothing is kept, the evaluation before the first step included: it is made again.
-        resumed_step = self.step if self._saved_step >= 0 else -1
         self.metrics = stack.enter_context(MetricsLog(self.directory.path, sinks, resumed_step=resumed_step))
 
     # ------------------------------------------------------------ between steps

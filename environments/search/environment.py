@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -130,6 +131,12 @@ def _world_files(world: Mapping[str, Any] | None) -> Mapping[str, Any]:
         return {}
     from rlflow_environments.search.world import ensure_world
 
+    known = list(inspect.signature(ensure_world).parameters)
+    for key in world:
+        if key not in known:
+            raise ConfigError(
+                f"environment.world: unknown option '{key}'; known: {', '.join(known)}.{did_you_mean(key, known)}"
+            )
     return ensure_world(**world)
 
 

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from rlflow.errors import ConfigError
 from rlflow_environments.search import prose
 from rlflow_environments.search.formats import Passage, make_contents, write_corpus, write_pages, write_rows
 from rlflow_environments.search.names import NameSource
@@ -29,6 +30,7 @@ logger = logging.getLogger(__name__)
 
 COUNTS: Mapping[str, int] = {"country": 40, "river": 220, "city": 420, "person": 900, "work": 500, "company": 340}
 SHARES: Mapping[str, float] = {"one_hop": 0.4, "two_hop": 0.5, "comparison": 0.1}
+DRAWS_PER_QUESTION = 100
 FILES = {"corpus": "corpus.jsonl", "pages": "pages.jsonl", "train": "train.jsonl", "val": "val.jsonl"}
 
 
@@ -209,15 +211,25 @@ def _the(name: str) -> str:
 
 
 def questions(half: Half, generator: random.Random, count: int, shares: Mapping[str, float]) -> list[Question]:
-    """`count` different questions of the kinds one_hop, two_hop and comparison in the given shares, shuffled."""
+    """`count` different questions of the kinds one_hop, two_hop and comparison in the given shares, shuffled.
+
+    Raises ConfigError where the half is too small for them."""
     makers = {"one_hop": one_hop_questions, "two_hop": two_hop_questions, "comparison": comparison_questions}
     chosen: dict[str, Question] = {}
     for kind, share in shares.items():
         wanted = len(chosen) + round(count * share)
-        for question in makers[kind](half, generator):
+        # Comparisons are drawn with repetition, so that a small half would be searched for new ones for ever.
+        for question in itertools.islice(
+            makers[kind](half, generator), DRAWS_PER_QUESTION * (count + len(half.entities))
+        ):
             if len(chosen) >= wanted:
                 break
             chosen.setdefault(question.text, question)
+        if len(chosen) < wanted:
+            raise ConfigError(
+                f"environment.world: {len(half.entities)} entities do not give {round(count * share)} different {kind} "
+                "questions; raise environment.world.size or ask for fewer questions."
+            )
     result = list(chosen.values())
     generator.shuffle(result)
     return result

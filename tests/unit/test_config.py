@@ -145,6 +145,10 @@ def test_secrets_are_redacted_and_look_alikes_are_not() -> None:
         "nested": [{"db_password": "p"}],
         "url": "https://me:pw@host/x",
         "secret": "s",
+        "secret_key": "s",
+        "api_keys": ["k", "l"],
+        "query": "https://host/x?hf_token=t&top=3&api-key=k#part",
+        "redis": "redis://:pw@host/0",
     }
     plain = {
         "max_tokens": 5,
@@ -152,13 +156,15 @@ def test_secrets_are_redacted_and_look_alikes_are_not() -> None:
         "tokenizer": "path",
         "token_budget": 3,
         "monkey": "m",
-        "url": "http://host:80/x",
+        "url": "http://host:80/x?token_budget=3",
     }
     text = config_text({"a": secret, "b": plain})
     shown = yaml.safe_load(text)
     assert shown["b"] == plain
     assert shown["a"] == {"api_key": "***", "hf_token": "***", "nested": [{"db_password": "***"}],
-                          "url": "https://me:***@host/x", "secret": "***"}  # fmt: skip
+                          "url": "https://me:***@host/x", "secret": "***", "secret_key": "***",
+                          "api_keys": ["***", "***"], "query": "https://host/x?hf_token=***&top=3&api-key=***#part",
+                          "redis": "redis://:***@host/0"}  # fmt: skip
     assert redact({"api_key": None}) == {"api_key": None}
 
 

@@ -148,6 +148,18 @@ def test_tensorboard_gets_what_the_file_gets(tmp_path: Path) -> None:
     assert [(event.step, event.value) for event in events] == [(7, 0.25)]
 
 
+def test_tensorboard_forgets_what_came_after_the_checkpoint(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    for resumed_step, records in ((-1, {1: 1.0, 2: 2.0, 3: 3.0}), (1, {2: 20.0})):
+        with MetricsLog(tmp_path, make_sinks(tmp_path, tensorboard=True, resumed_step=resumed_step)) as log:
+            for step, value in records.items():
+                log.log(step, {"train/reward": value})
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload().Scalars("train/reward")
+    assert [(event.step, event.value) for event in events] == [(1, 1.0), (2, 20.0)]
+
+
 def test_a_missing_sink_package_says_how_to_install_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "wandb", None)  # None makes `import wandb` raise ImportError
     with pytest.raises(MissingPackageError, match=r"pip install 'rlflow\[wandb\]'"):

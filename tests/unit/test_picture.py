@@ -36,6 +36,7 @@ TIMED = {"train/reward": 0.5, "train/exact_match": 0.4, "time/rollout_s": 1.0, "
 def test_any_stage_of_a_run_can_be_drawn(tmp_path: Path, records: list[dict[str, float]]) -> None:
     assert render_picture(log(tmp_path, records), tmp_path / "p.png", "Title")
     content = (tmp_path / "p.png").read_bytes()
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["metrics.jsonl", "p.png"]
     assert content[:8] == b"\x89PNG\r\n\x1a\n" and len(content) > 10_000
 
 
