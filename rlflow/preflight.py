@@ -54,7 +54,7 @@ def _check_packages(config: RunConfig) -> None:
         ("cluster.ranks", config.cluster.ranks > 0, "ray", "rlflow[ray]"),
         ("metrics.tensorboard", config.metrics.tensorboard, "tensorboard", "rlflow[tensorboard]"),
         ("metrics.wandb", config.metrics.wandb, "wandb", "rlflow[wandb]"),
-        ("trainer.backend=megatron", config.trainer.backend == "megatron", "megatron", "rlflow[megatron]"),
+        ("trainer.backend=megatron", config.trainer.backend == "megatron", "megatron", "megatron-core"),
     )
     for key, asked, package, extra in needed:
         if asked and importlib.util.find_spec(package) is None:

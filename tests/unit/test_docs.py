@@ -50,8 +50,10 @@ def test_configuration_page_lists_every_keyword_of_the_search_environment() -> N
     from rlflow_environments.search import SearchEnvironment
 
     section = (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8").split("## The search environment")[1]
-    listed = set(re.findall(r"`(\w+)`", " ".join(re.findall(r"^\| (.*?) \|", section, flags=re.M))))
-    assert listed == set(inspect.signature(SearchEnvironment).parameters)
+    rows = re.findall(r"^\| (`.*?) \| (.*?) \|", section, flags=re.M)
+    listed = {name: default.strip("`") for names, default in rows for name in re.findall(r"`(\w+)`", names)}
+    parameters = inspect.signature(SearchEnvironment).parameters.values()
+    assert listed == {one.name: documented_default(one.default) for one in parameters}
 
 
 def test_metrics_page_holds_the_table_of_the_code() -> None:
