@@ -290,11 +290,12 @@ def test_signals_end_ranks_too_and_the_run_resumes_in_one_process(model: Path, t
     run = RunDirectory(tmp_path / "letters")
     process = start(config)
     wait_for(reached(run, 2), process)
+    started = psutil.Process(process.pid).children(recursive=True)
+    assert len(started) > 4  # Ray's own, and the ranks
     process.send_signal(signal.SIGINT)
     finish(process)
     assert process.returncode == 130
-    left = [one for one in psutil.process_iter(["cmdline"]) if str(tmp_path) in " ".join(one.info["cmdline"] or [])]
-    assert left == []
+    assert psutil.wait_procs(started, timeout=10)[1] == []
     done = read_json(run.summary)["steps"]
     summary = train(letters_config(model, tmp_path, f"run.steps={done + 1}", "run.resume=true"))
     assert summary["status"] == "finished" and summary["steps"] == done + 1
