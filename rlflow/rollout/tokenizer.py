@@ -33,6 +33,9 @@ class Tokenizer:
         except (OSError, ValueError, KeyError) as error:
             reason = str(error).strip().split("\n")[0]
             raise ModelError(f"{path}: no tokenizer that transformers can read ({reason}).") from None
+        if set(inner.get_vocab().values()) <= set(inner.added_tokens_decoder):
+            # For some families transformers makes up an empty tokenizer where the files are missing.
+            raise ModelError(f"{path}: no tokenizer; expected tokenizer.json or the like beside config.json.")
         return cls(inner, _generation_eos_ids(Path(path)))
 
     def __len__(self) -> int:
