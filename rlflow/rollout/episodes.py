@@ -103,7 +103,7 @@ class EpisodePlayer:
         except MISTAKES:
             raise
         except Exception as failure:  # noqa: BLE001 -- the episode boundary: a failure of others must not end the run
-            logger.warning("episode %s aborted: %r", attempt.request_id, failure)
+            logger.info("episode %s aborted: %r", attempt.request_id, failure)
             stop, error = StopReason.ABORTED, f"{type(failure).__name__}: {failure}"
         return self._trajectory(attempt, transcript, stop, error)
 
