@@ -221,11 +221,18 @@ class Run:
         """Writes a checkpoint of the present step; a kill leaves the one before."""
         with self.timer.phase("checkpoint"), self.directory.checkpoint(self.step, self.config.checkpoint.keep) as path:
             self.trainer.save(path / "trainer", self.step)
-            state = {"step": self.step, "rollout": self.rollout.state_dict(), "first_evaluation": self.first_evaluation,
-                     "last_evaluation": self.last_evaluation, "evaluated_step": self._evaluated_step,
-                     "seconds": self._seconds()}  # fmt: skip
-            write_json(path / "state.json", state)
+            write_json(path / "state.json", self._state())
         self._saved_step = self.step
+
+    def _state(self) -> dict[str, Any]:
+        return {
+            "step": self.step,
+            "rollout": self.rollout.state_dict(),
+            "first_evaluation": self.first_evaluation,
+            "last_evaluation": self.last_evaluation,
+            "evaluated_step": self._evaluated_step,
+            "seconds": self._seconds(),
+        }
 
     # ------------------------------------------------------------ the end
 
@@ -237,6 +244,7 @@ class Run:
         final, usual = (self._questions(limit) for limit in (section.final_questions, section.questions))
         if not interrupted and (self._evaluated_step != self.step or final != usual):
             self.evaluate(evaluate, questions=final)
+            write_json(self.directory.checkpoint_path(self.step) / "state.json", self._state())
         written = {"run": self.directory.path, "metrics": self.directory.metrics,
                    "checkpoint": self.directory.checkpoint_path(self.step)}  # fmt: skip
         export_gap = None

@@ -173,13 +173,13 @@ def one_hop_questions(half: Half, generator: random.Random) -> Iterator[Question
 def two_hop_questions(half: Half, generator: random.Random) -> Iterator[Question]:
     """Every pair of facts that share their middle, e.g. author then birthplace, in a random order."""
     chains = []
-    for entity in half.entities.values():
-        for first, bridge in entity.facts.items():
-            if not RELATIONS[first].descriptions or bridge not in half.entities:
-                continue
-            for second, answer in half.entities[bridge].facts.items():
-                if answer not in (entity.name, bridge):
-                    chains.append(((entity.name, first, bridge), (bridge, second, answer)))
+    facts = [(entity, first, bridge) for entity in half.entities.values() for first, bridge in entity.facts.items()]
+    for entity, first, bridge in facts:
+        if not RELATIONS[first].descriptions or bridge not in half.entities:
+            continue
+        for second, answer in half.entities[bridge].facts.items():
+            if answer not in (entity.name, bridge):
+                chains.append(((entity.name, first, bridge), (bridge, second, answer)))
     generator.shuffle(chains)
     for chain in chains:
         described = generator.choice(RELATIONS[chain[0][1]].descriptions).format(s=_the(chain[0][0]))

@@ -72,6 +72,8 @@ def test_a_last_evaluation_over_more_questions_replaces_the_scheduled_one(
     values = ("run.steps=1", "evaluation.every_steps=1", "evaluation.at_start=false", "evaluation.final_questions=9")
     train(letters_config(model, tmp_path, *TINY, *values))
     assert records()[-1]["eval/questions"] == 9
+    state = read_json(tmp_path / "letters" / "checkpoints" / "step_000001" / "state.json")
+    assert state["evaluated_step"] == 1 and state["last_evaluation"]["eval/questions"] == 9
 
 
 def test_the_checkpoint_is_written_before_the_last_evaluation(

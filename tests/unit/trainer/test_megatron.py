@@ -6,6 +6,7 @@ import json
 import pickle
 import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -269,16 +270,11 @@ def test_objects_between_tensors_cannot_run_code(make: Any, tmp_path: Path, monk
     trainer, witness = make(), tmp_path / "witness"
     sharded = checkpoint._sharded_rng
     with monkeypatch.context() as patched:
-        patched.setattr(checkpoint, "_sharded_rng", lambda world: _with_data(sharded(world), Payload(witness)))
+        patched.setattr(checkpoint, "_sharded_rng", lambda world: replace(sharded(world), data=Payload(witness)))
         trainer.save(tmp_path / "checkpoint", 1)
     with pytest.raises(CheckpointError, match=r"weights_only|Weights only"):
         trainer.load(tmp_path / "checkpoint")
     assert not witness.exists()
-
-
-def _with_data(entry: Any, data: Any) -> Any:
-    entry.data = data
-    return entry
 
 
 @pytest.mark.parametrize("backend", ["megatron", "reference"])
