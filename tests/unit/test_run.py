@@ -9,13 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from rlflow import Step, train
 from rlflow.errors import RolloutError
+from rlflow.loop import training_step
 from rlflow.metrics import read_metrics
-from rlflow.run import Run
+from rlflow.run import EXPORT_TOLERANCE, Run
 from rlflow.run_directory import read_json
-from rlflow.types import Episode, Task
+from rlflow.types import Batch, Episode, Task
 from tests.flow.letters import letters_config, write_letters_model
 
 TINY = ("rollout.prompts_per_step=4", "rollout.samples_per_prompt=2", "evaluation.questions=4", "metrics.picture=false",
@@ -109,7 +111,6 @@ def test_a_step_without_a_usable_episode_is_one_clear_error(
             raise TimeoutError("no answer in 10 s")
 
         monkeypatch.setattr(run.rollout.environment, "step", broken)
-        from rlflow.loop import training_step
 
         with pytest.raises(RolloutError, match="step 0: all 8 episodes were aborted; first: TimeoutError: no answer"):
             training_step(0, run.next_tasks(), run.rollout, run.trainer, run.algorithm, run.timer)
@@ -117,7 +118,6 @@ def test_a_step_without_a_usable_episode_is_one_clear_error(
 
 def test_minibatches_are_split_by_the_runs_seed(model: Path, tmp_path: Path) -> None:
     """Two seeds that see the same episodes would otherwise train them in the same order."""
-    from rlflow.loop import training_step
 
     rewards = []
     for seed in (0, 1):
@@ -136,3 +136,41 @@ def test_minibatches_are_split_by_the_runs_seed(model: Path, tmp_path: Path) -> 
             rewards.append(seen)
     assert rewards[0] != rewards[1]
     assert all(sorted(index for part in seen for index in part) == list(range(8)) for seen in rewards)
+
+
+def test_every_minibatch_of_every_epoch_compares_with_the_policy_before_the_step(model: Path, tmp_path: Path) -> None:
+    values = ("algorithm.minibatches_per_step=2", "algorithm.epochs_per_step=3", "algorithm.old_logprobs=recompute",
+              "evaluation.at_start=false", "trainer.weight_decay=0.5")  # fmt: skip
+    with Run(letters_config(model, tmp_path, *TINY, *values)) as run:
+        batches: list[Batch] = []
+        update, before = run.trainer.update, dict(run.trainer.weights())
+
+        def record(batch: Batch, loss: Any) -> dict[str, float]:
+            batches.append(batch)
+            return update(batch, loss)
+
+        run.trainer.update = record  # type: ignore[method-assign]
+        metrics, _ = training_step(0, run.next_tasks(), run.rollout, run.trainer, run.algorithm, run.timer)
+        assert any(not torch.equal(before[name], value) for name, value in run.trainer.weights())
+    assert len(batches) == 6
+    old: dict[int, torch.Tensor] = {}
+    for epoch in range(3):
+        rows = [pair for part in batches[2 * epoch : 2 * epoch + 2] for pair in _rows(part, "proximal_logprobs")]
+        assert sorted(trajectory for trajectory, _ in rows) == list(range(8))
+        assert all(torch.equal(old.setdefault(trajectory, value), value) for trajectory, value in rows)
+    for part in batches:
+        assert float(part.weights.sum()) == pytest.approx(1.0)
+        gap = (part.columns["proximal_logprobs"] - part.logprobs)[part.loss_mask].abs()
+        assert float(gap.mean()) < 1e-5  # on-policy: the engine's own
+    assert metrics["train/logprob_gap"] < 1e-5  # of the first minibatch only: later ones are another policy's
+
+
+def _rows(batch: Batch, column: str) -> list[tuple[int, torch.Tensor]]:
+    values, lengths = batch.columns[column], batch.lengths.tolist()
+    return [(int(one), values[row, : lengths[row]]) for row, one in enumerate(batch.columns["trajectory"])]
+
+
+def test_a_bfloat16_run_ends_with_a_checked_export(model: Path, tmp_path: Path) -> None:
+    values = ("model.dtype=bfloat16", "trainer.backend=megatron", "checkpoint.export=true", "run.steps=1")
+    summary = train(letters_config(model, tmp_path, *TINY, *values))
+    assert EXPORT_TOLERANCE["float32"] < summary["export_logprob_difference"] < 0.1
