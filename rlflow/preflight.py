@@ -53,6 +53,7 @@ def _check_packages(config: RunConfig) -> None:
     needed = (
         ("cluster.ranks", config.cluster.ranks > 0, "ray", "rlflow[ray]"),
         ("metrics.tensorboard", config.metrics.tensorboard, "tensorboard", "rlflow[tensorboard]"),
+        ("metrics.picture", config.metrics.picture, "matplotlib", "matplotlib"),
         ("metrics.wandb", config.metrics.wandb, "wandb", "rlflow[wandb]"),
         ("trainer.backend=megatron", config.trainer.backend == "megatron", "megatron", "megatron-core"),
     )

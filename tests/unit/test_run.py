@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import pytest
 import torch
 
 from rlflow import Step, train
-from rlflow.errors import RolloutError
+from rlflow.errors import MissingPackageError, RolloutError
 from rlflow.loop import training_step
 from rlflow.metrics import read_metrics
 from rlflow.run import EXPORT_TOLERANCE, Run
@@ -99,6 +100,15 @@ def test_a_run_resumes_with_a_reference_that_it_began_without(model: Path, tmp_p
     losses = "algorithm.losses=[{name: ppo_clip}, {name: kl, coefficient: 0.01}]"
     train(letters_config(model, tmp_path, *TINY, "run.steps=2", "run.resume=true", losses))
     assert records()[-1]["train/kl"] > 0  # against the starting policy, one update away
+
+
+def test_a_package_that_the_end_of_a_run_needs_is_missed_at_its_start(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)  # as if it were not installed
+    with pytest.raises(MissingPackageError, match=r"metrics.picture: the package 'matplotlib' is not installed"):
+        train(letters_config(model, tmp_path, *TINY, "metrics.picture=true"))
+    assert not (tmp_path / "letters").exists()
 
 
 def test_a_step_without_a_usable_episode_is_one_clear_error(
