@@ -246,23 +246,27 @@ def ensure_world(
     """
     arguments = {"seed": seed, "train_questions": train_questions, "val_questions": val_questions, "val_share": val_share,
                  "prompt_template": prompt_template, "size": size}  # fmt: skip
-    source = json.dumps(arguments, sort_keys=True) + Path(__file__).read_text() + Path(prose.__file__).read_text()
+    modules = [Path(__file__).with_name(file).read_text(encoding="utf-8") for file in ("world.py", "names.py", "prose.py")]
+    source = "".join([json.dumps(arguments, sort_keys=True), *modules])
     folder = Path(directory) / f"world-{seed}-{hashlib.sha256(source.encode()).hexdigest()[:8]}"
     paths = {name: folder / file for name, file in FILES.items()}
     if folder.is_dir():
         return paths
+    contents = make_world(**arguments)
     aside = folder.with_name(f"{folder.name}.{os.getpid()}.partial")
     shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir(parents=True)
-    for name, rows in make_world(**arguments).items():
+    for name, rows in contents.items():
         write = {"corpus": write_corpus, "pages": write_pages}.get(name, write_rows)
         write(aside / FILES[name], rows)
     write_rows(aside / "manifest.json", [arguments])
-    if folder.is_dir():  # another process was faster
-        shutil.rmtree(aside)
-    else:
+    try:
         aside.replace(folder)
         logger.info("wrote the world of seed %d to %s", seed, folder)
+    except OSError:
+        shutil.rmtree(aside)
+        if not folder.is_dir():  # else another process was faster
+            raise
     return paths
 
 
