@@ -10,12 +10,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from fixtures import tiny_model
-
 from rlflow.config import config_text
 from rlflow.environment import Environment
 from rlflow.schema import RunConfig, load_config
 from rlflow.types import Episode, Step, Task
+from tests.fixtures import tiny_model
 
 LETTERS = "abcdef"
 SPECIAL = ("<pad>", "<end>")

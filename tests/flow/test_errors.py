@@ -60,11 +60,16 @@ def _break_models(path: Path, model: Path) -> None:
     cut = path / "cut_weights" / "model.safetensors"
     cut.write_bytes(cut.read_bytes()[:-1000])
     config = json.loads((model / "config.json").read_text())
-    (path / "gpt2" / "config.json").write_text(json.dumps({**config, "model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]}))
+    (path / "gpt2" / "config.json").write_text(
+        json.dumps({**config, "model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]})
+    )
     (path / "broken_config" / "config.json").write_text("{")
 
 
-SEARCH = "environment={{name: search, train: {place}/good.jsonl, val: {place}/good.jsonl, corpus: {place}/corpus.jsonl, retriever: bm25}}"
+SEARCH = (
+    "environment={{name: search, train: {place}/good.jsonl, val: {place}/good.jsonl, corpus: {place}/corpus.jsonl, "
+    "retriever: bm25}}"
+)
 
 # What is wrong -> (arguments after those of a good run, what the one line must say: what, where, how to mend it)
 MISTAKES: dict[str, tuple[list[str], list[str]]] = {
@@ -85,7 +90,8 @@ MISTAKES: dict[str, tuple[list[str], list[str]]] = {
     "model without tokenizer": (["model.path={place}/without_tokenizer"], ["without_tokenizer", "tokenizer"]),
     "unsupported family": (["model.path={place}/gpt2"], ["gpt2", "qwen2"]),
     "tensor parallelism that divides no heads": (
-        ["trainer.tensor_parallel=3", "cluster.ranks=3"], ["trainer.tensor_parallel=3", "4 attention heads", "possible: 1, 2, 4"]),
+        ["trainer.tensor_parallel=3", "cluster.ranks=3"],
+        ["trainer.tensor_parallel=3", "4 attention heads", "possible: 1, 2, 4"]),
     "pipeline that divides no layers": (
         ["trainer.pipeline_parallel=4", "cluster.ranks=4"], ["trainer.pipeline_parallel=4", "2 layers", "possible: 1, 2"]),
     "layout without ranks": (["trainer.tensor_parallel=2"], ["cluster.ranks", "2 x 1 = 2"]),
@@ -146,7 +152,11 @@ def test_a_mistake_is_one_line_that_says_how_to_mend_it_and_leaves_no_trace(
     [("ray", ["cluster.ranks=1"]), ("tensorboard", ["metrics.tensorboard=true"]), ("wandb", ["metrics.wandb=true"])],
 )
 def test_a_missing_package_is_named_with_the_command_that_installs_it(
-    package: str, arguments: list[str], place: Place, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    package: str,
+    arguments: list[str],
+    place: Place,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setitem(sys.modules, package, None)  # what Python itself does for a package that must not be found
     before = contents(place)
@@ -174,7 +184,11 @@ def test_prompts_over_the_limit_are_dropped_counted_and_said(
         "        return [Task(str(n), 'a' * (2 + 8 * (n % 3 == 0))) for n in range(12)]\n\n"
         "    async def step(self, episode, response):\n        return Step(reward=float(response == 'a'), terminated=True)\n"
     )
-    arguments = [f"environment={{name: '{source}:Uneven'}}", f"run.directory={tmp_path}/run", "data.max_prompt_tokens=9"]
+    arguments = [
+        f"environment={{name: '{source}:Uneven'}}",
+        f"run.directory={tmp_path}/run",
+        "data.max_prompt_tokens=9",
+    ]
     code, err = run(place, [word.replace("{", "{{").replace("}", "}}") for word in arguments], capsys)
     assert code == 0, err
     assert "split 'train': 4 of 12 prompts over 9 tokens dropped" in err
@@ -188,7 +202,12 @@ def test_the_corrected_command_starts_at_once(place: Place, capsys: pytest.Captu
     where = f"run.directory={directory}"
     assert run(place, [where, "data.max_prompt_tokens=1"], capsys)[0] == 2 and not directory.exists()
     directory.mkdir(parents=True)
-    for name in ("run.lock", "log.txt", "config.yaml", "metrics.jsonl"):  # as a kill in the middle of the start leaves it
+    for name in (
+        "run.lock",
+        "log.txt",
+        "config.yaml",
+        "metrics.jsonl",
+    ):  # as a kill in the middle of the start leaves it
         (directory / name).touch()
     code, err = run(place, [where], capsys)
     assert code == 0, err

@@ -50,12 +50,19 @@ def assert_equal_runs(run: RunDirectory, whole: RunDirectory, *, evaluations: bo
     ours, theirs = WeightFiles(run.export), WeightFiles(whole.export)
     assert set(ours) == set(theirs) and all(torch.equal(ours[name], theirs[name]) for name in theirs)
     timeless = [
-        [{name: value for name, value in record.items() if not name.startswith(("time", "speed"))} for record in records]
+        [
+            {name: value for name, value in record.items() if not name.startswith(("time", "speed"))}
+            for record in records
+        ]
         for records in (read_metrics(run.metrics), read_metrics(whole.metrics))
     ]
     if not evaluations:
         timeless = [
-            [{name: value for name, value in one.items() if not name.startswith("eval/")} for one in records if one["step"]]
+            [
+                {name: value for name, value in one.items() if not name.startswith("eval/")}
+                for one in records
+                if one["step"]
+            ]
             for records in timeless
         ]
     assert timeless[0] == timeless[1]
@@ -90,13 +97,13 @@ def test_the_deterministic_mode_repeats_a_run_bit_for_bit(model: Path, whole: Ru
     assert_equal_runs(RunDirectory.open(tmp_path / "letters"), whole)
 
 
-def test_a_finished_run_is_left_alone(
-    model: Path, whole: RunDirectory, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_finished_run_is_left_alone(model: Path, whole: RunDirectory, caplog: pytest.LogCaptureFixture) -> None:
     before = {path: (path.stat().st_mtime_ns, path.stat().st_size) for path in whole.path.rglob("*") if path.is_file()}
     summary = train(letters_config(model, whole.path.parent, *DETERMINISTIC, "run.resume=true"))
     assert summary["steps"] == STEPS and "all 9 steps are done" in caplog.text and "run.steps" in caplog.text
-    assert {path: (path.stat().st_mtime_ns, path.stat().st_size) for path in whole.path.rglob("*") if path.is_file()} == before
+    assert {
+        path: (path.stat().st_mtime_ns, path.stat().st_size) for path in whole.path.rglob("*") if path.is_file()
+    } == before
 
 
 def test_a_finished_run_goes_on_with_more_steps(model: Path, tmp_path: Path) -> None:
@@ -159,7 +166,7 @@ def test_another_model_cannot_take_over_a_run(model: Path, tmp_path: Path) -> No
 
 def start(config: Path, *arguments: str) -> subprocess.Popen[str]:
     """`rlflow train` as a user starts it, in a session of its own."""
-    environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     return subprocess.Popen([sys.executable, "-m", "rlflow.cli", "train", "--config", str(config), *arguments],
                             cwd=config.parent, env=environment, start_new_session=True, text=True,
                             stdout=subprocess.PIPE, stderr=subprocess.PIPE)  # fmt: skip
@@ -175,7 +182,9 @@ def wait_for(condition: Callable[[], bool], process: subprocess.Popen[str], limi
 
 
 def reached(run: RunDirectory, step: int) -> Callable[[], bool]:
-    return lambda: run.metrics.is_file() and any(f'{{"step": {step},' in line for line in run.metrics.read_text().splitlines())
+    return lambda: (
+        run.metrics.is_file() and any(f'{{"step": {step},' in line for line in run.metrics.read_text().splitlines())
+    )
 
 
 def finish(process: subprocess.Popen[str], limit_s: float = 120.0) -> str:
@@ -204,7 +213,9 @@ def killed_then_resumed(config: Path, run: RunDirectory, kill_when: Callable[[],
     wait_for(kill_when, process)
     os.killpg(process.pid, signal.SIGKILL)
     assert finish(process) is not None and process.returncode == -signal.SIGKILL
-    measured = max((int(record["step"]) for record in read_metrics(run.metrics)), default=0) if run.metrics.is_file() else 0
+    measured = (
+        max((int(record["step"]) for record in read_metrics(run.metrics)), default=0) if run.metrics.is_file() else 0
+    )
     latest = run.latest_checkpoint()
     train(load_config(config, ["run.resume=true"]))
     return measured, latest[0] if latest else 0
@@ -239,7 +250,7 @@ def test_a_kill_at_any_moment_loses_at_most_the_steps_since_the_last_checkpoint(
     def moment() -> bool:
         if run.path.is_dir() and not begun:
             begun.append(time.monotonic())
-        return bool(begun) and time.monotonic() - begun[0] > delay_s or run.summary.is_file()
+        return (bool(begun) and time.monotonic() - begun[0] > delay_s) or run.summary.is_file()
 
     measured, resumed = killed_then_resumed(config, run, moment)
     assert measured - resumed <= 2
@@ -268,7 +279,9 @@ def test_a_signal_ends_a_run_cleanly_and_it_resumes(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("order", [("--resume",), ()])
-def test_a_second_process_cannot_write_into_a_running_run(order: Sequence[str], disturbed: tuple[Path, RunDirectory]) -> None:
+def test_a_second_process_cannot_write_into_a_running_run(
+    order: Sequence[str], disturbed: tuple[Path, RunDirectory]
+) -> None:
     config, run = disturbed
     first = start(config, "run.steps=100000")
     wait_for(reached(run, 1), first)

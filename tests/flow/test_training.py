@@ -106,7 +106,9 @@ def test_trajectories_are_those_that_the_metrics_speak_of(solved: Finished) -> N
 
 def test_every_epoch_visits_every_task_once_in_another_order(solved: Finished) -> None:
     def tasks(steps: Sequence[int]) -> list[str]:
-        groups = [[episode["task_id"] for episode in read_trajectories(solved.run.trajectories(step))] for step in steps]
+        groups = [
+            [episode["task_id"] for episode in read_trajectories(solved.run.trajectories(step))] for step in steps
+        ]
         return [task for group in groups for task in dict.fromkeys(group)]
 
     first, second = tasks([1, 2, 3]), tasks([4, 5, 6])
@@ -212,7 +214,10 @@ def test_exactly_the_policys_own_tokens_are_trained(recorded: tuple[RunConfig, R
     _, trainer, groups, rollout = recorded
     decode = rollout.tokenizer.decode
     expected = sorted(
-        ("".join(turn.response for turn in one.turns), one.prompt + "".join(turn.observation for turn in one.turns[:-1]))
+        (
+            "".join(turn.response for turn in one.turns),
+            one.prompt + "".join(turn.observation for turn in one.turns[:-1]),
+        )
         for group in groups
         for one in group.trajectories
     )
@@ -249,8 +254,17 @@ def test_what_the_environment_wrote_has_no_gradient(recorded: tuple[RunConfig, R
 
 def test_equal_seeds_give_equal_runs_and_other_seeds_others(model: Path, tmp_path: Path) -> None:
     def rewards(name: str, seed: int) -> list[float]:
-        options = [f"run.name={name}", f"run.seed={seed}", "run.steps=3", "checkpoint.export=false", "metrics.picture=false"]
-        return [record.get("train/reward", -1.0) for record in Finished.of(letters_config(model, tmp_path, *options)).records]
+        options = [
+            f"run.name={name}",
+            f"run.seed={seed}",
+            "run.steps=3",
+            "checkpoint.export=false",
+            "metrics.picture=false",
+        ]
+        return [
+            record.get("train/reward", -1.0)
+            for record in Finished.of(letters_config(model, tmp_path, *options)).records
+        ]
 
     assert rewards("one", 1) == rewards("again", 1) != rewards("other", 2)
 
