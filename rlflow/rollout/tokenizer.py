@@ -26,10 +26,15 @@ class Tokenizer:
     @classmethod
     def from_pretrained(cls, path: str | Path, trust_remote_code: bool = False) -> Tokenizer:
         """The tokenizer of a model directory. Raises ModelError where there is none that transformers can read."""
-        from transformers import AutoTokenizer
+        from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
         try:
-            inner = AutoTokenizer.from_pretrained(str(path), trust_remote_code=trust_remote_code)
+            if (Path(path) / "tokenizer.json").is_file() and not trust_remote_code:
+                # As it stands. AutoTokenizer goes by the model's family instead and, for Qwen2 among others, exchanges the
+                # file's rule of how text is split: another model of that family would then be fed other tokens than it knows.
+                inner = PreTrainedTokenizerFast.from_pretrained(str(path))
+            else:
+                inner = AutoTokenizer.from_pretrained(str(path), trust_remote_code=trust_remote_code)
         except (OSError, ValueError, KeyError) as error:
             reason = str(error).strip().split("\n")[0]
             raise ModelError(f"{path}: no tokenizer that transformers can read ({reason}).") from None
