@@ -51,6 +51,7 @@ def _turns(
     if fate < clumsiness.guess:
         return [(f"<think> I think I know.</think><answer> {_guess(generator, question)}</answer>", "")]
     turns: list[tuple[str, str]] = []
+    finding = ""
     if fate < clumsiness.guess + clumsiness.vague:
         relation = RELATIONS[question.chain[0][1]]
         passages = generator.sample(list(half.entities.values()), top_k)
@@ -61,16 +62,14 @@ def _turns(
             return [*turns, (f"<think> This will do.</think><answer> {answer}</answer>", "")]
     for hop, (subject, relation, found) in enumerate(question.chain):
         keyword = RELATIONS[relation].keyword
-        lead = f"I need the {keyword}." if hop == 0 else f"Next the {keyword}."
+        lead = f"I need the {keyword}." if hop == 0 else f"{finding} Next the {keyword}."
         observation = _observe(results(generator, half, subject, top_k))
         turns.append((f"<think> {lead}</think><search> {subject} {keyword}</search>", observation))
+        finding = f"The {keyword} is {found}."
         if hop == 0 and len(question.chain) > 1 and generator.random() < clumsiness.give_up:
             answer = found if question.kind == "two_hop" else _guess(generator, question)
-            return [*turns, (f"<think> This will do.</think><answer> {answer}</answer>", "")]
-    thought = "Found it."
-    if question.kind == "comparison":
-        thought = f"It is {question.chain[0][2]} and {question.chain[1][2]}."
-    return [*turns, (f"<think> {thought}</think><answer> {question.answer}</answer>", "")]
+            return [*turns, (f"<think> {finding} This will do.</think><answer> {answer}</answer>", "")]
+    return [*turns, (f"<think> {finding}</think><answer> {question.answer}</answer>", "")]
 
 
 def _guess(generator: random.Random, question: Question) -> str:

@@ -28,13 +28,12 @@ OBSERVATION_WEIGHT = 0.5
 
 @dataclass(frozen=True)
 class Curriculum:
-    """Shares of the schedule. drill: until then every second row only repeats names. one_result, two_results: until then searches
-    bring so many passages, afterwards three. clumsy: from there on the traces go wrong as often as `clumsiness` says."""
+    """Shares of the schedule. drill: until then every second row only repeats names. one_result: until then a search brings one
+    passage, afterwards mostly three. clumsy: from there on the traces go wrong as often as `clumsiness` says."""
 
-    drill: float = 0.06
-    one_result: float = 0.2
-    two_results: float = 0.28
-    clumsy: float = 0.82
+    drill: float = 0.08
+    one_result: float = 0.15
+    clumsy: float = 0.8
     clumsiness: Clumsiness = CLUMSY
 
     def row(self, generator: random.Random, done: float) -> list[Part]:
@@ -42,7 +41,7 @@ class Curriculum:
         if done < self.drill and generator.random() < 0.5:
             once, again = repeated_names(generator)
             return [(once, False), (again, True)]
-        top_k = 1 if done < self.one_result else 2 if done < self.two_results else 3
+        top_k = 1 if done < self.one_result else generator.choice([1, 2, 3, 3, 3, 3])
         demonstration = demonstrate(generator, Clumsiness() if done < self.clumsy else self.clumsiness, top_k)
         parts = [(demonstration.prompt, False)]
         for response, observation in demonstration.turns:
