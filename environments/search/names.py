@@ -16,6 +16,9 @@ POOLS = ("train", "val")
 _UNFIT = {"bum", "cum", "dam", "dum", "fan", "fat", "fag", "gas", "gun", "god", "hel", "hor", "kil", "kum", "nad", "nig", "pis",
           "pus", "rap", "sad", "sal", "sex", "sin", "tit", "tum", "vom"}  # fmt: skip
 
+_RUNS_TOGETHER = {"sk", "nd", "st", "nt", "rs", "ng", "rt", "ns", "ll"}
+"""Letters that also stand inside syllables and ordinary words: a tokenizer would split a name with such a seam elsewhere."""
+
 
 @functools.cache
 def syllables() -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -31,6 +34,11 @@ def syllables() -> tuple[tuple[str, ...], tuple[str, ...]]:
     generator.shuffle(first)
     generator.shuffle(last)
     return tuple(s.capitalize() for s in first[:200]), tuple(last[:200])
+
+
+def fits(first: str, last: str) -> bool:
+    """Whether the two syllables may stand together in a name."""
+    return first[-1] + last[0] not in _RUNS_TOGETHER
 
 
 def pool_of(first: int, last: int) -> str:
@@ -54,7 +62,7 @@ class NameSource:
         while True:
             i, j = self._generator.randrange(len(first)), self._generator.randrange(len(last))
             word = first[i] + last[j]
-            if pool_of(i, j) == self._pool and word not in self._used:
+            if fits(first[i], last[j]) and pool_of(i, j) == self._pool and word not in self._used:
                 self._used.add(word)
                 return word
 

@@ -15,27 +15,32 @@ ROPE_THETA = 1e6  # as Qwen2.5
 TAGS = ("<think>", "</think>", "<search>", "</search>", "<information>", "</information>", "<answer>", "</answer>")
 END = "<|endoftext|>"
 
-# A capitalised word is split after its third letter, so that an invented name is its two syllables wherever it stands; numbers in
-# pairs of digits; everything else as usual in byte-level BPE.
-PIECES = r"Question|Title| ?[A-Z][a-z]{0,2}|'s| ?[a-z]+| ?\d{1,2}| ?[^\sA-Za-z\d]+|\s+(?!\S)|\s+"
+# How the vocabulary is learned: a capitalised word is split after its third letter, so that no token crosses the seam between
+# the two syllables of an invented name.
+LEARNED_ON = r"Question|Title| ?[A-Z][a-z]{0,2}|'s| ?[a-z]+| ?\d{1,2}| ?[^\sA-Za-z\d]+|\s+(?!\S)|\s+"
+# How text is split afterwards: Qwen2's own rule, which transformers puts into any tokenizer of that family anyway.
+QWEN2 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 
 
 def write_tokenizer(directory: str | Path, vocabulary: int = 1536, seed: int = 0) -> None:
     """Trains the tokenizer on demonstrations and writes tokenizer.json and tokenizer_config.json into `directory`."""
-    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+
+    def split(pattern: str) -> Any:
+        to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        return pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(pattern), "isolated"), to_bytes])
 
     tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(PIECES), "isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
+    tokenizer.normalizer = normalizers.NFC()
+    tokenizer.pre_tokenizer = split(LEARNED_ON)
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     size = vocabulary - len(TAGS)
     trainer = trainers.BpeTrainer(vocab_size=size, special_tokens=[END], initial_alphabet=alphabet, show_progress=False)
     tokenizer.train_from_iterator(_texts(random.Random(seed)), trainer)
+    tokenizer.pre_tokenizer = split(QWEN2)
     tokenizer.add_tokens([AddedToken(tag, normalized=False, special=False) for tag in TAGS])
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)

@@ -246,7 +246,9 @@ def ensure_world(
     """
     arguments = {"seed": seed, "train_questions": train_questions, "val_questions": val_questions, "val_share": val_share,
                  "prompt_template": prompt_template, "size": size}  # fmt: skip
-    modules = [Path(__file__).with_name(file).read_text(encoding="utf-8") for file in ("world.py", "names.py", "prose.py")]
+    modules = [
+        Path(__file__).with_name(file).read_text(encoding="utf-8") for file in ("world.py", "names.py", "prose.py")
+    ]
     source = "".join([json.dumps(arguments, sort_keys=True), *modules])
     folder = Path(directory) / f"world-{seed}-{hashlib.sha256(source.encode()).hexdigest()[:8]}"
     paths = {name: folder / file for name, file in FILES.items()}

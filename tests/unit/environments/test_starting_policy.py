@@ -68,14 +68,6 @@ def test_a_name_is_the_same_two_tokens_wherever_it_follows_a_space(context: str,
         assert tokenizer.encode(context.format(word)) == [*tokenizer.encode(before), *alone, *tokenizer.encode(after)]
 
 
-def test_a_name_ends_with_the_same_token_in_a_title(tokenizer: Tokenizer) -> None:
-    """After a quotation mark the first syllable is other tokens, so the second is what a title and a text have in common."""
-    after = tokenizer.encode('")')
-    for word in random.Random(1).sample(sorted(pool_by_word()), 300):
-        ending = tokenizer.encode(f" {word}")[1]
-        assert tokenizer.encode(f'(Title: "{word}")')[-1 - len(after) :] == [ending, *after]
-
-
 def test_tokenizing_loses_nothing_and_tags_are_single_tokens(tokenizer: Tokenizer) -> None:
     for text in _texts(40):
         assert tokenizer.decode(tokenizer.encode(text)) == text
