@@ -29,7 +29,7 @@ from rlflow_environments.search.protocol import render_prompt
 logger = logging.getLogger(__name__)
 
 COUNTS: Mapping[str, int] = {"country": 40, "river": 220, "city": 420, "person": 900, "work": 500, "company": 340}
-SHARES: Mapping[str, float] = {"one_hop": 0.4, "two_hop": 0.5, "comparison": 0.1}
+SHARES: Mapping[str, float] = {"one_hop": 0.42, "two_hop": 0.53, "comparison": 0.05}
 DRAWS_PER_QUESTION = 100
 FILES = {"corpus": "corpus.jsonl", "pages": "pages.jsonl", "train": "train.jsonl", "val": "val.jsonl"}
 
