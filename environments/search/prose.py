@@ -37,14 +37,14 @@ RELATIONS: dict[str, Relation] = {
         Relation(
             "teacher", "person", "person", "teacher",
             ("{s} studied under {o} for some years.", "The teacher of {s} was {o}.", "{s} learned the craft from {o}.",
-             "As a pupil of {o}, {s} soon found a style.", "{o} taught {s} almost everything."),
+             "As a pupil of {o}, {s} soon found a style."),
             ("Who taught {s}?", "Who was the teacher of {s}?", "Under whom did {s} study?"),
             ("the teacher of {s}",),
         ),
         Relation(
             "spouse", "person", "person", "spouse",
             ("{s} married {o} in the spring.", "{s} was married to {o}.", "The spouse of {s} was {o}.",
-             "With {o}, whom {s} had married young, there were two children.", "{o} and {s} were wed on an island."),
+             "With {o}, whom {s} had married young, there were two children."),
             ("Who was {s} married to?", "Who was the spouse of {s}?", "Whom did {s} marry?"),
             ("the spouse of {s}",),
         ),

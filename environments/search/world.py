@@ -17,7 +17,7 @@ import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from rlflow.errors import ConfigError
 from rlflow_environments.search import prose
@@ -27,6 +27,10 @@ from rlflow_environments.search.prose import RELATIONS
 from rlflow_environments.search.protocol import render_prompt
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+Fact = tuple[str, str, str]
+"""(subject, relation, object)"""
 
 COUNTS: Mapping[str, int] = {"country": 40, "river": 220, "city": 420, "person": 900, "work": 500, "company": 340}
 SHARES: Mapping[str, float] = {"one_hop": 0.42, "two_hop": 0.53, "comparison": 0.05}
@@ -51,7 +55,7 @@ class Question:
     text: str
     answer: str
     kind: str
-    chain: tuple[tuple[str, str, str], ...]
+    chain: tuple[Fact, ...]
 
     @property
     def entities(self) -> set[str]:
@@ -162,29 +166,39 @@ def _with_pronoun(template: str, pronoun: str) -> str:
 
 
 def one_hop_questions(half: Half, generator: random.Random) -> Iterator[Question]:
-    """Every fact of the half as a question, in a random order, phrased at random."""
-    facts = [(e.name, relation, object_) for e in half.entities.values() for relation, object_ in e.facts.items()]
-    generator.shuffle(facts)
-    for subject, relation, object_ in facts:
-        text = generator.choice(RELATIONS[relation].questions).format(s=_the(subject))
-        yield Question(text, object_, "one_hop", ((subject, relation, object_),))
+    """Every fact of the half as a question, phrased at random; the relations take turns, so that all are asked for alike."""
+    facts: dict[str, list[Fact]] = {}
+    for entity in half.entities.values():
+        for relation, object_ in entity.facts.items():
+            facts.setdefault(relation, []).append((entity.name, relation, object_))
+    for fact in _in_turns(facts, generator):
+        text = generator.choice(RELATIONS[fact[1]].questions).format(s=_the(fact[0]))
+        yield Question(text, fact[2], "one_hop", (fact,))
 
 
 def two_hop_questions(half: Half, generator: random.Random) -> Iterator[Question]:
-    """Every pair of facts that share their middle, e.g. author then birthplace, in a random order."""
-    chains = []
-    facts = [(entity, first, bridge) for entity in half.entities.values() for first, bridge in entity.facts.items()]
-    for entity, first, bridge in facts:
-        if not RELATIONS[first].descriptions or bridge not in half.entities:
-            continue
-        for second, answer in half.entities[bridge].facts.items():
-            if answer not in (entity.name, bridge):
-                chains.append(((entity.name, first, bridge), (bridge, second, answer)))
-    generator.shuffle(chains)
-    for chain in chains:
+    """Every pair of facts that share their middle, e.g. author then birthplace; the pairs of relations take turns."""
+    chains: dict[str, list[tuple[Fact, Fact]]] = {}
+    for entity in half.entities.values():
+        for first, bridge in entity.facts.items():
+            if not RELATIONS[first].descriptions or bridge not in half.entities:
+                continue
+            for second, answer in half.entities[bridge].facts.items():
+                if answer not in (entity.name, bridge):
+                    chain = ((entity.name, first, bridge), (bridge, second, answer))
+                    chains.setdefault(f"{first} {second}", []).append(chain)
+    for chain in _in_turns(chains, generator):
         described = generator.choice(RELATIONS[chain[0][1]].descriptions).format(s=_the(chain[0][0]))
         text = generator.choice(RELATIONS[chain[1][1]].questions).format(s=described)
         yield Question(text, chain[1][2], "two_hop", chain)
+
+
+def _in_turns(groups: Mapping[str, list[T]], generator: random.Random) -> Iterator[T]:
+    """The members of all groups, each group shuffled: one of each group, then the next of each, while there are any."""
+    for members in groups.values():
+        generator.shuffle(members)
+    for rank in range(max(map(len, groups.values()), default=0)):
+        yield from [members[rank] for members in groups.values() if rank < len(members)]
 
 
 def comparison_questions(half: Half, generator: random.Random) -> Iterator[Question]:
