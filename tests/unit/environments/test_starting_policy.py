@@ -49,10 +49,15 @@ def tokenizer(policy: Path) -> Tokenizer:
 # ---------------------------------------------------------------- the tokenizer
 
 
-def test_every_name_is_two_tokens_per_word_one_for_each_syllable(tokenizer: Tokenizer) -> None:
+@pytest.fixture(scope="module")
+def shipped() -> Tokenizer:
+    return Tokenizer.from_pretrained(Path(__file__).parents[3] / "recipes" / "searchr1" / "starting_policy")
+
+
+def test_every_name_is_two_tokens_per_word_one_for_each_syllable(shipped: Tokenizer) -> None:
     first, last = syllables()
     words = sorted(pool_by_word())
-    ids = tokenizer.inner([f" {word}" for word in words], add_special_tokens=False)["input_ids"]
+    ids = shipped.inner([f" {word}" for word in words], add_special_tokens=False)["input_ids"]
     assert {len(tokens) for tokens in ids} == {2}
     assert len({tokens[0] for tokens in ids}) == len(first) and len({tokens[1] for tokens in ids}) == len(last)
 
@@ -61,11 +66,11 @@ def test_every_name_is_two_tokens_per_word_one_for_each_syllable(tokenizer: Toke
     "context",
     [" {}", "<search> {} birthplace</search>", "<answer> {}</answer>", "to {}.", "in {}, where", "of {}?", "a {} River", " {}'s"],
 )  # fmt: skip
-def test_a_name_is_the_same_two_tokens_wherever_it_follows_a_space(context: str, tokenizer: Tokenizer) -> None:
+def test_a_name_is_the_same_two_tokens_wherever_it_follows_a_space(context: str, shipped: Tokenizer) -> None:
     for word in random.Random(0).sample(sorted(pool_by_word()), 300):
-        alone = tokenizer.encode(f" {word}")
+        alone = shipped.encode(f" {word}")
         before, after = context.split(" {}")
-        assert tokenizer.encode(context.format(word)) == [*tokenizer.encode(before), *alone, *tokenizer.encode(after)]
+        assert shipped.encode(context.format(word)) == [*shipped.encode(before), *alone, *shipped.encode(after)]
 
 
 def test_tokenizing_loses_nothing_and_tags_are_single_tokens(tokenizer: Tokenizer) -> None:
