@@ -20,8 +20,8 @@ Run = Callable[[argparse.Namespace], "int | None"]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one command; returns its exit code: 0, 2 for a problem that the user can mend (one line on stderr), 130 for
-    Ctrl-C, 143 for SIGTERM. RLFLOW_DEBUG=1 shows tracebacks."""
+    """Runs one command; returns its exit code: 0, the error's (2, or a conversion's own) for a problem that the user can
+    mend (one line on stderr), 130 for Ctrl-C, 143 for SIGTERM. RLFLOW_DEBUG=1 shows tracebacks."""
     if "" not in sys.path and os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())  # `my_module:Name` is found from where the user stands, as with `python -m`
     args = parse(arguments)
@@ -32,7 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if os.environ.get("RLFLOW_DEBUG") == "1":
             raise
         print(f"rlflow: {type(error).__name__}: {error}", file=sys.stderr)
-        return 2
+        return error.exit_code
     except KeyboardInterrupt:
         print("rlflow: interrupted.", file=sys.stderr)
         return 130

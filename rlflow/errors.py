@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import difflib
+import enum
 from collections.abc import Iterable
 
 
 class RLFlowError(Exception):
     """A problem that the user can mend. The text says what, where, expected, found and how to fix it, in one line."""
+
+    exit_code: int = 2
+    """What a command ends with."""
 
 
 class ConfigError(RLFlowError):
@@ -24,6 +28,27 @@ class ModelError(RLFlowError):
 
 class CheckpointError(RLFlowError):
     """A checkpoint is missing, damaged, or belongs to another run."""
+
+
+class ExitCode(enum.IntEnum):
+    """Exit codes of checkpoint conversion, so that scripts can tell the problems apart; 2 is any other RLFlowError."""
+
+    MISSING = 3  # a file of the checkpoint is not there
+    DAMAGED = 4  # truncated or corrupt; a verification that failed
+    UNKNOWN_MODEL = 6  # a model family or a tensor that has no mapping
+    OTHER_MODEL = 7  # checkpoint and config.json disagree
+    DISK_FULL = 8
+    OUTPUT_EXISTS = 9
+    UNSUPPORTED = 10  # a format that is not read, or no weights in it
+    HOSTILE = 11  # a pickle that names what could run code
+
+
+class ConversionError(CheckpointError):
+    """A checkpoint cannot be converted or a conversion does not verify; `exit_code` says which kind of problem."""
+
+    def __init__(self, text: str, exit_code: ExitCode) -> None:
+        super().__init__(text)
+        self.exit_code = int(exit_code)
 
 
 class EnvironmentContractError(RLFlowError):

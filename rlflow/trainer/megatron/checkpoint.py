@@ -34,26 +34,10 @@ from rlflow.errors import CheckpointError
 from rlflow.trainer.megatron.optimizer import set_updates
 from rlflow.trainer.megatron.world import World
 from rlflow.weights.families import Architecture
+from rlflow.weights.pickles import read_metadata
 
 MANIFEST = "trainer.json"
 """Written last: the step, the layout, the model's dimensions, and the size of every other file."""
-CLASSES_OF_METADATA = {
-    ("pathlib", "PosixPath"),
-    ("pathlib", "PurePosixPath"),
-    ("torch", "Size"),
-    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
-    ("torch.distributed.checkpoint.metadata", "BytesStorageMetadata"),
-    ("torch.distributed.checkpoint.metadata", "ChunkStorageMetadata"),
-    ("torch.distributed.checkpoint.metadata", "Metadata"),
-    ("torch.distributed.checkpoint.metadata", "MetadataIndex"),
-    ("torch.distributed.checkpoint.metadata", "StorageMeta"),
-    ("torch.distributed.checkpoint.metadata", "TensorProperties"),
-    ("torch.distributed.checkpoint.metadata", "TensorStorageMetadata"),
-    ("torch.distributed.checkpoint.metadata", "_MEM_FORMAT_ENCODING"),
-    ("torch.serialization", "_get_layout"),
-    *(("torch", name) for name in ("float32", "bfloat16", "float16", "float64", "int64", "int32", "uint8", "bool")),
-}
-"""All that torch's own writer puts into `.metadata`."""
 OWN_FILES = ("*.distcp", ".metadata", "metadata.json", "common.pt", MANIFEST)
 
 
@@ -129,21 +113,12 @@ def load(path: Path, state: TrainerState) -> TrainerState:
     return target
 
 
-class _MetadataOnly(pickle.Unpickler):
-    """Reads a `.metadata` and refuses whatever could do more than describe tensors."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        if (module, name) not in CLASSES_OF_METADATA:
-            raise pickle.UnpicklingError(f".metadata names {module}.{name}, which has no place there; not loaded")
-        return super().find_class(module, name)
-
-
 @contextmanager
 def _without_code(path: Path) -> Iterator[None]:
     """Inside, nothing in the checkpoint can run code: torch reads its objects as `weights_only`, whatever its callers ask for
     (torch.distributed asks for False), and its unguarded `.metadata` was read by a guarded reader first."""
     with (path / ".metadata").open("rb") as file:
-        _MetadataOnly(file).load()
+        read_metadata(file)
     switch = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
     before = os.environ.get(switch)
     os.environ[switch] = "1"
