@@ -1,4 +1,5 @@
-"""Packaging of the core library `rlflow` and of its plug-ins `rlflow_environments` (the folder environments/)."""
+"""Packaging of the core library `rlflow` and of its plug-ins `rlflow_environments` (the folder environments/)
+and `rlflow_tools` (the folder tools/)."""
 
 from __future__ import annotations
 
@@ -41,10 +42,10 @@ EXTRAS = {
 
 
 def packages() -> list[str]:
-    """The import names of both source trees; environments/ is imported as rlflow_environments."""
+    """The import names of the source trees; environments/ is imported as rlflow_environments, tools/ as rlflow_tools."""
     core = ["rlflow", *(f"rlflow.{name}" for name in find_packages("rlflow"))]
     plugins = ["rlflow_environments", *(f"rlflow_environments.{name}" for name in find_packages("environments"))]
-    return core + plugins
+    return [*core, *plugins, "rlflow_tools", "rlflow_tools.ckpt_convert"]
 
 
 setup(
@@ -56,7 +57,7 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.11",
     packages=packages(),
-    package_dir={"rlflow": "rlflow", "rlflow_environments": "environments"},
+    package_dir={"rlflow": "rlflow", "rlflow_environments": "environments", "rlflow_tools": "tools"},
     package_data={
         "rlflow": ["py.typed", "algorithms/presets/*.yaml", "templates/*", "templates/**/*"],
         "rlflow_environments": ["**/*.yaml", "**/*.json", "**/*.txt"],
@@ -66,6 +67,7 @@ setup(
     entry_points={
         "console_scripts": ["rlflow = rlflow.cli:main"],
         "rlflow.environments": ["search = rlflow_environments.search:SearchEnvironment"],
+        "rlflow.commands": ["convert = rlflow_tools.ckpt_convert.command:add"],
     },
     classifiers=[
         "Operating System :: POSIX :: Linux",

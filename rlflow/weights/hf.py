@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import shutil
 import struct
 from collections.abc import Iterable, Iterator, Mapping
@@ -52,7 +53,7 @@ class WeightFiles(Mapping[str, Tensor]):
         self.path = Path(path)
         self._file_of = _locate(self.path)
         for name in sorted(set(self._file_of.values())):
-            missing = {key for key, file in self._file_of.items() if file == name} - set(_header(self.path / name))
+            missing = {key for key, file in self._file_of.items() if file == name} - set(header(self.path / name))
             if missing:
                 raise ModelError(
                     f"{self.path / name}: tensor '{min(missing)}' is missing, though {INDEX_FILE} lists it."
@@ -110,9 +111,20 @@ def write_model(
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     written = _write_shards(partial, _cast(weights, dtype), shard_bytes)
-    _copy_files(Path(reference), partial)
-    (partial / "config.json").write_text(json.dumps(_with_dtype(config, written), indent=2) + "\n")
+    copy_files(Path(reference), partial)
+    (partial / "config.json").write_text(json.dumps(with_dtype(config, written), indent=2) + "\n")
     verify_model(partial)
+    replace_directory(partial, path)
+
+
+def replace_directory(partial: Path, path: Path) -> None:
+    """Renames a finished directory to its name, in place of one that stands there; its files reach the disk first."""
+    for one in (*partial.iterdir(), partial):
+        descriptor = os.open(one, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
     replaced = path.with_name(path.name + ".replaced")
     shutil.rmtree(replaced, ignore_errors=True)
     if path.exists():
@@ -156,7 +168,7 @@ def _locate(path: Path) -> dict[str, str]:
             raise ModelError(f"{path / INDEX_FILE}: has no weight_map.")
         return dict(sorted(weight_map.items(), key=lambda item: item[1]))
     if (path / SINGLE_FILE).is_file():
-        return dict.fromkeys(_header(path / SINGLE_FILE), SINGLE_FILE)
+        return dict.fromkeys(header(path / SINGLE_FILE), SINGLE_FILE)
     if not path.is_dir():
         raise ModelError(f"{path}: no such model directory.")
     if any(path.glob("*.bin")):
@@ -164,7 +176,7 @@ def _locate(path: Path) -> dict[str, str]:
     raise ModelError(f"{path}: no weights; expected {SINGLE_FILE} or {INDEX_FILE} with its shards.")
 
 
-def _header(file: Path) -> dict[str, Any]:
+def header(file: Path) -> dict[str, Any]:
     """The header of a safetensors file: 8 bytes little-endian length, then JSON with each tensor's byte range."""
     if not file.is_file():
         raise ModelError(f"{file}: missing; {INDEX_FILE} in the same directory lists it.")
@@ -175,14 +187,14 @@ def _header(file: Path) -> dict[str, Any]:
         if not 0 < length <= size - 8:
             raise ModelError(f"{file}: truncated or not a safetensors file ({size} bytes).")
         try:
-            header = json.loads(stream.read(length))
+            entries = json.loads(stream.read(length))
         except ValueError:
             raise ModelError(f"{file}: the safetensors header is damaged.") from None
-    header.pop("__metadata__", None)
-    expected = 8 + length + max((entry["data_offsets"][1] for entry in header.values()), default=0)
+    entries.pop("__metadata__", None)
+    expected = 8 + length + max((entry["data_offsets"][1] for entry in entries.values()), default=0)
     if size < expected:
         raise ModelError(f"{file}: truncated, {size} bytes found, {expected} expected.")
-    return header
+    return entries
 
 
 def _cast(weights: Iterable[tuple[str, Tensor]], dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
@@ -234,14 +246,15 @@ def _name_shards(directory: Path, shards: list[list[str]], total_bytes: int) -> 
     (directory / INDEX_FILE).write_text(json.dumps(content, indent=2) + "\n")
 
 
-def _copy_files(reference: Path, directory: Path) -> None:
+def copy_files(reference: Path, directory: Path) -> None:
+    """Copies what goes with the weights (COPIED_FILES, `*.jinja`, `*.py`) from a model directory; never weights."""
     names = [name for name in COPIED_FILES if (reference / name).is_file()]
     names += [file.name for pattern in ("*.jinja", "*.py") for file in reference.glob(pattern)]
     for name in names:
         shutil.copyfile(reference / name, directory / name)
 
 
-def _with_dtype(config: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
+def with_dtype(config: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
     """The config with its dtype entry set to that of the weights; transformers 4 writes torch_dtype, 5 writes dtype."""
     key = "dtype" if "dtype" in config else "torch_dtype"
     return {**config, key: str(dtype).removeprefix("torch.")}

@@ -45,7 +45,7 @@ PLACES: dict[str, tuple[str, ...]] = {
     "faiss": ("environments/search/",),
     "qdrant_client": ("environments/search/",),
 }
-OUTSIDE_THE_CORE = {"rlflow_environments", "environments", "recipes", "tools", "tests", "fixtures", "benchmarks"}
+OUTSIDE_THE_CORE = {"rlflow_environments", "rlflow_tools", "environments", "recipes", "tools", "tests", "fixtures", "benchmarks"}
 
 
 def sources(*folders: str) -> list[Path]:

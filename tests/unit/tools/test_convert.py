@@ -1,0 +1,295 @@
+"""Conversion of genuine megatron-core checkpoints, and what happens to bad ones."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import random
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fixtures import tiny_model
+from torch.distributed import checkpoint as torch_checkpoint
+
+from rlflow.errors import ConversionError, RLFlowError
+from rlflow.trainer import Trainer
+from rlflow.trainer.export import check_export
+from rlflow.weights.convert import Options, to_huggingface, verify_export
+from rlflow.weights.families import TE_NAMES, architecture, placed_rules
+from rlflow.weights.hf import WeightFiles, digest, iterate_weights, read_config
+from rlflow.weights.split import shard
+from tools.ckpt_convert.command import main
+
+VOCAB = 301
+MODELS: dict[str, dict[str, Any]] = {
+    "qwen2": {"family": "qwen2"},
+    "qwen2-tied": {"family": "qwen2", "tied": True},
+    "qwen3": {"family": "qwen3"},  # head_dim is not hidden_size / heads
+    "llama": {"family": "llama"},
+}
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Per model: NAME/hf, and its checkpoint NAME/step/trainer with optimizer and a snapshot of other weights."""
+    root = tmp_path_factory.mktemp("convert")
+    for name, options in MODELS.items():
+        model = tiny_model(root / name / "hf", tokenizer=name == "qwen2", vocab_size=VOCAB, **options)
+        trainer = Trainer.from_pretrained(model)
+        trainer.snapshot("reference")
+        trainer.save(root / name / "step" / "trainer", 7)
+        trainer.close()
+    return root
+
+
+@pytest.fixture
+def case(made: Path, tmp_path: Path) -> tuple[Path, Path, Path]:
+    """(checkpoint to damage, reference, output) of the untied Qwen2 model."""
+    shutil.copytree(made / "qwen2" / "step" / "trainer", tmp_path / "checkpoint")
+    shutil.copytree(made / "qwen2" / "hf", tmp_path / "hf")
+    return tmp_path / "checkpoint", tmp_path / "hf", tmp_path / "out"
+
+
+def edit(file: Path, **changes: Any) -> None:
+    file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_export_has_the_trainers_weights_and_computes_what_it_does(name: str, made: Path, tmp_path: Path) -> None:
+    model = made / name / "hf"
+    manifest = to_huggingface(made / name / "step", tmp_path / "out", model, Options(verify="full"))
+    assert digest(iterate_weights(tmp_path / "out")) == digest(iterate_weights(model)), "not bitwise equal"
+    assert manifest["source"]["iteration"] == 7
+    trainer = Trainer.from_pretrained(model)
+    assert check_export(trainer, tmp_path / "out") <= 1e-5
+    trainer.close()
+
+
+def test_output_does_not_depend_on_workers(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rlflow.weights.stream.BLOCK_BYTES", 1000)  # blocks that begin within query groups
+    for workers in (1, 5):
+        options = Options(workers=workers, shard_bytes=100_000, verify="full")
+        to_huggingface(made / "qwen2" / "step", tmp_path / str(workers), made / "qwen2" / "hf", options)
+    one, five = ({file.name: file.read_bytes() for file in (tmp_path / name).iterdir()} for name in ("1", "5"))
+    assert one == five
+    assert len(WeightFiles(tmp_path / "1")) == len(WeightFiles(made / "qwen2" / "hf"))
+    assert {"tokenizer.json", "model.safetensors.index.json", "manifest.json"} <= set(one)
+    assert "model.safetensors" not in one
+
+
+def test_cast_rounds_as_torch_does(made: Path, tmp_path: Path) -> None:
+    to_huggingface(made / "qwen3" / "step", tmp_path / "out", made / "qwen3" / "hf", Options(dtype="bf16", verify="full"))
+    expected = ((name, tensor.bfloat16()) for name, tensor in iterate_weights(made / "qwen3" / "hf"))
+    assert digest(iterate_weights(tmp_path / "out")) == digest(expected)
+    assert read_config(tmp_path / "out")["dtype"] == "bfloat16"
+
+
+def write_by_hand(model: Path, path: Path, padding: int) -> None:
+    """Per-layer keys and a padded vocabulary, by torch's own writer; no optimizer."""
+    files, sizes = WeightFiles(model), architecture(read_config(model))
+    state = {}
+    for rule, layer in placed_rules(sizes):
+        tensor = shard(rule, [files[name] for name in rule.names(layer)], sizes, 0, 1)
+        if tensor.shape[0] == VOCAB:
+            tensor = torch.cat([tensor, torch.full((padding, tensor.shape[1]), 9.0)])
+        name = rule.megatron
+        for local, fused in TE_NAMES.items():
+            name = name.replace("}." + local, "}." + fused)
+        state[name.format(i=layer)] = tensor
+    torch_checkpoint.save(state, storage_writer=torch_checkpoint.FileSystemWriter(path), no_dist=True)
+    (path / "metadata.json").write_text('{"sharded_backend": "torch_dist"}')
+
+
+def test_keys_per_layer_and_padded_vocabulary(made: Path, tmp_path: Path) -> None:
+    model = made / "qwen3" / "hf"
+    write_by_hand(model, tmp_path / "checkpoint", padding=83)
+    to_huggingface(tmp_path / "checkpoint", tmp_path / "out", model, Options(verify="full"))
+    assert digest(iterate_weights(tmp_path / "out")) == digest(iterate_weights(model))
+
+
+class Payload:
+    """Runs code when it is unpickled."""
+
+    def __init__(self, witness: Path) -> None:
+        self.witness = witness
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (self.witness,)
+
+
+def hostile_metadata(checkpoint: Path, reference: Path) -> None:
+    (checkpoint / ".metadata").write_bytes(pickle.dumps(Payload(checkpoint.parent / "witness")))
+    (checkpoint / "trainer.json").unlink()
+
+
+def hostile_common(checkpoint: Path, reference: Path) -> None:
+    torch.save(Payload(checkpoint.parent / "witness"), checkpoint / "common.pt")
+    (checkpoint / "trainer.json").unlink()
+
+
+def truncate(checkpoint: Path, reference: Path) -> None:
+    file = checkpoint / "__0_0.distcp"
+    file.write_bytes(file.read_bytes()[:-1])
+
+
+def drop_layer(checkpoint: Path, reference: Path) -> None:
+    edit(reference / "config.json", num_hidden_layers=1)
+    (checkpoint / "trainer.json").unlink()
+
+
+BAD = {
+    "missing shard": (3, "__0_0.distcp: missing", lambda ckpt, ref: (ckpt / "__0_0.distcp").unlink()),
+    "no .metadata": (3, "cut short", lambda ckpt, ref: (ckpt / ".metadata").unlink()),
+    "truncated": (4, "bytes found", truncate),
+    "damaged .metadata": (4, "damaged", lambda ckpt, ref: (ckpt / ".metadata").write_bytes(b"\x80\x04abc")),
+    "unknown family": (6, "'gpt9' is not supported", lambda ckpt, ref: edit(ref / "config.json", model_type="gpt9")),
+    "unmapped tensor": (6, "have no place", lambda ckpt, ref: edit(ref / "config.json", model_type="llama")),
+    "other heads": (7, "its heads is 4", lambda ckpt, ref: edit(ref / "config.json", num_attention_heads=8)),
+    "other layers": (7, "1 layers", drop_layer),
+    "tied": (7, "its tied is False", lambda ckpt, ref: edit(ref / "config.json", tie_word_embeddings=True)),
+    "fsdp": (10, "'fsdp_dtensor'", lambda ckpt, ref: edit(ckpt / "metadata.json", sharded_backend="fsdp_dtensor")),
+    "no checkpoint": (10, "no checkpoint", lambda ckpt, ref: (shutil.rmtree(ckpt), ckpt.mkdir())),
+    "hostile .metadata": (11, "names pathlib.Path", hostile_metadata),
+    "hostile common.pt": (11, "common.pt: names", hostile_common),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input_is_one_line_with_its_code(name: str, case: Any, capsys: Any, tmp_path: Path) -> None:
+    checkpoint, reference, out = case
+    code, text, damage = BAD[name]
+    damage(checkpoint, reference)
+    if name == "unmapped tensor":
+        (checkpoint / "trainer.json").unlink()
+    assert main(["to-hf", str(checkpoint), str(out), "--hf", str(reference)]) == code
+    message = capsys.readouterr().err
+    assert text in message and message.count("\n") == 1
+    assert not out.exists() and not (tmp_path / "out.partial").exists() and not (tmp_path / "witness").exists()
+
+
+def test_out_is_replaced_only_when_asked_and_never_the_checkpoint(case: Any, tmp_path: Path) -> None:
+    checkpoint, reference, out = case
+    out.mkdir()
+    (out / "notes.txt").write_text("mine")
+    call = ["to-hf", str(checkpoint), "--hf", str(reference)]
+    assert main([*call, str(out)]) == 9
+    assert main([*call, str(out), "--overwrite"]) == 9, "not a model directory"
+    assert main([*call, str(checkpoint / "export")]) == 9
+    assert main([*call, str(tmp_path), "--overwrite"]) == 9
+    assert main([*call, str(reference), "--overwrite"]) == 9
+    assert (out / "notes.txt").read_text() == "mine"
+    (out / "config.json").write_text("{}")
+    (tmp_path / "out.partial").mkdir()  # what a killed conversion leaves
+    (tmp_path / "out.partial" / "half").write_text("")
+    assert main([*call, str(out), "--overwrite"]) == 0
+    assert digest(iterate_weights(out)) == digest(iterate_weights(reference))
+    assert not (out / "notes.txt").exists() and not (out / "half").exists() and not (tmp_path / "out.partial").exists()
+
+
+def test_full_disk_leaves_nothing(case: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoint, reference, out = case
+    monkeypatch.setattr("rlflow.weights.stream.shutil.disk_usage", lambda path: shutil._ntuple_diskusage(9, 9, 0))
+    assert main(["to-hf", str(checkpoint), str(out), "--hf", str(reference)]) == 8
+    assert not out.exists() and not (tmp_path / "out.partial").exists()
+
+
+def test_weights_that_are_not_finite_are_refused(made: Path, tmp_path: Path) -> None:
+    model = made / "qwen3" / "hf"
+    write_by_hand(model, tmp_path / "checkpoint", padding=0)
+    file = tmp_path / "checkpoint" / "__0_0.distcp"
+    norm = WeightFiles(model)["model.norm.weight"].numpy().tobytes()
+    file.write_bytes(file.read_bytes().replace(norm, torch.tensor(float("nan")).numpy().tobytes() + norm[4:]))
+    with pytest.raises(ConversionError) as caught:
+        to_huggingface(tmp_path / "checkpoint", tmp_path / "out", model)
+    assert caught.value.exit_code == 4 and "NaN" in str(caught.value)
+
+
+def mutate(case: tuple[Path, Path, Path], count: int, seed: int) -> None:
+    checkpoint, reference, out = case
+    truth = digest(iterate_weights(reference))
+    files = sorted(file for file in checkpoint.iterdir() if file.is_file())
+    draw = random.Random(seed)
+    for number in range(count):
+        file = files[number % len(files)]
+        content = file.read_bytes()
+        at = draw.randrange(len(content))
+        changed = bytes([content[at] ^ draw.randrange(1, 256)])
+        file.write_bytes(content[:at] + changed + content[at + 1 :])
+        try:
+            to_huggingface(checkpoint, out, reference, Options(verify="full"))
+        except RLFlowError:
+            assert not out.exists()
+        else:
+            assert digest(iterate_weights(out)) == truth, f"{file.name} byte {at} -> {changed!r}"
+            shutil.rmtree(out)
+        file.write_bytes(content)
+
+
+def test_a_changed_byte_never_gives_wrong_weights(case: Any) -> None:
+    mutate(case, 25, seed=0)
+
+
+@pytest.mark.slow
+def test_two_hundred_changed_bytes_never_give_wrong_weights(case: Any) -> None:
+    mutate(case, 200, seed=1)
+
+
+def test_verify_sees_a_changed_byte(case: Any) -> None:
+    checkpoint, reference, out = case
+    to_huggingface(checkpoint, out, reference)
+    assert main(["verify", str(out)]) == 0
+    file = out / "model.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-5] ^= 1
+    file.write_bytes(content)
+    with pytest.raises(ConversionError, match="not what was written"):
+        verify_export(out)
+    file.unlink()
+    assert main(["verify", str(out)]) == 3
+
+
+def test_inspect_and_dry_run(case: Any, capsys: Any) -> None:
+    checkpoint, reference, out = case
+    assert main(["inspect", str(checkpoint), "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["iteration"] == 7 and report["layout"]["tensor_parallel"] == 1
+    assert report["parameters"] == sum(tensor.numel() for _, tensor in iterate_weights(reference))
+    assert main(["to-hf", str(checkpoint), str(out), "--hf", str(reference), "--dry-run", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["parameters"] == report["parameters"]
+    assert not out.exists()
+
+
+def test_conversion_loads_neither_megatron_nor_transformers(case: Any) -> None:
+    checkpoint, reference, out = case
+    root = Path(__file__).resolve().parents[3]
+    program = (
+        "import sys; from rlflow.weights.convert import to_huggingface; to_huggingface(*sys.argv[1:]); "
+        "assert not {'megatron', 'transformers'} & set(sys.modules); import torch.distributed as dist; "
+        "assert not dist.is_initialized()"
+    )
+    subprocess.run([sys.executable, "-c", program, checkpoint, out, reference], check=True, cwd=root)
+    tool = [sys.executable, str(root / "tools" / "ckpt_convert"), "verify", str(out)]
+    assert "good" in subprocess.run(tool, check=True, capture_output=True, text=True).stdout
+
+
+def test_rlflow_convert_is_a_plugin(case: Any, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from rlflow import cli
+    from tools.ckpt_convert import command
+
+    class Entry:
+        name = "convert"
+
+        @staticmethod
+        def load() -> Any:
+            return command.add
+
+    monkeypatch.setattr(cli.metadata, "entry_points", lambda group: [Entry])
+    checkpoint, reference, out = case
+    out.mkdir()
+    assert cli.main(["convert", "to-hf", str(checkpoint), str(out), "--hf", str(reference)]) == 9
+    assert cli.main(["convert", "inspect", str(checkpoint)]) == 0

@@ -1,0 +1,1 @@
+"""Command lines around rlflow; imported as rlflow_tools where the package is installed."""

@@ -1,0 +1,1 @@
+"""Checkpoint conversion on the command line; the work is done in rlflow/weights."""

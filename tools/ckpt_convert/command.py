@@ -1,0 +1,200 @@
+"""ckpt_convert to-hf | inspect | verify, also as `rlflow convert ...`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rlflow.errors import RLFlowError
+
+FORMATTER = argparse.RawDescriptionHelpFormatter
+UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+SCOPE = (
+    "Reads Megatron torch_dist checkpoints (stacked or per-layer keys, with or without optimizer) of Qwen2, Qwen2.5,\n"
+    "Qwen3 and Llama. Not there yet: legacy mp_rank_* files, HuggingFace to Megatron, resuming a killed conversion,\n"
+    "MoE and MLA models, and the comparison of logits with a Megatron model."
+)
+CODES = (
+    "exit codes: 0 done, 2 wrong arguments, 3 missing file, 4 damaged file or failed verification, 6 unknown model or\n"
+    "tensor, 7 checkpoint and reference disagree, 8 disk full, 9 OUT exists, 10 unsupported format, 11 hostile file\n"
+)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs one command; returns its exit code. An error is one line on stderr, with RLFLOW_DEBUG=1 a traceback."""
+    parser = argparse.ArgumentParser(
+        prog="ckpt_convert", description="Converts checkpoints.\n" + SCOPE, epilog=CODES, formatter_class=FORMATTER
+    )
+    add_actions(parser)
+    args = parser.parse_args(arguments)
+    try:
+        return int(args.run(args) or 0)
+    except RLFlowError as error:
+        if os.environ.get("RLFLOW_DEBUG") == "1":
+            raise
+        print(f"ckpt_convert: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print("ckpt_convert: interrupted; nothing was left behind.", file=sys.stderr)
+        return 130
+
+
+def add(commands: argparse._SubParsersAction) -> None:
+    """The plug-in: adds `convert` to the command line of rlflow."""
+    parser = commands.add_parser(
+        "convert", help="convert checkpoints", description=SCOPE, epilog=CODES, formatter_class=FORMATTER
+    )
+    add_actions(parser)
+
+
+def add_actions(parser: argparse.ArgumentParser) -> None:
+    """Adds to-hf, inspect and verify."""
+    parser.set_defaults(run=lambda args: parser.print_help())
+    actions = parser.add_subparsers(title="actions", metavar="ACTION")
+    _add_to_hf(actions)
+    inspect = actions.add_parser("inspect", help="what a checkpoint holds", description="Shows what a checkpoint holds.")
+    inspect.add_argument("checkpoint", metavar="CKPT", type=Path)
+    inspect.add_argument("--all", action="store_true", help="optimizer state and snapshots too")
+    inspect.set_defaults(run=run_inspect)
+    verify = actions.add_parser(
+        "verify",
+        help="check an export against its manifest",
+        description="Reads every file of an export and compares it with the manifest that to-hf wrote.",
+    )
+    verify.add_argument("out", metavar="OUT", type=Path)
+    verify.set_defaults(run=run_verify)
+    for action in (inspect, verify):
+        action.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def _add_to_hf(actions: argparse._SubParsersAction) -> None:
+    parser = actions.add_parser(
+        "to-hf",
+        help="Megatron checkpoint to HuggingFace directory",
+        description="Writes a HuggingFace directory from a checkpoint, in one process and in bounded memory.\n" + SCOPE,
+        epilog="verification: fast checks headers, counts, finite values, and that the files read back as they were\n"
+        "written; it cannot see a changed byte in the checkpoint. full also checks the checkpoint's own checksums and\n"
+        "maps the result back to compare every byte; it takes a few times the memory of the largest tensor.\n" + CODES,
+        formatter_class=FORMATTER,
+    )
+    parser.add_argument("checkpoint", metavar="CKPT", type=Path, help="e.g. runs/demo/checkpoints/step_000100")
+    parser.add_argument("out", metavar="OUT", type=Path, help="directory to write")
+    parser.add_argument("--hf", metavar="REF", type=Path, required=True, help="model directory with config and tokenizer")
+    parser.add_argument("--dtype", choices=("keep", "bf16", "fp16", "fp32"), default="keep", help="default: keep")
+    parser.add_argument("--shard-size", type=parse_size, default=4 * 10**9, metavar="SIZE", help="such as 4GB (default)")
+    parser.add_argument("--workers", type=parse_count, default=2, metavar="N", help="copying threads (default 2)")
+    parser.add_argument("--verify", choices=("fast", "full", "none"), default="fast", help="default: fast; see below")
+    parser.add_argument("--overwrite", action="store_true", help="replace OUT once the new one is verified")
+    parser.add_argument("--dry-run", action="store_true", help="check everything, write nothing")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.set_defaults(run=run_to_hf)
+
+
+def parse_size(text: str) -> int:
+    """Bytes of `4GB`, `500MB`, `2GiB` or a plain number."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", text)
+    if not match or match[2].upper() not in UNITS or float(match[1]) <= 0:
+        raise argparse.ArgumentTypeError(f"expected a size such as 4GB or 500MB, found '{text}'")
+    return max(1, int(float(match[1]) * UNITS[match[2].upper()]))
+
+
+def parse_count(text: str) -> int:
+    """A whole number from 1 to 64."""
+    if not text.isdigit() or not 1 <= int(text) <= 64:
+        raise argparse.ArgumentTypeError(f"expected a whole number from 1 to 64, found '{text}'")
+    return int(text)
+
+
+def run_to_hf(args: argparse.Namespace) -> int:
+    from rlflow.weights.convert import Options, check_output, prepare, to_huggingface
+
+    options = Options(args.dtype, args.shard_size, args.workers, args.overwrite, args.verify)
+    if args.dry_run:
+        check_output(args.out, args.checkpoint, args.hf, args.overwrite)
+        _, plan = prepare(args.checkpoint, args.hf, options)
+        report = {"tensors": len(plan.targets), "parameters": plan.parameters, "weight_bytes": plan.nbytes}
+        text = f"would write {report['tensors']} tensors, {plan.parameters:,} parameters, {plan.nbytes / 1e9:.3f} GB"
+        print(json.dumps(report) if args.json else f"{text} to {args.out}")
+        return 0
+    meter = Meter() if sys.stderr.isatty() and not args.json else None
+    if meter:
+        meter.total = prepare(args.checkpoint, args.hf, options)[1].nbytes
+    start = time.monotonic()
+    report = to_huggingface(args.checkpoint, args.out, args.hf, options, meter or (lambda count: None))
+    seconds = time.monotonic() - start
+    if args.json:
+        print(json.dumps({**report, "seconds": round(seconds, 3)}))
+        return 0
+    print(
+        f"wrote {args.out}: {report['tensors']} tensors, {report['parameters']:,} parameters, "
+        f"{report['weight_bytes'] / 1e9:.3f} GB in {seconds:.1f} s, verified: {report['verified']}"
+    )
+    return 0
+
+
+class Meter:
+    """One line on the terminal: share done, GB/s, and seconds left."""
+
+    def __init__(self) -> None:
+        self.total = 0
+        self._done = 0
+        self._start = time.monotonic()
+        self._shown = 0.0
+
+    def __call__(self, count: int) -> None:
+        self._done += count
+        now = time.monotonic()
+        if now - self._shown < 0.2 and self._done < self.total:
+            return
+        self._shown = now
+        rate = self._done / max(now - self._start, 1e-6)
+        left = (self.total - self._done) / max(rate, 1.0)
+        share = 100 * self._done / max(self.total, 1)
+        end = "\n" if self._done >= self.total else ""
+        print(f"\r{share:3.0f}%  {self._done / 1e9:.2f} GB  {rate / 1e9:.2f} GB/s  {left:.0f} s left ", end=end, file=sys.stderr)
+
+
+def run_inspect(args: argparse.Namespace) -> int:
+    from rlflow.weights.inspect import describe
+
+    report = describe(args.checkpoint, everything=args.all)
+    if args.json:
+        print(json.dumps(report))
+        return 0
+    print(_inspection(report))
+    return 0
+
+
+def _inspection(report: dict[str, Any]) -> str:
+    layout = ", ".join(f"{key.replace('_', ' ')} {value}" for key, value in report["layout"].items()) or "not recorded"
+    lines = [
+        f"checkpoint  {report['checkpoint']}",
+        f"format      {report['format']}, keys {report['keys']}, {report['files']} data files",
+        f"iteration   {'not recorded' if report['iteration'] is None else report['iteration']}",
+        f"layout      {layout}",
+        f"weights     {report['parameters']:,} parameters, {report['weight_bytes'] / 1e9:.3f} GB",
+        f"besides     {report['other_tensors']} tensors ({report['other_bytes'] / 1e9:.3f} GB) of optimizer and snapshots",
+    ]
+    width = max((len(one["name"]) for one in report["tensors"]), default=0)
+    lines += [
+        f"  {one['name']:<{width}}  {one['dtype']:<8}  {'x'.join(map(str, one['shape'])):<16} "
+        f"{one['bytes'] / 1e6:10.3f} MB  {one['chunks']} chunks"
+        for one in report["tensors"]
+    ]
+    return "\n".join(lines)
+
+
+def run_verify(args: argparse.Namespace) -> int:
+    from rlflow.weights.convert import verify_export
+
+    report = verify_export(args.out)
+    good = f"{args.out}: good; {len(report['files'])} files, {report['tensors']} tensors are what was written"
+    print(json.dumps(report) if args.json else good)
+    return 0
