@@ -81,6 +81,7 @@ class TrainerSection:
     weight_decay: float = 0.01
     max_gradient_norm: float = 1.0
     tokens_per_microbatch: int = 16384
+    packing: bool = False  # rows end to end instead of padded to the longest
 
 
 @dataclass

@@ -50,6 +50,7 @@ class ReferenceTrainer(Trainer):
         weight_decay: float = 0.01,
         max_gradient_norm: float = 1.0,
         tokens_per_microbatch: int = 16384,
+        packing: bool = False,
         dtype: str = "float32",
         seed: int = 0,
         trust_remote_code: bool = False,
@@ -59,6 +60,10 @@ class ReferenceTrainer(Trainer):
             raise ConfigError(
                 f"trainer: the reference backend runs on one device; found tensor_parallel {tensor_parallel}, "
                 f"pipeline_parallel {pipeline_parallel}; set both to 1 or trainer.backend to megatron"
+            )
+        if packing:
+            raise ConfigError(
+                "trainer.packing: 'reference' pads; expected false, found true. Use trainer.backend=megatron."
             )
         if dtype not in DTYPES:
             raise ConfigError(

@@ -25,6 +25,16 @@ MODELS: dict[str, dict[str, Any]] = {
 LAYOUTS = [(2, 2), (2, 1), (1, 2), (1, 4), (1, 1)]  # (tensor, pipeline); the rest of the four ranks is data parallel
 FAST = [("qwen2-tied", layout) for layout in LAYOUTS] + [(name, (2, 2)) for name in ("qwen2", "qwen3", "llama")]
 FEW_ROWS = ("few-rows", (1, 1))  # 3 rows on 4 data-parallel ranks: one rank runs a dummy
+PACKED: dict[str, Any] = {"packing": True}
+VARIANTS: dict[str, tuple[str, tuple[int, int], dict[str, Any]]] = {
+    "packed": ("qwen2-tied", (2, 2), PACKED),
+    "packed-data-parallel": ("qwen3", (1, 1), PACKED),
+}
+SLOW_VARIANTS = {
+    f"packed-{name}-TP{tensor}-PP{pipeline}": (name, (tensor, pipeline), PACKED)
+    for name in MODELS
+    for tensor, pipeline in LAYOUTS
+}
 SLOW = [(name, layout) for name in MODELS for layout in LAYOUTS if (name, layout) not in FAST]
 
 
@@ -44,6 +54,7 @@ def run(directory: Path, cases: list[tuple[str, tuple[int, int]]], limit_s: floa
             "batch": make_batch(VOCAB, rows=3 if name == "few-rows" else 11),
             "tensor_parallel": tensor,
             "pipeline_parallel": pipeline,
+            "options": {},
             "save_to": directory / f"checkpoint-{name}" if (tensor, pipeline) == (2, 2) else None,
             "result": directory / f"{name}-{tensor}-{pipeline}.pt",
         }
@@ -51,6 +62,24 @@ def run(directory: Path, cases: list[tuple[str, tuple[int, int]]], limit_s: floa
     ]
     launch(directory, jobs, limit_s)
     return {case: torch.load(job["result"], weights_only=False) for case, job in zip(cases, jobs)}
+
+
+def run_variants(directory: Path, variants: dict[str, Any], limit_s: float) -> dict[str, dict[str, Any]]:
+    """The ranks' results by variant, each with a checkpoint of its own."""
+    jobs = [
+        {
+            "model": directory / name,
+            "batch": make_batch(VOCAB),
+            "tensor_parallel": tensor,
+            "pipeline_parallel": pipeline,
+            "options": options,
+            "save_to": directory / f"checkpoint-{variant}",
+            "result": directory / f"{variant}.pt",
+        }
+        for variant, (name, (tensor, pipeline), options) in variants.items()
+    ]
+    launch(directory, jobs, limit_s)
+    return {variant: torch.load(job["result"], weights_only=False) for variant, job in zip(variants, jobs)}
 
 
 @pytest.fixture(scope="module")
@@ -61,6 +90,16 @@ def fast(directory: Path) -> dict[Any, dict[str, Any]]:
 @pytest.fixture(scope="module")
 def slow(directory: Path) -> dict[Any, dict[str, Any]]:
     return run(directory, SLOW, limit_s=280)
+
+
+@pytest.fixture(scope="module")
+def variants(directory: Path) -> dict[str, dict[str, Any]]:
+    return run_variants(directory, VARIANTS, limit_s=150)
+
+
+@pytest.fixture(scope="module")
+def slow_variants(directory: Path) -> dict[str, dict[str, Any]]:
+    return run_variants(directory, SLOW_VARIANTS, limit_s=400)
 
 
 @pytest.fixture(scope="module")
@@ -113,6 +152,21 @@ def test_layout_equals_one_process_and_transformers(case: Any, fast: Any, single
 @pytest.mark.parametrize("case", SLOW, ids=lambda case: f"{case[0]}-TP{case[1][0]}-PP{case[1][1]}")
 def test_every_layout_equals_one_process_and_transformers(case: Any, slow: Any, single: Any, directory: Path) -> None:
     check(case[0], slow[case], single[case[0]], directory)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_variant_equals_one_process_and_transformers(variant: str, variants: Any, single: Any, directory: Path) -> None:
+    name = VARIANTS[variant][0]
+    check(name, variants[variant], single[name], directory)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", SLOW_VARIANTS)
+def test_every_variant_equals_one_process_and_transformers(
+    variant: str, slow_variants: Any, single: Any, directory: Path
+) -> None:
+    name = SLOW_VARIANTS[variant][0]
+    check(name, slow_variants[variant], single[name], directory)
 
 
 def test_ranks_without_rows_take_part_and_change_nothing(fast: Any, directory: Path) -> None:
