@@ -70,6 +70,7 @@ class TrainerSection:
     backend: str = "megatron"  # megatron | reference
     tensor_parallel: int = 1
     pipeline_parallel: int = 1
+    sequence_parallel: bool = False  # norms and residuals split over the tensor-parallel ranks
     lr: float = 1e-6
     lr_schedule: str = "constant"  # constant | cosine | linear
     lr_warmup_steps: int = 0

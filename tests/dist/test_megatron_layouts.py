@@ -26,14 +26,22 @@ LAYOUTS = [(2, 2), (2, 1), (1, 2), (1, 4), (1, 1)]  # (tensor, pipeline); the re
 FAST = [("qwen2-tied", layout) for layout in LAYOUTS] + [(name, (2, 2)) for name in ("qwen2", "qwen3", "llama")]
 FEW_ROWS = ("few-rows", (1, 1))  # 3 rows on 4 data-parallel ranks: one rank runs a dummy
 PACKED: dict[str, Any] = {"packing": True}
+SEQUENCE: dict[str, Any] = {"sequence_parallel": True}
 VARIANTS: dict[str, tuple[str, tuple[int, int], dict[str, Any]]] = {
     "packed": ("qwen2-tied", (2, 2), PACKED),
     "packed-data-parallel": ("qwen3", (1, 1), PACKED),
+    "sequence-parallel": ("qwen2", (2, 2), SEQUENCE),
+    "packed-sequence-parallel": ("qwen3", (2, 1), {**PACKED, **SEQUENCE}),
 }
 SLOW_VARIANTS = {
     f"packed-{name}-TP{tensor}-PP{pipeline}": (name, (tensor, pipeline), PACKED)
     for name in MODELS
     for tensor, pipeline in LAYOUTS
+} | {
+    f"{'packed-' if extra else ''}sequence-parallel-{name}-PP{pipeline}": (name, (2, pipeline), {**SEQUENCE, **extra})
+    for name in MODELS
+    for pipeline in (1, 2)
+    for extra in ({}, PACKED)
 }
 SLOW = [(name, layout) for name in MODELS for layout in LAYOUTS if (name, layout) not in FAST]
 

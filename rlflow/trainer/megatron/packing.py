@@ -14,7 +14,7 @@ from rlflow.types import Batch
 
 @dataclass(frozen=True)
 class Packing:
-    """`tokens` (1, N): the rows of a batch end to end. `real` (B, T): where they stood, in the same order.
+    """`tokens` (1, N and the filling): the rows of a batch end to end. `real` (B, T): where they stood, in the same order.
 
     `segments`: where each row starts and ends, for attention and for positions that begin at 0 in every row."""
 
@@ -31,12 +31,17 @@ class Packing:
         return values.new_zeros(self.real.shape).masked_scatter(self.real, values)
 
 
-def pack(batch: Batch) -> Packing:
-    """The batch's rows without their padding. An empty row keeps one token, as no segment can have none."""
+def pack(batch: Batch, multiple: int = 1) -> Packing:
+    """The batch's rows without their padding. An empty row keeps one token, as no segment can have none.
+
+    A last segment of zeros fills the tokens up to a multiple of `multiple`, where they are split over ranks."""
     lengths = batch.lengths.clamp(min=1)
     real = torch.arange(batch.tokens.shape[1], device=lengths.device) < lengths.unsqueeze(1)
-    bounds = F.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)
-    longest = int(lengths.max())
+    tokens = batch.tokens[real]
+    filling = -len(tokens) % multiple
+    sizes = F.pad(lengths, (0, 1), value=filling) if filling else lengths
+    bounds = F.pad(sizes.cumsum(0), (1, 0)).to(torch.int32)
+    longest = int(sizes.max())
     segments = PackedSeqParams(
         qkv_format="thd",
         cu_seqlens_q=bounds,
@@ -44,4 +49,4 @@ def pack(batch: Batch) -> Packing:
         max_seqlen_q=longest,
         max_seqlen_kv=longest,
     )
-    return Packing(batch.tokens[real].unsqueeze(0), real, segments)
+    return Packing(F.pad(tokens, (0, filling)).unsqueeze(0), real, segments)

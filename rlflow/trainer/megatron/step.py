@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
@@ -27,10 +28,12 @@ from rlflow.types import Batch, PolicyOutput
 class Microbatch:
     """Rows for one forward pass. `rows`: their indices in the whole batch, empty for a dummy that only keeps ranks in step.
 
-    `packing`: the rows end to end, where the model is to see them so; the loss sees `batch` either way."""
+    `tokens`: what the model sees of `batch`, filled up to an even split over ranks; under `packing` its rows end to end.
+    The loss sees `batch`."""
 
     rows: list[int]
     batch: Batch
+    tokens: Tensor
     packing: Packing | None = None
 
 
@@ -45,7 +48,8 @@ class Limits:
 def plan(batch: Batch, limits: Limits, world: World) -> list[Microbatch]:
     """This data-parallel rank's micro-batches; every rank gets equally many."""
     shards = plan_microbatches(batch.lengths, limits.tokens_per_microbatch, world.data_parallel, limits.packed)
-    return [_take(batch, rows, limits.packed) for rows in shards[world.data_rank]]
+    multiple = world.token_multiple
+    return [_take(batch, rows, limits.packed, multiple) for rows in shards[world.data_rank]]
 
 
 def forward_backward(
@@ -106,14 +110,17 @@ def score(
     return answers
 
 
-def _take(batch: Batch, rows: list[int], packed: bool) -> Microbatch:
+def _take(batch: Batch, rows: list[int], packed: bool, multiple: int) -> Microbatch:
     taken = batch.select(rows or [0])
     if not rows:
         taken = taken.replace(weights=torch.zeros_like(taken.weights))
     fields = {name: value.to(device()) for name, value in vars(taken).items() if isinstance(value, Tensor)}
     columns = {name: value.to(device()) for name, value in taken.columns.items()}
     taken = taken.replace(**fields, columns=columns)
-    return Microbatch(rows, taken, pack(taken) if packed else None)
+    if packed:
+        packing = pack(taken, multiple)
+        return Microbatch(rows, taken, packing.tokens, packing)
+    return Microbatch(rows, taken, F.pad(taken.tokens, (0, -taken.tokens.shape[1] % multiple)))
 
 
 def _check_shapes(values: dict[str, Tensor], batch: Batch) -> None:
@@ -128,7 +135,10 @@ def _check_shapes(values: dict[str, Tensor], batch: Batch) -> None:
 def _policy_output(
     logits: Tensor, microbatch: Microbatch, world: World, vocab: int, want_entropy: bool
 ) -> PolicyOutput:
-    batch = microbatch.batch
+    batch, packing = microbatch.batch, microbatch.packing
+    used = batch.tokens.shape[1] if packing is None else int(packing.real.sum())
+    if used < logits.shape[1]:
+        logits = logits[:, :used]  # the rest is filling
     logprobs, entropy = token_logprobs(
         logits,
         batch.tokens,
@@ -137,7 +147,7 @@ def _policy_output(
         vocab=vocab,
         group=world.tensor_group,
         want_entropy=want_entropy,
-        packing=microbatch.packing,
+        packing=packing,
     )
     return PolicyOutput(logprobs=logprobs, entropy=entropy)
 
@@ -155,14 +165,14 @@ def _run(
         microbatch = next(iterator)
         packing = microbatch.packing
         output = module(
-            microbatch.batch.tokens if packing is None else packing.tokens,
+            microbatch.tokens,
             position_ids=None,
             attention_mask=None,
             packed_seq_params=None if packing is None else packing.segments,
         )
         return output, native(lambda logits: reduce(microbatch, logits))
 
-    widest = max(one.batch.tokens.shape[1] for one in microbatches)
+    widest = max(one.tokens.shape[1] for one in microbatches)
     return get_forward_backward_func()(
         forward_step_func=forward,
         data_iterator=iter(microbatches),

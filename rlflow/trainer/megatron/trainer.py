@@ -37,6 +37,7 @@ class MegatronTrainer(Trainer):
         *,
         tensor_parallel: int = 1,
         pipeline_parallel: int = 1,
+        sequence_parallel: bool = False,
         lr: float = 1e-6,
         lr_schedule: str = "constant",
         lr_warmup_steps: int = 0,
@@ -59,7 +60,7 @@ class MegatronTrainer(Trainer):
             )
         cpu.check_version()
         config = read_config(path)
-        check_layout(config, tensor_parallel, pipeline_parallel)
+        check_layout(config, tensor_parallel, pipeline_parallel, sequence_parallel)
         weights = WeightFiles(path)
         self._schedule: dict[str, Any] = {
             "lr": lr,
@@ -73,7 +74,7 @@ class MegatronTrainer(Trainer):
         self._updates = 0
         self._snapshots: dict[str, dict[str, Tensor]] = {}
         self._architecture = architecture(config)
-        self._world = world.join(tensor_parallel, pipeline_parallel, seed)
+        self._world = world.join(tensor_parallel, pipeline_parallel, seed, sequence_parallel)
         try:
             with cpu.adapted():
                 module = build_model(self._architecture, self._world, DTYPES[dtype])

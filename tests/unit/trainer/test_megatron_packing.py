@@ -79,6 +79,14 @@ def test_rows_go_end_to_end_and_back_by_hand() -> None:
     assert torch.equal(packing.gather(packing.scatter(packing.tokens)), packing.tokens)
 
 
+def test_filling_is_a_segment_of_its_own() -> None:
+    batch = make_batch(lengths=[3, 2])
+    packing = pack(batch, multiple=4)
+    assert packing.segments.cu_seqlens_q.tolist() == [0, 3, 5, 8]
+    assert packing.tokens.shape == (1, 8)
+    assert packing.gather(batch.tokens).tolist() == [packing.tokens[0, :5].tolist()]
+
+
 @pytest.mark.parametrize("limit", [1, 30, 16384])
 def test_packed_equals_padded(make: Any, limit: int) -> None:
     batch, loss = make_batch(), RowRatioWithEntropy()
