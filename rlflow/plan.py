@@ -154,6 +154,11 @@ def _check_layout(config: RunConfig) -> None:
         raise ConfigError(
             "trainer.packing: 'reference' pads; expected false, found true. Use trainer.backend=megatron."
         )
+    if trainer.backend == "reference" and trainer.distributed_optimizer:
+        raise ConfigError(
+            "trainer.distributed_optimizer: 'reference' runs on one device; expected false, found true. "
+            "Use trainer.backend=megatron."
+        )
     if trainer.sequence_parallel and trainer.tensor_parallel == 1:
         raise ConfigError(
             "trainer.sequence_parallel: splits tokens over tensor-parallel ranks; expected trainer.tensor_parallel of at "

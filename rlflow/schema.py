@@ -71,6 +71,7 @@ class TrainerSection:
     tensor_parallel: int = 1
     pipeline_parallel: int = 1
     sequence_parallel: bool = False  # norms and residuals split over the tensor-parallel ranks
+    distributed_optimizer: bool = False  # Adam's state split over the data-parallel ranks
     lr: float = 1e-6
     lr_schedule: str = "constant"  # constant | cosine | linear
     lr_warmup_steps: int = 0

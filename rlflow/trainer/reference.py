@@ -40,6 +40,7 @@ class ReferenceTrainer(Trainer):
         tensor_parallel: int = 1,
         pipeline_parallel: int = 1,
         sequence_parallel: bool = False,
+        distributed_optimizer: bool = False,
         lr: float = 1e-6,
         lr_schedule: str = "constant",
         lr_warmup_steps: int = 0,
@@ -62,8 +63,9 @@ class ReferenceTrainer(Trainer):
                 f"trainer: the reference backend runs on one device; found tensor_parallel {tensor_parallel}, "
                 f"pipeline_parallel {pipeline_parallel}; set both to 1 or trainer.backend to megatron"
             )
-        if sequence_parallel:
-            raise ConfigError("trainer.sequence_parallel: the reference backend runs on one device; set it to false.")
+        for name, value in (("sequence_parallel", sequence_parallel), ("distributed_optimizer", distributed_optimizer)):
+            if value:
+                raise ConfigError(f"trainer.{name}: the reference backend runs on one device; set it to false.")
         if packing:
             raise ConfigError(
                 "trainer.packing: 'reference' pads; expected false, found true. Use trainer.backend=megatron."

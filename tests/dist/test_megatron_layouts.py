@@ -27,10 +27,12 @@ FAST = [("qwen2-tied", layout) for layout in LAYOUTS] + [(name, (2, 2)) for name
 FEW_ROWS = ("few-rows", (1, 1))  # 3 rows on 4 data-parallel ranks: one rank runs a dummy
 PACKED: dict[str, Any] = {"packing": True}
 SEQUENCE: dict[str, Any] = {"sequence_parallel": True}
+DISTRIBUTED: dict[str, Any] = {"distributed_optimizer": True}
 VARIANTS: dict[str, tuple[str, tuple[int, int], dict[str, Any]]] = {
     "packed": ("qwen2-tied", (2, 2), PACKED),
     "packed-data-parallel": ("qwen3", (1, 1), PACKED),
     "sequence-parallel": ("qwen2", (2, 2), SEQUENCE),
+    "distributed-optimizer": ("qwen2-tied", (1, 2), DISTRIBUTED),
     "packed-sequence-parallel": ("qwen3", (2, 1), {**PACKED, **SEQUENCE}),
 }
 SLOW_VARIANTS = {
@@ -54,8 +56,10 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def run(directory: Path, cases: list[tuple[str, tuple[int, int]]], limit_s: float) -> dict[Any, dict[str, Any]]:
-    """The ranks' results by case; checkpoints of the first case's model are kept."""
+def run(
+    directory: Path, cases: list[tuple[str, tuple[int, int]]], limit_s: float, variants: dict[str, Any] | None = None
+) -> dict[Any, Any]:
+    """The ranks' results by case; checkpoints of TP2 x PP2 are kept. `variants` go into the same launch."""
     jobs = [
         {
             "model": directory / ("qwen2-tied" if name == "few-rows" else name),
@@ -68,13 +72,7 @@ def run(directory: Path, cases: list[tuple[str, tuple[int, int]]], limit_s: floa
         }
         for name, (tensor, pipeline) in cases
     ]
-    launch(directory, jobs, limit_s)
-    return {case: torch.load(job["result"], weights_only=False) for case, job in zip(cases, jobs)}
-
-
-def run_variants(directory: Path, variants: dict[str, Any], limit_s: float) -> dict[str, dict[str, Any]]:
-    """The ranks' results by variant, each with a checkpoint of its own."""
-    jobs = [
+    jobs += [
         {
             "model": directory / name,
             "batch": make_batch(VOCAB),
@@ -84,15 +82,16 @@ def run_variants(directory: Path, variants: dict[str, Any], limit_s: float) -> d
             "save_to": directory / f"checkpoint-{variant}",
             "result": directory / f"{variant}.pt",
         }
-        for variant, (name, (tensor, pipeline), options) in variants.items()
+        for variant, (name, (tensor, pipeline), options) in (variants or {}).items()
     ]
     launch(directory, jobs, limit_s)
-    return {variant: torch.load(job["result"], weights_only=False) for variant, job in zip(variants, jobs)}
+    names = [*cases, *(variants or {})]
+    return {name: torch.load(job["result"], weights_only=False) for name, job in zip(names, jobs, strict=True)}
 
 
 @pytest.fixture(scope="module")
 def fast(directory: Path) -> dict[Any, dict[str, Any]]:
-    return run(directory, [*FAST, FEW_ROWS], limit_s=150)
+    return run(directory, [*FAST, FEW_ROWS], limit_s=200, variants=VARIANTS)
 
 
 @pytest.fixture(scope="module")
@@ -101,13 +100,8 @@ def slow(directory: Path) -> dict[Any, dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def variants(directory: Path) -> dict[str, dict[str, Any]]:
-    return run_variants(directory, VARIANTS, limit_s=150)
-
-
-@pytest.fixture(scope="module")
 def slow_variants(directory: Path) -> dict[str, dict[str, Any]]:
-    return run_variants(directory, SLOW_VARIANTS, limit_s=400)
+    return run(directory, [], limit_s=400, variants=SLOW_VARIANTS)
 
 
 @pytest.fixture(scope="module")
@@ -163,9 +157,9 @@ def test_every_layout_equals_one_process_and_transformers(case: Any, slow: Any, 
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_variant_equals_one_process_and_transformers(variant: str, variants: Any, single: Any, directory: Path) -> None:
+def test_variant_equals_one_process_and_transformers(variant: str, fast: Any, single: Any, directory: Path) -> None:
     name = VARIANTS[variant][0]
-    check(name, variants[variant], single[name], directory)
+    check(name, fast[variant], single[name], directory)
 
 
 @pytest.mark.slow
@@ -189,9 +183,19 @@ def test_ranks_without_rows_take_part_and_change_nothing(fast: Any, directory: P
 @pytest.mark.parametrize("name", list(MODELS))
 def test_checkpoint_of_four_ranks_continues_on_one(name: str, fast: Any, directory: Path) -> None:
     """Written at TP2 x PP2, read at TP1 PP1: same weights and snapshot, and the next update is the same."""
-    saved = fast[(name, (2, 2))]
-    trainer = Trainer.from_pretrained(directory / name, **OPTIONS)
-    assert trainer.load(directory / f"checkpoint-{name}") == 3
+    check_continues(directory / name, directory / f"checkpoint-{name}", fast[(name, (2, 2))], {})
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_checkpoint_of_a_variant_continues_on_one(variant: str, fast: Any, directory: Path) -> None:
+    name, _, options = VARIANTS[variant]
+    kept = {key: value for key, value in options.items() if key != "sequence_parallel"}
+    check_continues(directory / name, directory / f"checkpoint-{variant}", fast[variant], kept)
+
+
+def check_continues(model: Path, checkpoint: Path, saved: dict[str, Any], options: dict[str, Any]) -> None:
+    trainer = Trainer.from_pretrained(model, **OPTIONS, **options)
+    assert trainer.load(checkpoint) == 3
     assert digest(trainer.weights()) == digest(saved["weights"].items())
     batch = make_batch(VOCAB)
     torch.testing.assert_close(trainer.score(batch, "reference")["logprobs"], saved["reference"], atol=1e-5, rtol=0)

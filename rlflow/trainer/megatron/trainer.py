@@ -38,6 +38,7 @@ class MegatronTrainer(Trainer):
         tensor_parallel: int = 1,
         pipeline_parallel: int = 1,
         sequence_parallel: bool = False,
+        distributed_optimizer: bool = False,
         lr: float = 1e-6,
         lr_schedule: str = "constant",
         lr_warmup_steps: int = 0,
@@ -79,7 +80,7 @@ class MegatronTrainer(Trainer):
             with cpu.adapted():
                 module = build_model(self._architecture, self._world, DTYPES[dtype])
                 load_weights(module, self._architecture, self._world, weights)
-                self._model = optimizer.wrap(module)
+                self._model = optimizer.wrap(module, distributed_optimizer)
                 options = optimizer.AdamOptions(lr, beta1, beta2, eps, weight_decay, max_gradient_norm)
                 self._optimizer = optimizer.make_optimizer(self._model, options)
         except BaseException:  # nobody could close a trainer that was never made
