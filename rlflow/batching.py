@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import heapq
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -75,14 +76,14 @@ def split_minibatches(batch: Batch, n: int, generator: torch.Generator) -> list[
 
 
 def plan_microbatches(
-    lengths: Sequence[int] | Tensor, tokens_per_microbatch: int, shards: int = 1
+    lengths: Sequence[int] | Tensor, tokens_per_microbatch: int, shards: int = 1, packed: bool = False
 ) -> list[list[list[int]]]:
     """Row indices as [shard][micro-batch][row]; the same input always gives the same plan.
 
     A micro-batch takes rows x longest row <= tokens_per_microbatch tokens with padding; a single longer row stands
     alone. Every shard gets equally many micro-batches, the least that suffices, of about equal size. An empty one
     stands only where there are too few rows to fill the last round. Rows of similar length meet, so that little is
-    padded.
+    padded. With `packed`, rows lie end to end: the limit is on the sum of their lengths, and lengths mix.
     """
     if tokens_per_microbatch < 1 or shards < 1:
         raise ConfigError(
@@ -90,10 +91,12 @@ def plan_microbatches(
         )
     sizes = [int(length) for length in lengths]
     rows = sorted(range(len(sizes)), key=lambda row: (-sizes[row], row))
+    if packed:
+        return _deal(_bins(rows, sizes, tokens_per_microbatch, shards), shards, lambda chunk: _sum(chunk, sizes))
     count = max(1, len(_chunk(rows, sizes, tokens_per_microbatch)))
     count = -(-count // shards) * shards
     chunks = _even_chunks(rows, sizes, tokens_per_microbatch, count)
-    return _deal(chunks, sizes, shards)
+    return _deal(chunks, shards, lambda chunk: _cost(chunk, sizes))
 
 
 def _chunk(rows: list[int], sizes: list[int], limit: int) -> list[list[int]]:
@@ -126,18 +129,41 @@ def _even_chunks(rows: list[int], sizes: list[int], limit: int, count: int) -> l
     return chunks
 
 
-def _deal(chunks: list[list[int]], sizes: list[int], shards: int) -> list[list[list[int]]]:
+def _bins(rows: list[int], sizes: list[int], limit: int, shards: int) -> list[list[int]]:
+    """Bins of nearly equal sums, each of at most `limit` tokens or a single row; their number is a multiple of `shards`.
+
+    Longest first into the emptiest bin (LPT: Graham 1969); from the least number that could do, up to one that does."""
+    least = -(-sum(min(sizes[row], limit) for row in rows) // limit)
+    count = max(1, least, sum(2 * sizes[row] > limit for row in rows))  # no two rows of more than half share a bin
+    count = -(-count // shards) * shards
+    while True:
+        bins: list[list[int]] = [[] for _ in range(count)]
+        loads = [(0, index) for index in range(count)]
+        for row in rows:
+            load, index = loads[0]
+            bins[index].append(row)
+            heapq.heapreplace(loads, (load + max(sizes[row], 1), index))
+        if all(len(chunk) <= 1 or _sum(chunk, sizes) <= limit for chunk in bins):
+            return bins
+        count += shards
+
+
+def _deal(chunks: list[list[int]], shards: int, cost: Callable[[list[int]], int]) -> list[list[list[int]]]:
     """Hands the micro-batches out in rounds, largest first, each round's largest to the shard with least so far."""
-    chunks = sorted(chunks, key=lambda chunk: -_cost(chunk, sizes))
+    chunks = sorted(chunks, key=lambda chunk: -cost(chunk))
     plan: list[list[list[int]]] = [[] for _ in range(shards)]
     loads = [0] * shards
     for start in range(0, len(chunks), shards):
         order = sorted(range(shards), key=lambda shard: loads[shard])
         for shard, chunk in zip(order, chunks[start : start + shards], strict=True):
             plan[shard].append(sorted(chunk))
-            loads[shard] += _cost(chunk, sizes)
+            loads[shard] += cost(chunk)
     return plan
 
 
 def _cost(chunk: list[int], sizes: list[int]) -> int:
     return max((sizes[row] for row in chunk), default=0) * len(chunk)
+
+
+def _sum(chunk: list[int], sizes: list[int]) -> int:
+    return sum(max(sizes[row], 1) for row in chunk)

@@ -150,6 +150,20 @@ def _check_layout(config: RunConfig) -> None:
             "trainer.backend: 'reference' runs on one device; expected tensor_parallel, pipeline_parallel and "
             f"cluster.ranks at most 1, found {trainer.tensor_parallel}, {trainer.pipeline_parallel}, {ranks}."
         )
+    if trainer.backend == "reference" and trainer.packing:
+        raise ConfigError(
+            "trainer.packing: 'reference' pads; expected false, found true. Use trainer.backend=megatron."
+        )
+    if trainer.backend == "reference" and trainer.distributed_optimizer:
+        raise ConfigError(
+            "trainer.distributed_optimizer: 'reference' runs on one device; expected false, found true. "
+            "Use trainer.backend=megatron."
+        )
+    if trainer.sequence_parallel and trainer.tensor_parallel == 1:
+        raise ConfigError(
+            "trainer.sequence_parallel: splits tokens over tensor-parallel ranks; expected trainer.tensor_parallel of at "
+            "least 2, found 1."
+        )
     if max(ranks, 1) % model_ranks:
         raise ConfigError(
             f"cluster.ranks: expected a multiple of trainer.tensor_parallel x trainer.pipeline_parallel = "
@@ -190,6 +204,7 @@ def _training_lines(config: RunConfig) -> list[tuple[str, str]]:
     tensor, pipeline, ranks = trainer.tensor_parallel, trainer.pipeline_parallel, max(config.cluster.ranks, 1)
     data = ranks // (tensor * pipeline)
     rows = rollout.prompts_per_step * rollout.samples_per_prompt // algorithm.minibatches_per_step
+    counted = "sum of the rows' lengths" if trainer.packing else "rows x longest row"
     rows_per_microbatch = max(trainer.tokens_per_microbatch // rollout.max_total_tokens, 1)
     microbatches = math.ceil(rows / data / rows_per_microbatch)
     updates = algorithm.minibatches_per_step * algorithm.epochs_per_step
@@ -202,7 +217,7 @@ def _training_lines(config: RunConfig) -> list[tuple[str, str]]:
         ),
         (
             "micro-batches",
-            f"of {trainer.tokens_per_microbatch:,} tokens (rows x longest row): at most {microbatches:,} "
+            f"of {trainer.tokens_per_microbatch:,} tokens ({counted}): at most {microbatches:,} "
             "per mini-batch and data-parallel rank",
         ),
         (

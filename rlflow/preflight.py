@@ -21,8 +21,12 @@ def check_start(config: RunConfig) -> None:
     """
     check_config(config)
     if not config.model.path:
-        raise ConfigError("model.path: expected a HuggingFace model directory, found nothing; set it, or give --model PATH.")
-    check_layout(read_config(config.model.path), config.trainer.tensor_parallel, config.trainer.pipeline_parallel)
+        raise ConfigError(
+            "model.path: expected a HuggingFace model directory, found nothing; set it, or give --model PATH."
+        )
+    trainer = config.trainer
+    layout = (trainer.tensor_parallel, trainer.pipeline_parallel, trainer.sequence_parallel)
+    check_layout(read_config(config.model.path), *layout)
     WeightFiles(config.model.path)
     _check_packages(config)
     RunDirectory.check(run_path(config), resume=config.run.resume, overwrite=config.run.overwrite)

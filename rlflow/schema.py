@@ -70,6 +70,8 @@ class TrainerSection:
     backend: str = "megatron"  # megatron | reference
     tensor_parallel: int = 1
     pipeline_parallel: int = 1
+    sequence_parallel: bool = False  # norms and residuals split over the tensor-parallel ranks
+    distributed_optimizer: bool = False  # Adam's state split over the data-parallel ranks
     lr: float = 1e-6
     lr_schedule: str = "constant"  # constant | cosine | linear
     lr_warmup_steps: int = 0
@@ -81,6 +83,7 @@ class TrainerSection:
     weight_decay: float = 0.01
     max_gradient_norm: float = 1.0
     tokens_per_microbatch: int = 16384
+    packing: bool = False  # rows end to end instead of padded to the longest
 
 
 @dataclass

@@ -39,6 +39,8 @@ class ReferenceTrainer(Trainer):
         *,
         tensor_parallel: int = 1,
         pipeline_parallel: int = 1,
+        sequence_parallel: bool = False,
+        distributed_optimizer: bool = False,
         lr: float = 1e-6,
         lr_schedule: str = "constant",
         lr_warmup_steps: int = 0,
@@ -50,6 +52,7 @@ class ReferenceTrainer(Trainer):
         weight_decay: float = 0.01,
         max_gradient_norm: float = 1.0,
         tokens_per_microbatch: int = 16384,
+        packing: bool = False,
         dtype: str = "float32",
         seed: int = 0,
         trust_remote_code: bool = False,
@@ -59,6 +62,13 @@ class ReferenceTrainer(Trainer):
             raise ConfigError(
                 f"trainer: the reference backend runs on one device; found tensor_parallel {tensor_parallel}, "
                 f"pipeline_parallel {pipeline_parallel}; set both to 1 or trainer.backend to megatron"
+            )
+        for name, value in (("sequence_parallel", sequence_parallel), ("distributed_optimizer", distributed_optimizer)):
+            if value:
+                raise ConfigError(f"trainer.{name}: the reference backend runs on one device; set it to false.")
+        if packing:
+            raise ConfigError(
+                "trainer.packing: 'reference' pads; expected false, found true. Use trainer.backend=megatron."
             )
         if dtype not in DTYPES:
             raise ConfigError(

@@ -206,12 +206,19 @@ def padded_vocab(vocab: int, tensor_parallel: int) -> int:
     return -(-vocab // tensor_parallel) * tensor_parallel
 
 
-def check_layout(config: dict[str, Any], tensor_parallel: int, pipeline_parallel: int) -> None:
+def check_layout(
+    config: dict[str, Any], tensor_parallel: int, pipeline_parallel: int, sequence_parallel: bool = False
+) -> None:
     """Raises ConfigError unless the model of this config.json can be split over the layout. Needs no Megatron."""
     model = architecture(config)
     for name, value in (("tensor_parallel", tensor_parallel), ("pipeline_parallel", pipeline_parallel)):
         if not isinstance(value, int) or value < 1:
             raise ConfigError(f"trainer.{name}: expected a whole number from 1, found {value!r}.")
+    if sequence_parallel and tensor_parallel == 1:
+        raise ConfigError(
+            "trainer.sequence_parallel splits tokens over the tensor-parallel ranks; expected trainer.tensor_parallel "
+            "of at least 2, found 1. Raise it, or set trainer.sequence_parallel=false."
+        )
     parts = (
         ("tensor_parallel", tensor_parallel, "attention heads", model.heads),
         ("tensor_parallel", tensor_parallel, "key-value heads", model.groups),

@@ -57,14 +57,19 @@ class PolicyGradientWithEntropy:
 
 
 def train(
-    model: Path, batch: Batch, tensor_parallel: int, pipeline_parallel: int, save_to: Path | None
+    model: Path,
+    batch: Batch,
+    tensor_parallel: int,
+    pipeline_parallel: int,
+    save_to: Path | None,
+    options: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Everything that the tests compare, from one trainer: scores, three updates, weights, and one update more."""
     from rlflow.trainer import Trainer
 
     loss = PolicyGradientWithEntropy()
     trainer = Trainer.from_pretrained(
-        model, tensor_parallel=tensor_parallel, pipeline_parallel=pipeline_parallel, **OPTIONS
+        model, tensor_parallel=tensor_parallel, pipeline_parallel=pipeline_parallel, **OPTIONS, **(options or {})
     )
     result: dict[str, Any] = {
         "digest": digest(trainer.weights()),
@@ -90,7 +95,14 @@ def rank_main(rank: int, rendezvous: str, jobs: list[dict[str, Any]]) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=RANKS)
     for job in jobs:
-        result = train(job["model"], job["batch"], job["tensor_parallel"], job["pipeline_parallel"], job["save_to"])
+        result = train(
+            job["model"],
+            job["batch"],
+            job["tensor_parallel"],
+            job["pipeline_parallel"],
+            job["save_to"],
+            job["options"],
+        )
         same: list[Any] = [None] * RANKS
         dist.all_gather_object(same, (result["metrics"], digest(result["weights"].items())))
         result["same_on_all_ranks"] = all(other == same[0] for other in same)

@@ -25,6 +25,26 @@ MODELS: dict[str, dict[str, Any]] = {
 LAYOUTS = [(2, 2), (2, 1), (1, 2), (1, 4), (1, 1)]  # (tensor, pipeline); the rest of the four ranks is data parallel
 FAST = [("qwen2-tied", layout) for layout in LAYOUTS] + [(name, (2, 2)) for name in ("qwen2", "qwen3", "llama")]
 FEW_ROWS = ("few-rows", (1, 1))  # 3 rows on 4 data-parallel ranks: one rank runs a dummy
+PACKED: dict[str, Any] = {"packing": True}
+SEQUENCE: dict[str, Any] = {"sequence_parallel": True}
+DISTRIBUTED: dict[str, Any] = {"distributed_optimizer": True}
+VARIANTS: dict[str, tuple[str, tuple[int, int], dict[str, Any]]] = {
+    "packed": ("qwen2-tied", (2, 2), PACKED),
+    "packed-data-parallel": ("qwen3", (1, 1), PACKED),
+    "sequence-parallel": ("qwen2", (2, 2), SEQUENCE),
+    "distributed-optimizer": ("qwen2-tied", (1, 2), DISTRIBUTED),
+    "packed-sequence-parallel": ("qwen3", (2, 1), {**PACKED, **SEQUENCE}),
+}
+SLOW_VARIANTS = {
+    f"packed-{name}-TP{tensor}-PP{pipeline}": (name, (tensor, pipeline), PACKED)
+    for name in MODELS
+    for tensor, pipeline in LAYOUTS
+} | {
+    f"{'packed-' if extra else ''}sequence-parallel-{name}-PP{pipeline}": (name, (2, pipeline), {**SEQUENCE, **extra})
+    for name in MODELS
+    for pipeline in (1, 2)
+    for extra in ({}, PACKED)
+}
 SLOW = [(name, layout) for name in MODELS for layout in LAYOUTS if (name, layout) not in FAST]
 
 
@@ -36,31 +56,52 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def run(directory: Path, cases: list[tuple[str, tuple[int, int]]], limit_s: float) -> dict[Any, dict[str, Any]]:
-    """The ranks' results by case; checkpoints of the first case's model are kept."""
+def run(
+    directory: Path, cases: list[tuple[str, tuple[int, int]]], limit_s: float, variants: dict[str, Any] | None = None
+) -> dict[Any, Any]:
+    """The ranks' results by case; checkpoints of TP2 x PP2 are kept. `variants` go into the same launch."""
     jobs = [
         {
             "model": directory / ("qwen2-tied" if name == "few-rows" else name),
             "batch": make_batch(VOCAB, rows=3 if name == "few-rows" else 11),
             "tensor_parallel": tensor,
             "pipeline_parallel": pipeline,
+            "options": {},
             "save_to": directory / f"checkpoint-{name}" if (tensor, pipeline) == (2, 2) else None,
             "result": directory / f"{name}-{tensor}-{pipeline}.pt",
         }
         for name, (tensor, pipeline) in cases
     ]
+    jobs += [
+        {
+            "model": directory / name,
+            "batch": make_batch(VOCAB),
+            "tensor_parallel": tensor,
+            "pipeline_parallel": pipeline,
+            "options": options,
+            "save_to": directory / f"checkpoint-{variant}",
+            "result": directory / f"{variant}.pt",
+        }
+        for variant, (name, (tensor, pipeline), options) in (variants or {}).items()
+    ]
     launch(directory, jobs, limit_s)
-    return {case: torch.load(job["result"], weights_only=False) for case, job in zip(cases, jobs)}
+    names = [*cases, *(variants or {})]
+    return {name: torch.load(job["result"], weights_only=False) for name, job in zip(names, jobs, strict=True)}
 
 
 @pytest.fixture(scope="module")
 def fast(directory: Path) -> dict[Any, dict[str, Any]]:
-    return run(directory, [*FAST, FEW_ROWS], limit_s=150)
+    return run(directory, [*FAST, FEW_ROWS], limit_s=200, variants=VARIANTS)
 
 
 @pytest.fixture(scope="module")
 def slow(directory: Path) -> dict[Any, dict[str, Any]]:
     return run(directory, SLOW, limit_s=280)
+
+
+@pytest.fixture(scope="module")
+def slow_variants(directory: Path) -> dict[str, dict[str, Any]]:
+    return run(directory, [], limit_s=400, variants=SLOW_VARIANTS)
 
 
 @pytest.fixture(scope="module")
@@ -115,6 +156,21 @@ def test_every_layout_equals_one_process_and_transformers(case: Any, slow: Any, 
     check(case[0], slow[case], single[case[0]], directory)
 
 
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_variant_equals_one_process_and_transformers(variant: str, fast: Any, single: Any, directory: Path) -> None:
+    name = VARIANTS[variant][0]
+    check(name, fast[variant], single[name], directory)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", SLOW_VARIANTS)
+def test_every_variant_equals_one_process_and_transformers(
+    variant: str, slow_variants: Any, single: Any, directory: Path
+) -> None:
+    name = SLOW_VARIANTS[variant][0]
+    check(name, slow_variants[variant], single[name], directory)
+
+
 def test_ranks_without_rows_take_part_and_change_nothing(fast: Any, directory: Path) -> None:
     expected = train(directory / "qwen2-tied", make_batch(VOCAB, rows=3), 1, 1, None)
     result = fast[FEW_ROWS]
@@ -127,9 +183,19 @@ def test_ranks_without_rows_take_part_and_change_nothing(fast: Any, directory: P
 @pytest.mark.parametrize("name", list(MODELS))
 def test_checkpoint_of_four_ranks_continues_on_one(name: str, fast: Any, directory: Path) -> None:
     """Written at TP2 x PP2, read at TP1 PP1: same weights and snapshot, and the next update is the same."""
-    saved = fast[(name, (2, 2))]
-    trainer = Trainer.from_pretrained(directory / name, **OPTIONS)
-    assert trainer.load(directory / f"checkpoint-{name}") == 3
+    check_continues(directory / name, directory / f"checkpoint-{name}", fast[(name, (2, 2))], {})
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_checkpoint_of_a_variant_continues_on_one(variant: str, fast: Any, directory: Path) -> None:
+    name, _, options = VARIANTS[variant]
+    kept = {key: value for key, value in options.items() if key != "sequence_parallel"}
+    check_continues(directory / name, directory / f"checkpoint-{variant}", fast[variant], kept)
+
+
+def check_continues(model: Path, checkpoint: Path, saved: dict[str, Any], options: dict[str, Any]) -> None:
+    trainer = Trainer.from_pretrained(model, **OPTIONS, **options)
+    assert trainer.load(checkpoint) == 3
     assert digest(trainer.weights()) == digest(saved["weights"].items())
     batch = make_batch(VOCAB)
     torch.testing.assert_close(trainer.score(batch, "reference")["logprobs"], saved["reference"], atol=1e-5, rtol=0)

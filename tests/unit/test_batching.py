@@ -81,6 +81,35 @@ def test_every_row_is_planned_once_within_the_limit_on_equally_many_microbatches
         assert all(rows for shard in plan for rows in shard)
 
 
+@pytest.mark.parametrize("shards", [1, 2, 3, 8])
+@pytest.mark.parametrize("limit", [1, 60, 400, 5000])
+@pytest.mark.parametrize("rows", [0, 1, 2, 7, 40])
+def test_packed_rows_are_planned_once_with_the_limit_on_their_sum(rows, limit, shards):
+    generator = torch.Generator().manual_seed(rows * limit + shards)
+    lengths = torch.randint(0, 120, (rows,), generator=generator).tolist()
+    plan = plan_microbatches(lengths, limit, shards, packed=True)
+    assert plan == plan_microbatches(torch.tensor(lengths), limit, shards, packed=True)
+    assert len(plan) == shards
+    assert len({len(shard) for shard in plan}) == 1
+    microbatches = [one for shard in plan for one in shard]
+    assert sorted(row for one in microbatches for row in one) == list(range(rows))
+    for one in microbatches:
+        assert len(one) <= 1 or sum(lengths[row] for row in one) <= limit
+    if rows >= shards and limit == 5000:
+        assert all(one for shard in plan for one in shard)
+
+
+def test_packed_microbatches_are_as_few_and_as_even_as_by_hand():
+    assert plan_microbatches([6, 4, 5, 5], 10, packed=True) == [[[0, 1], [2, 3]]]
+    assert plan_microbatches([30, 1, 1], 10, packed=True) == [[[0], [1, 2]]]
+    generator = torch.Generator().manual_seed(0)
+    lengths = torch.randint(20, 400, (256,), generator=generator).tolist()
+    plan = plan_microbatches(lengths, 2048, 4, packed=True)
+    loads = [sum(lengths[row] for row in rows) for shard in plan for rows in shard]
+    assert max(loads) < 1.05 * min(loads)
+    assert len(loads) <= 1.1 * sum(lengths) / 2048 + 4
+
+
 def test_equal_rows_are_split_evenly_not_greedily():
     assert [len(rows) for shard in check_plan([5] * 17, 80, 2) for rows in shard] == [9, 8]
     assert [len(rows) for shard in check_plan([10] * 33, 160, 1) for rows in shard] == [11, 11, 11]

@@ -36,6 +36,12 @@ def test_the_defaults_fit_together() -> None:
         (["trainer.tensor_parallel=2"], "cluster.ranks: expected a multiple of"),
         (["trainer.tensor_parallel=2", "trainer.pipeline_parallel=2", "cluster.ranks=6"], "2 x 2 = 4, found 6"),
         (["trainer.backend=reference", "cluster.ranks=2"], "'reference' runs on one device"),
+        (["trainer.backend=reference", "trainer.packing=true"], "trainer.packing: 'reference' pads"),
+        (
+            ["trainer.backend=reference", "trainer.distributed_optimizer=true"],
+            "trainer.distributed_optimizer: 'reference'",
+        ),
+        (["trainer.sequence_parallel=true"], "expected trainer.tensor_parallel of at least 2, found 1"),
         (["run.name=a/b"], "run.name: expected a name for a directory"),
     ],
 )

@@ -31,7 +31,7 @@ from torch.distributed import checkpoint as torch_checkpoint
 from torch.distributed.checkpoint.api import CheckpointException
 
 from rlflow.errors import CheckpointError
-from rlflow.trainer.megatron.optimizer import set_updates
+from rlflow.trainer.megatron.optimizer import load_distributed, set_updates, sharded_distributed
 from rlflow.trainer.megatron.world import World
 from rlflow.weights.families import Architecture
 from rlflow.weights.pickles import read_metadata
@@ -98,6 +98,12 @@ def load(path: Path, state: TrainerState) -> TrainerState:
     Raises CheckpointError where the directory is missing, incomplete or damaged, or holds another model."""
     manifest = read_manifest(path)
     _check_same_model(path, manifest["model"], dataclasses.asdict(state.architecture))
+    saved = bool(manifest.get("distributed_optimizer", False))
+    if saved != distributed(state):
+        raise CheckpointError(
+            f"{path}: written with trainer.distributed_optimizer={str(saved).lower()}, found "
+            f"{str(distributed(state)).lower()}; the two keep Adam's state in different forms. Set it as it was."
+        )
     parameters = dict(state.module.named_parameters())
     snapshots = {
         name: {key: torch.empty_like(parameter.data) for key, parameter in parameters.items()}
@@ -108,7 +114,7 @@ def load(path: Path, state: TrainerState) -> TrainerState:
     )
     same_layout = manifest["layout"] == _layout(state.world)
     with _explained(f"{path}: damaged, use an earlier checkpoint"), _without_code(path):
-        loaded = dist_checkpointing.load(_sharded(target, with_rng=same_layout), str(path))
+        loaded = dist_checkpointing.load(_sharded(target, with_rng=same_layout, is_loading=True), str(path))
     _restore(target, loaded, same_layout)
     return target
 
@@ -190,6 +196,7 @@ def _write_manifest(path: Path, state: TrainerState) -> None:
         "updates": state.updates,
         "layout": _layout(state.world),
         "model": dataclasses.asdict(state.architecture),
+        "distributed_optimizer": distributed(state),
         "snapshots": sorted(state.snapshots),
         "files": files,
     }
@@ -204,12 +211,12 @@ def _layout(world: World) -> dict[str, int]:
     }
 
 
-def _sharded(state: TrainerState, with_rng: bool = True) -> ShardedStateDict:
+def _sharded(state: TrainerState, with_rng: bool = True, is_loading: bool = False) -> ShardedStateDict:
     """Megatron's description of which part of which global tensor this rank holds."""
     # The unwrapped module: the keys of the DDP wrapper carry a prefix and do not load back.
     content: ShardedStateDict = {
         "model": state.module.sharded_state_dict(),
-        "optimizer": state.optimizer.sharded_state_dict(state.module.sharded_state_dict()),
+        "optimizer": _sharded_optimizer(state, is_loading),
     }
     for name, values in state.snapshots.items():
         content[f"snapshot.{name}"] = {
@@ -220,6 +227,18 @@ def _sharded(state: TrainerState, with_rng: bool = True) -> ShardedStateDict:
     if with_rng:
         content["rng"] = _sharded_rng(state.world)
     return content
+
+
+def _sharded_optimizer(state: TrainerState, is_loading: bool) -> ShardedStateDict:
+    parameters = state.module.sharded_state_dict()
+    if not distributed(state):
+        return state.optimizer.sharded_state_dict(parameters)
+    return sharded_distributed(state.optimizer, parameters, is_loading)
+
+
+def distributed(state: TrainerState) -> bool:
+    """Whether the optimizer's state is split over data-parallel ranks."""
+    return bool(state.optimizer.config.use_distributed_optimizer)
 
 
 def _sharded_rng(world: World) -> ShardedObject:
@@ -237,10 +256,13 @@ def _restore(state: TrainerState, loaded: dict[str, Any], with_rng: bool) -> Non
     # Learning rate, betas and weight decay stay those of this run's configuration, not the checkpoint's.
     groups = state.optimizer.param_groups
     kept = [{key: value for key, value in group.items() if key != "params"} for group in groups]
-    # Megatron leaves a count of 0 out of the checkpoint, and torch insists on one. (bfloat16 wraps the float32 optimizer.)
-    adam = loaded["optimizer"].get("optimizer", loaded["optimizer"])
-    adam["state"].setdefault("common_step", torch.tensor(0.0))
-    state.optimizer.load_state_dict(loaded["optimizer"])
+    if distributed(state):
+        load_distributed(state.optimizer, loaded["optimizer"])
+    else:
+        # Megatron leaves a count of 0 out of the checkpoint, and torch insists on one. (bfloat16 wraps the float32 optimizer.)
+        adam = loaded["optimizer"].get("optimizer", loaded["optimizer"])
+        adam["state"].setdefault("common_step", torch.tensor(0.0))
+        state.optimizer.load_state_dict(loaded["optimizer"])
     for group, options in zip(state.optimizer.param_groups, kept, strict=True):
         group.update(options)
     set_updates(state.optimizer, state.updates)

@@ -45,6 +45,10 @@ def adapted() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", module=r"megatron\.")
         warnings.filterwarnings("ignore", message="Please use DTensor", category=FutureWarning)
+        warnings.filterwarnings("ignore", message=r"`torch\.distributed\.\w+` is deprecated", category=FutureWarning)
+        warnings.filterwarnings(
+            "ignore", message="The .grad attribute of a Tensor that is not a leaf"
+        )  # split parameters
         if torch.cuda.is_available():
             yield
         else:

@@ -11,6 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from rlflow.trainer.megatron.packing import Packing
+
 CHUNK_ELEMENTS = 1 << 18  # 1 MiB of float32: what a CPU core's cache holds
 CHUNK_ELEMENTS_CUDA = 1 << 26  # a GPU wants few, large operations
 
@@ -24,19 +26,25 @@ def token_logprobs(
     vocab: int,
     group: ProcessGroup,
     want_entropy: bool = False,
+    packing: Packing | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Log-prob of each token and, if wanted, the entropy of the distribution that it was drawn from: (B, T), float32, nats.
 
-    logits (B, T, part of the padded vocabulary); tokens (B, T); lengths, temperatures (B,), a temperature of 0 (greedy)
-    counts as 1. Position t describes token t, so position 0 and padding are 0. Padded vocabulary has no probability."""
+    logits (B, T, part of the padded vocabulary), or (1, N, ...) for packed rows; tokens (B, T); lengths, temperatures (B,),
+    a temperature of 0 (greedy) counts as 1. Position t describes token t, so position 0 and padding are 0. Padded
+    vocabulary has no probability."""
     width = tokens.shape[1]
     targets = F.pad(tokens[:, 1:], (0, 1))  # the logits at t - 1 predict token t
-    scale = torch.where(temperatures > 0, temperatures, torch.ones_like(temperatures))
+    scale = torch.where(temperatures > 0, temperatures, torch.ones_like(temperatures)).unsqueeze(1).expand_as(targets)
+    if packing is not None:
+        targets, scale = packing.gather(targets), packing.gather(scale)
     logprobs, entropy = _VocabParallelLogprobs.apply(logits, targets, scale, vocab, group, want_entropy)
     positions = torch.arange(width, device=tokens.device)
     valid = (positions >= 1) & (positions < lengths.unsqueeze(1))
 
     def described(values: Tensor) -> Tensor:
+        if packing is not None:
+            values = packing.scatter(values)
         return F.pad(values[:, :-1], (1, 0)).masked_fill(~valid, 0.0)
 
     return described(logprobs), described(entropy) if want_entropy else None
@@ -57,7 +65,7 @@ class _VocabParallelLogprobs(torch.autograd.Function):
         start = group.rank() * part
         columns = min(max(vocab - start, 0), part)  # the rest is padding
         flat = logits.detach().flatten(0, -2)[:, :columns]
-        scale = scale.unsqueeze(1).expand_as(targets).flatten().unsqueeze(1)  # (N, 1)
+        scale = scale.flatten().unsqueeze(1)  # (N, 1)
         here = ((targets >= start) & (targets < start + columns)).flatten()
         index = (targets.flatten() - start).masked_fill(~here, 0).unsqueeze(1)
 

@@ -78,6 +78,7 @@ def transformer_config(model: Architecture, world: World, dtype: torch.dtype) ->
         attention_dropout=0.0,
         tensor_model_parallel_size=world.tensor_parallel,
         pipeline_model_parallel_size=world.pipeline_parallel,
+        sequence_parallel=world.sequence_parallel,
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype is torch.bfloat16,

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+from torch import Tensor
 
 from rlflow.errors import RLFlowError
+
+RESHARDABLE = {"distrib_optim_sharding_type": "fully_reshardable"}
+"""The only form of the distributed optimizer's state that Megatron reads back in any layout."""
 
 
 @dataclass(frozen=True)
@@ -27,15 +34,16 @@ class AdamOptions:
     max_gradient_norm: float
 
 
-def wrap(module: GPTModel) -> DistributedDataParallel:
-    """The module with gradient buffers in float32 that are summed over data-parallel ranks."""
-    config = DistributedDataParallelConfig(grad_reduce_in_fp32=True)
+def wrap(module: GPTModel, distributed: bool = False) -> DistributedDataParallel:
+    """The module with gradient buffers in float32 that are summed over data-parallel ranks; `distributed`: each rank gets
+    the sum of its own part only, and the parameters live in buffers of which each rank updates its part."""
+    config = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=distributed)
     module.config.finalize_model_grads_func = finalize_model_grads
     return DistributedDataParallel(module.config, config, module)
 
 
 def make_optimizer(model: DistributedDataParallel, options: AdamOptions) -> MegatronOptimizer:
-    """Megatron's AdamW over the wrapped module."""
+    """Megatron's AdamW over the wrapped module; where that was wrapped so, its state is split over data-parallel ranks."""
     dtype = model.config.params_dtype
     config = OptimizerConfig(
         optimizer="adam",
@@ -47,6 +55,7 @@ def make_optimizer(model: DistributedDataParallel, options: AdamOptions) -> Mega
         clip_grad=options.max_gradient_norm,
         bf16=dtype is torch.bfloat16,
         params_dtype=dtype,
+        use_distributed_optimizer=model.ddp_config.use_distributed_optimizer,
     )
     optimizer = get_megatron_optimizer(config, [model], use_gloo_process_groups=False)
     for group in optimizer.param_groups:  # Megatron leaves this to its own scheduler
@@ -68,6 +77,60 @@ def set_updates(optimizer: MegatronOptimizer, updates: int) -> None:
             state.setdefault("exp_avg", torch.zeros_like(parameter.data))
             state.setdefault("exp_avg_sq", torch.zeros_like(parameter.data))
             state["step"] = torch.tensor(float(updates))
+
+
+def sharded_distributed(
+    optimizer: MegatronOptimizer, parameters: ShardedStateDict, is_loading: bool
+) -> ShardedStateDict:
+    """The distributed optimizer's state as tensors of the parameters' shapes, readable in any layout.
+
+    Megatron 0.16 joins the buckets without the padding between them and then cuts with offsets that count it. A tied output
+    layer on its own pipeline stage is a bucket of its own, so what follows it would be saved shifted."""
+    for one in optimizer.chained_optimizers:
+        join = one.get_parameter_state_dp_zero
+
+        def join_with_padding(one: Any = one, join: Callable = join, **options: Any) -> dict[Any, Any]:
+            state = join(**options)
+            for index, buffer in enumerate(one.buffers):
+                for tensors in state[index].values():
+                    for key in ("param", "exp_avg", "exp_avg_sq"):
+                        tensors[key] = _with_padding(tensors[key], buffer)
+            return state
+
+        one.get_parameter_state_dp_zero = join_with_padding
+    try:
+        return optimizer.sharded_state_dict(parameters, is_loading=is_loading, metadata=RESHARDABLE)
+    finally:
+        for one in optimizer.chained_optimizers:
+            del one.get_parameter_state_dp_zero
+
+
+def _with_padding(joined: Tensor, buffer: Any) -> Tensor:
+    placed, start = joined.new_zeros(buffer.numel), 0
+    for bucket in buffer.buckets:
+        size = bucket.numel_unpadded
+        placed[bucket.offset : bucket.offset + size] = joined[start : start + size]
+        start += size
+    return placed
+
+
+def load_distributed(optimizer: MegatronOptimizer, state: dict[str, Any]) -> None:
+    """Loads what the distributed optimizer's `sharded_state_dict` described.
+
+    Megatron copies one tensor per parameter for every entry of torch's AdamW state, but keeps `step` out of those tensors
+    (a KeyError); here it is supplied, and `set_updates` gives every parameter its own afterwards."""
+    for one in optimizer.chained_optimizers:
+        copy = one._set_main_param_and_optimizer_states
+
+        def copy_with_step(parameter: Tensor, tensors: dict[str, Tensor], copy: Callable = copy) -> None:
+            copy(parameter, {**tensors, "step": torch.zeros(())})
+
+        one._set_main_param_and_optimizer_states = copy_with_step
+    try:
+        optimizer.load_state_dict(state)
+    finally:
+        for one in optimizer.chained_optimizers:
+            del one._set_main_param_and_optimizer_states
 
 
 def zero_gradients(model: DistributedDataParallel, optimizer: MegatronOptimizer) -> None:

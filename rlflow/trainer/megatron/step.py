@@ -1,4 +1,5 @@
-"""One pass over a batch: micro-batches of padded rows through Megatron's pipeline schedule, and what comes out on all ranks."""
+"""One pass over a batch: micro-batches of padded or packed rows through Megatron's pipeline
+schedule, and what comes out on all ranks."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
@@ -17,22 +19,37 @@ from rlflow.errors import RLFlowError
 from rlflow.trainer import Loss
 from rlflow.trainer.megatron.cpu import device, native
 from rlflow.trainer.megatron.logprobs import token_logprobs
+from rlflow.trainer.megatron.packing import Packing, pack
 from rlflow.trainer.megatron.world import World
 from rlflow.types import Batch, PolicyOutput
 
 
 @dataclass
 class Microbatch:
-    """Rows for one forward pass. `rows`: their indices in the whole batch, empty for a dummy that only keeps ranks in step."""
+    """Rows for one forward pass. `rows`: their indices in the whole batch, empty for a dummy that only keeps ranks in step.
+
+    `tokens`: what the model sees of `batch`, filled up to an even split over ranks; under `packing` its rows end to end.
+    The loss sees `batch`."""
 
     rows: list[int]
     batch: Batch
+    tokens: Tensor
+    packing: Packing | None = None
 
 
-def plan(batch: Batch, tokens_per_microbatch: int, world: World) -> list[Microbatch]:
+@dataclass(frozen=True)
+class Limits:
+    """How rows become micro-batches: `tokens_per_microbatch` counts padding, unless the rows are `packed` without any."""
+
+    tokens_per_microbatch: int
+    packed: bool = False
+
+
+def plan(batch: Batch, limits: Limits, world: World) -> list[Microbatch]:
     """This data-parallel rank's micro-batches; every rank gets equally many."""
-    shards = plan_microbatches(batch.lengths, tokens_per_microbatch, world.data_parallel)
-    return [_take(batch, rows) for rows in shards[world.data_rank]]
+    shards = plan_microbatches(batch.lengths, limits.tokens_per_microbatch, world.data_parallel, limits.packed)
+    multiple = world.token_multiple
+    return [_take(batch, rows, limits.packed, multiple) for rows in shards[world.data_rank]]
 
 
 def forward_backward(
@@ -51,7 +68,7 @@ def forward_backward(
 
     def reduce(microbatch: Microbatch, logits: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         batch = microbatch.batch
-        output = _policy_output(logits, batch, world, vocab, want_entropy)
+        output = _policy_output(logits, microbatch, world, vocab, want_entropy)
         per_token, metrics = loss(output, batch)
         _check_shapes({"loss": per_token, **metrics}, batch)
         share = (batch.weights * per_token).sum()
@@ -70,14 +87,14 @@ def score(
     world: World,
     vocab: int,
     batch: Batch,
-    tokens_per_microbatch: int,
+    limits: Limits,
     want: Sequence[str],
 ) -> dict[str, Tensor]:
     """{name: (B, T) float32 on the CPU} for the wanted of logprobs and entropy, the same on all ranks."""
-    microbatches = plan(batch, tokens_per_microbatch, world)
+    microbatches = plan(batch, limits, world)
 
     def collect(microbatch: Microbatch, logits: Tensor) -> tuple[Tensor, Tensor, tuple[list[int], dict[str, Tensor]]]:
-        output = _policy_output(logits, microbatch.batch, world, vocab, "entropy" in want)
+        output = _policy_output(logits, microbatch, world, vocab, "entropy" in want)
         values = {name: getattr(output, name) for name in want}
         nothing = torch.zeros((), device=logits.device)
         return nothing, nothing.int(), (microbatch.rows, values)
@@ -93,13 +110,17 @@ def score(
     return answers
 
 
-def _take(batch: Batch, rows: list[int]) -> Microbatch:
+def _take(batch: Batch, rows: list[int], packed: bool, multiple: int) -> Microbatch:
     taken = batch.select(rows or [0])
     if not rows:
         taken = taken.replace(weights=torch.zeros_like(taken.weights))
     fields = {name: value.to(device()) for name, value in vars(taken).items() if isinstance(value, Tensor)}
     columns = {name: value.to(device()) for name, value in taken.columns.items()}
-    return Microbatch(rows, taken.replace(**fields, columns=columns))
+    taken = taken.replace(**fields, columns=columns)
+    if packed:
+        packing = pack(taken, multiple)
+        return Microbatch(rows, taken, packing.tokens, packing)
+    return Microbatch(rows, taken, F.pad(taken.tokens, (0, -taken.tokens.shape[1] % multiple)))
 
 
 def _check_shapes(values: dict[str, Tensor], batch: Batch) -> None:
@@ -111,7 +132,13 @@ def _check_shapes(values: dict[str, Tensor], batch: Batch) -> None:
             )
 
 
-def _policy_output(logits: Tensor, batch: Batch, world: World, vocab: int, want_entropy: bool) -> PolicyOutput:
+def _policy_output(
+    logits: Tensor, microbatch: Microbatch, world: World, vocab: int, want_entropy: bool
+) -> PolicyOutput:
+    batch, packing = microbatch.batch, microbatch.packing
+    used = batch.tokens.shape[1] if packing is None else int(packing.real.sum())
+    if used < logits.shape[1]:
+        logits = logits[:, :used]  # the rest is filling
     logprobs, entropy = token_logprobs(
         logits,
         batch.tokens,
@@ -120,6 +147,7 @@ def _policy_output(logits: Tensor, batch: Batch, world: World, vocab: int, want_
         vocab=vocab,
         group=world.tensor_group,
         want_entropy=want_entropy,
+        packing=packing,
     )
     return PolicyOutput(logprobs=logprobs, entropy=entropy)
 
@@ -135,10 +163,16 @@ def _run(
     @native
     def forward(iterator: Iterator[Microbatch], module: DistributedDataParallel) -> tuple[Tensor, Callable]:
         microbatch = next(iterator)
-        output = module(microbatch.batch.tokens, position_ids=None, attention_mask=None)
+        packing = microbatch.packing
+        output = module(
+            microbatch.tokens,
+            position_ids=None,
+            attention_mask=None,
+            packed_seq_params=None if packing is None else packing.segments,
+        )
         return output, native(lambda logits: reduce(microbatch, logits))
 
-    widest = max(one.batch.tokens.shape[1] for one in microbatches)
+    widest = max(one.tokens.shape[1] for one in microbatches)
     return get_forward_backward_func()(
         forward_step_func=forward,
         data_iterator=iter(microbatches),

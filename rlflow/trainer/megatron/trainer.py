@@ -28,7 +28,8 @@ class MegatronTrainer(Trainer):
 
     The ranks are those of torch.distributed where the caller initialised it (data parallel = ranks / (tensor * pipeline));
     otherwise this process alone. lr_*: see `learning_rate`. tokens_per_microbatch: rows times longest row of one forward
-    pass. `trust_remote_code` is accepted for symmetry; no code of a model directory is ever run here."""
+    pass; with `packing` (rows end to end, unpadded) the sum of their lengths. `trust_remote_code` is accepted for symmetry;
+    no code of a model directory is ever run here."""
 
     def __init__(
         self,
@@ -36,6 +37,8 @@ class MegatronTrainer(Trainer):
         *,
         tensor_parallel: int = 1,
         pipeline_parallel: int = 1,
+        sequence_parallel: bool = False,
+        distributed_optimizer: bool = False,
         lr: float = 1e-6,
         lr_schedule: str = "constant",
         lr_warmup_steps: int = 0,
@@ -47,6 +50,7 @@ class MegatronTrainer(Trainer):
         weight_decay: float = 0.01,
         max_gradient_norm: float = 1.0,
         tokens_per_microbatch: int = 16384,
+        packing: bool = False,
         dtype: str = "float32",
         seed: int = 0,
         trust_remote_code: bool = False,
@@ -57,7 +61,7 @@ class MegatronTrainer(Trainer):
             )
         cpu.check_version()
         config = read_config(path)
-        check_layout(config, tensor_parallel, pipeline_parallel)
+        check_layout(config, tensor_parallel, pipeline_parallel, sequence_parallel)
         weights = WeightFiles(path)
         self._schedule: dict[str, Any] = {
             "lr": lr,
@@ -67,16 +71,16 @@ class MegatronTrainer(Trainer):
             "min_lr": min_lr,
         }
         learning_rate(0, **self._schedule)  # a wrong schedule is an error now, not after the first rollout
-        self._tokens_per_microbatch = tokens_per_microbatch
+        self._limits = step.Limits(tokens_per_microbatch, packing)
         self._updates = 0
         self._snapshots: dict[str, dict[str, Tensor]] = {}
         self._architecture = architecture(config)
-        self._world = world.join(tensor_parallel, pipeline_parallel, seed)
+        self._world = world.join(tensor_parallel, pipeline_parallel, seed, sequence_parallel)
         try:
             with cpu.adapted():
                 module = build_model(self._architecture, self._world, DTYPES[dtype])
                 load_weights(module, self._architecture, self._world, weights)
-                self._model = optimizer.wrap(module)
+                self._model = optimizer.wrap(module, distributed_optimizer)
                 options = optimizer.AdamOptions(lr, beta1, beta2, eps, weight_decay, max_gradient_norm)
                 self._optimizer = optimizer.make_optimizer(self._model, options)
         except BaseException:  # nobody could close a trainer that was never made
@@ -92,7 +96,7 @@ class MegatronTrainer(Trainer):
             )
         self._check(batch)
         tokens = int(batch.lengths.sum())
-        microbatches = step.plan(batch, self._tokens_per_microbatch, self._world)
+        microbatches = step.plan(batch, self._limits, self._world)
         rate = learning_rate(self._updates, **self._schedule)
         with cpu.adapted():
             self._model.train()
@@ -119,8 +123,8 @@ class MegatronTrainer(Trainer):
         self._check(batch)
         with self._swapped(model), cpu.adapted():
             self._model.eval()
-            limit, vocab = self._tokens_per_microbatch, self._architecture.vocab
-            return step.score(self._model, self._world, vocab, batch, limit, want)
+            vocab = self._architecture.vocab
+            return step.score(self._model, self._world, vocab, batch, self._limits, want)
 
     def snapshot(self, name: str) -> None:
         if name == "policy":

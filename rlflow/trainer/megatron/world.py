@@ -24,6 +24,7 @@ class World:
     tensor_rank: int
     pipeline_rank: int
     data_rank: int
+    sequence_parallel: bool
     made_process_group: bool
     made_groups: bool
 
@@ -40,6 +41,11 @@ class World:
         return parallel_state.get_data_parallel_group()
 
     @property
+    def token_multiple(self) -> int:
+        """What the number of tokens in a forward pass must be a multiple of: sequence parallelism splits them evenly."""
+        return self.tensor_parallel if self.sequence_parallel else 1
+
+    @property
     def first_stage(self) -> bool:
         return self.pipeline_rank == 0
 
@@ -52,7 +58,7 @@ class World:
         return dist.get_process_group_ranks(self.pipeline_group)[stage]
 
 
-def join(tensor_parallel: int, pipeline_parallel: int, seed: int) -> World:
+def join(tensor_parallel: int, pipeline_parallel: int, seed: int, sequence_parallel: bool = False) -> World:
     """Lays the model-parallel groups over the ranks of torch.distributed; where there are none, over this process alone.
 
     Raises ConfigError where the ranks cannot be divided so, or another trainer of this process divided them otherwise."""
@@ -88,6 +94,7 @@ def join(tensor_parallel: int, pipeline_parallel: int, seed: int) -> World:
         tensor_rank=parallel_state.get_tensor_model_parallel_rank(),
         pipeline_rank=parallel_state.get_pipeline_model_parallel_rank(),
         data_rank=parallel_state.get_data_parallel_rank(),
+        sequence_parallel=sequence_parallel,
         made_process_group=made_process_group,
         made_groups=made_groups,
     )

@@ -1,0 +1,83 @@
+"""The distributed optimizer on one rank; on several: tests/dist/test_megatron_layouts.py."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fixtures import tiny_model
+
+from rlflow.errors import CheckpointError, ConfigError
+from rlflow.trainer import Trainer
+from rlflow.weights.hf import digest
+from tests.dist.megatron_ranks import PolicyGradientWithEntropy, make_batch
+
+VOCAB = 101
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    return tiny_model(path, "qwen2", tied=True, tokenizer=False, vocab_size=VOCAB, hidden_size=32, intermediate_size=48)
+
+
+@pytest.fixture
+def make(model: Path) -> Iterator[Any]:
+    trainers: list[Trainer] = []
+
+    def build(**options: Any) -> Trainer:
+        options = {"lr": 1e-3, "distributed_optimizer": True, **options}
+        trainers.append(Trainer.from_pretrained(model, **options))
+        return trainers[-1]
+
+    yield build
+    for trainer in reversed(trainers):
+        trainer.close()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("updates", [0, 2])
+def test_resume_continues_bit_for_bit(make: Any, tmp_path: Path, dtype: str, updates: int) -> None:
+    """A count of updates shared by all parameters would be incremented by each of them from here on."""
+    batch, loss = make_batch(VOCAB), PolicyGradientWithEntropy()
+    trainer, resumed = make(dtype=dtype), make(dtype=dtype)
+    for _ in range(updates):
+        trainer.update(batch, loss)
+    trainer.save(tmp_path / "checkpoint", updates)
+    assert resumed.load(tmp_path / "checkpoint") == updates
+    for _ in range(2):
+        assert trainer.update(batch, loss) == resumed.update(batch, loss)
+    assert digest(trainer.weights()) == digest(resumed.weights())
+
+
+def test_split_adam_equals_whole_adam(make: Any) -> None:
+    batch, loss = make_batch(VOCAB), PolicyGradientWithEntropy()
+    split, whole = make(), make(distributed_optimizer=False)
+    for _ in range(3):
+        expected = whole.update(batch, loss)
+        assert split.update(batch, loss)["gradient_norm"] == pytest.approx(expected["gradient_norm"], rel=1e-6)
+    for (name, tensor), (_, other) in zip(whole.weights(), split.weights(), strict=True):
+        torch.testing.assert_close(other, tensor, atol=1e-7, rtol=1e-6, msg=name)
+
+
+def test_a_snapshot_leaves_the_split_parameters_in_their_buffer(make: Any) -> None:
+    batch, loss = make_batch(VOCAB), PolicyGradientWithEntropy()
+    trainer, other = make(), make()
+    trainer.snapshot("reference")
+    before = trainer.score(batch)["logprobs"]
+    for _ in range(2):
+        trainer.update(batch, loss)
+        other.update(batch, loss)
+        assert torch.equal(trainer.score(batch, "reference")["logprobs"], before)
+    assert digest(trainer.weights()) == digest(other.weights())
+
+
+def test_the_two_forms_of_a_checkpoint_are_told_apart(make: Any, model: Path, tmp_path: Path) -> None:
+    make().save(tmp_path / "checkpoint", 0)
+    with pytest.raises(CheckpointError, match=r"written with trainer\.distributed_optimizer=true, found false"):
+        make(distributed_optimizer=False).load(tmp_path / "checkpoint")
+    with pytest.raises(ConfigError, match=r"trainer\.distributed_optimizer: the reference backend"):
+        make(backend="reference")
