@@ -124,7 +124,7 @@ def test_an_interrupted_set_up_is_made_anew(shell: Shell, tmp_path: Path) -> Non
 
 def test_of_two_set_ups_at_once_one_waits(shell: Shell, tmp_path: Path) -> None:
     both = "(rlflow_setup run) & (sleep 0.2; rlflow_setup run) & wait"
-    done = shell(both, FAKE_SECONDS="1")
+    done = shell(both, FAKE_SECONDS="2")
     assert done.returncode == 0
     assert "waiting for it" in done.stderr
     assert sum("-m venv" in line for line in (tmp_path / "log").read_text().splitlines()) == 1
