@@ -36,14 +36,14 @@ VARIANTS: dict[str, tuple[str, tuple[int, int], dict[str, Any]]] = {
     "packed-sequence-parallel": ("qwen3", (2, 1), {**PACKED, **SEQUENCE}),
 }
 SLOW_VARIANTS = {
-    f"packed-{name}-TP{tensor}-PP{pipeline}": (name, (tensor, pipeline), PACKED)
-    for name in MODELS
+    "-".join((name, f"TP{tensor}-PP{pipeline}", *keys)): (name, (tensor, pipeline), dict.fromkeys(keys, True))
+    for name in ("qwen2-tied", "qwen3")
     for tensor, pipeline in LAYOUTS
-} | {
-    f"{'packed-' if extra else ''}sequence-parallel-{name}-PP{pipeline}": (name, (2, pipeline), {**SEQUENCE, **extra})
-    for name in MODELS
-    for pipeline in (1, 2)
-    for extra in ({}, PACKED)
+    for keys in (
+        ("packing",),
+        ("distributed_optimizer",),
+        *((("sequence_parallel",), ("packing", "sequence_parallel", "distributed_optimizer")) if tensor > 1 else ()),
+    )
 }
 SLOW = [(name, layout) for name in MODELS for layout in LAYOUTS if (name, layout) not in FAST]
 
@@ -167,8 +167,10 @@ def test_variant_equals_one_process_and_transformers(variant: str, fast: Any, si
 def test_every_variant_equals_one_process_and_transformers(
     variant: str, slow_variants: Any, single: Any, directory: Path
 ) -> None:
-    name = SLOW_VARIANTS[variant][0]
+    name, _, options = SLOW_VARIANTS[variant]
     check(name, slow_variants[variant], single[name], directory)
+    kept = {key: value for key, value in options.items() if key != "sequence_parallel"}
+    check_continues(directory / name, directory / f"checkpoint-{variant}", slow_variants[variant], kept)
 
 
 def test_ranks_without_rows_take_part_and_change_nothing(fast: Any, directory: Path) -> None:
