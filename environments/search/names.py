@@ -16,7 +16,7 @@ POOLS = ("train", "val")
 _UNFIT = {"bum", "cum", "dam", "dum", "fan", "fat", "fag", "gas", "gun", "god", "hel", "hor", "kil", "kum", "nad", "nig", "pis",
           "pus", "rap", "sad", "sal", "sex", "sin", "tit", "tum", "vom"}  # fmt: skip
 
-_RUNS_TOGETHER = {"sk", "nd", "st", "nt", "rs", "ng", "rt", "ns", "ll"}
+_RUNS_TOGETHER = {"sk", "nd", "st", "nt", "rs", "ng", "rt", "ns", "ll", "nk"}
 """Letters that also stand inside syllables and ordinary words: a tokenizer would split a name with such a seam elsewhere."""
 
 
