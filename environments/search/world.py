@@ -194,11 +194,13 @@ def two_hop_questions(half: Half, generator: random.Random) -> Iterator[Question
 
 
 def _in_turns(groups: Mapping[str, list[T]], generator: random.Random) -> Iterator[T]:
-    """The members of all groups, each group shuffled: one of each group, then the next of each, while there are any."""
+    """The members of all groups, each group shuffled: one of each group in random order, then the next of each, and so on."""
     for members in groups.values():
         generator.shuffle(members)
     for rank in range(max(map(len, groups.values()), default=0)):
-        yield from [members[rank] for members in groups.values() if rank < len(members)]
+        turn = [members[rank] for members in groups.values() if rank < len(members)]
+        generator.shuffle(turn)
+        yield from turn
 
 
 def comparison_questions(half: Half, generator: random.Random) -> Iterator[Question]:

@@ -23,7 +23,7 @@ def main() -> None:
     formatter = argparse.ArgumentDefaultsHelpFormatter
     parser = argparse.ArgumentParser(prog="warm_up.sh", description=__doc__, formatter_class=formatter)
     parser.add_argument("--out", type=Path, default=Path("runs/warm-up"), help="of the run; export/ is the policy")
-    parser.add_argument("--steps", type=int, default=4800, help="optimizer steps")
+    parser.add_argument("--steps", type=int, default=3200, help="optimizer steps")
     parser.add_argument("--rows", type=int, default=16, help="demonstrations per step")
     parser.add_argument("--lr", type=float, default=3e-3, help="peak learning rate, cosine to 2%% of it")
     parser.add_argument("--seed", type=int, default=0, help="of the demonstrations and the random model")

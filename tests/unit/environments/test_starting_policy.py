@@ -7,6 +7,7 @@ import itertools
 import math
 import random
 import re
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,7 @@ from rlflow_environments.search.demonstrations import Clumsiness, Demonstration,
 from rlflow_environments.search.environment import SearchEnvironment
 from rlflow_environments.search.formats import Passage, make_contents, write_rows
 from rlflow_environments.search.names import syllables
+from rlflow_environments.search.prose import RELATIONS
 from rlflow_environments.search.protocol import parse_action
 from rlflow_environments.search.retrievers import Retriever
 from rlflow_environments.search.tiny_model import write_random_model, write_tokenizer
@@ -30,6 +32,7 @@ from tests.unit.environments.test_world import pool_by_word, pools_in
 
 DOCUMENT = re.compile(r'Doc \d+\(Title: "(.+?)"\) (.+?)(?=\nDoc |</information>)')
 COUNT = 150
+SHIPPED = Path(__file__).parents[3] / "recipes" / "searchr1" / "starting_policy"
 
 
 @pytest.fixture(scope="module")
@@ -49,15 +52,14 @@ def tokenizer(policy: Path) -> Tokenizer:
 # ---------------------------------------------------------------- the tokenizer
 
 
-@pytest.fixture(scope="module")
-def shipped() -> Tokenizer:
-    return Tokenizer.from_pretrained(Path(__file__).parents[3] / "recipes" / "searchr1" / "starting_policy")
+def test_the_shipped_tokenizer_is_what_the_warm_up_makes(policy: Path) -> None:
+    assert (SHIPPED / "tokenizer.json").read_text() == (policy / "tokenizer.json").read_text()
 
 
-def test_every_name_is_two_tokens_per_word_one_for_each_syllable(shipped: Tokenizer) -> None:
+def test_every_name_is_two_tokens_per_word_one_for_each_syllable(tokenizer: Tokenizer) -> None:
     first, last = syllables()
     words = sorted(pool_by_word())
-    ids = shipped.inner([f" {word}" for word in words], add_special_tokens=False)["input_ids"]
+    ids = tokenizer.inner([f" {word}" for word in words], add_special_tokens=False)["input_ids"]
     assert {len(tokens) for tokens in ids} == {2}
     assert len({tokens[0] for tokens in ids}) == len(first) and len({tokens[1] for tokens in ids}) == len(last)
 
@@ -66,11 +68,11 @@ def test_every_name_is_two_tokens_per_word_one_for_each_syllable(shipped: Tokeni
     "context",
     [" {}", "<search> {} birthplace</search>", "<answer> {}</answer>", "to {}.", "in {}, where", "of {}?", "a {} River", " {}'s"],
 )  # fmt: skip
-def test_a_name_is_the_same_two_tokens_wherever_it_follows_a_space(context: str, shipped: Tokenizer) -> None:
+def test_a_name_is_the_same_two_tokens_wherever_it_follows_a_space(context: str, tokenizer: Tokenizer) -> None:
     for word in random.Random(0).sample(sorted(pool_by_word()), 300):
-        alone = shipped.encode(f" {word}")
+        alone = tokenizer.encode(f" {word}")
         before, after = context.split(" {}")
-        assert shipped.encode(context.format(word)) == [*shipped.encode(before), *alone, *shipped.encode(after)]
+        assert tokenizer.encode(context.format(word)) == [*tokenizer.encode(before), *alone, *tokenizer.encode(after)]
 
 
 def test_tokenizing_loses_nothing_and_tags_are_single_tokens(tokenizer: Tokenizer) -> None:
@@ -92,6 +94,19 @@ def _texts(count: int) -> list[str]:
 
 
 # ---------------------------------------------------------------- demonstrations
+
+
+def test_demonstrations_ask_for_every_relation() -> None:
+    """In one question of fifty at least, as the one that is asked for and as the first to look up."""
+    first, last, count = Counter[str](), Counter[str](), 1000
+    for number in range(count):
+        responses = "".join(response for response, _ in demonstrate(random.Random(number)).turns)
+        wanted = re.findall(r"(?:I need|Next) the (\w+)\.", responses)
+        first[wanted[0]] += 1
+        last[wanted[-1]] += 1
+    for counts in (first, last):
+        assert set(counts) == {relation.keyword for relation in RELATIONS.values()}
+        assert min(counts.values()) >= count / 50, counts
 
 
 class Shown(Retriever):
