@@ -20,6 +20,7 @@ from torch import Tensor
 
 from rlflow.errors import ModelError
 from rlflow.trainer.megatron.cpu import device
+from rlflow.trainer.megatron.fused import SwiGLU
 from rlflow.trainer.megatron.layers import RMSNorm, TorchAttention
 from rlflow.trainer.megatron.logprobs import OutputLayer
 from rlflow.trainer.megatron.world import World
@@ -115,11 +116,13 @@ def transformer_config(model: Architecture, world: World, dtype: torch.dtype) ->
         variable_seq_lengths=world.pipeline_parallel > 1,
         moe_token_dispatcher_type="alltoall",
         batch_p2p_sync=not on_cpu,
-        gradient_accumulation_fusion=False,
+        # On CPUs these are the operations in `fused`; on GPUs they need Apex and Transformer Engine.
+        gradient_accumulation_fusion=on_cpu,
+        apply_rope_fusion=on_cpu,
+        use_te_activation_func=on_cpu,
         bias_activation_fusion=False,
         bias_dropout_fusion=False,
         masked_softmax_fusion=False,
-        apply_rope_fusion=False,
     )
 
 
@@ -218,6 +221,8 @@ def _layer_spec(config: TransformerConfig) -> ModuleSpec | TransformerBlockSubmo
     layer, attention = spec.submodules, spec.submodules.self_attention.submodules
     layer.input_layernorm = layer.pre_mlp_layernorm = RMSNorm
     attention.core_attention = TorchAttention
+    if config.use_te_activation_func:
+        layer.mlp.submodules.activation_func = SwiGLU
     if config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
     layers = config.num_layers // config.pipeline_model_parallel_size

@@ -60,6 +60,8 @@ def make_optimizer(model: DistributedDataParallel, options: AdamOptions) -> Mega
     optimizer = get_megatron_optimizer(config, [model], use_gloo_process_groups=False)
     for group in optimizer.param_groups:  # Megatron leaves this to its own scheduler
         group["weight_decay"] = options.weight_decay * group["wd_mult"]
+        if isinstance(optimizer.optimizer, torch.optim.AdamW):  # one pass over the state instead of about ten
+            group["fused"], group["foreach"] = True, False
     model.config.grad_scale_func = optimizer.scale_loss
     set_updates(optimizer, 0)
     return optimizer
@@ -76,7 +78,7 @@ def set_updates(optimizer: MegatronOptimizer, updates: int) -> None:
             state = inner.state[parameter]
             state.setdefault("exp_avg", torch.zeros_like(parameter.data))
             state.setdefault("exp_avg_sq", torch.zeros_like(parameter.data))
-            state["step"] = torch.tensor(float(updates))
+            state["step"] = torch.tensor(float(updates), device=parameter.device)
 
 
 def sharded_distributed(
