@@ -168,8 +168,8 @@ def rollout_metrics(trajectories: Sequence[Any]) -> dict[str, float]:
 
 
 class PhaseTimer:
-    """Seconds per phase of a step, and the peak of this process's memory. Phases may be entered many times; they must not nest. `on_enter` is told each phase's
-    name as it begins, for a display."""
+    """Seconds and peak memory per phase of a step. Phases may be entered many times; they must not nest. `on_enter` is told
+    each phase's name as it begins, for a display."""
 
     def __init__(self, on_enter: Callable[[str], object] | None = None) -> None:
         self.on_enter = on_enter
@@ -190,7 +190,7 @@ class PhaseTimer:
             self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
 
     def take(self) -> dict[str, float]:
-        """`time/<phase>_s` and `memory/<phase>_gib` of every phase entered, and `time/step_s`, since the last call; starts anew."""
+        """`time/<phase>_s` and `memory/<phase>_gib` of every phase entered and `time/step_s` since the last call; starts anew."""
         now = time.perf_counter()
         taken = {f"time/{name}_s": seconds for name, seconds in self.seconds.items()}
         taken["time/step_s"] = now - self.started

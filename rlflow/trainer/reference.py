@@ -54,6 +54,9 @@ class ReferenceTrainer(Trainer):
         tokens_per_microbatch: int = 16384,
         packing: bool = False,
         logits_chunk_mib: float = 512.0,
+        offload_optimizer: bool = False,
+        offload_snapshots: bool = False,
+        release_gradients: bool = False,
         dtype: str = "float32",
         seed: int = 0,
         trust_remote_code: bool = False,
@@ -64,7 +67,14 @@ class ReferenceTrainer(Trainer):
                 f"trainer: the reference backend runs on one device; found tensor_parallel {tensor_parallel}, "
                 f"pipeline_parallel {pipeline_parallel}; set both to 1 or trainer.backend to megatron"
             )
-        for name, value in (("sequence_parallel", sequence_parallel), ("distributed_optimizer", distributed_optimizer)):
+        only_megatron = {
+            "sequence_parallel": sequence_parallel,
+            "distributed_optimizer": distributed_optimizer,
+            "offload_optimizer": offload_optimizer,
+            "offload_snapshots": offload_snapshots,
+            "release_gradients": release_gradients,
+        }
+        for name, value in only_megatron.items():
             if value:
                 raise ConfigError(f"trainer.{name}: the reference backend runs on one device; set it to false.")
         if packing:
