@@ -67,7 +67,7 @@ def forward_backward(
 
     def reduce(microbatch: Microbatch, hidden: Tensor, layer: OutputLayer) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         batch = microbatch.batch
-        output = _policy_output(hidden, microbatch, layer, want_entropy)
+        output = _policy_output(hidden, microbatch, layer, want_entropy, wanted=batch.trained)
         per_token, metrics = loss(output, batch)
         _check_shapes({"loss": per_token, **metrics}, batch)
         share = (batch.weights * per_token).sum()
@@ -132,7 +132,9 @@ def _check_shapes(values: dict[str, Tensor], batch: Batch) -> None:
             )
 
 
-def _policy_output(hidden: Tensor, microbatch: Microbatch, layer: OutputLayer, want_entropy: bool) -> PolicyOutput:
+def _policy_output(
+    hidden: Tensor, microbatch: Microbatch, layer: OutputLayer, want_entropy: bool, wanted: Tensor | None = None
+) -> PolicyOutput:
     batch = microbatch.batch
     logprobs, entropy = token_logprobs(
         hidden,
@@ -142,6 +144,7 @@ def _policy_output(hidden: Tensor, microbatch: Microbatch, layer: OutputLayer, w
         layer=layer,
         want_entropy=want_entropy,
         packing=microbatch.packing,
+        wanted=wanted,
     )
     return PolicyOutput(logprobs=logprobs, entropy=entropy)
 

@@ -166,6 +166,21 @@ def test_tokens_without_weight_after_the_last_weighted_one_change_no_gradient(ma
     assert digest(first.weights()) == digest(second.weights())
 
 
+@pytest.mark.parametrize("backend", ["megatron", "reference"])
+def test_an_update_describes_trained_tokens_only_and_a_score_all(make: Any, backend: str) -> None:
+    batch, seen = make_batch(), []
+
+    def watch(output: PolicyOutput, part: Batch) -> tuple[Tensor, dict[str, Tensor]]:
+        seen.append(output.logprobs.detach())
+        return -part.advantages * output.logprobs, {}
+
+    trainer = make(backend=backend)
+    scores = trainer.score(batch)["logprobs"]
+    trainer.update(batch, watch)
+    assert (scores != 0).sum() == int((batch.lengths - 1).sum())
+    torch.testing.assert_close(seen[0], scores * batch.loss_mask, atol=1e-6, rtol=0)
+
+
 def test_snapshot_stays_and_leaves_the_policy_alone(make: Any) -> None:
     trainer, batch = make(), make_batch()
     before = trainer.score(batch)["logprobs"]
