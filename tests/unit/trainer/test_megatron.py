@@ -69,7 +69,8 @@ def make(model: Path) -> Iterator[Any]:
         trainer.close()
 
 
-def test_three_updates_equal_transformers_with_adamw(make: Any, model: Path) -> None:
+@pytest.mark.parametrize("chunk_mib", [512.0, 0.005], ids=["one-chunk", "12-positions-per-chunk"])
+def test_three_updates_equal_transformers_with_adamw(make: Any, model: Path, chunk_mib: float) -> None:
     """The whole step by other means: full logits, torch's clipping and AdamW, no decay of one-dimensional parameters."""
     from transformers import AutoModelForCausalLM
 
@@ -84,6 +85,7 @@ def test_three_updates_equal_transformers_with_adamw(make: Any, model: Path) -> 
         max_gradient_norm=0.5,
         eps=1e-5,
         tokens_per_microbatch=50,
+        logits_chunk_mib=chunk_mib,
     )
     oracle = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     matrices = [parameter for parameter in oracle.parameters() if parameter.dim() > 1]
