@@ -60,5 +60,9 @@ class Trainer(ABC):
     def load(self, path: str | Path) -> int:
         """Restores what `save` wrote, into any layout; returns its step. Snapshots that it does not hold stay."""
 
+    def peak_memory(self) -> dict[str, float]:
+        """Where the trainer runs in processes of its own: {phase: the highest peak among them since the last call, GiB}."""
+        return {}
+
     def close(self) -> None:
         """Frees process groups and memory."""

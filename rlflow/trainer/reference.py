@@ -29,8 +29,8 @@ class ReferenceTrainer(Trainer):
     """Takes the keywords of the Megatron trainer; both parallel sizes must be 1.
 
     Parameters, gradients and optimizer state are float32; dtype bfloat16 computes under autocast and gives out bfloat16
-    weights. Weight decay is decoupled and spares 1-D parameters (norms, biases), as Megatron's does. `seed` is accepted
-    because every trainer takes it.
+    weights. Weight decay is decoupled and spares 1-D parameters (norms, biases), as Megatron's does. `seed` and
+    `logits_chunk_mib` are accepted because every trainer takes them; logits are whole here.
     """
 
     def __init__(
@@ -53,6 +53,10 @@ class ReferenceTrainer(Trainer):
         max_gradient_norm: float = 1.0,
         tokens_per_microbatch: int = 16384,
         packing: bool = False,
+        logits_chunk_mib: float = 512.0,
+        offload_optimizer: bool = False,
+        offload_snapshots: bool = False,
+        release_gradients: bool = False,
         dtype: str = "float32",
         seed: int = 0,
         trust_remote_code: bool = False,
@@ -63,7 +67,14 @@ class ReferenceTrainer(Trainer):
                 f"trainer: the reference backend runs on one device; found tensor_parallel {tensor_parallel}, "
                 f"pipeline_parallel {pipeline_parallel}; set both to 1 or trainer.backend to megatron"
             )
-        for name, value in (("sequence_parallel", sequence_parallel), ("distributed_optimizer", distributed_optimizer)):
+        only_megatron = {
+            "sequence_parallel": sequence_parallel,
+            "distributed_optimizer": distributed_optimizer,
+            "offload_optimizer": offload_optimizer,
+            "offload_snapshots": offload_snapshots,
+            "release_gradients": release_gradients,
+        }
+        for name, value in only_megatron.items():
             if value:
                 raise ConfigError(f"trainer.{name}: the reference backend runs on one device; set it to false.")
         if packing:
@@ -125,7 +136,8 @@ class ReferenceTrainer(Trainer):
         microbatches = self._microbatches(batch)
         for rows in microbatches:
             part = _to(batch.select(rows), self.device)
-            values, metrics = loss(self._forward(part, "policy", needs_entropy), part)
+            output = self._forward(part, "policy", needs_entropy, wanted=part.trained)
+            values, metrics = loss(output, part)
             total = (part.weights * values).sum()
             total.backward()
             for name, value in {**metrics, "loss": values.detach()}.items():
@@ -192,16 +204,16 @@ class ReferenceTrainer(Trainer):
         [plan] = plan_microbatches(batch.lengths, self.tokens_per_microbatch)
         return [rows for rows in plan if rows]
 
-    def _forward(self, batch: Batch, model: str, entropy: bool) -> PolicyOutput:
-        """Log-probs of every real token but the first, at the row's temperature. Rows are right-padded and attention is
-        causal, so padding cannot reach a real token and needs no attention mask."""
+    def _forward(self, batch: Batch, model: str, entropy: bool, wanted: Tensor | None = None) -> PolicyOutput:
+        """Log-probs of every real token (of those wanted) but the first, at the row's temperature. Rows are right-padded and
+        attention is causal, so padding cannot reach a real token and needs no attention mask."""
         arguments = {"input_ids": batch.tokens, "use_cache": False}
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.dtype is torch.bfloat16):
             if model == "policy":
                 logits = self.model(**arguments).logits
             else:
                 logits = torch.func.functional_call(self.model, self._frozen(model), (), arguments).logits
-        return policy_output(logits, batch, entropy)
+        return policy_output(logits, batch, entropy, wanted)
 
     def _frozen(self, name: str) -> dict[str, Tensor]:
         if name not in self.snapshots:
@@ -282,8 +294,9 @@ def _quiet_transformers() -> Iterator[None]:
             messages.enable_progress_bar()
 
 
-def policy_output(logits: Tensor, batch: Batch, entropy: bool) -> PolicyOutput:
-    """PolicyOutput from next-token logits (B, T, V): logits at t - 1 describe token t; position 0 and padding are 0.
+def policy_output(logits: Tensor, batch: Batch, entropy: bool, wanted: Tensor | None = None) -> PolicyOutput:
+    """PolicyOutput from next-token logits (B, T, V): logits at t - 1 describe token t; position 0, padding and what is not
+    wanted (B, T) are 0.
 
     Logits are divided by the row's temperature; a temperature of 0 (greedy) counts as 1.
     """
@@ -292,6 +305,8 @@ def policy_output(logits: Tensor, batch: Batch, entropy: bool) -> PolicyOutput:
     chosen = log_softmax.gather(-1, batch.tokens[:, 1:, None]).squeeze(-1)
     positions = torch.arange(batch.tokens.shape[1], device=batch.tokens.device)
     real = positions < batch.lengths[:, None]
+    if wanted is not None:
+        real = real & wanted
 
     def place(values: Tensor) -> Tensor:
         return torch.where(real, torch.nn.functional.pad(values, (1, 0)), 0.0)

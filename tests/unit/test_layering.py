@@ -16,7 +16,8 @@ ALLOWED: dict[str, set[str]] = {
     "types": {"errors"},
     "config": {"errors"},
     "weights": {"errors"},
-    "metrics": {"errors"},
+    "memory": set(),
+    "metrics": {"memory", "errors"},
     "registry": {"config", "errors"},
     "schema": {"config", "errors"},
     "environment": {"types", "errors"},
@@ -25,7 +26,7 @@ ALLOWED: dict[str, set[str]] = {
     "check": {"environment", "types", "errors"},
     "rollout": {"environment", "types", "weights", "errors"},
     "trainer": {"types", "batching", "weights", "errors"},
-    "cluster": {"rollout", "trainer", "environment", "registry", "schema", "types", "errors"},
+    "cluster": {"rollout", "trainer", "environment", "registry", "schema", "types", "memory", "interrupt", "errors"},
     # What a run writes and shows: data in, files and terminal output out.
     "interrupt": set(),
     "run_directory": {"types", "errors"},

@@ -13,13 +13,17 @@ from typing import Any, TypeVar
 
 import megatron.core
 import torch
+from megatron.core.models.common.embeddings import rope_utils
+from megatron.core.tensor_parallel import layers as megatron_layers
 from megatron.core.tensor_parallel import random as megatron_random
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from rlflow.errors import MissingPackageError
+from rlflow.trainer.megatron import fused
 
 TESTED_VERSION = "0.16."
+_ABSENT = object()
 _Result = TypeVar("_Result")
 
 
@@ -65,8 +69,13 @@ def _without_cuda() -> Iterator[None]:
         (torch.cuda, "get_rng_state", lambda device="cpu": torch.get_rng_state()),
         (megatron_random, "_get_cuda_rng_state", lambda *_, **__: torch.get_rng_state()),
         (megatron_random, "_set_cuda_rng_state", lambda state, *_, **__: torch.set_rng_state(state)),
+        # Kernels of Transformer Engine and Apex, which need CUDA.
+        (rope_utils, "fused_apply_rotary_pos_emb", fused.rotate),
+        (rope_utils, "fused_apply_rotary_pos_emb_thd", fused.rotate_packed),
+        (megatron_layers, "fused_weight_gradient_mlp_cuda", fused.WeightGradients),
+        (megatron_layers, "_grad_accum_fusion_available", True),
     ]
-    originals = [(owner, name, getattr(owner, name)) for owner, name, _ in replacements]
+    originals = [(owner, name, getattr(owner, name, _ABSENT)) for owner, name, _ in replacements]
     try:
         for owner, name, value in replacements:
             setattr(owner, name, value)
@@ -74,7 +83,10 @@ def _without_cuda() -> Iterator[None]:
             yield
     finally:
         for owner, name, value in originals:
-            setattr(owner, name, value)
+            if value is _ABSENT:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, value)
 
 
 def native(function: Callable[..., _Result]) -> Callable[..., _Result]:
