@@ -11,8 +11,11 @@ import torch
 from torch import Tensor
 
 from rlflow.errors import ConfigError, RolloutError, did_you_mean
+from rlflow.rollout.cache import KeyValueCache
 from rlflow.rollout.engine import Completion, Sampling
+from rlflow.rollout.graphs import CudaCapture
 from rlflow.rollout.model import Decoder
+from rlflow.rollout.pages import PAGE, pages_for
 from rlflow.rollout.sampling import Decoding, StopTable
 from rlflow.rollout.scheduler import Scheduler, Statistics
 from rlflow.rollout.slots import Request
@@ -30,10 +33,13 @@ class EmbeddedEngine:
     between steps the event loop gets its turn. All of it happens in the caller's event loop, one loop at a time, so
     there is nothing to lock. A request with an id keeps its slot when it ends: the next one with that id (the next
     turn of an episode) computes only what is new. `release(id)` gives the slot back; without it the longest unused
-    one is taken when slots run out. Requests with the same prompt compute it once.
+    one is taken when slots run out. What the prompts of several requests have in common is computed and stored once.
 
-    max_concurrency: slots. max_tokens: of a prompt and its completion together; None: the model's positions.
-    deterministic: requests that wait are admitted in the order of their ids, not of their arrival.
+    max_concurrency: slots. max_tokens: of a prompt and its completion together; None: the model's positions. kv_tokens:
+    tokens whose keys and values are kept, all sequences together; None: what all slots could need, in half of the free
+    memory at the most. When it is used up, the youngest requests wait and are computed again. prefill_tokens: most
+    tokens of prompts in a step. deterministic: requests that wait are admitted in the order of their ids, not of their
+    arrival. cuda_graphs: replay recorded decode steps; None: on a GPU.
     """
 
     def __init__(
@@ -43,38 +49,48 @@ class EmbeddedEngine:
         *,
         max_concurrency: int = 128,
         max_tokens: int | None = None,
+        kv_tokens: int | None = None,
         prefill_tokens: int = 8192,
         dtype: str = "float32",
         device: str | None = None,
         deterministic: bool = False,
         seed: int = 0,
+        cuda_graphs: bool | None = None,
     ) -> None:
         if dtype not in DTYPES:
             raise ConfigError(
                 f"engine.dtype: expected one of {', '.join(DTYPES)}, found '{dtype}'.{did_you_mean(dtype, DTYPES)}"
             )
-        sizes = (("max_concurrency", max_concurrency), ("prefill_tokens", prefill_tokens), ("max_tokens", max_tokens))
-        for name, value in sizes:
-            if value is not None and value < 1:
-                raise ConfigError(f"engine.{name}: expected at least 1, found {value}.")
+        _check_sizes(max_concurrency=max_concurrency, prefill_tokens=prefill_tokens, max_tokens=max_tokens)
+        _check_sizes(PAGE, kv_tokens=kv_tokens)
         self.path = Path(path)
         self.dtype = DTYPES[dtype]
         self.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         self.max_concurrency = max_concurrency
         self.deterministic = deterministic
         shape = architecture(read_config(path))
-        self.max_tokens = min(max_tokens or shape.max_positions, shape.max_positions)
+        if cuda_graphs and self.device.type != "cuda":
+            raise ConfigError(f"engine.cuda_graphs: they need a GPU, found the device '{self.device}'.")
         self._model = Decoder(shape, self.dtype, self.device)
         self._model.load(iterate_weights(path))
+        self.max_tokens = min(max_tokens or shape.max_positions, shape.max_positions)
+        pages = max_concurrency * pages_for(self.max_tokens)
+        if kv_tokens is not None:
+            pages = min(pages, kv_tokens // PAGE)
+        else:
+            pages = min(pages, _free_bytes(self.device) // 2 // KeyValueCache.page_bytes(shape, self.dtype))
+        self.max_tokens = min(self.max_tokens, pages * PAGE)
         self._tokenizer = tokenizer
         self._stops = StopTable(shape.vocab, self._load_tokenizer, self.device)
         self._scheduler = Scheduler(
             self._model,
             self._stops,
             max_concurrency,
+            pages=pages,
             max_tokens=self.max_tokens,
             prefill_tokens=prefill_tokens,
             by_id=deterministic,
+            capture=CudaCapture() if self.device.type == "cuda" and cuda_graphs is not False else None,
         )
         self._vocab = shape.vocab
         self._seed = seed
@@ -179,7 +195,8 @@ class EmbeddedEngine:
             raise RolloutError("engine.generate: the prompt has no tokens; expected at least one.")
         if len(tokens) >= self.max_tokens:
             raise RolloutError(
-                f"engine.generate: a prompt of {len(tokens)} tokens leaves no room in the {self.max_tokens} of max_tokens."
+                f"engine.generate: a prompt of {len(tokens)} tokens leaves no room in the {self.max_tokens} tokens that it "
+                "and its completion may have: the least of engine.max_tokens, engine.kv_tokens and the model's positions."
             )
         if min(tokens) < 0 or max(tokens) >= self._vocab:
             raise RolloutError(
@@ -231,6 +248,21 @@ class EmbeddedEngine:
         if self._tokenizer is None:
             self._tokenizer = Tokenizer.from_pretrained(self.path)
         return self._tokenizer
+
+
+def _check_sizes(least: int = 1, **values: int | None) -> None:
+    for name, value in values.items():
+        if value is not None and value < least:
+            raise ConfigError(f"engine.{name}: expected at least {least}, found {value}.")
+
+
+def _free_bytes(device: torch.device) -> int:
+    """Memory of the device that nobody uses now."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    import psutil
+
+    return psutil.virtual_memory().available
 
 
 def _as_int64(value: int) -> int:

@@ -55,17 +55,22 @@ class Decoder:
         if missing:
             raise ModelError(f"weights: {len(missing)} tensors are missing, the first is '{min(missing)}'.")
 
+    def reserve(self, positions: int) -> None:
+        """Makes room for sequences of that many tokens; to be called before a `forward` that has them."""
+        if positions > self._rope.shape[1]:
+            self._rope = _rope_table(self.architecture, positions, self.device, self.dtype)
+
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """(HuggingFace name, tensor) pairs, views of the weights in use."""
         yield from self.parameters.items()
 
     @torch.inference_mode()
     def forward(self, tokens: Tensor, positions: Tensor, attend: Attend, last: Tensor | None = None) -> Tensor:
-        """Logits (N, vocab) in float32 after the flat `tokens` (N,) at `positions` (N,); of the rows `last` only if
-        given. Which tokens belong together is the business of `attend`."""
+        """Logits (N, vocab) in float32 after the flat `tokens` (N,) at `positions` (N,), below what was reserved; of the
+        rows `last` only if given. Which tokens belong together is the business of `attend`."""
         model = self.architecture
         heads, groups, dim = model.heads, model.groups, model.head_dim
-        cosine, sine = self._rotations(positions)
+        cosine, sine = self._rope[0, positions, None], self._rope[1, positions, None]
         x = F.embedding(tokens, self._embedding)
         for index, layer in enumerate(self._layers):
             qkv = F.linear(self._normalized(x, layer["input_norm"]), layer["qkv"], layer.get("qkv_bias"))
@@ -88,13 +93,6 @@ class Decoder:
 
     def _normalized(self, x: Tensor, weight: Tensor) -> Tensor:
         return F.rms_norm(x, (self.architecture.hidden,), weight, self.architecture.norm_eps)
-
-    def _rotations(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosines and signed sines (N, 1, head_dim) at the positions; the table grows by doubling."""
-        needed = int(positions.max()) + 1
-        if needed > self._rope.shape[1]:
-            self._rope = _rope_table(self.architecture, max(256, 2 * needed), self.device, self.dtype)
-        return self._rope[0, positions, None], self._rope[1, positions, None]
 
     def _make(self, name: str) -> Tensor:
         shape = huggingface_shapes(self.architecture)[name]

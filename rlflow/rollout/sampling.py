@@ -46,7 +46,8 @@ def sample(logits: Tensor, temperatures: Tensor, uniform: Tensor | None) -> tupl
         target = uniform[:, None] * cumulative[:, -1:]
         tokens = torch.searchsorted(cumulative, target, right=True)[:, 0]
         tokens.clamp_(max=logits.shape[1] - 1)  # only NaN exceeds it; its log-prob tells
-        tokens = torch.where(greedy, logprobs.argmax(-1), tokens) if bool(greedy.any()) else tokens
+        if logits.is_cuda or bool(greedy.any()):  # a look at the value would wait for the GPU
+            tokens = torch.where(greedy, logprobs.argmax(-1), tokens)
     return tokens, logprobs.gather(-1, tokens[:, None])[:, 0]
 
 

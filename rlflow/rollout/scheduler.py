@@ -1,57 +1,91 @@
-"""Which request runs when: admission to slots, prefill, decode steps, and the end of a request. No event loop here."""
+"""Which request runs when: admission to slots, prefill, decode steps, preemption, and the end of a request. No event
+loop here."""
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
-from torch import Tensor
 
-from rlflow.errors import RolloutError
 from rlflow.rollout.cache import KeyValueCache
 from rlflow.rollout.engine import Completion
 from rlflow.rollout.model import Decoder
-from rlflow.rollout.sampling import END_TOKEN, StopTable, sample, uniforms
+from rlflow.rollout.pages import PAGE, PagePool, pages_for, prefix_keys
+from rlflow.rollout.runner import ModelRunner, Part
+from rlflow.rollout.sampling import END_TOKEN, StopTable
 from rlflow.rollout.slots import Request, Slots
+
+logger = logging.getLogger(__name__)
+
+FIRST_WIDTH = 256  # positions that the tables have room for at first; doubled on demand
 
 
 @dataclass
 class Statistics:
-    """Counts since the start. Tokens: `prefilled` computed in prompts, `reused` found in the cache, `decoded` sampled."""
+    """Counts since the start. Tokens: `prefilled` computed in prompts (again after a preemption), `reused` found in the
+    cache, `decoded` sampled. `largest_prefill`: most tokens of prompts in one forward pass. `preempted`: requests that
+    gave their pages to older ones, `evicted`: histories of waiting episodes that did."""
 
     steps: int = 0
     prefilled: int = 0
     reused: int = 0
     decoded: int = 0
+    largest_prefill: int = 0
+    preempted: int = 0
+    evicted: int = 0
 
 
 class Scheduler:
     """Requests wait, then run in a slot: first they prefill, then they decode, one token a step.
 
-    max_tokens: of a prompt and its completion. prefill_tokens: most prompt tokens in a step. by_id: admission in the order
-    of the ids, not of the arrival."""
+    When the pool of pages is full, the younger gives way: a slot that is held for an episode's next turn, or a running
+    request, loses its pages and computes them again later. The oldest always finds room, so all of them finish.
+
+    pages: size of the pool. max_tokens: of a prompt and its completion, no more than the pool holds. prefill_tokens: most
+    prompt tokens in a step. by_id: admission in the order of the ids, not of the arrival. capture: of decode steps, see
+    ModelRunner; the tables then have their full width from the start."""
 
     def __init__(
-        self, model: Decoder, stops: StopTable, slots: int, *, max_tokens: int, prefill_tokens: int, by_id: bool
+        self,
+        model: Decoder,
+        stops: StopTable,
+        slots: int,
+        *,
+        pages: int,
+        max_tokens: int,
+        prefill_tokens: int,
+        by_id: bool,
+        capture: Callable[[Callable[[], None]], Callable[[], None]] | None = None,
     ) -> None:
-        self.version = 0
         self.statistics = Statistics()
         self.waiting: list[Request] = []
         self.running: dict[int, Request] = {}
         self.ids: set[str] = set()  # of requests in flight
+        self.pool = PagePool(pages)
         self._model = model
         self._stops = stops
-        self._cache = KeyValueCache(model.architecture, slots, model.dtype, model.device)
-        self._slots = Slots(slots, model.device)
-        self._slots.reserve(self._cache.capacity)
+        self._cache = KeyValueCache(model.architecture, pages + 1, model.dtype, model.device)  # with the scratch page
+        self._slots = Slots(slots, self.pool, model.device)
         self._max_tokens = max_tokens
         self._prefill_tokens = prefill_tokens
         self._by_id = by_id
-        self._prefilling: list[int] = []  # running slots whose cache lacks more than the last token, oldest first
+        self._runner = ModelRunner(model, self._cache, self._slots, stops, capture)
+        self._prefilling: set[int] = set()  # running slots whose cache lacks more than the last token
         self._decoding: set[int] = set()  # running slots whose cache lacks the last token only
-        self._batch: Tensor | None = None  # the decoding slots, ascending; None where they changed
-        self._donors: dict[tuple[int, ...], int] = {}  # prompt -> slot that computed it
+        self._order: list[int] | None = None  # the decoding slots, longest first; None where they changed
+        self._widen(max_tokens if capture is not None else min(FIRST_WIDTH, max_tokens))
+
+    @property
+    def version(self) -> int:
+        """Version of the weights in use."""
+        return self._runner.version
+
+    @version.setter
+    def version(self, version: int) -> None:
+        self._runner.version = version
 
     def submit(self, request: Request) -> None:
         """Puts a request at the end of those that wait."""
@@ -65,12 +99,8 @@ class Scheduler:
 
     def release(self, owner: str) -> None:
         """Frees the slot that is held for the owner's next request."""
-        slot = self._slots.held_by(owner)
-        if slot is not None:
-            self._forget_donor(slot)
-            self._slots.release(owner)
+        self._slots.release(owner)
 
-    @torch.inference_mode()
     def step(self, admit: bool) -> None:
         """Admits (if it may), prefills, and decodes one token for all that run. Ended requests get their completions."""
         if admit and self.waiting:
@@ -95,31 +125,28 @@ class Scheduler:
         if request.id is not None:
             self.ids.discard(request.id)
         slot = request.slot
-        if self.running.get(slot) is not request:
-            return
-        del self.running[slot]
-        self._slots.put_back(slot, self._cached(slot))
-        if slot in self._decoding:
-            self._decoding.remove(slot)
-            self._batch = None
-        else:
-            self._prefilling.remove(slot)
-
-    def _cached(self, slot: int) -> int:
-        return int(self._slots.lengths[slot]) - 1 if slot in self._decoding else self._slots.cached[slot]
+        if self.running.get(slot) is request:
+            del self.running[slot]
+            self._prefilling.discard(slot)
+            self._decoding.discard(slot)
+            self._order = None
+            self._slots.put_back(slot)
 
     def forget_cache(self) -> None:
         """Nothing that is cached is valid any more: what runs is prefilled again before it goes on."""
-        self._slots.forget_cache()
-        self._donors.clear()
-        self._prefilling += sorted(self._decoding)
+        for slot in [*self.running, *self._slots.held()]:
+            self._slots.drop_pages(slot)
+        self.pool.forget()
+        self._prefilling |= self._decoding
         self._decoding.clear()
-        self._batch = None
+        self._order = None
 
     def clear_cache(self) -> None:
         """Zeroes the cache, which may hold NaN. Nothing may be in flight."""
-        self._cache.clear()
+        self._cache.clear(self.pool.touched)
         self.forget_cache()
+
+    # --- admission ----------------------------------------------------------------------------------------------------
 
     def _admit(self) -> None:
         """Gives slots to waiting requests: first to those that continue an episode, since theirs is there already."""
@@ -135,124 +162,183 @@ class Scheduler:
 
     def _place(self, request: Request) -> None:
         count = len(request.tokens)
-        known = self._slots.held_by(request.id)
         slot = request.slot = self._slots.take(request.id)
-        shared = 0
-        if known is None:
-            self._forget_donor(slot)
-        else:
-            shared = min(self._slots.cached[slot], self._slots.common_prefix(slot, request.tokens), count - 1)
-        limit = min(count + request.sampling.max_tokens, self._max_tokens)
-        if self._cache.reserve(count + 1):
-            self._slots.reserve(self._cache.capacity)
-        self._slots.fill(slot, request, limit)
-        self._slots.cached[slot] = shared
-        self.statistics.reused += shared
+        self._widen(count + 1)
+        self._slots.fill(slot, request, min(count + request.sampling.max_tokens, self._max_tokens))
         self.running[slot] = request
-        self._prefilling.append(slot)
+        self._prefilling.add(slot)
+
+    def _widen(self, length: int) -> None:
+        """Makes room for sequences of `length` in the tables."""
+        if length > self._slots.width:
+            width = min(max(length, 2 * self._slots.width), max(length, self._max_tokens))
+            self._slots.reserve(width)
+            self._model.reserve(width)
+
+    # --- prefill ------------------------------------------------------------------------------------------------------
 
     def _prefill(self) -> None:
-        """Computes what the cache lacks of the newest requests, oldest first, and samples their first token. Of requests
-        with the same prompt one computes it, the others copy it in a second pass."""
+        """Computes what the cache lacks, in passes: what several slots share is computed in one pass for the first of them
+        and found in the cache by the others in the next; until then nobody leaves."""
         budget = self._prefill_tokens
-        leaders: set[tuple[int, ...]] = set()
-        for _ in range(2):
-            parts = self._prefill_parts(budget, leaders)
-            budget -= sum(stop - start for _, start, stop, _ in parts)
-            if parts:
-                self._feed(parts)
+        outcome: list[tuple[int, int]] = []
+        while budget > 0 and self._prefilling:
+            parts = self._prefill_parts(budget)
+            if not parts:
+                break
+            size = sum(part.stop - part.start for part in parts)
+            budget -= size
+            self.statistics.prefilled += size
+            self.statistics.largest_prefill = max(self.statistics.largest_prefill, size)
+            outcome += self._feed(parts)
+        self._finish(outcome)
 
-    def _prefill_parts(self, budget: int, leaders: set[tuple[int, ...]]) -> list[tuple[int, int, int, bool]]:
-        """(slot, start, stop, complete) spans to compute now, `budget` tokens at most. Adds to the prompts of `leaders`."""
-        parts = []
-        for slot in self._prefilling:
+    def _prefill_parts(self, budget: int) -> list[Part]:
+        """What to compute now, `budget` tokens at most, the oldest episodes first; none passes one that finds no room."""
+        parts: list[Part] = []
+        coming: set[int] = set()  # keys of the prefixes that the parts compute
+        for slot in self._by_age(self._prefilling):
             if budget <= 0:
                 break
-            prompt = self._borrow(slot)
-            start, length = self._slots.cached[slot], int(self._slots.lengths[slot])
-            if prompt in leaders and 0 == start < len(prompt) - 1:
+            tokens = self._tokens(slot)
+            found = self.pool.find(tokens[:-1])
+            known = max(self._slots.cached[slot], len(found[0]) * PAGE + found[2])
+            keys = prefix_keys(tokens[:-1])
+            if known < len(tokens) - 1 and keys[known // PAGE] in coming:
                 continue
-            if start == 0:
-                leaders.add(prompt)
-                self._donors[prompt] = slot
-            stop = min(length, start + budget)
-            budget -= stop - start
-            parts.append((slot, start, stop, stop == length))
+            if not self._equip(slot, found):
+                break
+            start = self._slots.cached[slot]
+            part = Part(slot, start, min(len(tokens), start + budget), tokens)
+            coming.update(keys[start // PAGE : pages_for(part.stop)])
+            budget -= part.stop - start
+            parts.append(part)
+            self._count_reused(self.running[slot], start)
         return parts
 
-    def _borrow(self, slot: int) -> tuple[int, ...]:
-        """Copies the slot's prompt from another slot that holds it, if one does. Returns the prompt."""
-        prompt = tuple(self.running[slot].tokens)
-        donor = self._donors.get(prompt)
-        wanted = len(prompt) - 1
-        if donor is None or donor == slot or self._slots.cached[slot] >= wanted:
-            return prompt
-        if self._cached(donor) >= wanted and self._slots.common_prefix(donor, prompt) >= wanted:
-            self._cache.copy(donor, slot, wanted)
-            self.statistics.reused += wanted - self._slots.cached[slot]
-            self._slots.cached[slot] = wanted
-        return prompt
+    def _tokens(self, slot: int) -> list[int]:
+        """All tokens in the slot: the prompt, and what was sampled before a preemption."""
+        if self._slots.length[slot] == self._slots.origin[slot]:
+            return self.running[slot].tokens
+        return self._slots.tokens[slot, : self._slots.length[slot]].tolist()
 
-    def _forget_donor(self, slot: int) -> None:
-        """The slot starts another sequence, so it no longer holds the prompt that it computed."""
-        for prompt in [prompt for prompt, donor in self._donors.items() if donor == slot]:
-            del self._donors[prompt]
+    def _equip(self, slot: int, found: tuple[list[int], int, int]) -> bool:
+        """Gives the slot a page for each of its tokens, those that were found among them; False where there is no room."""
+        slots, pool = self._slots, self.pool
+        shared, source, extra = found
+        lent: list[int] = []
+        if len(shared) * PAGE + extra > slots.cached[slot]:
+            lent = [source] if extra else []
+            pool.hold([*shared, *lent])  # before anything is evicted
+            slots.drop_pages(slot)
+            slots.append_pages(slot, shared)
+            slots.cached[slot] = len(shared) * PAGE
+        need = pages_for(slots.length[slot]) - len(slots.pages[slot])
+        room = self._make_room(need, slot)
+        if room:
+            slots.append_pages(slot, pool.take(need))
+        if room and lent:
+            self._cache.copy(source, slots.pages[slot][len(shared)])
+            slots.cached[slot] += extra
+        pool.drop(lent)
+        return room
 
-    def _feed(self, parts: list[tuple[int, int, int, bool]]) -> None:
-        """Runs (slot, start, stop, complete) spans through the model; samples for those that are complete."""
-        slots = [slot for slot, _, _, _ in parts]
-        tokens = torch.cat([self._slots.tokens[slot, start:stop] for slot, start, stop, _ in parts])
-        positions = torch.cat([torch.arange(start, stop, device=self._model.device) for _, start, stop, _ in parts])
-        attend = self._cache.prefilling(slots, [start for _, start, _, _ in parts], [stop for _, _, stop, _ in parts])
-        ends = torch.tensor([stop - start for _, start, stop, _ in parts]).cumsum(0) - 1
-        complete = [row for row, part in enumerate(parts) if part[3]]
-        logits = self._model.forward(tokens, positions, attend, ends[complete].to(self._model.device))
-        self.statistics.prefilled += len(tokens)
-        for slot, _, stop, done in parts:
-            self._slots.cached[slot] = stop
-            if done:
-                self._prefilling.remove(slot)
-                self._decoding.add(slot)
-        self._batch = None
-        if complete:
-            self._record(torch.tensor([slots[row] for row in complete], device=self._model.device), logits)
+    def _count_reused(self, request: Request, count: int) -> None:
+        if not request.begun:
+            self.statistics.reused += count
+            request.begun = True
+
+    def _feed(self, parts: list[Part]) -> list[tuple[int, int]]:
+        """Computes the parts; (slot, flag of the stop table) of the tokens sampled after those that are complete."""
+        outcome = self._runner.prefill(parts)
+        for part in parts:
+            if part.complete:
+                self._prefilling.remove(part.slot)
+                self._decoding.add(part.slot)
+            else:
+                self._slots.cached[part.slot] = part.stop
+            self.pool.publish(part.tokens[: part.stop], self._slots.pages[part.slot][: pages_for(part.stop)])
+        self._order = None
+        return outcome
+
+    # --- decode -------------------------------------------------------------------------------------------------------
 
     def _decode(self) -> None:
-        """One token for every request that decodes."""
-        if self._batch is None:
-            self._batch = torch.tensor(sorted(self._decoding), device=self._model.device)
-        slots, batch = self._slots, self._batch
-        positions = slots.lengths[batch] - 1
-        if self._cache.reserve(int(positions.max()) + 2):
-            slots.reserve(self._cache.capacity)
-        logits = self._model.forward(slots.tokens[batch, positions], positions, self._cache.decoding(batch, positions))
-        self._record(batch, logits)
-
-    def _record(self, batch: Tensor, logits: Tensor) -> None:
-        """Samples a token per slot of the batch, writes it down, and ends the requests that are done."""
+        """One token for every request that decodes and finds room."""
         slots = self._slots
-        lengths, temperatures = slots.lengths[batch], slots.temperatures[batch]
-        sampled = bool((temperatures > 0).any())
-        uniform = uniforms(slots.seeds[batch], lengths) if sampled else None
-        tokens, logprobs = sample(logits, temperatures, uniform)
-        if not bool(torch.isfinite(logprobs).all()):
-            raise RolloutError(
-                "engine: the policy's logits are not finite; its weights diverged (lower the learning rate?)."
-            )
-        slots.tokens[batch, lengths] = tokens
-        slots.logprobs[batch, lengths] = logprobs
-        slots.versions[batch, lengths] = self.version
-        slots.lengths[batch] = lengths + 1
-        self.statistics.decoded += len(batch)
-        flags = self._stops.flags[slots.stop_rows[batch], tokens]
-        full = lengths + 1 >= slots.limits[batch]
-        for row in (full | (flags > 0)).nonzero()[:, 0].tolist():
-            self._maybe_end(int(batch[row]), int(flags[row]), bool(full[row]))
+        for slot in self._by_age(self._decoding):
+            if slot not in self._decoding:
+                continue  # it gave way to an older one
+            if pages_for(slots.length[slot]) > len(slots.pages[slot]):
+                if self._make_room(1, slot):
+                    slots.append_pages(slot, self.pool.take(1))
+                else:
+                    self._preempt(slot)
+        if not self._decoding:
+            return
+        if self._order is None:
+            self._order = sorted(self._decoding, key=lambda slot: (-slots.length[slot], slot))
+        self._widen(slots.length[self._order[0]] + 1)
+        self._finish(self._runner.decode(self._order))
 
-    def _maybe_end(self, slot: int, flag: int, full: bool) -> None:
-        request = self.running[slot]
-        strings = request.sampling.stop
-        if flag == END_TOKEN or (flag and self._stops.completes(self._slots.sampled(slot)[0], strings)):
-            self.end(request, "stop")
-        elif full:
-            self.end(request, "length")
+    def _finish(self, outcome: list[tuple[int, int]]) -> None:
+        """Ends the requests that are done with the tokens just sampled: (slot, flag of the stop table)."""
+        self.statistics.decoded += len(outcome)
+        for slot, flag in outcome:
+            full = self._slots.length[slot] >= self._slots.limit[slot]
+            if not flag and not full:
+                continue
+            request = self.running[slot]
+            strings = request.sampling.stop
+            if flag == END_TOKEN or (flag and self._stops.completes(self._slots.sampled(slot)[0], strings)):
+                self.end(request, "stop")
+            elif full:
+                self.end(request, "length")
+
+    # --- room ---------------------------------------------------------------------------------------------------------
+
+    def _by_age(self, slots: set[int]) -> list[int]:
+        return sorted(slots, key=lambda slot: self._slots.age[slot])
+
+    def _make_room(self, count: int, slot: int) -> bool:
+        """Whether there are `count` free pages for the slot, after others gave way where they must: see `_victim`."""
+        if count <= 0:
+            return True
+        starting = slot in self._prefilling
+        spared = len(self._decoding) if starting else 0  # pages that those will want soon: else they are preempted at once
+        while self.pool.free < count + spared:
+            victim = self._victim(slot, starting and bool(self._decoding))
+            if victim is None:
+                return False
+            if victim in self.running:
+                self._preempt(victim)
+            else:
+                self.statistics.evicted += 1
+                self._slots.drop_pages(victim)
+            spared = len(self._decoding) if starting else 0
+        return True
+
+    def _victim(self, slot: int, patient: bool) -> int | None:
+        """The slot that gives its pages to another one: one that is held and longest unused, else the youngest that runs
+        and is younger. The patient, for whom others will make room in time, take from younger held ones only."""
+        slots = self._slots
+        age = slots.age[slot]
+        held = [one for one in slots.held() if slots.pages[one] and (not patient or slots.age[one] > age)]
+        if held:
+            return held[0]
+        running = [one for one in self.running if slots.pages[one] and slots.age[one] > age]
+        return None if patient or not running else max(running, key=lambda one: slots.age[one])
+
+    def _preempt(self, slot: int) -> None:
+        """Takes the pages of a running request, which goes on when it has computed them again."""
+        if not self.statistics.preempted:
+            logger.warning(
+                "the key-value pool of %d tokens is full: the youngest requests give way and are computed again later. A "
+                "larger engine.kv_tokens, or a smaller max_concurrency, is faster.",
+                self.pool.count * PAGE,
+            )
+        self.statistics.preempted += 1
+        self._slots.drop_pages(slot)
+        self._decoding.discard(slot)
+        self._prefilling.add(slot)
+        self._order = None
