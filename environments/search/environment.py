@@ -14,7 +14,7 @@ from rlflow_environments.search import scoring
 from rlflow_environments.search.coalescer import CoalescedSearch
 from rlflow_environments.search.formats import Corpus, read_tasks
 from rlflow_environments.search.protocol import PROTOCOLS, check_prompt_template
-from rlflow_environments.search.retrievers import Retriever, make_retriever
+from rlflow_environments.search.retrievers import Retriever, brings_documents, make_retriever
 
 REPORTED_METADATA = ("hops",)
 """Numeric keys of a question's row that become metrics of its episodes."""
@@ -143,6 +143,8 @@ def _world_files(world: Mapping[str, Any] | None) -> Mapping[str, Any]:
 def _retriever(retriever: str | Mapping[str, Any] | Retriever, corpus: str | Path | None) -> Retriever:
     if isinstance(retriever, Retriever):
         return retriever
+    if corpus is None and brings_documents(retriever):
+        return make_retriever(retriever, None)
     if corpus is None:
         raise ConfigError(
             "environment search: no corpus. Set environment.corpus to a .jsonl file of passages, or environment.world to the "
