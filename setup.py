@@ -67,7 +67,10 @@ setup(
     entry_points={
         "console_scripts": ["rlflow = rlflow.cli:main"],
         "rlflow.environments": ["search = rlflow_environments.search:SearchEnvironment"],
-        "rlflow.commands": ["convert = rlflow_tools.ckpt_convert.command:add"],
+        "rlflow.commands": [
+            "convert = rlflow_tools.ckpt_convert.command:add",
+            "search = rlflow_environments.search.commands:add",
+        ],
     },
     classifiers=[
         "Operating System :: POSIX :: Linux",

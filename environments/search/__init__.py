@@ -2,8 +2,27 @@
 
 from __future__ import annotations
 
-from rlflow_environments.search.environment import SearchEnvironment
-from rlflow_environments.search.formats import Corpus, Passage
-from rlflow_environments.search.retrievers import Retriever, make_retriever
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rlflow_environments.search.environment import SearchEnvironment
+    from rlflow_environments.search.formats import Corpus, Passage
+    from rlflow_environments.search.retrievers import Retriever, make_retriever
+
+_HOMES = {
+    "SearchEnvironment": "environment",
+    "Corpus": "formats",
+    "Passage": "formats",
+    "Retriever": "retrievers",
+    "make_retriever": "retrievers",
+}
 
 __all__ = ["SearchEnvironment", "Corpus", "Passage", "Retriever", "make_retriever"]
+
+
+def __getattr__(name: str) -> Any:
+    """The public name from its module (PEP 562), so that the command line stays light."""
+    if name not in _HOMES:
+        raise AttributeError(f"module '{__name__}' has no attribute '{name}'")
+    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)

@@ -211,5 +211,5 @@ def test_the_query_command_prints_passages(files, capsys):
     assert main(["query", "--corpus", str(files["corpus"]), "--top-k", "1", "Orvan Telmik", "Velmora"]) == 0
     printed = capsys.readouterr().out
     assert "1. " in printed and printed.index("doc://Orvan Telmik") < printed.index("doc://Velmora")
-    assert main(["query", "--corpus", "absent.jsonl", "x"]) == 1
+    assert main(["query", "--corpus", "absent.jsonl", "x"]) == 2
     assert "absent.jsonl" in capsys.readouterr().err
