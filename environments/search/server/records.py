@@ -1,17 +1,10 @@
-"""The records of a .jsonl file of any size, read where they lie: a memory map of the file and one of its offsets.
-
-The offsets are written once, beside the file (`corpus.jsonl.offsets`), and mapped by every later process: the pages of both maps
-are shared by all of them, so that a second server costs no second copy.
-"""
+"""Passages and pages read where they lie: one memory map, whose memory all processes share, whatever the size of the file."""
 
 from __future__ import annotations
 
+import hashlib
 import json
-import logging
-import mmap
-import os
-import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, overload
 
@@ -20,66 +13,19 @@ import orjson
 
 from rlflow.errors import DataError
 from rlflow_environments.search.formats import Passage, make_contents, parse_passage
-
-logger = logging.getLogger(__name__)
-
-ENTRY = np.dtype([("start", "<u8"), ("length", "<u4"), ("whole", "u1")])
-"""Of one record: where it starts, its bytes without surrounding blanks, 1 if it can be sent as it is (see `document`)."""
-
-_MAGIC = b"rlflow offsets 1"
-_HEADER = np.dtype([("magic", "S16"), ("size", "<u8"), ("modified", "<i8"), ("count", "<u8")])
-_BLOCK = 1 << 16  # entries that are gathered before they are written
-
-Progress = Callable[[float], None]
-"""Told how much is done, from 0 to 1."""
-
-
-class Records:
-    """The records of one file: by row, as bytes. A record ends at a newline byte and nowhere else; blank lines do not count."""
-
-    def __init__(self, path: str | Path, *, progress: Progress = lambda share: None) -> None:
-        """Maps the file and its offsets, which are made first where they are missing or older than the file.
-
-        Raises DataError: no such file, an empty one, or a record of 4 GiB or more.
-        """
-        self.path = Path(path).expanduser()
-        if not self.path.is_file():
-            raise DataError(f"{self.path}: expected a .jsonl file, found none there. Give the path of an existing file.")
-        if not self.path.stat().st_size:
-            raise DataError(f"{self.path}: expected one JSON object per line, found an empty file.")
-        with self.path.open("rb") as file:
-            self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        self._entries = _offsets(self.path, self._map, progress)
-
-    def __len__(self) -> int:
-        return len(self._entries)
-
-    def record(self, row: int) -> bytes:
-        """The bytes of a record as they stand in the file, without surrounding blanks."""
-        start, length, _ = self._entries[row].item()
-        return self._map[start : start + length]
-
-    def document(self, row: int) -> bytes:
-        """The record as a JSON object that has `id`, `contents` and `url`: as it stands if it has, else with them added.
-
-        A missing id is the row, a missing url `doc://<id>`, missing contents are made from title and text.
-        """
-        start, length, whole = self._entries[row].item()
-        record = self._map[start : start + length]
-        return record if whole else _completed(record, row)
+from rlflow_environments.search.server.offsets import Progress, map_file, map_offsets
 
 
 class StoredCorpus(Sequence[Passage]):
-    """The passages of a corpus.jsonl that may be larger than memory. `document(row)`: a whole stored record as JSON."""
+    """The passages of a corpus.jsonl, also of one that is larger than memory."""
 
     def __init__(self, path: str | Path, *, progress: Progress = lambda share: None) -> None:
-        """See Records. A bad row raises DataError when it is read, not before."""
-        self._records = Records(path, progress=progress)
-        self.path = self._records.path
-        self.document = self._records.document
+        """Maps the file and its offsets; the first time every row is checked. Raises DataError: no such file, a bad row."""
+        self.path, self._map = map_file(path, "corpus")
+        self._entries, self.sha256 = map_offsets(self.path, self._map, self._check, progress)
 
     def __len__(self) -> int:
-        return len(self._records)
+        return len(self._entries)
 
     @overload
     def __getitem__(self, index: int) -> Passage: ...
@@ -91,108 +37,118 @@ class StoredCorpus(Sequence[Passage]):
         if isinstance(index, slice):
             return [self[row] for row in range(*index.indices(len(self)))]
         row = range(len(self))[index]
-        return parse_passage(self._records.record(row), row, self.path)
+        start, length, _ = self._entries[row].item()
+        return parse_passage(self._map[start : start + length], row, self.path)
+
+    def document(self, row: int) -> bytes:
+        """A record as a JSON object that has `id`, `contents` and `url`: as it stands if it has them, else completed."""
+        start, length, whole = self._entries[row].item()
+        record = self._map[start : start + length]
+        return record if whole else dump_json(complete_document(row, _load_json(record)))
+
+    def _check(self, record: bytes, row: int) -> bool:
+        fields = _strings(record, ("id", "contents", "url"))
+        if all(fields):
+            return True
+        parse_passage(record, row, self.path)
+        return False
+
+
+class Pages:
+    """The pages of a pages.jsonl by their URL, for `POST /access`."""
+
+    def __init__(self, path: str | Path, *, progress: Progress = lambda share: None) -> None:
+        """Maps the file and its offsets and hashes every URL. Raises DataError: no such file, a page without URL or contents."""
+        self.path, self._map = map_file(path, "pages")
+        self._entries, self.sha256 = map_offsets(self.path, self._map, self._check, lambda share: progress(share / 2))
+        hashes = np.empty(len(self), np.uint64)
+        for row in range(len(self)):
+            hashes[row] = _hash(self._url(row))
+            if row % 65536 == 0:
+                progress(0.5 + row / len(self) / 2)
+        self._rows = np.argsort(hashes, kind="stable")
+        self._hashes = hashes[self._rows]
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def page(self, url: str) -> bytes | None:
+        """The whole record of a page as JSON, None for an unknown one.
+
+        A URL is looked up as it stands; one that is not known and contains `index.php/` once more as `index.php?title=`, the
+        only rewriting that the field knows. Of several records of one URL the last counts, as in a dictionary.
+        """
+        found = self._find(url)
+        if found is None and "index.php/" in url:
+            found = self._find(url.replace("index.php/", "index.php?title="))
+        return found
+
+    def _find(self, url: str) -> bytes | None:
+        wanted = np.uint64(_hash(url))
+        place = int(np.searchsorted(self._hashes, wanted, side="right")) - 1
+        while place >= 0 and self._hashes[place] == wanted:
+            row = int(self._rows[place])
+            if self._url(row) == url:
+                record = self._record(row)
+                return record if self._entries[row]["whole"] else dump_json(_load_json(record))
+            place -= 1
+        return None
+
+    def _record(self, row: int) -> bytes:
+        start, length, _ = self._entries[row].item()
+        return self._map[start : start + length]
+
+    def _url(self, row: int) -> str:
+        return _load_json(self._record(row))["url"]
+
+    def _check(self, record: bytes, row: int) -> bool:
+        if all(_strings(record, ("url", "contents"))):
+            return True
+        try:
+            page = _load_json(record)
+        except ValueError as problem:
+            raise DataError(f"{self.path}: row {row}: not JSON ({problem}). Mend or remove it.") from None
+        texts = isinstance(page, dict) and isinstance(page.get("url"), str) and isinstance(page.get("contents"), str)
+        if not texts:
+            raise DataError(f"{self.path}: row {row}: expected 'url' and 'contents' as text. Mend or remove it.")
+        return False
 
 
 def complete_document(row: int, record: Mapping[str, Any]) -> dict[str, Any]:
-    """The record with the three keys that every client of the field may ask for: id, contents, url."""
+    """The record with the three keys that clients of the field ask for; where it lacks them: the row as its id,
+    `doc://<id>` as its url, title and text as its contents."""
     name = str(row if record.get("id") is None else record["id"])
-    document = {**record, "id": name}
+    document = {**record, "id": name, "url": str(record.get("url") or f"doc://{name}")}
     if document.get("contents") is None:
         document["contents"] = make_contents(str(record.get("title") or ""), str(record.get("text") or ""))
-    document["url"] = str(record.get("url") or f"doc://{name}")
     return document
 
 
-def _completed(record: bytes, row: int) -> bytes:
-    document = complete_document(row, json.loads(record.decode("utf-8-sig")))
-    return json.dumps(document, ensure_ascii=False, allow_nan=True).encode("utf-8", "surrogatepass")
-
-
-def _offsets(path: Path, data: mmap.mmap, progress: Progress) -> np.ndarray:
-    """The entries of a file, from its offsets file if that is of the present file, else made and written there.
-
-    Where nothing can be written beside the file they lie in an unnamed temporary file: mapped all the same.
-    """
-    status = path.stat()
-    header = np.array([(_MAGIC, status.st_size, status.st_mtime_ns, 0)], _HEADER)
-    kept = path.with_name(f"{path.name}.offsets")
-    entries = _read_offsets(kept, header)
-    if entries is not None:
-        return entries
-    aside = path.with_name(f"{path.name}.{os.getpid()}.partial")
+def dump_json(value: Any) -> bytes:
+    """JSON in UTF-8; what UTF-8 cannot hold (lone surrogates) is escaped."""
     try:
-        with aside.open("wb") as file:
-            _write_offsets(file, data, header, path, progress)
-        aside.replace(kept)
-    except OSError as problem:
-        aside.unlink(missing_ok=True)
-        logger.warning("%s: the offsets cannot be kept there (%s): they are made again at every start", kept, problem)
-        with tempfile.NamedTemporaryFile(prefix="rlflow-offsets-") as file:
-            _write_offsets(file, data, header, path, progress)
-            return _map_entries(Path(file.name))
-    return _map_entries(kept)
+        return orjson.dumps(value)
+    except TypeError:
+        return json.dumps(value).encode()
 
 
-def _read_offsets(path: Path, expected: np.ndarray) -> np.ndarray | None:
-    """The entries of an offsets file; None where there is none, or of another state of the records."""
-    if not path.is_file():
-        return None
-    found = np.fromfile(path, _HEADER, count=1)
-    if not len(found) or any(found[key] != expected[key] for key in ("magic", "size", "modified")):
-        return None
-    if path.stat().st_size != _HEADER.itemsize + int(found["count"][0]) * ENTRY.itemsize:
-        return None
-    return _map_entries(path)
+def _load_json(record: bytes) -> Any:
+    """What Python's reader takes: also NaN and lone surrogates, which orjson refuses."""
+    try:
+        return orjson.loads(record)
+    except orjson.JSONDecodeError:
+        return json.loads(record)
 
 
-def _map_entries(path: Path) -> np.ndarray:
-    return np.memmap(path, ENTRY, mode="r", offset=_HEADER.itemsize)
-
-
-def _write_offsets(file: Any, data: mmap.mmap, header: np.ndarray, path: Path, progress: Progress) -> None:
-    """Header and entries; the count is put into the header last."""
-    file.write(header.tobytes())
-    block: list[tuple[int, int, bool]] = []
-    count = 0
-    for start, record in _lines(data):
-        if len(record) > np.iinfo(np.uint32).max:
-            raise DataError(f"{path}: record {count + 1} has {len(record)} bytes; the most is 4 GiB.")
-        block.append((start, len(record), _is_whole(record)))
-        count += 1
-        if len(block) == _BLOCK:
-            file.write(np.array(block, ENTRY).tobytes())
-            block.clear()
-            progress(start / len(data))
-    if not count:
-        raise DataError(f"{path}: expected one JSON object per line, found only blank lines.")
-    file.write(np.array(block, ENTRY).tobytes())
-    header["count"] = count
-    file.seek(0)
-    file.write(header.tobytes())
-    file.flush()
-    progress(1.0)
-
-
-def _lines(data: mmap.mmap) -> Iterator[tuple[int, bytes]]:
-    """(offset, record) of every line that is not blank, without surrounding blanks and byte order mark."""
-    start, end = 0, len(data)
-    while start < end:
-        stop = data.find(b"\n", start)
-        stop = end if stop < 0 else stop
-        line = data[start:stop]
-        if start == 0:
-            line = line.removeprefix(b"\xef\xbb\xbf")
-        record = line.strip()
-        if record:
-            yield stop - len(line) + line.index(record), record
-        start = stop + 1
-
-
-def _is_whole(record: bytes) -> bool:
-    """Whether a record is JSON that can be sent without a change."""
+def _strings(record: bytes, keys: Sequence[str]) -> list[str | None]:
+    """The values of keys that are text, None for others; all None for a record that orjson cannot read."""
     try:
         row = orjson.loads(record)
-    except orjson.JSONDecodeError:  # also lone surrogates and NaN, which Python's own reader takes
-        return False
-    return isinstance(row, dict) and all(isinstance(row.get(key), str) for key in ("id", "contents", "url")) and bool(row["url"])
+    except orjson.JSONDecodeError:
+        row = None
+    values = [row.get(key) if isinstance(row, dict) else None for key in keys]
+    return [value if isinstance(value, str) else None for value in values]
+
+
+def _hash(url: str) -> int:
+    return int.from_bytes(hashlib.blake2b(url.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "little")
