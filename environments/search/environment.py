@@ -11,10 +11,12 @@ from rlflow.environment import Environment
 from rlflow.errors import ConfigError, did_you_mean
 from rlflow.types import Episode, Step, Task
 from rlflow_environments.search import scoring
+from rlflow_environments.search.asynchronous import AsyncRetriever
 from rlflow_environments.search.coalescer import CoalescedSearch
-from rlflow_environments.search.formats import Corpus, read_tasks
+from rlflow_environments.search.formats import Corpus, Passage, read_tasks
 from rlflow_environments.search.protocol import PROTOCOLS, check_prompt_template
 from rlflow_environments.search.retrievers import Retriever, make_retriever
+from rlflow_environments.search.trace import trace_id
 
 REPORTED_METADATA = ("hops",)
 """Numeric keys of a question's row that become metrics of its episodes."""
@@ -98,13 +100,19 @@ class SearchEnvironment(Environment):
             return self._finish(episode)
         if self._max_searches is not None and state["searches"] >= self._max_searches:
             return self._refuse(episode, self._protocol.searches_spent)
-        passages = await self._search.search(action.content, self._top_k)
+        passages = await self._find(action.content, episode)
         state["searches"] += 1
         shown = [passage.contents[: self._max_document_characters] for passage in passages]
         if any(scoring.contains_gold(text, episode.task.answer) for text in shown):
             state["gold_in_results"] = 1.0
         observation = self._protocol.observe(passages, self._max_document_characters)
         return Step(observation, metrics=self._metrics(episode))
+
+    async def _find(self, query: str, episode: Episode) -> list[Passage]:
+        if isinstance(self.retriever, AsyncRetriever):
+            trace = trace_id(episode.task.id, episode.scratch["responses"])
+            return await self.retriever.find(query, self._top_k, trace=trace)
+        return await self._search.search(query, self._top_k)
 
     def _refuse(self, episode: Episode, message: str) -> Step:
         episode.scratch["invalid_actions"] += 1
@@ -143,6 +151,10 @@ def _world_files(world: Mapping[str, Any] | None) -> Mapping[str, Any]:
 def _retriever(retriever: str | Mapping[str, Any] | Retriever, corpus: str | Path | None) -> Retriever:
     if isinstance(retriever, Retriever):
         return retriever
+    if not isinstance(retriever, str) and retriever.get("name") == "http":
+        from rlflow_environments.search.client import make_http_retriever
+
+        return make_http_retriever(retriever)
     if corpus is None:
         raise ConfigError(
             "environment search: no corpus. Set environment.corpus to a .jsonl file of passages, or environment.world to the "
