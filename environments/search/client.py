@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
-import inspect
 import json
 import logging
 import random
@@ -270,16 +269,12 @@ class HttpRetriever(AsyncRetriever):
             raise
 
 
-def make_http_retriever(options: Mapping[str, Any]) -> HttpRetriever:
-    """The retriever of a configuration's `{name: http, ...}`. Raises ConfigError for an unknown option."""
-    keywords = {key: value for key, value in options.items() if key != "name"}
-    known = [name for name in inspect.signature(HttpRetriever).parameters if name != "self"]
-    if "url" in keywords:
-        keywords["urls"] = keywords.pop("url")
-    for key in keywords:
-        if key not in known:
-            raise ConfigError(f"retriever http: unknown option '{key}'; known: {', '.join(known)}.{did_you_mean(key, known)}")
-    return HttpRetriever(**keywords)
+def http_retriever(
+    corpus: object, *, url: str | None = None, urls: str | Sequence[str] | None = None, **options: Any
+) -> HttpRetriever:
+    """The retriever of a configuration's `{name: http, url: ...}`; further options are those of HttpRetriever. The servers
+    bring the documents."""
+    return HttpRetriever(url if urls is None else urls, **options)
 
 
 def _check_numbers(**numbers: float) -> None:

@@ -15,7 +15,7 @@ from rlflow_environments.search.asynchronous import AsyncRetriever
 from rlflow_environments.search.coalescer import CoalescedSearch
 from rlflow_environments.search.formats import Corpus, Passage, read_tasks
 from rlflow_environments.search.protocol import PROTOCOLS, check_prompt_template
-from rlflow_environments.search.retrievers import Retriever, make_retriever
+from rlflow_environments.search.retrievers import Retriever, brings_documents, make_retriever
 from rlflow_environments.search.trace import trace_id
 
 REPORTED_METADATA = ("hops",)
@@ -151,10 +151,8 @@ def _world_files(world: Mapping[str, Any] | None) -> Mapping[str, Any]:
 def _retriever(retriever: str | Mapping[str, Any] | Retriever, corpus: str | Path | None) -> Retriever:
     if isinstance(retriever, Retriever):
         return retriever
-    if not isinstance(retriever, str) and retriever.get("name") == "http":
-        from rlflow_environments.search.client import make_http_retriever
-
-        return make_http_retriever(retriever)
+    if corpus is None and brings_documents(retriever):
+        return make_retriever(retriever, None)
     if corpus is None:
         raise ConfigError(
             "environment search: no corpus. Set environment.corpus to a .jsonl file of passages, or environment.world to the "

@@ -13,9 +13,10 @@ from rlflow.environment import Task
 from rlflow.errors import ConfigError, DataError
 from rlflow_environments.search import SearchEnvironment
 from rlflow_environments.search.cache import SearchCache
-from rlflow_environments.search.client import HttpRetriever, make_http_retriever
+from rlflow_environments.search.client import HttpRetriever
 from rlflow_environments.search.errors import ReplayMissError, RetrievalError
 from rlflow_environments.search.formats import Passage
+from rlflow_environments.search.retrievers import make_retriever
 from rlflow_environments.search.server.discovery import DiscoveryFile, read_addresses
 from rlflow_environments.search.server.listener import bind
 from rlflow_environments.search.servers import ServerPool, server_url
@@ -277,7 +278,7 @@ def test_addresses_are_taken_in_the_forms_of_the_field(address, url):
 )
 def test_mistakes_are_named(options, named):
     with pytest.raises(ConfigError, match=named):
-        make_http_retriever({"name": "http", **options})
+        make_retriever({"name": "http", **options}, None)
 
 
 def test_a_server_that_does_not_come_is_a_mistake_of_the_configuration():
@@ -301,7 +302,7 @@ def test_strict_replay_needs_no_server_and_gives_what_was_recorded(tmp_path):
     server = Scripted()
     with serving(server) as url:
         expected = recorded(url, tmp_path).search(["a", "b"], 2)
-    replay = make_http_retriever({"name": "http", "cache": {"directory": str(tmp_path), "mode": "strict-replay"}})
+    replay = make_retriever({"name": "http", "cache": {"directory": str(tmp_path), "mode": "strict-replay"}}, None)
     assert replay.search(["a", "b"], 2) == expected
     assert asyncio.run(replay.find("b", 2)) == expected[1]
     with pytest.raises(ReplayMissError, match=r"'never asked' with top_k 2 was not recorded"):

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import json
 import math
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from typing import Protocol
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 
-from rlflow.errors import ConfigError
+from rlflow.errors import ConfigError, DataError
 from rlflow_environments.search.formats import Passage
 
 # Scripts without spaces between words count character by character.
@@ -29,16 +31,6 @@ def split_words(text: str) -> list[str]:
     return _WORD.findall(text.lower())
 
 
-class Encoder(Protocol):
-    """Texts to vectors of unit length (or zero, where a text holds nothing to encode): (N, dimensions) float32."""
-
-    dimensions: int
-
-    def encode_queries(self, queries: Sequence[str]) -> np.ndarray: ...
-
-    def encode_passages(self, passages: Sequence[Passage]) -> np.ndarray: ...
-
-
 class NgramEncoder:
     """Feature hashing (Weinberger et al. 2009) of words and of their character n-grams into `dimensions` signed buckets.
 
@@ -47,6 +39,8 @@ class NgramEncoder:
     1 - title_weight of its body's, normalized: an article about a name lies closer to that name than articles that mention it.
     Deterministic: a text's vector depends on the corpus and on the text alone, bit for bit, not on the batch.
     """
+
+    unit_vectors = True
 
     def __init__(
         self,
@@ -69,6 +63,13 @@ class NgramEncoder:
                 f"retriever: title_weight and ngram_weight must be from 0 to 1, found {title_weight} and {ngram_weight}."
             )
         self.dimensions = dimensions
+        self._options = {
+            "dimensions": dimensions,
+            "title_weight": title_weight,
+            "ngram_weight": ngram_weight,
+            "ngram_sizes": list(ngram_sizes),
+            "buckets_per_word": buckets_per_word,
+        }
         self._title_weight = title_weight
         self._ngram_weight = ngram_weight
         self._ngram_sizes = tuple(ngram_sizes)
@@ -78,6 +79,35 @@ class NgramEncoder:
         self._document_frequency: Counter[str] = Counter()
         for passage in passages:
             self._document_frequency.update(set(split_words(passage.contents)))
+
+    @classmethod
+    def load(cls, path: str | Path) -> NgramEncoder:
+        """The encoder that `save` wrote. Raises DataError: missing or damaged file."""
+        try:
+            state = json.loads(Path(path).read_bytes())
+            encoder = cls([], **state["options"])
+            encoder._passage_count = int(state["passages"])
+            encoder._document_frequency = Counter(state["document_frequency"])
+        except (OSError, ValueError, KeyError, TypeError) as problem:
+            raise DataError(
+                f"{path}: expected the counts of a hashed encoder, found {problem}. Build the index again."
+            ) from None
+        return encoder
+
+    def save(self, path: str | Path) -> None:
+        """Writes the options and the counts as JSON: what the corpus contributes to a vector."""
+        state = {
+            "options": self._options,
+            "passages": self._passage_count,
+            "document_frequency": dict(sorted(self._document_frequency.items())),
+        }
+        Path(path).write_text(json.dumps(state), encoding="ascii")
+
+    @property
+    def description(self) -> dict[str, Any]:
+        """See Encoder."""
+        counts = json.dumps([self._options, self._passage_count, sorted(self._document_frequency.items())])
+        return {"family": "hashed", **self._options, "sha256": hashlib.sha256(counts.encode()).hexdigest()}
 
     def encode_queries(self, queries: Sequence[str]) -> np.ndarray:
         """(N, dimensions) float32, unit rows; a query without any word is a zero row."""

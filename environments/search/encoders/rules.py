@@ -1,0 +1,165 @@
+"""How a model family turns text into vectors: prefixes, pooling, normalization, length. One function decides the family, for the
+builder of an index and for its server alike."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass, replace
+from pathlib import Path, PurePath
+from typing import Any
+
+from rlflow.errors import ConfigError, ModelError, did_you_mean
+
+POOLINGS = ("mean", "cls", "max", "last", "mean_sqrt_length")
+MAX_LENGTH = 256  # tokens, prefix and special tokens included (Search-R1 and all that descend from it)
+_BGE_QUERY = "Represent this sentence for searching relevant passages: "
+
+
+@dataclass(frozen=True)
+class Projection:
+    """A dense layer after pooling: the folder that holds its weights, and its activation (identity or tanh)."""
+
+    folder: str
+    activation: str
+
+
+@dataclass(frozen=True)
+class EncoderRules:
+    """What a family does around the model's last hidden states."""
+
+    family: str
+    pooling: str
+    normalize: bool
+    query_prefix: str = ""
+    passage_prefix: str = ""
+    max_length: int = MAX_LENGTH
+    projections: tuple[Projection, ...] = ()
+
+
+FAMILIES = {
+    "e5": EncoderRules("e5", "mean", True, "query: ", "passage: "),  # Wang et al. 2022, model card of e5-base-v2
+    "bge": EncoderRules("bge", "cls", True, _BGE_QUERY),  # Xiao et al. 2023, model card of bge-base-en-v1.5
+    "dpr": EncoderRules("dpr", "cls", False),  # Karpukhin et al. 2020
+    "contriever": EncoderRules("contriever", "mean", False),  # Izacard et al. 2022
+    "sentence-transformers": EncoderRules("sentence-transformers", "mean", True),
+}
+_BY_NAME = ("e5", "bge", "dpr", "contriever")
+_POOLING_KEYS = {
+    "pooling_mode_mean_tokens": "mean",
+    "pooling_mode_cls_token": "cls",
+    "pooling_mode_max_tokens": "max",
+    "pooling_mode_lasttoken": "last",
+    "pooling_mode_mean_sqrt_len_tokens": "mean_sqrt_length",
+}
+_POOLING_NAMES = {**{name: name for name in POOLINGS}, "lasttoken": "last", "mean_sqrt_len_tokens": "mean_sqrt_length"}
+_ACTIVATIONS = {"Identity": "identity", "Tanh": "tanh"}
+
+
+def encoder_family(name: str) -> str:
+    """The family of a model name or folder, a key of FAMILIES: `e5-base`, `intfloat/e5-base-v2` and `models/my_e5/` are e5.
+
+    The last part of the path decides by what it contains (as in the field); where it says nothing, the nearest folder above with
+    the family as a word of its own does (`models--intfloat--e5-base-v2/snapshots/8a1b`).
+    """
+    *folders, last = PurePath(name.lower().rstrip("/")).parts or ("",)
+    for family in _BY_NAME:
+        if family in last:
+            return family
+    for folder in reversed(folders):
+        for family in _BY_NAME:
+            if re.search(rf"(?<![a-z0-9]){family}(?![a-z0-9])", folder):
+                return family
+    return "sentence-transformers"
+
+
+def encoder_rules(
+    folder: Path,
+    name: str,
+    *,
+    family: str | None = None,
+    pooling: str | None = None,
+    normalize: bool | None = None,
+    query_prefix: str | None = None,
+    passage_prefix: str | None = None,
+    max_length: int | None = None,
+) -> EncoderRules:
+    """The rules of a model: its family's, or those of its modules.json; what is given wins.
+
+    Raises ConfigError for an unknown family or pooling or a length below 1, ModelError for modules that are not supported.
+    """
+    chosen = encoder_family(name) if family is None else family
+    if chosen not in FAMILIES:
+        raise ConfigError(
+            f"encoder.family: expected one of {', '.join(FAMILIES)}, found '{chosen}'.{did_you_mean(chosen, FAMILIES)}"
+        )
+    rules = FAMILIES[chosen]
+    if chosen == "sentence-transformers" and (folder / "modules.json").is_file():
+        rules = _from_modules(folder, rules)
+    if pooling is not None and pooling not in POOLINGS:
+        raise ConfigError(
+            f"encoder.pooling: expected one of {', '.join(POOLINGS)}, found '{pooling}'.{did_you_mean(pooling, POOLINGS)}"
+        )
+    if max_length is not None and max_length < 1:
+        raise ConfigError(f"encoder.max_length: expected at least 1 token, found {max_length}.")
+    given: dict[str, Any] = {
+        "pooling": pooling,
+        "normalize": normalize,
+        "query_prefix": query_prefix,
+        "passage_prefix": passage_prefix,
+        "max_length": max_length,
+    }
+    return replace(rules, **{key: value for key, value in given.items() if value is not None})
+
+
+def _from_modules(folder: Path, rules: EncoderRules) -> EncoderRules:
+    """The rules that a sentence-transformers folder states: modules.json, the pooling module, prompts, the length."""
+    rules = replace(rules, normalize=False)
+    for module in _read(folder / "modules.json"):
+        kind, place = module["type"].rpartition(".")[2], folder / module.get("path", "")
+        if kind == "Pooling":
+            rules = replace(rules, pooling=_pooling(place / "config.json"))
+        elif kind == "Dense":
+            rules = replace(rules, projections=(*rules.projections, _projection(folder, place)))
+        elif kind == "Normalize":
+            rules = replace(rules, normalize=True)
+        elif kind != "Transformer":
+            raise ModelError(
+                f"{folder}/modules.json: module '{module['type']}' is not supported; supported: Transformer, Pooling, Dense, "
+                "Normalize."
+            )
+    prompts = _read(folder / "config_sentence_transformers.json", {}).get("prompts") or {}
+    length = _read(folder / "sentence_bert_config.json", {}).get("max_seq_length")
+    return replace(
+        rules,
+        query_prefix=prompts.get("query") or "",
+        passage_prefix=prompts.get("document") or prompts.get("passage") or "",
+        max_length=length or MAX_LENGTH,
+    )
+
+
+def _pooling(path: Path) -> str:
+    config = _read(path)
+    mode = config.get("pooling_mode")
+    modes = [mode] if isinstance(mode, str) else [name for key, name in _POOLING_KEYS.items() if config.get(key)]
+    if len(modes) != 1 or modes[0] not in _POOLING_NAMES:
+        raise ModelError(f"{path}: expected one pooling of {', '.join(POOLINGS)}, found {modes or 'none'}.")
+    return _POOLING_NAMES[modes[0]]
+
+
+def _projection(folder: Path, place: Path) -> Projection:
+    activation = str(_read(place / "config.json").get("activation_function", "")).rpartition(".")[2]
+    if activation not in _ACTIVATIONS:
+        raise ModelError(
+            f"{place}/config.json: activation '{activation}' is not supported; supported: {', '.join(_ACTIVATIONS)}."
+        )
+    return Projection(str(place.relative_to(folder)), _ACTIVATIONS[activation])
+
+
+def _read(path: Path, default: Any = None) -> Any:
+    if not path.is_file() and default is not None:
+        return default
+    try:
+        return json.loads(path.read_bytes())
+    except (OSError, ValueError) as problem:
+        raise ModelError(f"{path}: cannot be read as JSON ({problem}).") from None
