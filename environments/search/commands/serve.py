@@ -1,7 +1,8 @@
 """Serves an index over HTTP, in the wire format that Search-R1, RLinf, ASearcher, AstraFlow, verl, slime and SkyRL share.
 
-  rlflow search serve --corpus corpus.jsonl --retriever bm25
-  rlflow search serve --corpus corpus.jsonl --pages pages.jsonl --retriever '{name: dense, dimensions: 512}' --port 0
+  rlflow search serve --index indices/wiki --pages pages.jsonl --host 0.0.0.0 --save-address-to addresses/
+  rlflow search serve --corpus corpus.jsonl --retriever bm25 --port 0
+  rlflow search serve --index_path e5_Flat.index --corpus_path wiki-18.jsonl --retriever_name e5 --retriever_model e5-base-v2
 
 The port answers at once; GET /health tells how far loading is, GET /ready when it is done, and a browser at / what the server
 is doing. SIGHUP, or POST /admin/reload from this machine, loads the index again without a gap. SIGTERM ends it.
@@ -10,13 +11,13 @@ is doing. SIGHUP, or POST /admin/reload from this machine, loads the index again
 from __future__ import annotations
 
 import argparse
-import json
 import logging
 import os
 import sys
 from typing import Any
 
 from rlflow.errors import ConfigError, MissingPackageError
+from rlflow_environments.search.commands.served import add_source_arguments, read_source
 from rlflow_environments.search.server.discovery import DiscoveryFile
 from rlflow_environments.search.server.listener import bind
 
@@ -26,9 +27,8 @@ DEFAULT_PORT = 8000
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What is served, where, and how much is taken at a time; the flags of the field's servers under their own names."""
     served = parser.add_argument_group("what is served")
-    served.add_argument("--corpus", "--corpus_path", metavar="FILE", help="passages, one JSON object per line")
+    add_source_arguments(served)
     served.add_argument("--pages", "--pages_path", metavar="FILE", help="whole pages for POST /access")
-    served.add_argument("--retriever", metavar="NAME|{...}", default="dense", help="a retriever's name, or its options too")
     served.add_argument("--topk", "--top-k", type=int, default=3, metavar="N", help="where a request has none (default 3)")
     place = parser.add_argument_group("where")
     place.add_argument("--host", default="127.0.0.1", help="address to bind (default 127.0.0.1; 0.0.0.0 for other machines)")
@@ -80,22 +80,8 @@ def make_source(args: argparse.Namespace) -> Any:
     from rlflow_environments.search.server.loading import Source
 
     options = {"max_batch": args.max_batch, "max_waiting": args.max_queue, "cache_bytes": args.cache_mb << 20}
-    return Source(read_component(args.retriever), args.corpus, args.pages, options)
-
-
-def read_component(text: str) -> dict[str, Any]:
-    """A retriever by name, or by name and options in YAML (of which JSON is a part)."""
-    import yaml
-
-    try:
-        component = yaml.safe_load(text)
-    except yaml.YAMLError as problem:
-        raise ConfigError(f"--retriever: expected a name or {{name: ..., option: ...}}, found {text!r} ({problem}).") from None
-    if isinstance(component, str):
-        return {"name": component}
-    if not isinstance(component, dict) or "name" not in component:
-        raise ConfigError(f"--retriever: expected a name or {{name: ..., option: ...}}, found {json.dumps(component)}.")
-    return component
+    component, corpus = read_source(args)
+    return Source(component, corpus, args.pages, options)
 
 
 def _check(args: argparse.Namespace) -> None:
