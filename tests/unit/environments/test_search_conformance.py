@@ -46,7 +46,7 @@ def test_several_faults_are_all_named(capsys):
         assert check.run(args) == 1
     shown = capsys.readouterr().out
     assert "FAIL  default topk" in shown and "status 500: " in shown and "a document has no 'url'" in shown
-    assert shown.splitlines()[-1] == "17 of 20 required checks pass; failed: documents, default topk, no queries"
+    assert shown.splitlines()[-1] == "16 of 19 required checks pass; failed: documents, default topk, no queries"
 
 
 def test_what_is_no_server_is_said_to_be_none(capsys):
