@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from rlflow.environment import Environment
 from rlflow.errors import ConfigError, did_you_mean
@@ -17,6 +17,9 @@ from rlflow_environments.search.formats import Corpus, Passage, read_tasks
 from rlflow_environments.search.protocol import PROTOCOLS, check_prompt_template
 from rlflow_environments.search.retrievers import Retriever, brings_documents, make_retriever
 from rlflow_environments.search.trace import trace_id
+
+if TYPE_CHECKING:
+    from rlflow_environments.search.managed import ManagedServer
 
 REPORTED_METADATA = ("hops",)
 """Numeric keys of a question's row that become metrics of its episodes."""
@@ -47,6 +50,7 @@ class SearchEnvironment(Environment):
         prompt_template: str = "searchr1",
         max_document_characters: int | None = None,
         max_searches: int | None = None,
+        managed: bool | Mapping[str, Any] = False,
     ) -> None:
         """Reads the files and builds the index.
 
@@ -54,7 +58,8 @@ class SearchEnvironment(Environment):
         world: keywords of `world.ensure_world`, which makes the embedded world's files; a file given beside it wins.
         retriever: a name, {name, options...}, or a Retriever (then `corpus` is not needed). top_k: passages per search.
         prompt_template: for rows that have a `question` and no `prompt`. max_document_characters: of one passage's contents.
-        max_searches: per episode; further searches are refused. Raises ConfigError, DataError, MissingPackageError.
+        max_searches: per episode; further searches are refused. managed: search in a service of its own that is started here and
+        ends with the run; its options: see `managed`. Raises ConfigError, DataError, MissingPackageError.
         """
         _at_least_one("top_k", top_k)
         _at_least_one("max_document_characters", max_document_characters)
@@ -72,8 +77,27 @@ class SearchEnvironment(Environment):
         self._tasks = {
             split: read_tasks(path, split, prompt_template) for split, path in questions.items() if path is not None
         }
-        self.retriever = _retriever(retriever, corpus or files.get("corpus"))
+        corpus = corpus or files.get("corpus")
+        self._service: ManagedServer | None = None
+        if managed:
+            self.retriever = self._start_service(retriever, corpus, managed)
+        else:
+            self.retriever = _retriever(retriever, corpus)
         self._search = CoalescedSearch(self.retriever)
+
+    def _start_service(
+        self, retriever: Any, corpus: str | Path | None, managed: bool | Mapping[str, Any]
+    ) -> Retriever:
+        from rlflow_environments.search.managed import start_managed
+
+        tasks = next(iter(self._tasks.values()), [])
+        self._service = start_managed(retriever, corpus, managed, tasks, self._top_k)
+        return self._service.retriever
+
+    def shutdown(self) -> None:
+        """Stops a managed service."""
+        if self._service is not None:
+            self._service.stop()
 
     def tasks(self, split: str) -> Sequence[Task]:
         """The questions of "train" or "val" in file order. Raises ConfigError where no such file was given."""
