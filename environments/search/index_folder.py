@@ -80,6 +80,14 @@ def write_json(path: Path, value: Any) -> None:
     aside.replace(path)
 
 
+def read_json(path: Path) -> Any:
+    """The content of a file of `write_json`. Raises DataError."""
+    try:
+        return json.loads(path.read_bytes())
+    except (OSError, ValueError) as problem:
+        raise DataError(f"{path}: cannot be read ({problem}). Delete the folder and build again.") from None
+
+
 def stamp_corpus(path: str | Path) -> dict[str, Any]:
     """{path, bytes, modified_ns, sha256} of a corpus file."""
     file = Path(path).resolve()

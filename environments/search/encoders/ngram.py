@@ -63,7 +63,7 @@ class NgramEncoder:
                 f"retriever: title_weight and ngram_weight must be from 0 to 1, found {title_weight} and {ngram_weight}."
             )
         self.dimensions = dimensions
-        self._options = {
+        self.options = {
             "dimensions": dimensions,
             "title_weight": title_weight,
             "ngram_weight": ngram_weight,
@@ -94,20 +94,29 @@ class NgramEncoder:
             ) from None
         return encoder
 
-    def save(self, path: str | Path) -> None:
-        """Writes the options and the counts as JSON: what the corpus contributes to a vector."""
+    @staticmethod
+    def counted(path: str | Path) -> tuple[str, dict[str, Any]]:
+        """(SHA-256 of the corpus, options) of a file that `save` wrote."""
+        state = json.loads(Path(path).read_bytes())
+        return state["corpus"], state["options"]
+
+    def save(self, path: str | Path, corpus: str) -> None:
+        """Writes the options and the counts as JSON: what the corpus contributes to a vector. corpus: SHA-256 of its file."""
+        aside = Path(f"{path}.partial")
         state = {
-            "options": self._options,
+            "corpus": corpus,
+            "options": self.options,
             "passages": self._passage_count,
             "document_frequency": dict(sorted(self._document_frequency.items())),
         }
-        Path(path).write_text(json.dumps(state), encoding="ascii")
+        aside.write_text(json.dumps(state), encoding="ascii")
+        aside.replace(path)
 
     @property
     def description(self) -> dict[str, Any]:
         """See Encoder."""
-        counts = json.dumps([self._options, self._passage_count, sorted(self._document_frequency.items())])
-        return {"family": "hashed", **self._options, "sha256": hashlib.sha256(counts.encode()).hexdigest()}
+        counts = json.dumps([self.options, self._passage_count, sorted(self._document_frequency.items())])
+        return {"family": "hashed", **self.options, "sha256": hashlib.sha256(counts.encode()).hexdigest()}
 
     def encode_queries(self, queries: Sequence[str]) -> np.ndarray:
         """(N, dimensions) float32, unit rows; a query without any word is a zero row."""

@@ -16,7 +16,7 @@ from rlflow_environments.search.retrievers.faiss_index import FaissIndex, new_in
 from rlflow_environments.search.retrievers.opening import check_count, encoder_of, open_index, verify_encoder
 from rlflow_environments.search.retrievers.torch_index import TorchIndex
 
-BLOCK = 8192  # passages encoded at a time: never two copies of all vectors
+BLOCK = 2048  # passages encoded at a time: never two copies of all vectors; what a killed build loses at most
 TRAINING_ROWS_PER_LIST = 64  # faiss asks for 39 at least
 _UNIT = 1.01  # length of a "unit" vector that went through float16
 

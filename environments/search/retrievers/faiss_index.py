@@ -160,7 +160,7 @@ def new_index(factory: str, dimensions: int) -> Any:
     try:
         return faiss.index_factory(dimensions, factory, faiss.METRIC_INNER_PRODUCT)
     except RuntimeError as problem:
-        reason = str(problem).rpartition("Error: ")[2].partition("\n")[0][:200]
+        reason = str(problem).rpartition(": ")[2].partition("\n")[0][:200]
         raise ConfigError(
             f"index: '{factory}' is not an index_factory string that faiss takes for {dimensions} dimensions ({reason}). "
             "Examples: Flat, SQ8, SQfp16, HNSW32, IVF1024,Flat, IVF4096,SQ8."
@@ -179,7 +179,7 @@ def read_index(path: Path, *, mmap: bool) -> Any:
     except OSError as problem:
         raise DataError(f"{path}: expected a faiss index, found none ({problem.strerror}).") from None
     except RuntimeError as problem:
-        reason = str(problem).rpartition("Error: ")[2].partition("\n")[0][:200]
+        reason = str(problem).rpartition(": ")[2].partition("\n")[0][:200]
         raise DataError(f"{path}: expected a faiss index, found something else ({reason}). Build it again.") from None
 
 

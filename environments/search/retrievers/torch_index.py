@@ -88,7 +88,7 @@ class TorchIndex:
         return inputs + scale * (self.dimensions * _MANTISSA[torch.float32] + result)
 
     def _load(self, start: int, block: np.ndarray) -> None:
-        wide = torch.from_numpy(np.require(block, requirements=["C", "A"])).float()  # a mapped file may start anywhere
+        wide = torch.from_numpy(np.array(block)).float()  # a mapped file is read-only, and may be unaligned
         held = wide.to(self._dtype)
         self._matrix[start : start + len(block)] = held.to(self._device)
         self._largest_norm = max(self._largest_norm, float(held.float().norm(dim=1).max()))

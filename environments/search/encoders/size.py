@@ -1,0 +1,32 @@
+"""How large an encoder is, from its files alone."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from rlflow.errors import ModelError
+from rlflow_environments.search.encoders.ngram import NgramEncoder
+
+_HASHED_BYTES = 300 << 20  # word counts and cached words of a large corpus
+_ACTIVATIONS = 1.5  # of a batch of passages, relative to the weights of a base model
+
+
+def encoder_cost(component: Mapping[str, Any]) -> tuple[int, float]:
+    """(dimensions, bytes in memory). Raises ModelError for a folder without a configuration."""
+    name = component["name"]
+    if name == "hashed":
+        default = inspect.signature(NgramEncoder).parameters["dimensions"].default
+        return int(component.get("dimensions", default)), float(_HASHED_BYTES)
+    from rlflow_environments.search.encoders.transformer import model_folder
+
+    folder = model_folder(name)
+    try:
+        config = json.loads((folder / "config.json").read_bytes())
+    except (OSError, ValueError) as problem:
+        raise ModelError(f"{folder}/config.json: expected a model's configuration ({problem}).") from None
+    files = [path for pattern in ("*.safetensors", "*.bin", "**/*.onnx") for path in folder.glob(pattern)]
+    weights = max((path.stat().st_size for path in files), default=0)
+    return int(config.get("hidden_size") or config.get("d_model") or config.get("dim")), weights * (1 + _ACTIVATIONS)
