@@ -23,7 +23,17 @@ BASE = [
 ]
 
 EXTRAS = {
-    "search": ["faiss-cpu>=1.9", "bm25s>=0.2.6"],
+    "search": [
+        "faiss-cpu>=1.9",
+        "bm25s>=0.2.6",
+        "httpx>=0.27",  # the client of a retrieval server; the rest is the server
+        "fastapi>=0.115",
+        "uvicorn>=0.30",
+        "uvloop>=0.19",
+        "httptools>=0.6",
+        "orjson>=3.10",
+        "prometheus-client>=0.20",
+    ],
     "ray": ["ray>=2.40"],
     "vllm": ["vllm>=0.27"],
     "gpu": ["transformer-engine[pytorch]>=2.0"],

@@ -24,6 +24,9 @@ TESTED = {
     "matplotlib": "3.11.2",
     "faiss-cpu": "1.15.1",
     "bm25s": "0.3.16",
+    "httpx": "0.28.1",
+    "fastapi": "0.165.0",
+    "uvicorn": "0.54.0",
     "ray": "2.60.0",
     "tensorboard": "2.21.0",
 }
@@ -48,6 +51,11 @@ JOBS = (
         "pip install rlflow",
     ),
     Job("search environment", ("faiss-cpu|faiss-gpu", "bm25s"), "pip install 'rlflow[search]'"),
+    Job(
+        "retrieval server",
+        ("faiss-cpu|faiss-gpu", "bm25s", "httpx", "fastapi", "uvicorn", "uvloop", "orjson", "prometheus-client"),
+        "pip install 'rlflow[search]'",
+    ),
     Job("live display, picture", ("rich", "matplotlib"), "pip install rich matplotlib"),
     Job("several ranks", ("ray",), "pip install 'rlflow[ray]'"),
     Job("train on GPU", ("torch", "megatron-core", "transformers", "safetensors"), "pip install rlflow", gpu=True),

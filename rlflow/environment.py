@@ -34,5 +34,8 @@ class Environment(ABC):
     async def close(self, episode: Episode) -> None:
         """Called exactly once for every episode that was reset, also when it is aborted."""
 
+    def shutdown(self) -> None:
+        """Called when the rollout that used it is closed: frees what outlives episodes (processes, connections)."""
+
 
 __all__ = ["Environment", "Episode", "Step", "Task"]

@@ -3,77 +3,210 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import itertools
 import threading
+import time
 from collections import deque
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from typing import Any, Generic, Protocol, TypeVar
 
-from rlflow_environments.search.formats import Passage
-from rlflow_environments.search.retrievers import Retriever
+from rlflow_environments.search.errors import QueueFullError
+
+Hit = TypeVar("Hit")
+Key = tuple[str, int]
+"""(query, top_k): searches of one key have one result."""
+
+
+class BatchSearch(Protocol[Hit]):
+    """What is coalesced: a Retriever, or anything that searches a batch like one."""
+
+    def search(self, queries: Sequence[str], top_k: int) -> Sequence[Sequence[Hit]]: ...
+
+
+class Call(Generic[Hit]):
+    """One caller's queries. Await `done` for their results, in order; cancelling it withdraws what has not begun.
+
+    waited_s: until the first of them was taken up. searched_s: from then until the last was answered. shared: how many of
+    them joined an equal search that was waiting or under way.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.loop = asyncio.get_running_loop()
+        self.done: asyncio.Future[list[list[Hit]]] = self.loop.create_future()
+        self.results: list[list[Hit]] = [[]] * size
+        self.missing = size
+        self.problem: BaseException | None = None
+        self.shared = 0
+        self.waited_s = 0.0
+        self.searched_s = 0.0
+        self.started = time.perf_counter()
+
+    def settle(self) -> None:
+        """Wakes the caller; runs in its event loop."""
+        if self.done.done():  # it went away
+            return
+        if self.problem is None:
+            self.done.set_result(self.results)
+        else:
+            self.done.set_exception(self.problem)
 
 
 @dataclass(eq=False)
-class _Request:
+class _Lookup(Generic[Hit]):
+    """One distinct search, and the places in the callers' results that it fills. number: in order of arrival."""
+
     query: str
     top_k: int
-    found: Future[list[Passage]] = field(default_factory=Future)
+    number: int
+    callers: list[tuple[Call[Hit], int]] = field(default_factory=list)
+
+    def begin(self, now: float) -> bool:
+        """Whether anybody still waits for it; books for how long."""
+        for call, _ in self.callers:
+            call.waited_s = call.waited_s or now - call.started
+        return any(not call.done.cancelled() for call, _ in self.callers)
 
 
-class CoalescedSearch:
+class CoalescedSearch(Generic[Hit]):
     """Searches one query at a time for its callers, in batches for the retriever.
 
     One thread owns the retriever: what arrives while it searches is the next batch, so nobody ever waits for a batch to fill.
-    No request can see another: a batch has one top_k, equal queries are searched once but answered with lists of their own, and
-    when a batch fails each of its requests is searched again alone, so that only the one that is at fault fails.
+    No request can see another: a batch has one top_k, an equal search that is waiting or under way is joined but answered with
+    a list of one's own, and when a batch fails each of its searches is tried again alone, so that only the one at fault fails.
     Callers may live in any thread and any event loop.
     """
 
-    def __init__(self, retriever: Retriever, *, max_batch: int = 64) -> None:
+    def __init__(
+        self,
+        retriever: BatchSearch[Hit],
+        *,
+        max_batch: int = 64,
+        max_waiting: int | None = None,
+        on_batch: Callable[[int, float], None] | None = None,
+    ) -> None:
+        """max_waiting: searches that may wait (None: any number). on_batch: told the size and seconds of every batch."""
         self._retriever = retriever
         self._max_batch = max_batch
-        self._waiting: deque[_Request] = deque()
+        self._max_waiting = max_waiting
+        self._on_batch = on_batch
+        self._lookups: dict[Key, _Lookup[Hit]] = {}  # waiting or under way
+        self._waiting: dict[int, deque[_Lookup[Hit]]] = {}  # by top_k; no empty ones
+        self._waiting_count = 0
+        self._numbers = itertools.count()
         self._lock = threading.Lock()
-        # One thread forms batches, the other searches them. Both start with the first search and end when this object is
-        # garbage or the interpreter exits.
-        self._owner = ThreadPoolExecutor(max_workers=1, thread_name_prefix="search-batches")
-        self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="search")
+        self._busy = False
+        # The thread starts with the first search and ends when this object is garbage or the interpreter exits.
+        self._owner = ThreadPoolExecutor(max_workers=1, thread_name_prefix="search")
 
-    async def search(self, query: str, top_k: int) -> list[Passage]:
-        """At most `top_k` passages, best first. What the retriever raises for this query is raised here."""
-        request = _Request(query, top_k)
+    @property
+    def waiting(self) -> int:
+        """How many searches wait for their batch."""
+        return self._waiting_count
+
+    async def search(self, query: str, top_k: int) -> list[Hit]:
+        """At most `top_k` hits, best first. What the retriever raises for this query is raised here."""
+        return (await self.submit([query], top_k).done)[0]
+
+    def submit(self, queries: Sequence[str], top_k: int) -> Call[Hit]:
+        """Puts queries in; call it where an event loop runs. Raises QueueFullError, and then none of them is in."""
+        call: Call[Hit] = Call(len(queries))
+        if not queries:
+            call.settle()
+            return call
         with self._lock:
-            self._waiting.append(request)
-        self._owner.submit(self._serve)
-        return await asyncio.wrap_future(request.found)
+            self._admit(queries, top_k)
+            for slot, query in enumerate(queries):
+                lookup = self._lookups.get((query, top_k))
+                if lookup is None:
+                    lookup = self._lookups[query, top_k] = _Lookup(query, top_k, next(self._numbers))
+                    self._waiting.setdefault(top_k, deque()).append(lookup)
+                    self._waiting_count += 1
+                else:
+                    call.shared += 1
+                lookup.callers.append((call, slot))
+            wake = self._waiting_count > 0 and not self._busy
+            self._busy = self._busy or wake
+        if wake:
+            self._owner.submit(self._drain)
+        return call
 
-    def _serve(self) -> None:
-        """Searches one batch; there is one call per request, so nothing is left behind and late calls find nothing to do."""
-        batch = self._take()
-        if batch:
+    def _admit(self, queries: Sequence[str], top_k: int) -> None:
+        # A request that is larger than the whole queue is served when nothing waits: it could never be served otherwise.
+        if self._max_waiting is None or not self._waiting_count:
+            return
+        new = sum((query, top_k) not in self._lookups for query in queries)
+        if self._waiting_count + new > self._max_waiting:
+            raise QueueFullError(
+                f"{self._waiting_count} searches are waiting and {new} more would pass the limit of {self._max_waiting}."
+            )
+
+    def _drain(self) -> None:
+        """Searches batch after batch until nothing waits."""
+        while batch := self._take():
             self._answer(batch)
 
-    def _take(self) -> list[_Request]:
-        """The oldest request and those behind it with the same top_k, without those whose callers went away."""
-        batch: list[_Request] = []
+    def _take(self) -> list[_Lookup[Hit]]:
+        """The oldest search and later ones with the same top_k, without those that nobody waits for any more."""
+        batch: list[_Lookup[Hit]] = []
+        now = time.perf_counter()
         with self._lock:
-            while self._waiting and len(batch) < self._max_batch:
-                if batch and self._waiting[0].top_k != batch[0].top_k:
-                    break
-                request = self._waiting.popleft()
-                if request.found.set_running_or_notify_cancel():
-                    batch.append(request)
+            while self._waiting and not batch:  # a queue may hold only searches whose callers went away
+                top_k = min(self._waiting, key=lambda top_k: self._waiting[top_k][0].number)
+                queue = self._waiting[top_k]
+                while queue and len(batch) < self._max_batch:
+                    lookup = queue.popleft()
+                    self._waiting_count -= 1
+                    if lookup.begin(now):
+                        batch.append(lookup)
+                    else:
+                        del self._lookups[lookup.query, top_k]
+                if not queue:
+                    del self._waiting[top_k]
+            self._busy = bool(batch)
         return batch
 
-    def _answer(self, batch: list[_Request]) -> None:
-        queries = list(dict.fromkeys(request.query for request in batch))
-        attempt = self._worker.submit(self._retriever.search, queries, batch[0].top_k)
-        problem = attempt.exception()  # waits
-        if problem is None:
-            results = dict(zip(queries, attempt.result(), strict=True))
-            for request in batch:
-                request.found.set_result(list(results[request.query]))
-        elif len(batch) == 1:
-            batch[0].found.set_exception(problem)
-        else:
-            for request in batch:
-                self._answer([request])
+    def _answer(self, batch: list[_Lookup[Hit]]) -> None:
+        start = time.perf_counter()
+        problem: BaseException | None = None
+        results: Sequence[Any] = ()
+        try:
+            results = self._retriever.search([lookup.query for lookup in batch], batch[0].top_k)
+            if len(results) != len(batch):
+                raise ValueError(f"the retriever answered {len(batch)} queries with {len(results)} results")
+        except Exception as failure:  # noqa: BLE001 -- whatever it is, it belongs to the caller of that query
+            problem = failure
+        if problem is not None and len(batch) > 1:
+            for lookup in batch:
+                self._answer([lookup])
+            return
+        seconds = time.perf_counter() - start
+        if self._on_batch is not None:
+            self._on_batch(len(batch), seconds)
+        self._deliver(batch, results, problem)
+
+    def _deliver(self, batch: list[_Lookup[Hit]], results: Sequence[Any], problem: BaseException | None) -> None:
+        """Fills the callers' results and wakes each event loop once."""
+        complete: dict[asyncio.AbstractEventLoop, list[Call[Hit]]] = {}
+        with self._lock:  # from here on nobody can join
+            for lookup in batch:
+                del self._lookups[lookup.query, lookup.top_k]
+        now = time.perf_counter()
+        for lookup, hits in zip(batch, results if problem is None else itertools.repeat([])):
+            for call, slot in lookup.callers:
+                call.results[slot] = list(hits)
+                call.missing -= 1
+                call.problem = call.problem or problem
+                if call.missing == 0:
+                    call.searched_s = now - call.started - call.waited_s
+                    complete.setdefault(call.loop, []).append(call)
+        for loop, calls in complete.items():
+            with contextlib.suppress(RuntimeError):  # the loop was closed: its callers went away
+                loop.call_soon_threadsafe(_settle, calls)
+
+
+def _settle(calls: list[Call[Any]]) -> None:
+    for call in calls:
+        call.settle()

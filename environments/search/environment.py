@@ -5,16 +5,21 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from rlflow.environment import Environment
 from rlflow.errors import ConfigError, did_you_mean
 from rlflow.types import Episode, Step, Task
 from rlflow_environments.search import scoring
+from rlflow_environments.search.asynchronous import AsyncRetriever
 from rlflow_environments.search.coalescer import CoalescedSearch
-from rlflow_environments.search.formats import Corpus, read_tasks
+from rlflow_environments.search.formats import Corpus, Passage, read_tasks
 from rlflow_environments.search.protocol import PROTOCOLS, check_prompt_template
 from rlflow_environments.search.retrievers import Retriever, brings_documents, make_retriever
+from rlflow_environments.search.trace import trace_id
+
+if TYPE_CHECKING:
+    from rlflow_environments.search.managed import ManagedServer
 
 REPORTED_METADATA = ("hops",)
 """Numeric keys of a question's row that become metrics of its episodes."""
@@ -45,6 +50,7 @@ class SearchEnvironment(Environment):
         prompt_template: str = "searchr1",
         max_document_characters: int | None = None,
         max_searches: int | None = None,
+        managed: bool | Mapping[str, Any] = False,
     ) -> None:
         """Reads the files and builds the index.
 
@@ -52,7 +58,8 @@ class SearchEnvironment(Environment):
         world: keywords of `world.ensure_world`, which makes the embedded world's files; a file given beside it wins.
         retriever: a name, {name, options...}, or a Retriever (then `corpus` is not needed). top_k: passages per search.
         prompt_template: for rows that have a `question` and no `prompt`. max_document_characters: of one passage's contents.
-        max_searches: per episode; further searches are refused. Raises ConfigError, DataError, MissingPackageError.
+        max_searches: per episode; further searches are refused. managed: search in a service of its own that is started here and
+        ends with the run; its options: see `managed`. Raises ConfigError, DataError, MissingPackageError.
         """
         _at_least_one("top_k", top_k)
         _at_least_one("max_document_characters", max_document_characters)
@@ -70,8 +77,27 @@ class SearchEnvironment(Environment):
         self._tasks = {
             split: read_tasks(path, split, prompt_template) for split, path in questions.items() if path is not None
         }
-        self.retriever = _retriever(retriever, corpus or files.get("corpus"))
+        corpus = corpus or files.get("corpus")
+        self._service: ManagedServer | None = None
+        if managed:
+            self.retriever = self._start_service(retriever, corpus, managed)
+        else:
+            self.retriever = _retriever(retriever, corpus)
         self._search = CoalescedSearch(self.retriever)
+
+    def _start_service(
+        self, retriever: Any, corpus: str | Path | None, managed: bool | Mapping[str, Any]
+    ) -> Retriever:
+        from rlflow_environments.search.managed import start_managed
+
+        tasks = next(iter(self._tasks.values()), [])
+        self._service = start_managed(retriever, corpus, managed, tasks, self._top_k)
+        return self._service.retriever
+
+    def shutdown(self) -> None:
+        """Stops a managed service."""
+        if self._service is not None:
+            self._service.stop()
 
     def tasks(self, split: str) -> Sequence[Task]:
         """The questions of "train" or "val" in file order. Raises ConfigError where no such file was given."""
@@ -98,13 +124,19 @@ class SearchEnvironment(Environment):
             return self._finish(episode)
         if self._max_searches is not None and state["searches"] >= self._max_searches:
             return self._refuse(episode, self._protocol.searches_spent)
-        passages = await self._search.search(action.content, self._top_k)
+        passages = await self._find(action.content, episode)
         state["searches"] += 1
         shown = [passage.contents[: self._max_document_characters] for passage in passages]
         if any(scoring.contains_gold(text, episode.task.answer) for text in shown):
             state["gold_in_results"] = 1.0
         observation = self._protocol.observe(passages, self._max_document_characters)
         return Step(observation, metrics=self._metrics(episode))
+
+    async def _find(self, query: str, episode: Episode) -> list[Passage]:
+        if isinstance(self.retriever, AsyncRetriever):
+            trace = trace_id(episode.task.id, episode.scratch["responses"])
+            return await self.retriever.find(query, self._top_k, trace=trace)
+        return await self._search.search(query, self._top_k)
 
     def _refuse(self, episode: Episode, message: str) -> Step:
         episode.scratch["invalid_actions"] += 1

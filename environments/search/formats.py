@@ -120,6 +120,14 @@ def read_tasks(path: str | Path, split: str, prompt_template: str = "searchr1") 
     return _read(file, f"{split} questions", parse)
 
 
+def parse_passage(record: bytes, row: int, path: str | Path) -> Passage:
+    """The passage of one record of a corpus. Raises DataError that names the row (from 0)."""
+    try:
+        return _passage(_object(record), row)
+    except _BadRow as problem:
+        raise DataError(f"{path}: row {row}: {problem}. Mend or remove it.") from None
+
+
 def read_pages(path: str | Path) -> dict[str, str]:
     """{url: contents} of a pages.jsonl. Raises DataError as `read_tasks` does."""
 

@@ -165,9 +165,10 @@ class Rollout:
         self.version = int(state["version"])
 
     def close(self) -> None:
-        """Ends what is in flight and frees threads; the engines are closed too."""
+        """Ends what is in flight and frees threads; the engines are closed and the environment is shut down too."""
         for engine in self.engines:
             self._run(engine.close())
+        self.environment.shutdown()
         self._threads.shutdown(wait=False, cancel_futures=True)
         if self._loop is not None:
             self._loop.close()

@@ -20,10 +20,10 @@ _PACKAGE = "rlflow_environments.search"
 @dataclass(frozen=True)
 class _Backend:
     """Where a backend's builder is (module:function), called as build(corpus, **options) with its keyword-only parameters as
-    options; further signatures that its `**` options come from; whether it can do without a corpus."""
+    options; further signatures that its `**` options come from (or where they are); whether it can do without a corpus."""
 
     build: str
-    schemas: tuple[Callable[..., Any], ...] = ()
+    schemas: tuple[Callable[..., Any] | str, ...] = ()
     brings_documents: bool = False
 
 
@@ -34,6 +34,7 @@ _BACKENDS = {
     "torch": _Backend(f"{_PACKAGE}.retrievers.dense:torch_retriever", (NgramEncoder,)),
     "hybrid": _Backend(f"{_PACKAGE}.retrievers.make:hybrid_retriever"),
     "qdrant": _Backend(f"{_PACKAGE}.retrievers.qdrant:qdrant_retriever", (NgramEncoder,), brings_documents=True),
+    "http": _Backend(f"{_PACKAGE}.client:http_retriever", (f"{_PACKAGE}.client:HttpRetriever",), brings_documents=True),
     "random": _Backend(f"{_PACKAGE}.retrievers.make:random_retriever"),
 }
 """A backend is imported when it is used. `dense` and `faiss` are the same."""
@@ -42,8 +43,8 @@ _BACKENDS = {
 def make_retriever(component: str | Mapping[str, Any], corpus: Sequence[Passage] | None) -> Retriever:
     """A retriever over a corpus, by name and options: {"name": "dense", "dimensions": 512}, or just the name.
 
-    Names: bm25, dense (or faiss), torch, hybrid (options `bm25` and `dense`: those of its parts), qdrant, random. The options are
-    the keyword-only parameters of the builders; an index of `rlflow search build` is given by `path`.
+    Names: bm25, dense (or faiss), torch, hybrid (options `bm25` and `dense`: those of its parts), qdrant, http (a server),
+    random. The options are the keyword-only parameters of the builders; an index of `rlflow search build` is given by `path`.
     Raises ConfigError for an unknown name or option or a corpus that is missing, DataError for an empty corpus,
     MissingPackageError.
     """
@@ -59,10 +60,17 @@ def make_retriever(component: str | Mapping[str, Any], corpus: Sequence[Passage]
         raise ConfigError(f"retriever {name}: it needs a corpus. Set environment.corpus to a .jsonl file of passages.")
     if corpus is not None and not len(corpus):
         raise DataError("retriever: the corpus holds no passages; expected at least one.")
-    module, _, function = backend.build.partition(":")
-    build = getattr(importlib.import_module(module), function)
-    check_options(f"retriever {name}", options, (build, *backend.schemas))
+    build = _located(backend.build)
+    check_options(f"retriever {name}", options, (build, *map(_located, backend.schemas)))
     return build(corpus, **options)
+
+
+def _located(target: Callable[..., Any] | str) -> Callable[..., Any]:
+    """The callable, or what stands at `module:name`."""
+    if not isinstance(target, str):
+        return target
+    module, _, name = target.partition(":")
+    return getattr(importlib.import_module(module), name)
 
 
 def brings_documents(component: str | Mapping[str, Any]) -> bool:

@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from rlflow_environments.search.coalescer import CoalescedSearch
+from rlflow_environments.search.errors import QueueFullError
 from rlflow_environments.search.formats import Passage
 from rlflow_environments.search.retrievers import Retriever
 
@@ -120,3 +121,48 @@ def test_event_loops_in_several_threads_share_it():
 def test_an_error_reaches_its_caller_as_it_was():
     with pytest.raises(OSError, match="the index is gone"):
         asyncio.run(CoalescedSearch(Echo()).search("bad", 1))
+
+
+def test_mixed_top_k_still_makes_large_batches_and_none_starves():
+    retriever = Echo(gated=True)
+    results = asyncio.run(_gated(retriever, [(f"q{i}", 1 + i % 2) for i in range(40)]))
+    assert [len(hits) for hits in results] == [1 + i % 2 for i in range(40)]
+    assert [len(queries) for queries, _ in retriever.batches] == [1, 20, 20]
+
+
+def test_an_equal_search_under_way_is_joined():
+    async def scenario():
+        retriever = Echo(gated=True)
+        search = CoalescedSearch(retriever)
+        first = search.submit(["same"], 2)
+        await asyncio.to_thread(retriever.started.wait, 10)
+        second = search.submit(["same", "other"], 2)
+        retriever.open.set()
+        return retriever.batches, first.shared, second.shared, await first.done, await second.done
+
+    batches, alone, joined, first, second = asyncio.run(scenario())
+    assert (alone, joined) == (0, 1)
+    assert batches == [(["same"], 2), (["other"], 2)]
+    assert first[0] == second[0] and first[0] is not second[0]
+
+
+def test_a_full_queue_refuses_a_request_whole_and_takes_a_larger_one_when_empty():
+    async def scenario():
+        retriever = Echo(gated=True)
+        search = CoalescedSearch(retriever, max_waiting=3)
+        calls = [search.submit(["first"], 1)]
+        await asyncio.to_thread(retriever.started.wait, 10)
+        calls.append(search.submit(["a", "b"], 1))
+        with pytest.raises(QueueFullError, match=r"2 searches are waiting and 2 more would pass the limit of 3"):
+            search.submit(["c", "d"], 1)
+        calls.append(search.submit(["a", "c"], 1))  # one of them is waiting already
+        assert search.waiting == 3
+        retriever.open.set()
+        results = [await call.done for call in calls]
+        large = await search.submit([f"q{i}" for i in range(50)], 1).done
+        return retriever.batches, results, large, search.waiting
+
+    batches, results, large, waiting = asyncio.run(scenario())
+    assert batches[:2] == [(["first"], 1), (["a", "b", "c"], 1)]
+    assert [[hits[0].title for hits in result] for result in results] == [["first"], ["a", "b"], ["a", "c"]]
+    assert len(large) == 50 and waiting == 0

@@ -1,0 +1,87 @@
+"""A closed loop of HTTP requests over raw connections: as little of the machine for the client as Python allows."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+_HEAD = b"POST /retrieve HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
+WARM_UP_S = 0.3
+
+
+@dataclass
+class Figures:
+    """What one measurement found. latencies in seconds, of answers within `seconds`."""
+
+    seconds: float
+    latencies: list[float] = field(default_factory=list)
+    failed: int = 0
+
+    @property
+    def per_second(self) -> float:
+        return len(self.latencies) / self.seconds
+
+    def quantile(self, share: float) -> float:
+        ordered = sorted(self.latencies)
+        return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else 0.0
+
+
+def measure(port: int, bodies: Iterator[bytes], in_flight: int, seconds: float) -> Figures:
+    """Keeps `in_flight` requests under way on as many connections; answers of the first moments do not count."""
+    return asyncio.run(_measure(port, bodies, in_flight, seconds))
+
+
+async def _measure(port: int, bodies: Iterator[bytes], in_flight: int, seconds: float) -> Figures:
+    loop = asyncio.get_running_loop()
+    begin = time.perf_counter() + WARM_UP_S + seconds / 10
+    figures = Figures(seconds)
+    made = [await loop.create_connection(lambda: _Client(bodies, figures, begin), "127.0.0.1", port) for _ in range(in_flight)]
+    await asyncio.sleep(begin + seconds - time.perf_counter())
+    for transport, client in made:
+        client.stopped = True
+        transport.abort()
+    await asyncio.sleep(0.1)  # the server notices, and the other one has the machine for itself
+    return figures
+
+
+class _Client(asyncio.Protocol):
+    """One connection: the next request goes out when the answer to the last is whole."""
+
+    def __init__(self, bodies: Iterator[bytes], figures: Figures, begin: float) -> None:
+        self._bodies, self._figures, self._begin = bodies, figures, begin
+        self._buffer = b""
+        self._missing = -1
+        self.stopped = False
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = transport
+        self._send()
+
+    def _send(self) -> None:
+        body = next(self._bodies)
+        self._buffer, self._missing = b"", -1
+        self._sent = time.perf_counter()
+        self._transport.write(_HEAD % len(body) + body)  # type: ignore[attr-defined]
+
+    def data_received(self, data: bytes) -> None:
+        self._buffer += data
+        if self._missing < 0:
+            head, found, _ = self._buffer.partition(b"\r\n\r\n")
+            if not found:
+                return
+            length = head.lower().partition(b"content-length: ")[2].partition(b"\r\n")[0]
+            self._missing = len(head) + 4 + int(length)
+        if len(self._buffer) < self._missing:
+            return
+        now = time.perf_counter()
+        whole = self._buffer.startswith(b"HTTP/1.1 200") and self._buffer.endswith(b"]]}")
+        self._figures.failed += not whole
+        if whole and self._begin <= now < self._begin + self._figures.seconds:
+            self._figures.latencies.append(now - self._sent)
+        if not self.stopped:
+            self._send()
+
+    def connection_lost(self, problem: Exception | None) -> None:
+        self._figures.failed += not self.stopped

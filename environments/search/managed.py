@@ -1,0 +1,205 @@
+"""A retrieval service that lives as long as the run: started as a process of its own, checked, and stopped at the end."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+import weakref
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rlflow.errors import ConfigError, did_you_mean
+from rlflow.types import Task
+from rlflow_environments.search import scoring
+from rlflow_environments.search.client import HttpRetriever
+from rlflow_environments.search.errors import RetrievalError
+from rlflow_environments.search.formats import Passage
+from rlflow_environments.search.retrievers import Retriever
+from rlflow_environments.search.server.records import StoredCorpus
+
+logger = logging.getLogger(__name__)
+
+STOP_S = 12.0  # the server itself takes at most 10
+POLL_S = 0.2
+TELL_EVERY_S = 10.0
+OPENING_WORDS = 12  # of a passage, asked for with its title
+RECALL = ("questions", "min_recall")
+"""The options of `managed` that `check_recall` takes."""
+_ADDRESS = re.compile(r"serving on (http://\S+)")
+
+
+class ManagedServer:
+    """`rlflow search serve` as a child process on a free port of this machine.
+
+    It ends with `stop`, with this object, and when this process ends in whatever way: it watches for its parent.
+    """
+
+    def __init__(
+        self,
+        component: Mapping[str, Any],
+        corpus: str | Path | None,
+        *,
+        wait_s: float = 3600.0,
+        client: Mapping[str, Any] | None = None,
+        server: Sequence[str] = (),
+        log: str | Path | None = None,
+    ) -> None:
+        """Returns when the service is ready. component: the retriever. wait_s: for that. client: options of HttpRetriever.
+        server: further flags of `rlflow search serve`. log: where the service's output goes (default: kept until the end).
+        Raises ConfigError: the service ended or was not ready in time; with what it said."""
+        self._folder = Path(tempfile.mkdtemp(prefix="rlflow-search-"))
+        self.log = Path(log) if log is not None else self._folder / "server.log"
+        arguments = ["--retriever", json.dumps(dict(component)), "--port", "0", "--parent", str(os.getpid())]
+        if corpus is not None:
+            arguments += ["--corpus", str(Path(corpus).expanduser().resolve())]
+        with self.log.open("wb") as output:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "rlflow_environments.search", "serve", *arguments, *map(str, server)],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+                start_new_session=True,  # Ctrl-C is for the run, which stops the service when it has ended
+            )
+        self._stop = weakref.finalize(self, _end, self._process, self._folder)
+        try:
+            self.url = self._wait(wait_s)
+            self.retriever = HttpRetriever(self.url, **dict(client or {}))
+        except BaseException:
+            self.stop()
+            raise
+
+    def stop(self) -> None:
+        """Ends the service; nothing happens the second time."""
+        if self._stop.alive and hasattr(self, "retriever"):
+            self.retriever.close()
+        self._stop()
+
+    def _wait(self, wait_s: float) -> str:
+        """The service's URL, once it is ready."""
+        start = told = time.monotonic()
+        while True:
+            match = _ADDRESS.search(self._output())
+            health = _health(match[1]) if match else {"stage": "starting", "progress": 0.0}
+            if match and health.get("status") == "ready":
+                logger.info("the retrieval service is ready at %s after %.1f s", match[1], time.monotonic() - start)
+                return match[1]
+            state = f"{health.get('stage')}, {health.get('progress', 0.0):.0%} done"
+            if self._process.poll() is not None:
+                raise ConfigError(
+                    f"environment.managed: the retrieval service ended with code {self._process.returncode}: {self._last_words()}"
+                )
+            now = time.monotonic()
+            if now - start > wait_s:
+                raise ConfigError(f"environment.managed: the retrieval service is not ready after {wait_s:g} s: {state}.")
+            if now - told >= TELL_EVERY_S:
+                told = now
+                logger.warning("waiting for the retrieval service (%.0f s): %s", now - start, state)
+            time.sleep(POLL_S)
+
+    def _output(self) -> str:
+        return self.log.read_text(encoding="utf-8", errors="replace")
+
+    def _last_words(self) -> str:
+        lines = [line for line in self._output().splitlines() if line.strip()]
+        return lines[-1].removeprefix("rlflow: ") if lines else "it said nothing."
+
+
+def start_managed(
+    component: Any, corpus: str | Path | None, options: bool | Mapping[str, Any], tasks: Sequence[Task], top_k: int
+) -> ManagedServer:
+    """The service of an environment's `retriever` and `managed` options, with its recall checked where there is a corpus.
+
+    Raises ConfigError.
+    """
+    if isinstance(component, Retriever):
+        raise ConfigError("environment.managed: expected the retriever by name and options, found an object.")
+    described = {"name": component} if isinstance(component, str) else dict(component)
+    if described.get("name") == "http":
+        raise ConfigError("environment.managed: the retriever is http, a server that runs already. Name the one to start.")
+    given = {} if isinstance(options, bool) else dict(options)
+    known = ("wait_s", "client", "server", "log", *RECALL)
+    for key in given:
+        if key not in known:
+            raise ConfigError(
+                f"environment.managed: unknown option '{key}'; known: {', '.join(known)}.{did_you_mean(key, known)}"
+            )
+    recall = {key: given.pop(key) for key in RECALL if key in given}
+    service = ManagedServer(described, corpus, **given)
+    try:
+        if corpus is not None:
+            check_recall(service.retriever, StoredCorpus(corpus), tasks, top_k, **recall)
+    except BaseException:
+        service.stop()
+        raise
+    return service
+
+
+def check_recall(
+    retriever: Retriever,
+    corpus: Sequence[Passage],
+    tasks: Sequence[Task],
+    top_k: int,
+    *,
+    questions: int = 20,
+    min_recall: float = 0.5,
+) -> dict[str, float]:
+    """Asks for what is known to be there; returns the shares that were found.
+
+    passages: of passages spread over the corpus, asked for by title and first words, found under their title. answers: of the
+    first training questions, asked as they stand, with a gold answer in the results (many need a second search: for information).
+    Raises ConfigError where fewer passages are found than `min_recall`: index and corpus do not belong together.
+    """
+    count = min(questions, len(corpus))
+    known = [corpus[place * len(corpus) // count] for place in range(count)]
+    asked = [f"{passage.title} {' '.join(passage.body.split()[:OPENING_WORDS])}" for passage in known]
+    asking = [task for task in tasks if isinstance(task.metadata.get("question"), str)][:questions]
+    try:
+        found = retriever.search(asked, top_k)
+        results = retriever.search([task.metadata["question"] for task in asking], top_k)
+    except RetrievalError as problem:
+        raise ConfigError(f"environment.managed: the retrieval service does not answer: {problem}") from None
+    passages = [any(hit.title == one.title for hit in hits) for one, hits in zip(known, found, strict=True)]
+    answers = [
+        any(scoring.contains_gold(hit.contents, task.answer) for hit in hits) for task, hits in zip(asking, results, strict=True)
+    ]
+    shares = {"passages": sum(passages) / max(1, len(passages))}
+    if answers:
+        shares["answers"] = sum(answers) / len(answers)
+    logger.info("recall@%d before the first step: %s", top_k, ", ".join(f"{name} {share:.2f}" for name, share in shares.items()))
+    if shares["passages"] < min_recall:
+        raise ConfigError(
+            f"environment.managed: of {count} passages of the corpus, asked for by their own words, the index finds "
+            f"{shares['passages']:.0%}, expected {min_recall:.0%}. Was it built on another corpus or with another encoder? Lower "
+            "managed.min_recall to go on."
+        )
+    return shares
+
+
+def _health(url: str) -> dict[str, Any]:
+    try:
+        with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(f"{url}/health", timeout=10) as answer:
+            return json.load(answer)
+    except (OSError, ValueError, urllib.error.URLError):
+        return {"stage": "starting", "progress": 0.0}
+
+
+def _end(process: subprocess.Popen[bytes], folder: Path) -> None:
+    """Ends the process, by force if it must, and removes the folder."""
+    process.terminate()
+    try:
+        process.wait(STOP_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+    shutil.rmtree(folder, ignore_errors=True)

@@ -1,0 +1,136 @@
+"""Where the records of a .jsonl file of any size lie: made once, kept beside the file, mapped by every process that reads it.
+
+A record ends at a newline byte and nowhere else; blank lines do not count.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import mmap
+import os
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+
+from rlflow.errors import DataError
+
+logger = logging.getLogger(__name__)
+
+ENTRY = np.dtype([("start", "<u8"), ("length", "<u4"), ("whole", "u1")])
+"""Of one record: where it starts, its bytes without surrounding blanks, 1 if it can be sent to a client as it is."""
+
+Check = Callable[[bytes, int], bool]
+"""(record, row) -> whether it can be sent as it is. Raises DataError for a record that is no use at all."""
+Progress = Callable[[float], None]
+"""Told how much is done, from 0 to 1."""
+
+_MAGIC = b"rlflow offsets 1"
+_HEADER = np.dtype([("magic", "S16"), ("size", "<u8"), ("modified", "<i8"), ("count", "<u8"), ("sha256", "S64")])
+_BLOCK = 1 << 16  # entries gathered before they are written
+_LONGEST = 2**32 - 1  # bytes
+_HASHED = 1 << 24  # bytes at a time
+
+
+def map_file(path: str | Path, what: str) -> tuple[Path, mmap.mmap]:
+    """(path, its bytes, mapped). Raises DataError: no such file, or an empty one."""
+    file = Path(path).expanduser()
+    if not file.is_file():
+        raise DataError(f"{file}: expected the {what} as a .jsonl file, found none there. Give the path of an existing file.")
+    if not file.stat().st_size:
+        raise DataError(f"{file}: expected the {what}, one JSON object per line, found an empty file.")
+    with file.open("rb") as opened:
+        return file, mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ)
+
+
+def map_offsets(path: Path, data: mmap.mmap, check: Check, progress: Progress) -> tuple[np.ndarray, str]:
+    """The entries of a file, (records,) of ENTRY, and its SHA-256: from `<file>.offsets` if that is of the file's present
+    state, else made.
+
+    They are written beside the file; where that is not possible they lie in an unnamed temporary file, mapped all the same.
+    """
+    status = path.stat()
+    header = np.array([(_MAGIC, status.st_size, status.st_mtime_ns, 0, b"")], _HEADER)
+    kept = path.with_name(f"{path.name}.offsets")
+    known = _read(kept, header)
+    if known is not None:
+        return known
+    aside = path.with_name(f"{path.name}.offsets.{os.getpid()}.partial")
+    try:
+        with aside.open("wb") as file:
+            _write(file, path, data, header, check, progress)
+        aside.replace(kept)
+        return _map(kept)
+    except OSError as problem:
+        logger.warning("%s cannot be written (%s): the offsets are made again at every start", kept, problem)
+    finally:
+        aside.unlink(missing_ok=True)
+    with tempfile.NamedTemporaryFile(prefix="rlflow-offsets-") as temporary:
+        _write(temporary, path, data, header, check, progress)  # type: ignore[arg-type]
+        return _map(Path(temporary.name))
+
+
+def _read(path: Path, expected: np.ndarray) -> tuple[np.ndarray, str] | None:
+    """What `map_offsets` returns, from an offsets file; None where there is none, or of another state of the records."""
+    if not path.is_file():
+        return None
+    found = np.fromfile(path, _HEADER, count=1)
+    if not len(found) or any(found[key] != expected[key] for key in ("magic", "size", "modified")):
+        return None
+    if path.stat().st_size != _HEADER.itemsize + int(found["count"][0]) * ENTRY.itemsize:
+        return None
+    return _map(path)
+
+
+def _map(path: Path) -> tuple[np.ndarray, str]:
+    header = np.fromfile(path, _HEADER, count=1)
+    # As a plain array: every access to an np.memmap makes another np.memmap, which is slow.
+    entries = np.memmap(path, ENTRY, mode="r", offset=_HEADER.itemsize).view(np.ndarray)
+    return entries, header["sha256"][0].decode()
+
+
+def _write(
+    file: BinaryIO, path: Path, data: mmap.mmap, header: np.ndarray, check: Check, progress: Progress
+) -> None:
+    """Header and entries; count and hash come last."""
+    file.write(header.tobytes())
+    digest = hashlib.sha256()
+    for start in range(0, len(data), _HASHED):
+        digest.update(data[start : start + _HASHED])  # reads the file ahead of what follows, too
+    block: list[tuple[int, int, bool]] = []
+    count = 0
+    for start, record in lines(data):
+        if len(record) > _LONGEST:
+            raise DataError(f"{path}: row {count} has {len(record)} bytes; the most is {_LONGEST}.")
+        block.append((start, len(record), check(record, count)))
+        count += 1
+        if len(block) == _BLOCK:
+            file.write(np.array(block, ENTRY).tobytes())
+            block.clear()
+            progress(start / len(data))
+    if not count:
+        raise DataError(f"{path}: expected one JSON object per line, found only blank lines.")
+    file.write(np.array(block, ENTRY).tobytes())
+    header["count"], header["sha256"] = count, digest.hexdigest().encode()
+    file.seek(0)
+    file.write(header.tobytes())
+    file.flush()
+    progress(1.0)
+
+
+def lines(data: mmap.mmap) -> Iterator[tuple[int, bytes]]:
+    """(offset, record) of every line that is not blank, without surrounding blanks and byte order mark."""
+    start, end = 0, len(data)
+    while start < end:
+        stop = data.find(b"\n", start)
+        stop = end if stop < 0 else stop
+        line = data[start:stop]
+        if start == 0:
+            line = line.removeprefix(b"\xef\xbb\xbf")
+        record = line.strip()
+        if record:
+            yield stop - len(line) + line.index(record), record
+        start = stop + 1

@@ -1,0 +1,129 @@
+"""The wire format as pure functions: bodies of requests read, bodies of answers written. No framework, no copies.
+
+The contract is the one that Search-R1, RLinf, ASearcher, AstraFlow, verl, slime and SkyRL share (see docs/search_server.md).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import orjson
+
+Hit = tuple[bytes, float]
+"""A document as JSON, and its score."""
+
+
+class BadRequest(Exception):
+    """A request that cannot be served, and the status that says so: always 4xx."""
+
+    def __init__(self, text: str, status: int = 422) -> None:
+        super().__init__(text)
+        self.status = status
+
+
+@dataclass(frozen=True)
+class RetrieveRequest:
+    """What `POST /retrieve` asks for. top_k: None for the server's default."""
+
+    queries: list[str]
+    top_k: int | None
+    return_scores: bool
+
+
+def read_retrieve(body: bytes) -> RetrieveRequest:
+    """The request of a `POST /retrieve`. Keys that are not known are ignored. Raises BadRequest for wrong types and values."""
+    message = read_object(body)
+    queries = message.get("queries")
+    if queries is None:
+        queries = _single_query(message)
+    _check_texts("queries", queries)
+    scores = message.get("return_scores")
+    if scores is not None and not isinstance(scores, bool):
+        raise BadRequest(f"return_scores: expected true or false, found {_shown(scores)}.")
+    return RetrieveRequest(queries, _top_k(message.get("topk")), bool(scores))
+
+
+def read_access(body: bytes) -> list[str]:
+    """The URLs of a `POST /access`. Raises BadRequest."""
+    urls = read_object(body).get("urls")
+    if urls is None:
+        raise BadRequest("urls: expected a list of texts, found nothing.")
+    _check_texts("urls", urls)
+    return urls
+
+
+def write_results(results: Sequence[Sequence[Hit]], return_scores: bool) -> bytes:
+    """The body of an answer: per query, in order, its documents, or {document, score} pairs."""
+    element = _scored if return_scores else _bare
+    return b'{"result":[' + b",".join(b"[" + b",".join(map(element, hits)) + b"]" for hits in results) + b"]}"
+
+
+def write_pages(pages: Sequence[bytes | None]) -> bytes:
+    """The body of an answer to `POST /access`: a page per URL, in order, null for an unknown one."""
+    return b'{"result":[' + b",".join(b"null" if page is None else page for page in pages) + b"]}"
+
+
+def write_error(text: str) -> bytes:
+    """The body of every answer that is no result: {"detail": text}."""
+    return orjson.dumps({"detail": text.encode("utf-8", "replace").decode()})
+
+
+def _bare(hit: Hit) -> bytes:
+    return hit[0]
+
+
+def _scored(hit: Hit) -> bytes:
+    score = repr(hit[1]).encode() if math.isfinite(hit[1]) else b"null"
+    return b'{"document":' + hit[0] + b',"score":' + score + b"}"
+
+
+def read_object(body: bytes) -> dict[str, Any]:
+    """The JSON object of a body. Raises BadRequest."""
+    try:
+        message = orjson.loads(body)
+    except orjson.JSONDecodeError:
+        try:  # a sampled query may hold half a surrogate pair, which orjson refuses and Python's writer sends
+            message = json.loads(body)
+        except (ValueError, RecursionError) as problem:
+            raise BadRequest(f"the body is not JSON: {problem}.") from None
+    if not isinstance(message, dict):
+        raise BadRequest(f"expected a JSON object, found {_shown(message)}.")
+    return message
+
+
+def _single_query(message: dict[str, Any]) -> list[str]:
+    query = message.get("query")  # SkyRL's form
+    if query is None:
+        raise BadRequest("expected 'queries', a list of texts, or 'query', a text; found neither.")
+    if not isinstance(query, str):
+        raise BadRequest(f"query: expected a text, found {_shown(query)}.")
+    return [query]
+
+
+def _check_texts(key: str, values: Any) -> None:
+    if not isinstance(values, list):
+        raise BadRequest(f"{key}: expected a list of texts, found {_shown(values)}.")
+    for place, value in enumerate(values):
+        if not isinstance(value, str):
+            raise BadRequest(f"{key}[{place}]: expected a text, found {_shown(value)}.")
+
+
+def _top_k(value: Any) -> int | None:
+    """None for the server's default: what null, 0 and an absent key mean in the field."""
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or value != value // 1:
+        raise BadRequest(f"topk: expected a whole number, 0 or null (the server's default), found {_shown(value)}.")
+    if value < 0:
+        raise BadRequest(f"topk: expected 0 or more, found {_shown(value)}.")
+    return int(value) or None
+
+
+def _shown(value: Any) -> str:
+    """A value as a message shows it: JSON, cut."""
+    text = json.dumps(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
