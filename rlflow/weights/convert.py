@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 
 from rlflow.errors import ConversionError, ExitCode, ModelError
-from rlflow.weights.families import Split, architecture
+from rlflow.weights.families import stored_architecture
 from rlflow.weights.hf import WeightFiles, copy_files, header, read_config, replace_directory, verify_model, with_dtype
 from rlflow.weights.plan import Plan, Source, make_plan
+from rlflow.weights.rules import Split
 from rlflow.weights.split import shard as to_megatron
 from rlflow.weights.stream import Block, Progress, blocks_of, layout, write_shards
 from rlflow.weights.torch_dist import TorchDist
@@ -44,7 +45,7 @@ def prepare(path: str | Path, reference: str | Path, options: Options) -> tuple[
     """The checked checkpoint and the plan of its export; nothing is written. Raises ConversionError."""
     config = read_config(reference)
     try:
-        model = architecture(config)
+        model = stored_architecture(config)
     except ModelError as error:
         raise ConversionError(f"{reference}: {error}", ExitCode.UNKNOWN_MODEL) from None
     checkpoint = TorchDist(path)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from rlflow.errors import ModelError
-from rlflow.weights.families import architecture, huggingface_shapes
+from rlflow.weights.families import huggingface_shapes, stored_architecture
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -136,7 +136,7 @@ def replace_directory(partial: Path, path: Path) -> None:
 def verify_model(path: str | Path) -> None:
     """Raises ModelError unless the directory holds exactly the tensors that its config.json implies, each of the right
     shape and finite."""
-    expected = huggingface_shapes(architecture(read_config(path)))
+    expected = huggingface_shapes(stored_architecture(read_config(path)))
     files = WeightFiles(path)
     for name in expected:
         if name not in files:

@@ -9,7 +9,9 @@ from dataclasses import dataclass
 import torch
 
 from rlflow.errors import ConversionError, ExitCode
-from rlflow.weights.families import OUTPUT, TE_NAMES, Architecture, Rule, Split, placed_rules
+from rlflow.weights.families import Architecture, placed_rules
+from rlflow.weights.rules import Rule, Split
+from rlflow.weights.tables import OUTPUT
 from rlflow.weights.torch_dist import Item, Stored, TorchDist
 
 NOT_WEIGHTS = ("optimizer.", "chained_", "snapshot.", "rng", "opt_param_scheduler", "rerun_state_machine")
@@ -142,10 +144,7 @@ def _check_described(checkpoint: TorchDist, model: Architecture) -> None:
 def _find(checkpoint: TorchDist, tensors: dict[str, Stored], rule: Rule, layer: int, layers: int) -> Source:
     """The stored tensor of a rule: under Transformer Engine's name, which Megatron's checkpoints use, or the local one;
     stacked over layers or one key per layer."""
-    names = [rule.megatron]
-    for local, fused in TE_NAMES.items():
-        if rule.megatron.endswith("}." + local):
-            names.insert(0, rule.megatron.removesuffix(local) + fused)
+    names = [rule.fused, rule.megatron] if rule.fused else [rule.megatron]
     for name in names:
         stacked = tensors.get(name.replace("{i}.", ""))
         if not rule.per_layer and stacked is not None:

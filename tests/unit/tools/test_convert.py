@@ -20,7 +20,7 @@ from rlflow.errors import ConversionError, RLFlowError
 from rlflow.trainer import Trainer
 from rlflow.trainer.export import check_export
 from rlflow.weights.convert import Options, to_huggingface, verify_export
-from rlflow.weights.families import TE_NAMES, architecture, placed_rules
+from rlflow.weights.families import architecture, placed_rules
 from rlflow.weights.hf import WeightFiles, digest, iterate_weights, read_config
 from rlflow.weights.split import shard
 from tools.ckpt_convert.command import main
@@ -97,10 +97,7 @@ def write_by_hand(model: Path, path: Path, padding: int) -> None:
         tensor = shard(rule, [files[name] for name in rule.names(layer)], sizes, 0, 1)
         if tensor.shape[0] == VOCAB:
             tensor = torch.cat([tensor, torch.full((padding, tensor.shape[1]), 9.0)])
-        name = rule.megatron
-        for local, fused in TE_NAMES.items():
-            name = name.replace("}." + local, "}." + fused)
-        state[name.format(i=layer)] = tensor
+        state[rule.megatron_name(layer, fused=True)] = tensor
     torch_checkpoint.save(state, storage_writer=torch_checkpoint.FileSystemWriter(path), no_dist=True)
     (path / "metadata.json").write_text('{"sharded_backend": "torch_dist"}')
 
