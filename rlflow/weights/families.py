@@ -266,7 +266,9 @@ def _refuse_other_tensors(config: dict[str, Any], family: str) -> None:
         raise ModelError(f"config.json: moe_layer_freq={config['moe_layer_freq']} is not supported; expected 1.")
     if config.get("quantization_config"):
         method = config["quantization_config"].get("quant_method", "unknown")
-        raise ModelError(f"config.json: weights quantized by '{method}' are not supported; expected 16 or 32-bit floats.")
+        raise ModelError(
+            f"config.json: weights quantized by '{method}' are not supported; expected 16 or 32-bit floats."
+        )
 
 
 def _rope(config: dict[str, Any]) -> dict[str, Any]:

@@ -67,7 +67,9 @@ DENSE_MLP = (
 DENSE_LAYER = (*ATTENTION, *DENSE_MLP)
 
 
-def _gated_mlp(to: str, source: str, ffn: str, where: Where, names: tuple[str, str, str], **options: str) -> tuple[Rule, ...]:
+def _gated_mlp(
+    to: str, source: str, ffn: str, where: Where, names: tuple[str, str, str], **options: str
+) -> tuple[Rule, ...]:
     """fc1 and fc2 of an MLP below two prefixes. names: of gate, up and down. options: `fused_fc1`, `fused_fc2`."""
     gate, up, down = (f"{source}{name}.weight" for name in names)
     one, two = options.get("fused_fc1", ""), options.get("fused_fc2", "")
@@ -77,7 +79,9 @@ def _gated_mlp(to: str, source: str, ffn: str, where: Where, names: tuple[str, s
     )
 
 
-def _sparse_mlp(block: str = _MLP, names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")) -> tuple[Rule, ...]:
+def _sparse_mlp(
+    block: str = _MLP, names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+) -> tuple[Rule, ...]:
     """Norm, router and experts below a HuggingFace prefix. names: of an expert's gate, up and down projection."""
     return (
         Rule(

@@ -44,7 +44,9 @@ def test_experts_are_in_the_layers_that_the_config_names() -> None:
     model = stored_architecture({**values, "decoder_sparse_step": 2, "mlp_only_layers": [3]})
     assert model.experts is not None
     assert model.experts.sparse == (False, True, False, False, False, True)
-    fc1 = [(layer, rule.expert) for rule, layer in placed_rules(model) if rule.megatron.endswith("{e}.linear_fc1.weight")]
+    fc1 = [
+        (layer, rule.expert) for rule, layer in placed_rules(model) if rule.megatron.endswith("{e}.linear_fc1.weight")
+    ]
     assert fc1 == [(layer, expert) for layer in (1, 5) for expert in range(3)]
 
 
