@@ -12,7 +12,6 @@ import os
 import re
 import struct
 import zipfile
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,10 @@ from typing import Any
 import torch
 
 from rlflow.errors import ConversionError, ExitCode
+from rlflow.weights.arguments import described_layout, described_model
 from rlflow.weights.pickles import DAMAGE, ForbiddenName, Inert, InertUnpickler, Storage, read_metadata
+from rlflow.weights.plan import tiles
+from rlflow.weights.source import Content, Item, Stored, identity_of
 
 STORAGES = {
     "FloatStorage": torch.float32,
@@ -33,36 +35,6 @@ STORAGES = {
 }
 LOCAL_HEADER = struct.Struct("<26xHH")
 """Of a zip's entry: the lengths of name and extra field at byte 26; the content follows them."""
-
-
-@dataclass(frozen=True)
-class Item:
-    """One stored chunk: its place in the global tensor, and the byte range of its archive in a file."""
-
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
-    file: str
-    start: int
-    length: int
-
-
-@dataclass(frozen=True)
-class Content:
-    """Where an item's raw bytes are in its file, and the checksum that the archive has for them."""
-
-    start: int
-    bytes: int
-    crc32: int
-
-
-@dataclass(frozen=True)
-class Stored:
-    """A tensor of the checkpoint, its chunks disjoint and complete."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    items: tuple[Item, ...]
 
 
 def locate(path: Path) -> Path:
@@ -96,6 +68,8 @@ class TorchDist:
     """A checkpoint's tables, checked: every file there and long enough, every chunk stored once, no byte used twice.
 
     Raises ConversionError for a missing (3), damaged (4), unsupported (10) or hostile (11) checkpoint."""
+
+    format = "torch_dist"
 
     def __init__(self, path: str | Path) -> None:
         self.path = locate(Path(path))
@@ -158,6 +132,21 @@ class TorchDist:
         """The training step that the checkpoint was saved after, as far as its files tell."""
         found = self.manifest.get("step", self.common.get("iteration"))
         return found if isinstance(found, int) else None
+
+    @property
+    def layout(self) -> dict[str, int]:
+        """Ranks by kind (`tensor_parallel`, ...) of the run that saved it, as far as its files tell."""
+        return {**described_layout(self.common.get("args") or {}), **self.manifest.get("layout", {})}
+
+    @property
+    def described(self) -> dict[str, Any]:
+        """What the files say of the model, by field of Architecture."""
+        return {**self.manifest.get("model", {}), **described_model(self.common.get("args") or {})}
+
+    def identity(self) -> dict[str, Any]:
+        """See `Source.identity`."""
+        tables = [name for name in (".metadata", "metadata.json", "common.pt", "trainer.json") if (self.path / name).is_file()]
+        return identity_of(self.path, {item.file for one in self.tensors.values() for item in one.items}, tables)
 
     def content(self, stored: Stored, item: Item) -> Content:
         """Where the raw bytes of an item are. Raises ConversionError (4) unless its archive holds just that chunk."""
@@ -286,31 +275,11 @@ def _tensors(tables: Any) -> dict[str, Stored]:
 
 def _check_cover(path: Path, stored: Stored) -> None:
     """Chunks lie inside the tensor, do not overlap, and have as many elements together."""
-    boxes = [tuple(zip(item.offsets, item.sizes)) for item in stored.items]
-    inside = all(
-        len(box) == len(stored.shape)
-        and all(at >= 0 and size > 0 and at + size <= full for (at, size), full in zip(box, stored.shape))
-        for box in boxes
-    )
-    elements = sum(math.prod(item.sizes) for item in stored.items)
-    starts = {item.offsets for item in stored.items}
-    if not inside or elements != math.prod(stored.shape) or len(starts) != len(boxes) or _overlap(boxes):
+    if not tiles([tuple(zip(item.offsets, item.sizes)) for item in stored.items], stored.shape):
         raise ConversionError(
             f"{path}/.metadata: damaged; the chunks of '{stored.name}' do not make up its shape {stored.shape}.",
             ExitCode.DAMAGED,
         )
-
-
-def _overlap(boxes: list[tuple[tuple[int, int], ...]]) -> bool:
-    """Whether two boxes share an element. Boxes are sorted by their first axis, so that few pairs are compared."""
-    boxes = sorted(boxes)
-    for number, one in enumerate(boxes):
-        for other in boxes[number + 1 :]:
-            if one and other[0][0] >= one[0][0] + one[0][1]:
-                break
-            if all(a < b + m and b < a + n for (a, n), (b, m) in zip(one, other)):
-                return True
-    return False
 
 
 def _damaged(file: Path, error: BaseException, where: str = "") -> ConversionError:

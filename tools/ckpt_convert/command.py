@@ -113,19 +113,20 @@ def parse_count(text: str) -> int:
 
 
 def run_to_hf(args: argparse.Namespace) -> int:
-    from rlflow.weights.convert import Options, check_output, prepare, to_huggingface
+    from rlflow.weights.convert import Options, prepare, to_huggingface
+    from rlflow.weights.directory import check_output
 
-    options = Options(args.dtype, args.shard_size, args.workers, args.overwrite, args.verify)
+    options = Options(args.dtype, args.shard_size, args.workers, args.overwrite, verify=args.verify)
     if args.dry_run:
         check_output(args.out, args.checkpoint, args.hf, args.overwrite)
-        _, plan = prepare(args.checkpoint, args.hf, options)
+        plan = prepare(args.checkpoint, args.hf, options)[1].plan
         report = {"tensors": len(plan.targets), "parameters": plan.parameters, "weight_bytes": plan.nbytes}
         text = f"would write {report['tensors']} tensors, {plan.parameters:,} parameters, {plan.nbytes / 1e9:.3f} GB"
         print(json.dumps(report) if args.json else f"{text} to {args.out}")
         return 0
     meter = Meter() if sys.stderr.isatty() and not args.json else None
     if meter:
-        meter.total = prepare(args.checkpoint, args.hf, options)[1].nbytes
+        meter.total = prepare(args.checkpoint, args.hf, options)[1].plan.nbytes
     start = time.monotonic()
     report = to_huggingface(args.checkpoint, args.out, args.hf, options, meter or (lambda count: None))
     seconds = time.monotonic() - start
@@ -192,7 +193,7 @@ def _inspection(report: dict[str, Any]) -> str:
 
 
 def run_verify(args: argparse.Namespace) -> int:
-    from rlflow.weights.convert import verify_export
+    from rlflow.weights.verify import verify_export
 
     report = verify_export(args.out)
     good = f"{args.out}: good; {len(report['files'])} files, {report['tensors']} tensors are what was written"
