@@ -51,6 +51,7 @@ class Rule:
     sources: tuple[tuple[str, str], ...]
     where: Where = Where.ALWAYS
     fused: str = ""
+    local_key: str = ""  # a third name: the one that local layers give a torch_dist checkpoint
     expert: int | None = None
     exact: bool = False  # keeps its dtype when the model is cast: a router's bias orders experts by tiny differences
 

@@ -89,6 +89,7 @@ def _sparse_mlp(
             Split.REPLICATED,
             ((_LAYER + "post_attention_layernorm.weight", "hidden"),),
             Where.SPARSE,
+            local_key=_TO_MLP + "linear_fc1.layer_norm_weight",
         ),
         Rule(_TO_MLP + "router.weight", Split.REPLICATED, ((block + "gate.weight", "experts hidden"),), Where.SPARSE),
         *_gated_mlp(
