@@ -16,12 +16,12 @@ from rlflow.errors import ConversionError, ExitCode, ModelError
 from rlflow.weights.directory import Writing, check_output, write_directory
 from rlflow.weights.families import Architecture, huggingface_shapes, stored_architecture
 from rlflow.weights.hf import copy_files, read_config, with_dtype
+from rlflow.weights.open import open_source
 from rlflow.weights.plan import Plan, Target
 from rlflow.weights.sink import Sink, layout_digest, safetensors_files
 from rlflow.weights.source import Source
 from rlflow.weights.stream import Progress, check_equal, copy, copy_tensors
 from rlflow.weights.to_hf import Export, make_export
-from rlflow.weights.torch_dist import TorchDist
 from rlflow.weights.verify import check_inverse
 
 DTYPES = {"keep": None, "bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -43,11 +43,6 @@ class Options:
     @property
     def writing(self) -> Writing:
         return Writing(self.workers, self.overwrite, self.resume, self.verify)
-
-
-def open_source(path: str | Path) -> Source:
-    """The checked tables of a checkpoint, whatever its format. Raises ConversionError."""
-    return TorchDist(path)
 
 
 def prepare(path: str | Path, reference: str | Path, options: Options) -> tuple[Source, Export]:

@@ -52,8 +52,9 @@ def make_export(source: Source, model: Architecture, dtype: torch.dtype | None =
         used[view.stored.name] = used.get(view.stored.name, 0) + math.prod(view.shape)
         sources.append((rule, layer, view))
         targets += _targets(rule, layer, view, model, dtype)
-    equal = _tied_output(source, left, model, sources)
-    _check_use(source, left, used, {one.other.stored.name for one in equal}, model)
+    tied = _tied_output(source, left, model, sources)
+    _check_use(source, left, used, {one.other.stored.name for one in tied}, model)
+    equal = (*tied, *(_copy(source, one, other) for one, other in source.copies))
     plan = Plan(tuple(targets), equal)
     plan.check()
     return Export(model, plan, tuple(sources))
@@ -94,6 +95,11 @@ def _check_use(
                 f"'{model.family}' with {model.layers} layers takes {elements:,}.",
                 ExitCode.OTHER_MODEL,
             )
+
+
+def _copy(source: Source, one: Stored, other: Stored) -> Equal:
+    problem = f"{source.path}: '{other.name}' is not what another rank has; the files are of two checkpoints."
+    return Equal(View(one), View(other), one.shape[0], problem, ExitCode.OTHER_LAYOUT)
 
 
 def _tied_output(
