@@ -137,9 +137,7 @@ def write_model(
     if first is None:
         raise ConversionError(f"{path}: there are no weights to write.", ExitCode.UNSUPPORTED)
     kind = dtype or first[1].dtype
-    targets = [
-        Target(name, shape, kind, math.prod(shape[1:]), ()) for name, shape in huggingface_shapes(model).items()
-    ]
+    targets = [Target(name, shape, kind, math.prod(shape[1:]), ()) for name, shape in huggingface_shapes(model).items()]
 
     def pairs() -> Iterator[tuple[str, Tensor]]:
         for name, tensor in (first, *stream):
