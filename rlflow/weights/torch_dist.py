@@ -61,7 +61,9 @@ def locate(path: Path) -> Path:
     if inside:
         raise ConversionError(f"{path}: holds several checkpoints; name one: {', '.join(inside)}.", ExitCode.MISSING)
     if any(path.glob("*.distcp")) or (path / "metadata.json").exists():
-        raise ConversionError(f"{path}/.metadata: missing; it is written last, so the save was cut short.", ExitCode.MISSING)
+        raise ConversionError(
+            f"{path}/.metadata: missing; it is written last, so the save was cut short.", ExitCode.MISSING
+        )
     raise ConversionError(f"{path}: no checkpoint; expected .metadata and *.distcp files.", ExitCode.UNSUPPORTED)
 
 
@@ -142,7 +144,9 @@ class TorchDist:
 
     def identity(self) -> dict[str, Any]:
         """See `Source.identity`."""
-        tables = [name for name in (".metadata", "metadata.json", "common.pt", "trainer.json") if (self.path / name).is_file()]
+        tables = [
+            name for name in (".metadata", "metadata.json", "common.pt", "trainer.json") if (self.path / name).is_file()
+        ]
         return identity_of(self.path, {item.file for one in self.tensors.values() for item in one.items}, tables)
 
     def content(self, stored: Stored, item: Item) -> Content:
