@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,10 +20,12 @@ from rlflow.weights.open import open_source
 from rlflow.weights.plan import Plan, Target
 from rlflow.weights.sink import Sink, layout_digest, safetensors_files
 from rlflow.weights.source import Source
-from rlflow.weights.stream import Progress, check_equal, copy, copy_tensors
+from rlflow.weights.stream import check_equal, copy, copy_tensors
 from rlflow.weights.to_hf import Export, make_export
 from rlflow.weights.verify import check_inverse
 
+Progress = Callable[[int, int], None]
+"""Called with the bytes that were written since the last call, and those of the whole; first with what was there before."""
 DTYPES = {"keep": None, "bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
@@ -78,12 +80,12 @@ def to_huggingface(
     out: str | Path,
     reference: str | Path,
     options: Options | None = None,
-    progress: Progress = lambda count: None,
+    progress: Progress = lambda count, total: None,
 ) -> dict[str, Any]:
     """Exports a checkpoint as a HuggingFace directory and returns its manifest.
 
-    It is written to `<out>.partial`, verified from disk and renamed; on failure `out` is as it was. progress: called
-    with the number of bytes written. Raises ConversionError, whose exit_code tells the kinds of problems apart."""
+    It is written to `<out>.partial`, verified from disk and renamed; on failure `out` is as it was. Raises
+    ConversionError, whose exit_code tells the kinds of problems apart."""
     options, out, reference = options or Options(), Path(out), Path(reference)
     check_output(out, Path(path), reference, options.overwrite)
     source, export = prepare(path, reference, options)
@@ -92,8 +94,8 @@ def to_huggingface(
 
     def fill(sink: Sink) -> None:
         left = sink.left(options.workers)
-        progress(plan.nbytes - sum(block.size for block in left))
-        copy(source, left, sink, options.workers, progress)
+        progress(plan.nbytes - sum(block.size for block in left), plan.nbytes)
+        copy(source, left, sink, options.workers, lambda count: progress(count, plan.nbytes))
 
     def complete(partial: Path) -> None:
         _add_companions(partial, reference, config, plan.targets[0].dtype)
@@ -132,9 +134,7 @@ def write_model(
     if first is None:
         raise ConversionError(f"{path}: there are no weights to write.", ExitCode.UNSUPPORTED)
     kind = dtype or first[1].dtype
-    targets = [
-        Target(name, shape, kind, math.prod(shape[1:]), ()) for name, shape in huggingface_shapes(model).items()
-    ]
+    targets = [Target(name, shape, kind, math.prod(shape[1:]), ()) for name, shape in huggingface_shapes(model).items()]
 
     def pairs() -> Iterator[tuple[str, Tensor]]:
         for name, tensor in (first, *stream):

@@ -120,10 +120,14 @@ def _empty(directory: Path) -> None:
 def _listed(directory: Path, checksums: dict[str, int], writing: Writing) -> dict[str, dict[str, Any]]:
     """{file: size and checksums} of a directory. With verify=full the files are read for their sha256, in parallel."""
     names = sorted(
-        file.relative_to(directory).as_posix() for file in directory.rglob("*") if file.is_file() and file.name != JOURNAL
+        file.relative_to(directory).as_posix()
+        for file in directory.rglob("*")
+        if file.is_file() and file.name != JOURNAL
     )
     with ThreadPoolExecutor(writing.workers) as pool:
-        hashes = pool.map(lambda name: sha256(directory / name), names) if writing.verify == "full" else [None] * len(names)
+        hashes = (
+            pool.map(lambda name: sha256(directory / name), names) if writing.verify == "full" else [None] * len(names)
+        )
         found = {}
         for name, digest in zip(names, hashes):
             crc = checksums[name] if name in checksums else crc32(directory / name)

@@ -99,7 +99,9 @@ def check_tensors(path: str | Path) -> None:
         if name not in expected:
             raise ModelError(f"{path}: tensor '{name}' is not part of the model that config.json describes.")
         if tuple(entry["shape"]) != expected[name]:
-            raise ModelError(f"{path}: '{name}' has shape {tuple(entry['shape'])}, config.json implies {expected[name]}.")
+            raise ModelError(
+                f"{path}: '{name}' has shape {tuple(entry['shape'])}, config.json implies {expected[name]}."
+            )
 
 
 def _read_json(file: Path) -> dict[str, Any]:

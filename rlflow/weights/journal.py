@@ -42,7 +42,7 @@ class Journal:
     def resume(self, key: dict[str, Any]) -> None:
         """Reads what was done. Raises ConversionError (9) unless it belongs to the conversion that `key` describes."""
         lines = self._file.read_text(errors="replace").split("\n")
-        if not lines[0]:
+        if len(lines) == 1:  # killed before the first line was whole
             self.begin(key)
             return
         try:

@@ -133,7 +133,9 @@ class Plan:
         for target in self.targets:
             content.update(f"{target.name}|{target.shape}|{target.dtype}|{target.columns}\n".encode())
             for one in target.pieces:
-                source = None if one.view is None else (one.view.stored.name, one.view.index, str(one.view.stored.dtype))
+                source = (
+                    None if one.view is None else (one.view.stored.name, one.view.index, str(one.view.stored.dtype))
+                )
                 place = (one.row, one.rows, one.column, one.columns, one.source_row, one.source_column)
                 content.update(f"{source}{place}\n".encode())
         return content.hexdigest()
@@ -163,16 +165,14 @@ def _lies_inside(target: Target, piece: Piece) -> bool:
         return True
     _, (_, columns) = _box(target, piece)
     rows = piece.view.shape[0]
-    return (
-        0 <= piece.source_row <= rows - piece.rows
-        and 0 <= piece.source_column <= piece.view.columns - columns
-    )
+    return 0 <= piece.source_row <= rows - piece.rows and 0 <= piece.source_column <= piece.view.columns - columns
 
 
 def tiles(boxes: Sequence[tuple[tuple[int, int], ...]], shape: Sequence[int]) -> bool:
     """Whether boxes, (first, size) per axis, lie inside a shape and cover each of its elements once."""
     inside = all(
-        len(box) == len(shape) and all(at >= 0 and size > 0 and at + size <= full for (at, size), full in zip(box, shape))
+        len(box) == len(shape)
+        and all(at >= 0 and size > 0 and at + size <= full for (at, size), full in zip(box, shape))
         for box in boxes
     )
     elements = sum(math.prod(size for _, size in box) for box in boxes)

@@ -63,7 +63,9 @@ def copy_tensors(weights: Iterable[tuple[str, Tensor]], sink: Sink, origin: str)
     """Writes whole tensors as they come; each target must come once, in its shape and dtype.
 
     Raises ConversionError for a name that is not in the plan, twice or missing (6), a shape or dtype (7), NaN or Inf (4)."""
-    places = {target.name: (number, target, start) for number, one in enumerate(sink.files) for target, start in one.places}
+    places = {
+        target.name: (number, target, start) for number, one in enumerate(sink.files) for target, start in one.places
+    }
     for name, tensor in weights:
         if name not in places:
             raise ConversionError(
@@ -161,9 +163,7 @@ class Reader:
             place = out[top - row : bottom - row, (left - column) * size : (right - column) * size]
             self._copy(view, one, top - one.row, left - one.column, place, dtype)
 
-    def _copy(
-        self, view: View, one: Rectangle, row: int, column: int, place: np.ndarray, dtype: torch.dtype
-    ) -> None:
+    def _copy(self, view: View, one: Rectangle, row: int, column: int, place: np.ndarray, dtype: torch.dtype) -> None:
         """Fills `place` from (row, column) of a chunk on; whole rows are read, as rows of a matrix lie side by side."""
         stored = view.stored
         descriptor, content, file = self._open(view, one.item)
@@ -215,5 +215,7 @@ def read_all(descriptor: int, out: memoryview, offset: int, file: str) -> None:
     while done < len(out):
         count = os.preadv(descriptor, [out[done:]], offset + done)
         if count == 0:
-            raise ConversionError(f"{file}: ends at byte {offset + done}; it shrank while being read.", ExitCode.DAMAGED)
+            raise ConversionError(
+                f"{file}: ends at byte {offset + done}; it shrank while being read.", ExitCode.DAMAGED
+            )
         done += count

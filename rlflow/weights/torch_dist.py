@@ -7,15 +7,17 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from rlflow.errors import ConversionError, ExitCode
 from rlflow.weights.archive import Archive, damaged, explained
 from rlflow.weights.arguments import described_layout, described_model
-from rlflow.weights.pickles import DAMAGE, ForbiddenName, Inert, read_metadata
+from rlflow.weights.pickles import DAMAGE, DTYPES, Chunk, ForbiddenName, Inert, read_metadata
 from rlflow.weights.plan import tiles
 from rlflow.weights.source import Content, Item, Record, Stored, identity_of
 
@@ -63,18 +65,12 @@ class TorchDist:
         try:
             with (self.path / ".metadata").open("rb") as file:
                 tables = read_metadata(file)
-            self.tensors = _tensors(tables)
-            self.objects = sorted(
-                name for name, entry in tables.state_dict_metadata.items() if not hasattr(entry, "chunks")
-            )
-            extents = [
-                (str(one.relative_path), int(one.offset), int(one.length)) for one in tables.storage_data.values()
-            ]
+            self.tensors = {name: _stored(name, *entry) for name, entry in tables.tensors.items()}
         except ForbiddenName as error:
             raise ConversionError(f"{self.path}: {error}.", ExitCode.HOSTILE) from None
         except DAMAGE as error:
             raise damaged(self.path / ".metadata", error) from None
-        self._check_extents(extents)
+        self._check_extents(tables.extents)
         for stored in self.tensors.values():
             _check_cover(self.path, stored)
         self.common  # noqa: B018  a hostile common.pt is refused, whether needed or not
@@ -155,7 +151,7 @@ class TorchDist:
                 f"{file}: checkpoint format '{backend}' is not supported; expected 'torch_dist'.", ExitCode.UNSUPPORTED
             )
 
-    def _check_extents(self, extents: list[tuple[str, int, int]]) -> None:
+    def _check_extents(self, extents: Iterable[tuple[str, int, int]]) -> None:
         end: dict[str, int] = {}
         for name, start, length in sorted(extents):
             if start < end.get(name, 0) or length <= 0 or not re.fullmatch(r"[\w.-]+", name):
@@ -187,26 +183,11 @@ def _content(archive: Archive, stored: Stored, item: Item) -> Content:
     return Content(window.start, window.nbytes, window.record.crc32)
 
 
-def _tensors(tables: Any) -> dict[str, Stored]:
-    """The tensors of the tables by name. Raises KeyError where a chunk or an object has no place in a file."""
-    places = {
-        (index.fqn, None if index.offset is None else tuple(index.offset)): info
-        for index, info in tables.storage_data.items()
-    }
-    tensors = {}
-    for name, entry in tables.state_dict_metadata.items():
-        if not hasattr(entry, "chunks"):
-            places.pop((name, None))
-            continue
-        items = []
-        for chunk in entry.chunks:
-            info = places.pop((name, tuple(chunk.offsets)))
-            offsets, sizes = tuple(map(int, chunk.offsets)), tuple(map(int, chunk.sizes))
-            items.append(Item(offsets, sizes, str(info.relative_path), int(info.offset), int(info.length)))
-        tensors[name] = Stored(name, tuple(map(int, entry.size)), entry.properties.dtype, tuple(items))
-    if places:
-        raise ValueError(f"'{min(places, key=str)[0]}' is stored but not described")
-    return tensors
+def _stored(name: str, shape: tuple[int, ...], dtype: str, chunks: tuple[Chunk, ...]) -> Stored:
+    if dtype not in DTYPES:
+        raise ValueError(f"'{name}' has the unknown dtype {dtype!r}")
+    items = tuple(Item(one.offsets, one.sizes, one.file, one.start, one.length) for one in chunks)
+    return Stored(name, shape, getattr(torch, dtype), items)
 
 
 def _check_cover(path: Path, stored: Stored) -> None:

@@ -28,7 +28,9 @@ def read_manifest(path: Path) -> dict[str, Any]:
     """The manifest of a directory that a conversion wrote. Raises ConversionError (3: none, 4: damaged)."""
     file = path / MANIFEST
     if not file.is_file():
-        raise ConversionError(f"{file}: missing; only directories written by a conversion can be verified.", ExitCode.MISSING)
+        raise ConversionError(
+            f"{file}: missing; only directories written by a conversion can be verified.", ExitCode.MISSING
+        )
     try:
         manifest = json.loads(file.read_text())
         for one in manifest["files"].values():

@@ -275,20 +275,6 @@ def test_conversion_loads_neither_megatron_nor_transformers(case: Any) -> None:
     assert "good" in subprocess.run(tool, check=True, capture_output=True, text=True).stdout
 
 
-def test_kill_leaves_only_the_partial_directory(case: Any, tmp_path: Path) -> None:
-    checkpoint, reference, out = case
-    program = (
-        "import os, signal, sys; from rlflow.weights.convert import to_huggingface; "
-        "to_huggingface(*sys.argv[1:], progress=lambda count: os.kill(os.getpid(), signal.SIGKILL))"
-    )
-    root = Path(__file__).resolve().parents[3]
-    assert subprocess.run([sys.executable, "-c", program, checkpoint, out, reference], cwd=root).returncode == -9
-    assert not out.exists() and (tmp_path / "out.partial").is_dir()
-    to_huggingface(checkpoint, out, reference)
-    assert digest(iterate_weights(out)) == digest(iterate_weights(reference))
-    assert not (tmp_path / "out.partial").exists()
-
-
 def test_rlflow_convert_is_a_plugin(case: Any, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     from rlflow import cli
     from tools.ckpt_convert import command
