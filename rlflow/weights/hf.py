@@ -64,6 +64,10 @@ class WeightFiles(Mapping[str, Tensor]):
         with safe_open(self.path / self._file_of[name], framework="pt") as file:
             return file.get_tensor(name)
 
+    def file_of(self, name: str) -> str:
+        """The name of the file that a tensor is in."""
+        return self._file_of[name]
+
     def __iter__(self) -> Iterator[str]:
         return iter(self._file_of)
 

@@ -76,7 +76,7 @@ def check_inverse(source: Source, export: Export, directory: Path) -> None:
 
     Maps whole tensors with the trainer's own `split.shard`, not with the rectangles that wrote them, and checks the
     checksums that the checkpoint's archives hold. Memory: a few times the largest tensor."""
-    _check_records(source)
+    check_records(source)
     files = WeightFiles(directory)
     for rule, layer, view in export.sources:
         tensors = [files[name] for name in rule.names(layer)]
@@ -94,7 +94,8 @@ def check_inverse(source: Source, export: Export, directory: Path) -> None:
                 )
 
 
-def _check_records(source: Source) -> None:
+def check_records(source: Source) -> None:
+    """Raises ConversionError (4) where bytes of a source are not what its checksums say, those of single items apart."""
     for name, record in source.records():
         found = 0
         with (source.path / name).open("rb") as stream:
