@@ -12,7 +12,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
+
+import torch
+from torch import Tensor
 
 from rlflow.errors import ConversionError, ExitCode
 from rlflow.weights.archive import Archive, Window, explained
@@ -85,6 +88,19 @@ class LegacyRanks:
         """See `Source.content`. The files have checksums of storages, not of tensors: `records`."""
         return Content(item.start, item.length)
 
+    def rank_states(self, tensor: int, pipeline: int, expert: int) -> list[dict[str, Tensor]]:
+        """The states of one rank's model chunks, as its file names them: copies of the tensors, and nothing else of it.
+
+        Raises ConversionError (3) where there is no such file."""
+        for one in self._ranks:
+            if (one.tensor, one.pipeline, one.expert) == (tensor, pipeline, expert):
+                with (self.path / one.name).open("rb") as stream:
+                    return [{name: _tensor(stream, window) for name, window in chunk.items()} for chunk in one.chunks]
+        raise ConversionError(
+            f"{self.path}: has no file of tensor rank {tensor}, pipeline rank {pipeline}, expert rank {expert}.",
+            ExitCode.MISSING,
+        )
+
     def records(self) -> Iterator[tuple[str, Record]]:
         """(file, storage) of everything that tensors lie in, for checking whole storages."""
         for one in self._ranks:
@@ -101,6 +117,11 @@ class LegacyRanks:
     @cached_property
     def _headers(self) -> str:
         return hashlib.sha256(b"".join(one.digest for one in self._ranks)).hexdigest()
+
+
+def _tensor(stream: IO[bytes], window: Window) -> Tensor:
+    stream.seek(window.start)
+    return torch.frombuffer(bytearray(stream.read(window.nbytes)), dtype=window.dtype).view(window.shape)
 
 
 def _size_and_time(file: Path) -> list[int]:

@@ -48,6 +48,7 @@ class Job:
     pipeline: int = 1
     virtual: int = 1
     expert: int = 1
+    expert_tensor: int = 0
     dtype: torch.dtype = torch.float32
     save_to: Path | None = None
     load_from: Path | None = None
@@ -58,7 +59,8 @@ class Job:
 
     @property
     def ranks(self) -> int:
-        return max(self.tensor, self.expert) * self.pipeline
+        experts = self.expert * (self.expert_tensor or self.tensor)
+        return max(self.tensor, experts) * self.pipeline
 
 
 def launch(directory: Path, jobs: Sequence[Job], limit_s: float) -> None:
@@ -96,7 +98,7 @@ def run(job: Job) -> None:
     from rlflow.trainer.megatron import oracle
     from rlflow.trainer.megatron.cpu import adapted, without_transformer_engine
 
-    layout = oracle.Layout(_padded(job), job.tensor, job.pipeline, job.virtual, job.expert)
+    layout = oracle.Layout(_padded(job), job.tensor, job.pipeline, job.virtual, job.expert, job.expert_tensor)
     with adapted(), without_transformer_engine():
         oracle.join(layout)
         chunks = oracle.build(job.config, layout, job.dtype)
@@ -141,7 +143,10 @@ def shards(chunks: list[Any], job: Job) -> Iterator[Any]:
 def sharded(chunk: Any, job: Job) -> Any:
     from megatron.core.parallel_state import get_data_parallel_group
 
-    metadata = {"non_homogeneous_layers": job.numbered, "dp_cp_group": get_data_parallel_group(with_context_parallel=True)}
+    metadata = {
+        "non_homogeneous_layers": job.numbered,
+        "dp_cp_group": get_data_parallel_group(with_context_parallel=True),
+    }
     return chunk.sharded_state_dict(metadata={**metadata, **job.options.get("metadata", {})})
 
 
@@ -241,6 +246,7 @@ def _arguments(job: Job, chunks: list[Any]) -> argparse.Namespace:
         pipeline_model_parallel_size=job.pipeline,
         virtual_pipeline_model_parallel_size=job.virtual if job.virtual > 1 else None,
         expert_model_parallel_size=job.expert,
+        expert_tensor_parallel_size=job.expert_tensor or job.tensor,
         params_dtype=job.dtype,
         bf16=job.dtype is torch.bfloat16,
         padded_vocab_size=_padded(job),

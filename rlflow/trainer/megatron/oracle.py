@@ -27,13 +27,14 @@ from rlflow.errors import ModelError
 @dataclass(frozen=True)
 class Layout:
     """Ranks per tensor, pipeline and expert group; virtual: model chunks per pipeline rank; vocab: rows of the embedding,
-    padding included."""
+    padding included; expert_tensor: over how many tensor-parallel ranks an expert is cut, 0 for all of them."""
 
     vocab: int
     tensor: int = 1
     pipeline: int = 1
     virtual: int = 1
     expert: int = 1
+    expert_tensor: int = 0
 
 
 class Attention(MegatronModule):
@@ -60,9 +61,19 @@ def join(layout: Layout) -> None:
         layout.pipeline,
         layout.virtual if layout.virtual > 1 else None,
         expert_model_parallel_size=layout.expert,
+        expert_tensor_parallel_size=layout.expert_tensor or None,
         create_gloo_process_groups=False,
     )
     model_parallel_cuda_manual_seed(0)
+
+
+def place() -> tuple[int, int, int]:
+    """This rank's (tensor, pipeline, expert) rank."""
+    return (
+        parallel_state.get_tensor_model_parallel_rank(),
+        parallel_state.get_pipeline_model_parallel_rank(),
+        parallel_state.get_expert_model_parallel_rank(),
+    )
 
 
 def leave() -> None:
@@ -155,6 +166,7 @@ def _megatron_config(config: dict[str, Any], layout: Layout, dtype: torch.dtype)
         "pipeline_model_parallel_size": layout.pipeline,
         "virtual_pipeline_model_parallel_size": layout.virtual if layout.virtual > 1 else None,
         "expert_model_parallel_size": layout.expert,
+        "expert_tensor_parallel_size": layout.expert_tensor or None,
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
         "bf16": dtype is torch.bfloat16,
@@ -167,7 +179,9 @@ def _megatron_config(config: dict[str, Any], layout: Layout, dtype: torch.dtype)
         "apply_rope_fusion": False,
         "batch_p2p_comm": False,
     }
-    experts = next((config[key] for key in ("num_experts", "num_local_experts", "n_routed_experts") if config.get(key)), 0)
+    experts = next(
+        (config[key] for key in ("num_experts", "num_local_experts", "n_routed_experts") if config.get(key)), 0
+    )
     if experts:
         values |= _experts(config, experts)
     if "kv_lora_rank" not in config:
