@@ -13,16 +13,16 @@ import torch
 from torch import Tensor
 
 from rlflow.errors import ConversionError, ExitCode, ModelError
-from rlflow.weights.directory import Writing, check_output, write_directory
+from rlflow.weights.directory import MANIFEST, Writing, check_output, write_directory
 from rlflow.weights.families import Architecture, huggingface_shapes, stored_architecture
-from rlflow.weights.hf import copy_files, read_config, with_dtype
+from rlflow.weights.hf import companions_digest, copy_files, read_config, with_dtype
 from rlflow.weights.open import open_source
 from rlflow.weights.plan import Plan, Target
 from rlflow.weights.sink import Sink, layout_digest, safetensors_files
 from rlflow.weights.source import Source
 from rlflow.weights.stream import check_equal, copy, copy_tensors
 from rlflow.weights.to_hf import Export, make_export
-from rlflow.weights.verify import check_inverse
+from rlflow.weights.verify import check_inverse, verify_export
 
 Progress = Callable[[int, int], None]
 """Called with the bytes that were written since the last call, and those of the whole; first with what was there before."""
@@ -41,6 +41,8 @@ class Options:
     verify: str = "fast"
     expected: dict[str, int] = field(default_factory=dict)
     """Sizes that the checkpoint must have: fields of Architecture, `tensor_parallel`, `pipeline_parallel`, ..., `iteration`."""
+    check: Callable[[Path], None] | None = None
+    """A further check of the finished directory, before it gets its name."""
 
     @property
     def writing(self) -> Writing:
@@ -101,6 +103,8 @@ def to_huggingface(
         _add_companions(partial, reference, config, plan.targets[0].dtype)
         if options.verify == "full":
             check_inverse(source, export, partial)
+        if options.check is not None:
+            options.check(partial)
 
     return write_directory(
         out,
@@ -109,8 +113,20 @@ def to_huggingface(
         key={"source": source.identity(), "plan": plan.digest, "files": layout_digest(files)},
         fill=fill,
         complete=complete,
-        record=_record(source, export.model, plan, options.dtype),
+        record=_record(source, export.model, plan, options.dtype, reference),
     )
+
+
+def current_export(path: str | Path, out: str | Path, reference: str | Path) -> bool:
+    """Whether `out` is what `to_huggingface` would write now: same checkpoint, same reference, whole, options as default."""
+    if not (Path(out) / MANIFEST).is_file():
+        return False
+    try:
+        manifest = verify_export(out)
+    except ConversionError:
+        return False
+    claims = {"source": _origin(open_source(path)), "reference": companions_digest(reference), "dtype": "keep"}
+    return all(manifest.get(key) == value for key, value in claims.items())
 
 
 def write_model(
@@ -147,7 +163,7 @@ def write_model(
         key={},
         fill=lambda sink: copy_tensors(pairs(), sink, str(path)),
         complete=lambda partial: _add_companions(partial, reference, config, kind),
-        record=_record(None, model, Plan(tuple(targets)), "keep"),
+        record=_record(None, model, Plan(tuple(targets)), "keep", reference),
     )
 
 
@@ -164,13 +180,18 @@ def _add_companions(partial: Path, reference: Path, config: dict[str, Any], dtyp
     (partial / "config.json").write_text(json.dumps(with_dtype(config, dtype), indent=2) + "\n")
 
 
-def _record(source: Source | None, model: Architecture, plan: Plan, dtype: str) -> dict[str, Any]:
-    """The manifest without its files. No path is in it: directories are moved and manifests published."""
-    found: dict[str, Any] = {"format": "trainer"}
-    if source is not None:
-        found = {"format": source.format, "iteration": source.iteration, **source.identity()}
+def _origin(source: Source | None) -> dict[str, Any]:
+    """What identifies a source. No path is in it: directories are moved and manifests published."""
+    if source is None:
+        return {"format": "trainer"}
+    return {"format": source.format, "iteration": source.iteration, **source.identity()}
+
+
+def _record(source: Source | None, model: Architecture, plan: Plan, dtype: str, reference: Path) -> dict[str, Any]:
+    """The manifest without its files."""
     return {
-        "source": found,
+        "source": _origin(source),
+        "reference": companions_digest(reference),
         "family": model.family,
         "tensors": len(plan.targets),
         "parameters": plan.parameters,

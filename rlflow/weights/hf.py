@@ -155,12 +155,24 @@ def header(file: Path) -> dict[str, Any]:
     return entries
 
 
-def copy_files(reference: Path, directory: Path) -> None:
-    """Copies what goes with the weights (COPIED_FILES, `*.jinja`, `*.py`) from a model directory; never weights."""
+def companions(reference: Path) -> list[str]:
+    """The files of a model directory that go with its weights beside config.json: COPIED_FILES, `*.jinja`, `*.py`."""
     names = [name for name in COPIED_FILES if (reference / name).is_file()]
-    names += [file.name for pattern in ("*.jinja", "*.py") for file in reference.glob(pattern)]
-    for name in names:
+    return names + sorted(file.name for pattern in ("*.jinja", "*.py") for file in reference.glob(pattern))
+
+
+def copy_files(reference: Path, directory: Path) -> None:
+    """Copies what goes with the weights from a model directory; never weights."""
+    for name in companions(reference):
         shutil.copyfile(reference / name, directory / name)
+
+
+def companions_digest(reference: str | Path) -> str:
+    """A hash of config.json and of all that `copy_files` copies: 64 hex digits."""
+    content = hashlib.sha256()
+    for name in ("config.json", *companions(Path(reference))):
+        content.update(f"{name}|".encode() + hashlib.sha256((Path(reference) / name).read_bytes()).digest())
+    return content.hexdigest()
 
 
 def with_dtype(config: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
