@@ -193,15 +193,22 @@ def _add_eval(commands: argparse._SubParsersAction) -> None:
         commands,
         "eval",
         run_eval,
-        "evaluate a HuggingFace model directory",
+        "evaluate a model: a HuggingFace directory, a run, or a checkpoint",
         "Lets a model answer questions with search and reports exact match, F1, searches and turns per question with\n"
         "95% intervals, and writes every trajectory. A question that failed for infrastructure is reported apart.",
         "examples:\n"
         "  rlflow eval --model runs/demo/export --data val.jsonl --corpus corpus.jsonl\n"
+        "  rlflow eval --model runs/demo/checkpoints/step_000100     # converted to step_000100.hf first\n"
         "  rlflow eval --model Qwen2.5-3B --config qwen2.5_3b.yaml --data nq.jsonl --questions 500\n",
     )
     parser.add_argument(
-        "--model", metavar="PATH", required=True, help="HuggingFace model directory, e.g. a run's export/"
+        "--model",
+        metavar="PATH",
+        required=True,
+        help="HuggingFace directory (e.g. a run's export/), a run (its newest checkpoint) or a Megatron checkpoint",
+    )
+    parser.add_argument(
+        "--hf", metavar="PATH", help="config and tokenizer for a checkpoint (default: its run's model.path)"
     )
     parser.add_argument("--data", metavar="FILE", help="questions, jsonl (environment.val)")
     parser.add_argument("--corpus", metavar="FILE", help="passages to search, jsonl (environment.corpus)")

@@ -35,6 +35,7 @@ class ExitCode(enum.IntEnum):
 
     MISSING = 3  # a file of the checkpoint is not there
     DAMAGED = 4  # truncated or corrupt; a verification that failed
+    OTHER_LAYOUT = 5  # a size that was asserted is another in the checkpoint, or its parts disagree
     UNKNOWN_MODEL = 6  # a model family or a tensor that has no mapping
     OTHER_MODEL = 7  # checkpoint and config.json disagree
     DISK_FULL = 8

@@ -12,6 +12,7 @@ from pathlib import Path
 from rlflow.assemble import fitting_tasks, make_rollout
 from rlflow.errors import ConfigError
 from rlflow.metrics import episode_records, interval95, mean
+from rlflow.model_directory import ModelDirectory, model_directory
 from rlflow.plan import check_config
 from rlflow.progress import evaluation_line
 from rlflow.rollout import Rollout
@@ -70,16 +71,18 @@ def main(args: Namespace) -> int:
             raise ConfigError(f"{option}: expected at least 1, found {value}.")
     if not args.temperature >= 0:
         raise ConfigError(f"--temperature: expected 0 (greedy) or more, found {args.temperature}.")
-    config = _evaluation_config(args)
-    check_config(config)
-    out = Path(args.out or Path("runs") / f"eval-{_name_of(Path(args.model).resolve())}")
-    with make_rollout(config) as rollout:
-        tasks, dropped = fitting_tasks(rollout, config.data.val_split, config)
-        tasks = tasks[: args.questions]
-        print(
-            f"{len(tasks)} questions, {args.samples} attempt(s) each, temperature {args.temperature:g}", file=sys.stderr
-        )
-        result = evaluate(rollout, tasks, samples_per_prompt=args.samples, temperature=args.temperature)
+    with model_directory(args.model, args.hf, lambda text: print(text, file=sys.stderr)) as model:
+        config = _evaluation_config(args, model)
+        check_config(config)
+        out = Path(args.out or Path("runs") / f"eval-{model.name}")
+        with make_rollout(config) as rollout:
+            tasks, dropped = fitting_tasks(rollout, config.data.val_split, config)
+            tasks = tasks[: args.questions]
+            print(
+                f"{len(tasks)} questions, {args.samples} attempt(s) each, temperature {args.temperature:g}",
+                file=sys.stderr,
+            )
+            result = evaluate(rollout, tasks, samples_per_prompt=args.samples, temperature=args.temperature)
     write_trajectories(out / "trajectories.jsonl", result.groups)
     summary = {"model": str(args.model), "temperature": args.temperature, "prompts_dropped": dropped, **result.metrics}
     write_json(out / "summary.json", summary)
@@ -91,23 +94,13 @@ def main(args: Namespace) -> int:
     return 0
 
 
-def _name_of(model: Path) -> str:
-    """The run's name for its export, else the directory's own."""
-    return model.parent.name if model.name == "export" else model.name
-
-
-def _evaluation_config(args: Namespace) -> RunConfig:
-    """The configuration of the evaluation: --config, else that of the run whose export the model is, else the defaults."""
-    model = Path(args.model)
-    if not model.is_dir():
-        raise ConfigError(f"--model {model}: no such directory; expected a HuggingFace model directory.")
-    beside = model.resolve().parent / "config.yaml"
-    source = args.config or (beside if beside.is_file() else None)
+def _evaluation_config(args: Namespace, model: ModelDirectory) -> RunConfig:
+    """The configuration of the evaluation: --config, else that of the run that the model comes from, else the defaults."""
     overrides = list(args.overrides)
     if args.data:
         overrides += [f"environment.val={json.dumps(args.data)}", "environment.train=null"]
     if args.corpus:
         overrides.append(f"environment.corpus={json.dumps(args.corpus)}")  # as YAML text, whatever the name looks like
-    config = load_config(source, overrides)
-    config.model.path = str(model)
+    config = load_config(args.config or model.config, overrides)
+    config.model.path = str(model.path)
     return config

@@ -27,7 +27,7 @@ from rlflow.schema import RunConfig
 from rlflow.trainer import Trainer
 from rlflow.trainer.export import check_export
 from rlflow.types import Group, Task
-from rlflow.weights.hf import write_model
+from rlflow.weights.convert import write_model
 
 logger = logging.getLogger(__name__)
 

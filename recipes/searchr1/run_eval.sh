@@ -9,10 +9,12 @@ Evaluate a search agent with rlflow: exact match, F1, searches and turns per que
   bash recipes/searchr1/run_eval.sh --model DIR [--data FILE] [OPTIONS] [section.key=value ...]
 
 Options
-  --model DIR           any HuggingFace directory, also the export/ of a run
+  --model DIR           any HuggingFace directory, also the export/ of a run; or a run, whose newest checkpoint is taken; or a
+                        Megatron checkpoint, which is converted into a directory beside it (<checkpoint>.hf) first
+  --hf DIR              config and tokenizer for a checkpoint (default: those of the model that its run started from)
   --data FILE           questions, JSON Lines: {"prompt": ..., "solutions": [...]} (default: the configuration's validation set)
   --corpus FILE         the passages to search, JSON Lines: {"id": ..., "contents": "\"Title\"\nText"}
-  --config FILE         run configuration (default: that of the run whose export/ DIR is, else config/demo.yaml: the embedded world)
+  --config FILE         run configuration (default: that of the run DIR comes from, else config/demo.yaml: the embedded world)
   --questions N         only the first N questions
   --samples N           attempts per question (default 1)
   --temperature T       0 is greedy (default)
@@ -24,6 +26,7 @@ A question that failed for infrastructure is reported apart, never scored 0. Eve
 
 Examples
   bash recipes/searchr1/run_eval.sh --model runs/searchr1-demo/export
+  bash recipes/searchr1/run_eval.sh --model runs/searchr1-demo/checkpoints/step_000100
   bash recipes/searchr1/run_eval.sh --model runs/searchr1-demo/export environment.retriever.name=random   # does it read what it finds?
   bash recipes/searchr1/run_eval.sh --model Qwen2.5-3B-Instruct --data val.jsonl --corpus corpus.jsonl \
       --config recipes/searchr1/config/qwen2.5_3b.yaml
@@ -41,7 +44,7 @@ done
 config='' model='' arguments=() overrides=()
 while [ $# -gt 0 ]; do
     case $1 in
-    --config | --model | --data | --corpus | --out | --questions | --temperature | --samples)
+    --config | --model | --hf | --data | --corpus | --out | --questions | --temperature | --samples)
         [ $# -ge 2 ] || rlflow_fail "$1 needs a value; see --help"
         name=$1 value=$2
         shift 2
@@ -50,6 +53,7 @@ while [ $# -gt 0 ]; do
     --config=*) config=$(rlflow_path "${1#*=}"); shift ;;
     --out=*) arguments+=(--out "$(realpath -m "${1#*=}")"); shift ;;
     --model=*) model=$(rlflow_path "${1#*=}"); shift ;;
+    --hf=*) arguments+=(--hf "$(rlflow_path "${1#*=}")"); shift ;;
     --data=*) arguments+=(--data "$(rlflow_path "${1#*=}")"); shift ;;
     --corpus=*) overrides+=("environment.corpus=$(rlflow_path "${1#*=}")"); shift ;;
     -*) arguments+=("$1"); shift ;;
@@ -60,7 +64,9 @@ done
 
 rlflow_setup run
 cd "$RLFLOW_ROOT" # the paths of a configuration file are relative to the repository
-[ -n "$config" ] || [ -f "$model/../config.yaml" ] || config=$here/config/demo.yaml # `rlflow eval` finds the run's own
+# `rlflow eval` finds the configuration of the run that the model is, is the export of, or is a checkpoint of.
+[ -n "$config" ] || [ -f "$model/config.yaml" ] || [ -f "$model/../config.yaml" ] || [ -f "$model/../../config.yaml" ] ||
+    [ -f "$model/../../../config.yaml" ] || config=$here/config/demo.yaml
 [ -z "$config" ] || arguments+=(--config "$config")
 [ -z "$model" ] || arguments+=(--model "$model")
 exec "$RLFLOW_PYTHON" -m rlflow.cli eval \

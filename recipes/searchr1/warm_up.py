@@ -14,7 +14,7 @@ from pathlib import Path
 from rlflow import Trainer, make_batch
 from rlflow.algorithms import SFTLoss
 from rlflow.rollout import Tokenizer
-from rlflow.weights.hf import write_model
+from rlflow.weights.convert import write_model
 from rlflow_environments.search.tiny_model import write_random_model, write_tokenizer
 from rlflow_environments.search.warm_up import Curriculum, row_weights, to_trajectory
 

@@ -1,10 +1,9 @@
-"""HuggingFace model directories: lazy reading, a content hash, and writing that is verified and atomic."""
+"""HuggingFace model directories: lazy reading, a content hash, and what goes with the weights."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-import os
 import shutil
 import struct
 from collections.abc import Iterable, Iterator, Mapping
@@ -15,7 +14,7 @@ import torch
 from torch import Tensor
 
 from rlflow.errors import ModelError
-from rlflow.weights.families import architecture, huggingface_shapes
+from rlflow.weights.families import huggingface_shapes, stored_architecture
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -65,6 +64,10 @@ class WeightFiles(Mapping[str, Tensor]):
         with safe_open(self.path / self._file_of[name], framework="pt") as file:
             return file.get_tensor(name)
 
+    def file_of(self, name: str) -> str:
+        """The name of the file that a tensor is in."""
+        return self._file_of[name]
+
     def __iter__(self) -> Iterator[str]:
         return iter(self._file_of)
 
@@ -89,65 +92,20 @@ def digest(weights: Iterable[tuple[str, Tensor]]) -> str:
     return hashlib.sha256("\n".join(sorted(lines)).encode()).hexdigest()
 
 
-def write_model(
-    path: str | Path,
-    weights: Iterable[tuple[str, Tensor]],
-    reference: str | Path,
-    dtype: torch.dtype | None = None,
-    *,
-    shard_bytes: int = 4 << 30,
-    overwrite: bool = False,
-) -> None:
-    """Writes a HuggingFace directory: `weights` as safetensors, config and tokenizer files from `reference`.
-
-    dtype: cast to it; None keeps each tensor's. More than `shard_bytes` become shards with an index. It is written to
-    `<path>.partial`, verified from disk against what config.json implies, and renamed; on failure `path` is as it was.
-    Raises ModelError where `path` exists (unless `overwrite`) or the verification fails."""
-    path = Path(path)
-    if path.exists() and not overwrite:
-        raise ModelError(f"{path}: exists already; choose another directory or pass overwrite=True.")
-    config = read_config(reference)
-    partial = path.with_name(path.name + ".partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    written = _write_shards(partial, _cast(weights, dtype), shard_bytes)
-    copy_files(Path(reference), partial)
-    (partial / "config.json").write_text(json.dumps(with_dtype(config, written), indent=2) + "\n")
-    verify_model(partial)
-    replace_directory(partial, path)
-
-
-def replace_directory(partial: Path, path: Path) -> None:
-    """Renames a finished directory to its name, in place of one that stands there; its files reach the disk first."""
-    for one in (*partial.iterdir(), partial):
-        descriptor = os.open(one, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-    replaced = path.with_name(path.name + ".replaced")
-    shutil.rmtree(replaced, ignore_errors=True)
-    if path.exists():
-        path.rename(replaced)
-    partial.rename(path)
-    shutil.rmtree(replaced, ignore_errors=True)
-
-
-def verify_model(path: str | Path) -> None:
-    """Raises ModelError unless the directory holds exactly the tensors that its config.json implies, each of the right
-    shape and finite."""
-    expected = huggingface_shapes(architecture(read_config(path)))
-    files = WeightFiles(path)
+def check_tensors(path: str | Path) -> None:
+    """Raises ModelError unless the directory's headers list the tensors that its config.json implies, in their shapes."""
+    expected = huggingface_shapes(stored_architecture(read_config(path)))
+    found = {name: entry for file in sorted(Path(path).glob("*.safetensors")) for name, entry in header(file).items()}
     for name in expected:
-        if name not in files:
+        if name not in found:
             raise ModelError(f"{path}: tensor '{name}' is missing, which config.json implies.")
-    for name, tensor in files.items():
+    for name, entry in found.items():
         if name not in expected:
             raise ModelError(f"{path}: tensor '{name}' is not part of the model that config.json describes.")
-        if tuple(tensor.shape) != expected[name]:
-            raise ModelError(f"{path}: '{name}' has shape {tuple(tensor.shape)}, config.json implies {expected[name]}.")
-        if not torch.isfinite(tensor).all():
-            raise ModelError(f"{path}: '{name}' holds NaN or Inf.")
+        if tuple(entry["shape"]) != expected[name]:
+            raise ModelError(
+                f"{path}: '{name}' has shape {tuple(entry['shape'])}, config.json implies {expected[name]}."
+            )
 
 
 def _read_json(file: Path) -> dict[str, Any]:
@@ -197,61 +155,24 @@ def header(file: Path) -> dict[str, Any]:
     return entries
 
 
-def _cast(weights: Iterable[tuple[str, Tensor]], dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
-    for name, tensor in weights:
-        # A copy of its own: safetensors refuses tensors that share storage, and a view would pin its base.
-        yield name, tensor.detach().to("cpu", dtype or tensor.dtype, copy=True).contiguous()
-
-
-def _write_shards(directory: Path, weights: Iterable[tuple[str, Tensor]], shard_bytes: int) -> torch.dtype:
-    """Writes the weights, one shard in memory at a time; returns the dtype of the first tensor."""
-    from safetensors.torch import save_file
-
-    shards: list[list[str]] = []
-    pending: dict[str, Tensor] = {}
-    total = pending_bytes = 0
-    first: torch.dtype | None = None
-
-    def flush() -> None:
-        shards.append(list(pending))
-        save_file(pending, directory / f"shard-{len(shards):05d}.safetensors", metadata={"format": "pt"})
-        pending.clear()
-
-    for name, tensor in weights:
-        first = first or tensor.dtype
-        if pending and pending_bytes + tensor.nbytes > shard_bytes:
-            flush()
-            pending_bytes = 0
-        pending[name] = tensor
-        pending_bytes += tensor.nbytes
-        total += tensor.nbytes
-    if first is None:
-        raise ModelError(f"{directory}: there are no weights to write.")
-    flush()
-    _name_shards(directory, shards, total)
-    return first
-
-
-def _name_shards(directory: Path, shards: list[list[str]], total_bytes: int) -> None:
-    """Gives the shards their final names (their number is known only now) and writes the index if there are several."""
-    if len(shards) == 1:
-        (directory / "shard-00001.safetensors").rename(directory / SINGLE_FILE)
-        return
-    weight_map = {}
-    for index, names in enumerate(shards, start=1):
-        file = f"model-{index:05d}-of-{len(shards):05d}.safetensors"
-        (directory / f"shard-{index:05d}.safetensors").rename(directory / file)
-        weight_map.update(dict.fromkeys(names, file))
-    content = {"metadata": {"total_size": total_bytes}, "weight_map": dict(sorted(weight_map.items()))}
-    (directory / INDEX_FILE).write_text(json.dumps(content, indent=2) + "\n")
+def companions(reference: Path) -> list[str]:
+    """The files of a model directory that go with its weights beside config.json: COPIED_FILES, `*.jinja`, `*.py`."""
+    names = [name for name in COPIED_FILES if (reference / name).is_file()]
+    return names + sorted(file.name for pattern in ("*.jinja", "*.py") for file in reference.glob(pattern))
 
 
 def copy_files(reference: Path, directory: Path) -> None:
-    """Copies what goes with the weights (COPIED_FILES, `*.jinja`, `*.py`) from a model directory; never weights."""
-    names = [name for name in COPIED_FILES if (reference / name).is_file()]
-    names += [file.name for pattern in ("*.jinja", "*.py") for file in reference.glob(pattern)]
-    for name in names:
+    """Copies what goes with the weights from a model directory; never weights."""
+    for name in companions(reference):
         shutil.copyfile(reference / name, directory / name)
+
+
+def companions_digest(reference: str | Path) -> str:
+    """A hash of config.json and of all that `copy_files` copies: 64 hex digits."""
+    content = hashlib.sha256()
+    for name in ("config.json", *companions(Path(reference))):
+        content.update(f"{name}|".encode() + hashlib.sha256((Path(reference) / name).read_bytes()).digest())
+    return content.hexdigest()
 
 
 def with_dtype(config: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:

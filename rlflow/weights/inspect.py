@@ -6,8 +6,9 @@ import math
 from pathlib import Path
 from typing import Any
 
-from rlflow.weights.plan import NOT_WEIGHTS
-from rlflow.weights.torch_dist import Stored, TorchDist
+from rlflow.weights.open import open_source
+from rlflow.weights.source import Stored
+from rlflow.weights.to_hf import NOT_WEIGHTS
 
 
 def describe(path: str | Path, everything: bool = False) -> dict[str, Any]:
@@ -15,17 +16,17 @@ def describe(path: str | Path, everything: bool = False) -> dict[str, Any]:
 
     everything: list optimizer state and snapshots too. Raises ConversionError for a checkpoint that is incomplete,
     damaged, unsupported or hostile."""
-    checkpoint = TorchDist(path)
+    checkpoint = open_source(path)
     weights = {name: one for name, one in checkpoint.tensors.items() if not name.startswith(NOT_WEIGHTS)}
     others = [one for name, one in checkpoint.tensors.items() if name not in weights]
     listed = checkpoint.tensors if everything else weights
     return {
         "checkpoint": str(checkpoint.path),
-        "format": "torch_dist",
+        "format": checkpoint.format,
         "keys": "stacked over layers" if any(".layers.self_attention" in name for name in weights) else "per layer",
         "files": len({item.file for one in checkpoint.tensors.values() for item in one.items}),
         "iteration": checkpoint.iteration,
-        "layout": checkpoint.manifest.get("layout", {}),
+        "layout": checkpoint.layout,
         "parameters": sum(math.prod(one.shape) for one in weights.values()),
         "weight_bytes": sum(map(_bytes, weights.values())),
         "other_tensors": len(others),

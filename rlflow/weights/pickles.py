@@ -8,6 +8,7 @@ from typing import IO, Any
 
 DTYPES = ("float32", "bfloat16", "float16", "float64", "int64", "int32", "int16", "int8", "uint8", "bool")
 CLASSES_OF_METADATA = {
+    ("megatron.core.dist_checkpointing.strategies.torch", "MCoreMetadata"),  # Megatron's subclass of Metadata
     ("pathlib", "PosixPath"),
     ("pathlib", "PurePosixPath"),
     ("torch", "Size"),
@@ -23,14 +24,18 @@ CLASSES_OF_METADATA = {
     ("torch.serialization", "_get_layout"),
     *(("torch", name) for name in DTYPES),
 }
-"""All that torch's own writer puts into `.metadata`."""
-MEGATRON_METADATA = ("megatron.core.dist_checkpointing.strategies.torch", "MCoreMetadata")
-"""Megatron's subclass of Metadata; read as the class itself, so that no Megatron is needed."""
+"""All that torch's own writer and Megatron's put into `.metadata`."""
 STAND_INS = {
+    ("_codecs", "encode"),
+    ("_io", "BytesIO"),
     ("argparse", "Namespace"),
-    ("collections", "OrderedDict"),
     ("collections", "defaultdict"),
+    *((module, "_reconstruct") for module in ("numpy.core.multiarray", "numpy._core.multiarray")),
+    *((module, "scalar") for module in ("numpy.core.multiarray", "numpy._core.multiarray")),
+    ("numpy", "dtype"),
+    ("numpy", "ndarray"),
     ("pathlib", "PosixPath"),
+    ("signal", "Signals"),
     ("torch", "Size"),
     ("torch", "device"),
     ("torch._utils", "_rebuild_tensor_v2"),
@@ -38,31 +43,27 @@ STAND_INS = {
     ("types", "SimpleNamespace"),
     *(("torch", name) for name in DTYPES),
 }
-"""What torch.save and Megatron put into other pickles. Read as `Inert`, as is every name of Megatron and of
-Transformer Engine: none of them is imported, none of them is called."""
+"""What torch.save and Megatron put into other pickles (arguments, tensors, states of generators). Read as `Inert`, as is
+every name of Megatron and of Transformer Engine: none of them is imported, none of them is called."""
 
 
 class ForbiddenName(pickle.UnpicklingError):
     """The pickle names something that could do more than hold data."""
 
 
-class MetadataUnpickler(pickle.Unpickler):
-    """Reads a `.metadata` and refuses whatever could do more than describe tensors."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        if (module, name) == MEGATRON_METADATA:
-            module, name = "torch.distributed.checkpoint.metadata", "Metadata"
-        if (module, name) not in CLASSES_OF_METADATA:
-            raise ForbiddenName(f".metadata names {module}.{name}, which has no place there; not loaded")
-        return super().find_class(module, name)
-
-
 class Inert:
     """An object of a pickle that was not built: what it was called with, and its state."""
 
+    arguments: tuple[Any, ...]
+    state: Any
+
+    def __new__(cls, *arguments: Any) -> Inert:
+        self = super().__new__(cls)
+        self.arguments, self.state = arguments, None
+        return self
+
     def __init__(self, *arguments: Any) -> None:
-        self.arguments = arguments
-        self.state: Any = None
+        """Not called for every kind of pickled object; `__new__` is."""
 
     def __setstate__(self, state: Any) -> None:
         self.state = state
@@ -72,6 +73,13 @@ class Inert:
 
     def append(self, value: Any) -> None:
         """Items of a list's subclass are not kept."""
+
+
+class Items(dict):
+    """An OrderedDict of a pickle, such as a module's state, without the attributes that it had."""
+
+    def __setstate__(self, state: Any) -> None:
+        """Attributes are not kept."""
 
 
 @dataclass(frozen=True)
@@ -87,6 +95,8 @@ class InertUnpickler(pickle.Unpickler):
     """Reads a pickle of torch.save with `Inert` in place of every object but Python's own containers and numbers."""
 
     def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("collections", "OrderedDict"):
+            return Items
         package = module.split(".")[0]
         storage = module in ("torch", "torch.storage") and name.endswith("Storage")
         if (module, name) in STAND_INS or storage or package in ("megatron", "transformer_engine"):
@@ -99,9 +109,75 @@ class InertUnpickler(pickle.Unpickler):
         return Storage(pid[1].__name__, str(pid[2]), int(pid[4]))
 
 
-def read_metadata(file: IO[bytes]) -> Any:
-    """The torch.distributed.checkpoint Metadata of a `.metadata`. Raises ForbiddenName, or what a damaged pickle raises."""
-    return MetadataUnpickler(file).load()
+class MetadataUnpickler(pickle.Unpickler):
+    """Reads a `.metadata` with `Inert` in place of its objects, and refuses whatever could do more than describe tensors.
+
+    The classes themselves are not imported: torch.distributed would cost a second and 50 MiB."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) not in CLASSES_OF_METADATA:
+            raise ForbiddenName(f".metadata names {module}.{name}, which has no place there; not loaded")
+        return type(name, (Inert,), {})
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A chunk of a tensor and where its archive is: file, first byte, bytes."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    file: str
+    start: int
+    length: int
+
+
+@dataclass(frozen=True)
+class Table:
+    """A `.metadata` in plain words. tensors: {name: (shape, name of the dtype, chunks)}; objects: names of what else it
+    describes; extents: (file, first byte, bytes) of everything that is stored."""
+
+    tensors: dict[str, tuple[tuple[int, ...], str, tuple[Chunk, ...]]]
+    objects: tuple[str, ...]
+    extents: tuple[tuple[str, int, int], ...]
+
+
+def read_metadata(file: IO[bytes]) -> Table:
+    """The tables of a `.metadata`. Raises ForbiddenName, or another error of DAMAGE for a damaged one: a chunk or an
+    object without a place in a file, something in a file that is not described, and whatever unpickling raises."""
+    tables = MetadataUnpickler(file).load().state
+    places = {}
+    for index, info in tables["storage_data"].items():
+        at = index.state.get("offset")  # of objects: left at its default, so not in the pickle
+        places[index.state["fqn"], None if at is None else _numbers(at)] = (
+            _path(info.state["relative_path"]),
+            int(info.state["offset"]),
+            int(info.state["length"]),
+        )
+    extents = tuple(places.values())
+    tensors, objects = {}, []
+    for name, entry in tables["state_dict_metadata"].items():
+        if type(entry).__name__ == "BytesStorageMetadata":
+            objects.append(name)
+            places.pop((name, None))
+            continue
+        chunks = []
+        for chunk in entry.state["chunks"]:
+            offsets = _numbers(chunk.state["offsets"])
+            chunks.append(Chunk(offsets, _numbers(chunk.state["sizes"]), *places.pop((name, offsets))))
+        kind = entry.state["properties"].state[0]
+        tensors[name] = (_numbers(entry.state["size"]), kind.__name__, tuple(chunks))
+    if places:
+        raise ValueError(f"'{min(places, key=str)[0]}' is stored but not described")
+    return Table(tensors, tuple(sorted(objects)), extents)
+
+
+def _numbers(size: Inert) -> tuple[int, ...]:
+    """The content of a torch.Size."""
+    return tuple(map(int, size.arguments[0])) if size.arguments else ()
+
+
+def _path(found: Any) -> str:
+    return "/".join(map(str, found.arguments)) if isinstance(found, Inert) else str(found)
 
 
 DAMAGE = (

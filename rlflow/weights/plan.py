@@ -1,63 +1,95 @@
-"""What an export will write, from tables alone: the source of every row of every HuggingFace tensor."""
+"""What a conversion writes: of which rectangles of source tensors every target tensor is made.
+
+All tensors are matrices here: a vector of n elements is (n, 1), and a stack (layers, rows, columns) of matrices is
+(layers * rows, columns), so that a rectangle is always a run of bytes per row."""
 
 from __future__ import annotations
 
+import hashlib
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
 from rlflow.errors import ConversionError, ExitCode
-from rlflow.weights.families import OUTPUT, TE_NAMES, Architecture, Rule, Split, placed_rules
-from rlflow.weights.torch_dist import Item, Stored, TorchDist
-
-NOT_WEIGHTS = ("optimizer.", "chained_", "snapshot.", "rng", "opt_param_scheduler", "rerun_state_machine")
-"""Keys of what else a checkpoint holds: optimizer state, rlflow's reference snapshots, generators, schedulers."""
-MOST_PADDING = 8192
-"""Rows that a padded vocabulary may have more than config.json: Megatron pads to a multiple of 128 * ranks."""
-ARGUMENTS = {
-    "num_layers": "layers",
-    "hidden_size": "hidden",
-    "num_attention_heads": "heads",
-    "kv_channels": "head_dim",
-    "ffn_hidden_size": "ffn",
-    "norm_epsilon": "norm_eps",
-    "rotary_base": "rope_theta",
-}
-"""Megatron's arguments in common.pt that must agree with config.json."""
+from rlflow.weights.source import Item, Stored
 
 
 @dataclass(frozen=True)
-class Source:
-    """A Megatron tensor of one layer: the whole of a stored tensor, or one index of its stacked first axis."""
+class Rectangle:
+    """The part of a view that one stored chunk holds. `skipped`: elements of the chunk before its first row."""
+
+    item: Item
+    skipped: int
+    row: int
+    column: int
+    rows: int
+    columns: int
+
+
+@dataclass(frozen=True)
+class View:
+    """A stored tensor at some leading indices, such as one layer of a stack: a vector or a matrix."""
 
     stored: Stored
-    layer: int | None
+    index: tuple[int, ...] = ()
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return self.stored.shape if self.layer is None else self.stored.shape[1:]
+        return self.stored.shape[len(self.index) :]
 
-    def pieces(self) -> Iterator[tuple[Item, int, tuple[int, ...], tuple[int, ...]]]:
-        """(item, elements to skip in it, offsets, sizes) of the chunks that hold parts of this layer."""
+    @property
+    def columns(self) -> int:
+        return math.prod(self.shape[1:])
+
+    def rectangles(self) -> list[Rectangle]:
+        """The chunks' parts of this view, by row and column; they tile it."""
+        depth = len(self.index)
+        found = []
         for item in self.stored.items:
-            if self.layer is None:
-                yield item, 0, item.offsets, item.sizes
-            elif item.offsets[0] <= self.layer < item.offsets[0] + item.sizes[0]:
-                skipped = (self.layer - item.offsets[0]) * math.prod(item.sizes[1:])
-                yield item, skipped, item.offsets[1:], item.sizes[1:]
+            lead = list(zip(self.index, item.offsets, item.sizes))
+            if all(start <= at < start + size for at, start, size in lead):
+                place = 0
+                for at, start, size in lead:
+                    place = place * size + at - start
+                offsets, sizes = item.offsets[depth:], item.sizes[depth:]
+                column = offsets[1] * math.prod(self.shape[2:]) if len(offsets) > 1 else 0
+                width = math.prod(sizes[1:])
+                found.append(Rectangle(item, place * math.prod(sizes), offsets[0], column, sizes[0], width))
+        return sorted(found, key=lambda one: (one.row, one.column))
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A rectangle of a target and where it comes from; zeros where `view` is None.
+
+    Rows [row, row + rows) and columns [column, column + columns) of the target are those from (source_row,
+    source_column) of the view on. columns None: the whole width of the target."""
+
+    row: int
+    rows: int
+    view: View | None
+    source_row: int = 0
+    column: int = 0
+    columns: int | None = None
+    source_column: int = 0
 
 
 @dataclass(frozen=True)
 class Target:
-    """A HuggingFace tensor. `segments`: (first row here, first row in the source, rows), in order and complete."""
+    """A tensor to write. `columns`: the width of its matrix. Its pieces are in order of rows and tile it."""
 
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
-    source: Source
-    segments: tuple[tuple[int, int, int], ...]
+    columns: int
+    pieces: tuple[Piece, ...]
+
+    @property
+    def rows(self) -> int:
+        return math.prod(self.shape) // self.columns
 
     @property
     def nbytes(self) -> int:
@@ -65,16 +97,26 @@ class Target:
 
     @property
     def row_bytes(self) -> int:
-        return math.prod(self.shape[1:]) * self.dtype.itemsize
+        return self.columns * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Equal:
+    """The first `rows` rows of two views must be the same bytes; else `problem` is what is wrong with the source."""
+
+    one: View
+    other: View
+    rows: int
+    problem: str
+    exit_code: ExitCode
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Every target in the order in which it is written, and the Megatron tensors by (rule, layer)."""
+    """Every target in the order in which it is written. `equal` is compared before anything is written."""
 
-    model: Architecture
     targets: tuple[Target, ...]
-    sources: tuple[tuple[Rule, int, Source], ...]
+    equal: tuple[Equal, ...] = ()
 
     @property
     def parameters(self) -> int:
@@ -84,123 +126,66 @@ class Plan:
     def nbytes(self) -> int:
         return sum(target.nbytes for target in self.targets)
 
-
-def make_plan(checkpoint: TorchDist, model: Architecture, dtype: torch.dtype | None = None) -> Plan:
-    """The export of a checkpoint as a model of this architecture. dtype: of the output; None keeps each tensor's.
-
-    Raises ConversionError for a checkpoint without weights (10), with tensors that have no mapping (6), or of another
-    model than config.json describes (7). Every source tensor is used once and every target made."""
-    _check_described(checkpoint, model)
-    left = {name: one for name, one in checkpoint.tensors.items() if not name.startswith(NOT_WEIGHTS)}
-    if not left:
-        raise ConversionError(
-            f"{checkpoint.path}: holds no weights, only {len(checkpoint.tensors)} tensors of optimizer state.",
-            ExitCode.UNSUPPORTED,
-        )
-    if model.tied and OUTPUT.megatron in left:
-        raise ConversionError(
-            f"{checkpoint.path}: has '{OUTPUT.megatron}', but config.json says tie_word_embeddings is true; expected "
-            "false there, or a checkpoint of a tied model.",
-            ExitCode.OTHER_MODEL,
-        )
-    used: dict[str, set[int]] = {}
-    targets: list[Target] = []
-    sources: list[tuple[Rule, int, Source]] = []
-    for rule, layer in placed_rules(model):
-        source = _find(checkpoint, left, rule, layer, model.layers)
-        used.setdefault(source.stored.name, set()).add(layer)
-        _check_shape(checkpoint, rule, source, model)
-        sources.append((rule, layer, source))
-        targets += _targets(rule, layer, source, model, dtype)
-    unused = sorted(set(left) - set(used))
-    if unused:
-        raise ConversionError(
-            f"{checkpoint.path}: {len(unused)} tensors have no place in a model of family '{model.family}' with "
-            f"{model.layers} layers: {', '.join(unused[:4])}{', ...' if len(unused) > 4 else ''}.",
-            ExitCode.UNKNOWN_MODEL,
-        )
-    return Plan(model, tuple(targets), tuple(sources))
-
-
-def _check_described(checkpoint: TorchDist, model: Architecture) -> None:
-    """What the checkpoint's own descriptions say must be what config.json says; shapes alone do not tell it all."""
-    present = vars(model)
-    claims = {key: value for key, value in checkpoint.manifest.get("model", {}).items() if key in present}
-    args = checkpoint.common.get("args") or {}
-    claims |= {ours: args[theirs] for theirs, ours in ARGUMENTS.items() if args.get(theirs) is not None}
-    if args.get("group_query_attention"):
-        claims["groups"] = args.get("num_query_groups")
-    for key, claimed in claims.items():
-        if key != "max_positions" and claimed != present[key]:
-            raise ConversionError(
-                f"{checkpoint.path}: belongs to another model; its {key} is {claimed}, config.json of the reference "
-                f"has {present[key]}.",
-                ExitCode.OTHER_MODEL,
-            )
-
-
-def _find(checkpoint: TorchDist, tensors: dict[str, Stored], rule: Rule, layer: int, layers: int) -> Source:
-    """The stored tensor of a rule: under Transformer Engine's name, which Megatron's checkpoints use, or the local one;
-    stacked over layers or one key per layer."""
-    names = [rule.megatron]
-    for local, fused in TE_NAMES.items():
-        if rule.megatron.endswith("}." + local):
-            names.insert(0, rule.megatron.removesuffix(local) + fused)
-    for name in names:
-        stacked = tensors.get(name.replace("{i}.", ""))
-        if not rule.per_layer and stacked is not None:
-            return Source(stacked, None)
-        if stacked is not None:
-            if not stacked.shape or stacked.shape[0] != layers:
-                raise ConversionError(
-                    f"{checkpoint.path}: '{stacked.name}' has shape {stacked.shape}, config.json implies {layers} layers.",
-                    ExitCode.OTHER_MODEL,
+    @cached_property
+    def digest(self) -> str:
+        """A hash of everything that the output's bytes follow from, the bytes of the source apart."""
+        content = hashlib.sha256()
+        for target in self.targets:
+            content.update(f"{target.name}|{target.shape}|{target.dtype}|{target.columns}\n".encode())
+            for one in target.pieces:
+                source = (
+                    None if one.view is None else (one.view.stored.name, one.view.index, str(one.view.stored.dtype))
                 )
-            return Source(stacked, layer)
-        if name.format(i=layer) in tensors:
-            return Source(tensors[name.format(i=layer)], None)
-    raise ConversionError(
-        f"{checkpoint.path}: '{names[0].format(i=layer)}' is missing, which config.json implies"
-        f"{' (the checkpoint is of a tied model?)' if rule is OUTPUT else ''}.",
-        ExitCode.OTHER_MODEL,
+                place = (one.row, one.rows, one.column, one.columns, one.source_row, one.source_column)
+                content.update(f"{source}{place}\n".encode())
+        return content.hexdigest()
+
+    def check(self) -> None:
+        """Raises ConversionError (6) unless names are unique and each target is tiled by pieces that lie in their views.
+
+        Such a plan is a mistake in a table of families, found before a byte is written."""
+        if len({target.name for target in self.targets}) != len(self.targets):
+            raise ConversionError("the plan makes a tensor twice; this is a bug.", ExitCode.UNKNOWN_MODEL)
+        for target in self.targets:
+            inside = all(_lies_inside(target, piece) for piece in target.pieces)
+            if not inside or not tiles([_box(target, piece) for piece in target.pieces], (target.rows, target.columns)):
+                raise ConversionError(
+                    f"'{target.name}' {target.shape} would not be made of its sources exactly once; this is a bug.",
+                    ExitCode.UNKNOWN_MODEL,
+                )
+
+
+def _box(target: Target, piece: Piece) -> tuple[tuple[int, int], tuple[int, int]]:
+    columns = target.columns if piece.columns is None else piece.columns
+    return (piece.row, piece.rows), (piece.column, columns)
+
+
+def _lies_inside(target: Target, piece: Piece) -> bool:
+    if piece.view is None:
+        return True
+    _, (_, columns) = _box(target, piece)
+    rows = piece.view.shape[0]
+    return 0 <= piece.source_row <= rows - piece.rows and 0 <= piece.source_column <= piece.view.columns - columns
+
+
+def tiles(boxes: Sequence[tuple[tuple[int, int], ...]], shape: Sequence[int]) -> bool:
+    """Whether boxes, (first, size) per axis, lie inside a shape and cover each of its elements once."""
+    inside = all(
+        len(box) == len(shape)
+        and all(at >= 0 and size > 0 and at + size <= full for (at, size), full in zip(box, shape))
+        for box in boxes
     )
+    elements = sum(math.prod(size for _, size in box) for box in boxes)
+    return inside and elements == math.prod(shape) and not _overlap(boxes)
 
 
-def _check_shape(checkpoint: TorchDist, rule: Rule, source: Source, model: Architecture) -> None:
-    shapes = rule.shapes(model)
-    expected = (sum(shape[0] for shape in shapes), *shapes[0][1:])
-    found = source.shape
-    padded = rule.split is Split.VOCAB and found[1:] == expected[1:] and 0 <= found[0] - expected[0] <= MOST_PADDING
-    if found != expected and not padded:
-        raise ConversionError(
-            f"{checkpoint.path}: '{source.stored.name}' has shape {found}, config.json implies {expected}"
-            f"{' and at most ' + str(MOST_PADDING) + ' rows of padding' if rule.split is Split.VOCAB else ''}.",
-            ExitCode.OTHER_MODEL,
-        )
-    if not source.stored.dtype.is_floating_point:
-        raise ConversionError(
-            f"{checkpoint.path}: '{source.stored.name}' holds {source.stored.dtype}, floating point expected.",
-            ExitCode.UNKNOWN_MODEL,
-        )
-
-
-def _targets(
-    rule: Rule, layer: int, source: Source, model: Architecture, dtype: torch.dtype | None
-) -> Iterator[Target]:
-    start = 0
-    for part, (name, shape) in enumerate(zip(rule.names(layer), rule.shapes(model))):
-        if rule.split is Split.QKV:
-            segments = _group_rows(part, model)
-        else:
-            segments = ((0, start, shape[0]),)
-        start += shape[0]
-        yield Target(name, shape, dtype or source.stored.dtype, source, segments)
-
-
-def _group_rows(part: int, model: Architecture) -> tuple[tuple[int, int, int], ...]:
-    """Segments of q (part 0), k (1) or v (2): per query group the source has [queries | key | value] rows."""
-    queries = model.heads // model.groups * model.head_dim
-    group = queries + 2 * model.head_dim
-    rows = queries if part == 0 else model.head_dim
-    first = (0, queries, queries + model.head_dim)[part]
-    return tuple((number * rows, number * group + first, rows) for number in range(model.groups))
+def _overlap(boxes: Iterable[tuple[tuple[int, int], ...]]) -> bool:
+    """Whether two boxes share an element. Boxes are sorted by their first axis, so that few pairs are compared."""
+    ordered = sorted(boxes)
+    for number, one in enumerate(ordered):
+        for other in ordered[number + 1 :]:
+            if one and other[0][0] >= one[0][0] + one[0][1]:
+                break
+            if all(a < b + m and b < a + n for (a, n), (b, m) in zip(one, other)):
+                return True
+    return False

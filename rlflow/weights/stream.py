@@ -1,242 +1,221 @@
-"""Copying planned tensors into preallocated safetensors shards, block by block, from several threads."""
+"""Carries out a plan: copies blocks of targets from a source, or a stream of whole tensors, into a sink."""
 
 from __future__ import annotations
 
-import errno
-import json
-import math
 import os
-import shutil
-import struct
 import threading
-import zlib
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass
-from pathlib import Path
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from rlflow.errors import ConversionError, ExitCode
-from rlflow.weights.hf import INDEX_FILE, SINGLE_FILE
-from rlflow.weights.plan import Plan, Target
-from rlflow.weights.torch_dist import Content, Item, TorchDist
+from rlflow.weights.plan import Equal, Piece, Rectangle, Target, View
+from rlflow.weights.sink import Block, Sink, blocks_of
+from rlflow.weights.source import Content, Item, Source
 
-BLOCK_BYTES = 8 << 20
-"""Of output per block; a worker holds about three times as much."""
-NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.float64: "F64"}
-"""Of dtypes in a safetensors header."""
 Progress = Callable[[int], None]
+COMPARED_BYTES = 4 << 20
+INFINITE = {
+    torch.bfloat16: (np.int16, 0x7F80, np.uint16, 0xFF80),
+    torch.float16: (np.int16, 0x7C00, np.uint16, 0xFC00),
+    torch.float32: (np.int32, 0x7F800000, np.uint32, 0xFF800000),
+    torch.float64: (np.int64, 0x7FF << 52, np.uint64, 0xFFF << 52),
+}
+"""Of each dtype: as signed integers, Inf and the NaNs with sign 0 are the numbers from the first bound on; as unsigned
+ones, -Inf and the other NaNs those from the second on. Two passes without a temporary array (IEEE 754 ordering)."""
 
 
-@dataclass(frozen=True)
-class Shard:
-    """A file of the output: its header, and where in the file each target's bytes begin."""
+def copy(source: Source, blocks: Sequence[Block], sink: Sink, workers: int, progress: Progress) -> None:
+    """Copies blocks in `workers` threads; progress is called with the bytes of each, by one thread at a time.
 
-    file: str
-    header: bytes
-    targets: tuple[tuple[Target, int], ...]
-    size: int
+    Raises ConversionError for a damaged source (4), NaN or Inf in the weights (4), a full disk (8)."""
+    waiting, lock, stop = iter(blocks), threading.Lock(), threading.Event()
 
+    def work() -> None:
+        buffer = bytearray(max((block.size for block in blocks), default=0))
+        while not stop.is_set():
+            with lock:
+                block = next(waiting, None)
+            if block is None:
+                return
+            rows = np.frombuffer(buffer, np.uint8, block.size).reshape(block.last - block.first, block.target.row_bytes)
+            reader.fill(block.target, block.first, rows)
+            check_finite(rows, block, str(source.path))
+            sink.write(block, rows.data.cast("B"))
+            with lock:
+                progress(block.size)
 
-@dataclass(frozen=True)
-class Block:
-    """Rows [first, last) of a target, at a byte offset of a file."""
-
-    file: str
-    offset: int
-    target: Target
-    first: int
-    last: int
-
-    @property
-    def size(self) -> int:
-        return (self.last - self.first) * self.target.row_bytes
-
-
-def layout(plan: Plan, shard_bytes: int) -> list[Shard]:
-    """The output's files, none with more than `shard_bytes` of tensors unless one tensor alone has more."""
-    groups: list[list[Target]] = [[]]
-    filled = 0
-    for target in plan.targets:
-        if groups[-1] and filled + target.nbytes > shard_bytes:
-            groups.append([])
-            filled = 0
-        groups[-1].append(target)
-        filled += target.nbytes
-    names = [f"model-{number:05d}-of-{len(groups):05d}.safetensors" for number in range(1, len(groups) + 1)]
-    return [_shard(name, group) for name, group in zip([SINGLE_FILE] if len(groups) == 1 else names, groups)]
-
-
-def _shard(file: str, targets: Sequence[Target]) -> Shard:
-    entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    at, starts = 0, []
-    for target in targets:
-        starts.append(at)
-        entries[target.name] = {
-            "dtype": NAMES[target.dtype],
-            "shape": list(target.shape),
-            "data_offsets": [at, at + target.nbytes],
-        }
-        at += target.nbytes
-    text = json.dumps(entries, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    header = struct.pack("<Q", len(text)) + text
-    return Shard(
-        file, header, tuple((one, len(header) + start) for one, start in zip(targets, starts)), len(header) + at
-    )
-
-
-def blocks_of(shards: Sequence[Shard]) -> Iterator[Block]:
-    """All blocks in file order."""
-    for shard in shards:
-        for target, start in shard.targets:
-            rows = max(1, BLOCK_BYTES // target.row_bytes)
-            for first in range(0, target.shape[0], rows):
-                last = min(first + rows, target.shape[0])
-                yield Block(shard.file, start + first * target.row_bytes, target, first, last)
-
-
-def write_shards(
-    checkpoint: TorchDist, plan: Plan, shards: Sequence[Shard], directory: Path, workers: int, progress: Progress
-) -> dict[tuple[str, int], int]:
-    """Writes the files and the index into `directory`, synced to the disk; returns {(file, offset): crc32 of a block}.
-
-    Raises ConversionError for a full disk (8), a damaged source (4), and NaN or Inf in the weights (4)."""
-    free, needed = shutil.disk_usage(directory).free, sum(shard.size for shard in shards)
-    if free < needed:
-        raise ConversionError(
-            f"{directory.parent}: {needed / 1e9:.2f} GB needed, {free / 1e9:.2f} GB free; make room or choose another disk.",
-            ExitCode.DISK_FULL,
-        )
-    files: dict[str, int] = {}
-    try:
-        for shard in shards:
-            files[shard.file] = os.open(directory / shard.file, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644)
-            os.posix_fallocate(files[shard.file], 0, shard.size)
-            _write_all(files[shard.file], shard.header, 0)
-        checksums = _copy(_Reader(checkpoint), list(blocks_of(shards)), files, workers, progress)
-        for descriptor in files.values():
-            os.fsync(descriptor)
-    except OSError as error:
-        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-        raise ConversionError(
-            f"{directory}: cannot be written ({error.strerror}); {needed / 1e9:.2f} GB are needed.",
-            ExitCode.DISK_FULL if full else ExitCode.DAMAGED,
-        ) from error
-    finally:
-        for descriptor in files.values():
-            os.close(descriptor)
-    if len(shards) > 1:
-        weight_map = {target.name: shard.file for shard in shards for target, _ in shard.targets}
-        content = {"metadata": {"total_size": plan.nbytes}, "weight_map": dict(sorted(weight_map.items()))}
-        (directory / INDEX_FILE).write_text(json.dumps(content, indent=2) + "\n")
-    return checksums
-
-
-def _copy(
-    reader: _Reader, blocks: Sequence[Block], files: dict[str, int], workers: int, progress: Progress
-) -> dict[tuple[str, int], int]:
-    def copy(block: Block) -> tuple[Block, int]:
-        content = reader.rows(block.target, block.first, block.last)
-        if not torch.isfinite(content).all():
-            raise ConversionError(
-                f"{reader.path}: '{block.target.source.stored.name}' holds NaN or Inf as {content.dtype} "
-                f"(rows {block.first} to {block.last} of {block.target.name}).",
-                ExitCode.DAMAGED,
-            )
-        data = content.view(-1).view(torch.uint8).numpy().data
-        _write_all(files[block.file], data, block.offset)
-        return block, zlib.crc32(data)
-
-    checksums = {}
-    with ThreadPoolExecutor(max_workers=workers) as pool:
-        pending: set[Future[tuple[Block, int]]] = set()
-        waiting = iter(blocks)
+    with Reader(source) as reader, ThreadPoolExecutor(workers) as pool:
         try:
-            while True:
-                for block in waiting:
-                    pending.add(pool.submit(copy, block))
-                    if len(pending) >= 2 * workers:
-                        break
-                if not pending:
-                    return checksums
-                done, pending = wait(pending, return_when=FIRST_COMPLETED)
-                for future in done:
-                    block, checksum = future.result()
-                    checksums[block.file, block.offset] = checksum
-                    progress(block.size)
+            running = [pool.submit(work) for _ in range(workers)]
+            wait(running, return_when=FIRST_EXCEPTION)
         finally:
-            for future in pending:
-                future.cancel()
+            stop.set()
+        for one in running:
+            one.result()
 
 
-class _Reader:
-    """Rows of targets, gathered from a checkpoint's chunks. Safe to use from several threads."""
+def copy_tensors(weights: Iterable[tuple[str, Tensor]], sink: Sink, origin: str) -> None:
+    """Writes whole tensors as they come; each target must come once, in its shape and dtype.
 
-    def __init__(self, checkpoint: TorchDist) -> None:
-        self.path = checkpoint.path
-        self._checkpoint = checkpoint
+    Raises ConversionError for a name that is not in the plan, twice or missing (6), a shape or dtype (7), NaN or Inf (4)."""
+    places = {
+        target.name: (number, target, start) for number, one in enumerate(sink.files) for target, start in one.places
+    }
+    for name, tensor in weights:
+        if name not in places:
+            raise ConversionError(
+                f"{origin}: tensor '{name}' is not part of the model that config.json describes, or comes twice.",
+                ExitCode.UNKNOWN_MODEL,
+            )
+        number, target, start = places.pop(name)
+        if tuple(tensor.shape) != target.shape:
+            raise ConversionError(
+                f"{origin}: '{name}' has shape {tuple(tensor.shape)}, config.json implies {target.shape}.",
+                ExitCode.OTHER_MODEL,
+            )
+        if tensor.dtype is not target.dtype:
+            raise ConversionError(
+                f"{origin}: '{name}' has dtype {tensor.dtype}, {target.dtype} expected as of the first tensor; pass a dtype.",
+                ExitCode.OTHER_MODEL,
+            )
+        content = tensor.detach().cpu().contiguous()
+        rows = content.view(-1).view(torch.uint8).numpy().reshape(target.rows, target.row_bytes)
+        for block in blocks_of(number, target, start):
+            part = rows[block.first : block.last]
+            check_finite(part, block, origin)
+            sink.write(block, part.data.cast("B"))
+    if places:
+        raise ConversionError(
+            f"{origin}: tensor '{next(iter(places))}' is missing, which config.json implies.", ExitCode.UNKNOWN_MODEL
+        )
+
+
+def check_finite(rows: np.ndarray, block: Block, origin: str) -> None:
+    """Raises ConversionError (4) where the bytes of a block are NaN or Inf."""
+    signed, high, unsigned, low = INFINITE[block.target.dtype]
+    flat = rows.reshape(-1)
+    if flat.view(signed).max() >= high or flat.view(unsigned).max() >= low:
+        raise ConversionError(
+            f"{origin}: '{block.target.name}' holds NaN or Inf as {block.target.dtype} "
+            f"(rows {block.first} to {block.last}).",
+            ExitCode.DAMAGED,
+        )
+
+
+def check_equal(source: Source, equal: Equal) -> None:
+    """Raises the ConversionError that `equal` describes unless the two views hold the same bytes."""
+    width = equal.one.columns * equal.one.stored.dtype.itemsize
+    step = max(1, COMPARED_BYTES // width)
+    pair = np.empty((2, min(step, equal.rows), width), np.uint8)
+    with Reader(source) as reader:
+        for row in range(0, equal.rows, step):
+            one, other = pair[:, : min(step, equal.rows - row)]
+            reader.read(equal.one, row, 0, one, equal.one.stored.dtype)
+            reader.read(equal.other, row, 0, other, equal.one.stored.dtype)
+            if not np.array_equal(one, other):
+                raise ConversionError(equal.problem, equal.exit_code)
+
+
+class Reader:
+    """Rectangles of a source, gathered from its chunks. Safe to use from several threads."""
+
+    def __init__(self, source: Source) -> None:
+        self._source = source
         self._lock = threading.Lock()
-        self._contents: dict[Item, Content] = {}
+        self._contents: dict[tuple[str, Item], Content] = {}
         self._files: dict[str, int] = {}
+        self._rectangles: dict[tuple[str, tuple[int, ...]], tuple[list[Rectangle], list[int]]] = {}
 
-    def __del__(self) -> None:
-        for descriptor in self._files.values():
-            os.close(descriptor)
+    def __enter__(self) -> Reader:
+        return self
 
-    def rows(self, target: Target, first: int, last: int) -> Tensor:
-        """Rows [first, last) of a target in its dtype: (rows, columns)."""
-        stored = target.source.stored
-        columns = math.prod(target.shape[1:])
-        block = torch.empty(last - first, columns, dtype=stored.dtype)
-        pieces = list(target.source.pieces())
-        for start, origin, rows in target.segments:
-            begin, end = max(first, start), min(last, start + rows)
-            if begin < end:
-                self._gather(block[begin - first : end - first], pieces, origin + begin - start, target)
-        return block.to(target.dtype)
+    def __exit__(self, *error: object) -> None:
+        while self._files:
+            os.close(self._files.popitem()[1])
 
-    def _gather(self, out: Tensor, pieces: Sequence[tuple], row: int, target: Target) -> None:
-        """Fills `out`, rows `row` and following of the source, from the pieces that hold parts of them."""
-        stored = target.source.stored
-        for item, skipped, offsets, sizes in pieces:
-            begin, end = max(row, offsets[0]), min(row + out.shape[0], offsets[0] + sizes[0])
-            if begin >= end:
+    def fill(self, target: Target, first: int, out: np.ndarray) -> None:
+        """Writes the target's rows from `first` on into `out`: (rows, bytes of a row)."""
+        last = first + len(out)
+        for piece in _overlapping(target.pieces, first, last):
+            begin, end = max(first, piece.row), min(last, piece.row + piece.rows)
+            columns = target.columns if piece.columns is None else piece.columns
+            size = target.dtype.itemsize
+            part = out[begin - first : end - first, piece.column * size : (piece.column + columns) * size]
+            if piece.view is None:
+                part[:] = 0
+            else:
+                self.read(piece.view, piece.source_row + begin - piece.row, piece.source_column, part, target.dtype)
+
+    def read(self, view: View, row: int, column: int, out: np.ndarray, dtype: torch.dtype) -> None:
+        """Writes the view's elements from (row, column) on into `out`, cast to `dtype`: (rows, bytes of a row)."""
+        columns = out.shape[1] // dtype.itemsize
+        for one in self._found(view, row, row + len(out)):
+            top, bottom = max(row, one.row), min(row + len(out), one.row + one.rows)
+            left, right = max(column, one.column), min(column + columns, one.column + one.columns)
+            if top >= bottom or left >= right:
                 continue
-            width = math.prod(sizes[1:])
-            column = offsets[1] if len(offsets) > 1 else 0
-            place = out[begin - row : end - row]
-            whole = width == out.shape[1]
-            part = place if whole else torch.empty(end - begin, width, dtype=stored.dtype)
-            descriptor, content = self._open(target, item)
-            start = content.start + (skipped + (begin - offsets[0]) * width) * stored.dtype.itemsize
-            _read_all(descriptor, part, start, self.path / item.file)
-            if not whole:
-                place[:, column : column + width] = part
+            size = dtype.itemsize
+            place = out[top - row : bottom - row, (left - column) * size : (right - column) * size]
+            self._copy(view, one, top - one.row, left - one.column, place, dtype)
 
-    def _open(self, target: Target, item: Item) -> tuple[int, Content]:
+    def _copy(self, view: View, one: Rectangle, row: int, column: int, place: np.ndarray, dtype: torch.dtype) -> None:
+        """Fills `place` from (row, column) of a chunk on; whole rows are read, as rows of a matrix lie side by side."""
+        stored = view.stored
+        descriptor, content, file = self._open(view, one.item)
+        size, rows = stored.dtype.itemsize, len(place)
+        start = content.start + (one.skipped + row * one.columns) * size
+        whole = place.shape[1] == one.columns * dtype.itemsize
+        if whole and stored.dtype is dtype and place.flags.c_contiguous:
+            read_all(descriptor, place.data.cast("B"), start, file)
+            return
+        data = np.empty((rows, one.columns * size), np.uint8)
+        read_all(descriptor, data.data.cast("B"), start, file)
+        width = place.shape[1] // dtype.itemsize
+        part = data[:, column * size : (column + width) * size]
+        place[:] = part if stored.dtype is dtype else _cast(part, stored.dtype, dtype)
+
+    def _found(self, view: View, first: int, last: int) -> Iterator[Rectangle]:
+        """The rectangles of a view that may have some of these rows."""
+        key = view.stored.name, view.index
         with self._lock:
-            if item not in self._contents:
-                self._contents[item] = self._checkpoint.content(target.source.stored, item)
+            if key not in self._rectangles:
+                ordered = view.rectangles()
+                self._rectangles[key] = ordered, [one.row for one in ordered]
+            ordered, rows = self._rectangles[key]
+        return (one for one in ordered[: bisect_right(rows, last)] if one.row + one.rows > first)
+
+    def _open(self, view: View, item: Item) -> tuple[int, Content, str]:
+        key = view.stored.name, item
+        with self._lock:
+            if key not in self._contents:
+                self._contents[key] = self._source.content(view.stored, item)
             if item.file not in self._files:
-                self._files[item.file] = os.open(self.path / item.file, os.O_RDONLY)
-            return self._files[item.file], self._contents[item]
+                self._files[item.file] = os.open(self._source.path / item.file, os.O_RDONLY)
+            return self._files[item.file], self._contents[key], f"{self._source.path / item.file}"
 
 
-def _read_all(descriptor: int, out: Tensor, offset: int, file: Path) -> None:
-    data = memoryview(out.view(-1).view(torch.uint8).numpy()).cast("B")
+def _overlapping(pieces: Sequence[Piece], first: int, last: int) -> Iterator[Piece]:
+    return (one for one in pieces if one.row < last and one.row + one.rows > first)
+
+
+def _cast(data: np.ndarray, dtype: torch.dtype, to: torch.dtype) -> np.ndarray:
+    """Rows of bytes of one dtype as rows of bytes of another, rounded as torch does."""
+    tensor = torch.from_numpy(np.ascontiguousarray(data)).view(dtype)
+    return tensor.to(to).view(torch.uint8).numpy()
+
+
+def read_all(descriptor: int, out: memoryview, offset: int, file: str) -> None:
+    """Fills `out` from an offset of a file. Raises ConversionError (4) where the file ends before."""
     done = 0
-    while done < len(data):
-        count = os.preadv(descriptor, [data[done:]], offset + done)
+    while done < len(out):
+        count = os.preadv(descriptor, [out[done:]], offset + done)
         if count == 0:
-            raise ConversionError(f"{file}: ends at byte {offset + done}; it shrank while being read.", ExitCode.DAMAGED)
+            raise ConversionError(
+                f"{file}: ends at byte {offset + done}; it shrank while being read.", ExitCode.DAMAGED
+            )
         done += count
-
-
-def _write_all(descriptor: int, data: bytes | memoryview, offset: int) -> None:
-    left = memoryview(data).cast("B")
-    while left:
-        count = os.pwrite(descriptor, left, offset)
-        left, offset = left[count:], offset + count

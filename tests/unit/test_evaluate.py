@@ -11,8 +11,9 @@ from rlflow.cli import main
 from rlflow.config import save_config
 from rlflow.evaluate import _evaluation_config, evaluate, evaluation_metrics
 from rlflow.metrics import interval95
+from rlflow.model_directory import ModelDirectory, model_directory
 from rlflow.rollout import Rollout
-from rlflow.schema import load_config
+from rlflow.schema import RunConfig, load_config
 from rlflow.types import StopReason, Trajectory
 from tests.flow.letters import Letters, write_letters_model
 
@@ -46,19 +47,22 @@ def test_no_questions_are_no_error(tmp_path: Path) -> None:
         assert evaluate(rollout, []).metrics == {"eval/questions": 0.0, "eval/failed": 0.0}
 
 
-def arguments(model: Path, **given: object) -> Namespace:
-    return Namespace(**{"model": str(model), "config": None, "overrides": [], "data": None, "corpus": None, **given})
+def config_of(model: ModelDirectory, **given: object) -> RunConfig:
+    return _evaluation_config(Namespace(**{"config": None, "overrides": [], "data": None, "corpus": None, **given}), model)
 
 
 def test_file_names_are_taken_as_they_are(tmp_path: Path) -> None:
-    config = _evaluation_config(arguments(tmp_path, data="a: b #1.jsonl", corpus="[wiki].jsonl"))
+    config = config_of(ModelDirectory(tmp_path, "model", None), data="a: b #1.jsonl", corpus="[wiki].jsonl")
     assert config.environment == {"name": "search", "val": "a: b #1.jsonl", "train": None, "corpus": "[wiki].jsonl"}
 
 
 def test_an_export_is_evaluated_with_the_configuration_of_its_run(tmp_path: Path) -> None:
     save_config(load_config(None, ["rollout.max_turns=7"]), tmp_path / "config.yaml")
     (tmp_path / "export").mkdir()
-    assert _evaluation_config(arguments(tmp_path / "export")).rollout.max_turns == 7
+    (tmp_path / "export" / "config.json").write_text("{}")
+    with model_directory(tmp_path / "export", None, print) as model:
+        assert config_of(model).rollout.max_turns == 7
+        assert (model.path, model.name) == (tmp_path / "export", tmp_path.name)
 
 
 @pytest.mark.parametrize(

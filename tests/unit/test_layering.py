@@ -35,7 +35,8 @@ ALLOWED: dict[str, set[str]] = {
     "plan": {"schema", "registry", "algorithms", "errors"},
 }
 # The top: the loop, the evaluation, the command line and its commands, and the facade `import rlflow`.
-TOP = {"loop", "run", "preflight", "assemble", "evaluate", "cli", "__init__", "__main__", "doctor", "show", "play", "scaffold"}
+TOP = {"loop", "run", "preflight", "assemble", "evaluate", "model_directory", "cli", "__init__", "__main__", "doctor", "show",
+       "play", "scaffold"}  # fmt: skip
 
 # Heavy or optional packages, and the only places that may import them.
 PLACES: dict[str, tuple[str, ...]] = {

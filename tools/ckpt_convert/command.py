@@ -1,4 +1,4 @@
-"""ckpt_convert to-hf | inspect | verify, also as `rlflow convert ...`."""
+"""ckpt_convert to-hf | to-megatron | inspect | verify, also as `rlflow convert ...`."""
 
 from __future__ import annotations
 
@@ -14,16 +14,30 @@ from typing import Any
 
 from rlflow.errors import RLFlowError
 
+SIZES = {
+    "tp": ("tensor_parallel", "tensor-parallel ranks"),
+    "pp": ("pipeline_parallel", "pipeline stages"),
+    "ep": ("expert_parallel", "expert-parallel ranks"),
+    "vpp": ("virtual_pipeline_parallel", "virtual pipeline stages per rank"),
+    "iteration": ("iteration", "training step"),
+    "num-layers": ("layers", "layers"),
+    "hidden-size": ("hidden", "hidden size"),
+    "num-attention-heads": ("heads", "attention heads"),
+    "num-query-groups": ("groups", "key-value heads"),
+    "ffn-hidden-size": ("ffn", "intermediate size"),
+    "vocab-size": ("vocab", "vocabulary without padding"),
+}
+"""Options by name: field of the checkpoint or of Architecture, and what it is."""
 FORMATTER = argparse.RawDescriptionHelpFormatter
 UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 SCOPE = (
-    "Reads Megatron torch_dist checkpoints (stacked or per-layer keys, with or without optimizer) of Qwen2, Qwen2.5,\n"
-    "Qwen3 and Llama. Not there yet: legacy mp_rank_* files, HuggingFace to Megatron, resuming a killed conversion,\n"
-    "MoE and MLA models, and the comparison of logits with a Megatron model."
+    "Megatron checkpoints are torch_dist directories or legacy mp_rank_* files of any layout, of Qwen2, Qwen2.5, Qwen3,\n"
+    "Llama, Mistral, Mixtral, Qwen2-MoE, Qwen3-MoE, DeepSeek-V2 and DeepSeek-V3."
 )
 CODES = (
-    "exit codes: 0 done, 2 wrong arguments, 3 missing file, 4 damaged file or failed verification, 6 unknown model or\n"
-    "tensor, 7 checkpoint and reference disagree, 8 disk full, 9 OUT exists, 10 unsupported format, 11 hostile file\n"
+    "exit codes: 0 done, 2 wrong arguments, 3 missing file, 4 damaged file or failed verification, 5 another size\n"
+    "than the options say, 6 unknown model or tensor, 7 checkpoint and reference disagree, 8 disk full, 9 OUT exists,\n"
+    "10 unsupported format, 11 hostile file, 130 interrupted\n"
 )
 
 
@@ -42,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"ckpt_convert: {error}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
-        print("ckpt_convert: interrupted; nothing was left behind.", file=sys.stderr)
+        print("ckpt_convert: interrupted; OUT is as it was, and --resume continues from OUT.partial.", file=sys.stderr)
         return 130
 
 
@@ -55,11 +69,16 @@ def add(commands: argparse._SubParsersAction) -> None:
 
 
 def add_actions(parser: argparse.ArgumentParser) -> None:
-    """Adds to-hf, inspect and verify."""
+    """Adds to-hf, to-megatron, inspect and verify."""
+    from .to_megatron import add_to_megatron
+
     parser.set_defaults(run=lambda args: parser.print_help())
     actions = parser.add_subparsers(title="actions", metavar="ACTION")
     _add_to_hf(actions)
-    inspect = actions.add_parser("inspect", help="what a checkpoint holds", description="Shows what a checkpoint holds.")
+    add_to_megatron(actions, parse_count, parse_size, CODES)
+    inspect = actions.add_parser(
+        "inspect", help="what a checkpoint holds", description="Shows what a checkpoint holds."
+    )
     inspect.add_argument("checkpoint", metavar="CKPT", type=Path)
     inspect.add_argument("--all", action="store_true", help="optimizer state and snapshots too")
     inspect.set_defaults(run=run_inspect)
@@ -79,21 +98,33 @@ def _add_to_hf(actions: argparse._SubParsersAction) -> None:
         "to-hf",
         help="Megatron checkpoint to HuggingFace directory",
         description="Writes a HuggingFace directory from a checkpoint, in one process and in bounded memory.\n" + SCOPE,
-        epilog="verification: fast checks headers, counts, finite values, and that the files read back as they were\n"
-        "written; it cannot see a changed byte in the checkpoint. full also checks the checkpoint's own checksums and\n"
-        "maps the result back to compare every byte; it takes a few times the memory of the largest tensor.\n" + CODES,
+        epilog="verification: fast checks sizes, counts, finite values, and that every block reads back as it was\n"
+        "written (CRC-32); it cannot see a changed byte in the checkpoint. full also checks the checkpoint's own\n"
+        "checksums, maps the result back to compare every byte, and notes sha256; it takes a few times the memory of\n"
+        "the largest tensor. logits runs the result in transformers and the checkpoint in megatron-core, both on the\n"
+        "CPU in float32, and compares; it needs both packages and memory for both models.\n" + CODES,
         formatter_class=FORMATTER,
     )
     parser.add_argument("checkpoint", metavar="CKPT", type=Path, help="e.g. runs/demo/checkpoints/step_000100")
     parser.add_argument("out", metavar="OUT", type=Path, help="directory to write")
-    parser.add_argument("--hf", metavar="REF", type=Path, required=True, help="model directory with config and tokenizer")
+    parser.add_argument(
+        "--hf", metavar="REF", type=Path, required=True, help="model directory with config and tokenizer"
+    )
     parser.add_argument("--dtype", choices=("keep", "bf16", "fp16", "fp32"), default="keep", help="default: keep")
-    parser.add_argument("--shard-size", type=parse_size, default=4 * 10**9, metavar="SIZE", help="such as 4GB (default)")
+    parser.add_argument(
+        "--shard-size", type=parse_size, default=4 * 10**9, metavar="SIZE", help="such as 4GB (default)"
+    )
     parser.add_argument("--workers", type=parse_count, default=2, metavar="N", help="copying threads (default 2)")
-    parser.add_argument("--verify", choices=("fast", "full", "none"), default="fast", help="default: fast; see below")
+    parser.add_argument(
+        "--verify", choices=("fast", "full", "logits", "none"), default="fast", help="default: fast; see below"
+    )
     parser.add_argument("--overwrite", action="store_true", help="replace OUT once the new one is verified")
+    parser.add_argument("--resume", action="store_true", help="continue what a killed conversion left in OUT.partial")
     parser.add_argument("--dry-run", action="store_true", help="check everything, write nothing")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
+    sizes = parser.add_argument_group("sizes", "Read from the files; where given, they must agree (exit code 5).")
+    for option, (name, what) in SIZES.items():
+        sizes.add_argument(f"--{option}", dest=f"size_{name}", type=int, metavar="N", help=what)
     parser.set_defaults(run=run_to_hf)
 
 
@@ -113,24 +144,34 @@ def parse_count(text: str) -> int:
 
 
 def run_to_hf(args: argparse.Namespace) -> int:
-    from rlflow.weights.convert import Options, check_output, prepare, to_huggingface
+    from rlflow.weights.convert import Options, prepare, to_huggingface
+    from rlflow.weights.directory import check_output
 
-    options = Options(args.dtype, args.shard_size, args.workers, args.overwrite, args.verify)
+    from .logits import checker
+
+    sizes = {name: getattr(args, f"size_{name}") for name, _ in SIZES.values()}
+    options = Options(
+        dtype=args.dtype,
+        shard_bytes=args.shard_size,
+        workers=args.workers,
+        overwrite=args.overwrite,
+        resume=args.resume,
+        verify=args.verify,
+        check=checker(args.checkpoint, None, args.dtype) if args.verify == "logits" else None,
+        expected={name: value for name, value in sizes.items() if value is not None},
+    )
     if args.dry_run:
         check_output(args.out, args.checkpoint, args.hf, args.overwrite)
-        _, plan = prepare(args.checkpoint, args.hf, options)
+        plan = prepare(args.checkpoint, args.hf, options)[1].plan
         report = {"tensors": len(plan.targets), "parameters": plan.parameters, "weight_bytes": plan.nbytes}
         text = f"would write {report['tensors']} tensors, {plan.parameters:,} parameters, {plan.nbytes / 1e9:.3f} GB"
         print(json.dumps(report) if args.json else f"{text} to {args.out}")
         return 0
-    meter = Meter() if sys.stderr.isatty() and not args.json else None
-    if meter:
-        meter.total = prepare(args.checkpoint, args.hf, options)[1].nbytes
     start = time.monotonic()
-    report = to_huggingface(args.checkpoint, args.out, args.hf, options, meter or (lambda count: None))
+    report = to_huggingface(args.checkpoint, args.out, args.hf, options, Meter(sys.stderr.isatty()))
     seconds = time.monotonic() - start
     if args.json:
-        print(json.dumps({**report, "seconds": round(seconds, 3)}))
+        print(json.dumps({**report, "seconds": round(seconds, 3), "peak_rss_mib": peak_rss_mib()}))
         return 0
     print(
         f"wrote {args.out}: {report['tensors']} tensors, {report['parameters']:,} parameters, "
@@ -139,26 +180,38 @@ def run_to_hf(args: argparse.Namespace) -> int:
     return 0
 
 
+def peak_rss_mib() -> int | None:
+    """The most resident memory that this process had, MiB; None where Linux' /proc is not there."""
+    status = Path("/proc/self/status")
+    found = re.search(r"VmHWM:\s*(\d+) kB", status.read_text()) if status.is_file() else None
+    return int(found[1]) // 1024 if found else None
+
+
 class Meter:
-    """One line on the terminal: share done, GB/s, and seconds left."""
+    """Progress on stderr: share done, GB/s, and seconds left. One line on a terminal, else a line every half minute."""
 
-    def __init__(self) -> None:
-        self.total = 0
+    def __init__(self, terminal: bool) -> None:
+        self._terminal = terminal
         self._done = 0
-        self._start = time.monotonic()
-        self._shown = 0.0
+        self._found: int | None = None
+        self._start = self._shown = time.monotonic()
 
-    def __call__(self, count: int) -> None:
+    def __call__(self, count: int, total: int) -> None:
+        """count: bytes that were written since the last call; in the first call, those that were there before."""
+        self._found = count if self._found is None else self._found
         self._done += count
         now = time.monotonic()
-        if now - self._shown < 0.2 and self._done < self.total:
+        finished = self._done >= total
+        if now - self._shown < (0.2 if self._terminal else 30) and not (finished and self._terminal):
             return
         self._shown = now
-        rate = self._done / max(now - self._start, 1e-6)
-        left = (self.total - self._done) / max(rate, 1.0)
-        share = 100 * self._done / max(self.total, 1)
-        end = "\n" if self._done >= self.total else ""
-        print(f"\r{share:3.0f}%  {self._done / 1e9:.2f} GB  {rate / 1e9:.2f} GB/s  {left:.0f} s left ", end=end, file=sys.stderr)
+        rate = (self._done - self._found) / max(now - self._start, 1e-6)
+        left = (total - self._done) / max(rate, 1.0)
+        text = f"{100 * self._done / total:3.0f}%  {self._done / 1e9:.2f} GB  {rate / 1e9:.2f} GB/s  {left:.0f} s left"
+        if self._terminal:
+            print(f"\r{text} ", end="\n" if finished else "", file=sys.stderr, flush=True)
+        else:
+            print(text, file=sys.stderr, flush=True)
 
 
 def run_inspect(args: argparse.Namespace) -> int:
@@ -192,7 +245,7 @@ def _inspection(report: dict[str, Any]) -> str:
 
 
 def run_verify(args: argparse.Namespace) -> int:
-    from rlflow.weights.convert import verify_export
+    from rlflow.weights.verify import verify_export
 
     report = verify_export(args.out)
     good = f"{args.out}: good; {len(report['files'])} files, {report['tensors']} tensors are what was written"

@@ -19,10 +19,11 @@ from torch.distributed import checkpoint as torch_checkpoint
 from rlflow.errors import ConversionError, RLFlowError
 from rlflow.trainer import Trainer
 from rlflow.trainer.export import check_export
-from rlflow.weights.convert import Options, to_huggingface, verify_export
-from rlflow.weights.families import TE_NAMES, architecture, placed_rules
+from rlflow.weights.convert import Options, to_huggingface
+from rlflow.weights.families import architecture, placed_rules
 from rlflow.weights.hf import WeightFiles, digest, iterate_weights, read_config
 from rlflow.weights.split import shard
+from rlflow.weights.verify import verify_export
 from tools.ckpt_convert.command import main
 
 VOCAB = 301
@@ -71,7 +72,7 @@ def test_export_has_the_trainers_weights_and_computes_what_it_does(name: str, ma
 
 
 def test_output_does_not_depend_on_workers(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rlflow.weights.stream.BLOCK_BYTES", 1000)  # blocks that begin within query groups
+    monkeypatch.setattr("rlflow.weights.sink.BLOCK_BYTES", 1000)  # blocks that begin within query groups
     for workers in (1, 5):
         options = Options(workers=workers, shard_bytes=100_000, verify="full")
         to_huggingface(made / "qwen2" / "step", tmp_path / str(workers), made / "qwen2" / "hf", options)
@@ -97,10 +98,7 @@ def write_by_hand(model: Path, path: Path, padding: int) -> None:
         tensor = shard(rule, [files[name] for name in rule.names(layer)], sizes, 0, 1)
         if tensor.shape[0] == VOCAB:
             tensor = torch.cat([tensor, torch.full((padding, tensor.shape[1]), 9.0)])
-        name = rule.megatron
-        for local, fused in TE_NAMES.items():
-            name = name.replace("}." + local, "}." + fused)
-        state[name.format(i=layer)] = tensor
+        state[rule.megatron_name(layer, fused=True)] = tensor
     torch_checkpoint.save(state, storage_writer=torch_checkpoint.FileSystemWriter(path), no_dist=True)
     (path / "metadata.json").write_text('{"sharded_backend": "torch_dist"}')
 
@@ -193,7 +191,7 @@ def test_out_is_replaced_only_when_asked_and_never_the_checkpoint(case: Any, tmp
 
 def test_full_disk_leaves_nothing(case: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     checkpoint, reference, out = case
-    monkeypatch.setattr("rlflow.weights.stream.shutil.disk_usage", lambda path: shutil._ntuple_diskusage(9, 9, 0))
+    monkeypatch.setattr("rlflow.weights.sink.shutil.disk_usage", lambda path: shutil._ntuple_diskusage(9, 9, 0))
     assert main(["to-hf", str(checkpoint), str(out), "--hf", str(reference)]) == 8
     assert not out.exists() and not (tmp_path / "out.partial").exists()
 
@@ -275,20 +273,6 @@ def test_conversion_loads_neither_megatron_nor_transformers(case: Any) -> None:
     subprocess.run([sys.executable, "-c", program, checkpoint, out, reference], check=True, cwd=root)
     tool = [sys.executable, str(root / "tools" / "ckpt_convert"), "verify", str(out)]
     assert "good" in subprocess.run(tool, check=True, capture_output=True, text=True).stdout
-
-
-def test_kill_leaves_only_the_partial_directory(case: Any, tmp_path: Path) -> None:
-    checkpoint, reference, out = case
-    program = (
-        "import os, signal, sys; from rlflow.weights.convert import to_huggingface; "
-        "to_huggingface(*sys.argv[1:], progress=lambda count: os.kill(os.getpid(), signal.SIGKILL))"
-    )
-    root = Path(__file__).resolve().parents[3]
-    assert subprocess.run([sys.executable, "-c", program, checkpoint, out, reference], cwd=root).returncode == -9
-    assert not out.exists() and (tmp_path / "out.partial").is_dir()
-    to_huggingface(checkpoint, out, reference)
-    assert digest(iterate_weights(out)) == digest(iterate_weights(reference))
-    assert not (tmp_path / "out.partial").exists()
 
 
 def test_rlflow_convert_is_a_plugin(case: Any, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:

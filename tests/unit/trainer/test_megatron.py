@@ -22,7 +22,8 @@ from rlflow.trainer import Trainer
 from rlflow.trainer.export import check_export
 from rlflow.trainer.schedule import learning_rate
 from rlflow.types import Batch, PolicyOutput
-from rlflow.weights.hf import digest, iterate_weights, write_model
+from rlflow.weights.convert import write_model
+from rlflow.weights.hf import digest, iterate_weights
 
 VOCAB = 101
 

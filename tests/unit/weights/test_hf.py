@@ -10,8 +10,9 @@ import pytest
 import torch
 from fixtures import tiny_model
 
-from rlflow.errors import ModelError
-from rlflow.weights.hf import WeightFiles, digest, iterate_weights, read_config, write_model
+from rlflow.errors import ConversionError, ModelError
+from rlflow.weights.convert import write_model
+from rlflow.weights.hf import WeightFiles, digest, iterate_weights, read_config
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +86,7 @@ def with_wrong_shape(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
     ],
 )
 def test_a_wrong_export_never_appears(reference: Path, tmp_path: Path, weights: object, words: str) -> None:
-    with pytest.raises(ModelError, match=words):
+    with pytest.raises(ConversionError, match=words):
         write_model(tmp_path / "out", weights(reference), reference)  # type: ignore[operator]
     assert not (tmp_path / "out").exists()
 
@@ -102,9 +103,13 @@ def test_an_existing_directory_is_replaced_only_on_request(reference: Path, tmp_
     out = tmp_path / "out"
     out.mkdir()
     (out / "notes.txt").write_text("mine")
-    with pytest.raises(ModelError, match="exists already"):
+    with pytest.raises(ConversionError, match="exists; choose"):
         write_model(out, iterate_weights(reference), reference)
     assert (out / "notes.txt").read_text() == "mine"
+    with pytest.raises(ConversionError, match="not a model directory"):
+        write_model(out, iterate_weights(reference), reference, overwrite=True)
+    assert (out / "notes.txt").read_text() == "mine"
+    (out / "config.json").write_text("{}")
     write_model(out, iterate_weights(reference), reference, overwrite=True)
     assert digest(iterate_weights(out)) == digest(iterate_weights(reference))
     assert [path.name for path in tmp_path.iterdir()] == ["out"]

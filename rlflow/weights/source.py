@@ -1,0 +1,99 @@
+"""What a conversion reads: tensors by name, cut into chunks, each chunk's raw bytes at a known place of a file.
+
+This is the first of the converter's three parts. A *source* knows a format (torch_dist.py; another format is another
+class with the members of `Source`). A *plan* (plan.py) says of which rectangles of source tensors every target tensor
+is made. A *sink* (sink.py) is the set of preallocated files that the targets lie in. stream.py copies from the first
+to the last as the plan says and knows neither format."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+
+@dataclass(frozen=True)
+class Item:
+    """One stored chunk: its box in the tensor, and the byte range of a file that it is somewhere in."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    file: str
+    start: int
+    length: int
+
+
+@dataclass(frozen=True)
+class Content:
+    """Where an item's raw bytes are in its file, row after row, and the checksum that the file has for them."""
+
+    start: int
+    bytes: int
+    crc32: int | None = None
+
+
+@dataclass(frozen=True)
+class Record:
+    """A run of bytes of a file, and its CRC-32."""
+
+    start: int
+    bytes: int
+    crc32: int
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A tensor of a source; its items are disjoint and make up the whole of it."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    items: tuple[Item, ...]
+
+
+class Source(Protocol):
+    """A checkpoint or model directory whose tables have been read and checked. Nothing of it is in memory."""
+
+    path: Path
+    """Directory that the items' files are relative to."""
+    format: str
+    tensors: dict[str, Stored]
+    copies: tuple[tuple[Stored, Stored], ...]
+    """Tensors that the source has more than once, with another copy of theirs; they must hold the same bytes."""
+
+    @property
+    def iteration(self) -> int | None:
+        """The training step that it was saved after, as far as its files tell."""
+
+    @property
+    def layout(self) -> Mapping[str, int]:
+        """`tensor_parallel`, `pipeline_parallel`, ... of the run that saved it, as far as its files tell."""
+
+    @property
+    def described(self) -> Mapping[str, Any]:
+        """What its files say of the model, by field of `families.Architecture`."""
+
+    def content(self, stored: Stored, item: Item) -> Content:
+        """Where the raw bytes of an item are; called from several threads. Raises ConversionError (4) for damage."""
+
+    def records(self) -> Iterator[tuple[str, Record]]:
+        """(file, bytes with a checksum) of what tensors lie in, where `content` has no checksum for an item."""
+
+    def identity(self) -> dict[str, Any]:
+        """`files`: {relative name: [bytes, mtime in ns]}, `headers`: hash of the tables. Equal means: nothing changed."""
+
+
+def identity_of(path: Path, files: Iterable[str], headers: Iterable[str]) -> dict[str, Any]:
+    """The identity of a source: the size and time of all its files, and the content of those that describe the others."""
+    content = hashlib.sha256()
+    for name in sorted(headers):
+        content.update((path / name).read_bytes())
+    found = {name: (path / name).stat() for name in sorted({*files, *headers})}
+    return {
+        "files": {name: [one.st_size, one.st_mtime_ns] for name, one in found.items()},
+        "headers": content.hexdigest(),
+    }
