@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -111,13 +112,13 @@ def rank_main(rank: int, rendezvous: str, jobs: list[dict[str, Any]]) -> None:
     dist.destroy_process_group()
 
 
-def launch(directory: Path, jobs: list[dict[str, Any]], limit_s: float) -> None:
-    """Runs the jobs on four ranks. Raises what a rank raised, or TimeoutError; leaves no process behind."""
+def launch(directory: Path, jobs: list[dict[str, Any]], limit_s: float, main: Callable[..., None] = rank_main) -> None:
+    """Runs the jobs on four ranks, each in `main`. Raises what a rank raised, or TimeoutError; leaves no process behind."""
     import torch.multiprocessing as mp
 
     rendezvous = directory / "rendezvous"
     rendezvous.unlink(missing_ok=True)  # an earlier launch's file would name ranks that are gone
-    context = mp.spawn(rank_main, args=(str(rendezvous), jobs), nprocs=RANKS, join=False)
+    context = mp.spawn(main, args=(str(rendezvous), jobs), nprocs=RANKS, join=False)
     deadline = time.monotonic() + limit_s
     try:
         while not context.join(timeout=1.0):
