@@ -11,7 +11,7 @@ from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from torch.distributed import ProcessGroup
 
 from rlflow.errors import ConfigError
-from rlflow.trainer.megatron.cpu import adapted
+from rlflow.trainer.megatron.cpu import adapted, sharing_groups
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,10 @@ def join(tensor_parallel: int, pipeline_parallel: int, seed: int, sequence_paral
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     made_groups = not parallel_state.model_parallel_is_initialized()
     if made_groups:
-        parallel_state.initialize_model_parallel(tensor_parallel, pipeline_parallel, create_gloo_process_groups=False)
+        with sharing_groups():
+            parallel_state.initialize_model_parallel(
+                tensor_parallel, pipeline_parallel, create_gloo_process_groups=False
+            )
     layout = (
         parallel_state.get_tensor_model_parallel_world_size(),
         parallel_state.get_pipeline_model_parallel_world_size(),

@@ -406,7 +406,28 @@ def test_wrong_arguments_are_one_line_each(make: Any, model: Path) -> None:
         trainer.update(batch.select([]), policy_gradient)
 
 
+def test_groups_of_one_rank_are_one_group(make: Any) -> None:
+    """Gloo runs a thread for every group, which wakes 70 times a second."""
+    from megatron.core import parallel_state
+
+    make()
+    groups = [
+        parallel_state.get_tensor_model_parallel_group(),
+        parallel_state.get_pipeline_model_parallel_group(),
+        parallel_state.get_data_parallel_group(),
+        parallel_state.get_context_parallel_group(),
+    ]
+    assert all(group is groups[0] for group in groups)
+
+
 def test_the_adaptation_leaves_nothing_behind(make: Any) -> None:
+    from megatron.core import parallel_state
+    from megatron.core.models.common.embeddings import rope_utils
+    from megatron.core.tensor_parallel import layers
+
+    fusions = (rope_utils.fused_apply_rotary_pos_emb, rope_utils.fused_apply_rotary_pos_emb_thd)
+    create = parallel_state.create_group
+    available = (layers._grad_accum_fusion_available, hasattr(layers, "fused_weight_gradient_mlp_cuda"))
     patched = [torch.cuda.current_device, torch.cuda.synchronize, torch.cuda.manual_seed, torch.cuda.get_rng_state]
     state = torch.get_rng_state()
     make().update(make_batch(), policy_gradient)
@@ -416,4 +437,7 @@ def test_the_adaptation_leaves_nothing_behind(make: Any) -> None:
         torch.cuda.manual_seed,
         torch.cuda.get_rng_state,
     ] == patched
+    assert fusions == (rope_utils.fused_apply_rotary_pos_emb, rope_utils.fused_apply_rotary_pos_emb_thd)
+    assert available == (layers._grad_accum_fusion_available, hasattr(layers, "fused_weight_gradient_mlp_cuda"))
+    assert parallel_state.create_group is create
     assert torch.equal(torch.get_rng_state(), state)
