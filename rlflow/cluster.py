@@ -1,4 +1,4 @@
-"""Trainer ranks as Ray actors, on this machine or a cluster. The only file that imports ray, and only for ranks.
+"""Trainer ranks as Ray actors, on this machine or a cluster.
 
 The driver stays one process: `RayTrainer` is a Trainer whose every method calls the same method on all ranks and
 answers what rank 0 answered. Batches and weights travel as numpy arrays: Ray hands those over without a copy, torch
@@ -7,7 +7,6 @@ tensors not.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import logging
 import os
@@ -20,9 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlflow.errors import ConfigError, MissingPackageError, RLFlowError
-from rlflow.interrupt import keeping_signal_handlers
+from rlflow.errors import ConfigError, RLFlowError
 from rlflow.memory import PeakMemory, highest
+from rlflow.ray_session import LOOPBACK, RaySession, connect, first_line
 from rlflow.schema import RunConfig
 from rlflow.trainer import Loss, Trainer
 from rlflow.types import Batch
@@ -30,15 +29,9 @@ from rlflow.wire import pack, pack_batch, unpack, unpack_batch
 
 logger = logging.getLogger(__name__)
 
-LOOPBACK = "127.0.0.1"
 CHUNK_BYTES = 64 * 2**20  # of weights per message; two are in flight
 OTHERS_GRACE_S = 10.0  # for the other ranks to finish a call in which one rank failed
 PLACEMENT_TIMEOUT_S = 120.0
-PROBE_TIMEOUT_S = 10.0
-QUIET = {"RAY_USAGE_STATS_ENABLED": "0"}
-# Makes Ray's own servers listen on the loopback only: it resolves 127.0.0.1 to the machine's address otherwise. Ray
-# reads this when it is imported, so a caller who imports ray first gets all interfaces, guarded by Ray's token alone.
-LOCAL_ONLY = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
 
 
 def make_trainer(config: RunConfig) -> Trainer:
@@ -98,7 +91,7 @@ class RayTrainer(Trainer):
             )
         self._actors: list[Any] = []
         self._group: Any = None
-        self._connected = connect(address, cpus=ranks * threads_per_rank)
+        self._session: RaySession | None = connect(address, cpus=ranks * threads_per_rank)
         try:
             self._place(ranks, threads_per_rank, gpus_per_rank, local=address is None)
             self._call("build", backend, str(path), options)
@@ -142,20 +135,19 @@ class RayTrainer(Trainer):
 
     def close(self) -> None:
         """Ends the ranks, and stops Ray (or leaves the cluster) where this trainer connected. May be called twice."""
-        if not (self._actors or self._group or self._connected):
+        if not (self._actors or self._group or self._session):
             return
         import ray
 
-        actors, group, connected = self._actors, self._group, self._connected
-        self._actors, self._group, self._connected = [], None, False
-        if not ray.is_initialized():  # Ray's own signal handler or the user was faster
-            return
-        for actor in actors:
-            ray.kill(actor)
-        if group is not None:
-            ray.util.remove_placement_group(group)
-        if connected:
-            ray.shutdown()
+        actors, group, session = self._actors, self._group, self._session
+        self._actors, self._group, self._session = [], None, None
+        if ray.is_initialized():  # else the user was faster
+            for actor in actors:
+                ray.kill(actor)
+            if group is not None:
+                ray.util.remove_placement_group(group)
+        if session is not None:
+            session.close()
 
     def _place(self, ranks: int, threads: int, gpus: float, local: bool) -> None:
         """Starts one actor per rank, close together, and joins them to one process group. Ranks are ordered by node,
@@ -309,60 +301,6 @@ class TrainerRank:
         return answer if self.rank == 0 else None
 
 
-def connect(address: str | None, cpus: int) -> bool:
-    """Connects to Ray; True where it was not connected before, so that who called is to disconnect.
-
-    Sends no telemetry, opens no dashboard, logs errors only.
-    Raises MissingPackageError without Ray, ConfigError where no cluster answers at `address`.
-    """
-    values = {**QUIET, **(LOCAL_ONLY if address is None else {})}
-    with _environment(values, {"OMP_WAIT_POLICY": "passive"}):
-        try:
-            import ray
-        except ImportError as error:
-            raise MissingPackageError("cluster.ranks needs Ray: pip install 'rlflow[ray]', or set it to 0") from error
-        if ray.is_initialized():
-            return False
-        quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
-        with keeping_signal_handlers():
-            if address is None:
-                cores = max(cpus, os.cpu_count() or 1)
-                ray.init(address="local", num_cpus=cores, include_dashboard=False, _node_ip_address=LOOPBACK, **quiet)
-                return True
-            try:
-                _probe(address)
-                ray.init(address=address, **quiet)
-            except (OSError, ValueError, RuntimeError) as error:
-                raise ConfigError(
-                    f"cluster.address: no Ray cluster answers at '{address}': {_first_line(error)}; start one with "
-                    "`ray start --head`, and set RAY_AUTH_MODE=token where it guards itself with a token"
-                ) from error
-            return True
-
-
-def _probe(address: str) -> None:
-    """Raises OSError where nothing listens at host:port: Ray itself would try for minutes."""
-    host, colon, port = address.removeprefix("ray://").rpartition(":")
-    if colon and port.isdigit():
-        socket.create_connection((host.strip("[]"), int(port)), timeout=PROBE_TIMEOUT_S).close()
-
-
-@contextlib.contextmanager
-def _environment(values: dict[str, str], defaults: dict[str, str]) -> Iterator[None]:
-    """Sets variables that Ray's processes inherit, `defaults` only where the user has set none; restores them after."""
-    changed = {**{name: value for name, value in defaults.items() if name not in os.environ}, **values}
-    before = {name: os.environ.get(name) for name in changed}
-    os.environ.update(changed)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
-
-
 def _failure_of(reference: Any, rank: int) -> RLFlowError | None:
     """The failure behind a finished call, as one line; the traceback of an unexpected one goes to the log."""
     import ray
@@ -373,13 +311,9 @@ def _failure_of(reference: Any, rank: int) -> RLFlowError | None:
         if isinstance(error.cause, RLFlowError):
             return error.cause
         logger.error("trainer rank %d failed:\n%s", rank, error)
-        return RLFlowError(f"trainer rank {rank}: {type(error.cause).__name__}: {_first_line(error.cause)}")
+        return RLFlowError(f"trainer rank {rank}: {type(error.cause).__name__}: {first_line(error.cause)}")
     except ray.exceptions.RayActorError as error:
-        return RankDied(f"trainer rank {rank} died (killed for memory?): {_first_line(error)}")
+        return RankDied(f"trainer rank {rank} died (killed for memory?): {first_line(error)}")
     except ray.exceptions.RayError as error:
-        return RLFlowError(f"trainer rank {rank}: {type(error).__name__}: {_first_line(error)}")
+        return RLFlowError(f"trainer rank {rank}: {type(error).__name__}: {first_line(error)}")
     return None
-
-
-def _first_line(error: BaseException) -> str:
-    return next(iter(str(error).strip().splitlines()), "no message")

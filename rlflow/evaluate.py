@@ -53,7 +53,11 @@ def evaluation_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     The intervals are over questions, each the mean of its attempts: several attempts at a question are no further questions."""
     usable = [one for one in trajectories if one.usable]
     records = [{"reward": one.reward, **record} for one, record in zip(usable, episode_records(usable), strict=True)]
-    metrics = {"eval/questions": float(len(usable)), "eval/failed": float(len(trajectories) - len(usable))}
+    metrics = {
+        "eval/questions": float(len({one.group_id for one in usable})),
+        "eval/attempts": float(len(usable)),
+        "eval/failed": float(len(trajectories) - len(usable)),
+    }
     for name in dict.fromkeys(name for record in records for name in record):
         metrics[f"eval/{name}"] = mean([record[name] for record in records if name in record])
         if name in WITH_INTERVAL:

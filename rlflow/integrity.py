@@ -62,6 +62,15 @@ def listed(manifest: Mapping[str, Any]) -> dict[str, Fingerprint]:
     return {name: Fingerprint(size, manifest["checksums"][name]) for name, size in manifest["files"].items()}
 
 
+def reason(error: BaseException) -> str:
+    """The system's error where there is one behind it: of a full disk torch says 'unexpected pos 704 vs 598'."""
+    chain = [error]
+    while (behind := chain[-1].__cause__ or chain[-1].__context__) is not None and behind not in chain:
+        chain.append(behind)
+    told = next((one for one in chain if isinstance(one, OSError)), error)
+    return f"{type(told).__name__}: {next(iter(str(told).strip().splitlines()), 'no reason given')}"
+
+
 def seal(document: Mapping[str, Any]) -> dict[str, Any]:
     """The JSON document with a checksum of itself; `read_sealed` checks it."""
     return {**document, SEAL: _checksum(document)}

@@ -9,6 +9,7 @@ import json
 import math
 import os
 import time
+import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -85,9 +86,8 @@ METRICS: dict[str, Metric] = {
     "eval/searches": Metric("per question", "searches"),
     "eval/turns": Metric("per question", "responses of the policy"),
     "eval/response_tokens": Metric("tokens/question", "sampled by the policy"),
-    "eval/questions": Metric(
-        "count", "attempts at questions (evaluation.samples_per_prompt each), failed ones left out"
-    ),
+    "eval/questions": Metric("count", "questions with an attempt that did not fail"),
+    "eval/attempts": Metric("count", "attempts at them (evaluation.samples_per_prompt each), failed ones left out"),
     "eval/failed": Metric("count", "attempts lost to infrastructure: reported apart, never scored 0"),
 }
 
@@ -275,19 +275,32 @@ class TensorBoardSink:
 
 
 class WandbSink:
-    """Writes to a Weights & Biases run. `config` is uploaded: hand over the redacted one."""
+    """Writes to a Weights & Biases run. `config` is uploaded: hand over the redacted one.
 
-    def __init__(self, directory: str | Path, project: str, name: str, config: Mapping[str, Any]) -> None:
+    The run's id is kept in `<directory>/wandb/run_id.txt`; with `resumed` its curves go on. Weights & Biases never takes a
+    step back, so steps are a metric of their own: those made again after a resume are shown again, none is dropped."""
+
+    def __init__(
+        self, directory: str | Path, project: str, name: str, config: Mapping[str, Any], resumed: bool = False
+    ) -> None:
         try:
             import wandb
         except ImportError:
             raise MissingPackageError(
                 "metrics.wandb: the package 'wandb' is not installed: pip install 'rlflow[wandb]'."
             ) from None
-        self.run = wandb.init(project=project, name=name, dir=str(directory), config=dict(config), resume="allow")
+        kept = Path(directory) / "wandb" / "run_id.txt"
+        known = kept.read_text(encoding="utf-8").strip() if resumed and kept.is_file() else ""
+        run_id = known or uuid.uuid4().hex
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        kept.write_text(run_id + "\n", encoding="utf-8")
+        options = {"project": project, "name": name, "dir": str(directory), "config": dict(config)}
+        self.run = wandb.init(id=run_id, resume="allow", **options)
+        self.run.define_metric("step")
+        self.run.define_metric("*", step_metric="step")
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        self.run.log(dict(values), step=step)
+        self.run.log({**values, "step": step})
 
     def close(self) -> None:
         self.run.finish()
@@ -312,7 +325,7 @@ def make_sinks(
     if tensorboard:
         sinks.append(TensorBoardSink(directory, resumed_step))
     if wandb:
-        sinks.append(WandbSink(directory, project, name, config or {}))
+        sinks.append(WandbSink(directory, project, name, config or {}, resumed=resumed_step is not None))
     return sinks
 
 

@@ -8,8 +8,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-import torch
-
 from rlflow.rollout.cache import KeyValueCache
 from rlflow.rollout.engine import Completion
 from rlflow.rollout.model import Decoder

@@ -25,7 +25,7 @@ from rlflow.errors import (
     StorageError,
     did_you_mean,
 )
-from rlflow.integrity import MANIFEST, find_damage, fingerprint, listed, read_sealed, seal, table
+from rlflow.integrity import MANIFEST, find_damage, fingerprint, listed, read_sealed, reason, seal, table
 from rlflow.trainer import Loss, Trainer
 from rlflow.trainer.schedule import learning_rate
 from rlflow.types import Batch, PolicyOutput
@@ -187,7 +187,7 @@ class ReferenceTrainer(Trainer):
             manifest = {"backend": "reference", "step": step, "updates": self.updates, **files}
             (directory / MANIFEST).write_text(json.dumps(seal(manifest)))
         except (OSError, RuntimeError, SafetensorError) as error:
-            raise StorageError(f"{directory}: the checkpoint cannot be written ({error}).") from error
+            raise StorageError(f"{directory}: the checkpoint cannot be written ({reason(error)}).") from error
 
     def load(self, path: str | Path) -> int:
         from safetensors.torch import load_file

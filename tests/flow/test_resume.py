@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import random
 import signal
 import subprocess
 import sys
@@ -164,11 +163,11 @@ def test_another_model_cannot_take_over_a_run(model: Path, tmp_path: Path) -> No
 # ---------------------------------------------------------------- real processes and signals
 
 
-def start(config: Path, *arguments: str) -> subprocess.Popen[str]:
-    """`rlflow train` as a user starts it, in a session of its own."""
+def start(config: Path, *arguments: str, limits: Callable[[], None] | None = None) -> subprocess.Popen[str]:
+    """`rlflow train` as a user starts it, in a session of its own; `limits` is called in it first."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     return subprocess.Popen([sys.executable, "-m", "rlflow.cli", "train", "--config", str(config), *arguments],
-                            cwd=config.parent, env=environment, start_new_session=True, text=True,
+                            cwd=config.parent, env=environment, start_new_session=True, text=True, preexec_fn=limits,
                             stdout=subprocess.PIPE, stderr=subprocess.PIPE)  # fmt: skip
 
 
@@ -194,7 +193,9 @@ def finish(process: subprocess.Popen[str], limit_s: float = 120.0) -> str:
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
-    assert [one for one in psutil.process_iter() if one.pid != process.pid and _session(one.pid) == process.pid] == []
+    left = [one for one in psutil.process_iter() if one.pid != process.pid and _session(one.pid) == process.pid]
+    _, left = psutil.wait_procs(left, timeout=10)
+    assert [one for one in left if one.is_running() and one.status() != psutil.STATUS_ZOMBIE] == []
     return err
 
 
@@ -237,26 +238,6 @@ def test_a_killed_run_resumes_from_its_last_checkpoint_and_ends_with_the_same_we
     assert_equal_runs(run, whole)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("number", range(10))
-def test_a_kill_at_any_moment_loses_at_most_the_steps_since_the_last_checkpoint(
-    number: int, disturbed: tuple[Path, RunDirectory], whole: RunDirectory
-) -> None:
-    """Moments after the first sign of life: from the middle of building to the export."""
-    config, run = disturbed
-    delay_s = random.Random(number).uniform(0.0, 2.0)
-    begun: list[float] = []
-
-    def moment() -> bool:
-        if run.path.is_dir() and not begun:
-            begun.append(time.monotonic())
-        return (bool(begun) and time.monotonic() - begun[0] > delay_s) or run.summary.is_file()
-
-    measured, resumed = killed_then_resumed(config, run, moment)
-    assert measured - resumed <= 2
-    assert_equal_runs(run, whole)
-
-
 @pytest.mark.parametrize("sent, code", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_ends_a_run_cleanly_and_it_resumes(
     sent: signal.Signals, code: int, disturbed: tuple[Path, RunDirectory], whole: RunDirectory
@@ -292,23 +273,3 @@ def test_a_second_process_cannot_write_into_a_running_run(
     first.send_signal(signal.SIGTERM)
     finish(first)
     assert first.returncode == 143
-
-
-@pytest.mark.slow
-def test_signals_end_ranks_too_and_the_run_resumes_in_one_process(model: Path, tmp_path: Path) -> None:
-    """Two trainer ranks as Ray actors; after Ctrl-C no process is left, and the checkpoint fits another layout."""
-    pytest.importorskip("ray")
-    options = ("run.steps=100000", "cluster.ranks=2", "trainer.tensor_parallel=2", "checkpoint.every_steps=0")
-    config = write_config(letters_config(model, tmp_path, *options), tmp_path / "config.yaml")
-    run = RunDirectory(tmp_path / "letters")
-    process = start(config)
-    wait_for(reached(run, 2), process)
-    started = psutil.Process(process.pid).children(recursive=True)
-    assert len(started) > 4  # Ray's own, and the ranks
-    process.send_signal(signal.SIGINT)
-    finish(process)
-    assert process.returncode == 130
-    assert psutil.wait_procs(started, timeout=10)[1] == []
-    done = read_json(run.summary)["steps"]
-    summary = train(letters_config(model, tmp_path, f"run.steps={done + 1}", "run.resume=true"))
-    assert summary["status"] == "finished" and summary["steps"] == done + 1

@@ -31,7 +31,7 @@ def test_one_attempt_per_question_has_wilsons_interval() -> None:
 def test_asking_the_same_questions_again_narrows_no_interval() -> None:
     """A policy that is right about the same 3 of 10 questions, four times each, was still asked 10 questions."""
     once = [attempt(f"q{index}", float(index < 3)) for index in range(10)]
-    assert evaluation_metrics(once * 4) == {**evaluation_metrics(once), "eval/questions": 40.0}
+    assert evaluation_metrics(once * 4) == {**evaluation_metrics(once), "eval/attempts": 40.0}
 
 
 def test_attempts_are_averaged_within_their_question_by_hand() -> None:
@@ -44,7 +44,7 @@ def test_attempts_are_averaged_within_their_question_by_hand() -> None:
 
 def test_no_questions_are_no_error(tmp_path: Path) -> None:
     with Rollout.from_pretrained(write_letters_model(tmp_path), Letters()) as rollout:
-        assert evaluate(rollout, []).metrics == {"eval/questions": 0.0, "eval/failed": 0.0}
+        assert evaluate(rollout, []).metrics == {"eval/questions": 0.0, "eval/attempts": 0.0, "eval/failed": 0.0}
 
 
 def config_of(model: ModelDirectory, **given: object) -> RunConfig:

@@ -27,7 +27,8 @@ ALLOWED: dict[str, set[str]] = {
     "rollout": {"environment", "types", "weights", "errors"},
     "trainer": {"types", "batching", "weights", "integrity", "errors"},
     "wire": {"types"},
-    "cluster": {"wire", "rollout", "trainer", "environment", "registry", "schema", "types", "memory", "interrupt", "errors"},
+    "ray_session": {"errors"},
+    "cluster": {"wire", "ray_session", "rollout", "trainer", "environment", "registry", "schema", "types", "memory", "errors"},
     # What a run writes and shows: data in, files and terminal output out.
     "interrupt": set(),
     "integrity": {"errors"},
@@ -47,7 +48,7 @@ PLACES: dict[str, tuple[str, ...]] = {
     "megatron": ("rlflow/trainer/megatron/",),
     "transformer_engine": ("rlflow/trainer/megatron/",),
     "vllm": ("rlflow/rollout/vllm.py",),
-    "ray": ("rlflow/cluster.py",),
+    "ray": ("rlflow/cluster.py", "rlflow/ray_session.py"),
     "faiss": ("environments/search/",),
     "qdrant_client": ("environments/search/",),
 }

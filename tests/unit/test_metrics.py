@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -158,6 +160,40 @@ def test_tensorboard_forgets_what_came_after_the_checkpoint(tmp_path: Path) -> N
                 log.log(step, {"train/reward": value})
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload().Scalars("train/reward")
     assert [(event.step, event.value) for event in events] == [(1, 1.0), (2, 20.0)]
+
+
+class Wandb:
+    """What the sink calls of the package, recorded."""
+
+    def __init__(self) -> None:
+        self.started: list[dict[str, Any]] = []
+        self.logged: list[dict[str, float]] = []
+        self.x_axes: dict[str, str | None] = {}
+
+    def init(self, **options: Any) -> Wandb:
+        self.started.append(options)
+        return self
+
+    def define_metric(self, name: str, step_metric: str | None = None) -> None:
+        self.x_axes[name] = step_metric
+
+    def log(self, values: dict[str, float]) -> None:
+        self.logged.append(values)
+
+    def finish(self) -> None: ...
+
+
+def test_a_resumed_run_goes_on_in_its_wandb_run_and_a_new_one_gets_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wandb = Wandb()
+    monkeypatch.setitem(sys.modules, "wandb", wandb)  # type: ignore[arg-type]
+    for resumed_step in (None, 2, -1, None):
+        with MetricsLog(tmp_path, make_sinks(tmp_path, wandb=True, resumed_step=resumed_step)) as log:
+            log.log(3, {"train/loss": 0.5})
+    ids = [options["id"] for options in wandb.started]
+    assert ids[0] == ids[1] == ids[2] != ids[3] and all(options["resume"] == "allow" for options in wandb.started)
+    assert wandb.x_axes["*"] == "step" and wandb.logged == [{"train/loss": 0.5, "step": 3}] * 4
 
 
 def test_a_missing_sink_package_says_how_to_install_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -84,6 +84,16 @@ def test_remaining_time_follows_the_last_steps_and_counts_from_where_a_run_resum
     assert pace.remaining_s == 2.0  # the slow first step has left the window
 
 
+def test_the_panel_of_a_resumed_run_starts_where_the_run_did() -> None:
+    stream = io.StringIO()
+    progress = make_progress("rich", steps=100, first_step=90, stream=stream)
+    assert isinstance(progress, RichProgress)
+    assert dict(progress._lines())["step"].startswith("90 of 100")
+    progress.step(91, {"time/step_s": 20.0})
+    assert "ETA 3:00" in dict(progress._lines())["step"]
+    progress.close()
+
+
 def test_an_interrupted_run_says_how_to_go_on() -> None:
     text = summary_text({"status": "interrupted by SIGINT", "steps": 1, "seconds": 3.0, "written": {"run": "r"}})
     assert text.splitlines()[0] == "interrupted by SIGINT after 1 step and 3 s; --resume continues the run"

@@ -27,7 +27,7 @@ from megatron.core.dist_checkpointing.strategies.torch import (
 from torch.distributed.checkpoint import FileSystemWriter, SavePlan, SavePlanner
 
 from rlflow.errors import StorageError
-from rlflow.integrity import Fingerprint, fingerprint
+from rlflow.integrity import Fingerprint, fingerprint, reason
 from rlflow.trainer.megatron.cpu import device
 
 logger = logging.getLogger(__name__)
@@ -70,7 +70,7 @@ class Writing:
             self._outcome = self._writer.write()
         except FAILURES as error:
             logger.debug("writing %s failed", self.path, exc_info=True)
-            self._failure = _reason(error)
+            self._failure = reason(error)
 
     def finished_everywhere(self) -> bool:
         """Whether every rank has written its part, or failed to. A collective."""
@@ -102,7 +102,7 @@ class Writing:
                 files[name] = fingerprint(self.path / name)
             seal(files)
         except FAILURES as error:
-            return [_reason(error)]
+            return [reason(error)]
         return []
 
 
@@ -131,7 +131,7 @@ def prepare_folder(path: Path, own_files: tuple[str, ...]) -> None:
             for file in (file for pattern in own_files for file in path.glob(pattern)):
                 file.unlink()
         except OSError as error:
-            failures = [_reason(error)]
+            failures = [reason(error)]
     _raise_everywhere(path, failures)
 
 
@@ -145,8 +145,3 @@ def _raise_everywhere(path: Path, failures: list[str]) -> None:
 
 def _merged(gathered: list[Any]) -> dict[str, Fingerprint]:
     return {name: print_ for _, files in gathered for name, print_ in files.items()}
-
-
-def _reason(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0] if lines else 'no reason given'}"

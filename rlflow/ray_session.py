@@ -1,0 +1,144 @@
+"""Ray, started on this machine or joined on a cluster, and ended without a process left, whenever a signal comes."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
+from functools import partial
+from typing import Any
+
+import psutil
+
+from rlflow.errors import ConfigError, MissingPackageError
+
+LOOPBACK = "127.0.0.1"
+PROBE_TIMEOUT_S = 10.0
+STOP_TIMEOUT_S = 5.0  # for Ray's processes to end by themselves
+QUIET = {"RAY_USAGE_STATS_ENABLED": "0"}
+# Makes Ray's own servers listen on the loopback only: it resolves 127.0.0.1 to the machine's address otherwise. Ray
+# reads this when it is imported, so a caller who imports ray first gets all interfaces, guarded by Ray's token alone.
+LOCAL_ONLY = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
+
+
+class RaySession:
+    """A connection to Ray that is ours to end. `earlier`: children that this process had before."""
+
+    def __init__(self, earlier: set[int]) -> None:
+        self._earlier = earlier
+        self._roots: list[psutil.Process] = []
+
+    def started(self) -> RaySession:
+        """Called once Ray is up: the new children of this process are Ray's servers."""
+        self._roots = [child for child in psutil.Process().children() if child.pid not in self._earlier]
+        return self
+
+    def close(self) -> None:
+        """Leaves Ray; where it was started here, waits until its processes have ended, and ends those that have not.
+
+        Agents of Ray that are themselves still starting do not notice its end for a minute or two."""
+        import ray
+
+        family = {one.pid: one for root in self._roots for one in (root, *_descendants(root))}
+        ray.shutdown()
+        _, left = psutil.wait_procs(family.values(), timeout=STOP_TIMEOUT_S)
+        for one in left:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                one.kill()
+
+
+def connect(address: str | None, cpus: int) -> RaySession | None:
+    """Connects to Ray; None where it was connected before, so that it is not for the caller to disconnect.
+
+    Sends no telemetry, opens no dashboard, logs errors only.
+    Raises MissingPackageError without Ray, ConfigError where no cluster answers at `address`.
+    """
+    values = {**QUIET, **(LOCAL_ONLY if address is None else {})}
+    with _environment(values, {"OMP_WAIT_POLICY": "passive"}):
+        try:
+            import ray
+        except ImportError as error:
+            raise MissingPackageError("cluster.ranks needs Ray: pip install 'rlflow[ray]', or set it to 0") from error
+        if ray.is_initialized():
+            return None
+        quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
+        if address is None:
+            local = {"address": "local", "num_cpus": max(cpus, os.cpu_count() or 1), "_node_ip_address": LOOPBACK}
+            return _start(partial(ray.init, include_dashboard=False, **local, **quiet))
+        try:
+            _probe(address)
+            return _start(partial(ray.init, address=address, **quiet))
+        except (OSError, ValueError, RuntimeError) as error:
+            raise ConfigError(
+                f"cluster.address: no Ray cluster answers at '{address}': {first_line(error)}; start one with "
+                "`ray start --head`, and set RAY_AUTH_MODE=token where it guards itself with a token"
+            ) from error
+
+
+def first_line(error: BaseException) -> str:
+    return next(iter(str(error).strip().splitlines()), "no message")
+
+
+def _start(initialize: Callable[[], object]) -> RaySession:
+    """Starts Ray, or joins a cluster, in a thread: a signal in the middle of ray.init would leave Ray's servers behind.
+
+    A signal's exception is raised when Ray is up, and down again. ray.init in the main thread would also replace the
+    caller's handler of SIGTERM; where there is none, one is set that lets Ray's processes end with the program."""
+    if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        signal.signal(signal.SIGTERM, _exit)
+    logging.getLogger("ray").setLevel(logging.ERROR)  # it warns that it sets no handler
+    session = RaySession({child.pid for child in psutil.Process().children()})
+    interruption: BaseException | None = None
+    with ThreadPoolExecutor(1) as pool:
+        starting = pool.submit(initialize)
+        while not starting.done():
+            try:
+                wait([starting])
+            except (KeyboardInterrupt, SystemExit) as stop:
+                interruption = interruption or stop
+    session.started()
+    if interruption is not None:
+        session.close()
+        raise interruption
+    starting.result()
+    return session
+
+
+def _exit(number: int, frame: object) -> None:
+    sys.exit(128 + number)
+
+
+def _descendants(process: psutil.Process) -> list[psutil.Process]:
+    try:
+        return process.children(recursive=True)
+    except psutil.NoSuchProcess:
+        return []
+
+
+def _probe(address: str) -> None:
+    """Raises OSError where nothing listens at host:port: Ray itself would try for minutes."""
+    host, colon, port = address.removeprefix("ray://").rpartition(":")
+    if colon and port.isdigit():
+        socket.create_connection((host.strip("[]"), int(port)), timeout=PROBE_TIMEOUT_S).close()
+
+
+@contextlib.contextmanager
+def _environment(values: dict[str, str], defaults: dict[str, str]) -> Iterator[None]:
+    """Sets variables that Ray's processes inherit, `defaults` only where the user has set none; restores them after."""
+    changed = {**{name: value for name, value in defaults.items() if name not in os.environ}, **values}
+    before = {name: os.environ.get(name) for name in changed}
+    os.environ.update(changed)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value

@@ -1,0 +1,166 @@
+"""kill -9 and SIGTERM at random moments of real `rlflow train` processes: what was saved stays, and no process does."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from rlflow.loop import train
+from rlflow.metrics import read_metrics
+from rlflow.run_directory import RunDirectory, read_json
+from rlflow.schema import load_config
+from rlflow.weights.hf import WeightFiles
+from tests.flow.letters import letters_config, write_config, write_letters_model
+from tests.flow.test_resume import DETERMINISTIC, finish, reached, start, wait_for
+
+pytestmark = pytest.mark.slow
+
+TP2_PP2 = ("cluster.ranks=4", "trainer.tensor_parallel=2", "trainer.pipeline_parallel=2")
+TP2_DP2 = ("cluster.ranks=4", "trainer.tensor_parallel=2", "trainer.distributed_optimizer=true")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_letters_model(tmp_path_factory.mktemp("model") / "letters")
+
+
+def kill_at_a_moment(process: subprocess.Popen[str], run: RunDirectory, draw: random.Random) -> bool:
+    """Kills the run's whole session after some steps of its own: at a random time, or as soon as it writes a checkpoint.
+    Returns whether it was still running."""
+    first = last_step(run)
+    wait_for(lambda: last_step(run) > first or run.summary.is_file() or process.poll() is not None, process)
+    in_a_save, delay_s = draw.random() < 0.6, draw.uniform(0, 0.4)
+    deadline = time.monotonic() + 10 * delay_s
+    time.sleep(delay_s)
+    while in_a_save and not list(run.checkpoints.glob("*.partial")) and time.monotonic() < deadline:
+        pass
+    time.sleep(draw.uniform(0, 0.02) if in_a_save else 0)
+    alive = process.poll() is None
+    os.killpg(process.pid, signal.SIGKILL)
+    finish(process)
+    return alive
+
+
+def last_step(run: RunDirectory) -> int:
+    records = read_metrics(run.metrics) if run.metrics.is_file() else []
+    return int(records[-1]["step"]) if records else 0
+
+
+def kill_and_check(config: Path, run: RunDirectory, kills: int, lag: int, seed: int) -> int:
+    """Starts and kills a run again and again; returns how often it was killed alive. Each time: no checkpoint but whole
+    ones, the newest at most `lag` steps behind the metrics, and never older than it was."""
+    draw, newest, killed = random.Random(seed), 0, 0
+    for _ in range(kills):
+        process = start(config, "--resume")
+        killed += kill_at_a_moment(process, run, draw)
+        measured, saved = last_step(run), run.saved_steps()
+        assert [run.saved.find_damage(step) for step in saved] == [None] * len(saved)
+        assert measured - lag <= max(saved, default=0) >= newest
+        newest = max(saved, default=0)
+    return killed
+
+
+@pytest.mark.parametrize("asynchronous, lag", [("false", 1), ("true", 2)])
+def test_ten_kills_lose_at_most_the_steps_since_the_last_save_and_change_nothing(
+    asynchronous: str, lag: int, model: Path, tmp_path: Path
+) -> None:
+    """Saved after every step; in the background a save becomes a checkpoint at the end of the next step at the latest."""
+    options = (*DETERMINISTIC, "run.steps=150", "checkpoint.every_steps=1", f"checkpoint.asynchronous={asynchronous}")
+    train(letters_config(model, tmp_path, *options, "run.name=whole"))
+    config = write_config(letters_config(model, tmp_path, *options), tmp_path / "config.yaml")
+    run = RunDirectory(tmp_path / "letters")
+    assert kill_and_check(config, run, kills=10, lag=lag, seed=3) == 10
+    assert train(load_config(config, ["run.resume=true"]))["status"] == "finished"
+    assert_same_training(run, RunDirectory(tmp_path / "whole"), bound=0.0)
+
+
+def test_kills_of_four_ranks_cost_no_checkpoint_and_leave_no_process(model: Path, tmp_path: Path) -> None:
+    options = (*DETERMINISTIC, *TP2_PP2, "run.steps=100000", "checkpoint.every_steps=1", "checkpoint.asynchronous=true")
+    config = write_config(letters_config(model, tmp_path, *options), tmp_path / "config.yaml")
+    run = RunDirectory(tmp_path / "letters")
+    assert kill_and_check(config, run, kills=3, lag=2, seed=5) == 3
+    done = run.saved_steps()[-1]
+    alone = letters_config(model, tmp_path, *DETERMINISTIC, f"run.steps={done + 1}", "run.resume=true")
+    assert train(alone)["steps"] == done + 1
+
+
+def assert_same_training(run: RunDirectory, other: RunDirectory, bound: float) -> None:
+    """Metrics of all steps and the final weights, relative to their size."""
+    ours, theirs = WeightFiles(run.export), WeightFiles(other.export)
+    for name in theirs:
+        distance = (ours[name].double() - theirs[name].double()).norm()
+        assert distance <= bound * theirs[name].double().norm(), name
+    records = [
+        [{name: value for name, value in one.items() if not name.startswith(("time/", "speed/", "eval/"))} for one in found]
+        for found in (read_metrics(run.metrics), read_metrics(other.metrics))
+    ]
+    for ours_, theirs_ in zip(*records, strict=True):
+        assert ours_ == pytest.approx(theirs_, rel=bound, abs=bound)
+
+
+def test_a_run_over_ray_resumes_to_1e_6_there_and_in_other_layouts(model: Path, tmp_path: Path) -> None:
+    """Uninterrupted at TP2 x PP2, against its middle checkpoint continued there, in one process and at TP2 x DP2 with the
+    distributed optimizer. Loss and gradient norm are near zero at times, so metrics may differ by 1e-6 in absolute terms."""
+    pytest.importorskip("ray")
+    options = (*DETERMINISTIC, "run.steps=6", "checkpoint.every_steps=3", "evaluation.at_start=false", "trainer.eps=1e-5")
+    train(letters_config(model, tmp_path, *options, *TP2_PP2))
+    whole = RunDirectory(tmp_path / "letters")
+    for number, layout in enumerate((TP2_PP2, (), TP2_DP2)):
+        runs = tmp_path / str(number)
+        shutil.copytree(whole.path, runs / "letters")
+        train(letters_config(model, runs, *options, *layout, "run.resume=true", "run.resume_step=3"))
+        assert_same_training(RunDirectory(runs / "letters"), whole, bound=1e-6)
+
+
+# ---------------------------------------------------------------- ranks and signals
+
+
+def test_signals_end_ranks_too_and_the_run_resumes_in_one_process(model: Path, tmp_path: Path) -> None:
+    """Two trainer ranks as Ray actors; after Ctrl-C no process is left, and the checkpoint fits another layout."""
+    pytest.importorskip("ray")
+    options = ("run.steps=100000", "cluster.ranks=2", "trainer.tensor_parallel=2", "checkpoint.every_steps=0")
+    config = write_config(letters_config(model, tmp_path, *options), tmp_path / "config.yaml")
+    run = RunDirectory(tmp_path / "letters")
+    process = start(config)
+    wait_for(reached(run, 2), process)
+    started = psutil.Process(process.pid).children(recursive=True)
+    assert len(started) > 4  # Ray's own, and the ranks
+    process.send_signal(signal.SIGINT)
+    finish(process)
+    assert process.returncode == 130
+    assert psutil.wait_procs(started, timeout=10)[1] == []
+    done = read_json(run.summary)["steps"]
+    summary = train(letters_config(model, tmp_path, f"run.steps={done + 1}", "run.resume=true"))
+    assert summary["status"] == "finished" and summary["steps"] == done + 1
+
+
+@pytest.mark.parametrize("sent, code", [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+@pytest.mark.parametrize("processes", [1, 3, 6, 9])
+def test_a_signal_while_ranks_start_leaves_no_process_and_no_run(
+    processes: int, sent: signal.Signals, code: int, model: Path, tmp_path: Path
+) -> None:
+    """Sent when so many processes of Ray are up: from the first of its servers to the last of the ranks."""
+    pytest.importorskip("ray")
+    options = ("run.steps=100000", "cluster.ranks=2", "trainer.tensor_parallel=2")
+    config = write_config(letters_config(model, tmp_path, *options), tmp_path / "config.yaml")
+    process = start(config)
+    family: dict[int, psutil.Process] = {}
+
+    def enough() -> bool:
+        family.update({one.pid: one for one in psutil.Process(process.pid).children(recursive=True)})
+        return len(family) >= processes
+
+    wait_for(enough, process)
+    process.send_signal(sent)
+    error = finish(process)
+    assert process.returncode == code and "Traceback" not in error, error
+    assert [one for one in family.values() if one.is_running() and one.status() != psutil.STATUS_ZOMBIE] == []
+    assert not (tmp_path / "letters").exists()
