@@ -85,7 +85,19 @@ class Corpus(Sequence[Passage]):
         if isinstance(index, slice):
             return [self[row] for row in range(*index.indices(len(self)))]
         row = range(len(self))[index]
-        return _passage(_object(self._map[self._starts[row] : self._lines[row]]), row)
+        return _passage(self.record(row), row)
+
+    def record(self, row: int) -> dict[str, Any]:
+        """The whole record of a row, as it stands in the file."""
+        return _object(self._map[self._starts[row] : self._lines[row]])
+
+
+def make_passage(record: Mapping[str, Any], row: int) -> Passage:
+    """The passage of a corpus record. Raises DataError for a record without text."""
+    try:
+        return _passage(dict(record), row)
+    except _BadRow as problem:
+        raise DataError(f"record {row}: {problem}. Build the index again.") from None
 
 
 def read_tasks(path: str | Path, split: str, prompt_template: str = "searchr1") -> list[Task]:

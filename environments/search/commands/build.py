@@ -61,7 +61,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     qdrant = parser.add_argument_group("qdrant")
     qdrant.add_argument("--url", help="of a server; without one the collection is embedded in --out")
     qdrant.add_argument("--collection", default="default_collection")
-    qdrant.add_argument("--api-key", default=None)
+    qdrant.add_argument("--api-key", default=None, help="default: QDRANT_API_KEY")
+    qdrant.add_argument("--grpc-port", type=int, default=None, metavar="PORT", help="gRPC there (6334) instead of REST")
     qdrant.add_argument("--engine", default="edge", help="of an embedded collection: edge (default) or local")
 
 
@@ -75,10 +76,7 @@ def run(args: argparse.Namespace) -> int:
     corpus = Corpus(args.corpus)
     encoder = _encoder(args)
     if args.index == "qdrant":
-        from rlflow_environments.search.qdrant_build import build_collection
-
-        build_collection(corpus, encoder, args, progress)
-        return 0
+        return _build_collection(args, corpus, encoder, progress)
     folder = _folder(args)
     expected = print_plan(args.index, corpus, encoder)
     if args.plan:
@@ -94,6 +92,31 @@ def run(args: argparse.Namespace) -> int:
     )
     name = {"torch": "torch", "bm25": "bm25"}.get(meta.kind, "faiss")
     print(f"use it with\n  environment.corpus={args.corpus} environment.retriever='{{name: {name}, path: {folder}}}'")
+    return 0
+
+
+def _build_collection(args: argparse.Namespace, corpus: Any, component: dict[str, Any], progress: Progress) -> int:
+    from rlflow.errors import ConfigError
+    from rlflow_environments.search.encoders import make_encoder
+    from rlflow_environments.search.qdrant_build import build_folder, fill
+    from rlflow_environments.search.retrievers.qdrant import ENGINES
+    from rlflow_environments.search.retrievers.qdrant_collections import SearchOptions, connect
+
+    if args.engine not in ENGINES:
+        raise ConfigError(f"--engine: expected {' or '.join(ENGINES)}, found '{args.engine}'.")
+    encoder = make_encoder(component, corpus)
+    if args.url is None:
+        folder = _folder(args)
+        build_folder(corpus, folder, encoder, args.engine, progress)
+        where = f"path: {folder}"
+    else:
+        options: dict[str, Any] = {"api_key": args.api_key, "grpc_port": args.grpc_port, "timeout_s": 60.0, "tries": 5}
+        collection = connect(args.url, args.collection, options=SearchOptions(), create=encoder.dimensions, **options)
+        added = fill(collection, encoder, corpus, progress)
+        print(f"{args.url}: collection {args.collection}, {len(corpus):,} points, {added:,} of them new")
+        where = f"url: {args.url}, collection: {args.collection}"
+        where += "" if component["name"] == "hashed" else f", encoder: {component['name']}"
+    print(f"use it with\n  environment.corpus={args.corpus} environment.retriever='{{name: qdrant, {where}}}'")
     return 0
 
 

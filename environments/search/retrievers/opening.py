@@ -53,12 +53,12 @@ def open_index(path: Path, encoder: EncoderOption, hashed: Mapping[str, Any], co
     if meta.encoder is None:
         raise ConfigError(f"{path}: an index of kind {meta.kind}. Set retriever.name to {meta.kind}.")
     check_corpus(path, meta, corpus)
-    opened = _stored_encoder(path, meta, encoder, hashed)
+    opened = stored_encoder(path, meta, encoder, hashed)
     check_encoder(path, meta, opened.description)
     return OpenedIndex(path / INDEX, meta, opened, open_embeddings(path, meta))
 
 
-def _stored_encoder(folder: Path, meta: IndexMeta, encoder: EncoderOption, hashed: Mapping[str, Any]) -> Encoder:
+def stored_encoder(folder: Path, meta: IndexMeta, encoder: EncoderOption, hashed: Mapping[str, Any]) -> Encoder:
     """The encoder that the folder names; options for how it runs (device, dtype, another place of the model) may be added."""
     built = meta.encoder or {}
     if built["family"] == "hashed":
