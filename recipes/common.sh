@@ -72,7 +72,7 @@ def found(name):
 names = ["torch", "yaml", "numpy", "safetensors", "transformers", "megatron.core", "psutil", "rich", "matplotlib"]
 names += ["faiss", "bm25s", "rlflow_environments"]
 if sys.argv[1] == "test":
-    names += ["fastapi", "uvicorn", "uvloop", "httptools", "httpx", "orjson", "prometheus_client"]
+    names += ["fastapi", "uvicorn", "uvloop", "httptools", "aiohttp", "httpx", "orjson", "prometheus_client"]
     names += ["ray", "tensorboard", "pytest", "pytest_timeout", "hypothesis", "ruff", "mypy"]
 spec = find_spec("rlflow")
 if spec is None or not spec.origin:

@@ -24,7 +24,7 @@ TESTED = {
     "matplotlib": "3.11.2",
     "faiss-cpu": "1.15.1",
     "bm25s": "0.3.16",
-    "httpx": "0.28.1",
+    "aiohttp": "3.14.5",
     "fastapi": "0.165.0",
     "uvicorn": "0.54.0",
     "ray": "2.60.0",
@@ -53,7 +53,7 @@ JOBS = (
     Job("search environment", ("faiss-cpu|faiss-gpu", "bm25s"), "pip install 'rlflow[search]'"),
     Job(
         "retrieval server",
-        ("faiss-cpu|faiss-gpu", "bm25s", "httpx", "fastapi", "uvicorn", "uvloop", "orjson", "prometheus-client"),
+        ("faiss-cpu|faiss-gpu", "bm25s", "aiohttp", "fastapi", "uvicorn", "uvloop", "orjson", "prometheus-client"),
         "pip install 'rlflow[search]'",
     ),
     Job("live display, picture", ("rich", "matplotlib"), "pip install rich matplotlib"),

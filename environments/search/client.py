@@ -76,12 +76,12 @@ class HttpRetriever(AsyncRetriever):
         self._told_cache = False
         self._pool = ServerPool(_address_source(urls, discovery, self._cache), self._generator)
         self._where = f"the folder {discovery}" if discovery is not None else ", ".join(_as_list(urls))
-        self._client = _make_client(headers, connections)
         self._slots = asyncio.Semaphore(connections)
         self._identified = asyncio.Lock()
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, name="search-client", daemon=True).start()
-        self._stop = weakref.finalize(self, _stop_loop, self._loop, self._client)
+        self._session = self._call(_open_session(headers, connections))
+        self._stop = weakref.finalize(self, _stop_loop, self._loop, self._session)
         if self._cache is None or not self._cache.identified or self._cache.mode == "record":
             self._call(self._wait_until_ready(wait_s))
 
@@ -170,19 +170,20 @@ class HttpRetriever(AsyncRetriever):
     async def _post(
         self, url: str, body: bytes, queries: list[str], top_k: int, trace: str, seconds: float
     ) -> list[list[Passage]]:
-        import httpx
+        import aiohttp
 
         headers = {"Content-Type": "application/json", DEADLINE_HEADER: f"{seconds:.3f}"}
         if trace:
             headers[TRACE_HEADER] = trace
         try:
             async with asyncio.timeout(seconds):
-                response = await self._client.post(f"{url}/retrieve", content=body, headers=headers)
+                async with self._session.post(f"{url}/retrieve", data=body, headers=headers) as response:
+                    content = await response.read()
         except TimeoutError:
             raise Retryable(f"{url}: no answer within {seconds:.1f} s") from None
-        except httpx.TransportError as problem:
+        except aiohttp.ClientError as problem:
             raise Retryable(f"{url}: {type(problem).__name__} {problem}".rstrip()) from None
-        return read_answer(url, response.status_code, response.headers, response.content, queries, top_k)
+        return read_answer(url, response.status, response.headers, content, queries, top_k)
 
     def _pause(self, attempt: int, problem: Retryable, failed: str | None) -> float:
         """Seconds before the next attempt: none where another server can take over; else up to a bound that doubles (AWS's
@@ -214,22 +215,10 @@ class HttpRetriever(AsyncRetriever):
 
     async def _state(self) -> str | None:
         """None if the server that would be asked next can answer, else what it says."""
-        import httpx
-
-        url = self._pool.take()
-        if url is None:
-            return "none is listed"
-        failed = True
-        try:
-            response = await self._client.get(f"{url}/ready", timeout=self._attempt_timeout_s)
-            failed = response.status_code == 503
-            if not failed:  # other servers than ours know no /ready: what answers is taken for ready
-                return None
-            return f"{url}: {response.text[:200]}"
-        except httpx.TransportError as problem:
-            return f"{url}: {type(problem).__name__} {problem}".rstrip()
-        finally:
-            self._pool.release(url, failed)
+        status, content = await self._get("/ready")
+        if status is not None and status != 503:  # other servers than ours know no /ready: what answers is taken for ready
+            return None
+        return content.decode("utf-8", "replace")[:300]
 
     async def _identify(self) -> None:
         """Tells the cache, once, which index the servers have."""
@@ -240,25 +229,38 @@ class HttpRetriever(AsyncRetriever):
                 self._told_cache = True
 
     async def _served_identity(self) -> str:
-        import httpx
+        status, content = await self._get("/info")
+        if status is None:
+            raise RetrievalError(content.decode())
+        try:
+            identity = json.loads(content).get("identity") if status == 200 else None
+        except (ValueError, AttributeError):
+            identity = None
+        if not identity:
+            raise ConfigError(
+                f"retriever http: {self._where} does not tell which index it has, and the cache must know. Name it: "
+                "identity: my-index."
+            )
+        return str(identity)
+
+    async def _get(self, path: str) -> tuple[int | None, bytes]:
+        """(status, body) of a GET; (None, why) where there is no answer."""
+        import aiohttp
 
         url = self._pool.take()
         if url is None:
-            raise RetrievalError(f"no server is listed in {self._where}.")
+            return None, b"none is listed"
         failed = True
         try:
-            response = await self._client.get(f"{url}/info", timeout=self._attempt_timeout_s)
-            failed = False
-            identity = response.json().get("identity") if response.status_code == 200 else None
-        except (httpx.TransportError, ValueError, AttributeError) as problem:
-            raise RetrievalError(f"{url}/info: {type(problem).__name__} {problem}".rstrip()) from None
+            async with asyncio.timeout(self._attempt_timeout_s):
+                async with self._session.get(url + path) as response:
+                    content = await response.read()
+            failed = response.status == 503
+            return response.status, content
+        except (aiohttp.ClientError, TimeoutError) as problem:
+            return None, f"{url}{path}: {type(problem).__name__} {problem}".rstrip().encode()
         finally:
             self._pool.release(url, failed)
-        if not identity:
-            raise ConfigError(
-                f"retriever http: {url} does not tell which index it has, and the cache must know. Name it: identity: my-index."
-            )
-        return str(identity)
 
     def _call(self, coroutine: Coroutine[Any, Any, T]) -> T:
         future: concurrent.futures.Future[T] = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
@@ -314,27 +316,25 @@ def _address_source(urls: str | Sequence[str] | None, discovery: str | Path | No
     return (lambda: read_addresses(discovery)) if discovery is not None else (lambda: given)
 
 
-def _make_client(headers: Mapping[str, str] | None, connections: int) -> Any:
+async def _open_session(headers: Mapping[str, str] | None, connections: int) -> Any:
     try:
-        import httpx
+        import aiohttp
     except ImportError:
         raise MissingPackageError(
-            "retriever http: the package httpx is not installed. Install it with: pip install 'rlflow[search]'"
+            "retriever http: the package aiohttp is not installed. Install it with: pip install 'rlflow[search]'"
         ) from None
-    limits = httpx.Limits(
-        max_connections=connections, max_keepalive_connections=connections, keepalive_expiry=KEEPALIVE_S
-    )
-    # A proxy of the environment is meant for the outer world; time limits are asyncio's, over the whole exchange.
-    return httpx.AsyncClient(headers=dict(headers or {}), limits=limits, timeout=None, trust_env=False)
+    connector = aiohttp.TCPConnector(limit=connections, keepalive_timeout=KEEPALIVE_S)
+    # Time limits are asyncio's, over the whole exchange.
+    return aiohttp.ClientSession(connector=connector, headers=headers, timeout=aiohttp.ClientTimeout(total=None))
 
 
-def _stop_loop(loop: asyncio.AbstractEventLoop, client: Any) -> None:
+def _stop_loop(loop: asyncio.AbstractEventLoop, session: Any) -> None:
     """Ends the client's thread; the connections are closed first."""
     if loop.is_closed() or not loop.is_running():
         return
 
     async def end() -> None:
-        await client.aclose()
+        await session.close()
         for task in asyncio.all_tasks(loop) - {asyncio.current_task(loop)}:
             task.cancel()
         loop.call_soon(loop.stop)

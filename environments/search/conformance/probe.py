@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import httpx
+import aiohttp
 
 Document = dict[str, Any]
 
@@ -36,7 +36,7 @@ class Reply:
 class Probe:
     """Asks the server. queries: such that find something; sample: documents that they found."""
 
-    client: httpx.AsyncClient
+    session: aiohttp.ClientSession
     url: str
     queries: list[str] = field(default_factory=list)
     sample: list[Document] = field(default_factory=list)
@@ -44,19 +44,18 @@ class Probe:
     async def post(self, path: str, body: Any) -> Reply:
         """The reply to a JSON body, or to raw bytes. Raises Broken where there is none."""
         content = body if isinstance(body, bytes) else json.dumps(body).encode()
-        try:
-            headers = {"Content-Type": "application/json"}
-            response = await self.client.post(self.url + path, content=content, headers=headers)
-        except httpx.TransportError as problem:
-            raise Broken(f"POST {path}: {type(problem).__name__} {problem}".rstrip()) from None
-        return _reply(response)
+        return await self._ask("POST", path, data=content, headers={"Content-Type": "application/json"})
 
     async def get(self, path: str) -> Reply:
         """The reply to a GET. Raises Broken where there is none."""
+        return await self._ask("GET", path)
+
+    async def _ask(self, method: str, path: str, **options: Any) -> Reply:
         try:
-            return _reply(await self.client.get(self.url + path))
-        except httpx.TransportError as problem:
-            raise Broken(f"GET {path}: {type(problem).__name__} {problem}".rstrip()) from None
+            async with self.session.request(method, self.url + path, **options) as response:
+                return _reply(response.status, await response.read())
+        except (aiohttp.ClientError, TimeoutError) as problem:
+            raise Broken(f"{method} {path}: {type(problem).__name__} {problem}".rstrip()) from None
 
     async def retrieve(self, queries: Sequence[str], scores: bool = True, **body: Any) -> list[list[Any]]:
         """The lists of `result`. Raises Broken unless there is one per query."""
@@ -92,9 +91,9 @@ def key_of(document: Document) -> str:
     return str(document["id"]) if "id" in document else json.dumps(document, sort_keys=True)
 
 
-def _reply(response: httpx.Response) -> Reply:
+def _reply(status: int, content: bytes) -> Reply:
     try:
-        body = response.json()
+        body = json.loads(content)
     except ValueError:
         body = None
-    return Reply(response.status_code, body, response.text)
+    return Reply(status, body, content.decode("utf-8", "replace"))

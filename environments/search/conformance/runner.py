@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import httpx
+import aiohttp
 
 from rlflow_environments.search.conformance.checks import CHECKS, Check
 from rlflow_environments.search.conformance.probe import Broken, Probe, Skipped
@@ -43,8 +43,8 @@ def check_server(
 
 async def _check(url: str, seeds: Sequence[str], timeout_s: float, on_verdict: Callable[[Verdict], None]) -> list[Verdict]:
     verdicts = []
-    async with httpx.AsyncClient(timeout=timeout_s, trust_env=False, limits=httpx.Limits(max_connections=128)) as client:
-        probe = Probe(client, url)
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=timeout_s)) as session:
+        probe = Probe(session, url)
         await _sample(probe, seeds)
         for check in CHECKS:
             verdict = await _verdict(check, probe)
