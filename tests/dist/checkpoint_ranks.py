@@ -170,7 +170,14 @@ def expected(shard: Any, vocab: int) -> Tensor:
     key = re.sub(r"experts\.experts\.\d+\.", "experts.experts.", key)
     lead = [int(one) for one in (*numbers, *expert)]
     lead += list(shard.global_offset[: shard.prepend_axis_num])
-    shape, offset = shard.global_shape[shard.prepend_axis_num :], shard.global_offset[shard.prepend_axis_num :]
+    shape, offset = (
+        list(shard.global_shape[shard.prepend_axis_num :]),
+        list(shard.global_offset[shard.prepend_axis_num :]),
+    )
+    if key.endswith(("_w", "_v")):  # the halves of fc1, kept apart
+        offset[0] += shape[0] if key.endswith("_v") else 0
+        shape[0] *= 2
+        key = key[:-2]
     seed = int.from_bytes(hashlib.sha256(f"{key} {lead}".encode()).digest()[:7], "big")
     whole = 0.1 * torch.randn(shape, generator=torch.Generator().manual_seed(seed))
     if "norm" in key:

@@ -129,7 +129,7 @@ BAD: dict[str, tuple[int, str, Callable[[Path], None]]] = {
     ),
     "no weights": (10, "holds no weights", edit(lambda state: state.pop("model"))),
     "before megatron-core": (10, "language_model", edit(lambda state: state.update(model={"language_model": {}}))),
-    "hostile": (11, "names pathlib.Path", hostile),
+    "hostile": (11, "which has no place there; not loaded", hostile),
 }
 
 
