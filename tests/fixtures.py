@@ -21,6 +21,41 @@ TEXT = (
 )
 
 
+_SPARSE = {"num_experts_per_tok": 2, "moe_intermediate_size": 48, "norm_topk_prob": True}
+_LATENT = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+    "n_routed_experts": 4,
+    "first_k_dense_replace": 1,
+    **_SPARSE,
+}
+_OF_FAMILY: dict[str, dict[str, Any]] = {
+    "qwen2": {},
+    "qwen3": {"head_dim": 32},  # not hidden_size / num_attention_heads
+    "llama": {
+        "max_position_embeddings": 131072,
+        "rope_parameters": {
+            "rope_type": "llama3",
+            "rope_theta": 500000.0,
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+        },
+    },
+    "mistral": {"sliding_window": None},
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None},
+    "qwen2_moe": {"num_experts": 4, "shared_expert_intermediate_size": 96, **_SPARSE},
+    "qwen3_moe": {"num_experts": 4, "head_dim": 32, **_SPARSE},
+    "deepseek_v2": {"n_shared_experts": 2, "q_lora_rank": None, **_LATENT, "norm_topk_prob": False},
+    "deepseek_v3": {"n_shared_experts": 1, "q_lora_rank": 24, "n_group": 2, "topk_group": 1, **_LATENT},
+}
+"""What tiny models of a family have beside or instead of the common sizes."""
+
+
 def tiny_tokenizer(path: str | Path, vocab_size: int = 384) -> Path:
     """Writes a byte-level BPE tokenizer (every string encodes, decode(encode(text)) == text) into `path` and returns
     it.
@@ -59,19 +94,13 @@ def tiny_model(
 ) -> Path:
     """Writes a random HuggingFace directory (config, safetensors in fp32, tokenizer) into `path` and returns it.
 
-    family: qwen2, qwen3 or llama (with llama3 RoPE scaling). Every parameter is random, biases and norm weights too, so
-    that a mapping error shows. scale: standard deviation of the weights; larger ones make peaked distributions.
-    sizes: keywords of the family's transformers config, e.g. hidden_size=128, num_hidden_layers=4.
+    family: a `model_type` of rlflow/weights/tables.py; llama with llama3 RoPE scaling. Every parameter is random, biases
+    and norm weights too, so that a mapping error shows. scale: standard deviation of the weights; larger ones make peaked
+    distributions. sizes: keywords of the family's transformers config, e.g. hidden_size=128, num_hidden_layers=4.
     """
     import torch
-    from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
 
-    classes = {
-        "qwen2": (Qwen2Config, Qwen2ForCausalLM),
-        "qwen3": (Qwen3Config, Qwen3ForCausalLM),
-        "llama": (LlamaConfig, LlamaForCausalLM),
-    }
-    config_class, model_class = classes[family]
     values: dict[str, Any] = {
         "vocab_size": 384,
         "hidden_size": 64,
@@ -86,24 +115,15 @@ def tiny_model(
         "pad_token_id": 0,
         "eos_token_id": 2,
     }
-    if family == "qwen3":
-        values["head_dim"] = 32  # not hidden_size / num_attention_heads
-    if family == "llama":
-        values["max_position_embeddings"] = 131072
-        values["rope_parameters"] = {
-            "rope_type": "llama3",
-            "rope_theta": 500000.0,
-            "factor": 8.0,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 8192,
-        }
-    model = model_class(config_class(**{**values, **sizes}))
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **{**values, **_OF_FAMILY[family], **sizes}))
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in sorted(model.named_parameters()):
             centre = 1.0 if "norm" in name else 0.0
             parameter.copy_(centre + scale * torch.randn(parameter.shape, generator=generator))
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.copy_(scale * torch.randn(buffer.shape, generator=generator))
     model.save_pretrained(str(path))
     if tokenizer:
         tiny_tokenizer(path)

@@ -14,14 +14,14 @@ from torch import Tensor
 
 from rlflow.errors import ConversionError, ExitCode, ModelError
 from rlflow.weights.directory import MANIFEST, Writing, check_output, write_directory
-from rlflow.weights.families import Architecture, architecture, huggingface_shapes
+from rlflow.weights.families import Architecture, huggingface_shapes, stored_architecture
 from rlflow.weights.hf import companions_digest, copy_files, read_config, with_dtype
+from rlflow.weights.open import open_source
 from rlflow.weights.plan import Plan, Target
 from rlflow.weights.sink import Sink, layout_digest, safetensors_files
 from rlflow.weights.source import Source
 from rlflow.weights.stream import check_equal, copy, copy_tensors
 from rlflow.weights.to_hf import Export, make_export
-from rlflow.weights.torch_dist import TorchDist
 from rlflow.weights.verify import check_inverse, verify_export
 
 Progress = Callable[[int, int], None]
@@ -41,15 +41,12 @@ class Options:
     verify: str = "fast"
     expected: dict[str, int] = field(default_factory=dict)
     """Sizes that the checkpoint must have: fields of Architecture, `tensor_parallel`, `pipeline_parallel`, ..., `iteration`."""
+    check: Callable[[Path], None] | None = None
+    """A further check of the finished directory, before it gets its name."""
 
     @property
     def writing(self) -> Writing:
         return Writing(self.workers, self.overwrite, self.resume, self.verify)
-
-
-def open_source(path: str | Path) -> Source:
-    """The checked tables of a checkpoint, whatever its format. Raises ConversionError."""
-    return TorchDist(path)
 
 
 def prepare(path: str | Path, reference: str | Path, options: Options) -> tuple[Source, Export]:
@@ -106,6 +103,8 @@ def to_huggingface(
         _add_companions(partial, reference, config, plan.targets[0].dtype)
         if options.verify == "full":
             check_inverse(source, export, partial)
+        if options.check is not None:
+            options.check(partial)
 
     return write_directory(
         out,
@@ -171,7 +170,7 @@ def write_model(
 def _architecture(reference: str | Path) -> Architecture:
     config = read_config(reference)
     try:
-        return architecture(config)
+        return stored_architecture(config)
     except ModelError as error:
         raise ConversionError(f"{reference}: {error}", ExitCode.UNKNOWN_MODEL) from None
 

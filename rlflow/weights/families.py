@@ -1,49 +1,37 @@
-"""The model families: which HuggingFace tensors make which Megatron tensor, and how that one is split over ranks.
-
-One table serves loading into Megatron, the weight stream to engines, export, and checkpoint conversion. Shapes are
-written in symbols: vocab, hidden, query (= heads * head_dim), key (= groups * head_dim), ffn, head.
-"""
+"""The architecture of a model, read from config.json, and which rules of its family's table (tables.py) apply to it."""
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from rlflow.errors import ConfigError, ModelError, did_you_mean
-
-
-class Split(enum.Enum):
-    """How a Megatron tensor is cut over tensor-parallel ranks."""
-
-    REPLICATED = "replicated"
-    COLUMN = "column"  # dimension 0
-    ROW = "row"  # dimension 1
-    QKV = "qkv"  # dimension 0 by query group: [queries of the group | key | value] per group
-    GATE_UP = "gate_up"  # each rank holds [its gate rows | its up rows]
-    VOCAB = "vocab"  # dimension 0, padded with zero rows to a multiple of the ranks
+from rlflow.weights.rules import Rule, Where
+from rlflow.weights.tables import EMBEDDING, FAMILIES, LATENT_ATTENTION, Q_NORM, QKV_BIAS
 
 
 @dataclass(frozen=True)
-class Rule:
-    """One Megatron tensor. `sources`: (HuggingFace name, shape in symbols). `{i}` is the layer index."""
+class Experts:
+    """Mixture of experts. ffn: width of one expert. shared_ffn: of the MLP that every token passes through, 0 without.
+    sparse: for each layer, whether it has experts."""
 
-    megatron: str
-    split: Split
-    sources: tuple[tuple[str, str], ...]
+    count: int
+    ffn: int
+    shared_ffn: int
+    sparse: tuple[bool, ...]
 
-    @property
-    def per_layer(self) -> bool:
-        return "{i}" in self.megatron
 
-    def names(self, layer: int = 0) -> list[str]:
-        """The HuggingFace names of the sources in a layer, in the order that `shard` takes and `merge` returns."""
-        return [name.format(i=layer) for name, _ in self.sources]
+@dataclass(frozen=True)
+class Latent:
+    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1): ranks of the compressed queries and keys,
+    and sizes per head: of what has no position, of what rotates, and of the values."""
 
-    def shapes(self, model: Architecture) -> list[tuple[int, ...]]:
-        """The HuggingFace shapes of the sources."""
-        return [tuple(model.size(symbol) for symbol in shape.split()) for _, shape in self.sources]
+    query_rank: int | None
+    key_rank: int
+    plain: int
+    rotating: int
+    value: int
 
 
 @dataclass(frozen=True)
@@ -63,9 +51,13 @@ class Architecture:
     rope_theta: float
     rope_factor: float | None  # of Llama 3's rope scaling; None: no scaling
     max_positions: int
+    experts: Experts | None = None
+    latent: Latent | None = None
 
     def size(self, symbol: str) -> int:
+        """The number that a symbol of the tables stands for."""
         sizes = {
+            "one": 1,
             "vocab": self.vocab,
             "hidden": self.hidden,
             "query": self.heads * self.head_dim,
@@ -73,6 +65,17 @@ class Architecture:
             "ffn": self.ffn,
             "head": self.head_dim,
         }
+        if self.experts is not None:
+            sizes |= {"experts": self.experts.count, "expert": self.experts.ffn, "shared": self.experts.shared_ffn}
+        if self.latent is not None:
+            sizes |= {
+                "query_rank": self.latent.query_rank or 0,
+                "key_rank": self.latent.key_rank,
+                "latent": self.latent.key_rank + self.latent.rotating,
+                "latent_query": self.heads * (self.latent.plain + self.latent.rotating),
+                "latent_key_value": self.heads * (self.latent.plain + self.latent.value),
+                "value": self.heads * self.latent.value,
+            }
         return sizes[symbol]
 
     @property
@@ -83,70 +86,45 @@ class Architecture:
     def qk_norm(self) -> bool:
         return Q_NORM in FAMILIES[self.family]
 
-
-_LAYER = "model.layers.{i}."
-_ATTENTION = _LAYER + "self_attn."
-_MLP = _LAYER + "mlp."
-_TO_LAYER = "decoder.layers.{i}."
-
-EMBEDDING = Rule("embedding.word_embeddings.weight", Split.VOCAB, (("model.embed_tokens.weight", "vocab hidden"),))
-QKV_BIAS = Rule(
-    _TO_LAYER + "self_attention.linear_qkv.bias",
-    Split.QKV,
-    ((_ATTENTION + "q_proj.bias", "query"), (_ATTENTION + "k_proj.bias", "key"), (_ATTENTION + "v_proj.bias", "key")),
-)
-Q_NORM = Rule(
-    _TO_LAYER + "self_attention.q_layernorm.weight", Split.REPLICATED, ((_ATTENTION + "q_norm.weight", "head"),)
-)
-K_NORM = Rule(
-    _TO_LAYER + "self_attention.k_layernorm.weight", Split.REPLICATED, ((_ATTENTION + "k_norm.weight", "head"),)
-)
-DENSE_LAYER = (
-    Rule(_TO_LAYER + "input_layernorm.weight", Split.REPLICATED, ((_LAYER + "input_layernorm.weight", "hidden"),)),
-    Rule(
-        _TO_LAYER + "self_attention.linear_qkv.weight",
-        Split.QKV,
-        (
-            (_ATTENTION + "q_proj.weight", "query hidden"),
-            (_ATTENTION + "k_proj.weight", "key hidden"),
-            (_ATTENTION + "v_proj.weight", "key hidden"),
-        ),
-    ),
-    Rule(_TO_LAYER + "self_attention.linear_proj.weight", Split.ROW, ((_ATTENTION + "o_proj.weight", "hidden query"),)),
-    Rule(
-        _TO_LAYER + "pre_mlp_layernorm.weight",
-        Split.REPLICATED,
-        ((_LAYER + "post_attention_layernorm.weight", "hidden"),),
-    ),
-    Rule(
-        _TO_LAYER + "mlp.linear_fc1.weight",
-        Split.GATE_UP,
-        ((_MLP + "gate_proj.weight", "ffn hidden"), (_MLP + "up_proj.weight", "ffn hidden")),
-    ),
-    Rule(_TO_LAYER + "mlp.linear_fc2.weight", Split.ROW, ((_MLP + "down_proj.weight", "hidden ffn"),)),
-)
-FINAL_NORM = Rule("decoder.final_layernorm.weight", Split.REPLICATED, (("model.norm.weight", "hidden"),))
-OUTPUT = Rule("output_layer.weight", Split.VOCAB, (("lm_head.weight", "vocab hidden"),))
-TIED_OUTPUT = Rule("output_layer.weight", Split.VOCAB, EMBEDDING.sources)
-"""The copy of the embedding on the last of several pipeline stages; not a tensor of its own in HuggingFace."""
-
-FAMILIES: dict[str, tuple[Rule, ...]] = {
-    "llama": (EMBEDDING, *DENSE_LAYER, FINAL_NORM, OUTPUT),
-    "qwen2": (EMBEDDING, *DENSE_LAYER, QKV_BIAS, FINAL_NORM, OUTPUT),
-    "qwen3": (EMBEDDING, *DENSE_LAYER, Q_NORM, K_NORM, FINAL_NORM, OUTPUT),
-}
-"""Rules by `model_type` of config.json. Qwen2.5 is of type qwen2; the output rule is left out where embeddings are tied."""
-
-TE_NAMES = {
-    "input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight",
-    "pre_mlp_layernorm.weight": "mlp.linear_fc1.layer_norm_weight",
-}
-"""Where Transformer Engine layers keep a tensor whose name here is that of the local layers (it fuses norm and matmul)."""
+    def has(self, where: Where, layer: int = 0) -> bool:
+        """Whether a rule with this `where` applies to a layer."""
+        sparse = self.experts is not None and self.experts.sparse[layer]
+        query_rank = self.latent is not None and self.latent.query_rank is not None
+        claims = {
+            Where.ALWAYS: True,
+            Where.DENSE: not sparse,
+            Where.SPARSE: sparse,
+            Where.SHARED: sparse and self.experts is not None and self.experts.shared_ffn > 0,
+            Where.UNTIED: not self.tied,
+            Where.QUERY_RANK: query_rank,
+            Where.NO_QUERY_RANK: not query_rank,
+        }
+        return claims[where]
 
 
 def architecture(config: dict[str, Any]) -> Architecture:
-    """Reads config.json (transformers 4 or 5 spelling). Raises ModelError for an unknown family, a missing entry, or a
-    feature that the families here do not have."""
+    """Reads config.json (transformers 4 or 5 spelling) of a model that is to be computed by the trainer or the embedded
+    engine. Raises ModelError for an unknown family, a missing entry, or a feature that they do not have."""
+    model = stored_architecture(config)
+    if model.experts is not None or model.latent is not None:
+        what = "latent attention" if model.latent is not None else "mixture-of-experts layers"
+        raise ModelError(
+            f"config.json: {what} (model family '{model.family}') can be converted, but not trained or sampled from here; "
+            f"possible: {', '.join(name for name in sorted(FAMILIES) if _dense(name))}."
+        )
+    if config.get("hidden_act", "silu") != "silu":
+        raise ModelError(f"config.json: hidden_act '{config['hidden_act']}' is not supported; expected 'silu'.")
+    windowed = config.get("use_sliding_window", model.family == "mistral" and config.get("sliding_window") is not None)
+    if windowed or "sliding_attention" in (config.get("layer_types") or ()):
+        raise ModelError("config.json: sliding-window attention is not supported; expected sliding_window null.")
+    _check_rope(_rope(config))
+    return model
+
+
+def stored_architecture(config: dict[str, Any]) -> Architecture:
+    """Reads config.json of a model that is to be converted: what its files hold, whether or not it can be computed here.
+
+    Raises ModelError for an unknown family, a missing entry, or tensors that the family's table does not have."""
     family = str(config.get("model_type"))
     if family not in FAMILIES:
         known = ", ".join(sorted(FAMILIES))
@@ -154,10 +132,11 @@ def architecture(config: dict[str, Any]) -> Architecture:
             f"config.json: model family '{family}' is not supported; supported: {known}."
             f"{did_you_mean(family, FAMILIES)}"
         )
-    _refuse_unsupported(config, family)
+    _refuse_other_tensors(config, family)
     heads = _entry(config, "num_attention_heads")
     hidden = _entry(config, "hidden_size")
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    rope = _rope(config)
+    scaled = (rope.get("rope_type") or rope.get("type")) == "llama3"
     return Architecture(
         family=family,
         layers=_entry(config, "num_hidden_layers"),
@@ -170,23 +149,30 @@ def architecture(config: dict[str, Any]) -> Architecture:
         tied=bool(config.get("tie_word_embeddings", False)),
         norm_eps=float(config.get("rms_norm_eps", 1e-6)),
         rope_theta=float(rope.get("rope_theta") or config.get("rope_theta") or 10000.0),
-        rope_factor=_rope_factor(rope),
+        rope_factor=float(rope["factor"]) if scaled else None,
         max_positions=int(config.get("max_position_embeddings", 32768)),
+        experts=_experts(config) if any(rule.where is Where.SPARSE for rule in FAMILIES[family]) else None,
+        latent=_latent(config) if LATENT_ATTENTION[-1] in FAMILIES[family] else None,
     )
 
 
 def rules_of(model: Architecture) -> tuple[Rule, ...]:
-    """The rules that apply to a model: its family's, without the output rule where embeddings are tied."""
-    return tuple(rule for rule in FAMILIES[model.family] if not (model.tied and rule is OUTPUT))
+    """The rules of a model's family that apply to at least one of its layers."""
+    return tuple(
+        rule for rule in FAMILIES[model.family] if any(model.has(rule.where, layer) for layer in range(model.layers))
+    )
 
 
 def placed_rules(model: Architecture) -> Iterator[tuple[Rule, int]]:
-    """(rule, layer) in the order of a forward pass; layer is 0 for rules that are not per layer."""
+    """(rule, layer) in the order of a forward pass; layer is 0 for rules that are not per layer. A rule of experts comes
+    once for each of them."""
     rules = rules_of(model)
     yield EMBEDDING, 0
     for layer in range(model.layers):
         for rule in rules:
-            if rule.per_layer:
+            if rule.per_expert and model.experts is not None and model.has(rule.where, layer):
+                yield from ((rule.of_expert(expert), layer) for expert in range(model.experts.count))
+            elif rule.per_layer and model.has(rule.where, layer):
                 yield rule, layer
     for rule in rules:
         if not rule.per_layer and rule is not EMBEDDING:
@@ -233,31 +219,70 @@ def check_layout(
             )
 
 
-def _entry(config: dict[str, Any], key: str) -> int:
-    if not isinstance(config.get(key), int):
-        raise ModelError(f"config.json: '{key}' is missing or not a whole number (found {config.get(key)!r}).")
-    return config[key]
+def _entry(config: dict[str, Any], *keys: str) -> int:
+    """The first of these entries that is there. Raises ModelError unless it is a whole number."""
+    found = next((config[key] for key in keys if config.get(key) is not None), None)
+    if not isinstance(found, int):
+        raise ModelError(f"config.json: '{keys[0]}' is missing or not a whole number (found {found!r}).")
+    return found
 
 
-def _refuse_unsupported(config: dict[str, Any], family: str) -> None:
-    if config.get("hidden_act", "silu") != "silu":
-        raise ModelError(f"config.json: hidden_act '{config['hidden_act']}' is not supported; expected 'silu'.")
-    if config.get("use_sliding_window") or "sliding_attention" in (config.get("layer_types") or ()):
-        raise ModelError("config.json: sliding-window attention is not supported.")
+def _experts(config: dict[str, Any]) -> Experts:
+    """The entries of Qwen, Mixtral and DeepSeek, whose names differ."""
+    ffn = _entry(config, "moe_intermediate_size", "intermediate_size")
+    first, every = config.get("first_k_dense_replace", 0), config.get("decoder_sparse_step", 1)
+    dense = config.get("mlp_only_layers") or ()
+    layers = range(_entry(config, "num_hidden_layers"))
+    return Experts(
+        count=_entry(config, "num_experts", "num_local_experts", "n_routed_experts"),
+        ffn=ffn,
+        shared_ffn=config.get("shared_expert_intermediate_size") or (config.get("n_shared_experts") or 0) * ffn,
+        sparse=tuple(layer >= first and layer not in dense and (layer + 1) % every == 0 for layer in layers),
+    )
+
+
+def _latent(config: dict[str, Any]) -> Latent:
+    return Latent(
+        query_rank=config.get("q_lora_rank"),
+        key_rank=_entry(config, "kv_lora_rank"),
+        plain=_entry(config, "qk_nope_head_dim"),
+        rotating=_entry(config, "qk_rope_head_dim"),
+        value=_entry(config, "v_head_dim"),
+    )
+
+
+def _dense(family: str) -> bool:
+    return all(rule.where is not Where.SPARSE for rule in FAMILIES[family])
+
+
+def _refuse_other_tensors(config: dict[str, Any], family: str) -> None:
+    """Raises ModelError for entries that mean tensors which the tables do not have."""
     for key in ("attention_bias", "mlp_bias"):
         if family != "qwen2" and config.get(key):
             raise ModelError(f"config.json: {key}=true is not supported for model family '{family}'.")
+    if not config.get("qkv_bias", True):
+        raise ModelError(f"config.json: qkv_bias=false is not supported for model family '{family}'.")
+    if config.get("moe_layer_freq", 1) != 1:
+        raise ModelError(f"config.json: moe_layer_freq={config['moe_layer_freq']} is not supported; expected 1.")
+    if config.get("quantization_config"):
+        method = config["quantization_config"].get("quant_method", "unknown")
+        raise ModelError(
+            f"config.json: weights quantized by '{method}' are not supported; expected 16 or 32-bit floats."
+        )
 
 
-def _rope_factor(rope: dict[str, Any]) -> float | None:
-    """The factor of Llama 3's rope scaling, whose other constants Megatron fixes; None without scaling."""
+def _rope(config: dict[str, Any]) -> dict[str, Any]:
+    return config.get("rope_parameters") or config.get("rope_scaling") or {}
+
+
+def _check_rope(rope: dict[str, Any]) -> None:
+    """Raises ModelError for scaling other than Llama 3's with the constants that Megatron fixes."""
     kind = rope.get("rope_type") or rope.get("type") or "default"
     if kind == "default":
-        return None
+        return
     fixed = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
     found = {key: rope.get(key) for key in fixed}
     if kind != "llama3" or found != fixed:
         raise ModelError(
             f"config.json: rope scaling '{kind}' with {found} is not supported; default, or llama3 with {fixed}."
         )
-    return float(rope["factor"])

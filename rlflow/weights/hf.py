@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from rlflow.errors import ModelError
-from rlflow.weights.families import architecture, huggingface_shapes
+from rlflow.weights.families import huggingface_shapes, stored_architecture
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -64,6 +64,10 @@ class WeightFiles(Mapping[str, Tensor]):
         with safe_open(self.path / self._file_of[name], framework="pt") as file:
             return file.get_tensor(name)
 
+    def file_of(self, name: str) -> str:
+        """The name of the file that a tensor is in."""
+        return self._file_of[name]
+
     def __iter__(self) -> Iterator[str]:
         return iter(self._file_of)
 
@@ -90,7 +94,7 @@ def digest(weights: Iterable[tuple[str, Tensor]]) -> str:
 
 def check_tensors(path: str | Path) -> None:
     """Raises ModelError unless the directory's headers list the tensors that its config.json implies, in their shapes."""
-    expected = huggingface_shapes(architecture(read_config(path)))
+    expected = huggingface_shapes(stored_architecture(read_config(path)))
     found = {name: entry for file in sorted(Path(path).glob("*.safetensors")) for name, entry in header(file).items()}
     for name in expected:
         if name not in found:

@@ -6,9 +6,9 @@ import math
 from pathlib import Path
 from typing import Any
 
+from rlflow.weights.open import open_source
 from rlflow.weights.source import Stored
 from rlflow.weights.to_hf import NOT_WEIGHTS
-from rlflow.weights.torch_dist import TorchDist
 
 
 def describe(path: str | Path, everything: bool = False) -> dict[str, Any]:
@@ -16,7 +16,7 @@ def describe(path: str | Path, everything: bool = False) -> dict[str, Any]:
 
     everything: list optimizer state and snapshots too. Raises ConversionError for a checkpoint that is incomplete,
     damaged, unsupported or hostile."""
-    checkpoint = TorchDist(path)
+    checkpoint = open_source(path)
     weights = {name: one for name, one in checkpoint.tensors.items() if not name.startswith(NOT_WEIGHTS)}
     others = [one for name, one in checkpoint.tensors.items() if name not in weights]
     listed = checkpoint.tensors if everything else weights

@@ -26,10 +26,16 @@ CLASSES_OF_METADATA = {
 }
 """All that torch's own writer and Megatron's put into `.metadata`."""
 STAND_INS = {
+    ("_codecs", "encode"),
+    ("_io", "BytesIO"),
     ("argparse", "Namespace"),
-    ("collections", "OrderedDict"),
     ("collections", "defaultdict"),
+    *((module, "_reconstruct") for module in ("numpy.core.multiarray", "numpy._core.multiarray")),
+    *((module, "scalar") for module in ("numpy.core.multiarray", "numpy._core.multiarray")),
+    ("numpy", "dtype"),
+    ("numpy", "ndarray"),
     ("pathlib", "PosixPath"),
+    ("signal", "Signals"),
     ("torch", "Size"),
     ("torch", "device"),
     ("torch._utils", "_rebuild_tensor_v2"),
@@ -37,8 +43,8 @@ STAND_INS = {
     ("types", "SimpleNamespace"),
     *(("torch", name) for name in DTYPES),
 }
-"""What torch.save and Megatron put into other pickles. Read as `Inert`, as is every name of Megatron and of
-Transformer Engine: none of them is imported, none of them is called."""
+"""What torch.save and Megatron put into other pickles (arguments, tensors, states of generators). Read as `Inert`, as is
+every name of Megatron and of Transformer Engine: none of them is imported, none of them is called."""
 
 
 class ForbiddenName(pickle.UnpicklingError):
@@ -69,6 +75,13 @@ class Inert:
         """Items of a list's subclass are not kept."""
 
 
+class Items(dict):
+    """An OrderedDict of a pickle, such as a module's state, without the attributes that it had."""
+
+    def __setstate__(self, state: Any) -> None:
+        """Attributes are not kept."""
+
+
 @dataclass(frozen=True)
 class Storage:
     """A persistent id of torch.save: class (such as FloatStorage), file name within the archive, elements."""
@@ -82,6 +95,8 @@ class InertUnpickler(pickle.Unpickler):
     """Reads a pickle of torch.save with `Inert` in place of every object but Python's own containers and numbers."""
 
     def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("collections", "OrderedDict"):
+            return Items
         package = module.split(".")[0]
         storage = module in ("torch", "torch.storage") and name.endswith("Storage")
         if (module, name) in STAND_INS or storage or package in ("megatron", "transformer_engine"):

@@ -8,7 +8,7 @@ to the last as the plan says and knows neither format."""
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -37,6 +37,15 @@ class Content:
 
 
 @dataclass(frozen=True)
+class Record:
+    """A run of bytes of a file, and its CRC-32."""
+
+    start: int
+    bytes: int
+    crc32: int
+
+
+@dataclass(frozen=True)
 class Stored:
     """A tensor of a source; its items are disjoint and make up the whole of it."""
 
@@ -53,6 +62,8 @@ class Source(Protocol):
     """Directory that the items' files are relative to."""
     format: str
     tensors: dict[str, Stored]
+    copies: tuple[tuple[Stored, Stored], ...]
+    """Tensors that the source has more than once, with another copy of theirs; they must hold the same bytes."""
 
     @property
     def iteration(self) -> int | None:
@@ -68,6 +79,9 @@ class Source(Protocol):
 
     def content(self, stored: Stored, item: Item) -> Content:
         """Where the raw bytes of an item are; called from several threads. Raises ConversionError (4) for damage."""
+
+    def records(self) -> Iterator[tuple[str, Record]]:
+        """(file, bytes with a checksum) of what tensors lie in, where `content` has no checksum for an item."""
 
     def identity(self) -> dict[str, Any]:
         """`files`: {relative name: [bytes, mtime in ns]}, `headers`: hash of the tables. Equal means: nothing changed."""

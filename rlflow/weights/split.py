@@ -7,12 +7,15 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from rlflow.weights.families import Architecture, Rule, Split, padded_vocab
+from rlflow.weights.families import Architecture, padded_vocab
+from rlflow.weights.rules import Rule, Split
 
 
 def shard(rule: Rule, sources: Sequence[Tensor], model: Architecture, rank: int, ranks: int) -> Tensor:
-    """The Megatron tensor of tensor-parallel rank `rank` of `ranks`, from the full HuggingFace tensors in rule order."""
-    if rule.split is Split.REPLICATED:
+    """The Megatron tensor of tensor-parallel rank `rank` of `ranks`, from the full HuggingFace tensors in rule order.
+
+    Latent projections are whole on every rank, as in Transformer Engine's layers."""
+    if rule.split in (Split.REPLICATED, Split.LATENT):
         return sources[0]
     if rule.split is Split.ROW:
         return sources[0].chunk(ranks, dim=1)[rank].contiguous()
@@ -30,7 +33,7 @@ def shard(rule: Rule, sources: Sequence[Tensor], model: Architecture, rank: int,
 
 def merge(rule: Rule, shards: Sequence[Tensor], model: Architecture) -> list[Tensor]:
     """The full HuggingFace tensors in rule order, from the Megatron tensors of all tensor-parallel ranks: undoes `shard`."""
-    if rule.split is Split.REPLICATED:
+    if rule.split in (Split.REPLICATED, Split.LATENT):
         return [shards[0]]
     if rule.split is Split.ROW:
         return [torch.cat(list(shards), dim=1)]

@@ -9,9 +9,12 @@ from dataclasses import dataclass
 import torch
 
 from rlflow.errors import ConversionError, ExitCode
-from rlflow.weights.families import OUTPUT, TE_NAMES, Architecture, Rule, Split, placed_rules
+from rlflow.weights.families import Architecture, placed_rules
+from rlflow.weights.find import find, joined
 from rlflow.weights.plan import Equal, Piece, Plan, Target, View
+from rlflow.weights.rules import Rule, Split
 from rlflow.weights.source import Source, Stored
+from rlflow.weights.tables import OUTPUT
 
 NOT_WEIGHTS = ("optimizer.", "chained_", "snapshot.", "rng", "opt_param_scheduler", "rerun_state_machine")
 """Keys of what else a checkpoint holds: optimizer state, rlflow's reference snapshots, generators, schedulers."""
@@ -34,7 +37,7 @@ def make_export(source: Source, model: Architecture, dtype: torch.dtype | None =
     Raises ConversionError for a checkpoint without weights (10), with tensors that have no mapping (6), or of another
     model than config.json describes (7). Every source tensor is used once and every target made."""
     _check_described(source, model)
-    left = {name: one for name, one in source.tensors.items() if not name.startswith(NOT_WEIGHTS)}
+    left = joined({name: one for name, one in source.tensors.items() if not name.startswith(NOT_WEIGHTS)})
     if not left:
         raise ConversionError(
             f"{source.path}: holds no weights, only {len(source.tensors)} tensors of optimizer state.",
@@ -44,13 +47,14 @@ def make_export(source: Source, model: Architecture, dtype: torch.dtype | None =
     targets: list[Target] = []
     sources: list[tuple[Rule, int, View]] = []
     for rule, layer in placed_rules(model):
-        view = _find(source, left, rule, layer, model.layers)
+        view = find(source, left, rule, layer, model)
         _check_shape(source, rule, view, model)
         used[view.stored.name] = used.get(view.stored.name, 0) + math.prod(view.shape)
         sources.append((rule, layer, view))
         targets += _targets(rule, layer, view, model, dtype)
-    equal = _tied_output(source, left, model, sources)
-    _check_use(source, left, used, {one.other.stored.name for one in equal}, model)
+    tied = _tied_output(source, left, model, sources)
+    _check_use(source, left, used, {one.other.stored.name for one in tied}, model)
+    equal = (*tied, *(_copy(source, one, other) for one, other in source.copies))
     plan = Plan(tuple(targets), equal)
     plan.check()
     return Export(model, plan, tuple(sources))
@@ -58,9 +62,14 @@ def make_export(source: Source, model: Architecture, dtype: torch.dtype | None =
 
 def _check_described(source: Source, model: Architecture) -> None:
     """What the checkpoint's own descriptions say must be what config.json says; shapes alone do not tell it all."""
+    meaningless = {"max_positions"}  # or what a kind of model has no use for, so that anything may stand there
+    if model.latent is not None:
+        meaningless |= {"head_dim", "groups"}
+    if model.experts is not None and all(model.experts.sparse):
+        meaningless |= {"ffn"}
     for key, claimed in source.described.items():
         present = vars(model).get(key, claimed)
-        if key != "max_positions" and claimed != present:
+        if key not in meaningless and claimed != present:
             raise ConversionError(
                 f"{source.path}: belongs to another model; its {key} is {claimed}, config.json of the reference "
                 f"has {present}.",
@@ -88,6 +97,11 @@ def _check_use(
             )
 
 
+def _copy(source: Source, one: Stored, other: Stored) -> Equal:
+    problem = f"{source.path}: '{other.name}' is not what another rank has; the files are of two checkpoints."
+    return Equal(View(one), View(other), one.shape[0], problem, ExitCode.OTHER_LAYOUT)
+
+
 def _tied_output(
     source: Source, tensors: dict[str, Stored], model: Architecture, sources: list[tuple[Rule, int, View]]
 ) -> tuple[Equal, ...]:
@@ -104,33 +118,6 @@ def _tied_output(
     if not same or output.shape[0] < model.vocab:
         raise ConversionError(problem, ExitCode.OTHER_MODEL)
     return (Equal(embedding, View(output), model.vocab, problem, ExitCode.OTHER_MODEL),)
-
-
-def _find(source: Source, tensors: dict[str, Stored], rule: Rule, layer: int, layers: int) -> View:
-    """The stored tensor of a rule: under Transformer Engine's name, which Megatron's checkpoints use, or the local one;
-    stacked over layers or one key per layer."""
-    names = [rule.megatron]
-    for local, fused in TE_NAMES.items():
-        if rule.megatron.endswith("}." + local):
-            names.insert(0, rule.megatron.removesuffix(local) + fused)
-    for name in names:
-        stacked = tensors.get(name.replace("{i}.", ""))
-        if not rule.per_layer and stacked is not None:
-            return View(stacked)
-        if stacked is not None:
-            if not stacked.shape or stacked.shape[0] != layers:
-                raise ConversionError(
-                    f"{source.path}: '{stacked.name}' has shape {stacked.shape}, config.json implies {layers} layers.",
-                    ExitCode.OTHER_MODEL,
-                )
-            return View(stacked, (layer,))
-        if name.format(i=layer) in tensors:
-            return View(tensors[name.format(i=layer)])
-    raise ConversionError(
-        f"{source.path}: '{names[0].format(i=layer)}' is missing, which config.json implies"
-        f"{' (the checkpoint is of a tied model?)' if rule is OUTPUT else ''}.",
-        ExitCode.OTHER_MODEL,
-    )
 
 
 def _check_shape(source: Source, rule: Rule, view: View, model: Architecture) -> None:
@@ -159,7 +146,8 @@ def _targets(rule: Rule, layer: int, view: View, model: Architecture, dtype: tor
         else:
             pieces = (Piece(0, shape[0], view, start),)
         start += shape[0]
-        yield Target(name, shape, dtype or view.stored.dtype, math.prod(shape[1:]), pieces)
+        kind = view.stored.dtype if dtype is None or rule.exact else dtype
+        yield Target(name, shape, kind, math.prod(shape[1:]), pieces)
 
 
 def _group_rows(part: int, view: View, model: Architecture) -> tuple[Piece, ...]:

@@ -5,14 +5,9 @@ On disk: `.metadata` (a pickle: size, dtype and chunks per key, and the file, of
 
 from __future__ import annotations
 
-import io
 import json
-import math
-import os
 import re
-import struct
-import zipfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -20,22 +15,11 @@ from typing import Any
 import torch
 
 from rlflow.errors import ConversionError, ExitCode
+from rlflow.weights.archive import Archive, damaged, explained
 from rlflow.weights.arguments import described_layout, described_model
-from rlflow.weights.pickles import DAMAGE, DTYPES, Chunk, ForbiddenName, Inert, InertUnpickler, Storage, read_metadata
+from rlflow.weights.pickles import DAMAGE, DTYPES, Chunk, ForbiddenName, Inert, read_metadata
 from rlflow.weights.plan import tiles
-from rlflow.weights.source import Content, Item, Stored, identity_of
-
-STORAGES = {
-    "FloatStorage": torch.float32,
-    "BFloat16Storage": torch.bfloat16,
-    "HalfStorage": torch.float16,
-    "DoubleStorage": torch.float64,
-    "LongStorage": torch.int64,
-    "IntStorage": torch.int32,
-    "ByteStorage": torch.uint8,
-}
-LOCAL_HEADER = struct.Struct("<26xHH")
-"""Of a zip's entry: the lengths of name and extra field at byte 26; the content follows them."""
+from rlflow.weights.source import Content, Item, Record, Stored, identity_of
 
 
 def locate(path: Path) -> Path:
@@ -53,18 +37,18 @@ def locate(path: Path) -> Path:
     if (path / ".metadata").is_file():
         return path
     if any(path.glob("mp_rank_*")):
-        what = "a legacy checkpoint (mp_rank_*), which is not read yet; save it as torch_dist"
-        raise ConversionError(f"{path}: {what}.", ExitCode.UNSUPPORTED)
-    inside = sorted(one.parent.name for one in path.glob("*/.metadata")) or sorted(
-        one.parent.parent.name for one in path.glob("*/trainer/.metadata")
-    )
+        return path
+    found = {*path.glob("*/.metadata"), *path.glob("*/mp_rank_*"), *path.glob("*/trainer/.metadata")}
+    inside = sorted({one.relative_to(path).parts[0] for one in found})
     if inside:
         raise ConversionError(f"{path}: holds several checkpoints; name one: {', '.join(inside)}.", ExitCode.MISSING)
     if any(path.glob("*.distcp")) or (path / "metadata.json").exists():
         raise ConversionError(
             f"{path}/.metadata: missing; it is written last, so the save was cut short.", ExitCode.MISSING
         )
-    raise ConversionError(f"{path}: no checkpoint; expected .metadata and *.distcp files.", ExitCode.UNSUPPORTED)
+    raise ConversionError(
+        f"{path}: no checkpoint; expected .metadata and *.distcp files, or mp_rank_* directories.", ExitCode.UNSUPPORTED
+    )
 
 
 class TorchDist:
@@ -73,6 +57,7 @@ class TorchDist:
     Raises ConversionError for a missing (3), damaged (4), unsupported (10) or hostile (11) checkpoint."""
 
     format = "torch_dist"
+    copies = ()
 
     def __init__(self, path: str | Path) -> None:
         self.path = locate(Path(path))
@@ -84,7 +69,7 @@ class TorchDist:
         except ForbiddenName as error:
             raise ConversionError(f"{self.path}: {error}.", ExitCode.HOSTILE) from None
         except DAMAGE as error:
-            raise _damaged(self.path / ".metadata", error) from None
+            raise damaged(self.path / ".metadata", error) from None
         self._check_extents(tables.extents)
         for stored in self.tensors.values():
             _check_cover(self.path, stored)
@@ -102,7 +87,7 @@ class TorchDist:
             if not isinstance(value["model"], dict) or not isinstance(value["layout"], dict):
                 raise ValueError("model and layout are objects there")
         except DAMAGE as error:
-            raise _damaged(file, error) from None
+            raise damaged(file, error) from None
         for name, size in sizes.items():
             self._check_file(name, size, exact=True)
         return value
@@ -113,14 +98,8 @@ class TorchDist:
         file = self.path / "common.pt"
         if not file.is_file():
             return {}
-        try:
-            with zipfile.ZipFile(file) as archive:
-                name = next(one for one in archive.namelist() if one.endswith("/data.pkl"))
-                value = InertUnpickler(io.BytesIO(archive.read(name))).load()
-        except ForbiddenName as error:
-            raise ConversionError(f"{file}: {error}.", ExitCode.HOSTILE) from None
-        except (*DAMAGE, zipfile.BadZipFile, StopIteration) as error:
-            raise _damaged(file, error) from None
+        with explained(file), file.open("rb") as stream:
+            value = Archive(stream).value
         if not isinstance(value, dict):
             return {}
         args = value.get("args")
@@ -142,6 +121,10 @@ class TorchDist:
         """What the files say of the model, by field of Architecture."""
         return {**self.manifest.get("model", {}), **described_model(self.common.get("args") or {})}
 
+    def records(self) -> Iterator[tuple[str, Record]]:
+        """Nothing: each item has its own checksum."""
+        return iter(())
+
     def identity(self) -> dict[str, Any]:
         """See `Source.identity`."""
         tables = [
@@ -152,15 +135,8 @@ class TorchDist:
     def content(self, stored: Stored, item: Item) -> Content:
         """Where the raw bytes of an item are. Raises ConversionError (4) unless its archive holds just that chunk."""
         file = self.path / item.file
-        try:
-            with file.open("rb") as stream:
-                part = _Part(stream, item.start, item.length)
-                with zipfile.ZipFile(part) as archive:
-                    return _content(archive, part, stored, item)
-        except ForbiddenName as error:
-            raise ConversionError(f"{file}: {error}.", ExitCode.HOSTILE) from None
-        except (*DAMAGE, zipfile.BadZipFile, StopIteration) as error:
-            raise _damaged(file, error, f"'{stored.name}' at byte {item.start}") from None
+        with explained(file, f"'{stored.name}' at byte {item.start}"), file.open("rb") as stream:
+            return _content(Archive(stream, item.start, item.length), stored, item)
 
     def _check_backend(self) -> None:
         file = self.path / "metadata.json"
@@ -169,7 +145,7 @@ class TorchDist:
         try:
             backend = json.loads(file.read_text())["sharded_backend"]
         except DAMAGE as error:
-            raise _damaged(file, error) from None
+            raise damaged(file, error) from None
         if backend != "torch_dist":
             raise ConversionError(
                 f"{file}: checkpoint format '{backend}' is not supported; expected 'torch_dist'.", ExitCode.UNSUPPORTED
@@ -198,58 +174,13 @@ class TorchDist:
             raise ConversionError(f"{file}: {found} bytes found, {size} expected; copy it again.", ExitCode.DAMAGED)
 
 
-class _Part(io.RawIOBase):
-    """A byte range of a file as a file of its own."""
-
-    def __init__(self, stream: Any, start: int, length: int) -> None:
-        super().__init__()
-        self._stream, self._start, self._length, self._at = stream, start, length, 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._at
-
-    def seek(self, offset: int, whence: int = 0) -> int:
-        self._at = offset + (0, self._at, self._length)[whence]
-        if self._at < 0:
-            raise OSError("negative position")
-        return self._at
-
-    def read(self, size: int = -1) -> bytes:
-        left = max(self._length - self._at, 0)
-        wanted = left if size is None or size < 0 else min(size, left)
-        found = os.pread(self._stream.fileno(), wanted, self._start + self._at)
-        self._at += len(found)
-        return found
-
-
-def _content(archive: zipfile.ZipFile, part: _Part, stored: Stored, item: Item) -> Content:
-    entries = {one.filename.split("/", 1)[1]: one for one in archive.infolist()}
-    tensor = InertUnpickler(io.BytesIO(archive.read(entries["data.pkl"]))).load()
-    if "byteorder" in entries and archive.read(entries["byteorder"]) != b"little":
-        raise ValueError("the bytes are not little-endian")
-    storage, offset, size, stride = tensor.arguments[:4]
-    dtype = STORAGES.get(storage.kind) if isinstance(storage, Storage) else None
-    contiguous = tuple(math.prod(item.sizes[axis + 1 :]) for axis in range(len(item.sizes)))
-    steps = [(one, two) for one, two, length in zip(stride, contiguous, item.sizes) if length > 1]
-    if dtype is not stored.dtype or tuple(size) != item.sizes or offset != 0 or any(one != two for one, two in steps):
-        raise ValueError(f"expected {stored.dtype} {item.sizes}, rows one after another; found {storage} {tuple(size)}")
-    entry = entries[f"data/{storage.key}"]
-    needed = math.prod(item.sizes) * stored.dtype.itemsize
-    if entry.compress_type != zipfile.ZIP_STORED or entry.file_size != needed or entry.compress_size != needed:
-        raise ValueError(f"{needed} bytes expected, {entry.file_size} stored")
-    part.seek(entry.header_offset)
-    header = part.read(30)
-    name, extra = LOCAL_HEADER.unpack(header)
-    begin = entry.header_offset + 30 + name + extra
-    if header[:4] != b"PK\x03\x04" or begin + needed > item.length:
-        raise ValueError("the content lies outside its archive")
-    return Content(item.start + begin, needed, entry.CRC)
+def _content(archive: Archive, stored: Stored, item: Item) -> Content:
+    window = archive.window(archive.value)
+    if window is None or window.dtype is not stored.dtype or window.shape != item.sizes:
+        raise ValueError(f"expected {stored.dtype} {item.sizes}, found {window}")
+    if window.nbytes != window.record.bytes:
+        raise ValueError(f"{window.nbytes} bytes expected, {window.record.bytes} stored")
+    return Content(window.start, window.nbytes, window.record.crc32)
 
 
 def _stored(name: str, shape: tuple[int, ...], dtype: str, chunks: tuple[Chunk, ...]) -> Stored:
@@ -266,12 +197,3 @@ def _check_cover(path: Path, stored: Stored) -> None:
             f"{path}/.metadata: damaged; the chunks of '{stored.name}' do not make up its shape {stored.shape}.",
             ExitCode.DAMAGED,
         )
-
-
-def _damaged(file: Path, error: BaseException, where: str = "") -> ConversionError:
-    reason = (str(error).strip().splitlines() or ["no reason given"])[0][:200]
-    place = f", {where}" if where else ""
-    return ConversionError(
-        f"{file}{place}: damaged ({type(error).__name__}: {reason}); copy it again or use an earlier checkpoint.",
-        ExitCode.DAMAGED,
-    )

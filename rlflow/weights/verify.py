@@ -14,12 +14,14 @@ from torch import Tensor
 
 from rlflow.errors import ConversionError, ExitCode, ModelError
 from rlflow.weights.directory import MANIFEST, crc32, sha256
-from rlflow.weights.families import Split
 from rlflow.weights.hf import WeightFiles, check_tensors
 from rlflow.weights.plan import View
+from rlflow.weights.rules import Split
 from rlflow.weights.source import Source
 from rlflow.weights.split import shard as to_megatron
 from rlflow.weights.to_hf import Export
+
+READ_BYTES = 4 << 20
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
@@ -74,6 +76,7 @@ def check_inverse(source: Source, export: Export, directory: Path) -> None:
 
     Maps whole tensors with the trainer's own `split.shard`, not with the rectangles that wrote them, and checks the
     checksums that the checkpoint's archives hold. Memory: a few times the largest tensor."""
+    check_records(source)
     files = WeightFiles(directory)
     for rule, layer, view in export.sources:
         tensors = [files[name] for name in rule.names(layer)]
@@ -89,6 +92,22 @@ def check_inverse(source: Source, export: Export, directory: Path) -> None:
                     f"{row}); the checkpoint changed while it was read, or this is a bug.",
                     ExitCode.DAMAGED,
                 )
+
+
+def check_records(source: Source) -> None:
+    """Raises ConversionError (4) where bytes of a source are not what its checksums say, those of single items apart."""
+    for name, record in source.records():
+        found = 0
+        with (source.path / name).open("rb") as stream:
+            stream.seek(record.start)
+            for start in range(0, record.bytes, READ_BYTES):
+                found = zlib.crc32(stream.read(min(READ_BYTES, record.bytes - start)), found)
+        if found != record.crc32:
+            raise ConversionError(
+                f"{source.path / name}: {record.bytes} bytes at byte {record.start} are damaged (checksum); copy it again "
+                "or use an earlier checkpoint.",
+                ExitCode.DAMAGED,
+            )
 
 
 def _stored_parts(source: Source, view: View) -> Iterator[tuple[Tensor, int, int]]:

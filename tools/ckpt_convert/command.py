@@ -1,4 +1,4 @@
-"""ckpt_convert to-hf | inspect | verify, also as `rlflow convert ...`."""
+"""ckpt_convert to-hf | to-megatron | inspect | verify, also as `rlflow convert ...`."""
 
 from __future__ import annotations
 
@@ -31,9 +31,8 @@ SIZES = {
 FORMATTER = argparse.RawDescriptionHelpFormatter
 UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 SCOPE = (
-    "Reads Megatron torch_dist checkpoints (stacked or per-layer keys, with or without optimizer) of Qwen2, Qwen2.5,\n"
-    "Qwen3 and Llama. Not there yet: legacy mp_rank_* files, HuggingFace to Megatron, MoE and MLA models, and the\n"
-    "comparison of logits with a Megatron model."
+    "Megatron checkpoints are torch_dist directories or legacy mp_rank_* files of any layout, of Qwen2, Qwen2.5, Qwen3,\n"
+    "Llama, Mistral, Mixtral, Qwen2-MoE, Qwen3-MoE, DeepSeek-V2 and DeepSeek-V3."
 )
 CODES = (
     "exit codes: 0 done, 2 wrong arguments, 3 missing file, 4 damaged file or failed verification, 5 another size\n"
@@ -70,10 +69,13 @@ def add(commands: argparse._SubParsersAction) -> None:
 
 
 def add_actions(parser: argparse.ArgumentParser) -> None:
-    """Adds to-hf, inspect and verify."""
+    """Adds to-hf, to-megatron, inspect and verify."""
+    from .to_megatron import add_to_megatron
+
     parser.set_defaults(run=lambda args: parser.print_help())
     actions = parser.add_subparsers(title="actions", metavar="ACTION")
     _add_to_hf(actions)
+    add_to_megatron(actions, parse_count, parse_size, CODES)
     inspect = actions.add_parser(
         "inspect", help="what a checkpoint holds", description="Shows what a checkpoint holds."
     )
@@ -99,7 +101,8 @@ def _add_to_hf(actions: argparse._SubParsersAction) -> None:
         epilog="verification: fast checks sizes, counts, finite values, and that every block reads back as it was\n"
         "written (CRC-32); it cannot see a changed byte in the checkpoint. full also checks the checkpoint's own\n"
         "checksums, maps the result back to compare every byte, and notes sha256; it takes a few times the memory of\n"
-        "the largest tensor.\n" + CODES,
+        "the largest tensor. logits runs the result in transformers and the checkpoint in megatron-core, both on the\n"
+        "CPU in float32, and compares; it needs both packages and memory for both models.\n" + CODES,
         formatter_class=FORMATTER,
     )
     parser.add_argument("checkpoint", metavar="CKPT", type=Path, help="e.g. runs/demo/checkpoints/step_000100")
@@ -112,7 +115,9 @@ def _add_to_hf(actions: argparse._SubParsersAction) -> None:
         "--shard-size", type=parse_size, default=4 * 10**9, metavar="SIZE", help="such as 4GB (default)"
     )
     parser.add_argument("--workers", type=parse_count, default=2, metavar="N", help="copying threads (default 2)")
-    parser.add_argument("--verify", choices=("fast", "full", "none"), default="fast", help="default: fast; see below")
+    parser.add_argument(
+        "--verify", choices=("fast", "full", "logits", "none"), default="fast", help="default: fast; see below"
+    )
     parser.add_argument("--overwrite", action="store_true", help="replace OUT once the new one is verified")
     parser.add_argument("--resume", action="store_true", help="continue what a killed conversion left in OUT.partial")
     parser.add_argument("--dry-run", action="store_true", help="check everything, write nothing")
@@ -142,6 +147,8 @@ def run_to_hf(args: argparse.Namespace) -> int:
     from rlflow.weights.convert import Options, prepare, to_huggingface
     from rlflow.weights.directory import check_output
 
+    from .logits import checker
+
     sizes = {name: getattr(args, f"size_{name}") for name, _ in SIZES.values()}
     options = Options(
         dtype=args.dtype,
@@ -150,6 +157,7 @@ def run_to_hf(args: argparse.Namespace) -> int:
         overwrite=args.overwrite,
         resume=args.resume,
         verify=args.verify,
+        check=checker(args.checkpoint, None, args.dtype) if args.verify == "logits" else None,
         expected={name: value for name, value in sizes.items() if value is not None},
     )
     if args.dry_run:

@@ -113,14 +113,14 @@ def load(path: Path, state: TrainerState) -> TrainerState:
         state, snapshots=snapshots, updates=int(manifest["updates"]), step=int(manifest["step"])
     )
     same_layout = manifest["layout"] == _layout(state.world)
-    with _explained(f"{path}: damaged, use an earlier checkpoint"), _without_code(path):
+    with _explained(f"{path}: damaged, use an earlier checkpoint"), without_code(path):
         loaded = dist_checkpointing.load(_sharded(target, with_rng=same_layout, is_loading=True), str(path))
     _restore(target, loaded, same_layout)
     return target
 
 
 @contextmanager
-def _without_code(path: Path) -> Iterator[None]:
+def without_code(path: Path) -> Iterator[None]:
     """Inside, nothing in the checkpoint can run code: torch reads its objects as `weights_only`, whatever its callers ask for
     (torch.distributed asks for False), and its unguarded `.metadata` was read by a guarded reader first."""
     with (path / ".metadata").open("rb") as file:

@@ -77,6 +77,29 @@ def _without_cuda() -> Iterator[None]:
             setattr(owner, name, value)
 
 
+@contextlib.contextmanager
+def without_transformer_engine() -> Iterator[None]:
+    """Inside, megatron-core 0.16.1 builds routers and latent attention where Transformer Engine is not installed.
+
+    Unpatched, the router uses a name that only an import of Transformer Engine sets, and latent attention takes another
+    package's presence for Transformer Engine's."""
+    from megatron.core.extensions.transformer_engine import HAVE_TE
+    from megatron.core.transformer import multi_latent_attention
+    from megatron.core.transformer.moe import moe_utils
+
+    gemm = [] if hasattr(moe_utils, "te_general_gemm") else [(moe_utils, "te_general_gemm", None)]
+    engine = [] if HAVE_TE else [(multi_latent_attention, "HAVE_TE", False)]
+    before = multi_latent_attention.HAVE_TE
+    for owner, name, value in (*gemm, *engine):
+        setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        multi_latent_attention.HAVE_TE = before
+        for owner, name, _ in gemm:
+            delattr(owner, name)
+
+
 def native(function: Callable[..., _Result]) -> Callable[..., _Result]:
     """The function without the per-operation translation of `adapted`, for code that never names a CUDA device.
 

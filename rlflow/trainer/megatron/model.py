@@ -21,18 +21,10 @@ from rlflow.errors import ModelError
 from rlflow.trainer.megatron.cpu import device
 from rlflow.trainer.megatron.layers import RMSNorm, TorchAttention
 from rlflow.trainer.megatron.world import World
-from rlflow.weights.families import (
-    EMBEDDING,
-    TE_NAMES,
-    TIED_OUTPUT,
-    Architecture,
-    Rule,
-    Split,
-    huggingface_shapes,
-    padded_vocab,
-    placed_rules,
-)
+from rlflow.weights.families import Architecture, huggingface_shapes, padded_vocab, placed_rules
+from rlflow.weights.rules import Rule, Split
 from rlflow.weights.split import merge, shard
+from rlflow.weights.tables import EMBEDDING, TIED_OUTPUT
 
 IGNORED_SUFFIXES = ("rotary_emb.inv_freq",)  # buffers that old checkpoints hold
 
@@ -112,11 +104,7 @@ def stage_of(rule: Rule, layer: int, model: Architecture, stages: int) -> int:
 
 def parameter_name(rule: Rule, layer: int, model: Architecture, world: World) -> str:
     """The name of a tensor within its stage's module, where layers count from 0 again."""
-    name = rule.megatron.format(i=layer % (model.layers // world.pipeline_parallel))
-    if uses_transformer_engine():
-        for local, fused in TE_NAMES.items():
-            name = name.replace(local, fused)
-    return name
+    return rule.megatron_name(layer % (model.layers // world.pipeline_parallel), fused=uses_transformer_engine())
 
 
 @torch.no_grad()

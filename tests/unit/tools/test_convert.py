@@ -23,7 +23,7 @@ from rlflow.errors import ConversionError, RLFlowError
 from rlflow.trainer import Trainer
 from rlflow.trainer.export import check_export
 from rlflow.weights.convert import Options, to_huggingface
-from rlflow.weights.families import TE_NAMES, architecture, placed_rules
+from rlflow.weights.families import architecture, placed_rules
 from rlflow.weights.hf import WeightFiles, digest, iterate_weights, read_config
 from rlflow.weights.split import shard
 from rlflow.weights.verify import verify_export
@@ -102,10 +102,7 @@ def write_by_hand(model: Path, path: Path, padding: int, output: Callable[[Tenso
         tensor = shard(rule, [files[name] for name in rule.names(layer)], sizes, 0, 1)
         if tensor.shape[0] == VOCAB:
             tensor = torch.cat([tensor, torch.full((padding, tensor.shape[1]), 9.0)])
-        name = rule.megatron
-        for local, fused in TE_NAMES.items():
-            name = name.replace("}." + local, "}." + fused)
-        state[name.format(i=layer)] = tensor
+        state[rule.megatron_name(layer, fused=True)] = tensor
     if output:
         state["output_layer.weight"] = output(state["embedding.word_embeddings.weight"])
     torch_checkpoint.save(state, storage_writer=torch_checkpoint.FileSystemWriter(path), no_dist=True)

@@ -1,0 +1,115 @@
+"""Loads a checkpoint into the oracle's model by megatron-core's own code, without the converter's mapping tables.
+
+The model has Megatron's local layers, so that it can be built on a CPU. What Transformer Engine's layers name otherwise is
+renamed here, by a list of its own."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, ShardedTensorFactory
+from megatron.core.models.gpt import GPTModel
+from torch import Tensor
+
+from rlflow.errors import ConversionError, ExitCode
+from rlflow.trainer.megatron.checkpoint import without_code
+
+ENGINE_NAMES = (
+    (r"self_attention\.linear_qkv\.layer_norm_weight$", "input_layernorm.weight"),
+    (r"mlp\.linear_fc1\.layer_norm_weight$", "pre_mlp_layernorm.weight"),
+    (r"self_attention\.linear_q_up_proj\.layer_norm_weight$", "self_attention.q_layernorm.weight"),
+    (r"self_attention\.linear_kv_up_proj\.layer_norm_weight$", "self_attention.kv_layernorm.weight"),
+    (r"mlp\.experts\.(linear_fc[12])\.weight(\d+)$", r"mlp.experts.local_experts.\2.\1.weight"),
+)
+"""(parameter of a Transformer Engine layer, the same one of a local layer)."""
+
+
+def load_torch_dist(chunks: Sequence[GPTModel], path: Path, keys: Collection[str]) -> None:
+    """Loads a torch_dist directory into this rank's model chunks. keys: those of the checkpoint's tensors. A collective.
+
+    Raises ConversionError (4) where a parameter has no weights afterwards."""
+    metadata = {
+        "non_homogeneous_layers": any(re.search(r"layers\.\d+\.", key) for key in keys),
+        "singleton_local_shards": any(key.endswith("linear_fc1.weight_w") for key in keys),
+        "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
+    }
+    content = {
+        f"model{number}": _weights(chunk.sharded_state_dict(metadata=metadata)) for number, chunk in enumerate(chunks)
+    }
+    for shard in _shards(content):
+        shard.key = _key(shard.key, keys)
+    with without_code(path):
+        loaded = dist_checkpointing.load(content, str(path))
+    for number, chunk in enumerate(chunks):
+        _load(chunk, loaded[f"model{number}"], str(path))
+
+
+def load_rank(chunks: Sequence[GPTModel], states: Sequence[Mapping[str, Tensor]], origin: str) -> None:
+    """Loads the states of a legacy file into this rank's model chunks. Raises ConversionError (4) as above."""
+    for chunk, state in zip(chunks, states, strict=True):
+        parameters = dict(chunk.named_parameters())
+        named = {_local_name(name): value for name, value in state.items()}
+        _load(chunk, {name: _part(value, parameters.get(name)) for name, value in named.items()}, origin)
+
+
+def _load(chunk: GPTModel, state: Mapping[str, Any], origin: str) -> None:
+    found = chunk.load_state_dict(dict(state), strict=False)
+    wrong = [name for name in (*found.missing_keys, *found.unexpected_keys) if not name.endswith("_extra_state")]
+    if wrong:
+        raise ConversionError(
+            f"{origin}: Megatron's model and the checkpoint differ in {len(wrong)} tensors, first '{wrong[0]}'.",
+            ExitCode.DAMAGED,
+        )
+
+
+def _weights(value: Any) -> Any:
+    """A sharded state without the empty states of modules, which not every checkpoint has."""
+    return {name: one for name, one in value.items() if not isinstance(one, ShardedObject)}
+
+
+def _shards(value: Any) -> Iterator[ShardedTensor | ShardedTensorFactory]:
+    if isinstance(value, ShardedTensor | ShardedTensorFactory):
+        yield value
+    elif isinstance(value, dict):
+        for one in value.values():
+            yield from _shards(one)
+
+
+def _key(key: str, keys: Collection[str]) -> str:
+    """The key that the checkpoint has a tensor under: as local layers say, or as Transformer Engine's do."""
+    if key in keys:
+        return key
+    for pattern, local in ENGINE_NAMES[:4]:
+        name = pattern.removesuffix("$").replace("\\", "")
+        if key.endswith(local) and key.removesuffix(local) + name in keys:
+            return key.removesuffix(local) + name
+        if key.endswith(name) and key.removesuffix(name) + local in keys:
+            return key.removesuffix(name) + local
+    return key
+
+
+def _local_name(name: str) -> str:
+    for pattern, local in ENGINE_NAMES:
+        name = re.sub(pattern, local, name)
+    return name
+
+
+def _part(value: Tensor, parameter: Tensor | None) -> Tensor:
+    """The rank's rows of what Transformer Engine keeps whole on every rank."""
+    ranks = parallel_state.get_tensor_model_parallel_world_size()
+    if parameter is None or value.shape == parameter.shape or value.shape[0] != ranks * parameter.shape[0]:
+        return value
+    return value.chunk(ranks)[parallel_state.get_tensor_model_parallel_rank()]
+
+
+@torch.no_grad()
+def round_weights(chunks: Sequence[GPTModel], dtype: torch.dtype) -> None:
+    """Rounds the weights to a dtype, as a conversion with `--dtype` does; routers' biases excepted."""
+    for chunk in chunks:
+        for parameter in chunk.parameters():
+            parameter.copy_(parameter.to(dtype))

@@ -1,0 +1,299 @@
+"""Genuine megatron-core checkpoints for the converter's tests: made, and loaded again, by real ranks over gloo.
+
+Weights are drawn per global tensor, as megatron-core's own description of shards names and cuts it, so that every layout
+of a model has the same ones. torch_dist directories are saved and loaded by megatron-core. Legacy files are written here
+in Megatron-LM's form from the ranks' genuine states (megatron-core has no code for them); `fused` renames them by hand
+as Transformer Engine's layers name their parameters, which cannot be built without a GPU."""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import os
+import re
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+TOKENS = torch.randint(0, 101, (2, 11), generator=torch.Generator().manual_seed(5))
+ITERATION = 7
+FUSED = (
+    (r"(layers\.\d+)\.input_layernorm\.weight", r"\1.self_attention.linear_qkv.layer_norm_weight"),
+    (r"(layers\.\d+)\.pre_mlp_layernorm\.weight", r"\1.mlp.linear_fc1.layer_norm_weight"),
+)
+FUSED_LATENT = (
+    (r"(layers\.\d+)\.pre_mlp_layernorm\.weight", r"\1.mlp.linear_fc1.layer_norm_weight"),
+    (r"self_attention\.q_layernorm\.weight", "self_attention.linear_q_up_proj.layer_norm_weight"),
+    (r"self_attention\.kv_layernorm\.weight", "self_attention.linear_kv_up_proj.layer_norm_weight"),
+)
+GROUPED = ((r"experts\.local_experts\.(\d+)\.(linear_fc[12])\.weight", r"experts.\2.weight\1"),)
+
+
+@dataclass
+class Job:
+    """What the ranks do with one model. save_to: writes it there; load_from: compares what it finds there instead.
+
+    saved: torch_dist, torch (legacy files), or both. numbered: keys per layer instead of stacks. result: where rank 0
+    puts logits and differences."""
+
+    config: dict[str, Any]
+    result: Path
+    vocab: int
+    tensor: int = 1
+    pipeline: int = 1
+    virtual: int = 1
+    expert: int = 1
+    expert_tensor: int = 0
+    dtype: torch.dtype = torch.float32
+    save_to: Path | None = None
+    load_from: Path | None = None
+    fused: bool = False
+    numbered: bool = False
+    args: bool = True
+    options: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def ranks(self) -> int:
+        experts = self.expert * (self.expert_tensor or self.tensor)
+        return max(self.tensor, experts) * self.pipeline
+
+
+def launch(directory: Path, jobs: Sequence[Job], limit_s: float) -> None:
+    """Runs the jobs, those with as many ranks together. Raises what a rank raised, or TimeoutError."""
+    import torch.multiprocessing as mp
+
+    for ranks in sorted({job.ranks for job in jobs}):
+        rendezvous = directory / f"rendezvous-{ranks}-{time.monotonic_ns()}"
+        mine = [job for job in jobs if job.ranks == ranks]
+        context = mp.spawn(_rank_main, args=(str(rendezvous), ranks, mine), nprocs=ranks, join=False)
+        deadline = time.monotonic() + limit_s
+        try:
+            while not context.join(timeout=1.0):
+                if time.monotonic() > deadline:
+                    raise TimeoutError(f"the ranks took longer than {limit_s:.0f} s")
+        finally:
+            for process in context.processes:
+                if process.is_alive():
+                    process.kill()
+
+
+def _rank_main(rank: int, rendezvous: str, ranks: int, jobs: Sequence[Job]) -> None:
+    import torch.distributed as dist
+
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=ranks)
+    for job in jobs:
+        run(job)
+    dist.destroy_process_group()
+
+
+def run(job: Job) -> None:
+    """One job on this rank."""
+    from rlflow.trainer.megatron import oracle
+    from rlflow.trainer.megatron.cpu import adapted, without_transformer_engine
+
+    layout = oracle.Layout(_padded(job), job.tensor, job.pipeline, job.virtual, job.expert, job.expert_tensor)
+    with adapted(), without_transformer_engine():
+        oracle.join(layout)
+        chunks = oracle.build(job.config, layout, job.dtype)
+        if job.load_from is not None:
+            result = {"wrong": _load_and_compare(job, chunks)}
+        else:
+            fill(chunks, job)
+            result = {"logits": oracle.logits(chunks, TOKENS, job.vocab)}
+            _save(job, chunks)
+        if torch.distributed.get_rank() == 0:
+            torch.save(result, job.result)
+        torch.distributed.barrier()
+        oracle.leave()
+
+
+def _padded(job: Job) -> int:
+    """Rows of the embedding: Megatron-LM pads to a multiple of `make_vocab_size_divisible_by` times the ranks."""
+    multiple = job.options.get("vocab_multiple", 1) * job.tensor
+    return -(-job.vocab // multiple) * multiple
+
+
+def shards(chunks: list[Any], job: Job) -> Iterator[Any]:
+    """megatron-core's description of every parameter of this rank: key, global shape, offset, and the data itself."""
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+
+    def walk(value: Any) -> Iterator[Any]:
+        if isinstance(value, ShardedTensorFactory):
+            yield from walk(value.build())
+        elif isinstance(value, ShardedTensor):
+            yield value
+        elif isinstance(value, dict):
+            for one in value.values():
+                yield from walk(one)
+        elif isinstance(value, list):
+            for one in value:
+                yield from walk(one)
+
+    for chunk in chunks:
+        yield from walk(sharded(chunk, job))
+
+
+def sharded(chunk: Any, job: Job) -> Any:
+    from megatron.core.parallel_state import get_data_parallel_group
+
+    metadata = {
+        "non_homogeneous_layers": job.numbered,
+        "dp_cp_group": get_data_parallel_group(with_context_parallel=True),
+    }
+    return chunk.sharded_state_dict(metadata={**metadata, **job.options.get("metadata", {})})
+
+
+def expected(shard: Any, vocab: int) -> Tensor:
+    """The weights of a shard: a function of the tensor's key and the place in it, whatever the layout and the stacking."""
+    numbers = re.findall(r"layers\.(\d+)\.", shard.key)
+    key = re.sub(r"layers\.\d+\.", "layers.", shard.key)
+    expert = re.findall(r"experts\.experts\.(\d+)\.", key)
+    key = re.sub(r"experts\.experts\.\d+\.", "experts.experts.", key)
+    lead = [int(one) for one in (*numbers, *expert)]
+    lead += list(shard.global_offset[: shard.prepend_axis_num])
+    shape, offset = shard.global_shape[shard.prepend_axis_num :], shard.global_offset[shard.prepend_axis_num :]
+    seed = int.from_bytes(hashlib.sha256(f"{key} {lead}".encode()).digest()[:7], "big")
+    whole = 0.1 * torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+    if "norm" in key:
+        whole += 1
+    part = whole[tuple(slice(at, at + size) for at, size in zip(offset, shard.local_shape))]
+    return part.to(shard.data.dtype)
+
+
+@torch.no_grad()
+def fill(chunks: list[Any], job: Job) -> None:
+    """Gives every parameter its weights."""
+    for shard in shards(chunks, job):
+        shard.data.copy_(expected(shard, job.vocab).view(shard.data.shape))
+
+
+def _save(job: Job, chunks: list[Any]) -> None:
+    from megatron.core import dist_checkpointing
+
+    from rlflow.trainer.megatron.checkpoint import InProcessSave
+
+    if job.save_to is None:
+        return
+    content = {f"model{number}": sharded(chunk, job) for number, chunk in enumerate(chunks)}
+    place = job.save_to / "torch_dist" / f"iter_{ITERATION:07d}"
+    if torch.distributed.get_rank() == 0:
+        place.mkdir(parents=True)
+        (place.parent / "latest_checkpointed_iteration.txt").write_text(str(ITERATION))
+    torch.distributed.barrier()
+    common = {"args": _arguments(job, chunks), "iteration": ITERATION, "checkpoint_version": 3.0}
+    dist_checkpointing.save({**content, **(common if job.args else {})}, str(place), sharded_strategy=InProcessSave())
+    _save_legacy(job, chunks)
+
+
+def _save_legacy(job: Job, chunks: list[Any]) -> None:
+    """This rank's file, in the form of Megatron-LM's save_checkpoint."""
+    from megatron.core import parallel_state as state
+
+    if state.get_expert_data_parallel_rank() != 0:
+        return
+    directory = f"mp_rank_{state.get_tensor_model_parallel_rank():02d}"
+    if job.pipeline > 1:
+        directory += f"_{state.get_pipeline_model_parallel_rank():03d}"
+    if job.expert > 1:
+        directory += f"_{state.get_expert_model_parallel_rank():03d}"
+    names = ["model"] if len(chunks) == 1 else [f"model{number}" for number in range(len(chunks))]
+    content = {name: _state(chunk, job) for name, chunk in zip(names, chunks)}
+    if job.args:
+        content["args"] = _arguments(job, chunks)
+    content |= {"iteration": ITERATION, "checkpoint_version": 3.0, "num_floating_point_operations_so_far": 0.0}
+    content["rng_state"] = [{"random_rng_state": (3, (1, 2), None), "torch_rng_state": torch.get_rng_state()}]
+    content["optimizer"] = {"state": {0: {"exp_avg": torch.ones(3)}}, "param_groups": [{"lr": 1e-3, "params": [0]}]}
+    file = job.save_to / "torch" / f"iter_{ITERATION:07d}" / directory / "model_optim_rng.pt"
+    file.parent.mkdir(parents=True)
+    torch.save(content, file)
+    (file.parents[2] / "latest_checkpointed_iteration.txt").write_text(str(ITERATION))
+
+
+def _state(chunk: Any, job: Job) -> dict[str, Any]:
+    """The module's state as Megatron-LM saves it, with Transformer Engine's names if asked for."""
+    found = chunk.state_dict_for_save_checkpoint()
+    if not job.fused:
+        return found
+    latent = "kv_lora_rank" in job.config
+    renamed = type(found)()
+    for name, value in found.items():
+        for pattern, fused in (*(FUSED_LATENT if latent else FUSED), *GROUPED):
+            layer = re.search(r"layers\.\d+\.", name)
+            sparse = layer and any(other.startswith(f"decoder.{layer[0]}mlp.router") for other in found)
+            if not ("pre_mlp" in pattern and sparse):  # a router comes between that norm and the experts
+                name = re.sub(pattern, fused, name)
+        renamed[name] = value
+    if job.tensor > 1 and latent:
+        raise ValueError("down projections are whole on every rank of Transformer Engine; not written by hand")
+    return renamed
+
+
+def _arguments(job: Job, chunks: list[Any]) -> argparse.Namespace:
+    """Some of the arguments that Megatron-LM keeps."""
+    names = ("num_layers", "hidden_size", "num_attention_heads", "kv_channels", "ffn_hidden_size", "num_query_groups")
+    values = {name: getattr(chunks[0].config, name) for name in names}
+    return argparse.Namespace(
+        **values,
+        group_query_attention=True,
+        tensor_model_parallel_size=job.tensor,
+        pipeline_model_parallel_size=job.pipeline,
+        virtual_pipeline_model_parallel_size=job.virtual if job.virtual > 1 else None,
+        expert_model_parallel_size=job.expert,
+        expert_tensor_parallel_size=job.expert_tensor or job.tensor,
+        params_dtype=job.dtype,
+        bf16=job.dtype is torch.bfloat16,
+        padded_vocab_size=_padded(job),
+    )
+
+
+def _load_and_compare(job: Job, chunks: list[Any]) -> list[str]:
+    """Loads a converted checkpoint; returns the keys of all ranks whose data are not what `expected` says."""
+    from megatron.core import dist_checkpointing
+    from megatron.core import parallel_state as state
+
+    with torch.no_grad():
+        for chunk in chunks:
+            for parameter in chunk.parameters():
+                parameter.fill_(float("nan"))
+    if (job.load_from / ".metadata").is_file():
+        content = {f"model{number}": sharded(chunk, job) for number, chunk in enumerate(chunks)}
+        loaded = dist_checkpointing.load(content, str(job.load_from))
+        for number, chunk in enumerate(chunks):
+            chunk.load_state_dict(loaded[f"model{number}"])
+    else:
+        directory = f"mp_rank_{state.get_tensor_model_parallel_rank():02d}"
+        if job.pipeline > 1:
+            directory += f"_{state.get_pipeline_model_parallel_rank():03d}"
+        if job.expert > 1:
+            directory += f"_{state.get_expert_model_parallel_rank():03d}"
+        content = torch.load(job.load_from / directory / "model_optim_rng.pt", weights_only=False)
+        assert content["args"].tensor_model_parallel_size == job.tensor
+        for number, chunk in enumerate(chunks):
+            chunk.load_state_dict(content["model" if len(chunks) == 1 else f"model{number}"])
+    wrong = []
+    for shard in shards(chunks, job):
+        want = expected(shard, job.vocab).view(shard.data.shape)
+        if "word_embeddings" in shard.key or "output_layer" in shard.key:
+            real = max(0, min(job.vocab - shard.global_offset[0], len(want)))
+            if shard.data[real:].any():
+                wrong.append(f"{shard.key}: padding is not zero")
+            want, found = want[:real], shard.data[:real]
+        else:
+            found = shard.data
+        if not torch.equal(want, found):
+            wrong.append(shard.key)
+    everywhere: list[Any] = [None] * job.ranks
+    torch.distributed.all_gather_object(everywhere, wrong)
+    return [name for one in everywhere for name in one]
+
+
+def described(job: Job) -> dict[str, Any]:
+    """For test ids and messages."""
+    return {name: value for name, value in asdict(job).items() if name not in ("config", "options")}
