@@ -5,8 +5,10 @@
 
 Makes a checkpoint of the shape of Qwen2.5-3B in bfloat16 (6.2 GB of random weights, as four ranks of TP2 x PP2 store
 it), and one of half the layers. Each pair copies the checkpoint with `cp` and fsync, and converts it with
-`ckpt_convert to-hf --verify fast`, both as commands of their own, in alternating order. Three times the bytes of the
-checkpoint are needed on the disk, and freed at the end."""
+`ckpt_convert to-hf --verify fast`, both as commands of their own, in alternating order; the same for the way back, with
+`to-megatron` and a copy of the HuggingFace directory. Three times the bytes of the checkpoint are needed on the disk,
+and freed at the end. A ratio is 1 where the conversion takes as long as `cp` and fsync of the bytes that it reads;
+"work" leaves out what it takes to start Python and import torch."""
 
 from __future__ import annotations
 
@@ -39,7 +41,8 @@ from torch.distributed.checkpoint.metadata import (
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from rlflow.weights.families import TE_NAMES, Split, architecture, placed_rules  # noqa: E402
+from rlflow.weights.families import architecture, placed_rules  # noqa: E402
+from rlflow.weights.rules import Split  # noqa: E402
 
 QWEN = {
     "model_type": "qwen2",
@@ -60,12 +63,13 @@ MOST_RSS_MIB = 512
 
 @dataclass
 class Run:
-    """A finished command: wall-clock seconds, its own report of seconds, peak resident MiB, CPU seconds."""
+    """A finished command: wall-clock seconds, CPU seconds; of a conversion its own count of seconds and of peak resident
+    MiB (the kernel's count for a child includes that of its parent at the fork)."""
 
     seconds: float
-    reported: float
-    rss_mib: float
     cpu: float
+    work: float
+    rss_mib: int
 
 
 def chunks(split: Split, shape: Sequence[int], parts: int) -> Iterator[tuple[int, tuple[int, ...], tuple[int, ...]]]:
@@ -96,9 +100,7 @@ def make_checkpoint(path: Path, config: dict[str, object], seed: int = 0) -> int
     files = {rank: (path / f"__{rank}_0.distcp").open("wb") for rank in range(TENSOR_PARALLEL * PIPELINE_PARALLEL)}
     total = 0
     for rule, layer in placed_rules(model):
-        name = rule.megatron.replace("{i}.", "")
-        for local, fused in TE_NAMES.items():
-            name = name.replace(f"layers.{local}", f"layers.{fused}")
+        name = (rule.fused or rule.megatron).replace("{i}.", "")
         shapes = rule.shapes(model)
         shape = (sum(one[0] for one in shapes), *shapes[0][1:])
         lead, full = ((layer,), (model.layers, *shape)) if rule.per_layer else ((), shape)
@@ -144,68 +146,71 @@ def run(command: Sequence[str]) -> Run:
         text = out.read().decode()
     if child.returncode:
         raise subprocess.CalledProcessError(child.returncode, command)
-    reported = json.loads(text)["seconds"] if text.startswith("{") else seconds
-    return Run(seconds, reported, usage.ru_maxrss / 1024, usage.ru_utime + usage.ru_stime)
+    report = json.loads(text) if text.startswith("{") else {}
+    cpu = usage.ru_utime + usage.ru_stime
+    return Run(seconds, cpu, report.get("seconds", seconds), report.get("peak_rss_mib", 0))
 
 
 def copy_command(source: Path, out: Path) -> list[str]:
     return ["sh", "-c", 'cp -r "$1" "$2" && find "$2" -type f -exec sync {} +', "sh", str(source), str(out)]
 
 
-def to_hf_command(source: Path, out: Path, reference: Path, workers: int, verify: str) -> list[str]:
-    tool = [
-        sys.executable,
-        str(ROOT / "tools" / "ckpt_convert"),
-        "to-hf",
-        str(source),
-        str(out),
-        "--hf",
-        str(reference),
-    ]
-    return [*tool, "--workers", str(workers), "--verify", verify, "--json"]
+def tool(*arguments: object) -> list[str]:
+    return [sys.executable, str(ROOT / "tools" / "ckpt_convert"), *map(str, arguments)]
 
 
-def measure(folder: Path, config: dict[str, object], args: argparse.Namespace, pairs: int) -> dict[str, object]:
-    """The medians of interleaved pairs for one shape; everything that it made is removed."""
-    source, reference, out = folder / "checkpoint", folder / "reference", folder / "out"
-    size = make_checkpoint(source, config)
+def measure(
+    folder: Path, config: dict[str, object], args: argparse.Namespace, pairs: int
+) -> dict[str, dict[str, object]]:
+    """Both directions for one shape; everything that it made is removed."""
+    checkpoint, reference, exported, out = (folder / name for name in ("checkpoint", "reference", "exported", "out"))
+    size = make_checkpoint(checkpoint, config)
     reference.mkdir()
     (reference / "config.json").write_text(json.dumps(config))
-    commands = {
-        "cp": copy_command(source, out),
-        "to-hf": to_hf_command(source, out, reference, args.workers, args.verify),
-    }
-    found: dict[str, list[Run]] = {name: [] for name in commands}
+    options = ["--workers", args.workers, "--verify", args.verify, "--json"]
+    export = tool("to-hf", checkpoint, out, "--hf", reference, *options)
+    there = compare("to-hf", checkpoint, out, export, size, pairs)
+    run(export)
+    out.rename(exported)
+    shutil.rmtree(checkpoint)
+    back = tool("to-megatron", exported, out, "--tp", TENSOR_PARALLEL, "--pp", PIPELINE_PARALLEL, *options)
+    result = {"to-hf": there, "to-megatron": compare("to-megatron", exported, out, back, size, pairs)}
+    shutil.rmtree(folder)
+    return result
+
+
+def compare(name: str, source: Path, out: Path, command: Sequence[str], size: int, pairs: int) -> dict[str, object]:
+    """The medians of interleaved pairs of `cp` + fsync and a conversion, both of a source that is not in the cache."""
+    commands = {"cp": copy_command(source, out), name: command}
+    found: dict[str, list[Run]] = {one: [] for one in commands}
     for pair in range(pairs):
-        for name in list(commands)[:: 1 if pair % 2 else -1]:
+        for one in list(commands)[:: 1 if pair % 2 else -1]:
             evict(source)
-            found[name].append(run(commands[name]))
+            found[one].append(run(commands[one]))
             shutil.rmtree(out)
             print(
-                f"  {size / 1e9:.2f} GB, pair {pair + 1} of {pairs}: {name} {found[name][-1].seconds:.1f} s",
+                f"  {size / 1e9:.2f} GB, pair {pair + 1} of {pairs}: {one} {found[one][-1].seconds:.1f} s",
                 file=sys.stderr,
             )
-    shutil.rmtree(folder)
-    return summary(size, found)
-
-
-def summary(size: int, found: dict[str, list[Run]]) -> dict[str, object]:
-    """Medians per command, and the ratio of bandwidths as the median over pairs and as the ratio of medians."""
-    base = found["cp"]
-    rows = {}
-    for name, runs in found.items():
-        seconds = statistics.median(one.seconds for one in runs)
-        rows[name] = {
-            "seconds": [round(one.seconds, 2) for one in runs],
-            "median_s": round(seconds, 2),
-            "without_start_s": round(statistics.median(one.reported for one in runs), 2),
-            "gb_per_s": round(size / 1e9 / seconds, 3),
-            "cpu_s": round(statistics.median(one.cpu for one in runs), 2),
-            "peak_rss_mib": round(max(one.rss_mib for one in runs)),
-            "of_cp_by_pairs": round(statistics.median(a.seconds / b.seconds for a, b in zip(base, runs)), 3),
-            "of_cp_without_start": round(statistics.median(a.seconds / b.reported for a, b in zip(base, runs)), 3),
-        }
-    return {"bytes": size, "commands": rows}
+    base, ours = found["cp"], found[name]
+    cp_s, own_s, work_s = (
+        statistics.median(times)
+        for times in ([one.seconds for one in base], [one.seconds for one in ours], [one.work for one in ours])
+    )
+    return {
+        "gb": round(size / 1e9, 3),
+        "cp_s": [round(one.seconds, 2) for one in base],
+        "convert_s": [round(one.seconds, 2) for one in ours],
+        "work_s": [round(one.work, 2) for one in ours],
+        "median_cp_s": round(cp_s, 2),
+        "median_s": round(own_s, 2),
+        "gb_per_s": round(size / 1e9 / own_s, 3),
+        "of_cp": round(cp_s / own_s, 3),
+        "of_cp_work": round(cp_s / work_s, 3),
+        "cpu_s": round(statistics.median(one.cpu for one in ours), 2),
+        "cpu_cp_s": round(statistics.median(one.cpu for one in base), 2),
+        "peak_rss_mib": max(one.rss_mib for one in ours),
+    }
 
 
 def main() -> None:
@@ -228,15 +233,11 @@ def main() -> None:
     print(
         f"python {platform.python_version()}, torch {torch.__version__}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}"
     )
-    print(
-        f"{'shape':<12} {'command':<8} {'median s':>9} {'GB/s':>6} {'of cp':>6} {'without start':>14} {'CPU s':>6} {'RSS MiB':>8}"
-    )
-    for name, result in results.items():
-        for command, one in result["commands"].items():
-            print(
-                f"{name:<12} {command:<8} {one['median_s']:>9.2f} {one['gb_per_s']:>6.2f} {one['of_cp_by_pairs']:>6.2f} "
-                f"{one['of_cp_without_start']:>14.2f} {one['cpu_s']:>6.1f} {one['peak_rss_mib']:>8}"
-            )
+    columns = ("gb", "median_cp_s", "median_s", "gb_per_s", "of_cp", "of_cp_work", "cpu_s", "cpu_cp_s", "peak_rss_mib")
+    print(f"{'shape':<11} {'direction':<11} " + " ".join(f"{name:>12}" for name in columns))
+    for shape, directions in results.items():
+        for direction, one in directions.items():
+            print(f"{shape:<11} {direction:<11} " + " ".join(f"{one[name]:>12.2f}" for name in columns))
     print(
         json.dumps({"workers": args.workers, "verify": args.verify, "rss_limit_mib": MOST_RSS_MIB, "shapes": results})
     )

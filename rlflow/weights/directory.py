@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import json
 import os
@@ -87,13 +88,11 @@ def write_directory(
 def _partial(out: Path, key: dict[str, Any], resume: bool) -> Iterator[tuple[Path, Journal]]:
     """`<out>.partial` with its journal. It stays after an interruption, or with `resume`; any other failure removes it."""
     partial, replaced = out.with_name(out.name + ".partial"), _replaced(out)
-    try:
+    with _explained(partial):
         partial.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConversionError(f"{partial}: cannot be made ({error.strerror}).", ExitCode.DISK_FULL) from None
-    if replaced.exists() and not out.exists():  # killed between the two renames of `_replace`
-        replaced.rename(out)
-    with contextlib.closing(Journal.open(partial)) as journal:
+        if replaced.exists() and not out.exists():  # killed between the two renames of `_replace`
+            replaced.rename(out)
+    with _explained(partial), contextlib.closing(Journal.open(partial)) as journal:
         if resume:
             journal.resume(key)
         else:
@@ -107,6 +106,20 @@ def _partial(out: Path, key: dict[str, Any], resume: bool) -> Iterator[tuple[Pat
             if not resume:
                 shutil.rmtree(partial, ignore_errors=True)
             raise
+
+
+@contextlib.contextmanager
+def _explained(partial: Path) -> Iterator[None]:
+    """Turns what the operating system refuses into one line; reading the source has its own errors."""
+    try:
+        yield
+    except OSError as error:
+        what = f"{error.filename or partial}: {(error.strerror or str(error)).lower()}"
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+        text = "the disk is full" if full else "cannot be written"
+        raise ConversionError(
+            f"{partial}: {text} ({what}); make room or choose another place.", ExitCode.DISK_FULL
+        ) from error
 
 
 def _empty(directory: Path) -> None:

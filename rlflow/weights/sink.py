@@ -5,7 +5,6 @@ be written in any order and from any thread; their checksums add up to that of t
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import json
 import os
@@ -114,7 +113,8 @@ class Sink:
     """The open files of one conversion, in a directory of its own. `written`: {(file number, offset): CRC-32}."""
 
     def __init__(self, directory: Path, files: Sequence[OutputFile], journal: Journal) -> None:
-        """Preallocates. Raises ConversionError (8) where the disk has no room, before anything is copied."""
+        """Preallocates, so that a disk without room is known before anything is copied. Raises ConversionError (8) or
+        OSError."""
         self.directory = directory
         self.files = files
         self.written: dict[tuple[int, int], int] = {}
@@ -126,10 +126,7 @@ class Sink:
             self._check_room()
             for file in files:
                 self._preallocate(file)
-        except OSError as error:
-            self.close()
-            raise self._failure(error) from error
-        except ConversionError:
+        except BaseException:
             self.close()
             raise
 
@@ -160,12 +157,9 @@ class Sink:
         return [one for one in blocks if (one.file, one.offset) not in self.written]
 
     def write(self, block: Block, data: memoryview) -> None:
-        """Writes a block. Safe to call from several threads."""
+        """Writes a block. Safe to call from several threads. Raises OSError."""
         found = zlib.crc32(data)
-        try:
-            write_all(self._descriptors[block.file], data, block.offset)
-        except OSError as error:
-            raise self._failure(error) from error
+        write_all(self._descriptors[block.file], data, block.offset)
         self.written[block.file, block.offset] = found
         self._journal.record(block.file, block.offset, found)
 
@@ -187,8 +181,6 @@ class Sink:
                         self._check(block, found)
                 for one in syncing:
                     one.result()
-            except OSError as error:
-                raise self._failure(error) from error
             finally:
                 pool.shutdown(cancel_futures=True)
         return {file.name: self._of_file(number) for number, file in enumerate(self.files)}
@@ -218,13 +210,6 @@ class Sink:
             os.posix_fallocate(descriptor, 0, file.size)
         for offset, data in file.literals:
             write_all(descriptor, data, offset)
-
-    def _failure(self, error: OSError) -> ConversionError:
-        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-        return ConversionError(
-            f"{self.directory}: cannot be written ({error.strerror}); {self._needed / 1e9:.2f} GB are needed.",
-            ExitCode.DISK_FULL if full else ExitCode.DAMAGED,
-        )
 
     def _checksum(self, block: Block) -> int:
         return zlib.crc32(os.pread(self._descriptors[block.file], block.size, block.offset))

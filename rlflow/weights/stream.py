@@ -194,9 +194,10 @@ class Reader:
         with self._lock:
             if key not in self._contents:
                 self._contents[key] = self._source.content(view.stored, item)
+            file = str(self._source.path / item.file)
             if item.file not in self._files:
-                self._files[item.file] = os.open(self._source.path / item.file, os.O_RDONLY)
-            return self._files[item.file], self._contents[key], f"{self._source.path / item.file}"
+                self._files[item.file] = os.open(file, os.O_RDONLY)
+            return self._files[item.file], self._contents[key], file
 
 
 def _overlapping(pieces: Sequence[Piece], first: int, last: int) -> Iterator[Piece]:
@@ -210,10 +211,13 @@ def _cast(data: np.ndarray, dtype: torch.dtype, to: torch.dtype) -> np.ndarray:
 
 
 def read_all(descriptor: int, out: memoryview, offset: int, file: str) -> None:
-    """Fills `out` from an offset of a file. Raises ConversionError (4) where the file ends before."""
+    """Fills `out` from an offset of a file. Raises ConversionError (4) where that fails or the file ends before."""
     done = 0
     while done < len(out):
-        count = os.preadv(descriptor, [out[done:]], offset + done)
+        try:
+            count = os.preadv(descriptor, [out[done:]], offset + done)
+        except OSError as error:
+            raise ConversionError(f"{file}: cannot be read ({error.strerror}).", ExitCode.DAMAGED) from error
         if count == 0:
             raise ConversionError(
                 f"{file}: ends at byte {offset + done}; it shrank while being read.", ExitCode.DAMAGED

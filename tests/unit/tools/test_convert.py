@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
 import random
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from fixtures import tiny_model
+from torch import Tensor
 from torch.distributed import checkpoint as torch_checkpoint
 
 from rlflow.errors import ConversionError, RLFlowError
@@ -90,8 +93,9 @@ def test_cast_rounds_as_torch_does(made: Path, tmp_path: Path) -> None:
     assert read_config(tmp_path / "out")["dtype"] == "bfloat16"
 
 
-def write_by_hand(model: Path, path: Path, padding: int) -> None:
-    """Per-layer keys and a padded vocabulary, by torch's own writer; no optimizer."""
+def write_by_hand(model: Path, path: Path, padding: int, output: Callable[[Tensor], Tensor] | None = None) -> None:
+    """Per-layer keys and a padded vocabulary, by torch's own writer; no optimizer. output: an output layer from the
+    embedding, for a tied model."""
     files, sizes = WeightFiles(model), architecture(read_config(model))
     state = {}
     for rule, layer in placed_rules(sizes):
@@ -99,6 +103,8 @@ def write_by_hand(model: Path, path: Path, padding: int) -> None:
         if tensor.shape[0] == VOCAB:
             tensor = torch.cat([tensor, torch.full((padding, tensor.shape[1]), 9.0)])
         state[rule.megatron_name(layer, fused=True)] = tensor
+    if output:
+        state["output_layer.weight"] = output(state["embedding.word_embeddings.weight"])
     torch_checkpoint.save(state, storage_writer=torch_checkpoint.FileSystemWriter(path), no_dist=True)
     (path / "metadata.json").write_text('{"sharded_backend": "torch_dist"}')
 
@@ -140,6 +146,34 @@ def drop_layer(checkpoint: Path, reference: Path) -> None:
     (checkpoint / "trainer.json").unlink()
 
 
+def tracker_names_nothing(checkpoint: Path, reference: Path) -> None:
+    (checkpoint / ".metadata").unlink()
+    (checkpoint / "latest_checkpointed_iteration.txt").write_text("12")
+
+
+def optimizer_only(checkpoint: Path, reference: Path) -> None:
+    shutil.rmtree(checkpoint)
+    state = {"optimizer.state.exp_avg.output_layer.weight": torch.zeros(4)}
+    torch_checkpoint.save(state, storage_writer=torch_checkpoint.FileSystemWriter(checkpoint), no_dist=True)
+    (checkpoint / "metadata.json").write_text('{"sharded_backend": "torch_dist"}')
+
+
+def other_heads(checkpoint: Path, reference: Path) -> None:
+    """Twice as many heads, half as wide: every shape stays, and only the checkpoint's own description tells."""
+    config = json.loads((reference / "config.json").read_text())
+    edit(reference / "config.json", num_attention_heads=8, head_dim=config["hidden_size"] // 8, num_key_value_heads=4)
+
+
+def shape_only(**changes: Any) -> Any:
+    """Changes of config.json that the shapes contradict, in a checkpoint that does not describe its model."""
+
+    def damage(checkpoint: Path, reference: Path) -> None:
+        edit(reference / "config.json", **changes)
+        (checkpoint / "trainer.json").unlink()
+
+    return damage
+
+
 BAD = {
     "missing shard": (3, "__0_0.distcp: missing", lambda ckpt, ref: (ckpt / "__0_0.distcp").unlink()),
     "no .metadata": (3, "cut short", lambda ckpt, ref: (ckpt / ".metadata").unlink()),
@@ -149,6 +183,12 @@ BAD = {
     "unmapped tensor": (6, "have no place", lambda ckpt, ref: edit(ref / "config.json", model_type="llama")),
     "other heads": (7, "its heads is 4", lambda ckpt, ref: edit(ref / "config.json", num_attention_heads=8)),
     "other layers": (7, "1 layers", drop_layer),
+    "same shapes, other heads": (7, "its heads is 4", other_heads),
+    "other head_dim": (7, "has shape", shape_only(head_dim=32)),
+    "larger vocabulary": (7, "has shape", shape_only(vocab_size=VOCAB + 1)),
+    "output layer of an untied model": (7, "is not the embedding", shape_only(tie_word_embeddings=True)),
+    "tracker without its directory": (3, "names '12'", tracker_names_nothing),
+    "optimizer only": (10, "holds no weights", optimizer_only),
     "tied": (7, "its tied is False", lambda ckpt, ref: edit(ref / "config.json", tie_word_embeddings=True)),
     "fsdp": (10, "'fsdp_dtensor'", lambda ckpt, ref: edit(ckpt / "metadata.json", sharded_backend="fsdp_dtensor")),
     "no checkpoint": (10, "no checkpoint", lambda ckpt, ref: (shutil.rmtree(ckpt), ckpt.mkdir())),
@@ -194,6 +234,36 @@ def test_full_disk_leaves_nothing(case: Any, tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr("rlflow.weights.sink.shutil.disk_usage", lambda path: shutil._ntuple_diskusage(9, 9, 0))
     assert main(["to-hf", str(checkpoint), str(out), "--hf", str(reference)]) == 8
     assert not out.exists() and not (tmp_path / "out.partial").exists()
+
+
+@pytest.mark.parametrize(("name", "number"), [("posix_fallocate", 28), ("pwrite", 28), ("fsync", 122), ("pwrite", 5)])
+def test_a_disk_that_fails_is_one_line(
+    case: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any, name: str, number: int
+) -> None:
+    checkpoint, reference, out = case
+
+    def refuse(*arguments: Any) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, name, refuse)
+    assert main(["to-hf", str(checkpoint), str(out), "--hf", str(reference)]) == 8
+    message = capsys.readouterr().err
+    assert ("is full" in message) == (number != 5) and message.count("\n") == 1
+    assert not out.exists() and not (tmp_path / "out.partial").exists()
+    assert main(["to-hf", str(checkpoint), str(out), "--hf", str(reference), "--resume"]) == 8
+    assert not out.exists() and (tmp_path / "out.partial").is_dir()
+
+
+def test_tied_output_layer_is_dropped_where_it_is_the_embedding(made: Path, tmp_path: Path) -> None:
+    """Megatron's last pipeline stage has a copy of the embedding; a copy that differs would be lost weights."""
+    model = made / "qwen2-tied" / "hf"
+    write_by_hand(model, tmp_path / "same", padding=3, output=lambda embedding: embedding)
+    to_huggingface(tmp_path / "same", tmp_path / "out", model, Options(verify="full"))
+    assert digest(iterate_weights(tmp_path / "out")) == digest(iterate_weights(model))
+    write_by_hand(model, tmp_path / "other", padding=3, output=lambda embedding: embedding.roll(1))
+    with pytest.raises(ConversionError, match="is not the embedding") as caught:
+        to_huggingface(tmp_path / "other", tmp_path / "refused", model)
+    assert caught.value.exit_code == 7 and not (tmp_path / "refused").exists()
 
 
 def test_weights_that_are_not_finite_are_refused(made: Path, tmp_path: Path) -> None:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import shutil
-import signal
-from collections.abc import Callable
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +17,12 @@ from rlflow.errors import ConversionError
 from rlflow.trainer import Trainer
 from rlflow.weights.convert import Options, to_huggingface
 from rlflow.weights.journal import Journal
+from tests.unit.tools import killed_conversion
+from tests.unit.tools.killed_conversion import BLOCK_BYTES
 from tools.ckpt_convert.command import main
 
+ROOT = Path(__file__).resolve().parents[3]
+ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
 RESUME = Options(resume=True, shard_bytes=100_000)
 
 
@@ -34,9 +37,34 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
+@pytest.fixture(scope="module")
+def halfway(made: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """`whole`: a conversion that was not interrupted; `out00.partial`: what one left that was killed halfway."""
+    place = tmp_path_factory.mktemp("halfway")
+    kill(made, place, 0, seed=0)
+    return place
+
+
+@pytest.fixture
+def killed(halfway: Path, tmp_path: Path) -> Path:
+    """The output of a conversion that was killed halfway: beside it lie `out.partial` and `whole`."""
+    shutil.copytree(halfway / "out00.partial", tmp_path / "out.partial")
+    shutil.copytree(halfway / "whole", tmp_path / "whole")
+    return tmp_path / "out"
+
+
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rlflow.weights.sink.BLOCK_BYTES", 4000)
+    monkeypatch.setattr("rlflow.weights.sink.BLOCK_BYTES", BLOCK_BYTES)
+
+
+def kill(made: Path, place: Path, kills: int, seed: int) -> dict[str, Any]:
+    program = [sys.executable, killed_conversion.__file__, made, place, str(kills), str(seed)]
+    found = json.loads(
+        subprocess.run(program, check=True, capture_output=True, text=True, cwd=ROOT, env=ENVIRONMENT).stdout
+    )
+    assert found["calls"] > 100
+    return found
 
 
 def contents(directory: Path) -> dict[str, bytes]:
@@ -45,62 +73,14 @@ def contents(directory: Path) -> dict[str, bytes]:
     }
 
 
-def fail_at(event: int, fatal: bool) -> Callable[[], int]:
-    """Counts calls that change the disk; at the one with number `event` half of it is done and the process is killed."""
-    seen = 0
-
-    def counting(name: str) -> None:
-        real = getattr(os, name)
-
-        def called(*arguments: Any) -> Any:
-            nonlocal seen
-            seen += 1
-            if fatal and seen == event:
-                if name in ("write", "pwrite"):
-                    half = memoryview(arguments[1]).cast("B")[: len(arguments[1]) // 2]
-                    real(arguments[0], half, *arguments[2:])
-                os.kill(os.getpid(), signal.SIGKILL)
-            return real(*arguments)
-
-        setattr(os, name, called)
-
-    for name in ("write", "pwrite", "fsync", "rename", "posix_fallocate", "unlink", "mkdir"):
-        counting(name)
-    return lambda: seen
-
-
-def convert_in_child(made: Path, out: Path, event: int, fatal: bool = True) -> tuple[int, int]:
-    """(exit status, calls that change the disk) of a conversion in a forked process."""
-    read, write = os.pipe()
-    child = os.fork()
-    if child == 0:
-        try:
-            count = fail_at(event, fatal)
-            to_huggingface(made / "step", out, made / "hf", RESUME)
-            os.writev(write, [str(count()).encode()])
-        finally:
-            os._exit(0)
-    os.close(write)
-    _, status = os.waitpid(child, 0)
-    with os.fdopen(read) as stream:
-        return status, int(stream.read() or 0)
-
-
-def kill_and_resume(made: Path, tmp_path: Path, kills: int, seed: int) -> None:
-    truth = tmp_path / "uninterrupted"
-    status, events = convert_in_child(made, truth, 0, fatal=False)
-    assert status == 0 and events > 100
-    draw = random.Random(seed)
-    for number in range(kills):
-        out = tmp_path / f"out{number}"
-        event = draw.randint(1, events)
-        status, _ = convert_in_child(made, out, event)
-        assert os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL
-        left = {path.name for path in tmp_path.glob(f"out{number}*")}
-        assert left <= {f"out{number}.partial"} or left == {out.name}, f"event {event} of {events}: {left}"
+def kill_and_resume(made: Path, place: Path, kills: int, seed: int) -> None:
+    for number, call in enumerate(kill(made, place, kills, seed)["killed_at"]):
+        out = place / f"out{number:02}"
+        left = {path.name for path in place.glob(f"out{number:02}*")}
+        assert left <= {f"out{number:02}.partial"} or left == {out.name}, f"killed in call {call}: {left}"
         if not out.exists():
             to_huggingface(made / "step", out, made / "hf", RESUME)
-        assert contents(out) == contents(truth), f"event {event} of {events}"
+        assert contents(out) == contents(place / "whole"), f"killed in call {call}"
         assert not out.with_name(out.name + ".partial").exists()
 
 
@@ -113,52 +93,39 @@ def test_killed_at_twenty_random_moments_it_continues_to_the_same_bytes(made: Pa
     kill_and_resume(made, tmp_path, 20, seed=1)
 
 
-def half_done(made: Path, out: Path) -> Path:
-    """The partial directory of a conversion that was killed halfway."""
-    _, events = convert_in_child(made, out.with_name("whole"), 0, fatal=False)
-    convert_in_child(made, out, events // 2)
-    return out.with_name(out.name + ".partial")
-
-
-def test_resuming_copies_only_what_is_not_there(made: Path, tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    partial = half_done(made, out)
-    lines = (partial / "conversion.journal").read_text().count("\n")
+def test_resuming_copies_only_what_is_not_there(made: Path, killed: Path) -> None:
+    noted = (killed.with_name("out.partial") / "conversion.journal").read_text().count("\n") - 1
     calls: list[int] = []
-    to_huggingface(made / "step", out, made / "hf", RESUME, lambda count, total: calls.append(count))
-    assert lines > 20 and calls[0] > 0, "what was there is reported first"
-    assert sum(calls) == sum(file.stat().st_size for file in out.glob("*.safetensors")) - headers(out)
+    to_huggingface(made / "step", killed, made / "hf", RESUME, lambda count, total: calls.append(count))
+    weights = sum(file.stat().st_size for file in killed.glob("*.safetensors")) - headers(killed)
+    assert noted > 20 and sum(calls) == weights
+    assert calls[0] > weights // 4, "what was there is reported first"
 
 
 def headers(out: Path) -> int:
     return sum(8 + int.from_bytes(file.read_bytes()[:8], "little") for file in out.glob("*.safetensors"))
 
 
-def test_blocks_that_the_disk_lost_are_copied_again(made: Path, tmp_path: Path) -> None:
+def test_blocks_that_the_disk_lost_are_copied_again(made: Path, killed: Path) -> None:
     """After a power cut the journal may know of blocks whose bytes never reached the disk."""
-    out = tmp_path / "out"
-    partial = half_done(made, out)
-    first = sorted(partial.glob("*.safetensors"))[0]
-    size = first.stat().st_size
-    first.write_bytes(bytes(size))
-    to_huggingface(made / "step", out, made / "hf", RESUME)
-    assert contents(out) == contents(tmp_path / "whole")
+    first = sorted(killed.with_name("out.partial").glob("*.safetensors"))[0]
+    first.write_bytes(bytes(first.stat().st_size))
+    to_huggingface(made / "step", killed, made / "hf", RESUME)
+    assert contents(killed) == contents(killed.with_name("whole"))
 
 
-def test_another_conversion_is_not_continued(made: Path, tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    shutil.copytree(made, tmp_path / "made")
-    partial = half_done(tmp_path / "made", out)
+def test_another_conversion_is_not_continued(made: Path, killed: Path, tmp_path: Path) -> None:
+    partial = killed.with_name("out.partial")
     there = contents(partial)
     with pytest.raises(ConversionError, match=r"is of another conversion \(plan, files differs\)") as caught:
-        to_huggingface(tmp_path / "made" / "step", out, made / "hf", Options(resume=True, dtype="bf16"))
+        to_huggingface(made / "step", killed, made / "hf", Options(resume=True, dtype="bf16"))
     assert caught.value.exit_code == 9
-    shard = next((tmp_path / "made" / "step" / "trainer").glob("*.distcp"))
-    os.utime(shard, ns=(1, 1))
+    shutil.copytree(made / "step", tmp_path / "step")
+    os.utime(next((tmp_path / "step" / "trainer").glob("*.distcp")), ns=(1, 1))
     with pytest.raises(ConversionError, match=r"is of another conversion \(source differs\)"):
-        to_huggingface(tmp_path / "made" / "step", out, made / "hf", RESUME)
-    assert contents(partial) == there and not out.exists()
-    to_huggingface(tmp_path / "made" / "step", out, made / "hf", Options(shard_bytes=100_000))
+        to_huggingface(tmp_path / "step", killed, made / "hf", RESUME)
+    assert contents(partial) == there and not killed.exists()
+    to_huggingface(tmp_path / "step", killed, made / "hf", Options(shard_bytes=100_000))
     assert not partial.exists(), "without --resume it begins again"
 
 
