@@ -129,6 +129,11 @@ BAD: dict[str, tuple[int, str, Callable[[Path], None]]] = {
     ),
     "no weights": (10, "holds no weights", edit(lambda state: state.pop("model"))),
     "before megatron-core": (10, "language_model", edit(lambda state: state.update(model={"language_model": {}}))),
+    "grouped GEMM": (
+        10,
+        "moe_use_legacy_grouped_gemm",
+        edit(lambda state: state["model"].update({"decoder.layers.0.mlp.experts.weight1": torch.zeros(3)})),
+    ),
     "hostile": (11, "which has no place there; not loaded", hostile),
 }
 
@@ -151,6 +156,20 @@ def test_layout_is_read_from_the_files(case: Any) -> None:
     assert main([*call, "--tp", "4"]) == 5
     report = describe(checkpoint)
     assert report["format"] == "torch" and report["layout"]["tensor_parallel"] == 2
+
+
+def test_stages_need_not_have_as_many_layers(case: Any) -> None:
+    """The second layer's tensors move from the last stage, where they are layer 0, to the first stage's end."""
+    checkpoint, reference, out = case
+    for tensor in ("00", "01"):
+        states = [torch.load(file_of(checkpoint, f"mp_rank_{tensor}_00{stage}"), weights_only=False) for stage in (0, 1)]
+        first, last = (state["model"] for state in states)
+        for name in [name for name in last if name.startswith("decoder.layers.0.")]:
+            first[name.replace("layers.0.", "layers.1.")] = last.pop(name)
+        for stage, state in enumerate(states):
+            torch.save(state, file_of(checkpoint, f"mp_rank_{tensor}_00{stage}"))
+    to_huggingface(checkpoint, out, reference, Options(verify="full"))
+    assert digest(iterate_weights(out)) == digest(iterate_weights(reference))
 
 
 def test_two_numbers_are_tensor_and_expert_where_there_is_no_pipeline(tmp_path: Path) -> None:
