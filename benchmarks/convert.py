@@ -41,7 +41,8 @@ from torch.distributed.checkpoint.metadata import (
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from rlflow.weights.families import TE_NAMES, Split, architecture, placed_rules  # noqa: E402
+from rlflow.weights.families import architecture, placed_rules  # noqa: E402
+from rlflow.weights.rules import Split  # noqa: E402
 
 QWEN = {
     "model_type": "qwen2",
@@ -99,9 +100,7 @@ def make_checkpoint(path: Path, config: dict[str, object], seed: int = 0) -> int
     files = {rank: (path / f"__{rank}_0.distcp").open("wb") for rank in range(TENSOR_PARALLEL * PIPELINE_PARALLEL)}
     total = 0
     for rule, layer in placed_rules(model):
-        name = rule.megatron.replace("{i}.", "")
-        for local, fused in TE_NAMES.items():
-            name = name.replace(f"layers.{local}", f"layers.{fused}")
+        name = (rule.fused or rule.megatron).replace("{i}.", "")
         shapes = rule.shapes(model)
         shape = (sum(one[0] for one in shapes), *shapes[0][1:])
         lead, full = ((layer,), (model.layers, *shape)) if rule.per_layer else ((), shape)
