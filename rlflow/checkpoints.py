@@ -99,7 +99,9 @@ class Checkpoints:
         every file of those that it tries."""
         for step in reversed([other for other in self.steps() if other < damaged]):
             if self.find_damage(step) is None:
-                return f"The newest whole checkpoint is that of step {step}: continue with --resume run.resume_step={step}"
+                return (
+                    f"The newest whole checkpoint is that of step {step}: continue with --resume run.resume_step={step}"
+                )
         return "No earlier checkpoint is whole: begin anew with --overwrite, or under another run.name."
 
     def find_damage(self, step: int) -> str | None:

@@ -91,7 +91,9 @@ def read_sealed(path: Path) -> dict[str, Any]:
         raise DamagedCheckpointError(f"{path}: damaged ({error}).") from None
     found = document.pop(SEAL, None) if isinstance(document, dict) else None
     if found is None:
-        raise DamagedCheckpointError(f"{path}: carries no checksum; it is damaged, or an older version of rlflow wrote it.")
+        raise DamagedCheckpointError(
+            f"{path}: carries no checksum; it is damaged, or an older version of rlflow wrote it."
+        )
     if found != _checksum(document):
         raise DamagedCheckpointError(f"{path}: damaged, its content does not agree with its checksum.")
     return document

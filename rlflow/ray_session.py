@@ -20,6 +20,7 @@ from rlflow.errors import ConfigError, MissingPackageError
 
 LOOPBACK = "127.0.0.1"
 PROBE_TIMEOUT_S = 10.0
+WATCH_INTERVAL_S = 0.2
 STOP_TIMEOUT_S = 5.0  # for Ray's processes to end by themselves
 QUIET = {"RAY_USAGE_STATS_ENABLED": "0"}
 # Makes Ray's own servers listen on the loopback only: it resolves 127.0.0.1 to the machine's address otherwise. Ray
@@ -28,16 +29,24 @@ LOCAL_ONLY = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
 
 
 class RaySession:
-    """A connection to Ray that is ours to end. `earlier`: children that this process had before."""
+    """A connection to Ray that is ours to end, and the processes that came with it: made just before Ray is started."""
 
-    def __init__(self, earlier: set[int]) -> None:
-        self._earlier = earlier
-        self._roots: list[psutil.Process] = []
+    def __init__(self) -> None:
+        self._earlier = {child.pid for child in psutil.Process().children()}
+        self._family: dict[int, psutil.Process] = {}
+        self._complete = False
 
-    def started(self) -> RaySession:
-        """Called once Ray is up: the new children of this process are Ray's servers."""
-        self._roots = [child for child in psutil.Process().children() if child.pid not in self._earlier]
-        return self
+    def complete(self) -> None:
+        """Ray is up: children of this process that come later are not Ray's."""
+        self.watch()
+        self._complete = True
+
+    def watch(self) -> None:
+        """Takes note of Ray's servers and of what they have started. Called often: whoever outlives its parent is not
+        found any more."""
+        for child in psutil.Process().children():
+            if child.pid in self._family or (child.pid not in self._earlier and not self._complete):
+                self._family.update({one.pid: one for one in (child, *_descendants(child))})
 
     def close(self) -> None:
         """Leaves Ray; where it was started here, waits until its processes have ended, and ends those that have not.
@@ -45,9 +54,9 @@ class RaySession:
         Agents of Ray that are themselves still starting do not notice its end for a minute or two."""
         import ray
 
-        family = {one.pid: one for root in self._roots for one in (root, *_descendants(root))}
+        self.watch()
         ray.shutdown()
-        _, left = psutil.wait_procs(family.values(), timeout=STOP_TIMEOUT_S)
+        _, left = psutil.wait_procs(self._family.values(), timeout=STOP_TIMEOUT_S)
         for one in left:
             with contextlib.suppress(psutil.NoSuchProcess):
                 one.kill()
@@ -93,20 +102,21 @@ def _start(initialize: Callable[[], object]) -> RaySession:
     if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
         signal.signal(signal.SIGTERM, _exit)
     logging.getLogger("ray").setLevel(logging.ERROR)  # it warns that it sets no handler
-    session = RaySession({child.pid for child in psutil.Process().children()})
+    session = RaySession()
     interruption: BaseException | None = None
     with ThreadPoolExecutor(1) as pool:
         starting = pool.submit(initialize)
         while not starting.done():
             try:
-                wait([starting])
+                wait([starting], timeout=WATCH_INTERVAL_S)
+                session.watch()
             except (KeyboardInterrupt, SystemExit) as stop:
                 interruption = interruption or stop
-    session.started()
-    if interruption is not None:
+    session.complete()
+    failure = interruption or starting.exception()
+    if failure is not None:
         session.close()
-        raise interruption
-    starting.result()
+        raise failure
     return session
 
 

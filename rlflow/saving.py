@@ -74,7 +74,9 @@ class Saver:
             self._pending = None
             self.checkpoints.clean()
             latest = self.checkpoints.latest()
-            left = "There is no checkpoint yet" if latest is None else f"The newest checkpoint is that of step {latest[0]}"
+            left = (
+                "There is no checkpoint yet" if latest is None else f"The newest checkpoint is that of step {latest[0]}"
+            )
             reason = str(error).removesuffix(".")
             raise StorageError(
                 f"saving step {step}: {reason}. {left}; free some space, or mend what is named, and continue with --resume"

@@ -173,7 +173,11 @@ print(reached)
 
 def test_kills_at_many_moments_leave_whole_checkpoints(tmp_path: Path) -> None:
     done = subprocess.run(
-        [sys.executable, "-c", KILLED, str(tmp_path / "checkpoints")], cwd=ROOT, capture_output=True, text=True, timeout=100
+        [sys.executable, "-c", KILLED, str(tmp_path / "checkpoints")],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=100,
     )
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) > 3
