@@ -1,4 +1,4 @@
-"""A lean decoder (Qwen2, Qwen3, Llama) in plain torch, made for decoding: flat tokens, fused projections, an external
+"""A lean decoder (Qwen2, Qwen3, Llama, Mistral) in plain torch, made for decoding: flat tokens, fused projections, an external
 cache."""
 
 from __future__ import annotations

@@ -257,8 +257,8 @@ def _dense(family: str) -> bool:
 
 def _refuse_other_tensors(config: dict[str, Any], family: str) -> None:
     """Raises ModelError for entries that mean tensors which the tables do not have."""
-    for key in ("attention_bias", "mlp_bias"):
-        if family != "qwen2" and config.get(key):
+    for key, known in (("attention_bias", QKV_BIAS in FAMILIES[family]), ("mlp_bias", False)):
+        if config.get(key) and not known:
             raise ModelError(f"config.json: {key}=true is not supported for model family '{family}'.")
     if not config.get("qkv_bias", True):
         raise ModelError(f"config.json: qkv_bias=false is not supported for model family '{family}'.")

@@ -178,6 +178,13 @@ def _models(file: Path, state: Mapping[str, Any]) -> list[Mapping[str, Any]]:
             f"{file}: holds no weights ('model' or 'model0' expected, found: {', '.join(sorted(map(str, state)))[:200]}).",
             ExitCode.UNSUPPORTED,
         )
+    grouped = next((name for one in found for name in one if str(name).endswith("mlp.experts.weight1")), None)
+    if grouped is not None:
+        raise ConversionError(
+            f"{file}: '{grouped}' holds all experts transposed (moe_use_legacy_grouped_gemm), which is not read; save the "
+            "checkpoint as torch_dist, where Megatron itself takes them apart.",
+            ExitCode.UNSUPPORTED,
+        )
     if any("language_model" in one for one in found):
         raise ConversionError(
             f"{file}: is of a model from before megatron-core ('language_model'); save it with --use-mcore-models.",

@@ -23,7 +23,8 @@ from rlflow.weights.source import Content, Item, Record, Stored, identity_of
 
 
 def locate(path: Path) -> Path:
-    """The directory with the checkpoint's files: `path`, its `trainer`, or the iteration that Megatron's tracker names."""
+    """The directory with the checkpoint's files: `path`, its `trainer`, the iteration that Megatron's tracker names, or the
+    only checkpoint that lies in it."""
     if not path.is_dir():
         raise ConversionError(f"{path}: no such checkpoint directory.", ExitCode.MISSING)
     tracker = path / "latest_checkpointed_iteration.txt"
@@ -40,6 +41,8 @@ def locate(path: Path) -> Path:
         return path
     found = {*path.glob("*/.metadata"), *path.glob("*/mp_rank_*"), *path.glob("*/trainer/.metadata")}
     inside = sorted({one.relative_to(path).parts[0] for one in found})
+    if len(inside) == 1:
+        return locate(path / inside[0])
     if inside:
         raise ConversionError(f"{path}: holds several checkpoints; name one: {', '.join(inside)}.", ExitCode.MISSING)
     if any(path.glob("*.distcp")) or (path / "metadata.json").exists():

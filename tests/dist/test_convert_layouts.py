@@ -22,14 +22,18 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen3": {"family": "qwen3"},
     "llama": {"family": "llama"},
 }
-LAYOUTS = ((2, 2), (2, 1), (1, 2))  # (tensor, pipeline); the rest of the four ranks is data parallel
+LAYOUTS = (  # (tensor, pipeline, options); the rest of the four ranks is data parallel
+    (2, 2, {}),
+    (2, 1, {"distributed_optimizer": True}),
+    (1, 2, {"distributed_optimizer": True}),
+)
 
 
 def test_trained_checkpoints_of_every_layout_convert_bit_for_bit(tmp_path: Path) -> None:
     jobs = []
     for name, options in MODELS.items():
         tiny_model(tmp_path / name, tokenizer=False, vocab_size=VOCAB, num_hidden_layers=4, scale=0.15, **options)
-        for tensor, pipeline in LAYOUTS:
+        for tensor, pipeline, how in LAYOUTS:
             place = f"{name}-{tensor}-{pipeline}"
             jobs.append(
                 {
@@ -37,6 +41,7 @@ def test_trained_checkpoints_of_every_layout_convert_bit_for_bit(tmp_path: Path)
                     "batch": make_batch(VOCAB),
                     "tensor_parallel": tensor,
                     "pipeline_parallel": pipeline,
+                    "options": how,
                     "save_to": tmp_path / f"checkpoint-{place}",
                     "result": tmp_path / f"{place}.pt",
                 }

@@ -14,7 +14,7 @@ from rlflow.weights.families import architecture
 from rlflow.weights.hf import digest, iterate_weights, read_config
 
 CPU = torch.device("cpu")
-KINDS = [("qwen2", True), ("qwen2", False), ("qwen3", False), ("llama", False)]
+KINDS = [("qwen2", True), ("qwen2", False), ("qwen3", False), ("llama", False), ("mistral", False)]
 
 
 def load(path: Path) -> Decoder:

@@ -35,6 +35,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen2-tied": {"family": "qwen2", "tied": True},
     "qwen3": {"family": "qwen3"},  # head_dim is not hidden_size / heads
     "llama": {"family": "llama"},
+    "mistral": {"family": "mistral"},
 }
 
 

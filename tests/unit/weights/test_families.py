@@ -5,13 +5,18 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import fixtures
 import pytest
 from fixtures import tiny_model
 
 from rlflow.errors import ModelError
+from rlflow.weights import tables
+from rlflow.weights.convert import to_huggingface
 from rlflow.weights.families import architecture, huggingface_shapes, placed_rules, stored_architecture
-from rlflow.weights.hf import header, read_config
+from rlflow.weights.hf import digest, header, iterate_weights, read_config
+from rlflow.weights.import_model import ImportOptions, to_megatron
 from rlflow.weights.tables import FAMILIES
+from rlflow.weights.to_megatron import Layout
 
 VARIANTS: list[tuple[str, dict[str, Any]]] = [
     *((family, {}) for family in FAMILIES),
@@ -36,6 +41,21 @@ def test_no_two_rules_make_the_same_megatron_tensor(family: str, fused: bool, tm
     model = stored_architecture(read_config(tiny_model(tmp_path, family, tokenizer=False)))
     names = [rule.megatron_name(layer, rule.expert or 0, fused) for rule, layer in placed_rules(model)]
     assert len(set(names)) == len(names)
+
+
+def test_the_family_of_the_docs_is_all_that_it_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = Path(__file__).resolve().parents[3] / "docs" / "add_a_model_family.md"
+    first = page.read_text().split("```python\n")[1].split("```")[0]
+    monkeypatch.setattr(tables, "FAMILIES", dict(FAMILIES))
+    exec(first, vars(tables))  # as it is printed
+    (added,) = tables.FAMILIES.keys() - FAMILIES.keys()
+    monkeypatch.setitem(FAMILIES, added, tables.FAMILIES[added])
+    monkeypatch.setitem(fixtures._OF_FAMILY, added, {"head_dim": 32})
+    path = tiny_model(tmp_path / "hf", added, tokenizer=False, vocab_size=101)
+    assert architecture(read_config(path)).qkv_bias, "cannot be trained"
+    to_megatron(path, tmp_path / "megatron", ImportOptions(layout=Layout(2), verify="full"))
+    to_huggingface(tmp_path / "megatron", tmp_path / "back", path)
+    assert digest(iterate_weights(tmp_path / "back")) == digest(iterate_weights(path))
 
 
 def test_experts_are_in_the_layers_that_the_config_names() -> None:

@@ -1,0 +1,234 @@
+"""Legacy checkpoints, one file per rank: every layout round-trips, and what is wrong with one is said in a line.
+
+The files are made by to-megatron, which genuine Megatron models load (test_convert_families.py), and damaged here."""
+
+from __future__ import annotations
+
+import argparse
+import random
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fixtures import tiny_model
+
+from rlflow.errors import RLFlowError
+from rlflow.weights.convert import Options, to_huggingface
+from rlflow.weights.hf import digest, iterate_weights
+from rlflow.weights.import_model import FORMATS, ImportOptions, to_megatron
+from rlflow.weights.inspect import describe
+from rlflow.weights.legacy import LegacyRanks
+from rlflow.weights.to_megatron import Layout
+from tools.ckpt_convert.command import main
+
+DENSE = (Layout(), Layout(4, 1), Layout(2, 2, vocab_multiple=3), Layout(1, 2, 2, fused=False), Layout(2, fused=False))
+SPARSE = (Layout(expert=2), Layout(2, 2, 2, 2), Layout(2, expert=4, fused=False))
+ROUND_TRIPS = [
+    *(("qwen2", {"tied": True, "num_key_value_heads": 4}, layout) for layout in DENSE),
+    *((family, {}, layout) for family in ("qwen2_moe", "deepseek_v3", "deepseek_v2") for layout in SPARSE),
+]
+
+
+@pytest.mark.parametrize("saved", FORMATS)
+@pytest.mark.parametrize(("family", "sizes", "layout"), ROUND_TRIPS, ids=lambda value: str(value).replace(" ", ""))
+def test_there_and_back_is_bit_exact(
+    family: str, sizes: dict[str, Any], layout: Layout, saved: str, tmp_path: Path
+) -> None:
+    model = tiny_model(tmp_path / "hf", family, tokenizer=False, vocab_size=101, num_hidden_layers=4, **sizes)
+    options = ImportOptions(layout=layout, format=saved, shard_bytes=50_000, verify="full")
+    manifest = to_megatron(model, tmp_path / "megatron", options)
+    assert manifest["parameters"] == sum(tensor.numel() for _, tensor in iterate_weights(model))
+    to_huggingface(tmp_path / "megatron", tmp_path / "back", model, Options(verify="full"))
+    assert digest(iterate_weights(tmp_path / "back")) == digest(iterate_weights(model))
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with hf/ and its checkpoint megatron/ of two tensor and two pipeline ranks."""
+    root = tmp_path_factory.mktemp("legacy")
+    model = tiny_model(root / "hf", "qwen3", tokenizer=False, vocab_size=101)
+    to_megatron(model, root / "megatron", ImportOptions(layout=Layout(2, 2), format="torch"))
+    return root
+
+
+@pytest.fixture
+def case(whole: Path, tmp_path: Path) -> tuple[Path, Path, Path]:
+    """(checkpoint to damage, reference, output)."""
+    shutil.copytree(whole / "megatron", tmp_path / "megatron")
+    return tmp_path / "megatron", whole / "hf", tmp_path / "out"
+
+
+def file_of(checkpoint: Path, rank: str) -> Path:
+    return checkpoint / "release" / rank / "model_optim_rng.pt"
+
+
+def edit(change: Callable[[dict[str, Any]], Any], rank: str = "mp_rank_01_001") -> Callable[[Path], None]:
+    def damage(checkpoint: Path) -> None:
+        state = torch.load(file_of(checkpoint, rank), weights_only=False)
+        change(state)
+        torch.save(state, file_of(checkpoint, rank))
+
+    return damage
+
+
+def drop_rank(checkpoint: Path) -> None:
+    shutil.rmtree(checkpoint / "release" / "mp_rank_01_001")
+
+
+def truncate(checkpoint: Path) -> None:
+    file = file_of(checkpoint, "mp_rank_00_000")
+    file.write_bytes(file.read_bytes()[:-1000])
+
+
+def norms(state: dict[str, Any]) -> None:
+    state["model"]["decoder.final_layernorm.weight"][0] += 1
+
+
+class Payload:
+    """Runs code when it is unpickled."""
+
+    def __init__(self, witness: Path) -> None:
+        self.witness = witness
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (self.witness,)
+
+
+def hostile(checkpoint: Path) -> None:
+    edit(lambda state: state.update(args=Payload(checkpoint.parent / "witness")))(checkpoint)
+
+
+BAD: dict[str, tuple[int, str, Callable[[Path], None]]] = {
+    "missing rank": (3, "tensor rank 1, pipeline rank 1 is missing", drop_rank),
+    "missing file": (3, "missing", lambda path: file_of(path, "mp_rank_00_001").unlink()),
+    "missing stage": (
+        3,
+        "pipeline parallel 2",
+        lambda path: [shutil.rmtree(one) for one in path.glob("release/*_001")] and None,
+    ),
+    "truncated": (4, "damaged", truncate),
+    "not an archive": (
+        4,
+        "before 1.6",
+        lambda path: file_of(path, "mp_rank_00_000").write_bytes(b"\x80\x02}q.") and None,
+    ),
+    "two iterations": (5, "of iteration 9", edit(lambda state: state.update(iteration=9))),
+    "replicas differ": (5, "is not what another rank has", edit(norms)),
+    "shapes differ": (
+        5,
+        "ranks disagree in 'output_layer.weight'",
+        edit(lambda state: state["model"].update({"output_layer.weight": torch.zeros(3, 64)})),
+    ),
+    "tensor of one rank": (
+        6,
+        "mlp.extra.weight",
+        edit(lambda state: state["model"].update({"decoder.layers.0.mlp.extra.weight": torch.zeros(3)})),
+    ),
+    "no weights": (10, "holds no weights", edit(lambda state: state.pop("model"))),
+    "before megatron-core": (10, "language_model", edit(lambda state: state.update(model={"language_model": {}}))),
+    "grouped GEMM": (
+        10,
+        "moe_use_legacy_grouped_gemm",
+        edit(lambda state: state["model"].update({"decoder.layers.0.mlp.experts.weight1": torch.zeros(3)})),
+    ),
+    "hostile": (11, "which has no place there; not loaded", hostile),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input_is_one_line_with_its_code(name: str, case: Any, capsys: Any, tmp_path: Path) -> None:
+    checkpoint, reference, out = case
+    code, text, damage = BAD[name]
+    damage(checkpoint)
+    assert main(["to-hf", str(checkpoint), str(out), "--hf", str(reference)]) == code
+    message = capsys.readouterr().err
+    assert text in message and message.count("\n") == 1, message
+    assert not out.exists() and not (tmp_path / "witness").exists()
+
+
+def test_layout_is_read_from_the_files(case: Any) -> None:
+    checkpoint, reference, out = case
+    call = ["to-hf", str(checkpoint), str(out), "--hf", str(reference), "--dry-run", "--pp", "2"]
+    assert main([*call, "--tp", "2"]) == 0
+    assert main([*call, "--tp", "4"]) == 5
+    report = describe(checkpoint)
+    assert report["format"] == "torch" and report["layout"]["tensor_parallel"] == 2
+
+
+def test_stages_need_not_have_as_many_layers(case: Any) -> None:
+    """The second layer's tensors move from the last stage, where they are layer 0, to the first stage's end."""
+    checkpoint, reference, out = case
+    for tensor in ("00", "01"):
+        states = [torch.load(file_of(checkpoint, f"mp_rank_{tensor}_00{stage}"), weights_only=False) for stage in (0, 1)]
+        first, last = (state["model"] for state in states)
+        for name in [name for name in last if name.startswith("decoder.layers.0.")]:
+            first[name.replace("layers.0.", "layers.1.")] = last.pop(name)
+        for stage, state in enumerate(states):
+            torch.save(state, file_of(checkpoint, f"mp_rank_{tensor}_00{stage}"))
+    to_huggingface(checkpoint, out, reference, Options(verify="full"))
+    assert digest(iterate_weights(out)) == digest(iterate_weights(reference))
+
+
+def test_two_numbers_are_tensor_and_expert_where_there_is_no_pipeline(tmp_path: Path) -> None:
+    model = tiny_model(tmp_path / "hf", "qwen3_moe", tokenizer=False)
+    layout = Layout(tensor=1, expert=2)
+    to_megatron(model, tmp_path / "megatron", ImportOptions(layout=layout, format="torch"))
+    assert sorted(one.name for one in (tmp_path / "megatron" / "release").iterdir()) == [
+        "mp_rank_00_000",
+        "mp_rank_00_001",
+    ]
+    found = LegacyRanks(tmp_path / "megatron" / "release").layout
+    assert (found["pipeline_parallel"], found["expert_parallel"]) == (1, 2)
+
+
+def test_training_state_beside_the_weights_is_read_and_ignored(case: Any) -> None:
+    """What Megatron-LM and numpy leave in such a file: arguments, optimizer, states of generators, fp8 recipes."""
+    import io
+    import signal
+
+    checkpoint, reference, out = case
+    numpy = pytest.importorskip("numpy")
+
+    def add(state: dict[str, Any]) -> None:
+        state["args"] = argparse.Namespace(**vars(state["args"]), exit_signal=signal.SIGTERM, save=Path("/somewhere"))
+        state["rng_state"] = [{"np_rng_state": numpy.random.RandomState(0).get_state(), "random": (3, (1, 2), None)}]
+        state["optimizer"] = {"state": {0: {"exp_avg": torch.ones(3)}}, "param_groups": [{"lr": 1e-3}]}
+        state["model"]["decoder.layers.0.mlp.linear_fc1._extra_state"] = io.BytesIO(b"recipe")
+        state["model"]["rotary_pos_emb.inv_freq"] = torch.ones(4)
+
+    edit(add)(checkpoint)
+    to_huggingface(checkpoint, out, reference, Options(verify="full"))
+    assert digest(iterate_weights(out)) == digest(iterate_weights(reference))
+
+
+def mutate(case: tuple[Path, Path, Path], count: int, seed: int) -> None:
+    checkpoint, reference, out = case
+    truth = digest(iterate_weights(reference))
+    files = sorted(checkpoint.rglob("*.pt"))
+    draw = random.Random(seed)
+    for number in range(count):
+        file = files[number % len(files)]
+        content = file.read_bytes()
+        at = draw.randrange(len(content))
+        changed = bytes([content[at] ^ draw.randrange(1, 256)])
+        file.write_bytes(content[:at] + changed + content[at + 1 :])
+        try:
+            to_huggingface(checkpoint, out, reference, Options(verify="full"))
+        except RLFlowError:
+            assert not out.exists()
+        else:
+            assert digest(iterate_weights(out)) == truth, f"{file.name} byte {at} -> {changed!r}"
+            shutil.rmtree(out)
+        file.write_bytes(content)
+
+
+def test_a_changed_byte_never_gives_wrong_weights(case: Any) -> None:
+    mutate(case, 25, seed=0)
+
+
+@pytest.mark.slow
+def test_two_hundred_changed_bytes_never_give_wrong_weights(case: Any) -> None:
+    mutate(case, 200, seed=1)

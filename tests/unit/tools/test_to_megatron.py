@@ -1,0 +1,191 @@
+"""HuggingFace to Megatron: options, bad input, and what is left out. Whether Megatron loads it: test_convert_families.py."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fixtures import tiny_model
+from safetensors.torch import load_file, save_file
+
+from rlflow.weights.convert import Options, to_huggingface
+from rlflow.weights.hf import digest, iterate_weights
+from rlflow.weights.import_model import ImportOptions, to_megatron
+from rlflow.weights.to_megatron import Layout
+from tools.ckpt_convert.command import main
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    return tiny_model(tmp_path / "hf", "qwen2", tokenizer=False, vocab_size=101)
+
+
+def edit_config(path: Path, **changes: Any) -> None:
+    file = path / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
+
+
+def edit_weights(path: Path, change: Callable[[dict[str, torch.Tensor]], Any]) -> None:
+    weights = load_file(path / "model.safetensors")
+    change(weights)
+    save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
+
+
+def shorten(path: Path) -> None:
+    file = path / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1])
+
+
+def mix_dtypes(weights: dict[str, torch.Tensor]) -> None:
+    name = "model.layers.0.self_attn.k_proj.weight"
+    weights[name] = weights[name].bfloat16()
+
+
+NORM = "model.norm.weight"
+BAD: dict[str, tuple[int, str, Callable[[Path], Any], list[str]]] = {
+    "truncated": (4, "truncated", shorten, []),
+    "tp": (
+        5,
+        "--tp 3 does not divide the model's 4 attention heads; possible: 1, 2, 4",
+        lambda path: None,
+        ["--tp", "3"],
+    ),
+    "pp": (
+        5,
+        "--pp times --vpp 4 does not divide the model's 2 layers",
+        lambda path: None,
+        ["--pp", "2", "--vpp", "2"],
+    ),
+    "ep": (5, "has no experts", lambda path: None, ["--ep", "2"]),
+    "vpp": (5, "needs several pipeline ranks", lambda path: None, ["--vpp", "2"]),
+    "family": (6, "'gpt9' is not supported", lambda path: edit_config(path, model_type="gpt9"), []),
+    "missing tensor": (
+        6,
+        "'model.norm.weight' is missing",
+        lambda path: edit_weights(path, lambda all: all.pop(NORM)),
+        [],
+    ),
+    "unknown tensor": (
+        6,
+        "have no place",
+        lambda path: edit_weights(path, lambda all: all.update(other=torch.ones(3))),
+        [],
+    ),
+    "layers": (6, "have no place", lambda path: edit_config(path, num_hidden_layers=1), []),
+    "shape": (7, "config.json implies", lambda path: edit_config(path, intermediate_size=64), []),
+    "dtypes": (7, "of 2 dtypes", lambda path: edit_weights(path, mix_dtypes), []),
+    "other output": (7, "is not the embedding", lambda path: edit_config(path, tie_word_embeddings=True), []),
+    "nan": (4, "NaN", lambda path: edit_weights(path, lambda all: all[NORM].fill_(float("nan"))), []),
+    "integers": (
+        10,
+        "dtype I64",
+        lambda path: edit_weights(path, lambda all: all.update({NORM: torch.ones(64, dtype=torch.int64)})),
+        [],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input_is_one_line_with_its_code(name: str, model: Path, tmp_path: Path, capsys: Any) -> None:
+    code, text, damage, options = BAD[name]
+    damage(model)
+    assert main(["to-megatron", str(model), str(tmp_path / "out"), *options]) == code
+    message = capsys.readouterr().err
+    assert text in message and message.count("\n") == 1, message
+    assert not (tmp_path / "out").exists() and not (tmp_path / "out.partial").exists()
+
+
+def test_missing_shard_is_named(tmp_path: Path, capsys: Any) -> None:
+    model = tiny_model(tmp_path / "hf", "qwen2", tokenizer=False)
+    to_megatron(model, tmp_path / "megatron")
+    to_huggingface(tmp_path / "megatron", tmp_path / "sharded", model, Options(shard_bytes=100_000))
+    missing = sorted((tmp_path / "sharded").glob("*.safetensors"))[1]
+    missing.unlink()
+    assert main(["to-megatron", str(tmp_path / "sharded"), str(tmp_path / "out")]) == 3
+    assert missing.name in capsys.readouterr().err
+
+
+def test_embedding_repeated_as_output_layer_of_a_tied_model_is_left_out(tmp_path: Path) -> None:
+    model = tiny_model(tmp_path / "hf", "qwen2", tied=True, tokenizer=False)
+    edit_weights(model, lambda all: all.update({"lm_head.weight": all["model.embed_tokens.weight"].clone()}))
+    to_megatron(model, tmp_path / "megatron", ImportOptions(layout=Layout(1, 2), format="torch", verify="full"))
+    to_huggingface(tmp_path / "megatron", tmp_path / "back", model)
+    assert "lm_head.weight" not in dict(iterate_weights(tmp_path / "back"))
+
+
+def test_layers_for_multi_token_prediction_are_left_out_and_listed(tmp_path: Path) -> None:
+    model = tiny_model(tmp_path / "hf", "deepseek_v3", tokenizer=False)
+    assert json.loads((model / "config.json").read_text())["num_nextn_predict_layers"] == 1
+    whole = digest(iterate_weights(model))
+    edit_weights(model, lambda all: all.update({"model.layers.2.eh_proj.weight": torch.ones(3)}))
+    manifest = to_megatron(model, tmp_path / "megatron", ImportOptions(verify="full"))
+    assert manifest["left_out"] == ["model.layers.2.eh_proj.weight"]
+    to_huggingface(tmp_path / "megatron", tmp_path / "back", model)
+    assert digest(iterate_weights(tmp_path / "back")) == whole
+
+
+def test_routers_bias_keeps_its_dtype_when_the_model_is_cast(tmp_path: Path) -> None:
+    model = tiny_model(tmp_path / "hf", "deepseek_v3", tokenizer=False)
+    to_megatron(model, tmp_path / "megatron", ImportOptions(dtype="bf16", verify="full"))
+    to_huggingface(tmp_path / "megatron", tmp_path / "back", model, Options(dtype="bf16"))
+    kinds = {name: tensor.dtype for name, tensor in iterate_weights(tmp_path / "back")}
+    exact = {name for name, dtype in kinds.items() if dtype is torch.float32}
+    assert exact == {"model.layers.1.mlp.gate.e_score_correction_bias"}
+
+
+@pytest.mark.parametrize("saved", ["torch_dist", "torch"])
+def test_output_does_not_depend_on_workers_and_block_size(
+    saved: str, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for workers, block in ((1, 2 << 20), (5, 1000)):
+        monkeypatch.setattr("rlflow.weights.sink.BLOCK_BYTES", block)
+        options = ImportOptions(layout=Layout(2), format=saved, workers=workers)
+        to_megatron(model, tmp_path / str(workers), options)
+    one, five = (
+        {file.relative_to(tmp_path / name).as_posix(): file.read_bytes() for file in (tmp_path / name).rglob("*.*")}
+        for name in ("1", "5")
+    )
+    assert one == five and len(one) >= 4
+
+
+def test_existing_output_is_replaced_only_when_asked(model: Path, tmp_path: Path, capsys: Any) -> None:
+    call = ["to-megatron", str(model), str(tmp_path / "out")]
+    assert main([*call, "--dry-run", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["files"] == 5 and not (tmp_path / "out").exists()
+    assert main(call) == 0
+    assert main(call) == 9
+    assert main([*call, "--overwrite", "--format", "torch", "--json"]) == 0
+    assert not (tmp_path / "out" / "release" / ".metadata").exists(), "files of the first are still there"
+    assert main(["verify", str(tmp_path / "out")]) == 0
+    assert main(["to-megatron", str(model), str(model), "--overwrite"]) == 9
+
+
+def test_resume_gives_what_an_uninterrupted_run_gives(model: Path, tmp_path: Path) -> None:
+    program = (
+        "import os, signal, sys; from rlflow.weights import sink; sink.BLOCK_BYTES = 1000\n"
+        "from rlflow.weights.import_model import ImportOptions, to_megatron\n"
+        "calls = []\n"
+        "def progress(count, total):\n"
+        "    calls.append(count)\n"
+        "    if len(calls) == int(sys.argv[3]): os.kill(os.getpid(), signal.SIGKILL)\n"
+        "to_megatron(*sys.argv[1:3], ImportOptions(resume=True, verify='full'), progress)\n"
+    )
+    root = Path(__file__).resolve().parents[3]
+
+    def run(out: str, kill_after: int) -> int:
+        command = [sys.executable, "-c", program, str(model), str(tmp_path / out), str(kill_after)]
+        return subprocess.run(command, cwd=root).returncode
+
+    assert run("out", 40) == -9 and not (tmp_path / "out").exists()
+    assert run("out", 0) == 0
+    assert run("whole", 0) == 0
+    for file in (tmp_path / "whole" / "release").iterdir():
+        assert file.read_bytes() == (tmp_path / "out" / "release" / file.name).read_bytes(), file.name
+    shutil.rmtree(tmp_path / "out")
