@@ -63,7 +63,7 @@ class Case:
 def cases(quick: bool) -> list[Case]:
     """Rows of equal length, where neither side pads; and the lengths of agent episodes: many short, one long."""
     if quick:
-        equal, skewed = (128,) * 4, (256, 96, 64, 48, 40, 32, 24, 16)
+        equal, skewed = (128,) * 4, (192, 96, 64, 48, 40, 32, 24, 16)
         return [Case("18M", "equal", equal, False), Case("18M", "skewed", skewed, True)]
     equal, skewed = (512,) * 4, (1024, 448, 320, 256, 192, 160, 128, 96)
     return [
@@ -319,7 +319,7 @@ def main() -> None:
     os.environ["OMP_NUM_THREADS"] = str(options.threads)
 
     chosen = [case for case in cases(options.quick) if options.only in case.name]
-    packages = {name: version(name) for name in ("torch", "transformers", "megatron-core")}
+    packages = {name: version(name) for name in ("rlflow", "torch", "transformers", "megatron-core")}
     print(", ".join(f"{name} {number}" for name, number in packages.items()), f"| {options.threads} thread(s) per side")
     columns = ("tokens/s", "low..high", "tokens/CPU-s", "low..high", "peak MiB")
     print("{:<12} {:<13} {:>9} {:>12} {:>13} {:>12} {:>9}".format("case", "side", *columns), flush=True)
