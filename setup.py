@@ -34,10 +34,12 @@ EXTRAS = {
         "orjson>=3.10",
         "prometheus-client>=0.20",
     ],
+    "search-gpu": ["faiss-gpu-cu12>=1.9", "bm25s>=0.2.6"],  # instead of search: the two faiss packages exclude each other
+    "onnx": ["onnxruntime>=1.17"],
     "ray": ["ray>=2.40"],
     "vllm": ["vllm>=0.27"],
     "gpu": ["transformer-engine[pytorch]>=2.0"],
-    "qdrant": ["qdrant-client>=1.12"],
+    "qdrant": ["qdrant-client>=1.12", "qdrant-edge-py>=0.9,<0.10"],  # edge is in beta: its interface moves between releases
     "tensorboard": ["tensorboard>=2.16"],
     "wandb": ["wandb>=0.18"],
     "dev": [
@@ -45,6 +47,7 @@ EXTRAS = {
         "pytest-timeout>=2.3",
         "hypothesis>=6.100",
         "httpx>=0.27",
+        "onnx>=1.16",
         "ruff>=0.6",
         "mypy>=1.11",
         "types-PyYAML",

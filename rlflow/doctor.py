@@ -56,6 +56,7 @@ JOBS = (
         ("faiss-cpu|faiss-gpu", "bm25s", "aiohttp", "fastapi", "uvicorn", "uvloop", "orjson", "prometheus-client"),
         "pip install 'rlflow[search]'",
     ),
+    Job("search with Qdrant", ("qdrant-client", "qdrant-edge-py"), "pip install 'rlflow[qdrant]'"),
     Job("live display, picture", ("rich", "matplotlib"), "pip install rich matplotlib"),
     Job("several ranks", ("ray",), "pip install 'rlflow[ray]'"),
     Job("train on GPU", ("torch", "megatron-core", "transformers", "safetensors"), "pip install rlflow", gpu=True),

@@ -51,6 +51,9 @@ PLACES: dict[str, tuple[str, ...]] = {
     "ray": ("rlflow/cluster.py", "rlflow/ray_session.py"),
     "faiss": ("environments/search/",),
     "qdrant_client": ("environments/search/",),
+    "qdrant_edge": ("environments/search/",),
+    "bm25s": ("environments/search/",),
+    "onnxruntime": ("environments/search/",),
 }
 OUTSIDE_THE_CORE = {"rlflow_environments", "rlflow_tools", "environments", "recipes", "tools", "tests", "fixtures", "benchmarks"}
 

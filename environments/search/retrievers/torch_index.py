@@ -33,7 +33,7 @@ class TorchIndex:
         self._device = check_device(device)
         self.count, self.dimensions = vectors.shape
         self.spare = SPARE if self._dtype == torch.float32 else _SPARE_ROUNDED
-        self._matrix = torch.empty(vectors.shape, dtype=self._dtype, device=self._device)
+        self._matrix = _empty(vectors.shape, self._dtype, self._device)
         self._largest_norm = 0.0
         self._largest_rounding = 0.0
         for start in range(0, self.count, _LOADED_ROWS):
@@ -45,10 +45,8 @@ class TorchIndex:
 
     def propose(self, vectors: np.ndarray, depth: int) -> tuple[np.ndarray, np.ndarray]:
         """See Scan."""
-        queries = self._columns(vectors)
         scores = rows = None
-        for start, tile in self._tiles(len(vectors)):
-            found = self._scores(tile, queries)[: len(vectors)]
+        for start, found in self._scan(vectors):
             found, places = torch.topk(found, min(depth, found.shape[1]), dim=1)
             places += start
             if scores is not None and rows is not None:
@@ -61,15 +59,11 @@ class TorchIndex:
 
     def at_least(self, vector: np.ndarray, threshold: float) -> np.ndarray:
         """See Scan."""
-        queries = self._columns(vector[None])
         least = float(
             np.nextafter(np.float32(threshold), np.float32(-np.inf))
         )  # torch rounds it to float32, perhaps upwards
-        rows = [
-            (self._scores(tile, queries)[0].float() >= least).nonzero().flatten() + start
-            for start, tile in self._tiles(1)
-        ]
-        return torch.cat(rows).cpu().numpy()
+        found = [(scores[0].float() >= least).nonzero().flatten() + start for start, scores in self._scan(vector[None])]
+        return torch.cat(found).cpu().numpy()
 
     def stored(self, rows: np.ndarray) -> np.ndarray:
         """See Scan."""
@@ -94,23 +88,17 @@ class TorchIndex:
         self._largest_norm = max(self._largest_norm, float(held.float().norm(dim=1).max()))
         self._largest_rounding = max(self._largest_rounding, float((wide - held.float()).norm(dim=1).max()) * 1.01)
 
-    def _columns(self, vectors: np.ndarray) -> torch.Tensor:
-        """(dimensions, B) on the device. One query stands there twice: a product with a single column is a matrix-vector product,
-        which MKL computes at half the speed of memory."""
-        columns = torch.from_numpy(np.ascontiguousarray(vectors)).to(self._device, self._dtype)
-        if len(columns) == 1 and self._device.type == "cpu" and self._dtype == torch.float32:
-            columns = columns.repeat(2, 1)
-        return columns.T
-
-    def _tiles(self, batch: int) -> Iterator[tuple[int, torch.Tensor]]:
-        rows = max(_MIN_TILE_ROWS, _TILE_SCORES[self._device.type] // batch)
+    def _scan(self, vectors: np.ndarray) -> Iterator[tuple[int, torch.Tensor]]:
+        """(first row, (B, rows) scores) of tile after tile."""
+        rows = max(_MIN_TILE_ROWS, _TILE_SCORES[self._device.type] // len(vectors))
+        alone = len(vectors) == 1 and self._device.type == "cpu" and self._dtype == torch.float32
+        queries = torch.from_numpy(np.ascontiguousarray(vectors)).to(self._device, self._dtype).T
         for start in range(0, self.count, rows):
-            yield start, self._matrix[start : start + rows]
-
-    @staticmethod
-    def _scores(tile: torch.Tensor, queries: torch.Tensor) -> torch.Tensor:
-        """(B, rows of the tile)."""
-        return (tile @ queries).T
+            tile = self._matrix[start : start + rows]
+            if alone:  # numpy's BLAS reads a matrix at the speed of memory; torch's (MKL) at half of it on AMD
+                yield start, torch.from_numpy(tile.numpy() @ vectors[0])[None]
+            else:
+                yield start, (tile @ queries).T
 
 
 def check_dtype(name: str) -> torch.dtype:
@@ -120,3 +108,12 @@ def check_dtype(name: str) -> torch.dtype:
             f"retriever torch.dtype: expected one of {', '.join(DTYPES)}, found '{name}'.{did_you_mean(str(name), DTYPES)}"
         )
     return DTYPES[name]
+
+
+def _empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Uninitialized memory; on a CPU from numpy, which asks for huge pages: a scan of ordinary ones waits for the page tables."""
+    if device.type != "cpu":
+        return torch.empty(shape, dtype=dtype, device=device)
+    if dtype == torch.float32:
+        return torch.from_numpy(np.empty(shape, np.float32))
+    return torch.from_numpy(np.empty(shape, np.int16)).view(dtype)

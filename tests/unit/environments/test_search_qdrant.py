@@ -62,6 +62,15 @@ def test_results_are_the_nearest_passages_with_ties_by_row(retriever):
         assert [hit.score for hit in hits] == pytest.approx([float(VECTORS[row] @ vector) for row in rows], abs=1e-5)
 
 
+def test_changing_the_name_alone_changes_no_result(retriever):
+    """What stands under `retriever:` is one line; vectors, ranking and ties are the same behind each name."""
+    for name in ("dense", "faiss", "torch"):
+        found = make_retriever({"name": name, **OPTIONS}, PASSAGES).search(QUERIES, 5)
+        assert [[hit.id for hit in hits] for hits in found] == [
+            [hit.id for hit in hits] for hits in retriever.search(QUERIES, 5)
+        ]
+
+
 def test_of_twins_the_earlier_row_comes_first(retriever):
     hits = retriever.search([PASSAGES[3].title], 2)[0]
     points = retriever.collection.query(ENCODER.encode_queries([PASSAGES[3].title]), 2)[0]
