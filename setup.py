@@ -22,19 +22,19 @@ BASE = [
     "matplotlib>=3.8",
 ]
 
+SERVER = [
+    "aiohttp>=3.9",  # the client of a retrieval server (httpx takes 30 times the CPU at 64 in flight); the rest is the server
+    "fastapi>=0.115",
+    "uvicorn>=0.30",
+    "uvloop>=0.19",
+    "httptools>=0.6",
+    "orjson>=3.10",
+    "prometheus-client>=0.20",
+]
+
 EXTRAS = {
-    "search": [
-        "faiss-cpu>=1.9",
-        "bm25s>=0.2.6",
-        "aiohttp>=3.9",  # the client of a retrieval server (httpx takes 30 times the CPU at 64 in flight); the rest is the server
-        "fastapi>=0.115",
-        "uvicorn>=0.30",
-        "uvloop>=0.19",
-        "httptools>=0.6",
-        "orjson>=3.10",
-        "prometheus-client>=0.20",
-    ],
-    "search-gpu": ["faiss-gpu-cu12>=1.9", "bm25s>=0.2.6"],  # instead of search: the two faiss packages exclude each other
+    "search": ["faiss-cpu>=1.9", "bm25s>=0.2.6", *SERVER],
+    "search-gpu": ["faiss-gpu-cu12>=1.9", "bm25s>=0.2.6", *SERVER],  # instead of search: the two faiss packages exclude each other
     "onnx": ["onnxruntime>=1.17"],
     "ray": ["ray>=2.40"],
     "vllm": ["vllm>=0.27"],

@@ -1,7 +1,7 @@
 # Finds or makes the Python environment of rlflow. Sourced by the run scripts, never executed:
 #
 #   . recipes/common.sh
-#   rlflow_setup run      # or: test (adds Ray, pytest, ruff, mypy)
+#   rlflow_setup run      # or: test (adds Ray, Qdrant, pytest, ruff, mypy)
 #   exec "$RLFLOW_PYTHON" ...
 #
 # An active environment that already has rlflow with what is needed is used as it is. Otherwise .venv in the repository
@@ -54,7 +54,7 @@ rlflow_export_defaults() {
 
 # ------------------------------------------------------------------------------------------------------- active environment
 
-rlflow_extras() { case $1 in run) echo search ;; test) echo search,ray,tensorboard,dev ;; esac; }
+rlflow_extras() { case $1 in run) echo search ;; test) echo search,qdrant,onnx,ray,tensorboard,dev ;; esac; }
 
 # Prints where a Python finds rlflow and which modules it lacks for a profile; fails if it is too old or has no rlflow.
 # Imports nothing heavy; -P keeps the current directory, which may hold the sources, out of the search path.
@@ -70,10 +70,10 @@ def found(name):
         return False
 
 names = ["torch", "yaml", "numpy", "safetensors", "transformers", "megatron.core", "psutil", "rich", "matplotlib"]
-names += ["faiss", "bm25s", "rlflow_environments"]
+names += ["faiss", "bm25s", "aiohttp", "fastapi", "uvicorn", "rlflow_environments"]
 if sys.argv[1] == "test":
     names += ["fastapi", "uvicorn", "uvloop", "httptools", "aiohttp", "httpx", "orjson", "prometheus_client"]
-    names += ["ray", "tensorboard", "pytest", "pytest_timeout", "hypothesis", "ruff", "mypy"]
+    names += ["qdrant_client", "qdrant_edge", "onnxruntime", "onnx", "httpx", "ray", "tensorboard", "pytest", "pytest_timeout", "hypothesis", "ruff", "mypy"]
 spec = find_spec("rlflow")
 if spec is None or not spec.origin:
     sys.exit(1)
