@@ -30,6 +30,14 @@ class CheckpointError(RLFlowError):
     """A checkpoint is missing, damaged, or belongs to another run."""
 
 
+class DamagedCheckpointError(CheckpointError):
+    """A file of a checkpoint is missing, or its content is not what was written; an earlier checkpoint may be whole."""
+
+
+class StorageError(RLFlowError):
+    """Something cannot be written, because the disk is full for one; what was complete before is untouched."""
+
+
 class ExitCode(enum.IntEnum):
     """Exit codes of checkpoint conversion, so that scripts can tell the problems apart; 2 is any other RLFlowError."""
 

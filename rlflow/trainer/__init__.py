@@ -54,11 +54,24 @@ class Trainer(ABC):
 
     @abstractmethod
     def save(self, path: str | Path, step: int) -> None:
-        """Writes model, optimizer, snapshots, RNG into the directory `path` (made here)."""
+        """Writes model, optimizer, snapshots, RNG into the directory `path` (made here). Raises StorageError."""
+
+    def begin_save(self, path: str | Path, step: int) -> None:
+        """The first half of a save: may return once the state is copied, so that training goes on while the copy is
+        written. Only `finish_save` makes a checkpoint of it. Raises StorageError."""
+        self.save(path, step)
+
+    def finish_save(self, wait: bool = True) -> bool:
+        """Ends a begun save, if there is one; without `wait`, only if everything is written by now. Returns whether no save
+        is under way any more. Raises StorageError where the save failed."""
+        return True
 
     @abstractmethod
     def load(self, path: str | Path) -> int:
-        """Restores what `save` wrote, into any layout; returns its step. Snapshots that it does not hold stay."""
+        """Restores what `save` wrote, into any layout; returns its step. Snapshots that it does not hold stay.
+
+        Raises DamagedCheckpointError where a file is missing or not what was written, CheckpointError where the checkpoint
+        is missing or another model's."""
 
     def close(self) -> None:
         """Frees process groups and memory."""

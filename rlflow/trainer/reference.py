@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-import pickle
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,11 +16,22 @@ import torch
 from torch import Tensor
 
 from rlflow.batching import plan_microbatches
-from rlflow.errors import CheckpointError, ConfigError, ModelError, RLFlowError, did_you_mean
+from rlflow.errors import (
+    CheckpointError,
+    ConfigError,
+    DamagedCheckpointError,
+    ModelError,
+    RLFlowError,
+    StorageError,
+    did_you_mean,
+)
+from rlflow.integrity import Fingerprint, find_damage, fingerprint, read_sealed, seal
 from rlflow.trainer import Loss, Trainer
 from rlflow.trainer.schedule import learning_rate
 from rlflow.types import Batch, PolicyOutput
 
+FILES = ("policy.safetensors", "snapshots.safetensors", "optimizer.pt")
+MANIFEST = "trainer.json"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -149,35 +159,38 @@ class ReferenceTrainer(Trainer):
             yield name, value.detach().to(device="cpu", dtype=self.dtype, copy=True)
 
     def save(self, path: str | Path, step: int) -> None:
+        from safetensors import SafetensorError
         from safetensors.torch import save_file
 
         directory = Path(path)
-        directory.mkdir(parents=True, exist_ok=True)
-        save_file(
-            {name: value.detach().contiguous() for name, value in self.model.named_parameters()},
-            directory / "policy.safetensors",
-        )
         frozen = {f"{name}/{key}": value for name, copy in self.snapshots.items() for key, value in copy.items()}
-        save_file(frozen, directory / "snapshots.safetensors")
-        torch.save(self.optimizer.state_dict(), directory / "optimizer.pt")
-        (directory / "trainer.json").write_text(
-            json.dumps({"backend": "reference", "step": step, "updates": self.updates})
-        )
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            save_file(
+                {name: value.detach().contiguous() for name, value in self.model.named_parameters()},
+                directory / "policy.safetensors",
+            )
+            save_file(frozen, directory / "snapshots.safetensors")
+            torch.save(self.optimizer.state_dict(), directory / "optimizer.pt")
+            files = {name: fingerprint(directory / name) for name in FILES}
+            manifest = {"backend": "reference", "step": step, "updates": self.updates, "files": files}
+            (directory / MANIFEST).write_text(json.dumps(seal(manifest)))
+        except (OSError, RuntimeError, SafetensorError) as error:
+            raise StorageError(f"{directory}: the checkpoint cannot be written ({error}).") from error
 
     def load(self, path: str | Path) -> int:
-        from safetensors import SafetensorError
         from safetensors.torch import load_file
 
         directory = Path(path)
-        try:
-            state = json.loads((directory / "trainer.json").read_text())
-            policy = load_file(directory / "policy.safetensors")
-            frozen = load_file(directory / "snapshots.safetensors")
-            optimizer = torch.load(directory / "optimizer.pt", map_location=self.device, weights_only=True)
-        except (OSError, ValueError, RuntimeError, EOFError, SafetensorError, pickle.UnpicklingError) as error:
-            raise CheckpointError(
-                f"{directory}: not a checkpoint of the reference trainer, or damaged: {error}"
-            ) from error
+        state = read_sealed(directory / MANIFEST)
+        if state.get("backend") != "reference":
+            raise CheckpointError(f"{directory}: not a checkpoint of the reference trainer; set trainer.backend as it was.")
+        damage = find_damage(directory, {name: Fingerprint(*entry) for name, entry in state["files"].items()})
+        if damage is not None:
+            raise DamagedCheckpointError(f"{damage}.")
+        policy = load_file(directory / "policy.safetensors")
+        frozen = load_file(directory / "snapshots.safetensors")
+        optimizer = torch.load(directory / "optimizer.pt", map_location=self.device, weights_only=True)
         self._restore(policy, directory)
         loaded: dict[str, dict[str, Tensor]] = {}
         for key, value in frozen.items():

@@ -6,7 +6,7 @@ import dataclasses
 import json
 import os
 import pickle
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,94 +17,78 @@ import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedStateDict
-from megatron.core.dist_checkpointing.strategies.base import SaveShardedStrategy
-from megatron.core.dist_checkpointing.strategies.torch import (
-    MCoreSavePlanner,
-    _replace_state_dict_keys_with_sharded_keys,
-    mcore_to_pyt_state_dict,
-)
 from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from torch import Tensor
-from torch.distributed import checkpoint as torch_checkpoint
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.nn import Parameter
 
-from rlflow.errors import CheckpointError
-from rlflow.trainer.megatron.optimizer import load_distributed, set_updates, sharded_distributed
+from rlflow.errors import CheckpointError, DamagedCheckpointError
+from rlflow.integrity import Fingerprint, find_damage, read_sealed, seal
+from rlflow.trainer.megatron import adam_state, writing
+from rlflow.trainer.megatron.optimizer import set_updates
 from rlflow.trainer.megatron.world import World
+from rlflow.trainer.megatron.writing import Writing
 from rlflow.weights.families import Architecture
 from rlflow.weights.pickles import read_metadata
 
 MANIFEST = "trainer.json"
-"""Written last: the step, the layout, the model's dimensions, and the size of every other file."""
+"""Written last: the step, the layout, the model's dimensions, and size and checksum of every other file and of itself."""
 OWN_FILES = ("*.distcp", ".metadata", "metadata.json", "common.pt", MANIFEST)
+FORMAT = 2
 
 
 @dataclass
 class TrainerState:
-    """Everything that a checkpoint holds. `updates`: optimizer steps so far (the schedule follows from it)."""
+    """Everything that a checkpoint holds. `modules`: this rank's parts of the model, one per virtual pipeline stage.
+    `updates`: optimizer steps so far (the schedule follows from it)."""
 
     world: World
     architecture: Architecture
-    module: GPTModel
+    modules: Sequence[GPTModel]
     optimizer: MegatronOptimizer
     snapshots: dict[str, dict[str, Tensor]]
     updates: int
     step: int
 
 
-class InProcessSave(SaveShardedStrategy):
-    """The torch_dist format written by torch's own writer in this process.
+@dataclass
+class PendingSave:
+    """A save that the ranks have begun; `finish` makes it a checkpoint."""
 
-    Megatron's writer starts a `spawn` process, which imports `__main__` again: a script without a main guard would hang,
-    and every save would pay for an import of torch."""
+    path: Path
+    files: Writing
+    content: dict[str, Any]
 
-    def __init__(self) -> None:
-        super().__init__("torch_dist", 1)
-
-    def save(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: str | Path) -> None:
-        flat, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict, True)
-        torch_checkpoint.save(
-            mcore_to_pyt_state_dict(flat, False),
-            storage_writer=torch_checkpoint.FileSystemWriter(checkpoint_dir),
-            planner=MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False),
-        )
-
-    def can_handle_sharded_objects(self) -> bool:
-        return True
+    def finish(self) -> None:
+        """Waits until all ranks have written, then writes the manifest. A collective. Raises StorageError on all ranks
+        where one of them could not write (a full disk, no permission)."""
+        self.files.finish(lambda files: _write_manifest(self.path, self.content, files))
 
 
-def save(path: Path, state: TrainerState) -> None:
-    """Writes the checkpoint into `path`, in place of one that stands there. A collective.
+def begin_save(path: Path, state: TrainerState, background: bool) -> PendingSave:
+    """Begins to write the checkpoint into `path`, in place of one that stands there. A collective.
 
-    Raises CheckpointError where it cannot be written (a full disk, no permission)."""
-    with _explained(f"{path}: the checkpoint cannot be written"):
-        if dist.get_rank() == 0:
-            path.mkdir(parents=True, exist_ok=True)
-            for file in (file for pattern in OWN_FILES for file in path.glob(pattern)):
-                file.unlink()
-        dist.barrier()
-        dist_checkpointing.save(_sharded(state), str(path), sharded_strategy=InProcessSave())
-        dist.barrier()
-        if dist.get_rank() == 0:
-            _write_manifest(path, state)
-        dist.barrier()
+    With `background` it returns once the state is copied to host memory. Raises StorageError on all ranks."""
+    writing.prepare_folder(path, OWN_FILES)
+    return PendingSave(path, writing.begin(path, _sharded(state), background), _manifest(state))
 
 
 def load(path: Path, state: TrainerState) -> TrainerState:
-    """Loads the checkpoint into the module and optimizer of `state`; returns it with the loaded snapshots and counts.
+    """Loads the checkpoint into the modules and optimizer of `state`; returns it with the loaded snapshots and counts.
 
-    Raises CheckpointError where the directory is missing, incomplete or damaged, or holds another model."""
+    Raises DamagedCheckpointError where it is incomplete or damaged, CheckpointError where it is missing or holds another
+    model."""
     manifest = read_manifest(path)
     _check_same_model(path, manifest["model"], dataclasses.asdict(state.architecture))
-    saved = bool(manifest.get("distributed_optimizer", False))
-    if saved != distributed(state):
+    _check_files(path, manifest)
+    if manifest["dtype"] != _dtype(state):
         raise CheckpointError(
-            f"{path}: written with trainer.distributed_optimizer={str(saved).lower()}, found "
-            f"{str(distributed(state)).lower()}; the two keep Adam's state in different forms. Set it as it was."
+            f"{path}: written with model.dtype={manifest['dtype']}, found {_dtype(state)}. Set it as it was, or start a "
+            "new run from an export of the old one."
         )
-    parameters = dict(state.module.named_parameters())
+    parameters = dict(_parameters(state))
     snapshots = {
         name: {key: torch.empty_like(parameter.data) for key, parameter in parameters.items()}
         for name in manifest["snapshots"]
@@ -113,8 +97,8 @@ def load(path: Path, state: TrainerState) -> TrainerState:
         state, snapshots=snapshots, updates=int(manifest["updates"]), step=int(manifest["step"])
     )
     same_layout = manifest["layout"] == _layout(state.world)
-    with _explained(f"{path}: damaged, use an earlier checkpoint"), _without_code(path):
-        loaded = dist_checkpointing.load(_sharded(target, with_rng=same_layout, is_loading=True), str(path))
+    with _explained(path), _without_code(path):
+        loaded = dist_checkpointing.load(_requested(target, with_rng=same_layout), str(path))
     _restore(target, loaded, same_layout)
     return target
 
@@ -138,8 +122,8 @@ def _without_code(path: Path) -> Iterator[None]:
 
 
 @contextmanager
-def _explained(what: str) -> Iterator[None]:
-    """Turns what megatron-core and torch raise about checkpoints (theirs is a BaseException) into a CheckpointError."""
+def _explained(path: Path) -> Iterator[None]:
+    """Turns what megatron-core and torch raise while they read (theirs is a BaseException) into a DamagedCheckpointError."""
     try:
         yield
     except (
@@ -152,11 +136,10 @@ def _explained(what: str) -> Iterator[None]:
         OSError,
         pickle.PickleError,
     ) as error:
-        cause = next(iter(error.failures.values()))[0] if isinstance(error, CheckpointException) else error
-        reason = str(cause).strip().splitlines()
-        raise CheckpointError(
-            f"{what} ({type(cause).__name__}: {reason[0] if reason else 'no reason given'})."
-        ) from error
+        failures = error.failures.values() if isinstance(error, CheckpointException) else ()
+        cause = next((failure[0] for failure in failures), error)
+        reason = next(iter(str(cause).strip().splitlines()), "no reason given")
+        raise DamagedCheckpointError(f"{path}: damaged ({type(cause).__name__}: {reason}).") from error
 
 
 def _check_same_model(path: Path, saved: dict[str, Any], present: dict[str, Any]) -> None:
@@ -168,39 +151,51 @@ def _check_same_model(path: Path, saved: dict[str, Any], present: dict[str, Any]
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
-    """The checkpoint's manifest. Raises CheckpointError unless every file is there in its full size."""
-    if not path.is_dir():
-        raise CheckpointError(f"{path}: no such checkpoint.")
-    if not (path / MANIFEST).is_file():
+    """The checkpoint's manifest. Raises DamagedCheckpointError where it is missing or damaged."""
+    manifest = read_sealed(path / MANIFEST)
+    if manifest.get("format") != FORMAT:
         raise CheckpointError(
-            f"{path}: incomplete, {MANIFEST} is missing; it is written last. Use an earlier checkpoint."
+            f"{path}: a checkpoint of format {manifest.get('format')}; this version of rlflow reads format {FORMAT}."
         )
-    try:
-        manifest = json.loads((path / MANIFEST).read_text())
-    except ValueError as error:
-        raise CheckpointError(f"{path / MANIFEST}: damaged ({error}). Use an earlier checkpoint.") from None
-    for name, size in manifest["files"].items():
-        found = (path / name).stat().st_size if (path / name).is_file() else None
-        if found != size:
-            raise CheckpointError(
-                f"{path / name}: {'missing' if found is None else f'{found} bytes'}, {size} bytes expected. "
-                "Use an earlier checkpoint."
-            )
     return manifest
 
 
-def _write_manifest(path: Path, state: TrainerState) -> None:
-    files = {file.name: file.stat().st_size for file in sorted(path.iterdir()) if file.is_file()}
-    content = {
+def _check_files(path: Path, manifest: dict[str, Any]) -> None:
+    """Each rank reads its share of the files. A collective; raises DamagedCheckpointError on all ranks."""
+    expected = {name: Fingerprint(size, manifest["checksums"][name]) for name, size in manifest["files"].items()}
+    mine = sorted(expected)[dist.get_rank() :: dist.get_world_size()]
+    found: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, find_damage(path, expected, mine))
+    for damage in filter(None, found):
+        raise DamagedCheckpointError(f"{damage}.")
+
+
+def _manifest(state: TrainerState) -> dict[str, Any]:
+    """What is known before the files are written."""
+    return {
+        "format": FORMAT,
         "step": state.step,
         "updates": state.updates,
         "layout": _layout(state.world),
         "model": dataclasses.asdict(state.architecture),
-        "distributed_optimizer": distributed(state),
+        "dtype": _dtype(state),
         "snapshots": sorted(state.snapshots),
-        "files": files,
     }
-    (path / MANIFEST).write_text(json.dumps(content, indent=2) + "\n")
+
+
+def _write_manifest(path: Path, content: dict[str, Any], files: dict[str, Fingerprint]) -> None:
+    tables = {
+        "files": {name: files[name].size for name in sorted(files)},
+        "checksums": {name: files[name].crc32 for name in sorted(files)},
+    }
+    with (path / MANIFEST).open("w", encoding="utf-8") as file:
+        file.write(json.dumps(seal({**content, **tables}), indent=2) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _dtype(state: TrainerState) -> str:
+    return str(next(iter(_parameters(state)))[1].dtype).removeprefix("torch.")
 
 
 def _layout(world: World) -> dict[str, int]:
@@ -211,34 +206,48 @@ def _layout(world: World) -> dict[str, int]:
     }
 
 
-def _sharded(state: TrainerState, with_rng: bool = True, is_loading: bool = False) -> ShardedStateDict:
-    """Megatron's description of which part of which global tensor this rank holds."""
-    # The unwrapped module: the keys of the DDP wrapper carry a prefix and do not load back.
-    content: ShardedStateDict = {
-        "model": state.module.sharded_state_dict(),
-        "optimizer": _sharded_optimizer(state, is_loading),
+def _parameters(state: TrainerState) -> Iterator[tuple[str, Parameter]]:
+    """This rank's parameters, named as `_entries` does."""
+    for prefix, module in _prefixed(state.modules):
+        yield from ((prefix + name, parameter) for name, parameter in module.named_parameters())
+
+
+def _entries(state: TrainerState) -> ShardedStateDict:
+    """Megatron's description of which part of which global tensor this rank's modules hold, by parameter name."""
+    # The unwrapped modules: the keys of the DDP wrapper carry a prefix and do not load back.
+    return {
+        prefix + name: entry
+        for prefix, module in _prefixed(state.modules)
+        for name, entry in module.sharded_state_dict().items()
     }
+
+
+def _prefixed(modules: Sequence[GPTModel]) -> Iterator[tuple[str, GPTModel]]:
+    """Names repeat between virtual stages, so where there are several each starts with its stage's number."""
+    yield from ((f"{stage}." if len(modules) > 1 else "", module) for stage, module in enumerate(modules))
+
+
+def _sharded(state: TrainerState) -> ShardedStateDict:
+    """What this rank has to save. A collective where the optimizer's state is split over data-parallel ranks."""
+    optimizer = adam_state.sharded_state(state.optimizer, _entries(state))
+    return {**_sharded_model(state), "optimizer": optimizer, "rng": _sharded_rng(state.world)}
+
+
+def _requested(state: TrainerState, with_rng: bool) -> ShardedStateDict:
+    """What this rank has to load."""
+    optimizer = adam_state.requested_state(state.optimizer, _entries(state))
+    return {**_sharded_model(state), "optimizer": optimizer, **({"rng": _sharded_rng(state.world)} if with_rng else {})}
+
+
+def _sharded_model(state: TrainerState) -> ShardedStateDict:
+    content: ShardedStateDict = {"model": _entries(state)}
     for name, values in state.snapshots.items():
         content[f"snapshot.{name}"] = {
             key: dataclasses.replace(entry, key=f"snapshot.{name}.{entry.key}", data=values[key])
-            for key, entry in state.module.sharded_state_dict().items()
+            for key, entry in _entries(state).items()
             if key in values
         }
-    if with_rng:
-        content["rng"] = _sharded_rng(state.world)
     return content
-
-
-def _sharded_optimizer(state: TrainerState, is_loading: bool) -> ShardedStateDict:
-    parameters = state.module.sharded_state_dict()
-    if not distributed(state):
-        return state.optimizer.sharded_state_dict(parameters)
-    return sharded_distributed(state.optimizer, parameters, is_loading)
-
-
-def distributed(state: TrainerState) -> bool:
-    """Whether the optimizer's state is split over data-parallel ranks."""
-    return bool(state.optimizer.config.use_distributed_optimizer)
 
 
 def _sharded_rng(world: World) -> ShardedObject:
@@ -249,22 +258,14 @@ def _sharded_rng(world: World) -> ShardedObject:
 
 
 def _restore(state: TrainerState, loaded: dict[str, Any], with_rng: bool) -> None:
-    state.module.load_state_dict(loaded["model"])
+    """Learning rate, betas and weight decay stay those of this run's configuration: no checkpoint holds them."""
+    for prefix, module in _prefixed(state.modules):
+        own = {name[len(prefix) :]: value for name, value in loaded["model"].items() if name.startswith(prefix)}
+        module.load_state_dict(own)
     for name, values in state.snapshots.items():
         for key, value in loaded[f"snapshot.{name}"].items():
             values[key].copy_(value)
-    # Learning rate, betas and weight decay stay those of this run's configuration, not the checkpoint's.
-    groups = state.optimizer.param_groups
-    kept = [{key: value for key, value in group.items() if key != "params"} for group in groups]
-    if distributed(state):
-        load_distributed(state.optimizer, loaded["optimizer"])
-    else:
-        # Megatron leaves a count of 0 out of the checkpoint, and torch insists on one. (bfloat16 wraps the float32 optimizer.)
-        adam = loaded["optimizer"].get("optimizer", loaded["optimizer"])
-        adam["state"].setdefault("common_step", torch.tensor(0.0))
-        state.optimizer.load_state_dict(loaded["optimizer"])
-    for group, options in zip(state.optimizer.param_groups, kept, strict=True):
-        group.update(options)
+    adam_state.restore(state.optimizer, _entries(state), loaded["optimizer"])
     set_updates(state.optimizer, state.updates)
     if with_rng:
         get_cuda_rng_tracker().set_states(loaded["rng"])

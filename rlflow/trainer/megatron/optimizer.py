@@ -3,21 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
-from torch import Tensor
 
 from rlflow.errors import RLFlowError
-
-RESHARDABLE = {"distrib_optim_sharding_type": "fully_reshardable"}
-"""The only form of the distributed optimizer's state that Megatron reads back in any layout."""
 
 
 @dataclass(frozen=True)
@@ -68,8 +61,8 @@ def make_optimizer(model: DistributedDataParallel, options: AdamOptions) -> Mega
 def set_updates(optimizer: MegatronOptimizer, updates: int) -> None:
     """Gives every parameter its moments (zero where there are none yet) and its own count of updates.
 
-    Megatron saves one count for all parameters and loads it as one shared tensor, which every parameter's step would
-    then increment: training would diverge silently."""
+    Checkpoints hold one count for all parameters. It must not become one shared tensor: every parameter's step would
+    increment it, and training would diverge silently."""
     inner = optimizer.optimizer
     for group in inner.param_groups:
         for parameter in group["params"]:
@@ -77,60 +70,6 @@ def set_updates(optimizer: MegatronOptimizer, updates: int) -> None:
             state.setdefault("exp_avg", torch.zeros_like(parameter.data))
             state.setdefault("exp_avg_sq", torch.zeros_like(parameter.data))
             state["step"] = torch.tensor(float(updates))
-
-
-def sharded_distributed(
-    optimizer: MegatronOptimizer, parameters: ShardedStateDict, is_loading: bool
-) -> ShardedStateDict:
-    """The distributed optimizer's state as tensors of the parameters' shapes, readable in any layout.
-
-    Megatron 0.16 joins the buckets without the padding between them and then cuts with offsets that count it. A tied output
-    layer on its own pipeline stage is a bucket of its own, so what follows it would be saved shifted."""
-    for one in optimizer.chained_optimizers:
-        join = one.get_parameter_state_dp_zero
-
-        def join_with_padding(one: Any = one, join: Callable = join, **options: Any) -> dict[Any, Any]:
-            state = join(**options)
-            for index, buffer in enumerate(one.buffers):
-                for tensors in state[index].values():
-                    for key in ("param", "exp_avg", "exp_avg_sq"):
-                        tensors[key] = _with_padding(tensors[key], buffer)
-            return state
-
-        one.get_parameter_state_dp_zero = join_with_padding
-    try:
-        return optimizer.sharded_state_dict(parameters, is_loading=is_loading, metadata=RESHARDABLE)
-    finally:
-        for one in optimizer.chained_optimizers:
-            del one.get_parameter_state_dp_zero
-
-
-def _with_padding(joined: Tensor, buffer: Any) -> Tensor:
-    placed, start = joined.new_zeros(buffer.numel), 0
-    for bucket in buffer.buckets:
-        size = bucket.numel_unpadded
-        placed[bucket.offset : bucket.offset + size] = joined[start : start + size]
-        start += size
-    return placed
-
-
-def load_distributed(optimizer: MegatronOptimizer, state: dict[str, Any]) -> None:
-    """Loads what the distributed optimizer's `sharded_state_dict` described.
-
-    Megatron copies one tensor per parameter for every entry of torch's AdamW state, but keeps `step` out of those tensors
-    (a KeyError); here it is supplied, and `set_updates` gives every parameter its own afterwards."""
-    for one in optimizer.chained_optimizers:
-        copy = one._set_main_param_and_optimizer_states
-
-        def copy_with_step(parameter: Tensor, tensors: dict[str, Tensor], copy: Callable = copy) -> None:
-            copy(parameter, {**tensors, "step": torch.zeros(())})
-
-        one._set_main_param_and_optimizer_states = copy_with_step
-    try:
-        optimizer.load_state_dict(state)
-    finally:
-        for one in optimizer.chained_optimizers:
-            del one._set_main_param_and_optimizer_states
 
 
 def zero_gradients(model: DistributedDataParallel, optimizer: MegatronOptimizer) -> None:

@@ -74,6 +74,7 @@ class MegatronTrainer(Trainer):
         self._limits = step.Limits(tokens_per_microbatch, packing)
         self._updates = 0
         self._snapshots: dict[str, dict[str, Tensor]] = {}
+        self._saving: checkpoint.PendingSave | None = None
         self._architecture = architecture(config)
         self._world = world.join(tensor_parallel, pipeline_parallel, seed, sequence_parallel)
         try:
@@ -136,8 +137,26 @@ class MegatronTrainer(Trainer):
         return gather_weights(self._model.module, self._architecture, self._world)
 
     def save(self, path: str | Path, step: int) -> None:
+        self._begin_save(path, step, background=False)
+        self.finish_save()
+
+    def begin_save(self, path: str | Path, step: int) -> None:
+        self._begin_save(path, step, background=True)
+
+    def _begin_save(self, path: str | Path, step: int, background: bool) -> None:
+        self.finish_save()  # one at a time
         with cpu.adapted():
-            checkpoint.save(Path(path), self._state(step))
+            self._saving = checkpoint.begin_save(Path(path), self._state(step), background)
+
+    def finish_save(self, wait: bool = True) -> bool:
+        if self._saving is None:
+            return True
+        with cpu.adapted():
+            if not wait and not self._saving.files.finished_everywhere():
+                return False
+            saving, self._saving = self._saving, None
+            saving.finish()
+        return True
 
     def load(self, path: str | Path) -> int:
         with cpu.adapted():
@@ -152,7 +171,7 @@ class MegatronTrainer(Trainer):
         return checkpoint.TrainerState(
             world=self._world,
             architecture=self._architecture,
-            module=self._model.module,
+            modules=[self._model.module],
             optimizer=self._optimizer,
             snapshots=self._snapshots,
             updates=self._updates,

@@ -10,7 +10,7 @@ import pytest
 import torch
 from fixtures import tiny_model
 
-from rlflow.errors import CheckpointError, ConfigError
+from rlflow.errors import ConfigError
 from rlflow.trainer import Trainer
 from rlflow.weights.hf import digest
 from tests.dist.megatron_ranks import PolicyGradientWithEntropy, make_batch
@@ -75,9 +75,24 @@ def test_a_snapshot_leaves_the_split_parameters_in_their_buffer(make: Any) -> No
     assert digest(trainer.weights()) == digest(other.weights())
 
 
-def test_the_two_forms_of_a_checkpoint_are_told_apart(make: Any, model: Path, tmp_path: Path) -> None:
-    make().save(tmp_path / "checkpoint", 0)
-    with pytest.raises(CheckpointError, match=r"written with trainer\.distributed_optimizer=true, found false"):
-        make(distributed_optimizer=False).load(tmp_path / "checkpoint")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("split", [True, False])
+def test_checkpoints_of_split_and_whole_adam_load_into_each_other(
+    make: Any, tmp_path: Path, dtype: str, split: bool
+) -> None:
+    batch, loss = make_batch(VOCAB), PolicyGradientWithEntropy()
+    writer = make(distributed_optimizer=split, dtype=dtype)
+    for _ in range(2):
+        writer.update(batch, loss)
+    writer.save(tmp_path / "checkpoint", 2)
+    reader = make(distributed_optimizer=not split, dtype=dtype)
+    assert reader.load(tmp_path / "checkpoint") == 2
+    assert digest(reader.weights()) == digest(writer.weights())
+    for _ in range(2):
+        assert reader.update(batch, loss)["loss"] == writer.update(batch, loss)["loss"]
+    assert digest(reader.weights()) == digest(writer.weights())
+
+
+def test_the_reference_backend_has_no_split_adam(make: Any) -> None:
     with pytest.raises(ConfigError, match=r"trainer\.distributed_optimizer: the reference backend"):
         make(backend="reference")
