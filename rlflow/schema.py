@@ -84,6 +84,7 @@ class TrainerSection:
     max_gradient_norm: float = 1.0
     tokens_per_microbatch: int = 16384
     packing: bool = False  # rows end to end instead of padded to the longest
+    logits_chunk_mib: float = 512.0  # of float32 logits that exist at a time, per rank
 
 
 @dataclass

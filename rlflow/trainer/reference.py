@@ -39,8 +39,8 @@ class ReferenceTrainer(Trainer):
     """Takes the keywords of the Megatron trainer; both parallel sizes must be 1.
 
     Parameters, gradients and optimizer state are float32; dtype bfloat16 computes under autocast and gives out bfloat16
-    weights. Weight decay is decoupled and spares 1-D parameters (norms, biases), as Megatron's does. `seed` is accepted
-    because every trainer takes it.
+    weights. Weight decay is decoupled and spares 1-D parameters (norms, biases), as Megatron's does. `seed` and
+    `logits_chunk_mib` are accepted because every trainer takes them; logits are whole here.
     """
 
     def __init__(
@@ -63,6 +63,7 @@ class ReferenceTrainer(Trainer):
         max_gradient_norm: float = 1.0,
         tokens_per_microbatch: int = 16384,
         packing: bool = False,
+        logits_chunk_mib: float = 512.0,
         dtype: str = "float32",
         seed: int = 0,
         trust_remote_code: bool = False,

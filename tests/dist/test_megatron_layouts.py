@@ -28,12 +28,15 @@ FEW_ROWS = ("few-rows", (1, 1))  # 3 rows on 4 data-parallel ranks: one rank run
 PACKED: dict[str, Any] = {"packing": True}
 SEQUENCE: dict[str, Any] = {"sequence_parallel": True}
 DISTRIBUTED: dict[str, Any] = {"distributed_optimizer": True}
+CHUNKED: dict[str, Any] = {"logits_chunk_mib": 0.01}  # 17 positions of two ranks' vocabulary: several chunks per micro-batch
 VARIANTS: dict[str, tuple[str, tuple[int, int], dict[str, Any]]] = {
     "packed": ("qwen2-tied", (2, 2), PACKED),
     "packed-data-parallel": ("qwen3", (1, 1), PACKED),
     "sequence-parallel": ("qwen2", (2, 2), SEQUENCE),
     "distributed-optimizer": ("qwen2-tied", (1, 2), DISTRIBUTED),
     "packed-sequence-parallel": ("qwen3", (2, 1), {**PACKED, **SEQUENCE}),
+    "chunked-logits": ("qwen2-tied", (2, 2), CHUNKED),
+    "chunked-logits-packed-sequence-parallel": ("qwen2", (2, 1), {**CHUNKED, **PACKED, **SEQUENCE}),
 }
 SLOW_VARIANTS = {
     "-".join((name, f"TP{tensor}-PP{pipeline}", *keys)): (name, (tensor, pipeline), dict.fromkeys(keys, True))

@@ -1,125 +1,227 @@
-"""Log-probs and entropies from vocabulary-parallel logits: only (rows, tokens) numbers cross ranks, never logits."""
+"""The output layer fused with log-softmax: hidden states -> log-probs and entropies, a chunk of the logits at a time.
+
+Only (positions,) numbers cross ranks, never logits; and no more logits exist at once than `OutputLayer.chunk_bytes` allows.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region, gather_from_sequence_parallel_region
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from rlflow.trainer.megatron.packing import Packing
 
-CHUNK_ELEMENTS = 1 << 18  # 1 MiB of float32: what a CPU core's cache holds
-CHUNK_ELEMENTS_CUDA = 1 << 26  # a GPU wants few, large operations
+CACHE_ELEMENTS = 1 << 18  # 1 MiB of float32: what a CPU core's cache holds
+CACHE_ELEMENTS_CUDA = 1 << 26  # a GPU wants few, large operations
+
+
+@dataclass(frozen=True)
+class OutputLayer:
+    """The projection to this rank's part of the padded vocabulary: `weight` (columns, hidden), with or without `main_grad`.
+
+    `vocab`: size without padding; padded columns get no probability. `chunk_bytes`: of float32 logits at a time."""
+
+    weight: Tensor
+    vocab: int
+    group: ProcessGroup
+    sequence_parallel: bool
+    chunk_bytes: int
 
 
 def token_logprobs(
-    logits: Tensor,
+    hidden: Tensor,
     tokens: Tensor,
     lengths: Tensor,
     temperatures: Tensor,
     *,
-    vocab: int,
-    group: ProcessGroup,
+    layer: OutputLayer,
     want_entropy: bool = False,
     packing: Packing | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Log-prob of each token and, if wanted, the entropy of the distribution that it was drawn from: (B, T), float32, nats.
 
-    logits (B, T, part of the padded vocabulary), or (1, N, ...) for packed rows; tokens (B, T); lengths, temperatures (B,),
-    a temperature of 0 (greedy) counts as 1. Position t describes token t, so position 0 and padding are 0. Padded
-    vocabulary has no probability."""
-    width = tokens.shape[1]
-    targets = F.pad(tokens[:, 1:], (0, 1))  # the logits at t - 1 predict token t
-    scale = torch.where(temperatures > 0, temperatures, torch.ones_like(temperatures)).unsqueeze(1).expand_as(targets)
-    if packing is not None:
-        targets, scale = packing.gather(targets), packing.gather(scale)
-    logprobs, entropy = _VocabParallelLogprobs.apply(logits, targets, scale, vocab, group, want_entropy)
+    hidden (T, B, hidden), or (N, 1, hidden) for packed rows, at least; split over ranks by the first dimension under
+    sequence parallelism. tokens (B, T); lengths, temperatures (B,), a temperature of 0 (greedy) counts as 1. Position t
+    describes token t, so position 0 and padding are 0: no logits are computed for them."""
+    rows, width = tokens.shape
+    if layer.sequence_parallel:
+        hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True, group=layer.group)
+    else:
+        hidden = copy_to_tensor_model_parallel_region(hidden, group=layer.group)
     positions = torch.arange(width, device=tokens.device)
-    valid = (positions >= 1) & (positions < lengths.unsqueeze(1))
+    valid = positions[1:] < lengths.unsqueeze(1)  # (B, T - 1): of token t + 1, which hidden state t predicts
+    if packing is None:
+        places = positions * rows + torch.arange(rows, device=tokens.device).unsqueeze(1)
+    else:
+        places = packing.places
+    scale = torch.where(temperatures > 0, temperatures, 1.0).unsqueeze(1).expand_as(valid)
+    predicting = hidden.flatten(0, 1).index_select(0, places[:, :-1][valid])
+    logprobs, entropy = _OutputLogprobs.apply(
+        predicting, layer.weight, tokens[:, 1:][valid], scale[valid], layer, want_entropy
+    )
 
     def described(values: Tensor) -> Tensor:
-        if packing is not None:
-            values = packing.scatter(values)
-        return F.pad(values[:, :-1], (1, 0)).masked_fill(~valid, 0.0)
+        return F.pad(values.new_zeros(valid.shape).masked_scatter(valid, values), (1, 0))
 
     return described(logprobs), described(entropy) if want_entropy else None
 
 
-class _VocabParallelLogprobs(torch.autograd.Function):
-    """log p(target) = z_target - log sum exp z and H = log sum exp z - sum p z, with z = logits / temperature.
+class _OutputLogprobs(torch.autograd.Function):
+    """log p(target) = z_target - log sum exp z and H = log sum exp z - sum p z, with z = hidden @ weight.T / temperature.
 
-    Gradients: d log p(target) / d z_j = [j = target] - p_j and d H / d z_j = -p_j (log p_j + H). Works on `CHUNK_ELEMENTS`
-    at a time, so that intermediate values stay in the cache; where no gradient is needed nothing of the logits' size is
-    made. N positions, V columns of the vocabulary on this rank."""
+    Gradients: d log p(target) / d z_j = [j = target] - p_j and d H / d z_j = -p_j (log p_j + H). The exponentials of the
+    last chunk are kept for the backward pass, which begins there; those of the chunks before it are computed again. Within
+    a chunk, work goes on in place and a cache's size at a time. N positions, V columns of the vocabulary on this rank."""
 
     @staticmethod
     def forward(
-        ctx: Any, logits: Tensor, targets: Tensor, scale: Tensor, vocab: int, group: ProcessGroup, want_entropy: bool
+        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, scale: Tensor, layer: OutputLayer, want_entropy: bool
     ) -> tuple[Tensor, Tensor]:
-        part = logits.shape[-1]
-        start = group.rank() * part
-        columns = min(max(vocab - start, 0), part)  # the rest is padding
-        flat = logits.detach().flatten(0, -2)[:, :columns]
-        scale = scale.flatten().unsqueeze(1)  # (N, 1)
-        here = ((targets >= start) & (targets < start + columns)).flatten()
-        index = (targets.flatten() - start).masked_fill(~here, 0).unsqueeze(1)
-
-        peak = flat.new_full(scale.shape, -torch.inf, dtype=torch.float32)
-        if columns:
-            peak = flat.amax(dim=1, keepdim=True).float() / scale
-        peak = _reduced(peak, group, dist.ReduceOp.MAX)
-        keep = ctx.needs_input_grad[0]
-        exponents = torch.empty(flat.shape if keep else (0, 0), dtype=torch.float32, device=flat.device)
-        sums = torch.zeros(3, flat.shape[0], device=flat.device)  # sum exp z, z of the target, sum z exp z
-        for rows in _chunks(flat.shape[0], columns):
-            shifted = (flat[rows] / scale[rows]).float().sub_(peak[rows])
-            sums[1, rows] = shifted.gather(1, index[rows]).squeeze(1) * here[rows]
-            exponent = torch.exp(shifted, out=exponents[rows]) if keep else shifted.exp()
-            sums[0, rows] = exponent.sum(dim=1)
-            if want_entropy:
-                sums[2, rows] = shifted.mul_(exponent).sum(dim=1)
-        total, target, weighted = _reduced(sums, group, dist.ReduceOp.SUM)
-        normalizer = total.log()
-        entropy = normalizer - weighted / total
-        ctx.save_for_backward(exponents, index, here, scale, total, entropy)
-        ctx.shape, ctx.dtype, ctx.want_entropy = logits.shape, logits.dtype, want_entropy
-        return (target - normalizer).view(targets.shape), entropy.view(targets.shape)
+        size = max(1, layer.chunk_bytes // (4 * len(weight)))
+        answers = torch.empty(4, len(hidden), dtype=torch.float32, device=hidden.device)
+        buffer = weight.new_empty(min(size, len(hidden)), len(weight))
+        exponents = None
+        for rows in _slices(len(hidden), size):
+            exponents = None  # not two chunks at a time
+            exponents = _logits(hidden[rows], weight, buffer)
+            _soften(exponents, targets[rows], scale[rows], layer, want_entropy, answers[:, rows])
+        ctx.save_for_backward(hidden, weight, targets, scale, answers)
+        ctx.layer, ctx.want_entropy, ctx.size = layer, want_entropy, size
+        keep = any(ctx.needs_input_grad)
+        ctx.kept = exponents if keep else None
+        ctx.buffer = buffer if keep and buffer.dtype is torch.float32 else None  # where `exponents` lies
+        return answers[0].clone(), answers[1].clone()
 
     @staticmethod
     def backward(ctx: Any, of_logprob: Tensor, of_entropy: Tensor) -> tuple[Tensor | None, ...]:
-        exponents, index, here, scale, total, entropy = ctx.saved_tensors
-        columns = exponents.shape[1]
-        of_logprob, of_entropy = of_logprob.flatten(), of_entropy.flatten()
-        share = -of_logprob / total
-        if ctx.want_entropy:
-            # With p = e / total: -p (log p + H) = -(e log e + e (H - log total)) / total.
-            share = share - of_entropy * (entropy - total.log()) / total
-            of_surprise = (-of_entropy / total).unsqueeze(1) / scale
-        share = share.unsqueeze(1) / scale
-        at_target = (of_logprob * here).unsqueeze(1) / scale
-        allocate = torch.zeros if columns < ctx.shape[-1] else torch.empty
-        gradient = allocate(len(total), ctx.shape[-1], dtype=ctx.dtype, device=total.device)
-        for rows in _chunks(len(total), columns):
-            exponent = exponents[rows]
-            chunk = exponent * share[rows]
-            if ctx.want_entropy:
-                chunk.addcmul_(torch.xlogy(exponent, exponent), of_surprise[rows])
-            chunk.scatter_add_(1, index[rows], at_target[rows])
-            gradient[rows, :columns] = chunk
-        return gradient.view(ctx.shape), None, None, None, None, None
+        hidden, weight, targets, scale, answers = ctx.saved_tensors
+        kept, buffer = ctx.kept, ctx.buffer
+        ctx.kept = ctx.buffer = None  # overwritten here; a second backward pass computes all chunks again
+        # Under Megatron's DDP the gradient goes straight into its float32 buffer: no copy, no rounding between chunks.
+        main_grad = getattr(weight, "main_grad", None)
+        of_weight = torch.zeros_like(weight, dtype=torch.float32) if main_grad is None else main_grad
+        of_hidden = torch.empty_like(hidden)
+        for rows in reversed(_slices(len(hidden), ctx.size)):
+            total = answers[3, rows]
+            if kept is None:
+                buffer = weight.new_empty(min(ctx.size, len(hidden)), len(weight)) if buffer is None else buffer
+                kept, total = _logits(hidden[rows], weight, buffer), torch.ones_like(total)
+                _normalize(kept, scale[rows], answers[2, rows], ctx.layer)
+            entropy = (answers[1, rows], of_entropy[rows]) if ctx.want_entropy else None
+            _differentiate(kept, targets[rows], scale[rows], total, ctx.layer, of_logprob[rows], entropy)
+            of_logits = kept.to(weight.dtype)
+            kept = None
+            torch.mm(of_logits, weight, out=of_hidden[rows])
+            _accumulate(of_weight, of_logits.t(), hidden[rows])
+        return of_hidden, None if main_grad is not None else of_weight.to(weight.dtype), None, None, None, None
 
 
-def _chunks(rows: int, columns: int) -> Iterator[slice]:
-    """Slices of about CHUNK_ELEMENTS elements; none where there are no columns."""
+def _logits(hidden: Tensor, weight: Tensor, buffer: Tensor) -> Tensor:
+    """hidden @ weight.T in float32; in `buffer` where that is float32 too."""
+    return torch.mm(hidden, weight.t(), out=buffer[: len(hidden)]).float()
+
+
+def _soften(
+    logits: Tensor, targets: Tensor, scale: Tensor, layer: OutputLayer, want_entropy: bool, answers: Tensor
+) -> None:
+    """Turns logits (n, V) into exp(z - largest z) in place. `answers` (4, n) get log p(target), H, log sum exp z, and the
+    sum of the exponentials."""
+    index, here, columns = _local(targets, layer, logits.shape[1])
+    logits[:, columns:] = -torch.inf
+    scale = scale.unsqueeze(1)
+    peak = logits.new_full((len(logits), 1), -torch.inf)
     if columns:
-        elements = CHUNK_ELEMENTS_CUDA if torch.cuda.is_available() else CHUNK_ELEMENTS
-        size = max(1, elements // columns)
-        yield from (slice(start, min(start + size, rows)) for start in range(0, rows, size))
+        peak = logits.amax(dim=1, keepdim=True).div_(scale)
+    peak = _reduced(peak, layer.group, dist.ReduceOp.MAX)
+    sums = logits.new_zeros(3, len(logits))  # sum exp z, z of the target, sum z exp z; z less its peak
+    for rows in _slices(len(logits), _cached(logits)):
+        shifted = logits[rows].div_(scale[rows]).sub_(peak[rows])
+        sums[1, rows] = shifted.gather(1, index[rows]).squeeze(1).masked_fill_(~here[rows], 0.0)
+        if want_entropy:
+            exponents = shifted.exp()
+            sums[2, rows] = shifted[:, :columns].mul_(exponents[:, :columns]).sum(dim=1)
+            shifted.copy_(exponents)
+        else:
+            shifted.exp_()
+        sums[0, rows] = shifted.sum(dim=1)
+    total, target, weighted = _reduced(sums, layer.group, dist.ReduceOp.SUM)
+    torch.sub(target, total.log(), out=answers[0])
+    torch.sub(total.log(), weighted / total, out=answers[1])
+    torch.add(total.log(), peak.squeeze(1), out=answers[2])
+    answers[3] = total
+
+
+def _normalize(logits: Tensor, scale: Tensor, normalizer: Tensor, layer: OutputLayer) -> None:
+    """Turns logits (n, V) into probabilities in place, with the log sum exp z that is known already."""
+    logits[:, _columns(layer, logits.shape[1]) :] = -torch.inf
+    for rows in _slices(len(logits), _cached(logits)):
+        logits[rows].div_(scale[rows].unsqueeze(1)).sub_(normalizer[rows].unsqueeze(1)).exp_()
+
+
+def _differentiate(
+    exponents: Tensor,
+    targets: Tensor,
+    scale: Tensor,
+    total: Tensor,
+    layer: OutputLayer,
+    of_logprob: Tensor,
+    entropy: tuple[Tensor, Tensor] | None,
+) -> None:
+    """Turns p * total (n, V) into the gradient of the logits in place. `entropy`: its value and its gradient."""
+    index, here, _ = _local(targets, layer, exponents.shape[1])
+    share = -of_logprob / total
+    of_surprise = torch.zeros_like(share)
+    if entropy is not None:
+        # With p = e / total: -p (log p + H) = -(e log e + e (H - log total)) / total.
+        value, of_entropy = entropy
+        share = share - of_entropy * (value - total.log()) / total
+        of_surprise = (-of_entropy / total / scale).unsqueeze(1)
+    share = (share / scale).unsqueeze(1)
+    at_target = (of_logprob * here / scale).unsqueeze(1)
+    for rows in _slices(len(exponents), _cached(exponents)):
+        chunk = exponents[rows]
+        if entropy is None:
+            chunk.mul_(share[rows])
+        else:
+            surprise = torch.xlogy(chunk, chunk)
+            chunk.mul_(share[rows]).addcmul_(surprise, of_surprise[rows])
+        chunk.scatter_add_(1, index[rows], at_target[rows])
+
+
+def _accumulate(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """total += left @ right, in one operation where all are of one dtype."""
+    if total.dtype == left.dtype:
+        total.addmm_(left, right)
+    else:
+        total.add_(left @ right)
+
+
+def _local(targets: Tensor, layer: OutputLayer, part: int) -> tuple[Tensor, Tensor, int]:
+    """(n, 1) column of each target on this rank (0 where it is elsewhere), (n,) whether it is here, and `_columns`."""
+    columns = _columns(layer, part)
+    index = targets - layer.group.rank() * part
+    here = (index >= 0) & (index < columns)
+    return index.masked_fill(~here, 0).unsqueeze(1), here, columns
+
+
+def _columns(layer: OutputLayer, part: int) -> int:
+    """How many of this rank's columns are vocabulary; the rest is padding."""
+    return min(max(layer.vocab - layer.group.rank() * part, 0), part)
+
+
+def _cached(values: Tensor) -> int:
+    """Rows whose elements fit the cache."""
+    return max(1, (CACHE_ELEMENTS_CUDA if values.is_cuda else CACHE_ELEMENTS) // values.shape[1])
+
+
+def _slices(length: int, size: int) -> list[slice]:
+    return [slice(start, min(start + size, length)) for start in range(0, length, size)]
 
 
 def _reduced(values: Tensor, group: ProcessGroup, operation: dist.ReduceOp.RedOpType) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,6 +21,7 @@ from torch import Tensor
 from rlflow.errors import ModelError
 from rlflow.trainer.megatron.cpu import device
 from rlflow.trainer.megatron.layers import RMSNorm, TorchAttention
+from rlflow.trainer.megatron.logprobs import OutputLayer
 from rlflow.trainer.megatron.world import World
 from rlflow.weights.families import (
     EMBEDDING,
@@ -37,10 +39,32 @@ from rlflow.weights.split import merge, shard
 IGNORED_SUFFIXES = ("rotary_emb.inv_freq",)  # buffers that old checkpoints hold
 
 
-def build_model(model: Architecture, world: World, dtype: torch.dtype) -> GPTModel:
-    """This rank's part of the model, its weights not yet set."""
+class PolicyModel(GPTModel):
+    """A GPTModel that ends before its output layer, which `token_logprobs` fuses with log-softmax."""
+
+    vocab: int
+    chunk_bytes: int
+
+    def _postprocess(self, hidden_states: Tensor, **_: Any) -> Tensor:
+        """(T, B, hidden), also on the last stage; split by tokens under sequence parallelism."""
+        return hidden_states
+
+    def head(self) -> OutputLayer:
+        """The output layer of the last stage."""
+        tied = self.share_embeddings_and_output_weights
+        return OutputLayer(
+            weight=self.shared_embedding_or_output_weight() if tied else self.output_layer.weight,
+            vocab=self.vocab,
+            group=self.pg_collection.tp,
+            sequence_parallel=self.config.sequence_parallel,
+            chunk_bytes=self.chunk_bytes,
+        )
+
+
+def build_model(model: Architecture, world: World, dtype: torch.dtype, chunk_bytes: int) -> PolicyModel:
+    """This rank's part of the model, its weights not yet set. chunk_bytes: of float32 logits at a time."""
     config = transformer_config(model, world, dtype)
-    module = GPTModel(
+    module = PolicyModel(
         config=config,
         transformer_layer_spec=_layer_spec(config),
         vocab_size=padded_vocab(model.vocab, world.tensor_parallel),
@@ -54,6 +78,7 @@ def build_model(model: Architecture, world: World, dtype: torch.dtype) -> GPTMod
         rope_scaling=model.rope_factor is not None,
         rope_scaling_factor=model.rope_factor or 1.0,
     )
+    module.vocab, module.chunk_bytes = model.vocab, chunk_bytes
     return module.to(device())
 
 

@@ -22,6 +22,11 @@ class Packing:
     real: Tensor
     segments: PackedSeqParams
 
+    @property
+    def places(self) -> Tensor:
+        """(B, T) the place of each token in the packed row; of padding, that of the token before it."""
+        return self.real.flatten().cumsum(0).sub_(1).view(self.real.shape)
+
     def gather(self, values: Tensor) -> Tensor:
         """(B, T) -> (1, N)."""
         return values[self.real].unsqueeze(0)

@@ -18,7 +18,7 @@ from rlflow.batching import plan_microbatches
 from rlflow.errors import RLFlowError
 from rlflow.trainer import Loss
 from rlflow.trainer.megatron.cpu import device, native
-from rlflow.trainer.megatron.logprobs import token_logprobs
+from rlflow.trainer.megatron.logprobs import OutputLayer, token_logprobs
 from rlflow.trainer.megatron.packing import Packing, pack
 from rlflow.trainer.megatron.world import World
 from rlflow.types import Batch, PolicyOutput
@@ -55,7 +55,6 @@ def plan(batch: Batch, limits: Limits, world: World) -> list[Microbatch]:
 def forward_backward(
     model: DistributedDataParallel,
     world: World,
-    vocab: int,
     microbatches: Sequence[Microbatch],
     loss: Loss,
     total_tokens: int,
@@ -66,16 +65,16 @@ def forward_backward(
     divides the gradients by the all-reduced number, which is N (`calculate_per_token_loss`)."""
     want_entropy = bool(getattr(loss, "needs_entropy", False))
 
-    def reduce(microbatch: Microbatch, logits: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    def reduce(microbatch: Microbatch, hidden: Tensor, layer: OutputLayer) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         batch = microbatch.batch
-        output = _policy_output(logits, microbatch, world, vocab, want_entropy)
+        output = _policy_output(hidden, microbatch, layer, want_entropy)
         per_token, metrics = loss(output, batch)
         _check_shapes({"loss": per_token, **metrics}, batch)
         share = (batch.weights * per_token).sum()
         sums = {name: (batch.weights * metric.detach()).sum() for name, metric in metrics.items()}
         sums["loss"] = share.detach().clone()  # the schedules change the loss in place
         tokens = int(batch.lengths.sum()) if microbatch.rows else 0
-        return share * total_tokens, torch.tensor(tokens, dtype=torch.int, device=logits.device), sums
+        return share * total_tokens, torch.tensor(tokens, dtype=torch.int, device=hidden.device), sums
 
     parts = _run(model, microbatches, reduce, forward_only=False)
     return _summed(parts, world)
@@ -85,7 +84,6 @@ def forward_backward(
 def score(
     model: DistributedDataParallel,
     world: World,
-    vocab: int,
     batch: Batch,
     limits: Limits,
     want: Sequence[str],
@@ -93,10 +91,12 @@ def score(
     """{name: (B, T) float32 on the CPU} for the wanted of logprobs and entropy, the same on all ranks."""
     microbatches = plan(batch, limits, world)
 
-    def collect(microbatch: Microbatch, logits: Tensor) -> tuple[Tensor, Tensor, tuple[list[int], dict[str, Tensor]]]:
-        output = _policy_output(logits, microbatch, world, vocab, "entropy" in want)
+    def collect(
+        microbatch: Microbatch, hidden: Tensor, layer: OutputLayer
+    ) -> tuple[Tensor, Tensor, tuple[list[int], dict[str, Tensor]]]:
+        output = _policy_output(hidden, microbatch, layer, "entropy" in want)
         values = {name: getattr(output, name) for name in want}
-        nothing = torch.zeros((), device=logits.device)
+        nothing = torch.zeros((), device=hidden.device)
         return nothing, nothing.int(), (microbatch.rows, values)
 
     parts = _run(model, microbatches, collect, forward_only=True)
@@ -132,22 +132,16 @@ def _check_shapes(values: dict[str, Tensor], batch: Batch) -> None:
             )
 
 
-def _policy_output(
-    logits: Tensor, microbatch: Microbatch, world: World, vocab: int, want_entropy: bool
-) -> PolicyOutput:
-    batch, packing = microbatch.batch, microbatch.packing
-    used = batch.tokens.shape[1] if packing is None else int(packing.real.sum())
-    if used < logits.shape[1]:
-        logits = logits[:, :used]  # the rest is filling
+def _policy_output(hidden: Tensor, microbatch: Microbatch, layer: OutputLayer, want_entropy: bool) -> PolicyOutput:
+    batch = microbatch.batch
     logprobs, entropy = token_logprobs(
-        logits,
+        hidden,
         batch.tokens,
         batch.lengths,
         batch.temperatures,
-        vocab=vocab,
-        group=world.tensor_group,
+        layer=layer,
         want_entropy=want_entropy,
-        packing=packing,
+        packing=microbatch.packing,
     )
     return PolicyOutput(logprobs=logprobs, entropy=entropy)
 
@@ -155,7 +149,7 @@ def _policy_output(
 def _run(
     model: DistributedDataParallel,
     microbatches: Sequence[Microbatch],
-    reduce: Callable[[Microbatch, Tensor], tuple[Tensor, Tensor, Any]],
+    reduce: Callable[[Microbatch, Tensor, OutputLayer], tuple[Tensor, Tensor, Any]],
     forward_only: bool,
 ) -> list[Any]:
     """What `reduce` gave third for each micro-batch, in order; empty on all but the last pipeline stage."""
@@ -170,7 +164,7 @@ def _run(
             attention_mask=None,
             packed_seq_params=None if packing is None else packing.segments,
         )
-        return output, native(lambda logits: reduce(microbatch, logits))
+        return output, native(lambda hidden: reduce(microbatch, hidden, module.module.head()))
 
     widest = max(one.tokens.shape[1] for one in microbatches)
     return get_forward_backward_func()(

@@ -28,7 +28,8 @@ class MegatronTrainer(Trainer):
 
     The ranks are those of torch.distributed where the caller initialised it (data parallel = ranks / (tensor * pipeline));
     otherwise this process alone. lr_*: see `learning_rate`. tokens_per_microbatch: rows times longest row of one forward
-    pass; with `packing` (rows end to end, unpadded) the sum of their lengths. `trust_remote_code` is accepted for symmetry;
+    pass; with `packing` (rows end to end, unpadded) the sum of their lengths. logits_chunk_mib: of float32 logits that exist
+    at a time; what a micro-batch has beyond it is computed again in the backward pass. `trust_remote_code` is accepted for symmetry;
     no code of a model directory is ever run here."""
 
     def __init__(
@@ -51,6 +52,7 @@ class MegatronTrainer(Trainer):
         max_gradient_norm: float = 1.0,
         tokens_per_microbatch: int = 16384,
         packing: bool = False,
+        logits_chunk_mib: float = 512.0,
         dtype: str = "float32",
         seed: int = 0,
         trust_remote_code: bool = False,
@@ -79,7 +81,7 @@ class MegatronTrainer(Trainer):
         self._world = world.join(tensor_parallel, pipeline_parallel, seed, sequence_parallel)
         try:
             with cpu.adapted():
-                module = build_model(self._architecture, self._world, DTYPES[dtype])
+                module = build_model(self._architecture, self._world, DTYPES[dtype], int(logits_chunk_mib * 2**20))
                 load_weights(module, self._architecture, self._world, weights)
                 self._model = optimizer.wrap(module, distributed_optimizer)
                 options = optimizer.AdamOptions(lr, beta1, beta2, eps, weight_decay, max_gradient_norm)
@@ -102,8 +104,7 @@ class MegatronTrainer(Trainer):
         with cpu.adapted():
             self._model.train()
             optimizer.zero_gradients(self._model, self._optimizer)
-            vocab = self._architecture.vocab
-            metrics = step.forward_backward(self._model, self._world, vocab, microbatches, loss, tokens)
+            metrics = step.forward_backward(self._model, self._world, microbatches, loss, tokens)
             norm = optimizer.step(self._optimizer, rate)
         self._updates += 1
         share = float(batch.weights.sum()) or 1.0
@@ -124,8 +125,7 @@ class MegatronTrainer(Trainer):
         self._check(batch)
         with self._swapped(model), cpu.adapted():
             self._model.eval()
-            vocab = self._architecture.vocab
-            return step.score(self._model, self._world, vocab, batch, self._limits, want)
+            return step.score(self._model, self._world, batch, self._limits, want)
 
     def snapshot(self, name: str) -> None:
         if name == "policy":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rlflow.trainer.megatron import logprobs as module
-from rlflow.trainer.megatron.logprobs import token_logprobs
+from rlflow.trainer.megatron.logprobs import OutputLayer, token_logprobs
 
 
 @pytest.fixture(scope="module")
@@ -22,6 +23,16 @@ def group() -> Iterator[dist.ProcessGroup]:
     yield dist.group.WORLD  # type: ignore[misc]
     if made:
         dist.destroy_process_group()
+
+
+def from_logits(
+    logits: Tensor, tokens: Tensor, lengths: Tensor, temperatures: Tensor, group: dist.ProcessGroup, **options: Any
+) -> tuple[Tensor, Tensor | None]:
+    """`token_logprobs` where the hidden states are the logits (B, T, V): the output layer is the identity."""
+    vocab, chunk_bytes = options.pop("vocab", logits.shape[-1]), options.pop("chunk_bytes", 1 << 20)
+    weight = torch.eye(logits.shape[-1], dtype=logits.dtype)
+    layer = OutputLayer(weight, vocab, group, sequence_parallel=False, chunk_bytes=chunk_bytes)
+    return token_logprobs(logits.transpose(0, 1), tokens, lengths, temperatures, layer=layer, **options)
 
 
 def make_case(vocab: int = 13) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -43,47 +54,101 @@ def oracle(logits: Tensor, tokens: Tensor, lengths: Tensor, temperatures: Tensor
 def test_two_words_by_hand(group: dist.ProcessGroup) -> None:
     """Logits (ln 3, 0) at temperature 1: p = (3/4, 1/4), and token 1 was drawn after token 0."""
     logits = torch.tensor([[[math.log(3), 0.0], [9.0, 9.0]]])
-    got, entropy = token_logprobs(
-        logits, torch.tensor([[0, 1]]), torch.tensor([2]), torch.ones(1), vocab=2, group=group, want_entropy=True
+    got, entropy = from_logits(
+        logits, torch.tensor([[0, 1]]), torch.tensor([2]), torch.ones(1), group, want_entropy=True
     )
     assert entropy is not None
     assert got.tolist() == [[0.0, pytest.approx(math.log(1 / 4))]]
     assert entropy.tolist() == [[0.0, pytest.approx(-(0.75 * math.log(0.75) + 0.25 * math.log(0.25)))]]
 
 
-@pytest.mark.parametrize("chunk", [1, 40, 1 << 18])
+@pytest.mark.parametrize("cache", [1, 40, 1 << 18])
+@pytest.mark.parametrize("chunk_bytes", [1, 4 * 13 * 3, 1 << 20])
 def test_values_and_gradients_equal_torch(
-    group: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch, chunk: int
+    group: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch, cache: int, chunk_bytes: int
 ) -> None:
-    monkeypatch.setattr(module, "CHUNK_ELEMENTS", chunk)
-    monkeypatch.setattr(module, "CHUNK_ELEMENTS_CUDA", chunk)
+    """One position per chunk, three (the last chunk is smaller), all in one: the gradients of both outputs are torch's."""
+    monkeypatch.setattr(module, "CACHE_ELEMENTS", cache)
     logits, tokens, lengths, temperatures = make_case()
     draw = torch.Generator().manual_seed(1)
     of_logprobs, of_entropy = torch.randn(2, 3, 6, generator=draw)
 
     ours, theirs = logits.clone().requires_grad_(), logits.double().requires_grad_()
-    got, entropy = token_logprobs(ours, tokens, lengths, temperatures, vocab=13, group=group, want_entropy=True)
+    got, entropy = from_logits(ours, tokens, lengths, temperatures, group, want_entropy=True, chunk_bytes=chunk_bytes)
     expected, expected_entropy = oracle(theirs, tokens, lengths, temperatures.double())
     assert entropy is not None
     torch.testing.assert_close(got.double(), expected, atol=2e-6, rtol=0)
     torch.testing.assert_close(entropy.double(), expected_entropy, atol=2e-6, rtol=0)
-    (got * of_logprobs + entropy * of_entropy).sum().backward()
+    (got * of_logprobs + entropy * of_entropy).sum().backward(retain_graph=True)
     (expected * of_logprobs + expected_entropy * of_entropy).sum().backward()
     torch.testing.assert_close(ours.grad.double(), theirs.grad, atol=2e-6, rtol=0)
+    ours.grad = None
+    (got * of_logprobs + entropy * of_entropy).sum().backward()  # the kept chunk was overwritten: it is made again
+    torch.testing.assert_close(ours.grad.double(), theirs.grad, atol=2e-6, rtol=0)
+
+
+def project(hidden: Tensor, weight: Tensor, group: dist.ProcessGroup, chunk_bytes: int, want_entropy: bool) -> Tensor:
+    """The sum of what `token_logprobs` gives for the hidden states (T, B, H), weighed by position."""
+    _, tokens, lengths, temperatures = make_case(vocab=29)
+    layer = OutputLayer(weight, 29, group, sequence_parallel=False, chunk_bytes=chunk_bytes)
+    got, entropy = token_logprobs(hidden, tokens, lengths, temperatures, layer=layer, want_entropy=want_entropy)
+    share = torch.linspace(-1, 2, got.numel()).view(got.shape)
+    return (share * got).sum() + ((share.flip(0) * entropy).sum() if entropy is not None else 0)
+
+
+@pytest.mark.parametrize("want_entropy", [False, True])
+@pytest.mark.parametrize("chunk_bytes", [1, 4 * 32 * 2])
+def test_chunks_change_no_gradient_of_hidden_states_or_weight(
+    group: dist.ProcessGroup, chunk_bytes: int, want_entropy: bool
+) -> None:
+    """29 columns of vocabulary and 3 of padding; against one chunk, and against Megatron's gradient buffer."""
+    draw = torch.Generator().manual_seed(2)
+    hidden, weight = torch.randn(6, 3, 8, generator=draw), torch.randn(32, 8, generator=draw)
+    results = []
+    for size, buffered in ((1 << 20, False), (chunk_bytes, False), (chunk_bytes, True)):
+        given, learned = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
+        if buffered:
+            learned.main_grad = torch.ones_like(weight)  # what an earlier micro-batch left there
+        value = project(given, learned, group, size, want_entropy)
+        value.backward()
+        results.append((value.detach(), given.grad, learned.main_grad - 1 if buffered else learned.grad))
+        assert not buffered or learned.grad is None
+    for other in results[1:]:
+        for first, second in zip(results[0], other, strict=True):
+            torch.testing.assert_close(second, first, atol=2e-6, rtol=1e-6)
+    assert not results[0][2][29:].any(), "padding of the vocabulary learns"
+
+
+def test_no_more_logits_than_a_chunk_exist_at_once(group: dist.ProcessGroup) -> None:
+    """Every tensor as wide as the vocabulary that is made in forward and backward pass is one chunk long at most."""
+    longest = []
+
+    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            result = func(*args, **(kwargs or {}))
+            if isinstance(result, Tensor) and result.dim() == 2 and result.shape[1] == 32:
+                longest.append(len(result))
+            return result
+
+    hidden, weight = torch.randn(6, 3, 4, requires_grad=True), torch.randn(32, 4, requires_grad=True)
+    with Watch():
+        project(hidden, weight, group, 4 * 32 * 4, True).backward()
+    assert longest
+    assert max(longest) == 4
 
 
 def test_scoring_equals_training(group: dist.ProcessGroup) -> None:
     """Without gradients nothing is kept for the backward pass, and the numbers are the same bits."""
     logits, tokens, lengths, temperatures = make_case()
-    kept, _ = token_logprobs(logits.clone().requires_grad_(), tokens, lengths, temperatures, vocab=13, group=group)
-    plain, _ = token_logprobs(logits, tokens, lengths, temperatures, vocab=13, group=group)
+    kept, _ = from_logits(logits.clone().requires_grad_(), tokens, lengths, temperatures, group)
+    plain, _ = from_logits(logits, tokens, lengths, temperatures, group)
     assert torch.equal(kept.detach(), plain)
 
 
 def test_padded_vocabulary_has_no_probability_and_no_gradient(group: dist.ProcessGroup) -> None:
     logits, tokens, lengths, temperatures = make_case()
     padded = torch.cat([logits, torch.full((3, 6, 3), 50.0)], dim=-1).requires_grad_()
-    got, entropy = token_logprobs(padded, tokens, lengths, temperatures, vocab=13, group=group, want_entropy=True)
+    got, entropy = from_logits(padded, tokens, lengths, temperatures, group, vocab=13, want_entropy=True)
     expected, expected_entropy = oracle(logits, tokens, lengths, temperatures)
     assert entropy is not None
     torch.testing.assert_close(got.detach(), expected, atol=2e-6, rtol=0)
@@ -95,7 +160,7 @@ def test_padded_vocabulary_has_no_probability_and_no_gradient(group: dist.Proces
 def test_padding_and_the_last_position_get_no_gradient(group: dist.ProcessGroup) -> None:
     logits, tokens, lengths, temperatures = make_case()
     logits.requires_grad_()
-    got, _ = token_logprobs(logits, tokens, lengths, temperatures, vocab=13, group=group)
+    got, _ = from_logits(logits, tokens, lengths, temperatures, group)
     got.sum().backward()
     moved = logits.grad.abs().sum(-1) > 0
     assert moved.sum(dim=1).tolist() == [5, 3, 0]  # one less than each length: position t is predicted at t - 1
@@ -103,15 +168,15 @@ def test_padding_and_the_last_position_get_no_gradient(group: dist.ProcessGroup)
 
 def test_greedy_temperature_counts_as_one(group: dist.ProcessGroup) -> None:
     logits, tokens, lengths, _ = make_case()
-    greedy, _ = token_logprobs(logits, tokens, lengths, torch.zeros(3), vocab=13, group=group)
-    one, _ = token_logprobs(logits, tokens, lengths, torch.ones(3), vocab=13, group=group)
+    greedy, _ = from_logits(logits, tokens, lengths, torch.zeros(3), group)
+    one, _ = from_logits(logits, tokens, lengths, torch.ones(3), group)
     assert torch.equal(greedy, one)
 
 
 def test_extreme_logits_stay_finite(group: dist.ProcessGroup) -> None:
     logits = torch.tensor([[[1e4, 0.0, -1e4], [0.0, 0.0, 0.0]]], requires_grad=True)
-    got, entropy = token_logprobs(
-        logits, torch.tensor([[0, 0]]), torch.tensor([2]), torch.ones(1), vocab=3, group=group, want_entropy=True
+    got, entropy = from_logits(
+        logits, torch.tensor([[0, 0]]), torch.tensor([2]), torch.ones(1), group, want_entropy=True
     )
     assert entropy is not None
     assert (got[0, 1].item(), entropy[0, 1].item()) == (0.0, 0.0)
