@@ -27,6 +27,7 @@ from rlflow.errors import (
 )
 from rlflow.integrity import Fingerprint, find_damage, fingerprint, read_sealed, seal
 from rlflow.trainer import Loss, Trainer
+from rlflow.trainer.layout import Layout
 from rlflow.trainer.schedule import learning_rate
 from rlflow.types import Batch, PolicyOutput
 
@@ -36,7 +37,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 class ReferenceTrainer(Trainer):
-    """Takes the keywords of the Megatron trainer; both parallel sizes must be 1.
+    """Takes the keywords of the Megatron trainer; every parallel size must be 1.
 
     Parameters, gradients and optimizer state are float32; dtype bfloat16 computes under autocast and gives out bfloat16
     weights. Weight decay is decoupled and spares 1-D parameters (norms, biases), as Megatron's does. `seed` and
@@ -49,8 +50,11 @@ class ReferenceTrainer(Trainer):
         *,
         tensor_parallel: int = 1,
         pipeline_parallel: int = 1,
+        context_parallel: int = 1,
+        virtual_pipeline: int = 1,
         sequence_parallel: bool = False,
         distributed_optimizer: bool = False,
+        recompute: str = "none",
         lr: float = 1e-6,
         lr_schedule: str = "constant",
         lr_warmup_steps: int = 0,
@@ -69,14 +73,20 @@ class ReferenceTrainer(Trainer):
         trust_remote_code: bool = False,
         device: str | None = None,
     ) -> None:
-        if (tensor_parallel, pipeline_parallel) != (1, 1):
+        layout = Layout(tensor_parallel, pipeline_parallel, context_parallel, virtual_pipeline, sequence_parallel)
+        if layout != Layout():
             raise ConfigError(
                 f"trainer: the reference backend runs on one device; found tensor_parallel {tensor_parallel}, "
-                f"pipeline_parallel {pipeline_parallel}; set both to 1 or trainer.backend to megatron"
+                f"pipeline_parallel {pipeline_parallel}, context_parallel {context_parallel}; set them to 1 or "
+                "trainer.backend to megatron"
             )
-        for name, value in (("sequence_parallel", sequence_parallel), ("distributed_optimizer", distributed_optimizer)):
-            if value:
-                raise ConfigError(f"trainer.{name}: the reference backend runs on one device; set it to false.")
+        if distributed_optimizer:
+            raise ConfigError("trainer.distributed_optimizer: the reference backend runs on one device; set it to false.")
+        if recompute != "none":
+            raise ConfigError(
+                f"trainer.recompute: 'reference' keeps all activations; expected none, found '{recompute}'. "
+                "Use trainer.backend=megatron."
+            )
         if packing:
             raise ConfigError(
                 "trainer.packing: 'reference' pads; expected false, found true. Use trainer.backend=megatron."

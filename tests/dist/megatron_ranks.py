@@ -87,13 +87,13 @@ def train(
     return result
 
 
-def rank_main(rank: int, rendezvous: str, jobs: list[dict[str, Any]]) -> None:
+def rank_main(rank: int, rendezvous: str, ranks: int, jobs: list[dict[str, Any]]) -> None:
     """One rank: joins the others over a file, runs the jobs in order; rank 0 writes what came out."""
     import torch.distributed as dist
 
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=RANKS)
+    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=ranks)
     for job in jobs:
         result = train(
             job["model"],
@@ -103,7 +103,7 @@ def rank_main(rank: int, rendezvous: str, jobs: list[dict[str, Any]]) -> None:
             job["save_to"],
             job["options"],
         )
-        same: list[Any] = [None] * RANKS
+        same: list[Any] = [None] * ranks
         dist.all_gather_object(same, (result["metrics"], digest(result["weights"].items())))
         result["same_on_all_ranks"] = all(other == same[0] for other in same)
         if rank == 0:
@@ -111,13 +111,19 @@ def rank_main(rank: int, rendezvous: str, jobs: list[dict[str, Any]]) -> None:
     dist.destroy_process_group()
 
 
-def launch(directory: Path, jobs: list[dict[str, Any]], limit_s: float) -> None:
-    """Runs the jobs on four ranks. Raises what a rank raised, or TimeoutError; leaves no process behind."""
+def launch(directory: Path, jobs: list[dict[str, Any]], limit_s: float, ranks: int = RANKS) -> None:
+    """Runs the jobs on so many ranks. Raises what a rank raised, or TimeoutError; leaves no process behind."""
+    import multiprocessing
+
     import torch.multiprocessing as mp
 
     rendezvous = directory / "rendezvous"
     rendezvous.unlink(missing_ok=True)  # an earlier launch's file would name ranks that are gone
-    context = mp.spawn(rank_main, args=(str(rendezvous), jobs), nprocs=RANKS, join=False)
+    # One process imports megatron-core (seconds), and every rank of every launch is forked from it.
+    multiprocessing.set_forkserver_preload(["rlflow.trainer.megatron"])
+    context = mp.start_processes(
+        rank_main, args=(str(rendezvous), ranks, jobs), nprocs=ranks, join=False, start_method="forkserver"
+    )
     deadline = time.monotonic() + limit_s
     try:
         while not context.join(timeout=1.0):

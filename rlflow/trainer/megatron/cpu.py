@@ -13,11 +13,14 @@ from typing import Any, TypeVar
 
 import megatron.core
 import torch
+from megatron.core.models.common.embeddings import rotary_pos_embedding
 from megatron.core.tensor_parallel import random as megatron_random
 from torch import Tensor
+from torch.distributed import ProcessGroup
 from torch.overrides import TorchFunctionMode
 
 from rlflow.errors import MissingPackageError
+from rlflow.trainer.megatron.context import held_positions
 
 TESTED_VERSION = "0.16."
 _Result = TypeVar("_Result")
@@ -63,6 +66,7 @@ def _without_cuda() -> Iterator[None]:
         (torch.cuda, "synchronize", lambda device=None: None),
         (torch.cuda, "manual_seed", torch.manual_seed),
         (torch.cuda, "get_rng_state", lambda device="cpu": torch.get_rng_state()),
+        (rotary_pos_embedding, "get_pos_emb_on_this_cp_rank", _held_embedding),
         (megatron_random, "_get_cuda_rng_state", lambda *_, **__: torch.get_rng_state()),
         (megatron_random, "_set_cuda_rng_state", lambda state, *_, **__: torch.set_rng_state(state)),
     ]
@@ -75,6 +79,12 @@ def _without_cuda() -> Iterator[None]:
     finally:
         for owner, name, value in originals:
             setattr(owner, name, value)
+
+
+def _held_embedding(embedding: Tensor, dimension: int, group: ProcessGroup) -> Tensor:
+    """Megatron's choice of a context-parallel rank's positions, without pinned memory."""
+    held = held_positions([embedding.shape[dimension]], group.size(), group.rank(), embedding.device)
+    return embedding.index_select(dimension, held)
 
 
 def native(function: Callable[..., _Result]) -> Callable[..., _Result]:
