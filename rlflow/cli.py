@@ -33,9 +33,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise
         print(f"rlflow: {type(error).__name__}: {error}", file=sys.stderr)
         return error.exit_code
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as stop:
         print("rlflow: interrupted.", file=sys.stderr)
-        return 130
+        return getattr(stop, "exit_code", 130)
     except BrokenPipeError:  # `rlflow show RUN | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0

@@ -27,6 +27,7 @@ from rlflow.schema import RunConfig
 from rlflow.trainer import Loss, Trainer
 from rlflow.trainer.layout import Layout
 from rlflow.types import Batch
+from rlflow.wire import pack, pack_batch, unpack, unpack_batch
 
 logger = logging.getLogger(__name__)
 
@@ -103,7 +104,7 @@ class RayTrainer(Trainer):
 
     def score(self, batch: Batch, model: str = "policy", want: Sequence[str] = ("logprobs",)) -> dict[str, Tensor]:
         scores = self._call("score", self._share(batch), model, tuple(want))
-        return {name: _unpack(value) for name, value in scores.items()}
+        return {name: unpack(value) for name, value in scores.items()}
 
     def update(self, batch: Batch, loss: Loss) -> dict[str, float]:
         return self._call("update", self._share(batch), loss)
@@ -118,10 +119,16 @@ class RayTrainer(Trainer):
         while chunk := self._gather(pending)[0]:
             pending = self._submit("next_weights", CHUNK_BYTES)
             for name, value in chunk:
-                yield name, _unpack(value)
+                yield name, unpack(value)
 
     def save(self, path: str | Path, step: int) -> None:
         self._call("trainer_method", "save", str(Path(path).absolute()), step)
+
+    def begin_save(self, path: str | Path, step: int) -> None:
+        self._call("trainer_method", "begin_save", str(Path(path).absolute()), step)
+
+    def finish_save(self, wait: bool = True) -> bool:
+        return self._call("trainer_method", "finish_save", wait)
 
     def load(self, path: str | Path) -> int:
         return self._call("trainer_method", "load", str(Path(path).absolute()))
@@ -170,7 +177,7 @@ class RayTrainer(Trainer):
         import ray
 
         self._check_open()  # before ray.put, which would start Ray again
-        return ray.put(_pack_batch(batch))
+        return ray.put(pack_batch(batch))
 
     def _check_open(self) -> None:
         if not self._actors:
@@ -254,11 +261,11 @@ class TrainerRank:
         self.trainer = Trainer.from_pretrained(path, backend, **options)
 
     def score(self, batch: dict[str, Any], model: str, want: tuple[str, ...]) -> dict[str, Any] | None:
-        scores = self.trainer.score(_unpack_batch(batch), model, want)
-        return self._from_first({name: _pack(value) for name, value in scores.items()})
+        scores = self.trainer.score(unpack_batch(batch), model, want)
+        return self._from_first({name: pack(value) for name, value in scores.items()})
 
     def update(self, batch: dict[str, Any], loss: Loss) -> dict[str, float] | None:
-        return self._from_first(self.trainer.update(_unpack_batch(batch), loss))
+        return self._from_first(self.trainer.update(unpack_batch(batch), loss))
 
     def trainer_method(self, method: str, *arguments: Any) -> Any:
         return self._from_first(getattr(self.trainer, method)(*arguments))
@@ -270,7 +277,7 @@ class TrainerRank:
         """The next tensors, up to `limit_bytes` (one at least), [] at the end. All ranks stop at the same tensor."""
         chunk, size = [], 0
         for name, value in self.stream:
-            chunk.append((name, _pack(value) if self.rank == 0 else None))
+            chunk.append((name, pack(value) if self.rank == 0 else None))
             size += value.numel() * value.element_size()
             if size >= limit_bytes:
                 break
@@ -371,26 +378,3 @@ def _failure_of(reference: Any, rank: int) -> RLFlowError | None:
 
 def _first_line(error: BaseException) -> str:
     return next(iter(str(error).strip().splitlines()), "no message")
-
-
-def _pack(value: Tensor) -> tuple[Any, str]:
-    """(numpy array, torch dtype name); numpy has no bfloat16, so its bits travel as int16."""
-    value = value.detach().cpu().contiguous()
-    name = str(value.dtype).removeprefix("torch.")
-    return (value.view(torch.int16) if value.dtype is torch.bfloat16 else value).numpy(), name
-
-
-def _unpack(packed: tuple[Any, str]) -> Tensor:
-    array, name = packed
-    value = torch.from_numpy(array.copy())  # Ray's arrays are read-only views of shared memory
-    return value.view(torch.bfloat16) if name == "bfloat16" else value
-
-
-def _pack_batch(batch: Batch) -> dict[str, Any]:
-    fields = {f.name: _pack(getattr(batch, f.name)) for f in dataclasses.fields(batch) if f.name != "columns"}
-    return {**fields, "columns": {name: _pack(value) for name, value in batch.columns.items()}}
-
-
-def _unpack_batch(packed: dict[str, Any]) -> Batch:
-    columns = {name: _unpack(value) for name, value in packed["columns"].items()}
-    return Batch(**{name: _unpack(value) for name, value in packed.items() if name != "columns"}, columns=columns)

@@ -8,8 +8,10 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rlflow.errors import CheckpointError, DamagedCheckpointError
+from rlflow.errors import DamagedCheckpointError
 
+MANIFEST = "trainer.json"
+"""The sealed document in which a trainer's checkpoint lists its other files; written last."""
 SEAL = "crc32"
 BLOCK_BYTES = 2**22
 
@@ -47,6 +49,19 @@ def find_damage(directory: Path, expected: Mapping[str, Fingerprint], names: Ite
     return None
 
 
+def table(files: Mapping[str, Fingerprint]) -> dict[str, dict[str, Any]]:
+    """The entries of a manifest that describe files; `listed` reads them."""
+    return {
+        "files": {name: files[name].size for name in sorted(files)},
+        "checksums": {name: files[name].crc32 for name in sorted(files)},
+    }
+
+
+def listed(manifest: Mapping[str, Any]) -> dict[str, Fingerprint]:
+    """The files that a manifest describes, by name."""
+    return {name: Fingerprint(size, manifest["checksums"][name]) for name, size in manifest["files"].items()}
+
+
 def seal(document: Mapping[str, Any]) -> dict[str, Any]:
     """The JSON document with a checksum of itself; `read_sealed` checks it."""
     return {**document, SEAL: _checksum(document)}
@@ -55,12 +70,10 @@ def seal(document: Mapping[str, Any]) -> dict[str, Any]:
 def read_sealed(path: Path) -> dict[str, Any]:
     """A document that was written sealed, without its seal.
 
-    Raises:
-        CheckpointError: there is no such directory.
-        DamagedCheckpointError: the file is missing, or not what was written.
+    Raises DamagedCheckpointError where the file is missing, or not what was written.
     """
     if not path.parent.is_dir():
-        raise CheckpointError(f"{path.parent}: no such checkpoint.")
+        raise DamagedCheckpointError(f"{path.parent}: no such checkpoint.")
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -68,7 +81,9 @@ def read_sealed(path: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise DamagedCheckpointError(f"{path}: damaged ({error}).") from None
     found = document.pop(SEAL, None) if isinstance(document, dict) else None
-    if found is None or found != _checksum(document):
+    if found is None:
+        raise DamagedCheckpointError(f"{path}: carries no checksum; it is damaged, or an older version of rlflow wrote it.")
+    if found != _checksum(document):
         raise DamagedCheckpointError(f"{path}: damaged, its content does not agree with its checksum.")
     return document
 

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM as a question that the loop asks between steps."""
+"""Ctrl-C and SIGTERM: at once while a run is being built, as a question that the loop asks between steps afterwards."""
 
 from __future__ import annotations
 
@@ -11,14 +11,23 @@ from typing import Any
 logger = logging.getLogger(__name__)
 
 
-class Interrupt:
-    """While active, the first SIGINT or SIGTERM only sets `requested`; the second raises KeyboardInterrupt at once.
+class Stopped(KeyboardInterrupt):
+    """A signal that ends the program at once; what is open is closed on the way."""
 
-    Outside the main thread (a notebook's worker, for one) signals stay as they are and `requested` stays False.
+    def __init__(self, number: int) -> None:
+        super().__init__(signal.Signals(number).name)
+        self.exit_code = 128 + number
+
+
+class Interrupt:
+    """While active, SIGINT and SIGTERM raise Stopped; once `graceful` is set, the first one only sets `requested`.
+
+    Outside the main thread (a notebook's worker, for one) signals stay as they are and `requested` stays None.
     """
 
     def __init__(self) -> None:
         self.requested: str | None = None  # the signal's name
+        self.graceful = False
         self._previous: dict[int, Any] = {}
 
     def __enter__(self) -> Interrupt:
@@ -34,7 +43,7 @@ class Interrupt:
             signal.signal(number, handler)
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
-        if self.requested:
-            raise KeyboardInterrupt
+        if self.requested or not self.graceful:
+            raise Stopped(number)
         self.requested = signal.Signals(number).name
         logger.warning("%s: finishing this step, then saving; once more stops at once", self.requested)

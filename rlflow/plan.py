@@ -25,6 +25,7 @@ CHOICES = {
 POSITIVE = (
     "run.steps",
     "run.max_minutes",
+    "run.resume_step",
     "data.max_prompt_tokens",
     "rollout.prompts_per_step",
     "rollout.samples_per_prompt",

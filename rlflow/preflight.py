@@ -28,6 +28,8 @@ def check_start(config: RunConfig) -> None:
     Layout.of(config.trainer).check_model(architecture(read_config(config.model.path)))
     WeightFiles(config.model.path)
     _check_packages(config)
+    if config.run.resume_step is not None and not config.run.resume:
+        raise ConfigError(f"run.resume_step: {config.run.resume_step} needs run.resume (--resume).")
     RunDirectory.check(run_path(config), resume=config.run.resume, overwrite=config.run.overwrite)
 
 
@@ -45,7 +47,7 @@ def finished_summary(config: RunConfig) -> dict[str, Any] | None:
     """The summary of the run that is to be resumed, where all its steps are done and nothing is left to do; else None."""
     directory = RunDirectory(run_path(config))
     latest = directory.latest_checkpoint()
-    if latest is None or not directory.summary.is_file():
+    if latest is None or not directory.summary.is_file() or config.run.resume_step not in (None, latest[0]):
         return None
     summary = read_json(directory.summary)
     done = summary.get("status") == "finished" and summary.get("steps") == latest[0] >= config.run.steps

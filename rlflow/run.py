@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import random
 import time
@@ -12,8 +13,10 @@ from types import TracebackType
 from typing import Any
 
 from rlflow.assemble import fitting_tasks, make_rollout
+from rlflow.checkpoints import TRAINER, read_state
 from rlflow.cluster import make_trainer
 from rlflow.config import redact, save_config, to_dict
+from rlflow.errors import DamagedCheckpointError, RLFlowError, StorageError
 from rlflow.evaluate import Evaluation
 from rlflow.interrupt import Interrupt
 from rlflow.metrics import MetricsLog, PhaseTimer, make_sinks
@@ -21,7 +24,8 @@ from rlflow.picture import render_picture
 from rlflow.preflight import check_start, run_path
 from rlflow.progress import make_progress
 from rlflow.rollout import Rollout
-from rlflow.run_directory import RunDirectory, read_json, write_json, write_trajectories
+from rlflow.run_directory import RunDirectory, write_json, write_trajectories
+from rlflow.saving import Saver
 from rlflow.schema import RunConfig
 from rlflow.trainer import Trainer
 from rlflow.trainer.export import check_export
@@ -33,6 +37,7 @@ logger = logging.getLogger(__name__)
 EXPORT_TOLERANCE = {"float32": 1e-4, "bfloat16": 0.5}
 """Nats, by model.dtype: log-probs of the export (transformers, float32) against the trainer's. A bfloat16 trainer rounds its
 activations and logits too; a tensor in the wrong place costs several nats."""
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class Run:
@@ -40,6 +45,7 @@ class Run:
 
     rollout: Rollout
     trainer: Trainer
+    saver: Saver
 
     def __init__(self, config: RunConfig) -> None:
         self.config = config
@@ -63,13 +69,15 @@ class Run:
         check_start(config)
         with ExitStack() as stack:
             self.algorithm = Algorithm.from_config(config)
+            stack.enter_context(self.interrupt)  # first: a signal while ranks start must end them too
             log = stack.enter_context(_log())
-            saved = RunDirectory(run_path(config)).saved_steps() if config.run.resume else []
+            saved = RunDirectory(run_path(config)).saved
+            chosen = saved.choose(config.run.resume_step) if config.run.resume else None
             self.progress = make_progress(
                 config.metrics.progress,
                 steps=config.run.steps,
                 title=config.run.name,
-                first_step=max(saved, default=0),
+                first_step=chosen[0] if chosen else 0,
             )
             stack.callback(self.progress.close)
             self.timer.on_enter = self.progress.phase
@@ -79,15 +87,35 @@ class Run:
             self._open_directory(stack, log)
             self._resume()
             self._open_metrics(stack)
-            stack.enter_context(self.interrupt)
+            section = config.checkpoint
+            self.saver = Saver(self.trainer, self.directory.saved, keep=section.keep, asynchronous=section.asynchronous)
             self._stack = stack.pop_all()
+        self.interrupt.graceful = True
         self.timer.take()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self._stack.close()
+        """Ends a save that is under way, unless the user wants out at once. Raises StorageError for a full disk."""
+        if isinstance(error, Exception):
+            try:
+                self.saver.finish()
+            except RLFlowError as failure:
+                logger.warning("the checkpoint that was being written is lost: %s", failure)
+        try:
+            self._stack.close()
+        except OSError as failure:  # a sink that cannot write its last lines; what went wrong first says more
+            if error is None:
+                raise self._disk_full(failure) if failure.errno in DISK_FULL else failure from None
+        if isinstance(error, OSError) and error.errno in DISK_FULL:
+            raise self._disk_full(error) from error
+
+    def _disk_full(self, error: OSError) -> StorageError:
+        latest = self.directory.latest_checkpoint()
+        left = "there is no checkpoint yet" if latest is None else f"the newest checkpoint is that of step {latest[0]}"
+        where = error.filename or self.directory.path
+        return StorageError(f"{where}: {error.strerror}; {left}. Free some space and continue with --resume")
 
     def _build_rollout(self, stack: ExitStack) -> None:
         self.progress.phase("preparing", "data, search index and engine")
@@ -106,7 +134,7 @@ class Run:
         opened = RunDirectory.create(run_path(self.config), resume=section.resume, overwrite=section.overwrite)
         self.directory = stack.enter_context(opened)
         stack.push(lambda kind, *_: self.directory.discard_unless_begun() if kind else None)
-        file = logging.FileHandler(self.directory.log, encoding="utf-8")
+        file = _LogFile(self.directory.log, encoding="utf-8")
         stack.callback(file.close)
         file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
         log.setTarget(file)
@@ -118,17 +146,22 @@ class Run:
     def _resume(self) -> None:
         if self.algorithm.loss.needs_reference:
             self.trainer.snapshot("reference")  # the starting policy; a checkpoint that holds its own replaces it
-        latest = self.directory.latest_checkpoint() if self.config.run.resume else None
-        if latest is None:
+        chosen = self.directory.saved.choose(self.config.run.resume_step) if self.config.run.resume else None
+        if chosen is None:
             return
-        self.step, path = latest
-        self.trainer.load(path / "trainer")
-        state = read_json(path / "state.json")
+        self.step, path = chosen
+        try:
+            state = read_state(path)
+            self.trainer.load(path / TRAINER)
+        except DamagedCheckpointError as error:
+            raise DamagedCheckpointError(f"{error} {self.directory.saved.advice(self.step)}") from error
         self.rollout.load_state_dict(state["rollout"])
         self.first_evaluation, self.last_evaluation = state["first_evaluation"], state["last_evaluation"]
         self._evaluated_step, self._seconds_before = state["evaluated_step"], state["seconds"]
         self._saved_step = self.step
         self.rollout.load_weights(self.trainer.weights(), version=self.step)
+        for aside in self.directory.saved.set_aside_after(self.step):
+            logger.warning("resume: the newer checkpoint is set aside as %s; remove it when it is not needed", aside)
         logger.info("resumed after step %d from %s", self.step, path)
 
     def _open_metrics(self, stack: ExitStack) -> None:
@@ -184,6 +217,7 @@ class Run:
         metrics["speed/tokens_per_s"] = metrics["train/fed_tokens"] / metrics["time/step_s"]
         self.metrics.log(self.step, metrics)
         self.progress.step(self.step, metrics)
+        self.saver.poll()
         if self.config.metrics.trajectories_per_step:
             limit = self.config.metrics.trajectories_per_step
             write_trajectories(self.directory.trajectories(self.step), groups, limit=limit)
@@ -218,10 +252,9 @@ class Run:
         return every > 0 and self.step % every == 0
 
     def save(self) -> None:
-        """Writes a checkpoint of the present step; a kill leaves the one before."""
-        with self.timer.phase("checkpoint"), self.directory.checkpoint(self.step, self.config.checkpoint.keep) as path:
-            self.trainer.save(path / "trainer", self.step)
-            write_json(path / "state.json", self._state())
+        """Writes a checkpoint of the present step, or begins to; a kill leaves the one before."""
+        with self.timer.phase("checkpoint"):
+            self.saver.save(self.step, self._state())
         self._saved_step = self.step
 
     def _state(self) -> dict[str, Any]:
@@ -241,10 +274,11 @@ class Run:
         interrupted, section = self.interrupt.requested, self.config.evaluation
         if self._saved_step != self.step:
             self.save()  # first: the last evaluation may take long, and a kill in it must not cost a step
+        self.saver.finish()
         final, usual = (self._questions(limit) for limit in (section.final_questions, section.questions))
         if not interrupted and (self._evaluated_step != self.step or final != usual):
             self.evaluate(evaluate, questions=final)
-            write_json(self.directory.checkpoint_path(self.step) / "state.json", self._state())
+            self.saver.update_state(self.step, self._state())
         written = {"run": self.directory.path, "metrics": self.directory.metrics,
                    "checkpoint": self.directory.checkpoint_path(self.step)}  # fmt: skip
         export_gap = None
@@ -277,6 +311,12 @@ class Run:
 
     def _draw(self) -> bool:
         return render_picture(self.directory.metrics, self.directory.picture, title=self.config.run.name)
+
+
+class _LogFile(logging.FileHandler):
+    """A log that a full disk cuts short without a word: what needs the disk more stops the run and says why."""
+
+    def handleError(self, record: logging.LogRecord) -> None: ...
 
 
 @contextmanager

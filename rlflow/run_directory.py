@@ -2,7 +2,7 @@
 
 config.yaml                      the resolved configuration, secrets redacted
 metrics.jsonl                    one object per step
-checkpoints/step_000050/         state.json and what the trainer saved; `.partial` while being written
+checkpoints/step_000050/         see `rlflow.checkpoints`
 export/                          the policy as a HuggingFace directory
 trajectories/step_000010.jsonl   sampled training episodes
 evaluations/step_000010.jsonl    every evaluated episode
@@ -17,12 +17,12 @@ import json
 import logging
 import math
 import os
-import re
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from rlflow.checkpoints import Checkpoints
 from rlflow.errors import CheckpointError, ConfigError
 from rlflow.types import Group, Trajectory
 
@@ -32,7 +32,6 @@ LAYOUT = ("config.yaml", "metrics.jsonl", "checkpoints", "export", "trajectories
           "summary.json", "log.txt", "tensorboard", "wandb")  # fmt: skip
 STARTED = {"config.yaml", "config.yaml.partial", "log.txt", "metrics.jsonl", "metrics.jsonl.partial", "tensorboard", "wandb"}
 """What a run may have written before its first metrics."""
-_STEP = re.compile(r"step_(\d{6,})$")
 
 
 class RunDirectory:
@@ -40,6 +39,7 @@ class RunDirectory:
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
+        self.saved = Checkpoints(self.checkpoints)
         self._lock: Any = None
 
     @classmethod
@@ -59,7 +59,7 @@ class RunDirectory:
             raise ConfigError(f"run.directory: {run.path} cannot be written ({error.strerror}); choose another one.") from None
         if overwrite or not begun:
             run._remove_run()
-        run.remove_partial()
+        run.saved.clean()
         if resume and run.latest_checkpoint() is None:
             logger.warning("resume: no checkpoint in %s, the run starts at step 0", run.path)
         return run
@@ -128,51 +128,15 @@ class RunDirectory:
         return self.path / "evaluations" / f"step_{step:06d}.jsonl"
 
     def checkpoint_path(self, step: int) -> Path:
-        return self.checkpoints / f"step_{step:06d}"
+        return self.saved.path(step)
 
     def saved_steps(self) -> list[int]:
-        """Steps of the complete checkpoints, ascending. Partial ones are not among them."""
-        if not self.checkpoints.is_dir():
-            return []
-        found = ((entry, _STEP.fullmatch(entry.name)) for entry in self.checkpoints.iterdir())
-        return sorted(int(match[1]) for entry, match in found if match and (entry / "state.json").is_file())
+        """Steps of the complete checkpoints, ascending."""
+        return self.saved.steps()
 
     def latest_checkpoint(self) -> tuple[int, Path] | None:
         """(step, directory) of the newest complete checkpoint, or None."""
-        steps = self.saved_steps()
-        return (steps[-1], self.checkpoint_path(steps[-1])) if steps else None
-
-    @contextlib.contextmanager
-    def checkpoint(self, step: int, keep: int | None = None) -> Iterator[Path]:
-        """Yields a `.partial` directory to write into. Only when the block ends well does it reach the disk and take its
-        name; then older checkpoints beyond the newest `keep` go. A `state.json` is added if the block wrote none."""
-        final = self.checkpoint_path(step)
-        partial = final.with_name(final.name + ".partial")
-        self.remove_partial()
-        partial.mkdir(parents=True)
-        yield partial
-        if not (partial / "state.json").exists():
-            write_json(partial / "state.json", {"step": step})
-        _sync_tree(partial)
-        displaced = final.with_name(final.name + ".old")
-        if final.exists():
-            os.replace(final, displaced)
-        os.replace(partial, final)
-        _sync(final.parent)
-        if displaced.exists():
-            _remove(displaced)
-        for old in self.saved_steps()[:-keep] if keep else []:
-            _remove(self.checkpoint_path(old))
-
-    def remove_partial(self) -> None:
-        """Clears what a kill left half written or half removed; a checkpoint caught while being replaced is put back."""
-        for entry in self.checkpoints.glob("*.partial"):
-            shutil.rmtree(entry, ignore_errors=True)
-        for entry in self.checkpoints.glob("*.old"):
-            if entry.with_suffix("").exists():
-                _remove(entry)
-            else:
-                os.replace(entry, entry.with_suffix(""))
+        return self.saved.latest()
 
     def close(self) -> None:
         """Lets other processes write here again."""
@@ -272,7 +236,7 @@ def write_text(path: str | Path, text: str) -> None:
 
 def write_json(path: str | Path, value: Any) -> None:
     """Writes one JSON document as `write_text` does. Numbers that are not finite become null."""
-    write_text(path, json.dumps(_plain(value), indent=2, ensure_ascii=False) + "\n")
+    write_text(path, json.dumps(plain(value), indent=2, ensure_ascii=False) + "\n")
 
 
 def read_json(path: str | Path) -> Any:
@@ -314,7 +278,7 @@ def trajectory_record(group: Group, attempt: int) -> dict[str, Any]:
         }
         for turn in trajectory.turns
     ]
-    return _plain(
+    return plain(
         {
             "task_id": trajectory.task_id,
             "group_id": trajectory.group_id,
@@ -353,18 +317,18 @@ def read_trajectories(path: str | Path) -> list[dict[str, Any]]:
     return records
 
 
-def _plain(value: Any) -> Any:
-    """The value in what JSON can say."""
+def plain(value: Any) -> Any:
+    """The value in what JSON can say: numbers that are not finite become null, other objects their text."""
     if isinstance(value, dict):
-        return {str(key): _plain(item) for key, item in value.items()}
+        return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple, set, frozenset)):
-        return [_plain(item) for item in value]
+        return [plain(item) for item in value]
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if value is None or isinstance(value, (str, int, bool)):
         return value
     if hasattr(value, "tolist"):  # numpy and torch numbers and arrays
-        return _plain(value.tolist())
+        return plain(value.tolist())
     return str(value)
 
 
@@ -374,26 +338,3 @@ def _what(present: list[str]) -> str:
         if "config.yaml" in present
         else f"files ({', '.join(present[:3])}{', ...' if len(present) > 3 else ''})"
     )
-
-
-def _remove(directory: Path) -> None:
-    """Renames to `.partial` first, so that a kill in the middle never leaves half a checkpoint under a good name."""
-    doomed = directory.with_name(directory.name + ".partial")
-    shutil.rmtree(doomed, ignore_errors=True)
-    os.replace(directory, doomed)
-    shutil.rmtree(doomed)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _sync_tree(directory: Path) -> None:
-    for folder, _, files in os.walk(directory):
-        for name in files:
-            _sync(Path(folder) / name)
-        _sync(Path(folder))

@@ -23,6 +23,7 @@ class RunSection:
     target: float | None = None  # stops when eval/exact_match reaches this
     deterministic: bool = False  # fixed admission order and batch shapes; equal seeds give equal bits in one process
     resume: bool = False
+    resume_step: int | None = None  # with resume: the checkpoint of this step, not the newest
     overwrite: bool = False  # throw away what an earlier run left in `directory`
 
 
@@ -104,6 +105,7 @@ class EvaluationSection:
 class CheckpointSection:
     every_steps: int = 25  # 0: only at the end
     keep: int = 2  # the newest N
+    asynchronous: bool = False  # copy the state, write it while training goes on
     export: bool = True  # a HuggingFace directory at the end, checked against the trainer's logits
 
 

@@ -25,14 +25,13 @@ from rlflow.errors import (
     StorageError,
     did_you_mean,
 )
-from rlflow.integrity import Fingerprint, find_damage, fingerprint, read_sealed, seal
+from rlflow.integrity import MANIFEST, find_damage, fingerprint, listed, read_sealed, seal, table
 from rlflow.trainer import Loss, Trainer
 from rlflow.trainer.layout import Layout
 from rlflow.trainer.schedule import learning_rate
 from rlflow.types import Batch, PolicyOutput
 
 FILES = ("policy.safetensors", "snapshots.safetensors", "optimizer.pt")
-MANIFEST = "trainer.json"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -183,8 +182,8 @@ class ReferenceTrainer(Trainer):
             )
             save_file(frozen, directory / "snapshots.safetensors")
             torch.save(self.optimizer.state_dict(), directory / "optimizer.pt")
-            files = {name: fingerprint(directory / name) for name in FILES}
-            manifest = {"backend": "reference", "step": step, "updates": self.updates, "files": files}
+            files = table({name: fingerprint(directory / name) for name in FILES})
+            manifest = {"backend": "reference", "step": step, "updates": self.updates, **files}
             (directory / MANIFEST).write_text(json.dumps(seal(manifest)))
         except (OSError, RuntimeError, SafetensorError) as error:
             raise StorageError(f"{directory}: the checkpoint cannot be written ({error}).") from error
@@ -196,7 +195,7 @@ class ReferenceTrainer(Trainer):
         state = read_sealed(directory / MANIFEST)
         if state.get("backend") != "reference":
             raise CheckpointError(f"{directory}: not a checkpoint of the reference trainer; set trainer.backend as it was.")
-        damage = find_damage(directory, {name: Fingerprint(*entry) for name, entry in state["files"].items()})
+        damage = find_damage(directory, listed(state))
         if damage is not None:
             raise DamagedCheckpointError(f"{damage}.")
         policy = load_file(directory / "policy.safetensors")

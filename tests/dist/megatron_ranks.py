@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -87,13 +88,13 @@ def train(
     return result
 
 
-def rank_main(rank: int, rendezvous: str, ranks: int, jobs: list[dict[str, Any]]) -> None:
+def rank_main(rank: int, rendezvous: str, jobs: list[dict[str, Any]]) -> None:
     """One rank: joins the others over a file, runs the jobs in order; rank 0 writes what came out."""
     import torch.distributed as dist
 
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=ranks)
+    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=RANKS)
     for job in jobs:
         result = train(
             job["model"],
@@ -103,7 +104,7 @@ def rank_main(rank: int, rendezvous: str, ranks: int, jobs: list[dict[str, Any]]
             job["save_to"],
             job["options"],
         )
-        same: list[Any] = [None] * ranks
+        same: list[Any] = [None] * RANKS
         dist.all_gather_object(same, (result["metrics"], digest(result["weights"].items())))
         result["same_on_all_ranks"] = all(other == same[0] for other in same)
         if rank == 0:
@@ -111,8 +112,8 @@ def rank_main(rank: int, rendezvous: str, ranks: int, jobs: list[dict[str, Any]]
     dist.destroy_process_group()
 
 
-def launch(directory: Path, jobs: list[dict[str, Any]], limit_s: float, ranks: int = RANKS) -> None:
-    """Runs the jobs on so many ranks. Raises what a rank raised, or TimeoutError; leaves no process behind."""
+def launch(directory: Path, jobs: list[dict[str, Any]], limit_s: float, main: Callable[..., None] = rank_main) -> None:
+    """Runs the jobs on four ranks, each in `main`. Raises what a rank raised, or TimeoutError; leaves no process behind."""
     import multiprocessing
 
     import torch.multiprocessing as mp
@@ -122,7 +123,7 @@ def launch(directory: Path, jobs: list[dict[str, Any]], limit_s: float, ranks: i
     # One process imports megatron-core (seconds), and every rank of every launch is forked from it.
     multiprocessing.set_forkserver_preload(["rlflow.trainer.megatron"])
     context = mp.start_processes(
-        rank_main, args=(str(rendezvous), ranks, jobs), nprocs=ranks, join=False, start_method="forkserver"
+        main, args=(str(rendezvous), jobs), nprocs=RANKS, join=False, start_method="forkserver"
     )
     deadline = time.monotonic() + limit_s
     try:

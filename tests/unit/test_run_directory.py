@@ -21,8 +21,8 @@ def make_run(path: Path, steps: tuple[int, ...] = ()) -> RunDirectory:
     run = RunDirectory.create(path)
     write_text(run.config, "run: {}\n")
     for step in steps:
-        with run.checkpoint(step) as directory:
-            (directory / "weights").write_text(f"weights {step}")
+        (run.saved.begin(step) / "weights").write_text(f"weights {step}")
+        run.saved.commit(step)
     return run
 
 
@@ -51,82 +51,6 @@ def test_overwrite_never_touches_a_directory_that_is_no_run_nor_files_that_are_n
 def test_resume_and_overwrite_exclude_each_other(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="both on"):
         RunDirectory.create(tmp_path / "run", resume=True, overwrite=True)
-
-
-def test_the_newest_checkpoints_are_kept(tmp_path: Path) -> None:
-    with make_run(tmp_path / "run") as run:
-        for step in (5, 10, 15, 1000000):
-            with run.checkpoint(step, keep=2):
-                pass
-        assert run.saved_steps() == [15, 1000000]
-        assert sorted(path.name for path in run.checkpoints.iterdir()) == ["step_000015", "step_1000000"]
-        assert read_json(run.checkpoint_path(15) / "state.json") == {"step": 15}
-
-
-def test_a_failure_while_saving_leaves_the_last_good_checkpoint(tmp_path: Path) -> None:
-    with make_run(tmp_path / "run", (1,)) as run:
-        with pytest.raises(OSError), run.checkpoint(2, keep=1) as path:
-            (path / "state.json").write_text("{}")
-            raise OSError("disk full")
-        assert run.saved_steps() == [1] and (run.checkpoint_path(1) / "weights").exists()
-        with run.checkpoint(2, keep=1) as path:  # what the failure left is not in it
-            assert list(path.iterdir()) == []
-        assert run.saved_steps() == [2]
-
-
-def test_saving_a_step_again_replaces_it(tmp_path: Path) -> None:
-    with make_run(tmp_path / "run", (1,)) as run:
-        with run.checkpoint(1, keep=1) as path:
-            (path / "weights").write_text("new")
-        assert (run.checkpoint_path(1) / "weights").read_text() == "new"
-        assert [path.name for path in run.checkpoints.iterdir()] == ["step_000001"]
-
-
-def test_a_kill_while_replacing_loses_nothing(tmp_path: Path) -> None:
-    with make_run(tmp_path / "run", (1,)) as run:  # the state between the two renames
-        os.replace(run.checkpoint_path(1), run.checkpoints / "step_000001.old")
-    with RunDirectory.create(tmp_path / "run", resume=True) as run:
-        assert run.saved_steps() == [1] and (run.checkpoint_path(1) / "weights").read_text() == "weights 1"
-
-
-KILLED = """
-import os, signal, sys, time
-from rlflow.run_directory import RunDirectory
-
-def save_forever():
-    run = RunDirectory.create(sys.argv[1], resume=True)
-    step = (run.latest_checkpoint() or (0, None))[0]
-    while True:
-        step += 1
-        with run.checkpoint(step, keep=2) as path:
-            for name in "abcdefgh":
-                (path / name).write_text(str(step) * 2000)
-
-reached = 0
-for attempt in range(12):
-    child = os.fork()
-    if child == 0:
-        save_forever()
-    while reached == 0 and RunDirectory(sys.argv[1]).latest_checkpoint() is None:
-        time.sleep(0.005)
-    time.sleep(0.02 + 0.0171 * attempt)
-    os.kill(child, signal.SIGKILL)
-    os.waitpid(child, 0)
-    step, path = RunDirectory.open(sys.argv[1]).latest_checkpoint()
-    assert step >= reached, (step, reached)
-    assert all((path / name).read_text() == str(step) * 2000 for name in "abcdefgh"), path
-    reached = step
-print(reached)
-"""
-
-
-def test_kills_at_many_moments_leave_whole_checkpoints(tmp_path: Path) -> None:
-    make_run(tmp_path / "run").close()
-    done = subprocess.run(
-        [sys.executable, "-c", KILLED, str(tmp_path / "run")], cwd=ROOT, capture_output=True, text=True, timeout=100
-    )
-    assert done.returncode == 0, done.stderr
-    assert int(done.stdout) > 3
 
 
 TWO_TRIES = """

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
 from rlflow.errors import CheckpointError, DamagedCheckpointError
-from rlflow.integrity import Fingerprint, find_damage, read_sealed, seal
+from rlflow.integrity import MANIFEST, Fingerprint, find_damage, listed, read_sealed, seal, table
 from rlflow.trainer.megatron import adam_state, writing
 from rlflow.trainer.megatron.model import named_parameters, prefixed
 from rlflow.trainer.megatron.optimizer import set_updates
@@ -33,8 +33,6 @@ from rlflow.trainer.megatron.writing import Writing
 from rlflow.weights.families import Architecture
 from rlflow.weights.pickles import read_metadata
 
-MANIFEST = "trainer.json"
-"""Written last: the step, the layout, the model's dimensions, and size and checksum of every other file and of itself."""
 OWN_FILES = ("*.distcp", ".metadata", "metadata.json", "common.pt", MANIFEST)
 FORMAT = 2
 
@@ -162,7 +160,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
 
 def _check_files(path: Path, manifest: dict[str, Any]) -> None:
     """Each rank reads its share of the files. A collective; raises DamagedCheckpointError on all ranks."""
-    expected = {name: Fingerprint(size, manifest["checksums"][name]) for name, size in manifest["files"].items()}
+    expected = listed(manifest)
     mine = sorted(expected)[dist.get_rank() :: dist.get_world_size()]
     found: list[str | None] = [None] * dist.get_world_size()
     dist.all_gather_object(found, find_damage(path, expected, mine))
@@ -184,12 +182,8 @@ def _manifest(state: TrainerState) -> dict[str, Any]:
 
 
 def _write_manifest(path: Path, content: dict[str, Any], files: dict[str, Fingerprint]) -> None:
-    tables = {
-        "files": {name: files[name].size for name in sorted(files)},
-        "checksums": {name: files[name].crc32 for name in sorted(files)},
-    }
     with (path / MANIFEST).open("w", encoding="utf-8") as file:
-        file.write(json.dumps(seal({**content, **tables}), indent=2) + "\n")
+        file.write(json.dumps(seal({**content, **table(files)}), indent=2) + "\n")
         file.flush()
         os.fsync(file.fileno())
 
