@@ -80,7 +80,9 @@ def write_random_model(path: Path, shape: Shape) -> int:
     """A HuggingFace directory with random weights (seed 0); returns its number of parameters."""
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()
     torch.manual_seed(0)
     config = Qwen2Config(
         vocab_size=shape.vocab,
@@ -179,7 +181,9 @@ def rlflow_step(path: Path, case: Case, fused: bool) -> Step:
 
 def import_everything(side: str) -> None:
     """What a process of this side imports before it holds any weights."""
-    import transformers  # noqa: F401
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
 
     if side == OURS:
         import rlflow.trainer.megatron  # noqa: F401
@@ -193,6 +197,14 @@ def memory(key: str) -> float:
     return next(int(line.split()[1]) for line in lines if line.startswith(f"{key}:")) / 1024
 
 
+def wanted(pipe: Connection) -> bool:
+    """Whether another step is asked for; not where the asking process was killed."""
+    try:
+        return bool(pipe.recv())
+    except EOFError:
+        return False
+
+
 def serve(pipe: Connection, side: str, path: Path, case: Case, threads: int, fused: bool) -> None:
     """A child process: makes its side, then takes a step at each request and answers with what it measured."""
     import logging
@@ -202,10 +214,11 @@ def serve(pipe: Connection, side: str, path: Path, case: Case, threads: int, fus
     logging.disable(logging.WARNING)
     torch.set_num_threads(threads)
     import_everything(side)
+    Path("/proc/self/clear_refs").write_text("5")  # a peak of the imports is not one of the steps
     baseline = memory("VmRSS")
     step = (rlflow_step if side == OURS else transformers_step)(path, case, fused)
     pipe.send("ready")
-    while pipe.recv():
+    while wanted(pipe):
         wall, cpu = time.perf_counter(), time.process_time()
         loss, norm = step()
         pipe.send(
@@ -272,21 +285,24 @@ def summary(values: list[float]) -> dict[str, float]:
     return {"median": statistics.median(values), "low": min(values), "high": max(values)}
 
 
-def print_table(results: list[dict[str, Any]]) -> None:
-    print(f"{'case':<12} {'side':<13} {'tokens/s':>9} {'low..high':>15} {'tokens/CPU-s':>13} {'peak MiB':>9}")
-    for result in results:
-        for side in (RIVAL, OURS):
-            row = result[side]
-            wall, cpu = row["tokens_per_s"], row["tokens_per_cpu_s"]["median"]
-            spread = f"{wall['low']:.0f}..{wall['high']:.0f}"
-            print(
-                f"{result['case']:<12} {side:<13} {wall['median']:>9.0f} {spread:>15} {cpu:>13.0f} "
-                f"{row['peak_mib']:>9.0f}"
-            )
+def print_result(result: dict[str, Any]) -> None:
+    """Three rows of the table: both sides and their ratio."""
+    for side in (RIVAL, OURS):
+        row = result[side]
+        wall, cpu = row["tokens_per_s"], row["tokens_per_cpu_s"]
         print(
-            f"{'':<12} {'ratio':<13} {result['speedup']:>8.2f}x {'':>15} {result['speedup_cpu']:>12.2f}x "
-            f"{result['memory_ratio']:>8.2f}x"
+            f"{result['case']:<12} {side:<13} {wall['median']:>9.0f} {spread(wall):>12} "
+            f"{cpu['median']:>13.0f} {spread(cpu):>12} {row['peak_mib']:>9.0f}"
         )
+    print(
+        f"{'':<12} {'ratio':<13} {result['speedup']:>8.2f}x {'':>12} {result['speedup_cpu']:>12.2f}x "
+        f"{'':>12} {result['memory_ratio']:>8.2f}x",
+        flush=True,
+    )
+
+
+def spread(values: dict[str, float]) -> str:
+    return f"{values['low']:.0f}..{values['high']:.0f}"
 
 
 def main() -> None:
@@ -295,7 +311,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, help="counted steps per side and case (5; quick: 3)")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads of each side (1)")
     parser.add_argument("--only", default="", help="run the cases whose name contains this, e.g. '93M equal'")
-    parser.add_argument("--plain-adam", action="store_true", help="give transformers torch's default AdamW, not the fused one")
+    parser.add_argument(
+        "--plain-adam", action="store_true", help="give transformers torch's default AdamW, not the fused one"
+    )
     options = parser.parse_args()
     rounds = options.rounds or (3 if options.quick else 5)
     os.environ["OMP_NUM_THREADS"] = str(options.threads)
@@ -303,16 +321,17 @@ def main() -> None:
     chosen = [case for case in cases(options.quick) if options.only in case.name]
     packages = {name: version(name) for name in ("torch", "transformers", "megatron-core")}
     print(", ".join(f"{name} {number}" for name, number in packages.items()), f"| {options.threads} thread(s) per side")
+    columns = ("tokens/s", "low..high", "tokens/CPU-s", "low..high", "peak MiB")
+    print("{:<12} {:<13} {:>9} {:>12} {:>13} {:>12} {:>9}".format("case", "side", *columns), flush=True)
     results = []
     with tempfile.TemporaryDirectory() as directory:
         parameters = {}
         for model in dict.fromkeys(case.model for case in chosen):
             parameters[model] = write_random_model(Path(directory) / model, SHAPES[model])
         for case in chosen:
-            print(f"measuring {case.name}: {len(case.lengths)} rows, {sum(case.lengths)} tokens ...", flush=True)
             path = Path(directory) / case.model
             results.append(compare(case, path, rounds, options.threads, not options.plain_adam))
-    print_table(results)
+            print_result(results[-1])
     print(
         json.dumps(
             {

@@ -11,9 +11,7 @@ import contextlib
 import dataclasses
 import logging
 import os
-import signal
 import socket
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -23,6 +21,8 @@ import torch
 from torch import Tensor
 
 from rlflow.errors import ConfigError, MissingPackageError, RLFlowError
+from rlflow.interrupt import keeping_signal_handlers
+from rlflow.memory import PeakMemory, highest
 from rlflow.schema import RunConfig
 from rlflow.trainer import Loss, Trainer
 from rlflow.trainer.layout import Layout
@@ -122,16 +122,19 @@ class RayTrainer(Trainer):
                 yield name, unpack(value)
 
     def save(self, path: str | Path, step: int) -> None:
-        self._call("trainer_method", "save", str(Path(path).absolute()), step)
+        self._call("save", str(Path(path).absolute()), step)
 
     def begin_save(self, path: str | Path, step: int) -> None:
-        self._call("trainer_method", "begin_save", str(Path(path).absolute()), step)
+        self._call("begin_save", str(Path(path).absolute()), step)
 
     def finish_save(self, wait: bool = True) -> bool:
         return self._call("trainer_method", "finish_save", wait)
 
     def load(self, path: str | Path) -> int:
         return self._call("trainer_method", "load", str(Path(path).absolute()))
+
+    def peak_memory(self) -> dict[str, float]:
+        return highest(self._gather(self._submit("peak_memory")))
 
     def close(self) -> None:
         """Ends the ranks, and stops Ray (or leaves the cluster) where this trainer connected. May be called twice."""
@@ -228,6 +231,7 @@ class TrainerRank:
         self.store: Any = None
         self.trainer: Any = None
         self.stream: Iterator[tuple[str, Tensor]] = iter(())
+        self.memory = PeakMemory()
         torch.set_num_threads(threads)
         if not gpus:
             os.environ["CUDA_VISIBLE_DEVICES"] = ""
@@ -261,11 +265,24 @@ class TrainerRank:
         self.trainer = Trainer.from_pretrained(path, backend, **options)
 
     def score(self, batch: dict[str, Any], model: str, want: tuple[str, ...]) -> dict[str, Any] | None:
-        scores = self.trainer.score(unpack_batch(batch), model, want)
+        with self.memory.measure("score"):
+            scores = self.trainer.score(unpack_batch(batch), model, want)
         return self._from_first({name: pack(value) for name, value in scores.items()})
 
     def update(self, batch: dict[str, Any], loss: Loss) -> dict[str, float] | None:
-        return self._from_first(self.trainer.update(unpack_batch(batch), loss))
+        with self.memory.measure("update"):
+            return self._from_first(self.trainer.update(unpack_batch(batch), loss))
+
+    def save(self, path: str, step: int) -> None:
+        with self.memory.measure("checkpoint"):
+            self.trainer.save(path, step)
+
+    def begin_save(self, path: str, step: int) -> None:
+        with self.memory.measure("checkpoint"):
+            self.trainer.begin_save(path, step)
+
+    def peak_memory(self) -> dict[str, float]:
+        return self.memory.take()
 
     def trainer_method(self, method: str, *arguments: Any) -> Any:
         return self._from_first(getattr(self.trainer, method)(*arguments))
@@ -276,11 +293,12 @@ class TrainerRank:
     def next_weights(self, limit_bytes: int) -> list[tuple[str, Any]] | None:
         """The next tensors, up to `limit_bytes` (one at least), [] at the end. All ranks stop at the same tensor."""
         chunk, size = [], 0
-        for name, value in self.stream:
-            chunk.append((name, pack(value) if self.rank == 0 else None))
-            size += value.numel() * value.element_size()
-            if size >= limit_bytes:
-                break
+        with self.memory.measure("sync"):
+            for name, value in self.stream:
+                chunk.append((name, pack(value) if self.rank == 0 else None))
+                size += value.numel() * value.element_size()
+                if size >= limit_bytes:
+                    break
         return self._from_first(chunk)
 
     def _from_first(self, answer: Any) -> Any:
@@ -302,7 +320,7 @@ def connect(address: str | None, cpus: int) -> bool:
         if ray.is_initialized():
             return False
         quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
-        with _own_signal_handlers():
+        with keeping_signal_handlers():
             if address is None:
                 cores = max(cpus, os.cpu_count() or 1)
                 ray.init(address="local", num_cpus=cores, include_dashboard=False, _node_ip_address=LOOPBACK, **quiet)
@@ -339,23 +357,6 @@ def _environment(values: dict[str, str], defaults: dict[str, str]) -> Iterator[N
                 del os.environ[name]
             else:
                 os.environ[name] = value
-
-
-@contextlib.contextmanager
-def _own_signal_handlers() -> Iterator[None]:
-    """Gives back the caller's handlers, which ray.init replaces: a run ends its step before it stops.
-
-    Where SIGTERM had no handler, Ray's stays: it ends Ray's processes."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            if callable(handler):
-                signal.signal(number, handler)
 
 
 def _failure_of(reference: Any, rank: int) -> RLFlowError | None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import signal
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -47,3 +49,20 @@ class Interrupt:
             raise Stopped(number)
         self.requested = signal.Signals(number).name
         logger.warning("%s: finishing this step, then saving; once more stops at once", self.requested)
+
+
+@contextmanager
+def keeping_signal_handlers() -> Iterator[None]:
+    """Gives back the caller's handlers, which ray.init replaces: a run ends its step before it stops.
+
+    Where SIGTERM had no handler, Ray's stays: it ends Ray's processes."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            if callable(handler):
+                signal.signal(number, handler)

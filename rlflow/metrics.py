@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from rlflow.errors import CheckpointError, MissingPackageError
+from rlflow.memory import PeakMemory
 
 SCORES = ("exact_match", "f1")  # of an episode, whatever the environment
 PHASES = ("rollout", "score", "update", "sync", "evaluate", "checkpoint")
@@ -71,6 +72,7 @@ METRICS: dict[str, Metric] = {
     "speed/tokens_per_s": Metric("tokens/s", "train/fed_tokens by the seconds of the whole step"),
     **{f"time/{phase}_s": Metric("s", _PHASE_MEANING[phase]) for phase in PHASES},
     "time/step_s": Metric("s", "the whole step"),
+    **{f"memory/{phase}_gib": Metric("GiB", f"peak, {_PHASE_MEANING[phase]}") for phase in PHASES},
     "eval/exact_match": Metric("share", "of the evaluated questions, failed ones left out"),
     "eval/exact_match_low": Metric("share", "lower end of its 95% interval"),
     "eval/exact_match_high": Metric("share", "upper end of its 95% interval"),
@@ -166,12 +168,13 @@ def rollout_metrics(trajectories: Sequence[Any]) -> dict[str, float]:
 
 
 class PhaseTimer:
-    """Seconds per phase of a step. Phases may be entered many times; they must not nest. `on_enter` is told each phase's
-    name as it begins, for a display."""
+    """Seconds and peak memory per phase of a step. Phases may be entered many times; they must not nest. `on_enter` is told
+    each phase's name as it begins, for a display."""
 
     def __init__(self, on_enter: Callable[[str], object] | None = None) -> None:
         self.on_enter = on_enter
         self.seconds: dict[str, float] = {}
+        self.memory = PeakMemory()
         self.started = time.perf_counter()
 
     @contextmanager
@@ -181,15 +184,17 @@ class PhaseTimer:
         if self.on_enter is not None:
             self.on_enter(name)
         try:
-            yield
+            with self.memory.measure(name):
+                yield
         finally:
             self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
 
     def take(self) -> dict[str, float]:
-        """`time/<phase>_s` of every phase entered and `time/step_s` since the last call; starts anew."""
+        """`time/<phase>_s` and `memory/<phase>_gib` of every phase entered and `time/step_s` since the last call; starts anew."""
         now = time.perf_counter()
         taken = {f"time/{name}_s": seconds for name, seconds in self.seconds.items()}
         taken["time/step_s"] = now - self.started
+        taken |= {f"memory/{name}_gib": peak for name, peak in self.memory.take().items()}
         self.seconds, self.started = {}, now
         return taken
 

@@ -44,6 +44,7 @@ POSITIVE = (
     "trainer.lr_decay_steps",
     "trainer.eps",
     "trainer.tokens_per_microbatch",
+    "trainer.logits_chunk_mib",
     "evaluation.questions",
     "evaluation.final_questions",
     "evaluation.samples_per_prompt",

@@ -19,6 +19,7 @@ from rlflow.config import redact, save_config, to_dict
 from rlflow.errors import DamagedCheckpointError, RLFlowError, StorageError
 from rlflow.evaluate import Evaluation
 from rlflow.interrupt import Interrupt
+from rlflow.memory import highest
 from rlflow.metrics import MetricsLog, PhaseTimer, make_sinks
 from rlflow.picture import render_picture
 from rlflow.preflight import check_start, run_path
@@ -211,7 +212,9 @@ class Run:
     def finish_step(self, metrics: dict[str, float], groups: Sequence[Group]) -> None:
         """Counts the step and writes its metrics and some of its trajectories."""
         self.step += 1
-        metrics = {**metrics, **self.timer.take(), "data/prompts_dropped": float(self.prompts_dropped)}
+        elsewhere = {f"memory/{phase}_gib": peak for phase, peak in self.trainer.peak_memory().items()}
+        measured = highest([self.timer.take(), elsewhere])
+        metrics = {**metrics, **measured, "data/prompts_dropped": float(self.prompts_dropped)}
         position = self.step * self.config.rollout.prompts_per_step
         metrics["data/epoch"] = position / len(self.train_tasks)
         metrics["speed/tokens_per_s"] = metrics["train/fed_tokens"] / metrics["time/step_s"]
@@ -238,7 +241,8 @@ class Run:
         self.first_evaluation = self.first_evaluation or result.metrics
         self.last_evaluation, self._evaluated_step = result.metrics, self.step
         taken = self.timer.take()
-        self.metrics.log(self.step, {**result.metrics, "time/evaluate_s": taken["time/evaluate_s"]})
+        measured = {name: taken[name] for name in ("time/evaluate_s", "memory/evaluate_gib")}
+        self.metrics.log(self.step, {**result.metrics, **measured})
         self.progress.evaluated(self.step, result.metrics)
         write_trajectories(self.directory.evaluations(self.step), result.groups)
         if self.config.metrics.picture:

@@ -89,6 +89,9 @@ class TrainerSection:
     tokens_per_microbatch: int = 16384
     packing: bool = False  # rows end to end instead of padded to the longest
     logits_chunk_mib: float = 512.0  # of float32 logits that exist at a time, per rank
+    offload_optimizer: bool = False  # Adam's moments and update in host memory; GPUs only
+    offload_snapshots: bool = False  # the reference's weights in host memory; GPUs only
+    release_gradients: bool = False  # no gradient buffers between updates
 
 
 @dataclass

@@ -151,6 +151,11 @@ class Batch:
     def __len__(self) -> int:
         return int(self.tokens.shape[0])
 
+    @property
+    def trained(self) -> Tensor:
+        """(B, T) bool: the tokens that an update computes log-probs for, sampled by the policy or with a weight."""
+        return self.loss_mask | (self.weights != 0)
+
     def select(self, rows: Tensor | list[int]) -> Batch:
         """The given rows, in that order, padding columns cut to the longest of them."""
         index = torch.as_tensor(rows, dtype=torch.int64)
@@ -170,8 +175,9 @@ class Batch:
 
 @dataclass
 class PolicyOutput:
-    """What the trainer computed with gradients for a batch, (B, T): position t describes token t; position 0 and padding
-    are 0. `entropy` is of the distribution that token t was drawn from (nats, at the row's temperature)."""
+    """What the trainer computed with gradients for a batch, (B, T): position t describes token t; position 0, padding and
+    what is not `Batch.trained` are 0. `entropy` is of the distribution that token t was drawn from (nats, at the row's
+    temperature)."""
 
     logprobs: Tensor
     entropy: Tensor | None = None

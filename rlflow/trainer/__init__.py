@@ -73,5 +73,9 @@ class Trainer(ABC):
         Raises DamagedCheckpointError where a file is missing or not what was written, CheckpointError where the checkpoint
         is missing or another model's."""
 
+    def peak_memory(self) -> dict[str, float]:
+        """Where the trainer runs in processes of its own: {phase: the highest peak among them since the last call, GiB}."""
+        return {}
+
     def close(self) -> None:
         """Frees process groups and memory."""

@@ -67,6 +67,9 @@ class ReferenceTrainer(Trainer):
         tokens_per_microbatch: int = 16384,
         packing: bool = False,
         logits_chunk_mib: float = 512.0,
+        offload_optimizer: bool = False,
+        offload_snapshots: bool = False,
+        release_gradients: bool = False,
         dtype: str = "float32",
         seed: int = 0,
         trust_remote_code: bool = False,
@@ -79,13 +82,20 @@ class ReferenceTrainer(Trainer):
                 f"pipeline_parallel {pipeline_parallel}, context_parallel {context_parallel}; set them to 1 or "
                 "trainer.backend to megatron"
             )
-        if distributed_optimizer:
-            raise ConfigError("trainer.distributed_optimizer: the reference backend runs on one device; set it to false.")
         if recompute != "none":
             raise ConfigError(
                 f"trainer.recompute: 'reference' keeps all activations; expected none, found '{recompute}'. "
                 "Use trainer.backend=megatron."
             )
+        only_megatron = {
+            "distributed_optimizer": distributed_optimizer,
+            "offload_optimizer": offload_optimizer,
+            "offload_snapshots": offload_snapshots,
+            "release_gradients": release_gradients,
+        }
+        for name, value in only_megatron.items():
+            if value:
+                raise ConfigError(f"trainer.{name}: the reference backend runs on one device; set it to false.")
         if packing:
             raise ConfigError(
                 "trainer.packing: 'reference' pads; expected false, found true. Use trainer.backend=megatron."
@@ -145,7 +155,8 @@ class ReferenceTrainer(Trainer):
         microbatches = self._microbatches(batch)
         for rows in microbatches:
             part = _to(batch.select(rows), self.device)
-            values, metrics = loss(self._forward(part, "policy", needs_entropy), part)
+            output = self._forward(part, "policy", needs_entropy, wanted=part.trained)
+            values, metrics = loss(output, part)
             total = (part.weights * values).sum()
             total.backward()
             for name, value in {**metrics, "loss": values.detach()}.items():
@@ -215,16 +226,16 @@ class ReferenceTrainer(Trainer):
         [plan] = plan_microbatches(batch.lengths, self.tokens_per_microbatch)
         return [rows for rows in plan if rows]
 
-    def _forward(self, batch: Batch, model: str, entropy: bool) -> PolicyOutput:
-        """Log-probs of every real token but the first, at the row's temperature. Rows are right-padded and attention is
-        causal, so padding cannot reach a real token and needs no attention mask."""
+    def _forward(self, batch: Batch, model: str, entropy: bool, wanted: Tensor | None = None) -> PolicyOutput:
+        """Log-probs of every real token (of those wanted) but the first, at the row's temperature. Rows are right-padded and
+        attention is causal, so padding cannot reach a real token and needs no attention mask."""
         arguments = {"input_ids": batch.tokens, "use_cache": False}
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.dtype is torch.bfloat16):
             if model == "policy":
                 logits = self.model(**arguments).logits
             else:
                 logits = torch.func.functional_call(self.model, self._frozen(model), (), arguments).logits
-        return policy_output(logits, batch, entropy)
+        return policy_output(logits, batch, entropy, wanted)
 
     def _frozen(self, name: str) -> dict[str, Tensor]:
         if name not in self.snapshots:
@@ -305,8 +316,9 @@ def _quiet_transformers() -> Iterator[None]:
             messages.enable_progress_bar()
 
 
-def policy_output(logits: Tensor, batch: Batch, entropy: bool) -> PolicyOutput:
-    """PolicyOutput from next-token logits (B, T, V): logits at t - 1 describe token t; position 0 and padding are 0.
+def policy_output(logits: Tensor, batch: Batch, entropy: bool, wanted: Tensor | None = None) -> PolicyOutput:
+    """PolicyOutput from next-token logits (B, T, V): logits at t - 1 describe token t; position 0, padding and what is not
+    wanted (B, T) are 0.
 
     Logits are divided by the row's temperature; a temperature of 0 (greedy) counts as 1.
     """
@@ -315,6 +327,8 @@ def policy_output(logits: Tensor, batch: Batch, entropy: bool) -> PolicyOutput:
     chosen = log_softmax.gather(-1, batch.tokens[:, 1:, None]).squeeze(-1)
     positions = torch.arange(batch.tokens.shape[1], device=batch.tokens.device)
     real = positions < batch.lengths[:, None]
+    if wanted is not None:
+        real = real & wanted
 
     def place(values: Tensor) -> Tensor:
         return torch.where(real, torch.nn.functional.pad(values, (1, 0)), 0.0)

@@ -70,6 +70,6 @@ def test_relative_links_lead_to_files(page: Path) -> None:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_files_named_in_commands_exist(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
-    named = set(re.findall(r"(?<![\w/.])((?:recipes|tests|docs|constraints|tools|\.ci)/[\w./-]*\w)", text))
+    named = set(re.findall(r"(?<![\w/.])((?:recipes|tests|docs|constraints|tools|benchmarks|\.ci)/[\w./-]*\w)", text))
     missing = [name for name in named if not (ROOT / name).exists()]
     assert not missing

@@ -16,7 +16,8 @@ ALLOWED: dict[str, set[str]] = {
     "types": {"errors"},
     "config": {"errors"},
     "weights": {"errors"},
-    "metrics": {"errors"},
+    "memory": set(),
+    "metrics": {"memory", "errors"},
     "registry": {"config", "errors"},
     "schema": {"config", "errors"},
     "environment": {"types", "errors"},
@@ -26,7 +27,9 @@ ALLOWED: dict[str, set[str]] = {
     "rollout": {"environment", "types", "weights", "errors"},
     "trainer": {"types", "batching", "weights", "integrity", "errors"},
     "wire": {"types"},
-    "cluster": {"wire", "rollout", "trainer", "environment", "registry", "schema", "types", "errors"},
+    "cluster": {
+        "wire", "rollout", "trainer", "environment", "registry", "schema", "types", "memory", "interrupt", "errors",
+    },
     # What a run writes and shows: data in, files and terminal output out.
     "interrupt": set(),
     "integrity": {"errors"},

@@ -13,16 +13,20 @@ from typing import Any, TypeVar
 
 import megatron.core
 import torch
-from megatron.core.models.common.embeddings import rotary_pos_embedding
+from megatron.core import parallel_state
+from megatron.core.models.common.embeddings import rope_utils, rotary_pos_embedding
+from megatron.core.tensor_parallel import layers as megatron_layers
 from megatron.core.tensor_parallel import random as megatron_random
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.overrides import TorchFunctionMode
 
 from rlflow.errors import MissingPackageError
+from rlflow.trainer.megatron import fused
 from rlflow.trainer.megatron.context import held_positions
 
 TESTED_VERSION = "0.16."
+_ABSENT = object()
 _Result = TypeVar("_Result")
 
 
@@ -69,8 +73,13 @@ def _without_cuda() -> Iterator[None]:
         (rotary_pos_embedding, "get_pos_emb_on_this_cp_rank", _held_embedding),
         (megatron_random, "_get_cuda_rng_state", lambda *_, **__: torch.get_rng_state()),
         (megatron_random, "_set_cuda_rng_state", lambda state, *_, **__: torch.set_rng_state(state)),
+        # Kernels of Transformer Engine and Apex, which need CUDA.
+        (rope_utils, "fused_apply_rotary_pos_emb", fused.rotate),
+        (rope_utils, "fused_apply_rotary_pos_emb_thd", fused.rotate_packed),
+        (megatron_layers, "fused_weight_gradient_mlp_cuda", fused.WeightGradients),
+        (megatron_layers, "_grad_accum_fusion_available", True),
     ]
-    originals = [(owner, name, getattr(owner, name)) for owner, name, _ in replacements]
+    originals = [(owner, name, getattr(owner, name, _ABSENT)) for owner, name, _ in replacements]
     try:
         for owner, name, value in replacements:
             setattr(owner, name, value)
@@ -78,7 +87,35 @@ def _without_cuda() -> Iterator[None]:
             yield
     finally:
         for owner, name, value in originals:
-            setattr(owner, name, value)
+            if value is _ABSENT:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, value)
+
+
+@contextlib.contextmanager
+def sharing_groups() -> Iterator[None]:
+    """Inside, Megatron's groups of one and the same rank are one group.
+
+    Megatron makes some twenty groups, and gloo runs a thread for each that wakes 70 times a second: in one process they took
+    7% of a training step on busy cores."""
+    if torch.cuda.is_available():
+        yield
+        return
+    create, made = parallel_state.create_group, {}
+
+    def create_or_share(ranks: list[int], **options: Any) -> Any:
+        if len(ranks) > 1:
+            return create(ranks, **options)
+        if ranks[0] not in made:
+            made[ranks[0]] = create(ranks, **options)
+        return made[ranks[0]]
+
+    parallel_state.create_group = create_or_share
+    try:
+        yield
+    finally:
+        parallel_state.create_group = create
 
 
 def _held_embedding(embedding: Tensor, dimension: int, group: ProcessGroup) -> Tensor:

@@ -46,20 +46,24 @@ def token_logprobs(
     places: Tensor,
     context_group: ProcessGroup,
     want_entropy: bool = False,
+    wanted: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Log-prob of each token and, if wanted, the entropy of the distribution that it was drawn from: (B, T), float32, nats.
 
     hidden (tokens, rows, hidden) as the model was fed; split over ranks by the first dimension under sequence parallelism.
     tokens (B, T); places (B, T): the index of each token's hidden state, or -1 where another rank of `context_group` has
-    it. lengths, temperatures (B,), a temperature of 0 (greedy) counts as 1. Position t describes token t, so position 0
-    and padding are 0: no logits are computed for them."""
+    it. lengths, temperatures (B,), a temperature of 0 (greedy) counts as 1. wanted (B, T) bool: the tokens to describe, all
+    by default. Position t describes token t, so position 0 and padding are 0, as is what is not wanted: no logits are
+    computed for them."""
     if layer.sequence_parallel:
         hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True, group=layer.group)
     else:
         hidden = copy_to_tensor_model_parallel_region(hidden, group=layer.group)
     positions = torch.arange(tokens.shape[1], device=tokens.device)
     valid = positions[1:] < lengths.unsqueeze(1)  # (B, T - 1): of token t + 1, which hidden state t predicts
-    valid &= places[:, :-1] >= 0
+    if wanted is not None:
+        valid = valid & wanted[:, 1:]
+    valid = valid & (places[:, :-1] >= 0)
     scale = torch.where(temperatures > 0, temperatures, 1.0).unsqueeze(1).expand_as(valid)
     predicting = hidden.flatten(0, 1).index_select(0, places[:, :-1][valid])
     logprobs, entropy = _OutputLogprobs.apply(
@@ -93,15 +97,17 @@ class _OutputLogprobs(torch.autograd.Function):
             exponents = _logits(hidden[rows], weight, buffer)
             _soften(exponents, targets[rows], scale[rows], layer, want_entropy, answers[:, rows])
         ctx.save_for_backward(hidden, weight, targets, scale, answers)
-        ctx.layer, ctx.want_entropy, ctx.size = layer, want_entropy, size
+        ctx.layer, ctx.size = layer, size
+        ctx.set_materialize_grads(False)  # an entropy that is only reported has no gradient: None, not zeros
         keep = any(ctx.needs_input_grad)
         ctx.kept = exponents if keep else None
         ctx.buffer = buffer if keep and buffer.dtype is torch.float32 else None  # where `exponents` lies
         return answers[0].clone(), answers[1].clone()
 
     @staticmethod
-    def backward(ctx: Any, of_logprob: Tensor, of_entropy: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, of_logprob: Tensor | None, of_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden, weight, targets, scale, answers = ctx.saved_tensors
+        of_logprob = torch.zeros_like(answers[0]) if of_logprob is None else of_logprob
         kept, buffer = ctx.kept, ctx.buffer
         ctx.kept = ctx.buffer = None  # overwritten here; a second backward pass computes all chunks again
         # Under Megatron's DDP the gradient goes straight into its float32 buffer: no copy, no rounding between chunks.
@@ -114,7 +120,7 @@ class _OutputLogprobs(torch.autograd.Function):
                 buffer = weight.new_empty(min(ctx.size, len(hidden)), len(weight)) if buffer is None else buffer
                 kept, total = _logits(hidden[rows], weight, buffer), torch.ones_like(total)
                 _normalize(kept, scale[rows], answers[2, rows], ctx.layer)
-            entropy = (answers[1, rows], of_entropy[rows]) if ctx.want_entropy else None
+            entropy = None if of_entropy is None else (answers[1, rows], of_entropy[rows])
             _differentiate(kept, targets[rows], scale[rows], total, ctx.layer, of_logprob[rows], entropy)
             of_logits = kept.to(weight.dtype)
             kept = None

@@ -22,6 +22,7 @@ from torch.nn import Parameter
 from rlflow.errors import ModelError
 from rlflow.trainer.layout import Layout
 from rlflow.trainer.megatron.cpu import device
+from rlflow.trainer.megatron.fused import SwiGLU
 from rlflow.trainer.megatron.layers import RMSNorm, TorchAttention
 from rlflow.trainer.megatron.logprobs import OutputLayer
 from rlflow.trainer.megatron.world import World
@@ -142,11 +143,13 @@ def transformer_config(
         # apart by their order alone, and over gloo forward and backward tensors silently change places.
         batch_p2p_comm=not interleaved,
         overlap_p2p_comm=interleaved and not on_cpu,
-        gradient_accumulation_fusion=False,
+        # On CPUs these are the operations in `fused`; on GPUs they need Apex and Transformer Engine.
+        gradient_accumulation_fusion=on_cpu,
+        apply_rope_fusion=on_cpu,
+        use_te_activation_func=on_cpu,
         bias_activation_fusion=False,
         bias_dropout_fusion=False,
         masked_softmax_fusion=False,
-        apply_rope_fusion=False,
         **RECOMPUTE[recompute],
     )
 
@@ -254,6 +257,8 @@ def _layer_spec(config: TransformerConfig, number: int) -> ModuleSpec | Transfor
     layer, attention = spec.submodules, spec.submodules.self_attention.submodules
     layer.input_layernorm = layer.pre_mlp_layernorm = RMSNorm
     attention.core_attention = TorchAttention
+    if config.use_te_activation_func:
+        layer.mlp.submodules.activation_func = SwiGLU
     if config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
     layers = get_num_layers_to_build(config, vp_stage=number)

@@ -80,7 +80,7 @@ def forward_backward(
 
     def reduce(microbatch: Microbatch, hidden: Tensor, layer: OutputLayer) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         batch = microbatch.batch
-        output = _policy_output(hidden, microbatch, layer, world.context_group, want_entropy)
+        output = _policy_output(hidden, microbatch, layer, world.context_group, want_entropy, wanted=batch.trained)
         per_token, metrics = loss(output, batch)
         _check_shapes({"loss": per_token, **metrics}, batch)
         share = (batch.weights * per_token).sum()
@@ -143,7 +143,12 @@ def _check_shapes(values: dict[str, Tensor], batch: Batch) -> None:
 
 
 def _policy_output(
-    hidden: Tensor, microbatch: Microbatch, layer: OutputLayer, context_group: ProcessGroup, want_entropy: bool
+    hidden: Tensor,
+    microbatch: Microbatch,
+    layer: OutputLayer,
+    context_group: ProcessGroup,
+    want_entropy: bool,
+    wanted: Tensor | None = None,
 ) -> PolicyOutput:
     batch = microbatch.batch
     logprobs, entropy = token_logprobs(
@@ -155,6 +160,7 @@ def _policy_output(
         want_entropy=want_entropy,
         places=microbatch.feed.places,
         context_group=context_group,
+        wanted=wanted,
     )
     return PolicyOutput(logprobs=logprobs, entropy=entropy)
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from rlflow.errors import ConfigError, DataError, RLFlowError, did_you_mean
 from rlflow.trainer import Loss, Trainer
 from rlflow.trainer.layout import Layout
-from rlflow.trainer.megatron import checkpoint, cpu, optimizer, step, world
+from rlflow.trainer.megatron import checkpoint, cpu, offload, optimizer, step, world
 from rlflow.trainer.megatron.model import RECOMPUTE, build_model, gather_weights, load_weights, named_parameters
 from rlflow.trainer.schedule import learning_rate
 from rlflow.types import Batch
@@ -31,8 +31,9 @@ class MegatronTrainer(Trainer):
     context)); otherwise this process alone. lr_*: see `learning_rate`. tokens_per_microbatch: rows times longest row of one
     forward pass; with `packing` (rows end to end, unpadded) the sum of their lengths. logits_chunk_mib: of float32 logits
     that exist at a time; what a micro-batch has beyond it is computed again in the backward pass. recompute: none,
-    selective (attention and MLP) or full (whole layers). `trust_remote_code` is accepted for symmetry;
-    no code of a model directory is ever run here."""
+    selective (attention and MLP) or full (whole layers). offload_*: into host memory, Adam's moments and update or the
+    weights of snapshots. release_gradients: no gradient buffers between updates. `trust_remote_code` is accepted for
+    symmetry; no code of a model directory is ever run here."""
 
     def __init__(
         self,
@@ -58,6 +59,9 @@ class MegatronTrainer(Trainer):
         tokens_per_microbatch: int = 16384,
         packing: bool = False,
         logits_chunk_mib: float = 512.0,
+        offload_optimizer: bool = False,
+        offload_snapshots: bool = False,
+        release_gradients: bool = False,
         dtype: str = "float32",
         seed: int = 0,
         trust_remote_code: bool = False,
@@ -65,6 +69,7 @@ class MegatronTrainer(Trainer):
         _check_choice("model.dtype", dtype, DTYPES)
         _check_choice("trainer.recompute", recompute, RECOMPUTE)
         cpu.check_version()
+        offload.check_gpu(offload_optimizer=offload_optimizer, offload_snapshots=offload_snapshots)
         self._architecture = architecture(read_config(path))
         layout = Layout(tensor_parallel, pipeline_parallel, context_parallel, virtual_pipeline, sequence_parallel)
         layout.check_model(self._architecture)
@@ -78,6 +83,7 @@ class MegatronTrainer(Trainer):
         }
         learning_rate(0, **self._schedule)  # a wrong schedule is an error now, not after the first rollout
         self._limits = step.Limits(tokens_per_microbatch, packing)
+        self._offload_snapshots, self._release_gradients = offload_snapshots, release_gradients
         self._updates = 0
         self._snapshots: dict[str, dict[str, Tensor]] = {}
         self._saving: checkpoint.PendingSave | None = None
@@ -88,7 +94,9 @@ class MegatronTrainer(Trainer):
                 self._chunks = build_model(self._architecture, self._world, DTYPES[dtype], chunk_bytes, recompute)
                 load_weights(self._chunks, self._architecture, self._world, weights)
                 self._model = optimizer.wrap(self._chunks, distributed_optimizer)
-                options = optimizer.AdamOptions(lr, beta1, beta2, eps, weight_decay, max_gradient_norm)
+                options = optimizer.AdamOptions(
+                    lr, beta1, beta2, eps, weight_decay, max_gradient_norm, offload_optimizer
+                )
                 self._optimizer = optimizer.make_optimizer(self._model, options)
         except BaseException:  # nobody could close a trainer that was never made
             self.close()
@@ -107,9 +115,13 @@ class MegatronTrainer(Trainer):
         rate = learning_rate(self._updates, **self._schedule)
         with cpu.adapted():
             self._set_training(True)
+            if self._release_gradients:
+                offload.restore_gradients(self._model)
             optimizer.zero_gradients(self._model, self._optimizer)
             metrics = step.forward_backward(self._model, self._world, microbatches, loss, tokens)
             norm = optimizer.step(self._optimizer, rate)
+            if self._release_gradients:
+                offload.release_gradients(self._model)
         self._updates += 1
         share = float(batch.weights.sum()) or 1.0
         return {
@@ -134,8 +146,8 @@ class MegatronTrainer(Trainer):
     def snapshot(self, name: str) -> None:
         if name == "policy":
             raise ConfigError("snapshot: 'policy' is the model in training; choose another name, e.g. 'reference'.")
-        parameters = named_parameters(self._chunks)
-        self._snapshots[name] = {key: parameter.detach().clone() for key, parameter in parameters}
+        values = {key: parameter.detach() for key, parameter in named_parameters(self._chunks)}
+        self._snapshots[name] = self._kept(values)
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         return gather_weights(self._chunks, self._architecture, self._world)
@@ -165,11 +177,20 @@ class MegatronTrainer(Trainer):
     def load(self, path: str | Path) -> int:
         with cpu.adapted():
             state = checkpoint.load(Path(path), self._state(0))
-        self._updates, self._snapshots = state.updates, {**self._snapshots, **state.snapshots}
+        snapshots = {name: self._kept(values) for name, values in state.snapshots.items()}
+        self._updates, self._snapshots = state.updates, {**self._snapshots, **snapshots}
         return state.step
 
     def close(self) -> None:
         world.leave(self._world)
+
+    def _kept(self, values: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Copies of a snapshot's weights, where they are to stay."""
+        return (
+            offload.to_host(values)
+            if self._offload_snapshots
+            else {key: value.clone() for key, value in values.items()}
+        )
 
     def _state(self, step: int) -> checkpoint.TrainerState:
         return checkpoint.TrainerState(
@@ -209,7 +230,7 @@ class MegatronTrainer(Trainer):
         policy = {key: parameter.data for key, parameter in parameters.items()}
         try:
             for key, value in self._snapshots[name].items():
-                parameters[key].data = value
+                parameters[key].data = value.to(policy[key].device, non_blocking=True)
             yield
         finally:
             for key, value in policy.items():

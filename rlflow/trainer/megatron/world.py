@@ -12,7 +12,7 @@ from torch.distributed import ProcessGroup
 
 from rlflow.errors import ConfigError
 from rlflow.trainer.layout import Layout
-from rlflow.trainer.megatron.cpu import adapted
+from rlflow.trainer.megatron.cpu import adapted, sharing_groups
 
 
 @dataclass(frozen=True)
@@ -82,13 +82,14 @@ def join(layout: Layout, seed: int) -> World:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     made_groups = not parallel_state.model_parallel_is_initialized()
     if made_groups:
-        parallel_state.initialize_model_parallel(
-            layout.tensor_parallel,
-            layout.pipeline_parallel,
-            virtual_pipeline_model_parallel_size=layout.virtual_pipeline if layout.virtual_pipeline > 1 else None,
-            context_parallel_size=layout.context_parallel,
-            create_gloo_process_groups=False,
-        )
+        with sharing_groups():
+            parallel_state.initialize_model_parallel(
+                layout.tensor_parallel,
+                layout.pipeline_parallel,
+                virtual_pipeline_model_parallel_size=layout.virtual_pipeline if layout.virtual_pipeline > 1 else None,
+                context_parallel_size=layout.context_parallel,
+                create_gloo_process_groups=False,
+            )
     _check_groups(layout)
     with adapted(), torch.random.fork_rng(devices=[]):  # seeding Megatron's generators must not touch the caller's
         model_parallel_cuda_manual_seed(seed)

@@ -70,7 +70,8 @@ def make(model: Path) -> Iterator[Any]:
         trainer.close()
 
 
-def test_three_updates_equal_transformers_with_adamw(make: Any, model: Path) -> None:
+@pytest.mark.parametrize("chunk_mib", [512.0, 0.005], ids=["one-chunk", "12-positions-per-chunk"])
+def test_three_updates_equal_transformers_with_adamw(make: Any, model: Path, chunk_mib: float) -> None:
     """The whole step by other means: full logits, torch's clipping and AdamW, no decay of one-dimensional parameters."""
     from transformers import AutoModelForCausalLM
 
@@ -85,6 +86,7 @@ def test_three_updates_equal_transformers_with_adamw(make: Any, model: Path) -> 
         max_gradient_norm=0.5,
         eps=1e-5,
         tokens_per_microbatch=50,
+        logits_chunk_mib=chunk_mib,
     )
     oracle = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     matrices = [parameter for parameter in oracle.parameters() if parameter.dim() > 1]
@@ -165,6 +167,21 @@ def test_tokens_without_weight_after_the_last_weighted_one_change_no_gradient(ma
         == second.update(batch.replace(weights=weights, tokens=other), policy_gradient)["gradient_norm"]
     )
     assert digest(first.weights()) == digest(second.weights())
+
+
+@pytest.mark.parametrize("backend", ["megatron", "reference"])
+def test_an_update_describes_trained_tokens_only_and_a_score_all(make: Any, backend: str) -> None:
+    batch, seen = make_batch(), []
+
+    def watch(output: PolicyOutput, part: Batch) -> tuple[Tensor, dict[str, Tensor]]:
+        seen.append(output.logprobs.detach())
+        return -part.advantages * output.logprobs, {}
+
+    trainer = make(backend=backend)
+    scores = trainer.score(batch)["logprobs"]
+    trainer.update(batch, watch)
+    assert (scores != 0).sum() == int((batch.lengths - 1).sum())
+    torch.testing.assert_close(seen[0], scores * batch.loss_mask, atol=1e-6, rtol=0)
 
 
 def test_snapshot_stays_and_leaves_the_policy_alone(make: Any) -> None:

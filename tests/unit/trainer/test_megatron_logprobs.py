@@ -209,3 +209,34 @@ def test_extreme_logits_stay_finite(group: dist.ProcessGroup) -> None:
     assert (got[0, 1].item(), entropy[0, 1].item()) == (0.0, 0.0)
     (got.sum() + entropy.sum()).backward()
     assert torch.isfinite(logits.grad).all()
+
+
+def test_only_what_is_wanted_is_described(group: dist.ProcessGroup) -> None:
+    logits, tokens, lengths, temperatures = make_case()
+    wanted = torch.rand(tokens.shape, generator=torch.Generator().manual_seed(3)) < 0.5
+    logits.requires_grad_()
+    got, _ = from_logits(logits, tokens, lengths, temperatures, group, wanted=wanted)
+    whole, _ = from_logits(logits, tokens, lengths, temperatures, group)
+    assert torch.equal(got, whole * wanted)
+    got.sum().backward()
+    described = wanted & (torch.arange(6) >= 1) & (torch.arange(6) < lengths[:, None])
+    assert ((logits.grad != 0).any(-1)[:, :-1] == described[:, 1:]).all()
+
+
+def test_no_position_wanted_gives_zeros_and_no_gradient(group: dist.ProcessGroup) -> None:
+    """A data-parallel rank without rows runs such a micro-batch."""
+    logits, tokens, _, temperatures = make_case()
+    logits.requires_grad_()
+    got, entropy = from_logits(logits, tokens, torch.ones(3, dtype=torch.int64), temperatures, group, want_entropy=True)
+    assert entropy is not None
+    (got.sum() + entropy.sum()).backward()
+    assert not got.any()
+    assert not logits.grad.any()
+
+
+def test_an_entropy_that_is_only_reported_changes_no_gradient(group: dist.ProcessGroup) -> None:
+    logits, tokens, lengths, temperatures = make_case()
+    with_entropy, without = logits.clone().requires_grad_(), logits.clone().requires_grad_()
+    from_logits(with_entropy, tokens, lengths, temperatures, group, want_entropy=True)[0].sum().backward()
+    from_logits(without, tokens, lengths, temperatures, group)[0].sum().backward()
+    assert torch.equal(with_entropy.grad, without.grad)

@@ -1,0 +1,59 @@
+"""The fused operations against the formulas that they fuse, in double precision, and against megatron-core's own."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from megatron.core.models.common.embeddings import rope_utils
+from megatron.core.transformer import TransformerConfig
+from torch import Tensor
+
+from rlflow.trainer.megatron import fused
+
+
+@pytest.fixture
+def draw() -> torch.Generator:
+    return torch.Generator().manual_seed(0)
+
+
+def test_swiglu_and_its_gradient(draw: torch.Generator) -> None:
+    module = fused.SwiGLU(TransformerConfig(num_layers=1, hidden_size=4, num_attention_heads=1))
+    both = torch.randn(3, 2, 10, generator=draw, dtype=torch.float64, requires_grad=True)
+    gate, up = both.chunk(2, dim=-1)
+    torch.testing.assert_close(module(both), F.silu(gate) * up)
+    assert torch.autograd.gradcheck(module, both)
+
+
+def test_weight_gradients_add_to_the_buffer(draw: torch.Generator) -> None:
+    inputs, gradient = torch.randn(5, 3, generator=draw), torch.randn(5, 2, generator=draw)
+    total = torch.ones(2, 3)
+    fused.WeightGradients.wgrad_gemm_accum_fp32(inputs, gradient, total)
+    torch.testing.assert_close(total, 1 + gradient.t() @ inputs)
+    rough = torch.ones(2, 3)
+    fused.WeightGradients.wgrad_gemm_accum_fp32(inputs.bfloat16(), gradient.bfloat16(), rough)
+    torch.testing.assert_close(rough, total, atol=5e-2, rtol=2e-2)
+
+
+def angles(positions: int, dimensions: int) -> Tensor:
+    """(positions, 1, 1, dimensions) in two equal halves, as Megatron's RotaryEmbedding makes them."""
+    half = torch.arange(positions)[:, None] * 10.0 ** -torch.arange(0.0, dimensions // 2)
+    return torch.cat([half, half], dim=-1)[:, None, None].double()
+
+
+@pytest.mark.parametrize("rotated", [8, 4])
+def test_rotation_equals_megatrons_and_its_gradient_turns_back(draw: torch.Generator, rotated: int) -> None:
+    """With all dimensions rotated, and with the last half of them passed through."""
+    values = torch.randn(6, 2, 3, 8, generator=draw, dtype=torch.float64, requires_grad=True)
+    turned = fused.rotate(values, angles(6, rotated))
+    torch.testing.assert_close(turned, rope_utils._apply_rotary_pos_emb_bshd(values, angles(6, rotated)))
+    assert torch.autograd.gradcheck(lambda given: fused.rotate(given, angles(6, rotated)), values)
+    (back,) = torch.autograd.grad(turned, values, turned.detach())
+    torch.testing.assert_close(back, values.detach())  # a rotation's transpose is its inverse
+
+
+def test_packed_rows_each_begin_at_position_0(draw: torch.Generator) -> None:
+    first, second = torch.randn(4, 1, 3, 8, generator=draw), torch.randn(2, 1, 3, 8, generator=draw)
+    turned = fused.rotate_packed(torch.cat([first, second]).squeeze(1), torch.tensor([0, 4, 6]), angles(4, 8).float())
+    alone = [fused.rotate(row, angles(len(row), 8).float()).squeeze(1) for row in (first, second)]
+    torch.testing.assert_close(turned, torch.cat(alone))

@@ -1,0 +1,103 @@
+"""What leaves the GPU changes no result. The machine of these tests has none: moving is a copy within host memory here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fixtures import tiny_model
+
+from rlflow.errors import ConfigError
+from rlflow.trainer import Trainer
+from rlflow.trainer.megatron.cpu import adapted
+from rlflow.trainer.megatron.offload import HostAdamW
+from rlflow.trainer.megatron.optimizer import AdamOptions, make_optimizer
+from rlflow.weights.hf import digest
+from tests.dist.megatron_ranks import PolicyGradientWithEntropy, make_batch
+
+VOCAB = 101
+WITHOUT_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    return tiny_model(path, "qwen2", tied=True, tokenizer=False, vocab_size=VOCAB, hidden_size=32, intermediate_size=48)
+
+
+@pytest.fixture
+def make(model: Path) -> Iterator[Any]:
+    trainers: list[Trainer] = []
+
+    def build(**options: Any) -> Trainer:
+        trainers.append(Trainer.from_pretrained(model, lr=1e-3, weight_decay=0.1, **options))
+        return trainers[-1]
+
+    yield build
+    for trainer in reversed(trainers):
+        trainer.close()
+
+
+def on_host(trainer: Any) -> Trainer:
+    """The trainer with the optimizer that `offload_optimizer` gives it on a GPU."""
+    options = AdamOptions(1e-3, 0.9, 0.95, 1e-8, 0.1, 1.0, on_host=True)
+    with adapted():
+        trainer._optimizer = make_optimizer(trainer._model, options)
+    return trainer
+
+
+@pytest.mark.parametrize("options", [{}, {"dtype": "bfloat16"}, {"distributed_optimizer": True}], ids=str)
+def test_adam_in_host_memory_equals_adam(make: Any, tmp_path: Path, options: dict[str, Any]) -> None:
+    """Bit for bit, through a checkpoint of it too."""
+    batch, loss = make_batch(VOCAB), PolicyGradientWithEntropy()
+    plain, host = make(**options), on_host(make(**options))
+    for _ in range(2):
+        assert plain.update(batch, loss) == host.update(batch, loss)
+    assert digest(plain.weights()) == digest(host.weights())
+    host.save(tmp_path, 2)
+    resumed = on_host(make(**options))
+    resumed.load(tmp_path)
+    assert plain.update(batch, loss) == resumed.update(batch, loss)
+    assert digest(plain.weights()) == digest(resumed.weights())
+    inner = getattr(host._optimizer, "chained_optimizers", [host._optimizer])[0].optimizer
+    assert isinstance(inner, HostAdamW)
+
+
+@pytest.mark.parametrize("options", [{}, {"distributed_optimizer": True}], ids=str)
+def test_releasing_gradients_changes_nothing_and_frees_them(make: Any, options: dict[str, Any]) -> None:
+    batch, loss = make_batch(VOCAB), PolicyGradientWithEntropy()
+    plain, released = make(**options), make(release_gradients=True, **options)
+    for _ in range(3):
+        assert plain.update(batch, loss) == released.update(batch, loss)
+        sizes = [
+            sum(buffer.grad_data.untyped_storage().size() for chunk in trainer._model for buffer in chunk.buffers)
+            for trainer in (plain, released)
+        ]
+        assert sizes[0] > 0
+        assert sizes[1] == 0
+    assert digest(plain.weights()) == digest(released.weights())
+
+
+def test_a_snapshot_in_host_memory_scores_as_the_policy_did(make: Any) -> None:
+    batch, trainer = make_batch(VOCAB), make()
+    trainer._offload_snapshots = True
+    before = trainer.score(batch)["logprobs"]
+    trainer.snapshot("reference")
+    trainer.update(batch, PolicyGradientWithEntropy())
+    assert torch.equal(trainer.score(batch, "reference")["logprobs"], before)
+    assert not torch.equal(trainer.score(batch)["logprobs"], before)
+
+
+@WITHOUT_GPU
+@pytest.mark.parametrize("option", ["offload_optimizer", "offload_snapshots"])
+def test_offloading_is_refused_by_name_without_a_gpu(make: Any, option: str) -> None:
+    with pytest.raises(ConfigError, match=rf"trainer\.{option}: found true, but this process has no GPU"):
+        make(**{option: True})
+
+
+def test_the_reference_backend_refuses_by_name(make: Any) -> None:
+    with pytest.raises(ConfigError, match=r"trainer\.release_gradients: the reference backend"):
+        make(backend="reference", release_gradients=True)
