@@ -34,7 +34,8 @@ SERVER = [
 
 EXTRAS = {
     "search": ["faiss-cpu>=1.9", "bm25s>=0.2.6", *SERVER],
-    "search-gpu": ["faiss-gpu-cu12>=1.9", "bm25s>=0.2.6", *SERVER],  # instead of search: the two faiss packages exclude each other
+    # Instead of search: the two faiss packages exclude each other.
+    "search-gpu": ["faiss-gpu-cu12>=1.9", "bm25s>=0.2.6", *SERVER],
     "onnx": ["onnxruntime>=1.17"],
     "ray": ["ray>=2.40"],
     "vllm": ["vllm>=0.27"],

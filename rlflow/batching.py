@@ -76,14 +76,18 @@ def split_minibatches(batch: Batch, n: int, generator: torch.Generator) -> list[
 
 
 def plan_microbatches(
-    lengths: Sequence[int] | Tensor, tokens_per_microbatch: int, shards: int = 1, packed: bool = False
+    lengths: Sequence[int] | Tensor,
+    tokens_per_microbatch: int,
+    shards: int = 1,
+    packed: bool = False,
+    multiple: int = 1,
 ) -> list[list[list[int]]]:
     """Row indices as [shard][micro-batch][row]; the same input always gives the same plan.
 
     A micro-batch takes rows x longest row <= tokens_per_microbatch tokens with padding; a single longer row stands
-    alone. Every shard gets equally many micro-batches, the least that suffices, of about equal size. An empty one
-    stands only where there are too few rows to fill the last round. Rows of similar length meet, so that little is
-    padded. With `packed`, rows lie end to end: the limit is on the sum of their lengths, and lengths mix.
+    alone. Every shard gets equally many micro-batches, the least multiple of `multiple` that suffices, of about equal
+    size. An empty one stands only where there are too few rows to fill the last round. Rows of similar length meet, so
+    that little is padded. With `packed`, rows lie end to end: the limit is on the sum of their lengths, and lengths mix.
     """
     if tokens_per_microbatch < 1 or shards < 1:
         raise ConfigError(
@@ -92,9 +96,9 @@ def plan_microbatches(
     sizes = [int(length) for length in lengths]
     rows = sorted(range(len(sizes)), key=lambda row: (-sizes[row], row))
     if packed:
-        return _deal(_bins(rows, sizes, tokens_per_microbatch, shards), shards, lambda chunk: _sum(chunk, sizes))
+        return _deal(_bins(rows, sizes, tokens_per_microbatch, shards * multiple), shards, lambda chunk: _sum(chunk, sizes))
     count = max(1, len(_chunk(rows, sizes, tokens_per_microbatch)))
-    count = -(-count // shards) * shards
+    count = -(-count // (shards * multiple)) * shards * multiple
     chunks = _even_chunks(rows, sizes, tokens_per_microbatch, count)
     return _deal(chunks, shards, lambda chunk: _cost(chunk, sizes))
 
@@ -129,13 +133,13 @@ def _even_chunks(rows: list[int], sizes: list[int], limit: int, count: int) -> l
     return chunks
 
 
-def _bins(rows: list[int], sizes: list[int], limit: int, shards: int) -> list[list[int]]:
-    """Bins of nearly equal sums, each of at most `limit` tokens or a single row; their number is a multiple of `shards`.
+def _bins(rows: list[int], sizes: list[int], limit: int, multiple: int) -> list[list[int]]:
+    """Bins of nearly equal sums, each of at most `limit` tokens or a single row; their number is a multiple of `multiple`.
 
     Longest first into the emptiest bin (LPT: Graham 1969); from the least number that could do, up to one that does."""
     least = -(-sum(min(sizes[row], limit) for row in rows) // limit)
     count = max(1, least, sum(2 * sizes[row] > limit for row in rows))  # no two rows of more than half share a bin
-    count = -(-count // shards) * shards
+    count = -(-count // multiple) * multiple
     while True:
         bins: list[list[int]] = [[] for _ in range(count)]
         loads = [(0, index) for index in range(count)]
@@ -145,7 +149,7 @@ def _bins(rows: list[int], sizes: list[int], limit: int, shards: int) -> list[li
             heapq.heapreplace(loads, (load + max(sizes[row], 1), index))
         if all(len(chunk) <= 1 or _sum(chunk, sizes) <= limit for chunk in bins):
             return bins
-        count += shards
+        count += multiple
 
 
 def _deal(chunks: list[list[int]], shards: int, cost: Callable[[list[int]], int]) -> list[list[list[int]]]:

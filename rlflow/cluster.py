@@ -24,6 +24,7 @@ from rlflow.memory import PeakMemory, highest
 from rlflow.ray_session import LOOPBACK, RaySession, connect, first_line
 from rlflow.schema import RunConfig
 from rlflow.trainer import Loss, Trainer
+from rlflow.trainer.layout import Layout
 from rlflow.types import Batch
 from rlflow.wire import pack, pack_batch, unpack, unpack_batch
 
@@ -46,13 +47,9 @@ def make_trainer(config: RunConfig) -> Trainer:
         options["lr_decay_steps"] = config.run.steps * updates_per_step
     options |= {"dtype": config.model.dtype, "trust_remote_code": config.model.trust_remote_code}
     options["seed"] = config.run.seed
-    ranks, model_ranks = config.cluster.ranks, section.tensor_parallel * section.pipeline_parallel
+    ranks = config.cluster.ranks
+    Layout.of(section).data_parallel(ranks)
     if ranks == 0:
-        if model_ranks > 1:
-            raise ConfigError(
-                f"cluster.ranks: tensor_parallel {section.tensor_parallel} x pipeline_parallel "
-                f"{section.pipeline_parallel} needs {model_ranks} ranks, found 0; set cluster.ranks={model_ranks}"
-            )
         return Trainer.from_pretrained(config.model.path, **options)
     if section.backend == "reference" and ranks > 1:
         raise ConfigError(
@@ -84,11 +81,10 @@ class RayTrainer(Trainer):
         backend: str = "megatron",
         **options: Any,
     ) -> None:
-        model_ranks = options.get("tensor_parallel", 1) * options.get("pipeline_parallel", 1)
-        if ranks < 1 or ranks % model_ranks:
-            raise ConfigError(
-                f"cluster.ranks: need a multiple of tensor_parallel x pipeline_parallel = {model_ranks}, found {ranks}"
-            )
+        if ranks < 1:
+            raise ConfigError(f"cluster.ranks: a trainer over ranks needs at least 1, found {ranks}.")
+        sizes = {field.name: options[field.name] for field in dataclasses.fields(Layout) if field.name in options}
+        Layout(**sizes).data_parallel(ranks)
         self._actors: list[Any] = []
         self._group: Any = None
         self._session: RaySession | None = connect(address, cpus=ranks * threads_per_rank)

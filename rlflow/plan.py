@@ -11,12 +11,14 @@ from rlflow.algorithms import make_advantage, make_loss
 from rlflow.errors import ConfigError, did_you_mean
 from rlflow.registry import check_component
 from rlflow.schema import RunConfig
+from rlflow.trainer.layout import Layout
 
 CHOICES = {
     "model.dtype": ("float32", "bfloat16"),
     "algorithm.aggregate": ("token_mean", "sequence_mean", "trajectory_mean", "constant"),
     "algorithm.old_logprobs": ("rollout", "recompute"),
     "trainer.backend": ("megatron", "reference"),
+    "trainer.recompute": ("none", "selective", "full"),
     "trainer.lr_schedule": ("constant", "cosine", "linear"),
     "metrics.progress": ("auto", "rich", "plain", "none"),
 }
@@ -36,6 +38,8 @@ POSITIVE = (
     "algorithm.epochs_per_step",
     "trainer.tensor_parallel",
     "trainer.pipeline_parallel",
+    "trainer.context_parallel",
+    "trainer.virtual_pipeline",
     "trainer.lr",
     "trainer.lr_decay_steps",
     "trainer.eps",
@@ -61,6 +65,12 @@ NOT_NEGATIVE = (
     "run.seed",
 )
 SHARES = ("rollout.max_aborted_share", "trainer.beta1", "trainer.beta2", "run.target")
+NOT_IN_REFERENCE = (
+    ("packing", False, "pads"),
+    ("distributed_optimizer", False, "runs on one device"),
+    ("recompute", "none", "keeps all activations"),
+)
+"""Keys of `trainer`, the only value that the reference backend takes, and why."""
 _NAME = re.compile(r"[\w][\w.+=-]*")
 _ENGINE_GETS = ("path", "tokenizer", "dtype", "seed", "deterministic", "trust_remote_code")
 
@@ -146,32 +156,21 @@ def _check_batch(config: RunConfig) -> None:
 
 def _check_layout(config: RunConfig) -> None:
     trainer, ranks = config.trainer, config.cluster.ranks
-    model_ranks = trainer.tensor_parallel * trainer.pipeline_parallel
-    if trainer.backend == "reference" and (model_ranks > 1 or ranks > 1):
-        raise ConfigError(
-            "trainer.backend: 'reference' runs on one device; expected tensor_parallel, pipeline_parallel and "
-            f"cluster.ranks at most 1, found {trainer.tensor_parallel}, {trainer.pipeline_parallel}, {ranks}."
-        )
-    if trainer.backend == "reference" and trainer.packing:
-        raise ConfigError(
-            "trainer.packing: 'reference' pads; expected false, found true. Use trainer.backend=megatron."
-        )
-    if trainer.backend == "reference" and trainer.distributed_optimizer:
-        raise ConfigError(
-            "trainer.distributed_optimizer: 'reference' runs on one device; expected false, found true. "
-            "Use trainer.backend=megatron."
-        )
-    if trainer.sequence_parallel and trainer.tensor_parallel == 1:
-        raise ConfigError(
-            "trainer.sequence_parallel: splits tokens over tensor-parallel ranks; expected trainer.tensor_parallel of at "
-            "least 2, found 1."
-        )
-    if max(ranks, 1) % model_ranks:
-        raise ConfigError(
-            f"cluster.ranks: expected a multiple of trainer.tensor_parallel x trainer.pipeline_parallel = "
-            f"{trainer.tensor_parallel} x {trainer.pipeline_parallel} = {model_ranks}, found {ranks}"
-            f"{' (one process)' if ranks == 0 else ''}."
-        )
+    layout = Layout.of(trainer)
+    if trainer.backend == "reference":
+        if layout.model_ranks > 1 or ranks > 1:
+            raise ConfigError(
+                "trainer.backend: 'reference' runs on one device; expected tensor_parallel, pipeline_parallel, "
+                f"context_parallel and cluster.ranks at most 1, found {trainer.tensor_parallel}, "
+                f"{trainer.pipeline_parallel}, {trainer.context_parallel}, {ranks}."
+            )
+        for name, expected, why in NOT_IN_REFERENCE:
+            if (found := getattr(trainer, name)) != expected:
+                raise ConfigError(
+                    f"trainer.{name}: 'reference' {why}; expected {str(expected).lower()}, found {str(found).lower()}. "
+                    "Use trainer.backend=megatron."
+                )
+    layout.data_parallel(ranks)
 
 
 def batch_plan(config: RunConfig) -> str:
@@ -203,10 +202,13 @@ def _sampling_lines(config: RunConfig) -> list[tuple[str, str]]:
 
 def _training_lines(config: RunConfig) -> list[tuple[str, str]]:
     rollout, algorithm, trainer = config.rollout, config.algorithm, config.trainer
-    tensor, pipeline, ranks = trainer.tensor_parallel, trainer.pipeline_parallel, max(config.cluster.ranks, 1)
-    data = ranks // (tensor * pipeline)
+    ranks, layout = max(config.cluster.ranks, 1), Layout.of(trainer)
+    data = layout.data_parallel(ranks)
+    context = f" x {layout.context_parallel} context" if layout.context_parallel > 1 else ""
+    chunks = f" ({layout.virtual_pipeline} chunks each)" if layout.virtual_pipeline > 1 else ""
     rows = rollout.prompts_per_step * rollout.samples_per_prompt // algorithm.minibatches_per_step
-    counted = "sum of the rows' lengths" if trainer.packing else "rows x longest row"
+    packed = trainer.packing or layout.virtual_pipeline > 1
+    counted = "sum of the rows' lengths" if packed else "rows x longest row"
     rows_per_microbatch = max(trainer.tokens_per_microbatch // rollout.max_total_tokens, 1)
     microbatches = math.ceil(rows / data / rows_per_microbatch)
     updates = algorithm.minibatches_per_step * algorithm.epochs_per_step
@@ -224,7 +226,8 @@ def _training_lines(config: RunConfig) -> list[tuple[str, str]]:
         ),
         (
             "ranks",
-            f"{ranks:,} ({where}) = {tensor} tensor x {pipeline} pipeline x {data} data parallel; {trainer.backend} trainer",
+            f"{ranks:,} ({where}) = {layout.tensor_parallel} tensor x {layout.pipeline_parallel} pipeline{chunks}{context} x "
+            f"{data} data parallel; {trainer.backend} trainer",
         ),
     ]
 

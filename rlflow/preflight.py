@@ -10,7 +10,8 @@ from rlflow.errors import ConfigError, MissingPackageError
 from rlflow.plan import check_config
 from rlflow.run_directory import RunDirectory, read_json
 from rlflow.schema import RunConfig
-from rlflow.weights.families import check_layout
+from rlflow.trainer.layout import Layout
+from rlflow.weights.families import architecture
 from rlflow.weights.hf import WeightFiles, read_config
 
 
@@ -24,9 +25,7 @@ def check_start(config: RunConfig) -> None:
         raise ConfigError(
             "model.path: expected a HuggingFace model directory, found nothing; set it, or give --model PATH."
         )
-    trainer = config.trainer
-    layout = (trainer.tensor_parallel, trainer.pipeline_parallel, trainer.sequence_parallel)
-    check_layout(read_config(config.model.path), *layout)
+    Layout.of(config.trainer).check_model(architecture(read_config(config.model.path)))
     WeightFiles(config.model.path)
     _check_packages(config)
     if config.run.resume_step is not None and not config.run.resume:

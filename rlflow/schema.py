@@ -71,8 +71,11 @@ class TrainerSection:
     backend: str = "megatron"  # megatron | reference
     tensor_parallel: int = 1
     pipeline_parallel: int = 1
+    context_parallel: int = 1  # every row's tokens split over these ranks
+    virtual_pipeline: int = 1  # model chunks per pipeline rank, interleaved
     sequence_parallel: bool = False  # norms and residuals split over the tensor-parallel ranks
-    distributed_optimizer: bool = False  # Adam's state split over the data-parallel ranks
+    distributed_optimizer: bool = False  # Adam's state split over the data- and context-parallel ranks
+    recompute: str = "none"  # none | selective | full: activations computed again in the backward pass
     lr: float = 1e-6
     lr_schedule: str = "constant"  # constant | cosine | linear
     lr_warmup_steps: int = 0

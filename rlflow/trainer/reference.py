@@ -27,6 +27,7 @@ from rlflow.errors import (
 )
 from rlflow.integrity import MANIFEST, find_damage, fingerprint, listed, read_sealed, reason, seal, table
 from rlflow.trainer import Loss, Trainer
+from rlflow.trainer.layout import Layout
 from rlflow.trainer.schedule import learning_rate
 from rlflow.types import Batch, PolicyOutput
 
@@ -35,7 +36,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 class ReferenceTrainer(Trainer):
-    """Takes the keywords of the Megatron trainer; both parallel sizes must be 1.
+    """Takes the keywords of the Megatron trainer; every parallel size must be 1.
 
     Parameters, gradients and optimizer state are float32; dtype bfloat16 computes under autocast and gives out bfloat16
     weights. Weight decay is decoupled and spares 1-D parameters (norms, biases), as Megatron's does. `seed` and
@@ -48,8 +49,11 @@ class ReferenceTrainer(Trainer):
         *,
         tensor_parallel: int = 1,
         pipeline_parallel: int = 1,
+        context_parallel: int = 1,
+        virtual_pipeline: int = 1,
         sequence_parallel: bool = False,
         distributed_optimizer: bool = False,
+        recompute: str = "none",
         lr: float = 1e-6,
         lr_schedule: str = "constant",
         lr_warmup_steps: int = 0,
@@ -71,13 +75,19 @@ class ReferenceTrainer(Trainer):
         trust_remote_code: bool = False,
         device: str | None = None,
     ) -> None:
-        if (tensor_parallel, pipeline_parallel) != (1, 1):
+        layout = Layout(tensor_parallel, pipeline_parallel, context_parallel, virtual_pipeline, sequence_parallel)
+        if layout != Layout():
             raise ConfigError(
                 f"trainer: the reference backend runs on one device; found tensor_parallel {tensor_parallel}, "
-                f"pipeline_parallel {pipeline_parallel}; set both to 1 or trainer.backend to megatron"
+                f"pipeline_parallel {pipeline_parallel}, context_parallel {context_parallel}; set them to 1 or "
+                "trainer.backend to megatron"
+            )
+        if recompute != "none":
+            raise ConfigError(
+                f"trainer.recompute: 'reference' keeps all activations; expected none, found '{recompute}'. "
+                "Use trainer.backend=megatron."
             )
         only_megatron = {
-            "sequence_parallel": sequence_parallel,
             "distributed_optimizer": distributed_optimizer,
             "offload_optimizer": offload_optimizer,
             "offload_snapshots": offload_snapshots,

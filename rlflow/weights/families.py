@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from rlflow.errors import ConfigError, ModelError, did_you_mean
+from rlflow.errors import ModelError, did_you_mean
 from rlflow.weights.rules import Rule, Where
 from rlflow.weights.tables import EMBEDDING, FAMILIES, LATENT_ATTENTION, Q_NORM, QKV_BIAS
 
@@ -190,33 +190,6 @@ def huggingface_shapes(model: Architecture) -> dict[str, tuple[int, ...]]:
 def padded_vocab(vocab: int, tensor_parallel: int) -> int:
     """Rows of the embedding in Megatron: the next multiple of the ranks."""
     return -(-vocab // tensor_parallel) * tensor_parallel
-
-
-def check_layout(
-    config: dict[str, Any], tensor_parallel: int, pipeline_parallel: int, sequence_parallel: bool = False
-) -> None:
-    """Raises ConfigError unless the model of this config.json can be split over the layout. Needs no Megatron."""
-    model = architecture(config)
-    for name, value in (("tensor_parallel", tensor_parallel), ("pipeline_parallel", pipeline_parallel)):
-        if not isinstance(value, int) or value < 1:
-            raise ConfigError(f"trainer.{name}: expected a whole number from 1, found {value!r}.")
-    if sequence_parallel and tensor_parallel == 1:
-        raise ConfigError(
-            "trainer.sequence_parallel splits tokens over the tensor-parallel ranks; expected trainer.tensor_parallel "
-            "of at least 2, found 1. Raise it, or set trainer.sequence_parallel=false."
-        )
-    parts = (
-        ("tensor_parallel", tensor_parallel, "attention heads", model.heads),
-        ("tensor_parallel", tensor_parallel, "key-value heads", model.groups),
-        ("tensor_parallel", tensor_parallel, "intermediate size", model.ffn),
-        ("pipeline_parallel", pipeline_parallel, "layers", model.layers),
-    )
-    for name, ranks, what, size in parts:
-        if size % ranks:
-            divisors = ", ".join(str(n) for n in range(1, min(size, 64) + 1) if size % n == 0)
-            raise ConfigError(
-                f"trainer.{name}={ranks} does not divide the model's {size} {what}; possible: {divisors}."
-            )
 
 
 def _entry(config: dict[str, Any], *keys: str) -> int:

@@ -114,11 +114,17 @@ def rank_main(rank: int, rendezvous: str, jobs: list[dict[str, Any]]) -> None:
 
 def launch(directory: Path, jobs: list[dict[str, Any]], limit_s: float, main: Callable[..., None] = rank_main) -> None:
     """Runs the jobs on four ranks, each in `main`. Raises what a rank raised, or TimeoutError; leaves no process behind."""
+    import multiprocessing
+
     import torch.multiprocessing as mp
 
     rendezvous = directory / "rendezvous"
     rendezvous.unlink(missing_ok=True)  # an earlier launch's file would name ranks that are gone
-    context = mp.spawn(main, args=(str(rendezvous), jobs), nprocs=RANKS, join=False)
+    # One process imports megatron-core (seconds), and every rank of every launch is forked from it.
+    multiprocessing.set_forkserver_preload(["rlflow.trainer.megatron"])
+    context = mp.start_processes(
+        main, args=(str(rendezvous), jobs), nprocs=RANKS, join=False, start_method="forkserver"
+    )
     deadline = time.monotonic() + limit_s
     try:
         while not context.join(timeout=1.0):

@@ -218,7 +218,7 @@ def config_of(**changes: object) -> RunConfig:
         (
             {"tensor_parallel": 2, "pipeline_parallel": 2},
             6,
-            "need a multiple of tensor_parallel x pipeline_parallel = 4, found 6",
+            "= 2 x 2 x 1 = 4, found 6; set cluster.ranks=8",
         ),
         ({"backend": "reference"}, 2, "runs on one device"),
         ({"backend": "megatorn"}, 0, "Did you mean 'megatron'"),

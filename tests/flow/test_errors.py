@@ -94,7 +94,7 @@ MISTAKES: dict[str, tuple[list[str], list[str]]] = {
         ["trainer.tensor_parallel=3", "4 attention heads", "possible: 1, 2, 4"]),
     "pipeline that divides no layers": (
         ["trainer.pipeline_parallel=4", "cluster.ranks=4"], ["trainer.pipeline_parallel=4", "2 layers", "possible: 1, 2"]),
-    "layout without ranks": (["trainer.tensor_parallel=2"], ["cluster.ranks", "2 x 1 = 2"]),
+    "layout without ranks": (["trainer.tensor_parallel=2"], ["cluster.ranks", "2 x 1 x 1 = 2"]),
     "unknown environment": (["environment={{name: serch}}"], ["environment", "Did you mean 'search'"]),
     "environment's module missing": (["environment={{name: 'nowhere:Thing'}}"], ["nowhere", "no module"]),
     "environment's file missing": (["environment={{name: '{place}/no.py:Thing'}}"], ["no.py", "no such file"]),

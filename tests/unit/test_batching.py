@@ -58,9 +58,10 @@ def test_padding_widens_to_min_width_and_nothing_makes_an_empty_batch():
     assert len(make_batch([])) == 0
 
 
-def check_plan(lengths: list[int], limit: int, shards: int) -> list[list[list[int]]]:
-    plan = plan_microbatches(lengths, limit, shards)
+def check_plan(lengths: list[int], limit: int, shards: int, multiple: int = 1) -> list[list[list[int]]]:
+    plan = plan_microbatches(lengths, limit, shards, multiple=multiple)
     assert len(plan) == shards
+    assert len(plan[0]) % multiple == 0
     assert len({len(shard) for shard in plan}) == 1
     microbatches = [rows for shard in plan for rows in shard]
     assert sorted(row for rows in microbatches for row in rows) == list(range(len(lengths)))
@@ -123,6 +124,20 @@ def test_shards_carry_about_the_same_number_of_tokens():
     assert max(loads) < 1.05 * min(loads)
     padded = sum(len(rows) * max(lengths[row] for row in rows) for shard in plan for rows in shard)
     assert padded < 1.1 * sum(lengths)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_the_number_of_microbatches_is_a_multiple_and_rows_spread_over_them(packed):
+    """Interleaved pipelines pass micro-batches on in groups."""
+    generator = torch.Generator().manual_seed(0)
+    lengths = torch.randint(20, 120, (19,), generator=generator).tolist()
+    for shards in (1, 2):
+        plan = plan_microbatches(lengths, 400, shards, packed, multiple=4)
+        assert sorted(row for shard in plan for rows in shard for row in rows) == list(range(19))
+        assert {len(shard) for shard in plan} <= {4, 8}
+        assert all(rows for shard in plan for rows in shard)
+    assert check_plan([5] * 3, 80, 1, multiple=2) == [[[0, 1], [2]]]
+    assert check_plan([5], 80, 1, multiple=2) == [[[0], []]]
 
 
 def test_a_row_over_the_limit_stands_alone_and_few_rows_leave_shards_idle():

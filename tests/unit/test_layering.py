@@ -37,7 +37,7 @@ ALLOWED: dict[str, set[str]] = {
     "saving": {"checkpoints", "run_directory", "trainer", "integrity", "errors"},
     "picture": {"metrics", "errors"},
     "progress": {"metrics", "errors"},
-    "plan": {"schema", "registry", "algorithms", "errors"},
+    "plan": {"schema", "registry", "algorithms", "trainer", "errors"},
 }
 # The top: the loop, the evaluation, the command line and its commands, and the facade `import rlflow`.
 TOP = {"loop", "run", "preflight", "assemble", "evaluate", "model_directory", "cli", "__init__", "__main__", "doctor", "show",

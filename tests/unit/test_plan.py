@@ -34,14 +34,18 @@ def test_the_defaults_fit_together() -> None:
         (["rollout.engine.top_p=0.9"], "rollout.engine.top_p: training samples from the whole distribution"),
         (["rollout.max_total_tokens=512"], "rollout.max_total_tokens: expected more than"),
         (["trainer.tensor_parallel=2"], "cluster.ranks: expected a multiple of"),
-        (["trainer.tensor_parallel=2", "trainer.pipeline_parallel=2", "cluster.ranks=6"], "2 x 2 = 4, found 6"),
+        (["trainer.tensor_parallel=2", "trainer.pipeline_parallel=2", "cluster.ranks=6"], "2 x 2 x 1 = 4, found 6"),
         (["trainer.backend=reference", "cluster.ranks=2"], "'reference' runs on one device"),
         (["trainer.backend=reference", "trainer.packing=true"], "trainer.packing: 'reference' pads"),
         (
             ["trainer.backend=reference", "trainer.distributed_optimizer=true"],
             "trainer.distributed_optimizer: 'reference'",
         ),
+        (["trainer.backend=reference", "trainer.recompute=full"], "trainer.recompute: 'reference' keeps all activations"),
+        (["trainer.recompute=ful"], "trainer.recompute: expected one of none, selective, full, found 'ful'. Did you mean"),
         (["trainer.sequence_parallel=true"], "expected trainer.tensor_parallel of at least 2, found 1"),
+        (["trainer.virtual_pipeline=2"], "expected trainer.pipeline_parallel of at least 2, found 1"),
+        (["trainer.context_parallel=2"], "= 1 x 1 x 2 = 2, found 0 (one process); set cluster.ranks=2"),
         (["run.name=a/b"], "run.name: expected a name for a directory"),
     ],
 )
@@ -84,6 +88,10 @@ def test_plan_multiplies_as_by_hand() -> None:
     assert "of 4,000 tokens" in plan["micro-batches"]
     assert "at most 4 per mini-batch" in plan["micro-batches"]  # 32 rows / 2 data-parallel ranks / 4 rows of 1,000
     assert "8 (a Ray actor each) = 2 tensor x 2 pipeline x 2 data parallel" in plan["ranks"]
+    config.trainer.virtual_pipeline = config.trainer.context_parallel = 2
+    plan = dict(line.split("  ", 1) for line in batch_plan(config).splitlines())
+    assert "2 tensor x 2 pipeline (2 chunks each) x 2 context x 1 data parallel" in plan["ranks"]
+    assert "of 4,000 tokens (sum of the rows' lengths)" in plan["micro-batches"]  # chunks that take turns pack
     assert "10 steps = 640 trajectories" in plan["run"]
 
 

@@ -22,11 +22,11 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.nn import Parameter
 
 from rlflow.errors import CheckpointError, DamagedCheckpointError
 from rlflow.integrity import MANIFEST, Fingerprint, find_damage, listed, read_sealed, seal, table
 from rlflow.trainer.megatron import adam_state, writing
+from rlflow.trainer.megatron.model import named_parameters, prefixed
 from rlflow.trainer.megatron.optimizer import set_updates
 from rlflow.trainer.megatron.world import World
 from rlflow.trainer.megatron.writing import Writing
@@ -39,7 +39,7 @@ FORMAT = 2
 
 @dataclass
 class TrainerState:
-    """Everything that a checkpoint holds. `modules`: this rank's parts of the model, one per virtual pipeline stage.
+    """Everything that a checkpoint holds. `modules`: this rank's model chunks, one per virtual pipeline stage.
     `updates`: optimizer steps so far (the schedule follows from it)."""
 
     world: World
@@ -86,7 +86,7 @@ def load(path: Path, state: TrainerState) -> TrainerState:
             f"{path}: written with model.dtype={manifest['dtype']}, found {_dtype(state)}. Set it as it was, or start a "
             "new run from an export of the old one."
         )
-    parameters = dict(_parameters(state))
+    parameters = dict(named_parameters(state.modules))
     snapshots = {
         name: {key: torch.empty_like(parameter.data) for key, parameter in parameters.items()}
         for name in manifest["snapshots"]
@@ -189,7 +189,7 @@ def _write_manifest(path: Path, content: dict[str, Any], files: dict[str, Finger
 
 
 def _dtype(state: TrainerState) -> str:
-    return str(next(iter(_parameters(state)))[1].dtype).removeprefix("torch.")
+    return str(next(iter(named_parameters(state.modules)))[1].dtype).removeprefix("torch.")
 
 
 def _layout(world: World) -> dict[str, int]:
@@ -200,25 +200,14 @@ def _layout(world: World) -> dict[str, int]:
     }
 
 
-def _parameters(state: TrainerState) -> Iterator[tuple[str, Parameter]]:
-    """This rank's parameters, named as `_entries` does."""
-    for prefix, module in _prefixed(state.modules):
-        yield from ((prefix + name, parameter) for name, parameter in module.named_parameters())
-
-
 def _entries(state: TrainerState) -> ShardedStateDict:
     """Megatron's description of which part of which global tensor this rank's modules hold, by parameter name."""
     # The unwrapped modules: the keys of the DDP wrapper carry a prefix and do not load back.
     return {
         prefix + name: entry
-        for prefix, module in _prefixed(state.modules)
+        for prefix, module in prefixed(state.modules)
         for name, entry in module.sharded_state_dict().items()
     }
-
-
-def _prefixed(modules: Sequence[GPTModel]) -> Iterator[tuple[str, GPTModel]]:
-    """Names repeat between virtual stages, so where there are several each starts with its stage's number."""
-    yield from ((f"{stage}." if len(modules) > 1 else "", module) for stage, module in enumerate(modules))
 
 
 def _sharded(state: TrainerState) -> ShardedStateDict:
@@ -248,12 +237,12 @@ def _sharded_rng(world: World) -> ShardedObject:
     """The states of Megatron's generators, one per tensor x pipeline rank."""
     shape = (world.pipeline_parallel, world.tensor_parallel)
     offset = (world.pipeline_rank, world.tensor_rank)
-    return ShardedObject("rng", get_cuda_rng_tracker().get_states(), shape, offset, replica_id=world.data_rank)
+    return ShardedObject("rng", get_cuda_rng_tracker().get_states(), shape, offset, replica_id=world.replica)
 
 
 def _restore(state: TrainerState, loaded: dict[str, Any], with_rng: bool) -> None:
     """Learning rate, betas and weight decay stay those of this run's configuration: no checkpoint holds them."""
-    for prefix, module in _prefixed(state.modules):
+    for prefix, module in prefixed(state.modules):
         own = {name[len(prefix) :]: value for name, value in loaded["model"].items() if name.startswith(prefix)}
         module.load_state_dict(own)
     for name, values in state.snapshots.items():

@@ -14,14 +14,16 @@ from typing import Any, TypeVar
 import megatron.core
 import torch
 from megatron.core import parallel_state
-from megatron.core.models.common.embeddings import rope_utils
+from megatron.core.models.common.embeddings import rope_utils, rotary_pos_embedding
 from megatron.core.tensor_parallel import layers as megatron_layers
 from megatron.core.tensor_parallel import random as megatron_random
 from torch import Tensor
+from torch.distributed import ProcessGroup
 from torch.overrides import TorchFunctionMode
 
 from rlflow.errors import MissingPackageError
 from rlflow.trainer.megatron import fused
+from rlflow.trainer.megatron.context import held_positions
 
 TESTED_VERSION = "0.16."
 _ABSENT = object()
@@ -68,6 +70,7 @@ def _without_cuda() -> Iterator[None]:
         (torch.cuda, "synchronize", lambda device=None: None),
         (torch.cuda, "manual_seed", torch.manual_seed),
         (torch.cuda, "get_rng_state", lambda device="cpu": torch.get_rng_state()),
+        (rotary_pos_embedding, "get_pos_emb_on_this_cp_rank", _held_embedding),
         (megatron_random, "_get_cuda_rng_state", lambda *_, **__: torch.get_rng_state()),
         (megatron_random, "_set_cuda_rng_state", lambda state, *_, **__: torch.set_rng_state(state)),
         # Kernels of Transformer Engine and Apex, which need CUDA.
@@ -136,6 +139,12 @@ def sharing_groups() -> Iterator[None]:
         yield
     finally:
         parallel_state.create_group = create
+
+
+def _held_embedding(embedding: Tensor, dimension: int, group: ProcessGroup) -> Tensor:
+    """Megatron's choice of a context-parallel rank's positions, without pinned memory."""
+    held = held_positions([embedding.shape[dimension]], group.size(), group.rank(), embedding.device)
+    return embedding.index_select(dimension, held)
 
 
 def native(function: Callable[..., _Result]) -> Callable[..., _Result]:

@@ -11,11 +11,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region, gather_from_sequence_parallel_region
+from megatron.core.tensor_parallel import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+)
 from torch import Tensor
 from torch.distributed import ProcessGroup
-
-from rlflow.trainer.megatron.packing import Packing
 
 CACHE_ELEMENTS = 1 << 18  # 1 MiB of float32: what a CPU core's cache holds
 CACHE_ELEMENTS_CUDA = 1 << 26  # a GPU wants few, large operations
@@ -41,29 +43,27 @@ def token_logprobs(
     temperatures: Tensor,
     *,
     layer: OutputLayer,
+    places: Tensor,
+    context_group: ProcessGroup,
     want_entropy: bool = False,
-    packing: Packing | None = None,
     wanted: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Log-prob of each token and, if wanted, the entropy of the distribution that it was drawn from: (B, T), float32, nats.
 
-    hidden (T, B, hidden), or (N, 1, hidden) for packed rows, at least; split over ranks by the first dimension under
-    sequence parallelism. tokens (B, T); lengths, temperatures (B,), a temperature of 0 (greedy) counts as 1. wanted (B, T)
-    bool: the tokens to describe, all by default. Position t describes token t, so position 0 and padding are 0, as is what
-    is not wanted: no logits are computed for them."""
-    rows, width = tokens.shape
+    hidden (tokens, rows, hidden) as the model was fed; split over ranks by the first dimension under sequence parallelism.
+    tokens (B, T); places (B, T): the index of each token's hidden state, or -1 where another rank of `context_group` has
+    it. lengths, temperatures (B,), a temperature of 0 (greedy) counts as 1. wanted (B, T) bool: the tokens to describe, all
+    by default. Position t describes token t, so position 0 and padding are 0, as is what is not wanted: no logits are
+    computed for them."""
     if layer.sequence_parallel:
         hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True, group=layer.group)
     else:
         hidden = copy_to_tensor_model_parallel_region(hidden, group=layer.group)
-    positions = torch.arange(width, device=tokens.device)
+    positions = torch.arange(tokens.shape[1], device=tokens.device)
     valid = positions[1:] < lengths.unsqueeze(1)  # (B, T - 1): of token t + 1, which hidden state t predicts
     if wanted is not None:
         valid = valid & wanted[:, 1:]
-    if packing is None:
-        places = positions * rows + torch.arange(rows, device=tokens.device).unsqueeze(1)
-    else:
-        places = packing.places
+    valid = valid & (places[:, :-1] >= 0)
     scale = torch.where(temperatures > 0, temperatures, 1.0).unsqueeze(1).expand_as(valid)
     predicting = hidden.flatten(0, 1).index_select(0, places[:, :-1][valid])
     logprobs, entropy = _OutputLogprobs.apply(
@@ -71,7 +71,8 @@ def token_logprobs(
     )
 
     def described(values: Tensor) -> Tensor:
-        return F.pad(values.new_zeros(valid.shape).masked_scatter(valid, values), (1, 0))
+        here = F.pad(values.new_zeros(valid.shape).masked_scatter(valid, values), (1, 0))
+        return reduce_from_tensor_model_parallel_region(here, group=context_group)  # the sum; each rank's gradient its own
 
     return described(logprobs), described(entropy) if want_entropy else None
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,10 +15,12 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_with_transformer_engine_spec,
 )
 from megatron.core.transformer import ModuleSpec, TransformerConfig
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from torch import Tensor
+from torch.nn import Parameter
 
 from rlflow.errors import ModelError
+from rlflow.trainer.layout import Layout
 from rlflow.trainer.megatron.cpu import device
 from rlflow.trainer.megatron.fused import SwiGLU
 from rlflow.trainer.megatron.layers import RMSNorm, TorchAttention
@@ -29,6 +31,12 @@ from rlflow.weights.rules import Rule, Split
 from rlflow.weights.split import merge, shard
 from rlflow.weights.tables import EMBEDDING, TIED_OUTPUT
 
+RECOMPUTE: dict[str, dict[str, Any]] = {
+    "none": {},
+    "selective": {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "mlp"]},
+    "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+}
+"""What is computed again in the backward pass instead of kept: nothing, attention and MLP of each layer, whole layers."""
 IGNORED_SUFFIXES = ("rotary_emb.inv_freq",)  # buffers that old checkpoints hold
 
 
@@ -54,30 +62,43 @@ class PolicyModel(GPTModel):
         )
 
 
-def build_model(model: Architecture, world: World, dtype: torch.dtype, chunk_bytes: int) -> PolicyModel:
-    """This rank's part of the model, its weights not yet set. chunk_bytes: of float32 logits at a time."""
-    config = transformer_config(model, world, dtype)
+def build_model(
+    model: Architecture, world: World, dtype: torch.dtype, chunk_bytes: int, recompute: str = "none"
+) -> list[PolicyModel]:
+    """This rank's model chunks, one per virtual pipeline stage, their weights not yet set. chunk_bytes: of float32 logits at
+    a time. recompute: a key of RECOMPUTE."""
+    config = transformer_config(model, world, dtype, recompute)
+    return [_build_chunk(model, world, config, number, chunk_bytes) for number in range(world.layout.virtual_pipeline)]
+
+
+def _build_chunk(
+    model: Architecture, world: World, config: TransformerConfig, number: int, chunk_bytes: int
+) -> PolicyModel:
     module = PolicyModel(
         config=config,
-        transformer_layer_spec=_layer_spec(config),
+        transformer_layer_spec=_layer_spec(config, number),
         vocab_size=padded_vocab(model.vocab, world.tensor_parallel),
         max_sequence_length=model.max_positions,
-        pre_process=world.first_stage,
-        post_process=world.last_stage,
+        pre_process=world.first_stage and number == 0,
+        post_process=world.last_stage and number == world.layout.virtual_pipeline - 1,
         parallel_output=True,
         share_embeddings_and_output_weights=model.tied,
         position_embedding_type="rope",
         rotary_base=int(model.rope_theta) if model.rope_theta.is_integer() else model.rope_theta,
         rope_scaling=model.rope_factor is not None,
         rope_scaling_factor=model.rope_factor or 1.0,
+        vp_stage=number if world.layout.virtual_pipeline > 1 else None,
     )
     module.vocab, module.chunk_bytes = model.vocab, chunk_bytes
     return module.to(device())
 
 
-def transformer_config(model: Architecture, world: World, dtype: torch.dtype) -> TransformerConfig:
-    """Megatron's configuration of the architecture on this layout."""
+def transformer_config(
+    model: Architecture, world: World, dtype: torch.dtype, recompute: str = "none"
+) -> TransformerConfig:
+    """Megatron's configuration of the architecture on this layout. recompute: a key of RECOMPUTE."""
     on_cpu = not torch.cuda.is_available()
+    interleaved = world.layout.virtual_pipeline > 1
     return TransformerConfig(
         num_layers=model.layers,
         hidden_size=model.hidden,
@@ -96,7 +117,9 @@ def transformer_config(model: Architecture, world: World, dtype: torch.dtype) ->
         attention_dropout=0.0,
         tensor_model_parallel_size=world.tensor_parallel,
         pipeline_model_parallel_size=world.pipeline_parallel,
-        sequence_parallel=world.sequence_parallel,
+        virtual_pipeline_model_parallel_size=world.layout.virtual_pipeline if interleaved else None,
+        context_parallel_size=world.layout.context_parallel,
+        sequence_parallel=world.layout.sequence_parallel,
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype is torch.bfloat16,
@@ -105,9 +128,13 @@ def transformer_config(model: Architecture, world: World, dtype: torch.dtype) ->
         transformer_impl="transformer_engine" if uses_transformer_engine() else "local",
         calculate_per_token_loss=True,  # no rank averages: `Batch.weights` holds each token's share
         # Micro-batches differ in shape, so stages tell each other theirs; Megatron ties that to this dispatcher.
-        variable_seq_lengths=world.pipeline_parallel > 1,
+        variable_seq_lengths=world.pipeline_parallel > 1 and not interleaved,
         moe_token_dispatcher_type="alltoall",
         batch_p2p_sync=not on_cpu,
+        # Two stages that take turns send to and receive from the same rank at once. In one batch those messages are told
+        # apart by their order alone, and over gloo forward and backward tensors silently change places.
+        batch_p2p_comm=not interleaved,
+        overlap_p2p_comm=interleaved and not on_cpu,
         # On CPUs these are the operations in `fused`; on GPUs they need Apex and Transformer Engine.
         gradient_accumulation_fusion=on_cpu,
         apply_rope_fusion=on_cpu,
@@ -115,6 +142,7 @@ def transformer_config(model: Architecture, world: World, dtype: torch.dtype) ->
         bias_activation_fusion=False,
         bias_dropout_fusion=False,
         masked_softmax_fusion=False,
+        **RECOMPUTE[recompute],
     )
 
 
@@ -123,49 +151,55 @@ def uses_transformer_engine() -> bool:
     return bool(HAVE_TE) and torch.cuda.is_available()
 
 
-def stage_of(rule: Rule, layer: int, model: Architecture, stages: int) -> int:
-    """The pipeline stage that holds a tensor; layers are dealt evenly."""
+def stage_of(rule: Rule, layer: int, model: Architecture, layout: Layout) -> tuple[int, int]:
+    """(pipeline rank, chunk there) that holds a tensor: layers are dealt evenly, and ranks take turns with their chunks."""
+    stage = layout.stages - 1
     if rule.per_layer:
-        return layer // (model.layers // stages)
-    return 0 if rule is EMBEDDING else stages - 1
+        stage = layer // (model.layers // layout.stages)
+    elif rule is EMBEDDING:
+        stage = 0
+    return stage % layout.pipeline_parallel, stage // layout.pipeline_parallel
 
 
-def parameter_name(rule: Rule, layer: int, model: Architecture, world: World) -> str:
-    """The name of a tensor within its stage's module, where layers count from 0 again."""
-    return rule.megatron_name(layer % (model.layers // world.pipeline_parallel), fused=uses_transformer_engine())
+def parameter_name(rule: Rule, layer: int, model: Architecture, layout: Layout) -> str:
+    """The name of a tensor within its chunk, where layers count from 0 again."""
+    return rule.megatron_name(layer % (model.layers // layout.stages), fused=uses_transformer_engine())
 
 
 @torch.no_grad()
-def load_weights(module: GPTModel, model: Architecture, world: World, weights: Mapping[str, Tensor]) -> None:
-    """Copies the HuggingFace tensors into this rank's parameters.
+def load_weights(
+    chunks: Sequence[GPTModel], model: Architecture, world: World, weights: Mapping[str, Tensor]
+) -> None:
+    """Copies the HuggingFace tensors into the parameters of this rank's chunks.
 
     Raises ModelError for missing or unknown tensors and for shapes that contradict config.json."""
     _check_names(model, weights)
-    rest = dict(module.named_parameters())
-    for rule, layer in _held_rules(model, world):
+    rest = [dict(chunk.named_parameters()) for chunk in chunks]
+    for rule, layer, chunk in _held_rules(model, world):
         sources = [weights[name] for name in rule.names(layer)]
         for name, source, shape in zip(rule.names(layer), sources, rule.shapes(model), strict=True):
             if tuple(source.shape) != shape:
                 raise ModelError(f"'{name}' has shape {tuple(source.shape)}, config.json implies {shape}.")
-        part = shard(rule, sources, model, world.tensor_rank, world.tensor_parallel)
-        parameter = rest.pop(parameter_name(rule, layer, model, world))
-        parameter.copy_(part)
+        parameter = rest[chunk].pop(parameter_name(rule, layer, model, world.layout))
+        parameter.copy_(shard(rule, sources, model, world.tensor_rank, world.tensor_parallel))
         # Megatron marks this only where it initialises the weights itself; the gradient norm counts unmarked parameters
         # on the first tensor-parallel rank alone.
         parameter.tensor_model_parallel = rule.split is not Split.REPLICATED
-    assert not rest, f"parameters without a rule: {sorted(rest)}"
+    assert not any(rest), f"parameters without a rule: {[sorted(names) for names in rest]}"
 
 
-def gather_weights(module: GPTModel, model: Architecture, world: World) -> Iterator[tuple[str, Tensor]]:
+def gather_weights(
+    chunks: Sequence[GPTModel], model: Architecture, world: World
+) -> Iterator[tuple[str, Tensor]]:
     """(HuggingFace name, full tensor on the CPU) pairs on every rank, one rule's tensors in memory at a time. A collective."""
-    parameters = dict(module.named_parameters())
+    parameters = [dict(chunk.named_parameters()) for chunk in chunks]
     for rule, layer in placed_rules(model):
-        stage = stage_of(rule, layer, model, world.pipeline_parallel)
+        stage, chunk = stage_of(rule, layer, model, world.layout)
         if stage == world.pipeline_rank:
-            local = parameters[parameter_name(rule, layer, model, world)].detach()
+            local = parameters[chunk][parameter_name(rule, layer, model, world.layout)].detach()
             tensors = merge(rule, _all_shards(local, world), model)
         else:
-            dtype = next(module.parameters()).dtype
+            dtype = next(chunks[0].parameters()).dtype
             tensors = [torch.empty(shape, dtype=dtype, device=device()) for shape in rule.shapes(model)]
         for name, tensor in zip(rule.names(layer), tensors, strict=True):
             if world.pipeline_parallel > 1:
@@ -182,12 +216,14 @@ def _all_shards(local: Tensor, world: World) -> list[Tensor]:
     return shards
 
 
-def _held_rules(model: Architecture, world: World) -> Iterator[tuple[Rule, int]]:
+def _held_rules(model: Architecture, world: World) -> Iterator[tuple[Rule, int, int]]:
+    """(rule, layer, chunk) of everything that this rank holds."""
     for rule, layer in placed_rules(model):
-        if stage_of(rule, layer, model, world.pipeline_parallel) == world.pipeline_rank:
-            yield rule, layer
+        stage, chunk = stage_of(rule, layer, model, world.layout)
+        if stage == world.pipeline_rank:
+            yield rule, layer, chunk
     if model.tied and world.last_stage and not world.first_stage:
-        yield TIED_OUTPUT, 0
+        yield TIED_OUTPUT, 0, world.layout.virtual_pipeline - 1
 
 
 def _check_names(model: Architecture, weights: Mapping[str, Tensor]) -> None:
@@ -202,7 +238,7 @@ def _check_names(model: Architecture, weights: Mapping[str, Tensor]) -> None:
         raise ModelError(f"{len(unknown)} tensors are not part of family '{model.family}', first '{unknown[0]}'.")
 
 
-def _layer_spec(config: TransformerConfig) -> ModuleSpec | TransformerBlockSubmodules:
+def _layer_spec(config: TransformerConfig, number: int) -> ModuleSpec | TransformerBlockSubmodules:
     if config.transformer_impl == "transformer_engine":
         return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
     spec = get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=config.qk_layernorm)
@@ -213,5 +249,16 @@ def _layer_spec(config: TransformerConfig) -> ModuleSpec | TransformerBlockSubmo
         layer.mlp.submodules.activation_func = SwiGLU
     if config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
-    layers = config.num_layers // config.pipeline_model_parallel_size
+    layers = get_num_layers_to_build(config, vp_stage=number)
     return TransformerBlockSubmodules(layer_specs=[spec] * layers, layer_norm=RMSNorm)
+
+
+def named_parameters(chunks: Sequence[GPTModel]) -> Iterator[tuple[str, Parameter]]:
+    """This rank's parameters. Names repeat between chunks, so where there are several each starts with its chunk's number."""
+    for prefix, chunk in prefixed(chunks):
+        yield from ((prefix + name, parameter) for name, parameter in chunk.named_parameters())
+
+
+def prefixed(chunks: Sequence[GPTModel]) -> Iterator[tuple[str, GPTModel]]:
+    """(what the names of its parameters start with, chunk) for this rank's chunks."""
+    yield from ((f"{number}." if len(chunks) > 1 else "", chunk) for number, chunk in enumerate(chunks))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -61,17 +61,17 @@ class HostAdamW(torch.optim.AdamW):
                 parameter.data.copy_(value)
 
 
-def release_gradients(model: DistributedDataParallel) -> None:
+def release_gradients(model: Sequence[DistributedDataParallel]) -> None:
     """Frees the gradient buffers; every view of them stays valid for `restore_gradients`."""
-    for buffer in model.buffers:
+    for buffer in (one for chunk in model for one in chunk.buffers):
         buffer.grad_data.untyped_storage().resize_(0)
     if torch.cuda.is_available():
         torch.cuda.empty_cache()  # for an engine in another process
 
 
-def restore_gradients(model: DistributedDataParallel) -> None:
+def restore_gradients(model: Sequence[DistributedDataParallel]) -> None:
     """Allocates again what `release_gradients` freed; the content is undefined."""
-    for buffer in model.buffers:
+    for buffer in (one for chunk in model for one in chunk.buffers):
         data = buffer.grad_data
         data.untyped_storage().resize_(data.numel() * data.element_size())
 

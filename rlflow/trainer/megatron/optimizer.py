@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -29,17 +30,18 @@ class AdamOptions:
     on_host: bool = False
 
 
-def wrap(module: GPTModel, distributed: bool = False) -> DistributedDataParallel:
-    """The module with gradient buffers in float32 that are summed over data-parallel ranks; `distributed`: each rank gets
+def wrap(chunks: Sequence[GPTModel], distributed: bool = False) -> list[DistributedDataParallel]:
+    """The model chunks with gradient buffers in float32 that are summed over data-parallel ranks; `distributed`: each rank gets
     the sum of its own part only, and the parameters live in buffers of which each rank updates its part."""
     config = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=distributed)
-    module.config.finalize_model_grads_func = finalize_model_grads
-    return DistributedDataParallel(module.config, config, module)
+    for chunk in chunks:
+        chunk.config.finalize_model_grads_func = finalize_model_grads
+    return [DistributedDataParallel(chunk.config, config, chunk) for chunk in chunks]
 
 
-def make_optimizer(model: DistributedDataParallel, options: AdamOptions) -> MegatronOptimizer:
-    """Megatron's AdamW over the wrapped module; where that was wrapped so, its state is split over data-parallel ranks."""
-    dtype = model.config.params_dtype
+def make_optimizer(model: Sequence[DistributedDataParallel], options: AdamOptions) -> MegatronOptimizer:
+    """Megatron's AdamW over the wrapped chunks; where they were wrapped so, its state is split over data-parallel ranks."""
+    dtype = model[0].config.params_dtype
     config = OptimizerConfig(
         optimizer="adam",
         lr=options.lr,
@@ -50,9 +52,9 @@ def make_optimizer(model: DistributedDataParallel, options: AdamOptions) -> Mega
         clip_grad=options.max_gradient_norm,
         bf16=dtype is torch.bfloat16,
         params_dtype=dtype,
-        use_distributed_optimizer=model.ddp_config.use_distributed_optimizer,
+        use_distributed_optimizer=model[0].ddp_config.use_distributed_optimizer,
     )
-    optimizer = get_megatron_optimizer(config, [model], use_gloo_process_groups=False)
+    optimizer = get_megatron_optimizer(config, list(model), use_gloo_process_groups=False)
     if options.on_host:
         for one in getattr(optimizer, "chained_optimizers", [optimizer]):
             one.optimizer = HostAdamW.instead_of(one.optimizer)
@@ -60,7 +62,8 @@ def make_optimizer(model: DistributedDataParallel, options: AdamOptions) -> Mega
         group["weight_decay"] = options.weight_decay * group["wd_mult"]
         if isinstance(optimizer.optimizer, torch.optim.AdamW):  # one pass over the state instead of about ten
             group["fused"], group["foreach"] = True, False
-    model.config.grad_scale_func = optimizer.scale_loss
+    for chunk in model:
+        chunk.config.grad_scale_func = optimizer.scale_loss
     set_updates(optimizer, 0)
     return optimizer
 
@@ -80,10 +83,11 @@ def set_updates(optimizer: MegatronOptimizer, updates: int) -> None:
             state["step"] = torch.tensor(float(updates), device=device)
 
 
-def zero_gradients(model: DistributedDataParallel, optimizer: MegatronOptimizer) -> None:
+def zero_gradients(model: Sequence[DistributedDataParallel], optimizer: MegatronOptimizer) -> None:
     """Empties the gradient buffers. Both calls are needed: the optimizer leaves every `grad` aliasing its buffer, and the
     next backward pass would add to the buffer twice."""
-    model.zero_grad_buffer()
+    for chunk in model:
+        chunk.zero_grad_buffer()
     optimizer.zero_grad()
 
 

@@ -1,7 +1,8 @@
-"""Packed rows: the real tokens of a micro-batch laid end to end, and the way back to one row each."""
+"""What a rank's model is fed of a batch: padded rows or rows end to end, its share of their tokens, and the way back."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -9,49 +10,102 @@ import torch.nn.functional as F
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
+from rlflow.trainer.megatron.context import held_positions
+from rlflow.trainer.megatron.world import World
 from rlflow.types import Batch
 
 
 @dataclass(frozen=True)
-class Packing:
-    """`tokens` (1, N and the filling): the rows of a batch end to end. `real` (B, T): where they stood, in the same order.
+class Feed:
+    """`tokens` (rows, tokens): what the model gets. `places` (B, T): the index of each of the batch's tokens in the hidden
+    states that come out, (tokens * rows, hidden), or -1 where there are none: padding, another context-parallel rank's.
 
-    `segments`: where each row starts and ends, for attention and for positions that begin at 0 in every row."""
+    `segments`: where each row starts and ends on all ranks together, for attention and for positions that begin at 0 in
+    every row; None for padded rows. `width`: tokens of a row, those of all context-parallel ranks together."""
 
     tokens: Tensor
-    real: Tensor
-    segments: PackedSeqParams
+    places: Tensor
+    width: int
+    segments: PackedSeqParams | None = None
+
+
+@dataclass(frozen=True)
+class Share:
+    """How tokens are split: over `ranks` context-parallel ranks, of which this is `rank`, and evenly over `slices`
+    sequence-parallel ranks after that."""
+
+    ranks: int = 1
+    rank: int = 0
+    slices: int = 1
+
+    @classmethod
+    def of(cls, world: World) -> Share:
+        slices = world.tensor_parallel if world.layout.sequence_parallel else 1
+        return cls(world.layout.context_parallel, world.context_rank, slices)
 
     @property
-    def places(self) -> Tensor:
-        """(B, T) the place of each token in the packed row; of padding, that of the token before it."""
-        return self.real.flatten().cumsum(0).sub_(1).view(self.real.shape)
+    def row_multiple(self) -> int:
+        """What the length of each row is filled up to a multiple of."""
+        return 2 * self.ranks if self.ranks > 1 else 1
 
-    def gather(self, values: Tensor) -> Tensor:
-        """(B, T) -> (1, N)."""
-        return values[self.real].unsqueeze(0)
-
-    def scatter(self, values: Tensor) -> Tensor:
-        """(1, N) -> (B, T), 0 at padding."""
-        return values.new_zeros(self.real.shape).masked_scatter(self.real, values)
+    @property
+    def multiple(self) -> int:
+        """What the tokens of one forward pass are filled up to a multiple of."""
+        return self.row_multiple * self.slices
 
 
-def pack(batch: Batch, multiple: int = 1) -> Packing:
-    """The batch's rows without their padding. An empty row keeps one token, as no segment can have none.
+def pad(batch: Batch, share: Share = Share()) -> Feed:
+    """The batch's rows as they stand, filled up with zeros to a width that can be split."""
+    rows, width = batch.tokens.shape
+    tokens = F.pad(batch.tokens, (0, -width % share.multiple))
+    held, inverse = _split([tokens.shape[1]], share, tokens.device)
+    columns = inverse[:width].unsqueeze(0)
+    places = torch.where(columns >= 0, columns * rows + torch.arange(rows, device=tokens.device).unsqueeze(1), -1)
+    whole = tokens.shape[1]
+    return Feed(tokens if share.ranks == 1 else tokens[:, held], places.expand(rows, width), whole)
 
-    A last segment of zeros fills the tokens up to a multiple of `multiple`, where they are split over ranks."""
+
+def pack(batch: Batch, share: Share = Share(), least: int = 0) -> Feed:
+    """The batch's rows end to end without their padding. An empty row keeps one token, as no segment can have none.
+
+    A last segment of zeros fills the tokens up to a number that can be split, at least `least`."""
     lengths = batch.lengths.clamp(min=1)
-    real = torch.arange(batch.tokens.shape[1], device=lengths.device) < lengths.unsqueeze(1)
-    tokens = batch.tokens[real]
-    filling = -len(tokens) % multiple
-    sizes = F.pad(lengths, (0, 1), value=filling) if filling else lengths
+    positions = torch.arange(batch.tokens.shape[1], device=lengths.device)
+    real = positions < lengths.unsqueeze(1)
+    sizes = lengths + -lengths % share.row_multiple
+    starts = F.pad(sizes.cumsum(0), (1, 0))
+    whole = torch.where(real, starts[:-1].unsqueeze(1) + positions, -1)  # places if there was one rank
+    used = int(starts[-1])
+    width = max(used, least)
+    width += -width % share.multiple
+    if filling := width - used:
+        sizes = F.pad(sizes, (0, 1), value=filling)
+    tokens = batch.tokens.new_zeros(width)
+    tokens[whole[real]] = batch.tokens[real]
+    held, inverse = _split(sizes.tolist(), share, tokens.device)
+    places = torch.where(real, inverse[whole.clamp(min=0)], -1)
+    return Feed((tokens if share.ranks == 1 else tokens[held]).unsqueeze(0), places, width, _segments(sizes))
+
+
+def _split(lengths: Sequence[int], share: Share, device: torch.device) -> tuple[Tensor, Tensor]:
+    """(places of this rank's tokens among the segments, of every token its index on this rank or -1)."""
+    total = sum(lengths)
+    if share.ranks == 1:
+        everything = torch.arange(total, device=device)
+        return everything, everything
+    held = held_positions(lengths, share.ranks, share.rank, device)
+    inverse = torch.full((total,), -1, device=device)
+    inverse[held] = torch.arange(len(held), device=device)
+    return held, inverse
+
+
+def _segments(sizes: Tensor) -> PackedSeqParams:
     bounds = F.pad(sizes.cumsum(0), (1, 0)).to(torch.int32)
     longest = int(sizes.max())
-    segments = PackedSeqParams(
+    return PackedSeqParams(
         qkv_format="thd",
         cu_seqlens_q=bounds,
         cu_seqlens_kv=bounds,
         max_seqlen_q=longest,
         max_seqlen_kv=longest,
     )
-    return Packing(F.pad(tokens, (0, filling)).unsqueeze(0), real, segments)

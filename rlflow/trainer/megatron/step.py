@@ -9,17 +9,17 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from rlflow.batching import plan_microbatches
 from rlflow.errors import RLFlowError
 from rlflow.trainer import Loss
 from rlflow.trainer.megatron.cpu import device, native
 from rlflow.trainer.megatron.logprobs import OutputLayer, token_logprobs
-from rlflow.trainer.megatron.packing import Packing, pack
+from rlflow.trainer.megatron.packing import Feed, Share, pack, pad
 from rlflow.trainer.megatron.world import World
 from rlflow.types import Batch, PolicyOutput
 
@@ -28,13 +28,11 @@ from rlflow.types import Batch, PolicyOutput
 class Microbatch:
     """Rows for one forward pass. `rows`: their indices in the whole batch, empty for a dummy that only keeps ranks in step.
 
-    `tokens`: what the model sees of `batch`, filled up to an even split over ranks; under `packing` its rows end to end.
-    The loss sees `batch`."""
+    `feed`: what this rank's model sees of `batch`. The loss sees all of `batch`."""
 
     rows: list[int]
     batch: Batch
-    tokens: Tensor
-    packing: Packing | None = None
+    feed: Feed
 
 
 @dataclass(frozen=True)
@@ -46,14 +44,28 @@ class Limits:
 
 
 def plan(batch: Batch, limits: Limits, world: World) -> list[Microbatch]:
-    """This data-parallel rank's micro-batches; every rank gets equally many."""
-    shards = plan_microbatches(batch.lengths, limits.tokens_per_microbatch, world.data_parallel, limits.packed)
-    multiple = world.token_multiple
-    return [_take(batch, rows, limits.packed, multiple) for rows in shards[world.data_rank]]
+    """This data-parallel rank's micro-batches; every rank gets equally many.
+
+    Where model chunks take turns, Megatron's schedule passes micro-batches on in groups of as many as there are pipeline
+    ranks, and all of one shape (it can exchange shapes, but two ranks that do so in turns wait for each other forever): so
+    their rows lie end to end, packed or not, and are filled up to the longest."""
+    interleaved = world.layout.virtual_pipeline > 1
+    groups = world.pipeline_parallel if interleaved else 1
+    packed = limits.packed or interleaved
+    shards = plan_microbatches(
+        batch.lengths, limits.tokens_per_microbatch, world.data_parallel, packed, multiple=groups
+    )
+    mine, share = shards[world.data_rank], Share.of(world)
+    taken = [_take(batch, rows) for rows in mine]
+    feeds = [pack(one, share) if packed else pad(one, share) for one in taken]
+    if interleaved:
+        longest = max(feed.width for feed in feeds)
+        feeds = [pack(one, share, longest) for one in taken]
+    return [Microbatch(*one) for one in zip(mine, taken, feeds, strict=True)]
 
 
 def forward_backward(
-    model: DistributedDataParallel,
+    model: Sequence[DistributedDataParallel],
     world: World,
     microbatches: Sequence[Microbatch],
     loss: Loss,
@@ -62,18 +74,19 @@ def forward_backward(
     """Accumulates the gradients of sum(weights * loss) over all ranks; returns it as `loss`, and the sums of the metrics.
 
     The loss function gives Megatron N * sum(weights * loss), N = `total_tokens`, and its own tokens' number; Megatron
-    divides the gradients by the all-reduced number, which is N (`calculate_per_token_loss`)."""
+    divides the gradients by the all-reduced number, which is N (`calculate_per_token_loss`). Context-parallel ranks see the
+    same loss of the same whole rows, each backpropagates through its own tokens, and the first of them counts the tokens."""
     want_entropy = bool(getattr(loss, "needs_entropy", False))
 
     def reduce(microbatch: Microbatch, hidden: Tensor, layer: OutputLayer) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         batch = microbatch.batch
-        output = _policy_output(hidden, microbatch, layer, want_entropy, wanted=batch.trained)
+        output = _policy_output(hidden, microbatch, layer, world.context_group, want_entropy, wanted=batch.trained)
         per_token, metrics = loss(output, batch)
         _check_shapes({"loss": per_token, **metrics}, batch)
         share = (batch.weights * per_token).sum()
         sums = {name: (batch.weights * metric.detach()).sum() for name, metric in metrics.items()}
         sums["loss"] = share.detach().clone()  # the schedules change the loss in place
-        tokens = int(batch.lengths.sum()) if microbatch.rows else 0
+        tokens = int(batch.lengths.sum()) if microbatch.rows and world.context_rank == 0 else 0
         return share * total_tokens, torch.tensor(tokens, dtype=torch.int, device=hidden.device), sums
 
     parts = _run(model, microbatches, reduce, forward_only=False)
@@ -82,7 +95,7 @@ def forward_backward(
 
 @torch.no_grad()
 def score(
-    model: DistributedDataParallel,
+    model: Sequence[DistributedDataParallel],
     world: World,
     batch: Batch,
     limits: Limits,
@@ -94,7 +107,7 @@ def score(
     def collect(
         microbatch: Microbatch, hidden: Tensor, layer: OutputLayer
     ) -> tuple[Tensor, Tensor, tuple[list[int], dict[str, Tensor]]]:
-        output = _policy_output(hidden, microbatch, layer, "entropy" in want)
+        output = _policy_output(hidden, microbatch, layer, world.context_group, "entropy" in want)
         values = {name: getattr(output, name) for name in want}
         nothing = torch.zeros((), device=hidden.device)
         return nothing, nothing.int(), (microbatch.rows, values)
@@ -110,17 +123,14 @@ def score(
     return answers
 
 
-def _take(batch: Batch, rows: list[int], packed: bool, multiple: int) -> Microbatch:
+def _take(batch: Batch, rows: list[int]) -> Batch:
+    """The rows, on the device; without any, a row that weighs nothing."""
     taken = batch.select(rows or [0])
     if not rows:
         taken = taken.replace(weights=torch.zeros_like(taken.weights))
     fields = {name: value.to(device()) for name, value in vars(taken).items() if isinstance(value, Tensor)}
     columns = {name: value.to(device()) for name, value in taken.columns.items()}
-    taken = taken.replace(**fields, columns=columns)
-    if packed:
-        packing = pack(taken, multiple)
-        return Microbatch(rows, taken, packing.tokens, packing)
-    return Microbatch(rows, taken, F.pad(taken.tokens, (0, -taken.tokens.shape[1] % multiple)))
+    return taken.replace(**fields, columns=columns)
 
 
 def _check_shapes(values: dict[str, Tensor], batch: Batch) -> None:
@@ -133,7 +143,12 @@ def _check_shapes(values: dict[str, Tensor], batch: Batch) -> None:
 
 
 def _policy_output(
-    hidden: Tensor, microbatch: Microbatch, layer: OutputLayer, want_entropy: bool, wanted: Tensor | None = None
+    hidden: Tensor,
+    microbatch: Microbatch,
+    layer: OutputLayer,
+    context_group: ProcessGroup,
+    want_entropy: bool,
+    wanted: Tensor | None = None,
 ) -> PolicyOutput:
     batch = microbatch.batch
     logprobs, entropy = token_logprobs(
@@ -143,14 +158,15 @@ def _policy_output(
         batch.temperatures,
         layer=layer,
         want_entropy=want_entropy,
-        packing=microbatch.packing,
+        places=microbatch.feed.places,
+        context_group=context_group,
         wanted=wanted,
     )
     return PolicyOutput(logprobs=logprobs, entropy=entropy)
 
 
 def _run(
-    model: DistributedDataParallel,
+    model: Sequence[DistributedDataParallel],
     microbatches: Sequence[Microbatch],
     reduce: Callable[[Microbatch, Tensor, OutputLayer], tuple[Tensor, Tensor, Any]],
     forward_only: bool,
@@ -160,22 +176,17 @@ def _run(
     @native
     def forward(iterator: Iterator[Microbatch], module: DistributedDataParallel) -> tuple[Tensor, Callable]:
         microbatch = next(iterator)
-        packing = microbatch.packing
-        output = module(
-            microbatch.tokens,
-            position_ids=None,
-            attention_mask=None,
-            packed_seq_params=None if packing is None else packing.segments,
-        )
+        feed = microbatch.feed
+        output = module(feed.tokens, position_ids=None, attention_mask=None, packed_seq_params=feed.segments)
         return output, native(lambda hidden: reduce(microbatch, hidden, module.module.head()))
 
-    widest = max(one.tokens.shape[1] for one in microbatches)
+    widest = max(one.feed.width for one in microbatches)
     return get_forward_backward_func()(
         forward_step_func=forward,
-        data_iterator=iter(microbatches),
-        model=[model],
+        data_iterator=[iter(microbatches) for _ in model] if len(model) > 1 else iter(microbatches),
+        model=list(model),
         num_microbatches=len(microbatches),
-        seq_length=widest,  # only a hint: the stages tell each other the shape of every micro-batch
+        seq_length=widest,  # of all where chunks interleave; else only a hint, the stages tell each other their shapes
         micro_batch_size=1,
         forward_only=forward_only,
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +12,12 @@ from torch import Tensor
 
 from rlflow.errors import ConfigError, DataError, RLFlowError, did_you_mean
 from rlflow.trainer import Loss, Trainer
+from rlflow.trainer.layout import Layout
 from rlflow.trainer.megatron import checkpoint, cpu, offload, optimizer, step, world
-from rlflow.trainer.megatron.model import build_model, gather_weights, load_weights
+from rlflow.trainer.megatron.model import RECOMPUTE, build_model, gather_weights, load_weights, named_parameters
 from rlflow.trainer.schedule import learning_rate
 from rlflow.types import Batch
-from rlflow.weights.families import architecture, check_layout
+from rlflow.weights.families import architecture
 from rlflow.weights.hf import WeightFiles, read_config
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -26,12 +27,13 @@ SCORES = ("logprobs", "entropy")
 class MegatronTrainer(Trainer):
     """One rank of a Megatron trainer over the weights of a HuggingFace directory.
 
-    The ranks are those of torch.distributed where the caller initialised it (data parallel = ranks / (tensor * pipeline));
-    otherwise this process alone. lr_*: see `learning_rate`. tokens_per_microbatch: rows times longest row of one forward
-    pass; with `packing` (rows end to end, unpadded) the sum of their lengths. logits_chunk_mib: of float32 logits that exist
-    at a time; what a micro-batch has beyond it is computed again in the backward pass. offload_*: into host memory, Adam's
-    moments and update or the weights of snapshots. release_gradients: no gradient buffers between updates.
-    `trust_remote_code` is accepted for symmetry; no code of a model directory is ever run here."""
+    The ranks are those of torch.distributed where the caller initialised it (data parallel = ranks / (tensor * pipeline *
+    context)); otherwise this process alone. lr_*: see `learning_rate`. tokens_per_microbatch: rows times longest row of one
+    forward pass; with `packing` (rows end to end, unpadded) the sum of their lengths. logits_chunk_mib: of float32 logits
+    that exist at a time; what a micro-batch has beyond it is computed again in the backward pass. recompute: none,
+    selective (attention and MLP) or full (whole layers). offload_*: into host memory, Adam's moments and update or the
+    weights of snapshots. release_gradients: no gradient buffers between updates. `trust_remote_code` is accepted for
+    symmetry; no code of a model directory is ever run here."""
 
     def __init__(
         self,
@@ -39,8 +41,11 @@ class MegatronTrainer(Trainer):
         *,
         tensor_parallel: int = 1,
         pipeline_parallel: int = 1,
+        context_parallel: int = 1,
+        virtual_pipeline: int = 1,
         sequence_parallel: bool = False,
         distributed_optimizer: bool = False,
+        recompute: str = "none",
         lr: float = 1e-6,
         lr_schedule: str = "constant",
         lr_warmup_steps: int = 0,
@@ -61,14 +66,13 @@ class MegatronTrainer(Trainer):
         seed: int = 0,
         trust_remote_code: bool = False,
     ) -> None:
-        if dtype not in DTYPES:
-            raise ConfigError(
-                f"model.dtype: expected float32 or bfloat16, found '{dtype}'.{did_you_mean(dtype, DTYPES)}"
-            )
+        _check_choice("model.dtype", dtype, DTYPES)
+        _check_choice("trainer.recompute", recompute, RECOMPUTE)
         cpu.check_version()
         offload.check_gpu(offload_optimizer=offload_optimizer, offload_snapshots=offload_snapshots)
-        config = read_config(path)
-        check_layout(config, tensor_parallel, pipeline_parallel, sequence_parallel)
+        self._architecture = architecture(read_config(path))
+        layout = Layout(tensor_parallel, pipeline_parallel, context_parallel, virtual_pipeline, sequence_parallel)
+        layout.check_model(self._architecture)
         weights = WeightFiles(path)
         self._schedule: dict[str, Any] = {
             "lr": lr,
@@ -83,13 +87,13 @@ class MegatronTrainer(Trainer):
         self._updates = 0
         self._snapshots: dict[str, dict[str, Tensor]] = {}
         self._saving: checkpoint.PendingSave | None = None
-        self._architecture = architecture(config)
-        self._world = world.join(tensor_parallel, pipeline_parallel, seed, sequence_parallel)
+        self._world = world.join(layout, seed)
         try:
             with cpu.adapted():
-                module = build_model(self._architecture, self._world, DTYPES[dtype], int(logits_chunk_mib * 2**20))
-                load_weights(module, self._architecture, self._world, weights)
-                self._model = optimizer.wrap(module, distributed_optimizer)
+                chunk_bytes = int(logits_chunk_mib * 2**20)
+                self._chunks = build_model(self._architecture, self._world, DTYPES[dtype], chunk_bytes, recompute)
+                load_weights(self._chunks, self._architecture, self._world, weights)
+                self._model = optimizer.wrap(self._chunks, distributed_optimizer)
                 options = optimizer.AdamOptions(
                     lr, beta1, beta2, eps, weight_decay, max_gradient_norm, offload_optimizer
                 )
@@ -110,7 +114,7 @@ class MegatronTrainer(Trainer):
         microbatches = step.plan(batch, self._limits, self._world)
         rate = learning_rate(self._updates, **self._schedule)
         with cpu.adapted():
-            self._model.train()
+            self._set_training(True)
             if self._release_gradients:
                 offload.restore_gradients(self._model)
             optimizer.zero_gradients(self._model, self._optimizer)
@@ -136,18 +140,17 @@ class MegatronTrainer(Trainer):
             return {name: torch.zeros(batch.tokens.shape) for name in want}
         self._check(batch)
         with self._swapped(model), cpu.adapted():
-            self._model.eval()
+            self._set_training(False)
             return step.score(self._model, self._world, batch, self._limits, want)
 
     def snapshot(self, name: str) -> None:
         if name == "policy":
             raise ConfigError("snapshot: 'policy' is the model in training; choose another name, e.g. 'reference'.")
-        parameters = self._model.module.named_parameters()
-        values = {key: parameter.detach() for key, parameter in parameters}
+        values = {key: parameter.detach() for key, parameter in named_parameters(self._chunks)}
         self._snapshots[name] = self._kept(values)
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        return gather_weights(self._model.module, self._architecture, self._world)
+        return gather_weights(self._chunks, self._architecture, self._world)
 
     def save(self, path: str | Path, step: int) -> None:
         self._begin_save(path, step, background=False)
@@ -193,12 +196,16 @@ class MegatronTrainer(Trainer):
         return checkpoint.TrainerState(
             world=self._world,
             architecture=self._architecture,
-            modules=[self._model.module],
+            modules=self._chunks,
             optimizer=self._optimizer,
             snapshots=self._snapshots,
             updates=self._updates,
             step=step,
         )
+
+    def _set_training(self, training: bool) -> None:
+        for chunk in self._model:
+            chunk.train(training)
 
     def _check(self, batch: Batch) -> None:
         lowest, highest = int(batch.tokens.min()), int(batch.tokens.max())
@@ -219,7 +226,7 @@ class MegatronTrainer(Trainer):
             raise ConfigError(
                 f"score: there is no model '{name}'; known: {', '.join(known)}.{did_you_mean(name, known)}"
             )
-        parameters = dict(self._model.module.named_parameters())
+        parameters = dict(named_parameters(self._chunks))
         policy = {key: parameter.data for key, parameter in parameters.items()}
         try:
             for key, value in self._snapshots[name].items():
@@ -228,3 +235,8 @@ class MegatronTrainer(Trainer):
         finally:
             for key, value in policy.items():
                 parameters[key].data = value
+
+
+def _check_choice(key: str, value: str, choices: Collection[str]) -> None:
+    if value not in choices:
+        raise ConfigError(f"{key}: expected {' or '.join(choices)}, found '{value}'.{did_you_mean(value, choices)}")

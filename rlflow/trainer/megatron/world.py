@@ -1,4 +1,4 @@
-"""The ranks: which of them share a model (tensor x pipeline parallel) and which replicate it (data parallel)."""
+"""The ranks: which of them share a model (tensor x pipeline x context parallel), which replicate it (data parallel)."""
 
 from __future__ import annotations
 
@@ -11,22 +11,30 @@ from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from torch.distributed import ProcessGroup
 
 from rlflow.errors import ConfigError
+from rlflow.trainer.layout import Layout
 from rlflow.trainer.megatron.cpu import adapted, sharing_groups
 
 
 @dataclass(frozen=True)
 class World:
-    """This rank's place. `made_process_group` and `made_groups` say what `leave` has to take down."""
+    """This rank's place in a layout. `made_process_group` and `made_groups` say what `leave` has to take down."""
 
-    tensor_parallel: int
-    pipeline_parallel: int
+    layout: Layout
     data_parallel: int
     tensor_rank: int
     pipeline_rank: int
+    context_rank: int
     data_rank: int
-    sequence_parallel: bool
     made_process_group: bool
     made_groups: bool
+
+    @property
+    def tensor_parallel(self) -> int:
+        return self.layout.tensor_parallel
+
+    @property
+    def pipeline_parallel(self) -> int:
+        return self.layout.pipeline_parallel
 
     @property
     def tensor_group(self) -> ProcessGroup:
@@ -37,13 +45,18 @@ class World:
         return parallel_state.get_pipeline_model_parallel_group()
 
     @property
+    def context_group(self) -> ProcessGroup:
+        return parallel_state.get_context_parallel_group()
+
+    @property
     def data_group(self) -> ProcessGroup:
+        """The ranks with the same part of the model and of each row, but other rows."""
         return parallel_state.get_data_parallel_group()
 
     @property
-    def token_multiple(self) -> int:
-        """What the number of tokens in a forward pass must be a multiple of: sequence parallelism splits them evenly."""
-        return self.tensor_parallel if self.sequence_parallel else 1
+    def replica(self) -> int:
+        """Which of the ranks with the same part of the model this is: context- and data-parallel ranks together."""
+        return parallel_state.get_data_parallel_rank(with_context_parallel=True)
 
     @property
     def first_stage(self) -> bool:
@@ -58,17 +71,11 @@ class World:
         return dist.get_process_group_ranks(self.pipeline_group)[stage]
 
 
-def join(tensor_parallel: int, pipeline_parallel: int, seed: int, sequence_parallel: bool = False) -> World:
+def join(layout: Layout, seed: int) -> World:
     """Lays the model-parallel groups over the ranks of torch.distributed; where there are none, over this process alone.
 
     Raises ConfigError where the ranks cannot be divided so, or another trainer of this process divided them otherwise."""
-    size = tensor_parallel * pipeline_parallel
-    ranks = dist.get_world_size() if dist.is_initialized() else 1
-    if ranks % size:
-        raise ConfigError(
-            f"trainer: tensor_parallel={tensor_parallel} x pipeline_parallel={pipeline_parallel} needs a multiple of {size} "
-            f"ranks, found {ranks}; set cluster.ranks or make them smaller."
-        )
+    data_parallel = layout.data_parallel(dist.get_world_size() if dist.is_initialized() else 1)
     made_process_group = not dist.is_initialized()
     if made_process_group:
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
@@ -77,30 +84,41 @@ def join(tensor_parallel: int, pipeline_parallel: int, seed: int, sequence_paral
     if made_groups:
         with sharing_groups():
             parallel_state.initialize_model_parallel(
-                tensor_parallel, pipeline_parallel, create_gloo_process_groups=False
+                layout.tensor_parallel,
+                layout.pipeline_parallel,
+                virtual_pipeline_model_parallel_size=layout.virtual_pipeline if layout.virtual_pipeline > 1 else None,
+                context_parallel_size=layout.context_parallel,
+                create_gloo_process_groups=False,
             )
-    layout = (
-        parallel_state.get_tensor_model_parallel_world_size(),
-        parallel_state.get_pipeline_model_parallel_world_size(),
-    )
-    if layout != (tensor_parallel, pipeline_parallel):
-        raise ConfigError(
-            f"trainer: this process already trains at TP{layout[0]} PP{layout[1]}, so TP{tensor_parallel} "
-            f"PP{pipeline_parallel} is not possible beside it; close() the other trainer first."
-        )
+    _check_groups(layout)
     with adapted(), torch.random.fork_rng(devices=[]):  # seeding Megatron's generators must not touch the caller's
         model_parallel_cuda_manual_seed(seed)
     return World(
-        tensor_parallel=tensor_parallel,
-        pipeline_parallel=pipeline_parallel,
-        data_parallel=ranks // size,
+        layout=layout,
+        data_parallel=data_parallel,
         tensor_rank=parallel_state.get_tensor_model_parallel_rank(),
         pipeline_rank=parallel_state.get_pipeline_model_parallel_rank(),
+        context_rank=parallel_state.get_context_parallel_rank(),
         data_rank=parallel_state.get_data_parallel_rank(),
-        sequence_parallel=sequence_parallel,
         made_process_group=made_process_group,
         made_groups=made_groups,
     )
+
+
+def _check_groups(layout: Layout) -> None:
+    """Raises ConfigError where this process has groups of another layout."""
+    found = Layout(
+        parallel_state.get_tensor_model_parallel_world_size(),
+        parallel_state.get_pipeline_model_parallel_world_size(),
+        parallel_state.get_context_parallel_world_size(),
+        parallel_state.get_virtual_pipeline_model_parallel_world_size() or 1,
+        layout.sequence_parallel,
+    )
+    if found != layout:
+        raise ConfigError(
+            f"trainer: this process already trains at {found.name}, so {layout.name} is not possible beside it; close() "
+            "the other trainer first."
+        )
 
 
 def leave(world: World) -> None:

@@ -387,10 +387,12 @@ def test_wrong_arguments_are_one_line_each(make: Any, model: Path) -> None:
     batch = make_batch()
     with pytest.raises(ConfigError, match="tensor_parallel=3 does not divide"):
         make(tensor_parallel=3)
-    with pytest.raises(ConfigError, match="needs a multiple of 2 ranks, found 1"):
+    with pytest.raises(ConfigError, match=r"context_parallel = 2 x 1 x 1 = 2, found 1; set cluster\.ranks=2"):
         make(tensor_parallel=2)
     with pytest.raises(ConfigError, match="found 'float16'"):
         make(dtype="float16")
+    with pytest.raises(ConfigError, match=r"trainer\.recompute: .* found 'selectiv'\. Did you mean 'selective'"):
+        make(recompute="selectiv")
     with pytest.raises(ConfigError, match="lr_schedule"):
         make(lr_schedule="cosinus")
     trainer = make()

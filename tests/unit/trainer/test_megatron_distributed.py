@@ -88,9 +88,12 @@ def test_checkpoints_of_split_and_whole_adam_load_into_each_other(
     reader = make(distributed_optimizer=not split, dtype=dtype)
     assert reader.load(tmp_path / "checkpoint") == 2
     assert digest(reader.weights()) == digest(writer.weights())
+    # The two keep parameters in other places in memory, and BLAS rounds by that (gradients differ by up to 7e-9).
     for _ in range(2):
-        assert reader.update(batch, loss)["loss"] == writer.update(batch, loss)["loss"]
-    assert digest(reader.weights()) == digest(writer.weights())
+        assert reader.update(batch, loss)["loss"] == pytest.approx(writer.update(batch, loss)["loss"], rel=1e-6)
+    resolution = 1e-5 if dtype == "float32" else torch.finfo(torch.bfloat16).eps
+    for (name, tensor), (_, other) in zip(writer.weights(), reader.weights(), strict=True):
+        assert (tensor.float() - other.float()).norm() <= resolution * tensor.float().norm(), name
 
 
 def test_the_reference_backend_has_no_split_adam(make: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,9 @@ from torch import Tensor
 
 from rlflow.errors import ConfigError
 from rlflow.trainer import Trainer
-from rlflow.trainer.megatron.packing import pack
+from rlflow.trainer.megatron.context import held_pieces, held_positions
+from rlflow.trainer.megatron.layers import _attend
+from rlflow.trainer.megatron.packing import Share, pack, pad
 from rlflow.types import Batch, PolicyOutput
 
 VOCAB = 101
@@ -68,23 +71,79 @@ def make(model: Path) -> Iterator[Any]:
         trainer.close()
 
 
-def test_rows_go_end_to_end_and_back_by_hand() -> None:
+def test_rows_go_end_to_end_and_are_found_again_by_hand() -> None:
     batch = make_batch(lengths=[3, 1, 0, 2])
-    packing = pack(batch)
-    assert packing.segments.cu_seqlens_q.tolist() == [0, 3, 4, 5, 7]  # the empty row keeps one token
-    assert packing.tokens.tolist() == [
+    feed = pack(batch)
+    assert feed.segments.cu_seqlens_q.tolist() == [0, 3, 4, 5, 7]  # the empty row keeps one token
+    assert feed.tokens.tolist() == [
         [*batch.tokens[0].tolist(), *batch.tokens[1:3, 0].tolist(), *batch.tokens[3, :2].tolist()]
     ]
-    assert packing.scatter(torch.arange(1, 8).unsqueeze(0)).tolist() == [[1, 2, 3], [4, 0, 0], [5, 0, 0], [6, 7, 0]]
-    assert torch.equal(packing.gather(packing.scatter(packing.tokens)), packing.tokens)
+    assert feed.places.tolist() == [[0, 1, 2], [3, -1, -1], [4, -1, -1], [5, 6, -1]]
 
 
 def test_filling_is_a_segment_of_its_own() -> None:
     batch = make_batch(lengths=[3, 2])
-    packing = pack(batch, multiple=4)
-    assert packing.segments.cu_seqlens_q.tolist() == [0, 3, 5, 8]
-    assert packing.tokens.shape == (1, 8)
-    assert packing.gather(batch.tokens).tolist() == [packing.tokens[0, :5].tolist()]
+    feed = pack(batch, Share(slices=4))
+    assert feed.segments.cu_seqlens_q.tolist() == [0, 3, 5, 8]
+    assert feed.tokens.shape == (1, 8)
+    assert feed.places.tolist() == [[0, 1, 2], [3, 4, -1]]
+    assert pack(batch, Share(slices=4), least=9).segments.cu_seqlens_q.tolist() == [0, 3, 5, 12]
+
+
+def test_padded_rows_lie_side_by_side() -> None:
+    batch = make_batch(lengths=[3, 2])
+    feed = pad(batch, Share(slices=2))
+    assert feed.tokens.shape == (2, 4) and feed.segments is None
+    assert feed.places.tolist() == [[0, 2, 4], [1, 3, 5]]  # hidden states are (tokens, rows, hidden)
+
+
+def test_context_parallel_ranks_hold_an_early_and_a_late_chunk_of_each_row() -> None:
+    """Two ranks: rows are filled up to a multiple of 4 and cut into 4 chunks, of which rank 0 has the first and the last."""
+    batch = make_batch(lengths=[6, 3])
+    first, second = (pad(batch, Share(ranks=2, rank=rank)) for rank in range(2))
+    assert first.places.tolist() == [[0, 2, -1, -1, -1, -1], [1, 3, -1, -1, -1, -1]]
+    assert second.places.tolist() == [[-1, -1, 0, 2, 4, 6], [-1, -1, 1, 3, 5, 7]]
+    assert torch.equal(second.tokens, batch.tokens[:, 2:6])
+    first, second = (pack(batch, Share(ranks=2, rank=rank)) for rank in range(2))
+    assert first.segments.cu_seqlens_q.tolist() == [0, 8, 12] and first.width == 12
+    assert first.places.tolist() == [[0, 1, -1, -1, -1, -1], [4, -1, -1, -1, -1, -1]]
+    assert second.places.tolist() == [[-1, -1, 0, 1, 2, 3], [-1, 4, 5, -1, -1, -1]]
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("share", [Share(2, 0, 2), Share(4, 0, 1), Share(3, 0, 2)], ids=str)
+@pytest.mark.parametrize("lay", [pack, pad])
+def test_every_token_lies_on_exactly_one_rank(lay: Any, share: Share, seed: int) -> None:
+    draw = torch.Generator().manual_seed(seed)
+    batch = make_batch(seed, torch.randint(0, 30, (7,), generator=draw).tolist())
+    found = torch.zeros(batch.tokens.shape, dtype=torch.int64)
+    for rank in range(share.ranks):
+        feed = lay(batch, replace(share, rank=rank))
+        assert feed.tokens.shape[1] * share.ranks == feed.width and feed.tokens.shape[1] % share.slices == 0
+        here = feed.places >= 0
+        places = feed.places[here]
+        assert torch.equal(feed.tokens.t().flatten()[places], batch.tokens[here])
+        found += here
+    real = torch.arange(found.shape[1]) < batch.lengths.unsqueeze(1)
+    assert (found[real] == 1).all()
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_chunks_attend_as_the_whole_row_does(ranks: int) -> None:
+    """Each rank's queries against all keys, put back in order, are causal attention of every segment."""
+    lengths = [4 * ranks, 2 * ranks]
+    draw = torch.Generator().manual_seed(0)
+    query = torch.randn(sum(lengths), 2, 4, 8, generator=draw)
+    key, value = torch.randn(2, sum(lengths), 2, 2, 8, generator=draw)
+    whole = torch.cat([_attend(*part) for part in zip(*(one.split(lengths) for one in (query, key, value)), strict=True)])
+    for rank in range(ranks):
+        held = held_positions(lengths, ranks, rank)
+        mine = query[held]
+        mixed = [
+            _attend(mine[piece.here], key[piece.start : piece.stop], value[piece.start : piece.stop])
+            for piece in held_pieces(lengths, ranks, rank)
+        ]
+        torch.testing.assert_close(torch.cat(mixed), whole[held], atol=1e-6, rtol=0)
 
 
 @pytest.mark.parametrize("limit", [1, 30, 16384])

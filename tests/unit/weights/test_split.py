@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from rlflow.errors import ConfigError, ModelError
-from rlflow.weights.families import Architecture, architecture, check_layout, huggingface_shapes, placed_rules
+from rlflow.errors import ModelError
+from rlflow.weights.families import Architecture, architecture, huggingface_shapes, placed_rules
 from rlflow.weights.rules import Rule, Split
 from rlflow.weights.split import merge, shard
 from rlflow.weights.tables import EMBEDDING
@@ -110,19 +110,3 @@ def test_rope_is_read_in_both_spellings(spelling: str) -> None:
 def test_unsupported_models_are_named(changes: dict[str, Any], words: str) -> None:
     with pytest.raises(ModelError, match=words):
         architecture(config("qwen2", **changes))
-
-
-@pytest.mark.parametrize(
-    ("layout", "words"),
-    [
-        ((3, 1), "tensor_parallel=3 does not divide the model's 8 attention heads; possible: 1, 2, 4, 8"),
-        ((8, 1), "tensor_parallel=8 does not divide the model's 4 key-value heads; possible: 1, 2, 4"),
-        ((1, 4), "pipeline_parallel=4 does not divide the model's 2 layers; possible: 1, 2"),
-        ((1, 1, True), "sequence_parallel splits tokens .* expected trainer.tensor_parallel of at least 2, found 1"),
-        ((0, 1), "tensor_parallel: expected a whole number from 1, found 0"),
-    ],
-)
-def test_layouts_that_do_not_divide_the_model_are_refused(layout: tuple[Any, ...], words: str) -> None:
-    with pytest.raises(ConfigError, match=words):
-        check_layout(config("qwen2"), *layout)
-    check_layout(config("qwen2"), 4, 2)
