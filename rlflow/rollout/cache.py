@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from rlflow.rollout.pages import PAGE, pages_for
 from rlflow.weights.families import Architecture
 
-BLOCK_ROWS = 8  # sequences in one attention call at the most
+BLOCK_ROWS = 4  # sequences in one attention call at the most
 BLOCK_PADDING = 1.25  # a call's padded keys and values, in shares of the real ones, at the most
 MASK_ELEMENTS = 1 << 22  # of one attention call while prefilling
 
