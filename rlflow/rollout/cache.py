@@ -96,7 +96,9 @@ class KeyValueCache:
         blocks = []
         for rows in _similar(lengths, counts):
             chosen = order[rows]
-            blocks.append(self._prefilling_block(rows, tables, [parts[i] for i in chosen], [offsets[i] for i in chosen]))
+            blocks.append(
+                self._prefilling_block(rows, tables, [parts[i] for i in chosen], [offsets[i] for i in chosen])
+            )
         index = torch.cat(places)
         heads, dim = self._model.heads, self._model.head_dim
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -50,7 +51,7 @@ def episodes(engine: EmbeddedEngine, count: int) -> list[list[Completion]]:
     async def play(index: int) -> list[Completion]:
         tokens = random_rows([10 + 9 * index], seed=index)[0]
         completions = []
-        for turn in range(2):
+        for _ in range(2):
             sampling = Sampling(8 + 5 * (index % 4), 1.0 if index % 3 else 0.0, seed=index)
             completions.append(await engine.generate(tokens, sampling, f"{index}"))
             tokens += completions[-1].tokens + random_rows([13], seed=50 + index)[0]
@@ -64,7 +65,7 @@ def episodes(engine: EmbeddedEngine, count: int) -> list[list[Completion]]:
 
 
 def assert_equal(one: list[list[Completion]], other: list[list[Completion]], tolerance: float) -> None:
-    for left, right in zip(sum(one, []), sum(other, [])):
+    for left, right in zip(chain(*one), chain(*other)):
         assert left.tokens == right.tokens
         assert left.versions == right.versions
         torch.testing.assert_close(torch.tensor(left.logprobs), torch.tensor(right.logprobs), atol=tolerance, rtol=0)
@@ -85,7 +86,7 @@ def test_new_versions_reach_recorded_steps(qwen: Path) -> None:
     engine = recording_engine(qwen, Recorder())
     episodes(engine, 3)
     engine._scheduler.version = 7
-    assert {v for completion in sum(episodes(engine, 3), []) for v in completion.versions} == {7}
+    assert {v for completion in chain(*episodes(engine, 3)) for v in completion.versions} == {7}
 
 
 def test_graphs_are_refused_where_there_is_no_gpu(qwen: Path) -> None:

@@ -26,7 +26,7 @@ def test_full_pages_are_found_and_the_page_that_goes_on_longest() -> None:
     pool = PagePool(20)
     one, other = pool.take(3), pool.take(3)
     pool.publish(TOKENS[: 2 * PAGE + 10], one)
-    pool.publish(TOKENS[: 2 * PAGE] + [5, 6, 7], other)  # others have its first two pages entered: not found under it
+    pool.publish([*TOKENS[: 2 * PAGE], 5, 6, 7], other)  # others have its first two pages entered: not found under it
     assert pool.find(TOKENS) == (one[:2], one[2], 10)
     assert pool.find(TOKENS[: 2 * PAGE + 4]) == (one[:2], one[2], 4)
     assert pool.find(TOKENS[: PAGE + 4]) == (one[:1], one[1], 4)
