@@ -265,7 +265,9 @@ def summary(runs: dict[str, list[dict[str, float]]], generated: int) -> dict[str
 
 
 def print_table(table: dict[str, dict[str, float]], baseline: str) -> None:
-    print(f"{'':14}{'tokens/s':>10}{'min':>8}{'max':>8}{'ratio':>8}{'tokens/cpu-s':>14}{'ratio':>8}{'prompt tokens':>15}")
+    print(
+        f"{'':14}{'tokens/s':>10}{'min':>8}{'max':>8}{'ratio':>8}{'tokens/cpu-s':>14}{'ratio':>8}{'prompt tokens':>15}"
+    )
     base = table[baseline]
     for name, row in table.items():
         print(
@@ -296,7 +298,11 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     rounds, scale = (1, 1 / 3) if options.quick else (options.rounds, 1.0)
     workload = make_workload(options.episodes, options.group, options.turns, scale)
-    versions = {"python": platform.python_version(), "torch": torch.__version__, "transformers": transformers.__version__}
+    versions = {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+    }
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory)
         parameters = make_model(path, options.model)

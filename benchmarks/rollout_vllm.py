@@ -69,7 +69,11 @@ def main() -> None:
         engine.reset_prefix_cache()  # as after new weights
         wall, processor = time.perf_counter(), time.process_time()
         prefilled = play(engine, job)
-        result = {"wall_s": time.perf_counter() - wall, "cpu_s": time.process_time() - processor, "prefilled": prefilled}
+        result = {
+            "wall_s": time.perf_counter() - wall,
+            "cpu_s": time.process_time() - processor,
+            "prefilled": prefilled,
+        }
         print(json.dumps(result), flush=True)
 
 

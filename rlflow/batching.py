@@ -47,6 +47,18 @@ def make_batch(trajectories: Sequence[Trajectory], *, min_width: int = 0) -> Bat
     )
 
 
+def rows_with_advantage(batch: Batch) -> Batch:
+    """The batch without the rows whose advantages are all 0; one row at least (the shortest), for an update to be made.
+
+    For a loss that vanishes there, the gradient stays what it was: `weights` were made before, and no row's share depends
+    on the others any more. Half of the rows of a step may be such: groups whose attempts all score the same.
+    """
+    rows = (batch.advantages * batch.loss_mask).ne(0).any(dim=1).nonzero().flatten()
+    if len(rows) == len(batch):
+        return batch
+    return batch.select(rows if len(rows) else batch.lengths.argmin()[None])
+
+
 def _logprobs(segment: Segment) -> Tensor:
     return torch.zeros(len(segment)) if segment.logprobs is None else segment.logprobs
 

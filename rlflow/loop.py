@@ -12,7 +12,7 @@ from torch import Tensor
 
 from rlflow.algorithms import make_advantage, make_loss, token_weights
 from rlflow.algorithms.monitored import Monitored
-from rlflow.batching import make_batch, split_minibatches
+from rlflow.batching import make_batch, rows_with_advantage, split_minibatches
 from rlflow.errors import RolloutError
 from rlflow.evaluate import evaluate
 from rlflow.metrics import PhaseTimer, mean, mean_of, rollout_metrics
@@ -95,7 +95,10 @@ def training_step(
             shuffle = torch.Generator().manual_seed(hash((algorithm.seed, step, epoch)) & 0x7FFFFFFF)
             for minibatch in split_minibatches(batch, algorithm.section.minibatches_per_step, shuffle):
                 weights = token_weights(minibatch, algorithm.section.aggregate, constant=algorithm.response_budget)
-                updates.append(trainer.update(minibatch.replace(weights=weights), algorithm.loss))
+                minibatch = minibatch.replace(weights=weights)
+                if algorithm.loss.vanishes_at_zero_advantage:
+                    minibatch = rows_with_advantage(minibatch)
+                updates.append(trainer.update(minibatch, algorithm.loss))
     with timer.phase("sync"):
         rollout.load_weights(trainer.weights(), version=step + 1)
     return step_metrics(trajectories, batch, updates), groups

@@ -1,8 +1,9 @@
 """Loss terms: (PolicyOutput, Batch) -> per-token loss (B, T) to minimize, and detached metrics (B, T).
 
 A term never sums or normalizes: `Batch.weights` does. Masked positions are set to 0 before any exp, so that what
-stands there can neither reach the loss nor the gradient (inf * 0 is nan). Each term is a frozen dataclass: picklable
-and comparable.
+stands there can neither reach the loss nor the gradient (inf * 0 is nan). A term that is 0 wherever the advantage is,
+in value and gradient, says so (`vanishes_at_zero_advantage`): rows without any advantage are then left out of updates.
+Each term is a frozen dataclass: picklable and comparable.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ class PPOClipLoss:
 
     needs_entropy: ClassVar[bool] = False
     needs_reference: ClassVar[bool] = False
+    vanishes_at_zero_advantage: ClassVar[bool] = True
 
     clip_low: float = 0.2
     clip_high: float = 0.2
@@ -145,6 +147,10 @@ class SumLoss:
     @property
     def needs_reference(self) -> bool:
         return any(getattr(loss, "needs_reference", False) for loss in self.losses)
+
+    @property
+    def vanishes_at_zero_advantage(self) -> bool:
+        return all(getattr(loss, "vanishes_at_zero_advantage", False) for loss in self.losses)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "losses", tuple(self.losses))

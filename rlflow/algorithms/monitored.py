@@ -24,6 +24,10 @@ class Monitored:
     def needs_reference(self) -> bool:
         return bool(getattr(self.loss, "needs_reference", False))
 
+    @property
+    def vanishes_at_zero_advantage(self) -> bool:
+        return bool(getattr(self.loss, "vanishes_at_zero_advantage", False))
+
     def __call__(self, output: PolicyOutput, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
         loss, metrics = self.loss(output, batch)
         gap = torch.where(batch.loss_mask, output.logprobs.detach() - batch.logprobs, 0.0).abs()

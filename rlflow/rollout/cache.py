@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from rlflow.rollout.pages import PAGE, pages_for
 from rlflow.weights.families import Architecture
 
-BLOCK_ROWS = 8  # sequences in one attention call at the most
+BLOCK_ROWS = 4  # sequences in one attention call at the most
 BLOCK_PADDING = 1.25  # a call's padded keys and values, in shares of the real ones, at the most
 MASK_ELEMENTS = 1 << 22  # of one attention call while prefilling
 
@@ -96,7 +96,9 @@ class KeyValueCache:
         blocks = []
         for rows in _similar(lengths, counts):
             chosen = order[rows]
-            blocks.append(self._prefilling_block(rows, tables, [parts[i] for i in chosen], [offsets[i] for i in chosen]))
+            blocks.append(
+                self._prefilling_block(rows, tables, [parts[i] for i in chosen], [offsets[i] for i in chosen])
+            )
         index = torch.cat(places)
         heads, dim = self._model.heads, self._model.head_dim
 

@@ -133,7 +133,12 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
     In float32 on a CPU by oneDNN: torch takes MKL there, which leaves half of an AMD processor's speed unused (AVX-512).
     For a few rows MKL is the faster one everywhere."""
-    if x.dtype == torch.float32 and x.device.type == "cpu" and len(x) >= ONEDNN_ROWS and torch.backends.mkldnn.is_available():
+    if (
+        x.dtype == torch.float32
+        and x.device.type == "cpu"
+        and len(x) >= ONEDNN_ROWS
+        and torch.backends.mkldnn.is_available()
+    ):
         return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
     return F.linear(x, weight, bias)
 

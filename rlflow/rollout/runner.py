@@ -95,9 +95,7 @@ class ModelRunner:
         return self._outcome(order, self._batch, tokens, logprobs)
 
     def _decode_static(self, batch: Tensor, pages: int) -> tuple[Tensor, Tensor]:
-        return self._decode(
-            batch, lambda tables, positions: self._cache.decoding_static(tables[:, :pages], positions)
-        )
+        return self._decode(batch, lambda tables, positions: self._cache.decoding_static(tables[:, :pages], positions))
 
     def _decode(self, batch: Tensor, attention: Callable[[Tensor, Tensor], Attend]) -> tuple[Tensor, Tensor]:
         """Sampled tokens (B,) and their log-probs (B,) for the slots `batch`, written down. No value is looked at on the
@@ -120,9 +118,7 @@ class ModelRunner:
         slots.lengths[slots.spare :] = 1
         return tokens, logprobs
 
-    def _outcome(
-        self, order: Sequence[int], batch: Tensor, tokens: Tensor, logprobs: Tensor
-    ) -> list[tuple[int, int]]:
+    def _outcome(self, order: Sequence[int], batch: Tensor, tokens: Tensor, logprobs: Tensor) -> list[tuple[int, int]]:
         """The flags, brought to the host at once, and the host's side of the book-keeping."""
         slots = self._slots
         flags = self._stops.flags[slots.stop_rows[batch], tokens]

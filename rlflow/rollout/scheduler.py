@@ -303,7 +303,9 @@ class Scheduler:
         if count <= 0:
             return True
         starting = slot in self._prefilling
-        spared = len(self._decoding) if starting else 0  # pages that those will want soon: else they are preempted at once
+        spared = (
+            len(self._decoding) if starting else 0
+        )  # pages that those will want soon: else they are preempted at once
         while self.pool.free < count + spared:
             victim = self._victim(slot, starting and bool(self._decoding))
             if victim is None:

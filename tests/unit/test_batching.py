@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rlflow.batching import make_batch, plan_microbatches, split_minibatches
+from rlflow.batching import make_batch, plan_microbatches, rows_with_advantage, split_minibatches
 from rlflow.errors import ConfigError
 from rlflow.types import Segment, StopReason, Trajectory
 
@@ -39,6 +39,19 @@ def test_rows_are_segments_and_describe_their_trajectory():
     assert batch.columns["logprobs_known"].tolist() == [True, True, False]
     assert batch.temperatures.tolist() == pytest.approx([0.7] * 3)
     assert not batch.weights.any() and not batch.advantages.any()
+
+
+def test_rows_with_advantage_keep_their_weights_and_order():
+    batch = make_batch([trajectory(segment(length)) for length in (4, 6, 5)])
+    advantages = torch.tensor([[0.0], [0.0], [-1.0]]) * batch.loss_mask
+    advantages[0, 0] = 7.0  # off the mask: nothing is trained there
+    advantages[1, 5] = 1e-9
+    weights = torch.arange(18.0).view(3, 6)
+    kept = rows_with_advantage(batch.replace(advantages=advantages, weights=weights))
+    assert kept.lengths.tolist() == [6, 5]
+    assert kept.weights.tolist() == weights[1:].tolist()
+    everything = batch.replace(advantages=batch.loss_mask.float())
+    assert rows_with_advantage(everything) is everything
 
 
 def test_aborted_trajectories_get_no_row_and_keep_their_index():

@@ -23,6 +23,7 @@ from rlflow.algorithms import (
     make_loss,
     token_weights,
 )
+from rlflow.algorithms.monitored import Monitored
 from rlflow.errors import ConfigError, RLFlowError
 from rlflow.schema import AlgorithmSection, TrainerSection
 from rlflow.types import Batch, PolicyOutput
@@ -229,6 +230,23 @@ def test_a_sum_adds_terms_and_asks_for_what_any_of_them_needs():
     assert {"ratio", "clip_fraction", "kl", "entropy", "nll"} <= set(metrics)
     assert EVERY_TERM.needs_entropy and EVERY_TERM.needs_reference
     assert not SumLoss((PPOClipLoss(), SFTLoss())).needs_entropy
+
+
+@pytest.mark.parametrize("term", [PPOClipLoss(), PPOClipLoss(clip_low=0.1, clip_high=0.3, dual_clip=3.0)])
+def test_a_term_that_says_that_it_vanishes_without_advantage_does(term: PPOClipLoss) -> None:
+    logprobs = torch.randn(4, 6, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    loss, _ = term(PolicyOutput(logprobs), batch_of(torch.zeros(4, 6), torch.zeros(4, 6)))
+    loss.sum().backward()
+    assert term.vanishes_at_zero_advantage
+    assert not loss.any() and logprobs.grad is not None and not logprobs.grad.any()
+
+
+def test_a_sum_vanishes_without_advantage_only_if_every_term_says_so() -> None:
+    assert SumLoss((PPOClipLoss(), PPOClipLoss(dual_clip=3.0))).vanishes_at_zero_advantage
+    for other in (KLLoss(0.01), EntropyLoss(0.01), SFTLoss(), lambda output, batch: (output.logprobs, {})):
+        assert not SumLoss((PPOClipLoss(), other)).vanishes_at_zero_advantage
+        assert not Monitored(other).vanishes_at_zero_advantage
+    assert Monitored(PPOClipLoss()).vanishes_at_zero_advantage
 
 
 def test_losses_survive_pickling_and_are_frozen():

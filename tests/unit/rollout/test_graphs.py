@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 from collections.abc import Callable
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -65,7 +65,7 @@ def episodes(engine: EmbeddedEngine, count: int) -> list[list[Completion]]:
 
 
 def assert_equal(one: list[list[Completion]], other: list[list[Completion]], tolerance: float) -> None:
-    for left, right in zip(itertools.chain(*one), itertools.chain(*other), strict=True):
+    for left, right in zip(chain(*one), chain(*other)):
         assert left.tokens == right.tokens
         assert left.versions == right.versions
         torch.testing.assert_close(torch.tensor(left.logprobs), torch.tensor(right.logprobs), atol=tolerance, rtol=0)
@@ -86,7 +86,7 @@ def test_new_versions_reach_recorded_steps(qwen: Path) -> None:
     engine = recording_engine(qwen, Recorder())
     episodes(engine, 3)
     engine._scheduler.version = 7
-    assert {v for completion in itertools.chain(*episodes(engine, 3)) for v in completion.versions} == {7}
+    assert {v for completion in chain(*episodes(engine, 3)) for v in completion.versions} == {7}
 
 
 def test_graphs_are_refused_where_there_is_no_gpu(qwen: Path) -> None:

@@ -59,6 +59,27 @@ def test_sampled_shares_are_the_softmax_at_the_temperature() -> None:
     torch.testing.assert_close(logprobs, expected.log()[tokens])
 
 
+@pytest.mark.parametrize("vocab", [128, 129, 1000])
+def test_a_sample_is_where_the_cumulative_distribution_passes_the_uniform_number(vocab: int) -> None:
+    logits = 4 * torch.randn(500, vocab, generator=torch.Generator().manual_seed(vocab))
+    uniform = uniforms(torch.arange(500), torch.zeros(500, dtype=torch.int64))
+    tokens, _ = sample(logits, torch.ones(500), uniform)
+    shares = logits.double().softmax(-1)
+    upto = shares.cumsum(-1).gather(-1, tokens[:, None])[:, 0]
+    assert (upto > uniform - 1e-6).all()
+    assert (upto - shares.gather(-1, tokens[:, None])[:, 0] < uniform + 1e-6).all()
+
+
+def test_a_token_of_no_share_is_never_sampled_however_the_blocks_fall() -> None:
+    logits = torch.full((2000, 1000), float("-inf"))
+    possible = torch.randint(0, 1000, (2000, 3), generator=torch.Generator().manual_seed(0))
+    logits.scatter_(1, possible, torch.randn(2000, 3, generator=torch.Generator().manual_seed(1)))
+    edges = torch.tensor([0.0, 1 - 2**-32, 0.5, 2**-32], dtype=torch.float64).repeat(500)
+    tokens, logprobs = sample(logits, torch.ones(2000), edges)
+    assert (tokens[:, None] == possible).any(-1).all()
+    assert torch.isfinite(logprobs).all()
+
+
 @pytest.mark.parametrize("uniform, token", [(0.0, 1), (0.2499, 1), (0.25, 2), (1 - 2**-32, 2)])
 def test_the_ends_of_the_unit_interval_never_pick_an_impossible_token(uniform: float, token: int) -> None:
     logits = torch.tensor([[float("-inf"), 0.25, 0.75, 0.0]])

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from rlflow.algorithms import EntropyLoss, KLLoss, PPOClipLoss, SFTLoss, SumLoss, token_weights
-from rlflow.batching import make_batch
+from rlflow.batching import make_batch, rows_with_advantage
 from rlflow.errors import CheckpointError, ConfigError, ModelError, RLFlowError
 from rlflow.trainer import Trainer
 from rlflow.trainer.reference import ReferenceTrainer
@@ -147,6 +147,27 @@ def test_a_snapshot_stays_while_the_policy_moves(model_path, batch):
     assert report["kl"] == pytest.approx(0.0, abs=1e-6)
     assert torch.equal(trainer.score(batch, model="reference")["logprobs"], before)
     assert not torch.allclose(trainer.score(batch)["logprobs"], before, atol=1e-3)
+
+
+def test_leaving_out_rows_without_advantage_leaves_the_gradient_as_it_was(model_path, batch):
+    advantages = batch.advantages.clone()
+    advantages[[0, 2]] = 0.0
+    whole = batch.replace(advantages=advantages)
+    options = {"loss": PPOClipLoss(clip_high=0.3), "updates": 1, "lr": 1.0, "eps": 1.0, "beta1": 0.0, "beta2": 0.0}
+    one, [full] = trained(model_path, whole, **options)  # eps 1: a step proportional to the gradient
+    other, [less] = trained(model_path, rows_with_advantage(whole), **options)
+    assert (full["tokens"], less["tokens"]) == (sum(LENGTHS), LENGTHS[1] + LENGTHS[3])
+    assert less["loss"] == pytest.approx(full["loss"], rel=1e-6)
+    assert less["gradient_norm"] == pytest.approx(full["gradient_norm"], rel=1e-6) and full["gradient_norm"] > 0
+    for (name, a), (_, b) in zip(one.weights(), other.weights(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7, msg=name)
+
+
+def test_without_any_advantage_one_row_makes_an_update_of_gradient_zero(model_path, batch):
+    silent = rows_with_advantage(batch.replace(advantages=torch.zeros_like(batch.advantages)))
+    assert silent.lengths.tolist() == [min(LENGTHS)]
+    _, [metrics] = trained(model_path, silent, 1, PPOClipLoss())
+    assert metrics["gradient_norm"] == 0.0
 
 
 def test_the_rate_follows_the_schedule(model_path, batch):
