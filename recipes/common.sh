@@ -54,7 +54,7 @@ rlflow_export_defaults() {
 
 # ------------------------------------------------------------------------------------------------------- active environment
 
-rlflow_extras() { case $1 in run) echo search ;; test) echo search,ray,tensorboard,dev ;; esac; }
+rlflow_extras() { case $1 in run) echo search ;; test) echo search,qdrant,onnx,ray,tensorboard,dev ;; esac; }
 
 # Prints where a Python finds rlflow and which modules it lacks for a profile; fails if it is too old or has no rlflow.
 # Imports nothing heavy; -P keeps the current directory, which may hold the sources, out of the search path.
@@ -72,6 +72,7 @@ def found(name):
 names = ["torch", "yaml", "numpy", "safetensors", "transformers", "megatron.core", "psutil", "rich", "matplotlib"]
 names += ["faiss", "bm25s", "rlflow_environments"]
 if sys.argv[1] == "test":
+    names += ["qdrant_client", "qdrant_edge", "onnxruntime", "onnx"]
     names += ["ray", "tensorboard", "pytest", "pytest_timeout", "hypothesis", "ruff", "mypy"]
 spec = find_spec("rlflow")
 if spec is None or not spec.origin:
