@@ -72,8 +72,9 @@ def found(name):
 names = ["torch", "yaml", "numpy", "safetensors", "transformers", "megatron.core", "psutil", "rich", "matplotlib"]
 names += ["faiss", "bm25s", "aiohttp", "fastapi", "uvicorn", "rlflow_environments"]
 if sys.argv[1] == "test":
-    names += ["fastapi", "uvicorn", "uvloop", "httptools", "aiohttp", "httpx", "orjson", "prometheus_client"]
-    names += ["qdrant_client", "qdrant_edge", "onnxruntime", "onnx", "httpx", "ray", "tensorboard", "pytest", "pytest_timeout", "hypothesis", "ruff", "mypy"]
+    names += ["uvloop", "httptools", "httpx", "orjson", "prometheus_client"]
+    names += ["qdrant_client", "qdrant_edge", "onnxruntime", "onnx"]
+    names += ["ray", "tensorboard", "pytest", "pytest_timeout", "hypothesis", "ruff", "mypy"]
 spec = find_spec("rlflow")
 if spec is None or not spec.origin:
     sys.exit(1)

@@ -9,7 +9,7 @@ from typing import Any
 
 from rlflow.errors import DataError
 from rlflow_environments.search.encoders import Encoder, NgramEncoder
-from rlflow_environments.search.formats import Corpus, Passage
+from rlflow_environments.search.formats import Passage
 from rlflow_environments.search.index_folder import (
     ENCODER,
     META,
@@ -86,8 +86,9 @@ def build_folder(corpus: Sequence[Passage], folder: Path, encoder: Encoder, engi
 
 def record_of(corpus: Sequence[Passage], row: int) -> dict[str, Any]:
     """The whole record of a row as it stands in the file, or a passage's fields where there is no file."""
-    if isinstance(corpus, Corpus):
-        return corpus.record(row)
+    record = getattr(corpus, "record", None)
+    if record is not None:
+        return record(row)
     passage = corpus[row]
     return {"id": passage.id, "title": passage.title, "contents": passage.contents, "url": passage.url}
 

@@ -11,6 +11,7 @@ from rlflow.errors import ModelError
 from rlflow_environments.search.encoders.ngram import NgramEncoder
 
 _HASHED_BYTES = 300 << 20  # word counts and cached words of a large corpus
+_LIBRARIES_BYTES = 350 << 20  # transformers and what it loads
 _ACTIVATIONS = 1.5  # of a batch of passages, relative to the weights of a base model
 
 
@@ -29,4 +30,4 @@ def encoder_cost(component: Mapping[str, Any]) -> tuple[int, float]:
         raise ModelError(f"{folder}/config.json: expected a model's configuration ({problem}).") from None
     files = [path for pattern in ("*.safetensors", "*.bin", "**/*.onnx") for path in folder.glob(pattern)]
     weights = max((path.stat().st_size for path in files), default=0)
-    return int(config.get("hidden_size") or config.get("d_model") or config.get("dim")), weights * (1 + _ACTIVATIONS)
+    return int(config.get("hidden_size") or config.get("d_model") or config.get("dim")), _LIBRARIES_BYTES + weights * (1 + _ACTIVATIONS)

@@ -61,7 +61,7 @@ class TransformerEncoder:
         from transformers import AutoTokenizer
 
         folder = model_folder(path)
-        self.path = str(path)
+        self.path = str(folder.resolve()) if Path(path).expanduser().is_dir() else path
         self._folder = folder
         self.rules = encoder_rules(
             folder,

@@ -59,9 +59,8 @@ class TorchIndex:
 
     def at_least(self, vector: np.ndarray, threshold: float) -> np.ndarray:
         """See Scan."""
-        least = float(
-            np.nextafter(np.float32(threshold), np.float32(-np.inf))
-        )  # torch rounds it to float32, perhaps upwards
+        # torch compares in float32, to which the threshold must not be rounded upwards.
+        least = float(np.nextafter(np.float32(threshold), np.float32(-np.inf)))
         found = [(scores[0].float() >= least).nonzero().flatten() + start for start, scores in self._scan(vector[None])]
         return torch.cat(found).cpu().numpy()
 
