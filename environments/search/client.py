@@ -25,12 +25,13 @@ from rlflow_environments.search.server.discovery import read_addresses
 from rlflow_environments.search.servers import ServerPool, server_url
 from rlflow_environments.search.trace import DEADLINE_HEADER, TRACE_HEADER
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("rlflow.search.client")  # under `rlflow`, so that a run's log has it
 
 FIRST_PAUSE_S = 0.1
 LONGEST_PAUSE_S = 2.0
 KEEPALIVE_S = 4.0  # below the 5 s after which uvicorn closes an idle connection
 POLL_S = 0.3
+CLOSE_S = 2.0
 TELL_EVERY_S = 10.0
 
 T = TypeVar("T")
@@ -329,14 +330,19 @@ async def _open_session(headers: Mapping[str, str] | None, connections: int) -> 
 
 
 def _stop_loop(loop: asyncio.AbstractEventLoop, session: Any) -> None:
-    """Ends the client's thread; the connections are closed first."""
+    """Closes the connections and ends the client's thread."""
     if loop.is_closed() or not loop.is_running():
         return
 
     async def end() -> None:
-        await session.close()
         for task in asyncio.all_tasks(loop) - {asyncio.current_task(loop)}:
             task.cancel()
+        await session.close()
         loop.call_soon(loop.stop)
 
-    asyncio.run_coroutine_threadsafe(end(), loop)
+    ended = asyncio.run_coroutine_threadsafe(end(), loop)
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:  # no event loop here, which must not wait
+        with contextlib.suppress(TimeoutError):
+            ended.result(CLOSE_S)

@@ -44,6 +44,9 @@ PLACES: dict[str, tuple[str, ...]] = {
     "ray": ("rlflow/cluster.py",),
     "faiss": ("environments/search/",),
     "qdrant_client": ("environments/search/",),
+    "fastapi": ("environments/search/server/",),
+    "uvicorn": ("environments/search/server/",),
+    "aiohttp": ("environments/search/",),
 }
 OUTSIDE_THE_CORE = {"rlflow_environments", "rlflow_tools", "environments", "recipes", "tools", "tests", "fixtures", "benchmarks"}
 
