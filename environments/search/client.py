@@ -81,6 +81,7 @@ class HttpRetriever(AsyncRetriever):
         self._identified = asyncio.Lock()
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, name="search-client", daemon=True).start()
+        self._closed = False
         self._session = self._call(_open_session(headers, connections))
         self._stop = weakref.finalize(self, _stop_loop, self._loop, self._session)
         if self._cache is None or not self._cache.identified or self._cache.mode == "record":
@@ -96,11 +97,11 @@ class HttpRetriever(AsyncRetriever):
 
     async def find(self, query: str, top_k: int, *, trace: str = "") -> list[Passage]:
         """See AsyncRetriever. Raises RetrievalError, ReplayMissError."""
-        future = asyncio.run_coroutine_threadsafe(self._search([query], top_k, trace), self._loop)
-        return (await asyncio.wrap_future(future))[0]
+        return (await asyncio.wrap_future(self._submit(self._search([query], top_k, trace))))[0]
 
     def close(self) -> None:
-        """Closes the connections; searches that are under way are cancelled."""
+        """Closes the connections; searches that are under way are cancelled, later ones raise RetrievalError."""
+        self._closed = True
         self._stop()
 
     async def _search(self, queries: list[str], top_k: int, trace: str) -> list[list[Passage]]:
@@ -263,8 +264,15 @@ class HttpRetriever(AsyncRetriever):
         finally:
             self._pool.release(url, failed)
 
+    def _submit(self, coroutine: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
+        """The coroutine's result to come, from the client's own thread. Raises RetrievalError after `close`."""
+        if self._closed:
+            coroutine.close()
+            raise RetrievalError("retriever http: it was closed.")
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+
     def _call(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        future: concurrent.futures.Future[T] = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        future = self._submit(coroutine)
         try:
             return future.result()
         except BaseException:
