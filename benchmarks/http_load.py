@@ -13,11 +13,14 @@ WARM_UP_S = 0.3
 
 @dataclass
 class Figures:
-    """What one measurement found. latencies in seconds, of answers within `seconds`."""
+    """What one measurement found. latencies: of answers within `seconds`; answered: also those of the first moments.
+    cpu_s: of the server, where somebody books it."""
 
     seconds: float
     latencies: list[float] = field(default_factory=list)
+    answered: int = 0
     failed: int = 0
+    cpu_s: float = 0.0
 
     @property
     def per_second(self) -> float:
@@ -78,6 +81,7 @@ class _Client(asyncio.Protocol):
         now = time.perf_counter()
         whole = self._buffer.startswith(b"HTTP/1.1 200") and self._buffer.endswith(b"]]}")
         self._figures.failed += not whole
+        self._figures.answered += whole
         if whole and self._begin <= now < self._begin + self._figures.seconds:
             self._figures.latencies.append(now - self._sent)
         if not self.stopped:

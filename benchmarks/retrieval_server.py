@@ -26,6 +26,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
+import psutil  # noqa: E402
 from http_load import Figures, measure  # noqa: E402 -- the folder of this script is no package
 
 DIMENSIONS = 384
@@ -107,7 +108,8 @@ def make_indices(directory: Path, corpus: Path, size: int) -> dict[str, dict]:
     """Retriever components by kind of index, over one folder that `rlflow search build` makes once."""
     folder = directory / "index"
     if not (folder / "meta.json").is_file():
-        kind = ["--index", f"IVF{max(16, round(size**0.5))},Flat", "--keep-embeddings", "--set", f"dimensions={DIMENSIONS}"]
+        lists = min(1024, max(16, size // 64))
+        kind = ["--index", f"IVF{lists},Flat", "--keep-embeddings", "--set", f"dimensions={DIMENSIONS}"]
         command = [sys.executable, "-m", "rlflow_environments.search", "build", "--corpus", str(corpus), "--out", str(folder)]
         subprocess.run([*command, *kind], check=True, stdout=subprocess.DEVNULL, env=child_environment())
     return {
@@ -117,8 +119,10 @@ def make_indices(directory: Path, corpus: Path, size: int) -> dict[str, dict]:
 
 
 def child_environment() -> dict[str, str]:
-    """The children import what this process does, installed or not."""
-    return {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, sys.path)])}
+    """The children import what this process does, installed or not, and may use every core."""
+    threads = str(len(os.sched_getaffinity(0)))
+    path = os.pathsep.join([str(ROOT), *filter(None, sys.path)])
+    return {**os.environ, "OMP_NUM_THREADS": threads, "OMP_WAIT_POLICY": "passive", "PYTHONPATH": path}
 
 
 # ---------------------------------------------------------------- the server of the usual design
@@ -184,6 +188,11 @@ class Server:
                 time.sleep(0.2)
         raise SystemExit("the server did not come up")
 
+    def cpu_s(self) -> float:
+        """Seconds of CPU that it has used."""
+        times = psutil.Process(self.process.pid).cpu_times()
+        return times.user + times.system
+
     def stop(self) -> None:
         self.process.terminate()
         self.process.wait(20)
@@ -220,7 +229,10 @@ def compare(name: str, component: dict, corpus: Path, args: argparse.Namespace) 
             for _ in range(args.rounds):
                 for server, process in servers.items():
                     bodies = (json.dumps({"queries": [query], "topk": TOP_K}).encode() for query in source)
-                    rounds[server].append(measure(process.port, bodies, in_flight, args.seconds))
+                    before = process.cpu_s()
+                    found = measure(process.port, bodies, in_flight, args.seconds)
+                    found.cpu_s = process.cpu_s() - before
+                    rounds[server].append(found)
             figures[in_flight] = {server: summary(found) for server, found in rounds.items()}
             show(name, in_flight, figures[in_flight])
     finally:
@@ -249,6 +261,7 @@ def summary(rounds: list[Figures]) -> dict:
         "queries_per_s": round(middle.per_second, 1),
         "p50_ms": round(middle.quantile(0.5) * 1000, 2),
         "p99_ms": round(middle.quantile(0.99) * 1000, 2),
+        "cpu_ms": round(sum(f.cpu_s for f in rounds) / max(1, sum(f.answered for f in rounds)) * 1000, 3),
         "failed": sum(found.failed for found in rounds),
         "spread": round(statistics.pstdev(f.per_second for f in rounds) / max(1e-9, middle.per_second), 3),
     }
@@ -258,7 +271,8 @@ def show(name: str, in_flight: int, figures: dict[str, dict]) -> None:
     for server, found in figures.items():
         print(
             f"{name:>5} {in_flight:>5} in flight  {server:<6} {found['queries_per_s']:>9.1f} queries/s   "
-            f"p50 {found['p50_ms']:>8.1f} ms   p99 {found['p99_ms']:>8.1f} ms   failed {found['failed']}"
+            f"p50 {found['p50_ms']:>8.1f} ms   p99 {found['p99_ms']:>8.1f} ms   "
+            f"cpu {found['cpu_ms']:>7.2f} ms/query   failed {found['failed']}"
         )
     print(f"{'':>24}ratio {ratio(figures):>7.2f}x", flush=True)
 

@@ -25,12 +25,13 @@ from rlflow_environments.search.server.discovery import read_addresses
 from rlflow_environments.search.servers import ServerPool, server_url
 from rlflow_environments.search.trace import DEADLINE_HEADER, TRACE_HEADER
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("rlflow.search.client")  # under `rlflow`, so that a run's log has it
 
 FIRST_PAUSE_S = 0.1
 LONGEST_PAUSE_S = 2.0
 KEEPALIVE_S = 4.0  # below the 5 s after which uvicorn closes an idle connection
 POLL_S = 0.3
+CLOSE_S = 2.0
 TELL_EVERY_S = 10.0
 
 T = TypeVar("T")
@@ -80,6 +81,7 @@ class HttpRetriever(AsyncRetriever):
         self._identified = asyncio.Lock()
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, name="search-client", daemon=True).start()
+        self._closed = False
         self._session = self._call(_open_session(headers, connections))
         self._stop = weakref.finalize(self, _stop_loop, self._loop, self._session)
         if self._cache is None or not self._cache.identified or self._cache.mode == "record":
@@ -95,11 +97,11 @@ class HttpRetriever(AsyncRetriever):
 
     async def find(self, query: str, top_k: int, *, trace: str = "") -> list[Passage]:
         """See AsyncRetriever. Raises RetrievalError, ReplayMissError."""
-        future = asyncio.run_coroutine_threadsafe(self._search([query], top_k, trace), self._loop)
-        return (await asyncio.wrap_future(future))[0]
+        return (await asyncio.wrap_future(self._submit(self._search([query], top_k, trace))))[0]
 
     def close(self) -> None:
-        """Closes the connections; searches that are under way are cancelled."""
+        """Closes the connections; searches that are under way are cancelled, later ones raise RetrievalError."""
+        self._closed = True
         self._stop()
 
     async def _search(self, queries: list[str], top_k: int, trace: str) -> list[list[Passage]]:
@@ -262,8 +264,15 @@ class HttpRetriever(AsyncRetriever):
         finally:
             self._pool.release(url, failed)
 
+    def _submit(self, coroutine: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
+        """The coroutine's result to come, from the client's own thread. Raises RetrievalError after `close`."""
+        if self._closed:
+            coroutine.close()
+            raise RetrievalError("retriever http: it was closed.")
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+
     def _call(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        future: concurrent.futures.Future[T] = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        future = self._submit(coroutine)
         try:
             return future.result()
         except BaseException:
@@ -329,14 +338,19 @@ async def _open_session(headers: Mapping[str, str] | None, connections: int) -> 
 
 
 def _stop_loop(loop: asyncio.AbstractEventLoop, session: Any) -> None:
-    """Ends the client's thread; the connections are closed first."""
+    """Closes the connections and ends the client's thread."""
     if loop.is_closed() or not loop.is_running():
         return
 
     async def end() -> None:
-        await session.close()
         for task in asyncio.all_tasks(loop) - {asyncio.current_task(loop)}:
             task.cancel()
+        await session.close()
         loop.call_soon(loop.stop)
 
-    asyncio.run_coroutine_threadsafe(end(), loop)
+    ended = asyncio.run_coroutine_threadsafe(end(), loop)
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:  # no event loop here, which must not wait
+        with contextlib.suppress(TimeoutError):
+            ended.result(CLOSE_S)

@@ -27,7 +27,7 @@ from rlflow_environments.search.formats import Passage
 from rlflow_environments.search.retrievers import Retriever
 from rlflow_environments.search.server.records import StoredCorpus
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("rlflow.search.managed")  # under `rlflow`, so that a run's log has it
 
 STOP_S = 12.0  # the server itself takes at most 10
 POLL_S = 0.2

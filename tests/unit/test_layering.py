@@ -54,6 +54,9 @@ PLACES: dict[str, tuple[str, ...]] = {
     "qdrant_edge": ("environments/search/",),
     "bm25s": ("environments/search/",),
     "onnxruntime": ("environments/search/",),
+    "fastapi": ("environments/search/server/",),
+    "uvicorn": ("environments/search/server/",),
+    "aiohttp": ("environments/search/",),
 }
 OUTSIDE_THE_CORE = {"rlflow_environments", "rlflow_tools", "environments", "recipes", "tools", "tests", "fixtures", "benchmarks"}
 

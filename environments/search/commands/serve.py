@@ -46,6 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Serves until a signal; returns 0."""
     _check(args)
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # idle threads that spin would take the cores from rollouts
     _log_to_stderr()
     listener = bind(args.host, args.port)
     try:

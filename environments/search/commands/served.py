@@ -7,10 +7,11 @@ import json
 from pathlib import Path
 from typing import Any
 
-from rlflow.errors import ConfigError
+from rlflow.errors import ConfigError, did_you_mean
 from rlflow_environments.search.index_folder import read_meta
 
 FIELD_ENCODER = "intfloat/e5-base-v2"
+_QDRANT_PARAMS = ("hnsw_ef", "exact", "quantization")
 
 
 def add_source_arguments(parser: argparse._ActionsContainer) -> None:
@@ -78,10 +79,7 @@ def _indexed(path: Path, args: argparse.Namespace) -> dict[str, Any]:
     if path.is_dir():
         kind = read_meta(path).kind
         return {"name": kind if kind in ("bm25", "torch") else "faiss", "path": str(path)}
-    encoder: dict[str, Any] = {"name": args.retriever_model or FIELD_ENCODER}
-    if args.retriever_name is not None:
-        encoder["family"] = args.retriever_name
-    return {"name": "faiss", "path": str(path), "encoder": encoder}
+    return {"name": "faiss", "path": str(path), "encoder": _encoder(args)}
 
 
 def _corpus_of(path: Path) -> str | None:
@@ -91,20 +89,31 @@ def _corpus_of(path: Path) -> str | None:
 
 
 def _qdrant(args: argparse.Namespace) -> dict[str, Any]:
+    """The retriever of Qdrant's flags. Raises ConfigError for a search parameter that is not known."""
     if args.qdrant_collection_name is None:
         raise ConfigError("--qdrant_collection_name: expected the collection to search, found nothing.")
     params = dict(args.qdrant_search_param or {})
     if args.qdrant_search_quant_param is not None:
         params["quantization"] = args.qdrant_search_quant_param
-    component: dict[str, Any] = {
+    for key in params:
+        if key not in _QDRANT_PARAMS:
+            known = ", ".join(_QDRANT_PARAMS)
+            raise ConfigError(
+                f"--qdrant_search_param: unknown key '{key}'; known: {known}.{did_you_mean(key, _QDRANT_PARAMS)}"
+            )
+    return {
         "name": "qdrant",
         "url": args.qdrant_url or "http://localhost:6333",
         "collection": args.qdrant_collection_name,
-        "encoder": {"name": args.retriever_model or FIELD_ENCODER},
+        "encoder": _encoder(args),
+        **params,
     }
-    if params:
-        component["search_params"] = params
-    return component
+
+
+def _encoder(args: argparse.Namespace) -> dict[str, Any]:
+    """The encoder of --retriever_model; --retriever_name says its family where the name of the model does not."""
+    encoder = {"name": args.retriever_model or FIELD_ENCODER}
+    return encoder if args.retriever_name is None else {**encoder, "family": args.retriever_name.lower()}
 
 
 def _json(text: str) -> Any:

@@ -30,4 +30,5 @@ def encoder_cost(component: Mapping[str, Any]) -> tuple[int, float]:
         raise ModelError(f"{folder}/config.json: expected a model's configuration ({problem}).") from None
     files = [path for pattern in ("*.safetensors", "*.bin", "**/*.onnx") for path in folder.glob(pattern)]
     weights = max((path.stat().st_size for path in files), default=0)
-    return int(config.get("hidden_size") or config.get("d_model") or config.get("dim")), _LIBRARIES_BYTES + weights * (1 + _ACTIVATIONS)
+    width = int(config.get("hidden_size") or config.get("d_model") or config.get("dim"))
+    return width, _LIBRARIES_BYTES + weights * (1 + _ACTIVATIONS)

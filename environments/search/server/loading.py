@@ -58,7 +58,7 @@ class Source:
 def describe(source: Source, retriever: Retriever, corpus: StoredCorpus | None, pages: Pages | None) -> dict[str, Any]:
     """What `GET /info` says: corpus, index and encoder by hash. `identity`: equal for servers that answer alike, wherever their
     files lie."""
-    encoder = getattr(getattr(retriever, "index", None), "encoder", None)
+    encoder = getattr(getattr(retriever, "index", retriever), "encoder", None)
     contents = {
         "corpus": {"sha256": corpus.sha256, "passages": len(corpus)} if corpus is not None else None,
         "index": _index_contents(source.retriever),

@@ -50,6 +50,7 @@ def serve(
         access_log=False,  # a line per request slows rollouts down; the query log is buffered
         lifespan="off",
         ws="none",
+        proxy_headers=False,  # costs time, and would let a header say who is local
         timeout_graceful_shutdown=GRACE_S,
         backlog=BACKLOG,
     )

@@ -189,6 +189,16 @@ def test_many_searches_from_several_loops_are_not_mixed_up():
             assert [hits[0].id for hits in asyncio.run(many(name))] == [f"s/{name}{i}" for i in range(60)]
 
 
+def test_a_closed_client_refuses():
+    with serving(Scripted()) as url:
+        retriever = client(url)
+        retriever.search(["a"], 1)
+        retriever.close()
+        with pytest.raises(RetrievalError, match="closed"):
+            retriever.search(["a"], 1)
+        retriever.close()
+
+
 # ---------------------------------------------------------------- several servers
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from rlflow.errors import ConfigError
 from rlflow_environments.search.commands import serve
 from rlflow_environments.search.commands.served import read_source
 
@@ -103,12 +104,14 @@ def test_the_flags_of_the_qdrant_server(launch):
         "url": "http://localhost:6333",
         "collection": "wiki_collection_m32_cef512",
         "encoder": {"name": "intfloat/e5-base-v2"},
-        "search_params": {"hnsw_ef": 256},
+        "hnsw_ef": 256,
     }
     given = ["--qdrant_search_param", '{"exact": true}', "--qdrant_search_quant_param", '{"rescore": true}']
     component, _ = read_source(parsed(launch("launch_server_qdrant.sh", *given, QDRANT_URL="http://q:6333", TOPK="9")[1]))
     assert component["url"] == "http://q:6333"
-    assert component["search_params"] == {"exact": True, "quantization": {"rescore": True}}
+    assert (component["exact"], component["quantization"], "hnsw_ef" in component) == (True, {"rescore": True}, False)
+    with pytest.raises(ConfigError, match="Did you mean 'hnsw_ef'"):
+        read_source(parsed(launch("launch_server_qdrant.sh", "--qdrant_search_param", '{"hsnw_ef": 1}')[1]))
 
 
 @pytest.mark.parametrize("script", ["launch_server.sh", "launch_server_qdrant.sh"])
