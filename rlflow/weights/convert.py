@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -150,10 +151,12 @@ def write_model(
     if first is None:
         raise ConversionError(f"{path}: there are no weights to write.", ExitCode.UNSUPPORTED)
     kind = dtype or first[1].dtype
+    stream = chain(iter([first]), stream)  # iter: chain keeps its arguments
+    del first  # a tensor is let go once it is written
     targets = [Target(name, shape, kind, math.prod(shape[1:]), ()) for name, shape in huggingface_shapes(model).items()]
 
     def pairs() -> Iterator[tuple[str, Tensor]]:
-        for name, tensor in (first, *stream):
+        for name, tensor in stream:
             yield name, tensor if dtype is None else tensor.to(dtype)
 
     return write_directory(

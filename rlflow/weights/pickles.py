@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import IO, Any
 
 DTYPES = ("float32", "bfloat16", "float16", "float64", "int64", "int32", "int16", "int8", "uint8", "bool")
@@ -91,6 +92,11 @@ class Storage:
     elements: int
 
 
+@lru_cache(maxsize=256)
+def _stand_in(name: str) -> type[Inert]:
+    return type(name, (Inert,), {})
+
+
 class InertUnpickler(pickle.Unpickler):
     """Reads a pickle of torch.save with `Inert` in place of every object but Python's own containers and numbers."""
 
@@ -100,7 +106,7 @@ class InertUnpickler(pickle.Unpickler):
         package = module.split(".")[0]
         storage = module in ("torch", "torch.storage") and name.endswith("Storage")
         if (module, name) in STAND_INS or storage or package in ("megatron", "transformer_engine"):
-            return type(name, (Inert,), {})
+            return _stand_in(name)
         raise ForbiddenName(f"names {module}.{name}, which has no place there; not loaded")
 
     def persistent_load(self, pid: Any) -> Storage:
@@ -117,7 +123,7 @@ class MetadataUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) not in CLASSES_OF_METADATA:
             raise ForbiddenName(f".metadata names {module}.{name}, which has no place there; not loaded")
-        return type(name, (Inert,), {})
+        return _stand_in(name)
 
 
 @dataclass(frozen=True)

@@ -118,11 +118,11 @@ class Plan:
     targets: tuple[Target, ...]
     equal: tuple[Equal, ...] = ()
 
-    @property
+    @cached_property
     def parameters(self) -> int:
         return sum(math.prod(target.shape) for target in self.targets)
 
-    @property
+    @cached_property
     def nbytes(self) -> int:
         return sum(target.nbytes for target in self.targets)
 

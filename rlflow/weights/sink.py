@@ -151,7 +151,7 @@ class Sink:
         blocks = list(self.blocks())
         noted = [one for one in blocks if (one.file, one.offset) in self._journal.done]
         with ThreadPoolExecutor(workers) as pool:
-            for block, found in zip(noted, pool.map(self._checksum, noted)):
+            for block, found in self._read(noted, pool, workers):
                 if found == self._journal.done[block.file, block.offset]:
                     self.written[block.file, block.offset] = found
         return [one for one in blocks if (one.file, one.offset) not in self.written]
@@ -167,7 +167,7 @@ class Sink:
         """Writes what depends on checksums, brings all to the disk, and returns {file: CRC-32}.
 
         read_back: reads every block again meanwhile. Raises ConversionError (4) where it is not what was written."""
-        checksums = self._of_targets()
+        checksums = self._of_targets() if any(file.seal for file in self.files) else {}
         for number, file in enumerate(self.files):
             self._literals[number] += file.seal(checksums) if file.seal else ()
             for offset, data in self._literals[number]:
@@ -176,8 +176,7 @@ class Sink:
             syncing = [pool.submit(os.fsync, descriptor) for descriptor in self._descriptors]
             try:
                 if read_back:
-                    blocks = list(self.blocks())
-                    for block, found in zip(blocks, pool.map(self._checksum, blocks)):
+                    for block, found in self._read(list(self.blocks()), pool, workers):
                         self._check(block, found)
                 for one in syncing:
                     one.result()
@@ -211,8 +210,18 @@ class Sink:
         for offset, data in file.literals:
             write_all(descriptor, data, offset)
 
-    def _checksum(self, block: Block) -> int:
-        return zlib.crc32(os.pread(self._descriptors[block.file], block.size, block.offset))
+    def _read(self, blocks: Sequence[Block], pool: ThreadPoolExecutor, workers: int) -> Iterator[tuple[Block, int]]:
+        """(block, CRC-32 of what the file has there), read by `workers` threads of a pool."""
+        shares = [blocks[number::workers] for number in range(workers)]
+        for share, found in zip(shares, pool.map(self._checksums, shares)):
+            yield from zip(share, found)
+
+    def _checksums(self, blocks: Sequence[Block]) -> list[int]:
+        buffer, found = memoryview(bytearray(max((one.size for one in blocks), default=0))), []
+        for block in blocks:
+            count = os.preadv(self._descriptors[block.file], [buffer[: block.size]], block.offset)
+            found.append(zlib.crc32(buffer[:count]))
+        return found
 
     def _check(self, block: Block, found: int) -> None:
         if found != self.written[block.file, block.offset]:

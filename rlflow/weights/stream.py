@@ -190,14 +190,13 @@ class Reader:
         return (one for one in ordered[: bisect_right(rows, last)] if one.row + one.rows > first)
 
     def _open(self, view: View, item: Item) -> tuple[int, Content, str]:
-        key = view.stored.name, item
+        key, file = (view.stored.name, item), str(self._source.path / item.file)
+        content = self._contents.get(key) or self._source.content(view.stored, item)  # outside the lock: it reads
         with self._lock:
-            if key not in self._contents:
-                self._contents[key] = self._source.content(view.stored, item)
-            file = str(self._source.path / item.file)
+            self._contents[key] = content
             if item.file not in self._files:
                 self._files[item.file] = os.open(file, os.O_RDONLY)
-            return self._files[item.file], self._contents[key], file
+            return self._files[item.file], content, file
 
 
 def _overlapping(pieces: Sequence[Piece], first: int, last: int) -> Iterator[Piece]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -56,6 +57,23 @@ def test_digest_depends_on_content_and_not_on_order(reference: Path) -> None:
 def test_digest_takes_bfloat16_and_views() -> None:
     whole = torch.arange(12, dtype=torch.bfloat16).view(3, 4)
     assert digest([("a", whole.t())]) == digest([("a", whole.t().contiguous())])
+
+
+def test_a_stream_of_weights_is_never_whole_in_memory(reference: Path, tmp_path: Path) -> None:
+    """A trainer gathers one full tensor at a time; the writer lets each go before it asks for the next but one."""
+    seen: list[weakref.ref[torch.Tensor]] = []
+    most = 0
+
+    def one_by_one() -> Iterator[tuple[str, torch.Tensor]]:
+        nonlocal most
+        for name in WeightFiles(reference):
+            tensor = WeightFiles(reference)[name].clone()
+            seen.append(weakref.ref(tensor))
+            most = max(most, sum(one() is not None for one in seen))
+            yield name, tensor
+
+    write_model(tmp_path / "out", one_by_one(), reference)
+    assert len(seen) > 10 and most <= 2
 
 
 def with_nan(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
