@@ -167,6 +167,7 @@ def test_existing_output_is_replaced_only_when_asked(model: Path, tmp_path: Path
     assert main(["to-megatron", str(model), str(model), "--overwrite"]) == 9
 
 
+@pytest.mark.slow
 def test_resume_gives_what_an_uninterrupted_run_gives(model: Path, tmp_path: Path) -> None:
     program = (
         "import os, signal, sys; from rlflow.weights import sink; sink.BLOCK_BYTES = 1000\n"
