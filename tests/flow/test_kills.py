@@ -21,7 +21,8 @@ from rlflow.weights.hf import WeightFiles
 from tests.flow.letters import letters_config, write_config, write_letters_model
 from tests.flow.test_resume import DETERMINISTIC, finish, reached, start, wait_for
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+LIMIT_S = 240.0  # for Ray to start on a busy machine
 
 TP2_PP2 = ("cluster.ranks=4", "trainer.tensor_parallel=2", "trainer.pipeline_parallel=2")
 TP2_DP2 = ("cluster.ranks=4", "trainer.tensor_parallel=2", "trainer.distributed_optimizer=true")
@@ -36,7 +37,7 @@ def kill_at_a_moment(process: subprocess.Popen[str], run: RunDirectory, draw: ra
     """Kills the run's whole session after some steps of its own: at a random time, or as soon as it writes a checkpoint.
     Returns whether it was still running."""
     first = last_step(run)
-    wait_for(lambda: last_step(run) > first or run.summary.is_file() or process.poll() is not None, process)
+    wait_for(lambda: last_step(run) > first or run.summary.is_file() or process.poll() is not None, process, LIMIT_S)
     in_a_save, delay_s = draw.random() < 0.6, draw.uniform(0, 0.4)
     deadline = time.monotonic() + 10 * delay_s
     time.sleep(delay_s)
@@ -45,7 +46,7 @@ def kill_at_a_moment(process: subprocess.Popen[str], run: RunDirectory, draw: ra
     time.sleep(draw.uniform(0, 0.02) if in_a_save else 0)
     alive = process.poll() is None
     os.killpg(process.pid, signal.SIGKILL)
-    finish(process)
+    finish(process, LIMIT_S)
     return alive
 
 
@@ -139,11 +140,11 @@ def test_signals_end_ranks_too_and_the_run_resumes_in_one_process(model: Path, t
     config = write_config(letters_config(model, tmp_path, *options), tmp_path / "config.yaml")
     run = RunDirectory(tmp_path / "letters")
     process = start(config)
-    wait_for(reached(run, 2), process)
+    wait_for(reached(run, 2), process, LIMIT_S)
     started = psutil.Process(process.pid).children(recursive=True)
     assert len(started) > 4  # Ray's own, and the ranks
     process.send_signal(signal.SIGINT)
-    finish(process)
+    finish(process, LIMIT_S)
     assert process.returncode == 130
     assert psutil.wait_procs(started, timeout=10)[1] == []
     done = read_json(run.summary)["steps"]
@@ -169,9 +170,9 @@ def test_a_signal_while_ranks_start_leaves_no_process_and_no_run(
         family.update({one.pid: one for one in psutil.Process(process.pid).children(recursive=True)})
         return len(family) >= processes
 
-    wait_for(enough, process)
+    wait_for(enough, process, LIMIT_S)
     process.send_signal(sent)
-    error = finish(process)
+    error = finish(process, LIMIT_S)
     assert process.returncode == code and "Traceback" not in error, error
     assert [one for one in family.values() if one.is_running() and one.status() != psutil.STATUS_ZOMBIE] == []
     assert not (tmp_path / "letters").exists()
