@@ -5,6 +5,7 @@ the format, `common.pt` has Megatron's arguments. megatron-core loads them in an
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import pickle
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,6 +15,7 @@ from typing import Any
 import torch
 
 from rlflow.weights.archive_layout import ArchiveLayout, Tensor, lay_out, saved
+from rlflow.weights.cut import Cut
 from rlflow.weights.families import Architecture
 from rlflow.weights.plan import Piece, Target
 from rlflow.weights.rules import Rule, Split
@@ -71,29 +73,27 @@ def numbered(model: Architecture) -> bool:
 def _chunks(work: Import, rule: Rule, layer: int) -> Iterator[Chunk]:
     """The parts of the tensor-parallel ranks; gate rows and up rows of a rank are two chunks."""
     key, lead, heights = _key(work, rule, layer)
-    dtype, ranks = work.dtype_of(rule, layer), work.layout.tensor
-    copies = rule.split in (Split.REPLICATED, Split.LATENT)
-    for rank in range(1 if copies else ranks):
-        part = work.part(rule, layer, rank)
-        halves = part.pieces if rule.split is Split.GATE_UP else (None,)
-        for number, half in enumerate(halves):
-            pieces = part.pieces if half is None else (_first(half),)
-            sizes = part.shape if half is None else (half.rows, *part.shape[1:])
-            axis = 1 if rule.split is Split.ROW else 0
-            at = (number * ranks + rank) * sizes[axis]
-            inner = tuple(at if dimension == axis else 0 for dimension in range(len(sizes)))
-            cuts = 1 if copies else ranks * len(halves)
-            whole = (*sizes[:axis], sizes[axis] * cuts, *sizes[axis + 1 :])
+    dtype = work.dtype_of(rule, layer)
+    ranks = 1 if rule.split in (Split.REPLICATED, Split.LATENT) else work.layout.tensor
+    axis = 1 if rule.split is Split.ROW else 0
+    for rank in range(ranks):
+        boxes = _boxes(rule, work.part(rule, layer, rank))
+        for number, (sizes, pieces) in enumerate(boxes):
+            inner = [0] * len(sizes)
+            inner[axis] = (number * ranks + rank) * sizes[axis]
+            whole = (*sizes[:axis], sizes[axis] * ranks * len(boxes), *sizes[axis + 1 :])
             offsets = (*lead, *inner)
             shape = (*(1 for _ in lead), *sizes)
-            name = f"{key}@{','.join(map(str, offsets))}"
             columns = sizes[1] if len(sizes) > 1 else 1
-            yield Chunk(key, (*heights, *whole), offsets, Target(name, shape, dtype, columns, pieces))
+            target = Target(f"{key}@{','.join(map(str, offsets))}", shape, dtype, columns, pieces)
+            yield Chunk(key, (*heights, *whole), offsets, target)
 
 
-def _first(piece: Piece) -> Piece:
-    """The piece as the first of a target of its own."""
-    return Piece(0, piece.rows, piece.view, piece.source_row, piece.column, piece.columns, piece.source_column)
+def _boxes(rule: Rule, part: Cut) -> list[tuple[tuple[int, ...], tuple[Piece, ...]]]:
+    """(sizes, pieces) of the chunks that a rank's part of a tensor is kept as."""
+    if rule.split is not Split.GATE_UP:
+        return [(part.shape, part.pieces)]
+    return [((piece.rows, *part.shape[1:]), (dataclasses.replace(piece, row=0),)) for piece in part.pieces]
 
 
 def _key(work: Import, rule: Rule, layer: int) -> tuple[str, tuple[int, ...], tuple[int, ...]]:

@@ -19,14 +19,14 @@ from torch import Tensor
 from rlflow.errors import ConversionError, ExitCode
 from rlflow.trainer.megatron.checkpoint import without_code
 
-ENGINE_NAMES = (
-    (r"self_attention\.linear_qkv\.layer_norm_weight$", "input_layernorm.weight"),
-    (r"mlp\.linear_fc1\.layer_norm_weight$", "pre_mlp_layernorm.weight"),
-    (r"self_attention\.linear_q_up_proj\.layer_norm_weight$", "self_attention.q_layernorm.weight"),
-    (r"self_attention\.linear_kv_up_proj\.layer_norm_weight$", "self_attention.kv_layernorm.weight"),
-    (r"mlp\.experts\.(linear_fc[12])\.weight(\d+)$", r"mlp.experts.local_experts.\2.\1.weight"),
+NORMS = (
+    ("self_attention.linear_qkv.layer_norm_weight", "input_layernorm.weight"),
+    ("mlp.linear_fc1.layer_norm_weight", "pre_mlp_layernorm.weight"),
+    ("self_attention.linear_q_up_proj.layer_norm_weight", "self_attention.q_layernorm.weight"),
+    ("self_attention.linear_kv_up_proj.layer_norm_weight", "self_attention.kv_layernorm.weight"),
 )
-"""(parameter of a Transformer Engine layer, the same one of a local layer)."""
+"""(norm of a Transformer Engine layer, fused with the product that follows; the same one of a local layer)."""
+GROUPED_EXPERT = re.compile(r"mlp\.experts\.(linear_fc[12])\.weight(\d+)$")
 
 
 def load_torch_dist(chunks: Sequence[GPTModel], path: Path, keys: Collection[str]) -> None:
@@ -84,19 +84,18 @@ def _key(key: str, keys: Collection[str]) -> str:
     """The key that the checkpoint has a tensor under: as local layers say, or as Transformer Engine's do."""
     if key in keys:
         return key
-    for pattern, local in ENGINE_NAMES[:4]:
-        name = pattern.removesuffix("$").replace("\\", "")
-        if key.endswith(local) and key.removesuffix(local) + name in keys:
-            return key.removesuffix(local) + name
-        if key.endswith(name) and key.removesuffix(name) + local in keys:
-            return key.removesuffix(name) + local
+    for fused, local in NORMS:
+        for ours, theirs in ((local, fused), (fused, local)):
+            if key.endswith(ours) and key.removesuffix(ours) + theirs in keys:
+                return key.removesuffix(ours) + theirs
     return key
 
 
 def _local_name(name: str) -> str:
-    for pattern, local in ENGINE_NAMES:
-        name = re.sub(pattern, local, name)
-    return name
+    for fused, local in NORMS:
+        if name.endswith(fused):
+            return name.removesuffix(fused) + local
+    return GROUPED_EXPERT.sub(r"mlp.experts.local_experts.\2.\1.weight", name)
 
 
 def _part(value: Tensor, parameter: Tensor | None) -> Tensor:
