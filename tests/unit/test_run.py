@@ -21,6 +21,7 @@ from rlflow.run_directory import read_json
 from rlflow.types import Batch, Episode, Task
 from tests.flow.letters import letters_config, write_letters_model
 
+EVERY_ROW_LEARNS = "algorithm.losses=[{name: ppo_clip}, {name: entropy, coefficient: 0.001}]"  # also without an advantage
 TINY = ("rollout.prompts_per_step=4", "rollout.samples_per_prompt=2", "evaluation.questions=4", "metrics.picture=false",
         "trainer.backend=reference", "evaluation.final_questions=4", "checkpoint.export=false")  # fmt: skip
 
@@ -131,7 +132,8 @@ def test_minibatches_are_split_by_the_runs_seed(model: Path, tmp_path: Path) -> 
 
     rewards = []
     for seed in (0, 1):
-        values = ("run.seed=0", f"run.name=seed{seed}", "algorithm.minibatches_per_step=4", "evaluation.at_start=false")
+        values = ("run.seed=0", f"run.name=seed{seed}", "algorithm.minibatches_per_step=4", "evaluation.at_start=false",
+                  EVERY_ROW_LEARNS)  # fmt: skip
         with Run(letters_config(model, tmp_path, *TINY, *values)) as run:
             run.algorithm.seed = seed
             seen: list[list[float]] = []
@@ -150,7 +152,7 @@ def test_minibatches_are_split_by_the_runs_seed(model: Path, tmp_path: Path) -> 
 
 def test_every_minibatch_of_every_epoch_compares_with_the_policy_before_the_step(model: Path, tmp_path: Path) -> None:
     values = ("algorithm.minibatches_per_step=2", "algorithm.epochs_per_step=3", "algorithm.old_logprobs=recompute",
-              "evaluation.at_start=false", "trainer.weight_decay=0.5")  # fmt: skip
+              "evaluation.at_start=false", "trainer.weight_decay=0.5", EVERY_ROW_LEARNS)  # fmt: skip
     with Run(letters_config(model, tmp_path, *TINY, *values)) as run:
         batches: list[Batch] = []
         update, before = run.trainer.update, dict(run.trainer.weights())

@@ -118,7 +118,7 @@ def test_more_episodes_than_slots_never_prefill_a_history_twice(qwen: Path, toke
 
     environment = SlowForTheFirst()
     engine = RecordingEngine(qwen, tokenizer, max_concurrency=3)
-    tasks = [Task(f"t{index}", f"{index} Question") for index in range(15)]
+    tasks = [Task(f"t{index}", f"{letter} Question") for index, letter in enumerate("abcdefghijklmno")]  # nothing to share
     with Rollout(engine, environment, tokenizer, samples_per_prompt=1, max_response_tokens=40) as rollout:
         trajectories = all_trajectories(rollout.collect(tasks))
     assert trajectories[0].metrics["turns"] > 1
