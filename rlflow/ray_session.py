@@ -10,7 +10,7 @@ import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
 from typing import Any
 
@@ -35,6 +35,12 @@ class RaySession:
         self._earlier = {child.pid for child in psutil.Process().children()}
         self._family: dict[int, psutil.Process] = {}
         self._complete = False
+        # Ray's servers ask the kernel to be killed with their parent (PR_SET_PDEATHSIG), and that is the thread which started
+        # them, not the process: it has to live as long as they.
+        self._thread = ThreadPoolExecutor(1, "ray")
+
+    def start(self, initialize: Callable[[], object]) -> Future[object]:
+        return self._thread.submit(initialize)
 
     def complete(self) -> None:
         """Ray is up: children of this process that come later are not Ray's."""
@@ -60,6 +66,7 @@ class RaySession:
         for one in left:
             with contextlib.suppress(psutil.NoSuchProcess):
                 one.kill()
+        self._thread.shutdown()
 
 
 def connect(address: str | None, cpus: int) -> RaySession | None:
@@ -104,14 +111,13 @@ def _start(initialize: Callable[[], object]) -> RaySession:
     logging.getLogger("ray").setLevel(logging.ERROR)  # it warns that it sets no handler
     session = RaySession()
     interruption: BaseException | None = None
-    with ThreadPoolExecutor(1) as pool:
-        starting = pool.submit(initialize)
-        while not starting.done():
-            try:
-                wait([starting], timeout=WATCH_INTERVAL_S)
-                session.watch()
-            except (KeyboardInterrupt, SystemExit) as stop:
-                interruption = interruption or stop
+    starting = session.start(initialize)
+    while not starting.done():
+        try:
+            wait([starting], timeout=WATCH_INTERVAL_S)
+            session.watch()
+        except (KeyboardInterrupt, SystemExit) as stop:
+            interruption = interruption or stop
     session.complete()
     failure = interruption or starting.exception()
     if failure is not None:
