@@ -57,23 +57,56 @@ class PolicyGradientWithEntropy:
         return loss, {"entropy": output.entropy}
 
 
+def gathered_logits(trainer: Any, batch: Batch) -> Tensor:
+    """(B, T, V) of the policy, put together from all ranks and known to all; 0 at padding. Products never make them."""
+    import torch.distributed as dist
+    from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+
+    from rlflow.trainer.megatron import cpu, step
+
+    world = trainer._world
+
+    def collect(microbatch: Any, hidden: Tensor, layer: Any) -> tuple[Tensor, Tensor, tuple[list[int], Tensor]]:
+        if layer.sequence_parallel:
+            hidden = gather_from_sequence_parallel_region(hidden, group=layer.group)
+        local = (hidden.flatten(0, 1) @ layer.weight.t()).float()
+        parts = [torch.empty_like(local) for _ in range(layer.group.size())]
+        dist.all_gather(parts, local, group=layer.group)
+        places, logits = microbatch.feed.places, torch.cat(parts, dim=1)[:, : layer.vocab]
+        rows = torch.zeros(*places.shape, layer.vocab)
+        rows[places >= 0] = logits[places[places >= 0]]
+        dist.all_reduce(rows, group=world.context_group)
+        return torch.zeros(()), torch.zeros((), dtype=torch.int), (microbatch.rows, rows)
+
+    with torch.no_grad(), cpu.adapted():
+        trainer._set_training(False)
+        parts = step._run(trainer._model, step.plan(batch, trainer._limits, world), collect, forward_only=True)
+        whole = torch.zeros(*batch.tokens.shape, trainer._architecture.vocab)
+        for rows, logits in parts:
+            if rows:
+                whole[rows, : logits.shape[1]] = logits
+        return step._everywhere(whole, world)
+
+
 def train(
     model: Path,
     batch: Batch,
-    tensor_parallel: int,
-    pipeline_parallel: int,
-    save_to: Path | None,
+    tensor_parallel: int = 1,
+    pipeline_parallel: int = 1,
+    save_to: Path | None = None,
     options: dict[str, Any] | None = None,
+    load_from: Path | None = None,
 ) -> dict[str, Any]:
-    """Everything that the tests compare, from one trainer: scores, three updates, weights, and one update more."""
+    """Everything that the tests compare, from one trainer: logits, scores, three updates, weights, and one update more; then
+    one update after loading the checkpoint `load_from` (of another layout)."""
     from rlflow.trainer import Trainer
 
     loss = PolicyGradientWithEntropy()
-    trainer = Trainer.from_pretrained(
-        model, tensor_parallel=tensor_parallel, pipeline_parallel=pipeline_parallel, **OPTIONS, **(options or {})
-    )
+    sizes = {"tensor_parallel": tensor_parallel, "pipeline_parallel": pipeline_parallel}
+    trainer = Trainer.from_pretrained(model, **{**OPTIONS, **sizes, **(options or {})})
     result: dict[str, Any] = {
         "digest": digest(trainer.weights()),
+        "logits": gathered_logits(trainer, batch),
         "score": trainer.score(batch, want=("logprobs", "entropy")),
     }
     trainer.snapshot("reference")
@@ -84,6 +117,11 @@ def train(
         trainer.save(save_to, UPDATES)
         result["next_metrics"] = trainer.update(batch, loss)
         result["next_weights"] = dict(trainer.weights())
+    if load_from is not None:
+        trainer.load(load_from)
+        result["loaded_digest"] = digest(trainer.weights())
+        result["loaded_metrics"] = trainer.update(batch, loss)
+        result["loaded_weights"] = dict(trainer.weights())
     trainer.close()
     return result
 
@@ -96,14 +134,8 @@ def rank_main(rank: int, rendezvous: str, jobs: list[dict[str, Any]]) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=RANKS)
     for job in jobs:
-        result = train(
-            job["model"],
-            job["batch"],
-            job["tensor_parallel"],
-            job["pipeline_parallel"],
-            job["save_to"],
-            job["options"],
-        )
+        arguments = {key: value for key, value in job.items() if key != "result"}
+        result = train(**arguments)
         same: list[Any] = [None] * RANKS
         dist.all_gather_object(same, (result["metrics"], digest(result["weights"].items())))
         result["same_on_all_ranks"] = all(other == same[0] for other in same)

@@ -1,4 +1,4 @@
-"""The distributed optimizer on one rank; on several: tests/dist/test_megatron_layouts.py."""
+"""The distributed optimizer on one rank; on several: tests/dist/test_layouts.py."""
 
 from __future__ import annotations
 

@@ -1,0 +1,268 @@
+"""Every layout computes what one process and transformers compute; four real ranks over gloo.
+
+A case is a model and words, e.g. "qwen2-tied TP2 PP2 SP packed": what of the four ranks is left is data parallel.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fixtures import tiny_model
+from torch import Tensor
+
+from rlflow.trainer import Trainer
+from rlflow.types import Batch
+from rlflow.weights.hf import digest, iterate_weights
+from tests.dist.megatron_ranks import OPTIONS, PolicyGradientWithEntropy, launch, make_batch, train
+
+pytestmark = [pytest.mark.dist, pytest.mark.timeout(1000)]  # the ranks of all cases start with the first test
+
+VOCAB = 301  # odd, so that every split pads it
+MODELS: dict[str, dict[str, Any]] = {
+    "qwen2-tied": {"family": "qwen2", "tied": True},
+    "qwen2": {"family": "qwen2"},
+    "qwen3": {"family": "qwen3"},
+    "llama": {"family": "llama"},
+    "deep": {"family": "qwen2", "tied": True, "num_hidden_layers": 8},
+}
+SIZES = {
+    "TP": "tensor_parallel",
+    "PP": "pipeline_parallel",
+    "CP": "context_parallel",
+    "VPP": "virtual_pipeline",
+}
+WORDS: dict[str, dict[str, Any]] = {
+    "SP": {"sequence_parallel": True},
+    "DO": {"distributed_optimizer": True},
+    "packed": {"packing": True},
+    "selective": {"recompute": "selective"},
+    "full": {"recompute": "full"},
+    "chunked": {"logits_chunk_mib": 0.01},  # 17 positions of two ranks' vocabulary: several chunks per micro-batch
+    "bf16": {"dtype": "bfloat16"},
+    # Other batches:
+    "few": {},  # fewer rows than data-parallel ranks, or than micro-batches in the pipeline: some are dummies
+    "observed": {},  # the last token of every row is an observation, not trained
+    "changed": {},  # and another one
+}
+FAST = [
+    "qwen2-tied TP2 PP2",
+    "qwen2 TP2 PP2",
+    "qwen3 TP2 PP2",
+    "llama TP2 PP2",
+    "qwen2-tied",
+    "qwen2-tied TP2",
+    "qwen2-tied PP2 DO",
+    "qwen2-tied PP4",
+    "qwen2-tied TP2 PP2 packed chunked",
+    "qwen2 TP2 PP2 SP full",
+    "qwen3 packed",
+    "qwen3 TP2 SP packed chunked",
+    "qwen2-tied CP2",
+    "qwen3 TP2 CP2 SP DO packed full",
+    "qwen2-tied TP2 PP2 VPP2",
+    "llama PP2 VPP2 CP2 DO selective",
+]
+FEW_ROWS = ["qwen2-tied few", "qwen2-tied PP2 VPP2 few"]
+CONTINUED = [case for case in FAST if case not in ("qwen2-tied", "qwen2-tied TP2", "qwen2-tied PP4", "qwen2-tied CP2")]
+"""Their checkpoints continue in one process."""
+LOADED = ["qwen3 TP2 CP2 SP DO packed full", "qwen2-tied TP2 PP2 VPP2", "llama PP2 VPP2 CP2 DO selective"]
+"""They continue from a checkpoint of one process."""
+ROUNDED = ["qwen2-tied TP2 PP2 SP bf16", "qwen2-tied PP2 VPP2 CP2 DO packed bf16"]
+OBSERVATIONS = "qwen2-tied PP2 VPP2 CP2"
+SLOW = [
+    *(f"{model} {layout}".strip() for model in list(MODELS)[:4] for layout in ("TP2 PP2", "TP2", "PP2", "PP4", "")),
+    *(
+        f"{model} {layout} {words}".replace("  ", " ")
+        for model, options in (("qwen2-tied", ("", "packed full", "DO")), ("qwen3", ("packed", "selective DO")))
+        for layout in ("", "TP2", "PP2", "CP2", "TP2 PP2", "TP2 CP2", "PP2 CP2", "CP4", "PP4", "PP2 VPP2",
+                       "TP2 PP2 VPP2", "PP2 VPP2 CP2")
+        for words in (*options, *(("SP", "SP packed DO full") if "TP" in layout else ()))
+    ),
+    *(f"deep {layout}" for layout in ("PP4 VPP2", "PP2 VPP4", "PP4 VPP2 few", "PP2 VPP4 packed DO full")),
+]  # fmt: skip
+SLOW = sorted({case.strip() for case in SLOW} - set(FAST))
+
+
+def options_of(case: str) -> dict[str, Any]:
+    """The trainer's keywords that the words of a case mean."""
+    options: dict[str, Any] = {}
+    for word in case.split()[1:]:
+        size = re.fullmatch(r"(TP|PP|CP|VPP)(\d)", word)
+        options |= {SIZES[size[1]]: int(size[2])} if size else WORDS[word]
+    return options
+
+
+def batch_of(case: str) -> Batch:
+    words = case.split()
+    batch = make_batch(VOCAB, rows=3 if "few" in words else 11)
+    if not {"observed", "changed"} & set(words):
+        return batch
+    rows, last = torch.arange(len(batch)), batch.lengths - 1
+    mask, weights, tokens = batch.loss_mask.clone(), batch.weights.clone(), batch.tokens.clone()
+    mask[rows, last], weights[rows, last] = False, 0.0
+    if "changed" in words:
+        tokens[rows, last] = (tokens[rows, last] + 1 + rows) % VOCAB
+    return batch.replace(tokens=tokens, loss_mask=mask, weights=weights)
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("layouts")
+    for name, options in MODELS.items():
+        sizes = {"num_hidden_layers": 4, **options}
+        tiny_model(path / name, tokenizer=False, vocab_size=VOCAB, scale=0.15, **sizes)
+    return path
+
+
+@pytest.fixture(scope="module")
+def single(directory: Path) -> dict[str, dict[str, Any]]:
+    """One process in float32, per model."""
+    return {
+        name: train(directory / name, make_batch(VOCAB), save_to=directory / f"checkpoint-{name}") for name in MODELS
+    }
+
+
+def run(directory: Path, cases: Iterable[str], limit_s: float) -> dict[str, dict[str, Any]]:
+    """What one launch of the ranks gives for each case."""
+    jobs = {case: make_job(directory, case) for case in cases}
+    launch(directory, list(jobs.values()), limit_s)
+    return {case: torch.load(job["result"], weights_only=False) for case, job in jobs.items()}
+
+
+def make_job(directory: Path, case: str) -> dict[str, Any]:
+    model, place = case.split()[0], case.replace(" ", "-")
+    return {
+        "model": directory / model,
+        "batch": batch_of(case),
+        "options": options_of(case),
+        "save_to": directory / f"ranks-{place}" if case in (*CONTINUED, *SLOW) else None,
+        "load_from": directory / f"checkpoint-{model}" if case in (*LOADED, *SLOW) else None,
+        "result": directory / f"{place}.pt",
+    }
+
+
+@pytest.fixture(scope="module")
+def fast(directory: Path, single: Any) -> dict[str, dict[str, Any]]:
+    observations = [f"{OBSERVATIONS} {word}" for word in ("observed", "changed")]
+    return run(directory, [*FAST, *FEW_ROWS, *ROUNDED, *observations], limit_s=900)
+
+
+@pytest.fixture(scope="module")
+def slow(directory: Path, single: Any) -> dict[str, dict[str, Any]]:
+    return run(directory, SLOW, limit_s=1500)
+
+
+def transformers_logits(path: Path, batch: Batch) -> Tensor:
+    """The oracle: (B, T, V) from an implementation that shares nothing with ours."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    with torch.no_grad():
+        return model(batch.tokens).logits
+
+
+def described(logits: Tensor, batch: Batch) -> dict[str, Tensor]:
+    """Log-prob of each token and entropy of its distribution, (B, T), from logits."""
+    logprobs = (logits[:, :-1] / batch.temperatures[:, None, None]).log_softmax(-1)
+    valid = torch.arange(1, batch.tokens.shape[1]) < batch.lengths[:, None]
+    scores = {
+        "logprobs": logprobs.gather(-1, batch.tokens[:, 1:, None]).squeeze(-1),
+        "entropy": -(logprobs.exp() * logprobs).sum(-1),
+    }
+    return {name: torch.nn.functional.pad(value * valid, (1, 0)) for name, value in scores.items()}
+
+
+def real(batch: Batch) -> Tensor:
+    return torch.arange(batch.tokens.shape[1]) < batch.lengths[:, None]
+
+
+def check(case: str, result: dict[str, Any], expected: dict[str, Any], directory: Path) -> None:
+    """The claims of this file about one case, in float32."""
+    model, batch = directory / case.split()[0], batch_of(case)
+    logits, valid = transformers_logits(model, batch), real(batch)
+    torch.testing.assert_close(result["logits"][valid], logits[valid], atol=1e-5, rtol=0)
+    for quantity, values in described(logits, batch).items():
+        torch.testing.assert_close(result["score"][quantity], values, atol=1e-5, rtol=0)
+    assert result["digest"] == digest(iterate_weights(model)), "HF -> Megatron -> HF is not bit-exact"
+    assert result["same_on_all_ranks"]
+    assert torch.equal(result["reference"], result["score"]["logprobs"]), "the snapshot moved with the policy"
+    for got, wanted in zip(result["metrics"], expected["metrics"], strict=True):
+        check_metrics(got, wanted)
+    start = dict(iterate_weights(model))
+    for key, weight in expected["weights"].items():
+        distance = (result["weights"][key] - weight).norm()
+        assert distance <= 1e-5 * weight.norm(), f"{key} differs"
+        assert distance <= 1e-3 * (weight - start[key]).norm(), f"{key} was trained otherwise"
+
+
+def check_metrics(got: dict[str, float], wanted: dict[str, float]) -> None:
+    for metric in ("loss", "gradient_norm", "entropy", "lr", "tokens"):
+        assert got[metric] == pytest.approx(wanted[metric], rel=1e-5, abs=1e-7), metric
+
+
+def check_weights(got: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
+    for key, weight in wanted.items():
+        assert (got[key] - weight).norm() <= 1e-5 * weight.norm(), key
+
+
+def check_continues(case: str, result: dict[str, Any], directory: Path) -> None:
+    """A checkpoint of the ranks, read by one process: same weights and snapshot, and the next update is the same."""
+    trainer = Trainer.from_pretrained(directory / case.split()[0], **OPTIONS)
+    assert trainer.load(directory / f"ranks-{case.replace(' ', '-')}") == 3
+    assert digest(trainer.weights()) == digest(result["weights"].items())
+    batch = batch_of(case)
+    torch.testing.assert_close(trainer.score(batch, "reference")["logprobs"], result["reference"], atol=1e-5, rtol=0)
+    check_metrics(trainer.update(batch, PolicyGradientWithEntropy()), result["next_metrics"])
+    check_weights(dict(trainer.weights()), result["next_weights"])
+    trainer.close()
+
+
+def check_loaded(result: dict[str, Any], saved: dict[str, Any]) -> None:
+    """A checkpoint of one process, read by the ranks."""
+    assert result["loaded_digest"] == digest(saved["weights"].items())
+    check_metrics(result["loaded_metrics"], saved["next_metrics"])
+    check_weights(result["loaded_weights"], saved["next_weights"])
+
+
+@pytest.mark.parametrize("case", FAST)
+def test_layout_equals_one_process_and_transformers(case: str, fast: Any, single: Any, directory: Path) -> None:
+    check(case, fast[case], single[case.split()[0]], directory)
+
+
+@pytest.mark.parametrize("case", CONTINUED)
+def test_a_checkpoint_of_four_ranks_continues_on_one(case: str, fast: Any, directory: Path) -> None:
+    check_continues(case, fast[case], directory)
+
+
+@pytest.mark.parametrize("case", LOADED)
+def test_a_checkpoint_of_one_rank_continues_on_four(case: str, fast: Any, single: Any) -> None:
+    check_loaded(fast[case], single[case.split()[0]])
+
+
+@pytest.mark.parametrize("case", FEW_ROWS)
+def test_dummy_microbatches_change_nothing(case: str, fast: Any, directory: Path) -> None:
+    check(case, fast[case], train(directory / "qwen2-tied", batch_of(case)), directory)
+
+
+def test_another_observation_at_the_end_of_a_row_changes_no_gradient(fast: Any) -> None:
+    """Bit for bit, where rows are packed and split over context-parallel ranks and model chunks."""
+    one, other = (fast[f"{OBSERVATIONS} {word}"] for word in ("observed", "changed"))
+    assert one["metrics"] == other["metrics"]
+    assert digest(one["weights"].items()) == digest(other["weights"].items())
+    assert not torch.equal(one["score"]["logprobs"], other["score"]["logprobs"]), "the tokens are the same"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", SLOW)
+def test_every_layout_equals_one_process_and_transformers(case: str, slow: Any, single: Any, directory: Path) -> None:
+    name = case.split()[0]
+    expected = single[name] if "few" not in case else train(directory / name, batch_of(case))
+    check(case, slow[case], expected, directory)
+    check_continues(case, slow[case], directory)
+    if "few" not in case:
+        check_loaded(slow[case], single[name])
