@@ -10,7 +10,7 @@ import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
 from functools import partial
 from typing import Any
 
@@ -35,12 +35,25 @@ class RaySession:
         self._earlier = {child.pid for child in psutil.Process().children()}
         self._family: dict[int, psutil.Process] = {}
         self._complete = False
-        # Ray's servers ask the kernel to be killed with their parent (PR_SET_PDEATHSIG), and that is the thread which started
-        # them, not the process: it has to live as long as they.
-        self._thread = ThreadPoolExecutor(1, "ray")
+        self._ended = threading.Event()
 
-    def start(self, initialize: Callable[[], object]) -> Future[object]:
-        return self._thread.submit(initialize)
+    def start(self, initialize: Callable[[], object]) -> Future[None]:
+        """Calls `initialize` in a thread that stays until the session or the program ends, after its exit handlers.
+
+        Ray's servers ask the kernel to be killed with their parent (PR_SET_PDEATHSIG), and that is the thread which
+        started them, not the process: with it gone, Ray would be too, and its agents left behind."""
+        started: Future[None] = Future()
+
+        def hold() -> None:
+            try:
+                initialize()
+                started.set_result(None)
+            except BaseException as error:  # noqa: BLE001 (raised where it is waited for)
+                started.set_exception(error)
+            self._ended.wait()
+
+        threading.Thread(target=hold, name="ray", daemon=True).start()
+        return started
 
     def complete(self) -> None:
         """Ray is up: children of this process that come later are not Ray's."""
@@ -66,7 +79,7 @@ class RaySession:
         for one in left:
             with contextlib.suppress(psutil.NoSuchProcess):
                 one.kill()
-        self._thread.shutdown()
+        self._ended.set()
 
 
 def connect(address: str | None, cpus: int) -> RaySession | None:
