@@ -144,6 +144,10 @@ def rank_main(rank: int, rendezvous: str, jobs: list[dict[str, Any]]) -> None:
     dist.destroy_process_group()
 
 
+def _run_saved(rank: int, main: Callable[..., None], rendezvous: str, jobs: Path) -> None:
+    main(rank, rendezvous, torch.load(jobs, weights_only=False))
+
+
 def launch(directory: Path, jobs: list[dict[str, Any]], limit_s: float, main: Callable[..., None] = rank_main) -> None:
     """Runs the jobs on four ranks, each in `main`. Raises what a rank raised, or TimeoutError; leaves no process behind."""
     import multiprocessing
@@ -154,9 +158,10 @@ def launch(directory: Path, jobs: list[dict[str, Any]], limit_s: float, main: Ca
     rendezvous.unlink(missing_ok=True)  # an earlier launch's file would name ranks that are gone
     # One process imports megatron-core (seconds), and every rank of every launch is forked from it.
     multiprocessing.set_forkserver_preload(["rlflow.trainer.megatron"])
-    context = mp.start_processes(
-        main, args=(str(rendezvous), jobs), nprocs=RANKS, join=False, start_method="forkserver"
-    )
+    # Jobs go through a file: passed as arguments, every tensor would take a file descriptor, of which a fork server passes 256.
+    torch.save(jobs, directory / "jobs.pt")
+    arguments = (main, str(rendezvous), directory / "jobs.pt")
+    context = mp.start_processes(_run_saved, args=arguments, nprocs=RANKS, join=False, start_method="forkserver")
     deadline = time.monotonic() + limit_s
     try:
         while not context.join(timeout=1.0):

@@ -101,7 +101,7 @@ def assert_same_training(run: RunDirectory, other: RunDirectory, bound: float) -
         assert distance <= bound * theirs[name].double().norm(), name
     records = [
         [
-            {name: value for name, value in one.items() if not name.startswith(("time/", "speed/", "eval/", "memory/"))}
+            {name: value for name, value in one.items() if not name.startswith(("time", "speed", "eval/", "memory"))}
             for one in found
         ]
         for found in (read_metrics(run.metrics), read_metrics(other.metrics))
