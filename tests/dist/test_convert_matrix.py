@@ -21,13 +21,14 @@ from tests.dist.checkpoint_ranks import TOKENS, Job, launch
 pytestmark = [pytest.mark.dist, pytest.mark.slow, pytest.mark.timeout(1500)]
 
 VOCAB = 101  # odd, so that every cut pads it
+GROUPED = {"num_attention_heads": 8, "num_key_value_heads": 4}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
-    "qwen2-tied": ("qwen2", {"tied": True, "num_key_value_heads": 4}),
-    "qwen2": ("qwen2", {"num_key_value_heads": 4}),
-    "qwen3": ("qwen3", {"num_key_value_heads": 4}),
-    "llama": ("llama", {"num_key_value_heads": 4}),
-    "qwen3_moe": ("qwen3_moe", {}),
-    "qwen2_moe": ("qwen2_moe", {}),
+    "qwen2-tied": ("qwen2", {"tied": True, **GROUPED}),
+    "qwen2": ("qwen2", GROUPED),
+    "qwen3": ("qwen3", GROUPED),
+    "llama": ("llama", GROUPED),
+    "qwen3_moe": ("qwen3_moe", GROUPED),
+    "qwen2_moe": ("qwen2_moe", GROUPED),
     "deepseek_v3": ("deepseek_v3", {}),
 }
 DENSE: tuple[dict[str, Any], ...] = (
