@@ -38,9 +38,9 @@ from rlflow_environments.search.retrievers.faiss_index import import_faiss, new_
 logger = logging.getLogger(__name__)
 
 PROGRESS = "progress.json"
+_COPIED = 32 << 20  # bytes of vectors moved at a time
 Report = Callable[[str, int, int], None]
 """Called with (stage, done, total) as a build goes on."""
-_COPIED_ROWS = 16_384
 
 
 @dataclass(frozen=True)
@@ -85,18 +85,17 @@ def build_index(corpus: Sequence[Passage], folder: Path, request: BuildRequest, 
     if request.kind != "torch":
         new_index(request.kind, encoder.dimensions)  # a mistake in the string shows now, not after hours of encoding
     _begin(folder, meta, request.dtype)
-    embeddings = _encode(corpus, encoder, folder, request, report)
+    vectors = _encode(corpus, encoder, folder, request, report)
     if request.kind == "Flat":
-        _write_flat(embeddings, folder / INDEX, report)
+        _write_flat(vectors, folder / INDEX, report)
     elif request.kind != "torch" and not (folder / INDEX).is_file():
-        _write_index(embeddings, folder, request, report)
-    del embeddings
+        _write_index(vectors, folder, request, report)
     partial = _partial(folder, request)
     if meta.embeddings is not None:
         partial.replace(folder / EMBEDDINGS[request.dtype])
     write_meta(folder, meta)
-    partial.unlink(missing_ok=True)
-    (folder / PROGRESS).unlink(missing_ok=True)
+    for left in (partial, folder / PROGRESS, *folder.glob("*.writing")):
+        left.unlink(missing_ok=True)
     return meta
 
 
@@ -189,8 +188,8 @@ def _partial(folder: Path, request: BuildRequest) -> Path:
 
 def _encode(
     corpus: Sequence[Passage], encoder: Encoder, folder: Path, request: BuildRequest, report: Report
-) -> np.ndarray:
-    """(count, dimensions) mapped from the file that this writes, block by block; each is on disk before it is noted as done."""
+) -> _Vectors:
+    """What is in the file that this writes, block by block; each is on disk before it is noted as done."""
     path, count, dtype = _partial(folder, request), len(corpus), np.dtype(request.dtype).newbyteorder("<")
     row_bytes = encoder.dimensions * dtype.itemsize
     whole = folder / EMBEDDINGS[request.dtype]
@@ -206,12 +205,12 @@ def _encode(
         report("encoding", done, count)
         for start in range(done, count, BLOCK):
             vectors = encoder.encode_passages(corpus[start : start + BLOCK])
-            file.write(vectors.astype(dtype).tobytes())
+            file.write(vectors.astype(dtype, copy=False).data)
             file.flush()
             os.fsync(file.fileno())
             write_json(folder / PROGRESS, {**state, "encoded": start + len(vectors)})
             report("encoding", start + len(vectors), count)
-    return np.memmap(path, dtype, "r", shape=(count, encoder.dimensions))
+    return _Vectors(path, dtype, count, encoder.dimensions)
 
 
 def _check_space(path: Path, needed: int) -> None:
@@ -222,46 +221,65 @@ def _check_space(path: Path, needed: int) -> None:
         )
 
 
-def _write_flat(embeddings: np.ndarray, path: Path, report: Report) -> None:
+@dataclass(frozen=True)
+class _Vectors:
+    """Vectors in a file, row after row. They are read and not mapped: mapped pages count as the process's memory."""
+
+    path: Path
+    dtype: np.dtype
+    count: int
+    dimensions: int
+
+    def blocks(self, start: int, size: int) -> Iterator[tuple[int, np.ndarray]]:
+        """(first row, (rows, dimensions) float32) of block after block from row `start`."""
+        width = self.dimensions * self.dtype.itemsize
+        with self.path.open("rb") as file:
+            file.seek(start * width)
+            for first in range(start, self.count, size):
+                block = np.frombuffer(file.read(size * width), self.dtype).reshape(-1, self.dimensions)
+                yield first, block.astype(np.float32, copy=False)
+
+    def rows(self, rows: Sequence[int]) -> np.ndarray:
+        """(len(rows), dimensions) float32."""
+        mapped = np.memmap(self.path, self.dtype, "r", shape=(self.count, self.dimensions))
+        return mapped[np.asarray(rows)].astype(np.float32)
+
+
+def _write_flat(vectors: _Vectors, path: Path, report: Report) -> None:
     """The file that faiss would write for IndexFlatIP, without the index in memory."""
-    count = len(embeddings)
-    _check_space(path, embeddings.size * 4)
+    _check_space(path, 4 * vectors.count * vectors.dimensions)
     aside = path.with_name(path.name + ".partial")
     with aside.open("wb") as file:
-        file.write(flat_header(*embeddings.shape))
-        for start in range(0, count, _COPIED_ROWS):
-            report("writing the index", start, count)
-            file.write(embeddings[start : start + _COPIED_ROWS].astype("<f4").tobytes())
+        file.write(flat_header(vectors.count, vectors.dimensions))
+        for start, block in vectors.blocks(0, max(1, _COPIED // (4 * vectors.dimensions))):
+            report("writing the index", start, vectors.count)
+            file.write(block.astype("<f4", copy=False).data)
         file.flush()
         os.fsync(file.fileno())
     aside.replace(path)
 
 
-def _write_index(embeddings: np.ndarray, folder: Path, request: BuildRequest, report: Report) -> None:
+def _write_index(vectors: _Vectors, folder: Path, request: BuildRequest, report: Report) -> None:
     """Trains and fills an index in memory; a copy of it is written from time to time, and read back by a build that goes on."""
     faiss = import_faiss()
-    count, aside = len(embeddings), folder / (INDEX + ".partial")
+    aside = folder / (INDEX + ".partial")
     if aside.is_file():
         index = read_index(aside, mmap=False)
     else:
-        index = new_index(request.kind, embeddings.shape[1])
+        index = new_index(request.kind, vectors.dimensions)
         if not index.is_trained:
             report("training the index", 0, 1)
-            index.train(_rows(embeddings, training_rows(index, count)))
+            index.train(vectors.rows(training_rows(index, vectors.count)))
     saved = time.monotonic()
-    for start in range(index.ntotal, count, BLOCK):
-        report("filling the index", start, count)
-        index.add(np.ascontiguousarray(embeddings[start : start + BLOCK], np.float32))
+    for start, block in vectors.blocks(index.ntotal, BLOCK):
+        report("filling the index", start, vectors.count)
+        index.add(block)
         if time.monotonic() - saved > request.checkpoint_s:
             _save(faiss, index, aside)
             saved = time.monotonic()
     report("writing the index", 0, 1)
     _save(faiss, index, folder / INDEX)
     aside.unlink(missing_ok=True)
-
-
-def _rows(embeddings: np.ndarray, rows: Sequence[int]) -> np.ndarray:
-    return np.ascontiguousarray(embeddings[np.asarray(rows)], np.float32)
 
 
 def _save(faiss: Any, index: Any, path: Path) -> None:

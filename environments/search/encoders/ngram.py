@@ -22,7 +22,7 @@ from rlflow_environments.search.formats import Passage
 _UNSPACED = "\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\uac00-\ud7af"
 _WORD = re.compile(rf"[{_UNSPACED}]|[^\W_{_UNSPACED}]+")
 
-_CHUNK = 256  # texts encoded at a time: bounds the dense rows of their words
+_CHUNK = 1 << 17  # values of the texts that are encoded at a time: bounds the dense rows of their words
 _CACHED_WORDS = 100_000
 
 
@@ -120,13 +120,13 @@ class NgramEncoder:
 
     def encode_queries(self, queries: Sequence[str]) -> np.ndarray:
         """(N, dimensions) float32, unit rows; a query without any word is a zero row."""
-        return np.concatenate([np.zeros((0, self.dimensions), np.float32), *map(self._encode, _chunks(queries))])
+        return np.concatenate([np.zeros((0, self.dimensions), np.float32), *map(self._encode, _chunks(queries, self.dimensions))])
 
     def encode_passages(self, passages: Sequence[Passage]) -> np.ndarray:
         """(N, dimensions) float32, unit rows."""
         vectors = np.zeros((len(passages), self.dimensions), np.float32)
         start = 0
-        for chunk in _chunks(passages):
+        for chunk in _chunks(passages, self.dimensions):
             titles = self._encode([passage.title for passage in chunk])
             bodies = self._encode([passage.body for passage in chunk])
             mixed = self._title_weight * titles + (1 - self._title_weight) * bodies
@@ -199,5 +199,6 @@ def _normalize(vectors: np.ndarray) -> np.ndarray:
     return (vectors / np.where(norms > 0, norms, 1)).astype(np.float32)
 
 
-def _chunks(items: Sequence) -> Iterator[Sequence]:
-    return (items[start : start + _CHUNK] for start in range(0, len(items), _CHUNK))
+def _chunks(items: Sequence, dimensions: int) -> Iterator[Sequence]:
+    size = max(1, _CHUNK // dimensions)
+    return (items[start : start + size] for start in range(0, len(items), size))
