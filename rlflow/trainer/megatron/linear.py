@@ -1,7 +1,4 @@
-"""Linear layers whose float32 products on a CPU go through oneDNN, and whose weights' gradients go straight into Megatron's
-buffers.
-
-torch takes MKL for float32 there, which leaves half of an AMD processor's speed unused (AVX-512)."""
+"""Megatron's linear layers over `rlflow.products`; the gradients of their weights go straight into Megatron's buffers."""
 
 from __future__ import annotations
 
@@ -13,33 +10,7 @@ from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinea
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-ONEDNN_PRODUCTS = 1 << 22  # multiplications; for fewer, what oneDNN prepares per shape costs more than it saves
-
-
-def product(left: Tensor, right: Tensor) -> Tensor:
-    """left (N, K) times the transposed right (M, K): (N, M)."""
-    return _onednn(left, right) if _pays(left, right) else left @ right.t()
-
-
-def accumulate(total: Tensor, gradient: Tensor, inputs: Tensor) -> None:
-    """total (out, in) += gradient.T @ inputs, the gradient of a weight; gradient (N, out), inputs (N, in)."""
-    if total.dtype == inputs.dtype and not _pays(gradient.t(), inputs.t()):
-        total.addmm_(gradient.t(), inputs)
-    else:
-        total.add_(product(gradient.t(), inputs.t()))
-
-
-def _pays(left: Tensor, right: Tensor) -> bool:
-    large = left.shape[0] * left.shape[1] * right.shape[0] >= ONEDNN_PRODUCTS
-    return large and left.dtype is torch.float32 and left.device.type == "cpu" and _has_onednn()
-
-
-def _has_onednn() -> bool:
-    return torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
-
-
-def _onednn(left: Tensor, right: Tensor) -> Tensor:
-    return torch.ops.mkldnn._linear_pointwise(left, right, None, "none", [], "")
+from rlflow import products
 
 
 def _forward(
@@ -85,15 +56,14 @@ class _Linear(torch.autograd.Function):
         ctx.save_for_backward(inputs, weight)
         ctx.group, ctx.sum_gradient, ctx.gather, ctx.biased = group, sum_gradient, gather, bias is not None
         whole = _gathered(inputs, group) if gather else inputs
-        result = product(whole.flatten(0, -2), weight)
-        return (result if bias is None else result.add_(bias)).view(*whole.shape[:-1], -1)
+        return products.linear(whole.flatten(0, -2), weight, bias).view(*whole.shape[:-1], -1)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         inputs, weight = ctx.saved_tensors
         whole = _gathered(inputs, ctx.group) if ctx.gather else inputs
         flat = gradient.flatten(0, -2)
-        of_inputs = product(flat, weight.t()).view(whole.shape)
+        of_inputs = products.linear(flat, weight.t()).view(whole.shape)
         if ctx.gather:
             whole_gradient, of_inputs = of_inputs, torch.empty_like(inputs)
             dist.reduce_scatter_tensor(of_inputs, whole_gradient, group=ctx.group)
@@ -101,7 +71,7 @@ class _Linear(torch.autograd.Function):
             dist.all_reduce(of_inputs, group=ctx.group)
         main_grad = getattr(weight, "main_grad", None)
         of_weight = torch.zeros_like(weight) if main_grad is None else None
-        accumulate(main_grad if of_weight is None else of_weight, flat, whole.flatten(0, -2))
+        products.accumulate(main_grad if of_weight is None else of_weight, flat, whole.flatten(0, -2))
         of_bias = flat.sum(dim=0) if ctx.biased else None
         return of_inputs, of_weight, of_bias, None, None, None
 

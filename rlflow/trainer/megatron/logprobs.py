@@ -19,7 +19,7 @@ from megatron.core.tensor_parallel import (
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from rlflow.trainer.megatron.linear import accumulate, product
+from rlflow.products import accumulate, linear
 
 CACHE_ELEMENTS = 1 << 18  # 1 MiB of float32: what a CPU core's cache holds
 CACHE_ELEMENTS_CUDA = 1 << 26  # a GPU wants few, large operations
@@ -95,7 +95,7 @@ class _OutputLogprobs(torch.autograd.Function):
         exponents = None
         for rows in _slices(len(hidden), size):
             exponents = None  # not two chunks at a time
-            exponents = product(hidden[rows], weight).float()
+            exponents = linear(hidden[rows], weight).float()
             _soften(exponents, targets[rows], scale[rows], layer, want_entropy, answers[:, rows])
         ctx.save_for_backward(hidden, weight, targets, scale, answers)
         ctx.layer, ctx.size = layer, size
@@ -115,13 +115,13 @@ class _OutputLogprobs(torch.autograd.Function):
         for rows in reversed(_slices(len(hidden), ctx.size)):
             total = answers[3, rows]
             if kept is None:
-                kept, total = product(hidden[rows], weight).float(), torch.ones_like(total)
+                kept, total = linear(hidden[rows], weight).float(), torch.ones_like(total)
                 _normalize(kept, scale[rows], answers[2, rows], ctx.layer)
             entropy = None if of_entropy is None else (answers[1, rows], of_entropy[rows])
             _differentiate(kept, targets[rows], scale[rows], total, ctx.layer, of_logprob[rows], entropy)
             of_logits = kept.to(weight.dtype)
             kept = None
-            of_hidden[rows] = product(of_logits, weight.t())
+            of_hidden[rows] = linear(of_logits, weight.t())
             accumulate(of_weight, of_logits, hidden[rows])
             del of_logits  # before the next chunk is made
         return of_hidden, None if main_grad is not None else of_weight.to(weight.dtype), None, None, None, None

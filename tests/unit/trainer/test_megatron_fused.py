@@ -9,6 +9,7 @@ from megatron.core.models.common.embeddings import rope_utils
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
+from rlflow import products
 from rlflow.trainer.megatron import fused, linear
 
 
@@ -31,7 +32,7 @@ def test_a_linear_layer_and_its_gradients(
     draw: torch.Generator, monkeypatch: pytest.MonkeyPatch, threshold: int, buffered: bool
 ) -> None:
     """Against double precision; the weight's gradient is added to Megatron's buffer where there is one."""
-    monkeypatch.setattr(linear, "ONEDNN_PRODUCTS", threshold)
+    monkeypatch.setattr(products, "ONEDNN_MULTIPLICATIONS", threshold)
     values = [torch.randn(shape, generator=draw) for shape in ((5, 2, 8), (6, 8), (6,))]
     inputs, weight, bias = (value.clone().requires_grad_() for value in values)
     exact = [value.double().requires_grad_() for value in values]
