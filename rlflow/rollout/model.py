@@ -11,9 +11,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from rlflow.errors import ModelError, did_you_mean
+from rlflow.products import linear
 from rlflow.weights.families import Architecture, huggingface_shapes
-
-ONEDNN_ROWS = 4
 
 Attend = Callable[[int, Tensor, Tensor], Tensor]
 """(layer, queries (N, heads, head_dim), keys and values (N, 2 * groups * head_dim)) -> (N, heads * head_dim). Stores
@@ -126,21 +125,6 @@ class Decoder:
             layer["q_norm"] = self._make(attention + "q_norm.weight")
             layer["k_norm"] = self._make(attention + "k_norm.weight")
         return layer
-
-
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x (N, in) times the transposed weight (out, in), plus the bias (out,).
-
-    In float32 on a CPU by oneDNN: torch takes MKL there, which leaves half of an AMD processor's speed unused (AVX-512).
-    For a few rows MKL is the faster one everywhere."""
-    if (
-        x.dtype == torch.float32
-        and x.device.type == "cpu"
-        and len(x) >= ONEDNN_ROWS
-        and torch.backends.mkldnn.is_available()
-    ):
-        return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
-    return F.linear(x, weight, bias)
 
 
 def _rope_table(model: Architecture, length: int, device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -15,7 +15,6 @@ import megatron.core
 import torch
 from megatron.core import parallel_state
 from megatron.core.models.common.embeddings import rope_utils, rotary_pos_embedding
-from megatron.core.tensor_parallel import layers as megatron_layers
 from megatron.core.tensor_parallel import random as megatron_random
 from torch import Tensor
 from torch.distributed import ProcessGroup
@@ -26,7 +25,6 @@ from rlflow.trainer.megatron import fused
 from rlflow.trainer.megatron.context import held_positions
 
 TESTED_VERSION = "0.16."
-_ABSENT = object()
 _Result = TypeVar("_Result")
 
 
@@ -73,13 +71,11 @@ def _without_cuda() -> Iterator[None]:
         (rotary_pos_embedding, "get_pos_emb_on_this_cp_rank", _held_embedding),
         (megatron_random, "_get_cuda_rng_state", lambda *_, **__: torch.get_rng_state()),
         (megatron_random, "_set_cuda_rng_state", lambda state, *_, **__: torch.set_rng_state(state)),
-        # Kernels of Transformer Engine and Apex, which need CUDA.
+        # Kernels of Transformer Engine, which needs CUDA.
         (rope_utils, "fused_apply_rotary_pos_emb", fused.rotate),
         (rope_utils, "fused_apply_rotary_pos_emb_thd", fused.rotate_packed),
-        (megatron_layers, "fused_weight_gradient_mlp_cuda", fused.WeightGradients),
-        (megatron_layers, "_grad_accum_fusion_available", True),
     ]
-    originals = [(owner, name, getattr(owner, name, _ABSENT)) for owner, name, _ in replacements]
+    originals = [(owner, name, getattr(owner, name)) for owner, name, _ in replacements]
     try:
         for owner, name, value in replacements:
             setattr(owner, name, value)
@@ -87,10 +83,7 @@ def _without_cuda() -> Iterator[None]:
             yield
     finally:
         for owner, name, value in originals:
-            if value is _ABSENT:
-                delattr(owner, name)
-            else:
-                setattr(owner, name, value)
+            setattr(owner, name, value)
 
 
 @contextlib.contextmanager

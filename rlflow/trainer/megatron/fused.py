@@ -1,5 +1,5 @@
-"""What Transformer Engine and Apex fuse on GPUs, on plain torch: fewer passes over memory and fewer tensors kept for the
-backward pass. `cpu.adapted` hands these to megatron-core where there is no CUDA."""
+"""What Transformer Engine fuses on GPUs, on plain torch: fewer passes over memory and fewer tensors kept for the backward
+pass. The layers use these where there is no CUDA."""
 
 from __future__ import annotations
 
@@ -40,19 +40,6 @@ class _SwiGLU(torch.autograd.Function):
         torch.ops.aten.silu_backward.grad_input(gradient * up, gate, grad_input=of_gate)
         torch.mul(F.silu(gate), gradient, out=of_up)
         return answer
-
-
-class WeightGradients:
-    """Stands in for Apex's extension `fused_weight_gradient_mlp_cuda`: a linear layer adds its weight's gradient to Megatron's
-    buffer in the matrix product itself."""
-
-    @staticmethod
-    def wgrad_gemm_accum_fp32(inputs: Tensor, gradient: Tensor, total: Tensor) -> None:
-        """total (out, in), float32, += gradient.T @ inputs; gradient (N, out), inputs (N, in)."""
-        if inputs.dtype == total.dtype:
-            total.addmm_(gradient.t(), inputs)
-        else:
-            total.add_(gradient.t() @ inputs)
 
 
 def rotate(values: Tensor, angles: Tensor, interleaved: bool = False) -> Tensor:

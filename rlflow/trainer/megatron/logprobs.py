@@ -19,6 +19,8 @@ from megatron.core.tensor_parallel import (
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from rlflow.products import accumulate, linear
+
 CACHE_ELEMENTS = 1 << 18  # 1 MiB of float32: what a CPU core's cache holds
 CACHE_ELEMENTS_CUDA = 1 << 26  # a GPU wants few, large operations
 
@@ -90,26 +92,22 @@ class _OutputLogprobs(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         size = max(1, layer.chunk_bytes // (4 * len(weight)))
         answers = torch.empty(4, len(hidden), dtype=torch.float32, device=hidden.device)
-        buffer = weight.new_empty(min(size, len(hidden)), len(weight))
         exponents = None
         for rows in _slices(len(hidden), size):
             exponents = None  # not two chunks at a time
-            exponents = _logits(hidden[rows], weight, buffer)
+            exponents = linear(hidden[rows], weight).float()
             _soften(exponents, targets[rows], scale[rows], layer, want_entropy, answers[:, rows])
         ctx.save_for_backward(hidden, weight, targets, scale, answers)
         ctx.layer, ctx.size = layer, size
         ctx.set_materialize_grads(False)  # an entropy that is only reported has no gradient: None, not zeros
-        keep = any(ctx.needs_input_grad)
-        ctx.kept = exponents if keep else None
-        ctx.buffer = buffer if keep and buffer.dtype is torch.float32 else None  # where `exponents` lies
+        ctx.kept = exponents if any(ctx.needs_input_grad) else None
         return answers[0].clone(), answers[1].clone()
 
     @staticmethod
     def backward(ctx: Any, of_logprob: Tensor | None, of_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden, weight, targets, scale, answers = ctx.saved_tensors
         of_logprob = torch.zeros_like(answers[0]) if of_logprob is None else of_logprob
-        kept, buffer = ctx.kept, ctx.buffer
-        ctx.kept = ctx.buffer = None  # overwritten here; a second backward pass computes all chunks again
+        kept, ctx.kept = ctx.kept, None  # overwritten here; a second backward pass computes all chunks again
         # Under Megatron's DDP the gradient goes straight into its float32 buffer: no copy, no rounding between chunks.
         main_grad = getattr(weight, "main_grad", None)
         of_weight = torch.zeros_like(weight, dtype=torch.float32) if main_grad is None else main_grad
@@ -117,21 +115,16 @@ class _OutputLogprobs(torch.autograd.Function):
         for rows in reversed(_slices(len(hidden), ctx.size)):
             total = answers[3, rows]
             if kept is None:
-                buffer = weight.new_empty(min(ctx.size, len(hidden)), len(weight)) if buffer is None else buffer
-                kept, total = _logits(hidden[rows], weight, buffer), torch.ones_like(total)
+                kept, total = linear(hidden[rows], weight).float(), torch.ones_like(total)
                 _normalize(kept, scale[rows], answers[2, rows], ctx.layer)
             entropy = None if of_entropy is None else (answers[1, rows], of_entropy[rows])
             _differentiate(kept, targets[rows], scale[rows], total, ctx.layer, of_logprob[rows], entropy)
             of_logits = kept.to(weight.dtype)
             kept = None
-            torch.mm(of_logits, weight, out=of_hidden[rows])
-            _accumulate(of_weight, of_logits.t(), hidden[rows])
+            of_hidden[rows] = linear(of_logits, weight.t())
+            accumulate(of_weight, of_logits, hidden[rows])
+            del of_logits  # before the next chunk is made
         return of_hidden, None if main_grad is not None else of_weight.to(weight.dtype), None, None, None, None
-
-
-def _logits(hidden: Tensor, weight: Tensor, buffer: Tensor) -> Tensor:
-    """hidden @ weight.T in float32; in `buffer` where that is float32 too."""
-    return torch.mm(hidden, weight.t(), out=buffer[: len(hidden)]).float()
 
 
 def _soften(
@@ -199,14 +192,6 @@ def _differentiate(
             surprise = torch.xlogy(chunk, chunk)
             chunk.mul_(share[rows]).addcmul_(surprise, of_surprise[rows])
         chunk.scatter_add_(1, index[rows], at_target[rows])
-
-
-def _accumulate(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """total += left @ right, in one operation where all are of one dtype."""
-    if total.dtype == left.dtype:
-        total.addmm_(left, right)
-    else:
-        total.add_(left @ right)
 
 
 def _local(targets: Tensor, layer: OutputLayer, part: int) -> tuple[Tensor, Tensor, int]:

@@ -24,6 +24,7 @@ from rlflow.trainer.layout import Layout
 from rlflow.trainer.megatron.cpu import device
 from rlflow.trainer.megatron.fused import SwiGLU
 from rlflow.trainer.megatron.layers import RMSNorm, TorchAttention
+from rlflow.trainer.megatron.linear import ColumnLinear, RowLinear
 from rlflow.trainer.megatron.logprobs import OutputLayer
 from rlflow.trainer.megatron.world import World
 from rlflow.weights.families import Architecture, huggingface_shapes, padded_vocab, placed_rules
@@ -135,8 +136,8 @@ def transformer_config(
         # apart by their order alone, and over gloo forward and backward tensors silently change places.
         batch_p2p_comm=not interleaved,
         overlap_p2p_comm=interleaved and not on_cpu,
-        # On CPUs these are the operations in `fused`; on GPUs they need Apex and Transformer Engine.
-        gradient_accumulation_fusion=on_cpu,
+        # On CPUs these are the operations in `fused` and `linear`; on GPUs they need Transformer Engine and Apex.
+        gradient_accumulation_fusion=False,
         apply_rope_fusion=on_cpu,
         use_te_activation_func=on_cpu,
         bias_activation_fusion=False,
@@ -245,8 +246,10 @@ def _layer_spec(config: TransformerConfig, number: int) -> ModuleSpec | Transfor
     layer, attention = spec.submodules, spec.submodules.self_attention.submodules
     layer.input_layernorm = layer.pre_mlp_layernorm = RMSNorm
     attention.core_attention = TorchAttention
-    if config.use_te_activation_func:
+    if config.use_te_activation_func:  # on CPUs
         layer.mlp.submodules.activation_func = SwiGLU
+        attention.linear_qkv = layer.mlp.submodules.linear_fc1 = ColumnLinear
+        attention.linear_proj = layer.mlp.submodules.linear_fc2 = RowLinear
     if config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
     layers = get_num_layers_to_build(config, vp_stage=number)

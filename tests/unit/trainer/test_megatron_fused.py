@@ -9,7 +9,8 @@ from megatron.core.models.common.embeddings import rope_utils
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
-from rlflow.trainer.megatron import fused
+from rlflow import products
+from rlflow.trainer.megatron import fused, linear
 
 
 @pytest.fixture
@@ -25,14 +26,28 @@ def test_swiglu_and_its_gradient(draw: torch.Generator) -> None:
     assert torch.autograd.gradcheck(module, both)
 
 
-def test_weight_gradients_add_to_the_buffer(draw: torch.Generator) -> None:
-    inputs, gradient = torch.randn(5, 3, generator=draw), torch.randn(5, 2, generator=draw)
-    total = torch.ones(2, 3)
-    fused.WeightGradients.wgrad_gemm_accum_fp32(inputs, gradient, total)
-    torch.testing.assert_close(total, 1 + gradient.t() @ inputs)
-    rough = torch.ones(2, 3)
-    fused.WeightGradients.wgrad_gemm_accum_fp32(inputs.bfloat16(), gradient.bfloat16(), rough)
-    torch.testing.assert_close(rough, total, atol=5e-2, rtol=2e-2)
+@pytest.mark.parametrize("threshold", [0, 1 << 62], ids=["oneDNN", "MKL"])
+@pytest.mark.parametrize("buffered", [False, True])
+def test_a_linear_layer_and_its_gradients(
+    draw: torch.Generator, monkeypatch: pytest.MonkeyPatch, threshold: int, buffered: bool
+) -> None:
+    """Against double precision; the weight's gradient is added to Megatron's buffer where there is one."""
+    monkeypatch.setattr(products, "ONEDNN_MULTIPLICATIONS", threshold)
+    values = [torch.randn(shape, generator=draw) for shape in ((5, 2, 8), (6, 8), (6,))]
+    inputs, weight, bias = (value.clone().requires_grad_() for value in values)
+    exact = [value.double().requires_grad_() for value in values]
+    if buffered:
+        weight.main_grad = torch.ones(6, 8)
+    share = torch.randn(5, 2, 6, generator=draw)
+    result = linear._Linear.apply(inputs, weight, bias, None, False, False)
+    expected = F.linear(*exact)
+    torch.testing.assert_close(result.double(), expected, atol=1e-5, rtol=1e-5)
+    result.backward(share)
+    expected.backward(share.double())
+    of_weight = weight.main_grad - 1 if buffered else weight.grad
+    assert (weight.grad is None) == buffered
+    for found, one in zip((inputs.grad, of_weight, bias.grad), exact, strict=True):
+        torch.testing.assert_close(found.double(), one.grad, atol=1e-5, rtol=1e-5)
 
 
 def angles(positions: int, dimensions: int) -> Tensor:
