@@ -24,6 +24,7 @@ def make_rollout(config: RunConfig) -> Rollout:
         "path": config.model.path,
         "tokenizer": tokenizer,
         "dtype": config.model.dtype,
+        "max_tokens": section.max_total_tokens,
         "seed": config.run.seed,
         "deterministic": config.run.deterministic,
         "trust_remote_code": config.model.trust_remote_code,

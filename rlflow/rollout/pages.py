@@ -11,6 +11,9 @@ PAGE = 32
 SCRATCH = 0
 """A page that nobody owns: unused entries of page tables point at it, and rows that only pad a batch write to it."""
 
+SHORTEST_COPY = 4
+"""Positions that are worth the copy of a page."""
+
 
 @dataclass(eq=False)
 class Node:
@@ -109,7 +112,7 @@ class PagePool:
             common = common_prefix(child.tokens, rest)
             if common > length:
                 best, length = child.page, common
-        return pages, best, length
+        return (pages, best, length) if length >= SHORTEST_COPY else (pages, SCRATCH, 0)
 
     def forget(self) -> None:
         """Empties the index: what the pages hold is not valid any more."""
