@@ -6,7 +6,7 @@ A case is a model and words, e.g. "qwen2-tied TP2 PP2 SP packed": what of the fo
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -267,3 +267,37 @@ def test_every_layout_equals_one_process_and_transformers(case: str, slow: Any, 
     check_continues(case, slow[case], directory)
     if "few" not in case:
         check_loaded(slow[case], single[name])
+
+
+ROUNDOFF = 2.0**-8
+"""Of bfloat16: the largest relative error of one rounding."""
+
+
+@pytest.fixture(scope="module")
+def rounded(directory: Path) -> dict[str, Any]:
+    """One process in bfloat16 with float32 master weights."""
+    return train(directory / "qwen2-tied", batch_of("qwen2-tied"), options=options_of("qwen2-tied bf16"))
+
+
+@pytest.mark.parametrize("case", ROUNDED)
+def test_bfloat16_is_as_exact_over_ranks_as_in_one_process(
+    case: str, fast: Any, rounded: Any, single: Any, directory: Path
+) -> None:
+    """Against float32 in one process, in root mean square: what a layout adds to one process' rounding is below one rounding."""
+    result, exact, valid = fast[case], single["qwen2-tied"], real(batch_of(case))
+
+    def error(found: dict[str, Any], of: Callable[[dict[str, Any]], Tensor]) -> float:
+        return ((of(found) - of(exact)).norm() / of(exact).norm()).item()
+
+    start = dict(iterate_weights(directory / "qwen2-tied"))
+    quantities: dict[str, Callable[[dict[str, Any]], Tensor]] = {
+        "logits": lambda side: side["logits"][valid],
+        "log-probs": lambda side: side["score"]["logprobs"],
+        "losses": lambda side: torch.tensor([metrics["loss"] for metrics in side["metrics"]]),
+        "gradient norms": lambda side: torch.tensor([metrics["gradient_norm"] for metrics in side["metrics"]]),
+        "updates": lambda side: torch.cat([(side["weights"][key] - start[key]).flatten() for key in sorted(start)]),
+    }
+    found = {name: (error(result, of), error(rounded, of)) for name, of in quantities.items()}
+    for name, (over_ranks, alone) in found.items():
+        assert 0 < over_ranks <= 1.25 * alone + ROUNDOFF, (name, over_ranks, alone)
+    assert result["same_on_all_ranks"]
