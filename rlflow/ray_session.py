@@ -98,8 +98,8 @@ def connect(address: str | None, cpus: int) -> RaySession | None:
             return None
         quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
         if address is None:
-            local = {"address": "local", "num_cpus": max(cpus, os.cpu_count() or 1), "_node_ip_address": LOOPBACK}
-            return _start(partial(ray.init, include_dashboard=False, **local, **quiet))
+            quiet |= {"include_dashboard": False, "_node_ip_address": LOOPBACK}
+            return _start(partial(ray.init, address="local", num_cpus=max(cpus, os.cpu_count() or 1), **quiet))
         try:
             _probe(address)
             return _start(partial(ray.init, address=address, **quiet))
@@ -128,15 +128,28 @@ def _start(initialize: Callable[[], object]) -> RaySession:
     while not starting.done():
         try:
             wait([starting], timeout=WATCH_INTERVAL_S)
+            _take_signals_back()
             session.watch()
         except (KeyboardInterrupt, SystemExit) as stop:
             interruption = interruption or stop
+            signal.setitimer(signal.ITIMER_REAL, 0)  # Ray's handler, if it was the first, aborts the process after 3 s
+    _take_signals_back()
     session.complete()
     failure = interruption or starting.exception()
     if failure is not None:
         session.close()
         raise failure
     return session
+
+
+def _take_signals_back() -> None:
+    """Puts the caller's handlers of SIGINT and SIGTERM in front of those that Ray's library installs while it starts: these
+    print a stack and abort the process after 3 s, too soon for a checkpoint."""
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGINT, signal.SIGTERM):
+            handler = signal.getsignal(number)
+            if handler is not None:
+                signal.signal(number, handler)
 
 
 def _exit(number: int, frame: object) -> None:

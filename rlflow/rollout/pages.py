@@ -99,7 +99,8 @@ class PagePool:
 
     def find(self, tokens: Sequence[int]) -> tuple[list[int], int, int]:
         """(full pages that hold the first tokens, a page to copy from that goes on like them, how many of its tokens do)."""
-        node, pages = self._root, []
+        node = self._root
+        pages: list[int] = []
         while len(tokens) >= (len(pages) + 1) * PAGE:
             child = node.children.get(tuple(tokens[len(pages) * PAGE : (len(pages) + 1) * PAGE]))
             if child is None:

@@ -77,11 +77,12 @@ class ArchiveLayout:
         """(first byte, bytes) of everything but the tensors, given the CRC-32 of these."""
         found, directory = [], b""
         for one in self.entries:
-            tensor = isinstance(one.content, Tensor)
-            crc = checksums[one.content.name] if isinstance(one.content, Tensor) else zlib.crc32(one.content)
-            found.append((one.header, _local_header(one, crc)))
-            if not tensor:
+            if isinstance(one.content, Tensor):
+                crc = checksums[one.content.name]
+            else:
+                crc = zlib.crc32(one.content)
                 found.append((one.start, one.content))
+            found.append((one.header, _local_header(one, crc)))
             directory += _central_header(one, crc)
         at = self.entries[-1].start + self.entries[-1].size
         return [*found, (at, directory + _end(len(self.entries), at, len(directory)))]

@@ -24,7 +24,7 @@ class HuggingFace:
     Raises ConversionError for a file that is missing (3) or damaged (4), and for a dtype that is not supported (10)."""
 
     format = "huggingface"
-    copies = ()
+    copies: tuple[tuple[Stored, Stored], ...] = ()
     iteration = None
 
     def __init__(self, path: str | Path) -> None:

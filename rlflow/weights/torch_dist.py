@@ -60,7 +60,7 @@ class TorchDist:
     Raises ConversionError for a missing (3), damaged (4), unsupported (10) or hostile (11) checkpoint."""
 
     format = "torch_dist"
-    copies = ()
+    copies: tuple[tuple[Stored, Stored], ...] = ()
 
     def __init__(self, path: str | Path) -> None:
         self.path = locate(Path(path))

@@ -94,11 +94,14 @@ def test_kills_of_four_ranks_cost_no_checkpoint_and_leave_no_process(model: Path
 
 
 def assert_same_training(run: RunDirectory, other: RunDirectory, bound: float) -> None:
-    """Metrics of all steps but times and memory, and the final weights, relative to their size."""
+    """Metrics of all steps but times and memory, and the final weights, relative to their size.
+
+    No softmax depends on a key's bias: its gradient is rounding alone, which differs by layout and which Adam makes steps of."""
     ours, theirs = WeightFiles(run.export), WeightFiles(other.export)
     for name in theirs:
         distance = (ours[name].double() - theirs[name].double()).norm()
-        assert distance <= bound * theirs[name].double().norm(), name
+        share = 10 * bound if name.endswith("k_proj.bias") else bound
+        assert distance <= share * theirs[name].double().norm(), name
     records = [
         [
             {name: value for name, value in one.items() if not name.startswith(("time", "speed", "eval/", "memory"))}
