@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Literal, get_args
-
 import torch
 from torch import Tensor
 
 from rlflow.errors import ConfigError, did_you_mean
 from rlflow.types import Batch
 
-Aggregate = Literal["token_mean", "sequence_mean", "trajectory_mean", "constant"]
+AGGREGATES = ("token_mean", "sequence_mean", "trajectory_mean", "constant")
 
 
-def token_weights(batch: Batch, how: Aggregate = "token_mean", constant: float | None = None) -> Tensor:
+def token_weights(batch: Batch, how: str = "token_mean", constant: float | None = None) -> Tensor:
     """(B, T) float32, each token's share in the loss of one optimizer step; 0 off the loss mask.
 
     token_mean (DAPO, arXiv 2503.14476): every trained token counts alike. sequence_mean (GRPO): every row alike, its
@@ -22,10 +20,10 @@ def token_weights(batch: Batch, how: Aggregate = "token_mean", constant: float |
     (Dr.GRPO, arXiv 2503.20783): 1 / (trajectories * constant) for every token, so that length earns nothing;
     `constant` is the most tokens an attempt may generate. The sum is the mean use of that budget, at most 1.
     """
-    if how not in get_args(Aggregate):
+    if how not in AGGREGATES:
         raise ConfigError(
-            f"algorithm.aggregate: expected one of {', '.join(get_args(Aggregate))}, found '{how}'."
-            f"{did_you_mean(str(how), get_args(Aggregate))}"
+            f"algorithm.aggregate: expected one of {', '.join(AGGREGATES)}, found '{how}'."
+            f"{did_you_mean(str(how), AGGREGATES)}"
         )
     mask = batch.loss_mask.double()
     if how == "constant":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -107,9 +108,10 @@ class KeyValueCache:
             output = torch.empty(len(queries), heads * dim, dtype=queries.dtype, device=device)
             for block in blocks:
                 keys, values = self._read(layer, block)
-                padded = queries[block.queries].transpose(1, 2)
+                wanted, real = cast(Tensor, block.queries), cast(Tensor, block.real)
+                padded = queries[wanted].transpose(1, 2)
                 attended = F.scaled_dot_product_attention(padded, keys, values, attn_mask=block.mask, enable_gqa=True)
-                output[block.queries[block.real]] = attended.transpose(1, 2).flatten(2)[block.real]
+                output[wanted[real]] = attended.transpose(1, 2).flatten(2)[real]
             return output
 
         return attend

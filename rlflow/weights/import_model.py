@@ -12,7 +12,7 @@ import numpy as np
 
 from rlflow.errors import ConversionError, ExitCode, ModelError
 from rlflow.weights.arguments import arguments_of
-from rlflow.weights.convert import DTYPES
+from rlflow.weights.convert import DTYPES, Progress
 from rlflow.weights.directory import Writing, check_output, write_directory
 from rlflow.weights.dist_files import dist_files
 from rlflow.weights.families import Architecture, stored_architecture
@@ -23,7 +23,7 @@ from rlflow.weights.plan import Plan, View
 from rlflow.weights.rank_files import legacy_common, rank_files
 from rlflow.weights.sink import OutputFile, Sink, layout_digest
 from rlflow.weights.source import Source
-from rlflow.weights.stream import Progress, Reader, check_equal, copy
+from rlflow.weights.stream import Reader, check_equal, copy
 from rlflow.weights.tables import EMBEDDING
 from rlflow.weights.to_hf import make_export
 from rlflow.weights.to_megatron import Import, Layout, make_import, parameters

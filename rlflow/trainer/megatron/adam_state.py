@@ -65,7 +65,7 @@ def sharded_state(optimizer: MegatronOptimizer, parameters: ShardedStateDict) ->
         if not held.written:
             continue
         for part in _parts(held.parameter):
-            whole = held.tensors[part] if held.group is None else _gather(held, part)
+            whole = held.tensors[part] if held.group is None else _gather(held, held.group, part)
             if whole is not None:
                 content.setdefault(name, {})[part] = held.described(part, whole.reshape(held.parameter.shape))
     return content
@@ -88,11 +88,10 @@ def restore(optimizer: MegatronOptimizer, parameters: ShardedStateDict, loaded: 
     """Copies what was loaded for `requested_state` into the optimizer; a collective where that splits its state."""
     for name, held in _all_held(optimizer, parameters):
         for part in _parts(held.parameter):
-            whole = loaded[name][part] if held.owned else None
             if held.group is None:
-                held.tensors[part].copy_(whole)
+                held.tensors[part].copy_(loaded[name][part])
             else:
-                _scatter(held, part, whole)
+                _scatter(held, held.group, part, loaded[name][part] if held.owned else None)
 
 
 def _parts(parameter: Parameter) -> tuple[str, ...]:
@@ -129,7 +128,7 @@ def _parameters(one: MegatronOptimizer) -> Iterator[Parameter]:
 
 
 def _whole(one: MegatronOptimizer, parameter: Parameter) -> dict[str, Tensor]:
-    main = parameter if parameter.dtype is torch.float32 else parameter.main_param
+    main = parameter if parameter.dtype is torch.float32 else parameter.main_param  # type: ignore[attr-defined]
     return _renamed({"param": main, **one.optimizer.state[main]})
 
 
@@ -145,9 +144,9 @@ def _cuts(buffer: Any, place: tuple[int, int, int], ranks: int) -> tuple[int, ..
     return tuple(min(max(bucket.offset + rank * share, start), stop) - start for rank in range(ranks + 1))
 
 
-def _gather(held: Held, part: str) -> Tensor | None:
+def _gather(held: Held, group: ProcessGroup, part: str) -> Tensor | None:
     """The whole, flat, on the CPU of its owner; None elsewhere. Ranks that are further on have sent already."""
-    group, rank = held.group, held.group.rank()
+    rank = group.rank()
     if not held.owned:
         if held.tensors:
             target = dist.get_global_rank(group, held.owner)
@@ -162,9 +161,9 @@ def _gather(held: Held, part: str) -> Tensor | None:
     return whole.cpu()
 
 
-def _scatter(held: Held, part: str, whole: Tensor | None) -> None:
+def _scatter(held: Held, group: ProcessGroup, part: str, whole: Tensor | None) -> None:
     """Copies this rank's part of the owner's tensor into the state."""
-    group, rank = held.group, held.group.rank()
+    rank = group.rank()
     if whole is None:
         if held.tensors:
             received = torch.empty(held.tensors[part].numel(), dtype=torch.float32, device=device())

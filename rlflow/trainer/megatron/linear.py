@@ -70,10 +70,10 @@ class _Linear(torch.autograd.Function):
         elif ctx.sum_gradient:
             dist.all_reduce(of_inputs, group=ctx.group)
         main_grad = getattr(weight, "main_grad", None)
-        of_weight = torch.zeros_like(weight) if main_grad is None else None
-        products.accumulate(main_grad if of_weight is None else of_weight, flat, whole.flatten(0, -2))
+        total = torch.zeros_like(weight) if main_grad is None else main_grad
+        products.accumulate(total, flat, whole.flatten(0, -2))
         of_bias = flat.sum(dim=0) if ctx.biased else None
-        return of_inputs, of_weight, of_bias, None, None, None
+        return of_inputs, total if main_grad is None else None, of_bias, None, None, None
 
 
 def _gathered(part: Tensor, group: ProcessGroup) -> Tensor:
