@@ -1,0 +1,33 @@
+"""A small model and trainers of it, closed after each test."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fixtures import tiny_model
+
+from rlflow.trainer import Trainer
+from tests.unit.trainer.batches import VOCAB
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    return tiny_model(path, "qwen2", tied=True, tokenizer=False, vocab_size=VOCAB, hidden_size=32, intermediate_size=48)
+
+
+@pytest.fixture
+def make(model: Path) -> Iterator[Any]:
+    """A function that makes trainers; they are closed in reverse order, so the groups outlive their users."""
+    trainers: list[Trainer] = []
+
+    def build(path: Path = model, **options: Any) -> Trainer:
+        trainers.append(Trainer.from_pretrained(path, **{"lr": 1e-3, **options}))
+        return trainers[-1]
+
+    yield build
+    for trainer in reversed(trainers):
+        trainer.close()
