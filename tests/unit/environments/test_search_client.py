@@ -1,4 +1,4 @@
-"""Claims about the client: which failures it survives, how long it tries, and what it remembers."""
+"""Claims about the client: which failures it survives, and how long it tries."""
 
 from __future__ import annotations
 
@@ -9,66 +9,16 @@ import time
 
 import pytest
 
-from rlflow.environment import Task
-from rlflow.errors import ConfigError, DataError
-from rlflow_environments.search import SearchEnvironment
-from rlflow_environments.search.cache import SearchCache
+from rlflow.errors import ConfigError
 from rlflow_environments.search.client import HttpRetriever
-from rlflow_environments.search.errors import ReplayMissError, RetrievalError
+from rlflow_environments.search.errors import RetrievalError
 from rlflow_environments.search.formats import Passage
 from rlflow_environments.search.retrievers import make_retriever
 from rlflow_environments.search.server.discovery import DiscoveryFile, read_addresses
 from rlflow_environments.search.server.listener import bind
 from rlflow_environments.search.servers import ServerPool, server_url
-from rlflow_environments.search.trace import trace_id
+from tests.unit.environments.scripted_server import CUT, HANG, Scripted, client
 from tests.unit.environments.search_servers import serving
-
-OK = 200
-HANG = "hang"
-CUT = "cut"  # closes the connection in the middle of the answer
-
-
-class Scripted:
-    """A server whose n-th search is answered as told; afterwards with passages that name the query and the server."""
-
-    def __init__(self, *script, name="s", headers=(), identity="index-1", body=b"") -> None:
-        self.script = list(script)
-        self.name, self.headers, self.identity, self.body = name, list(headers), identity, body
-        self.requests: list[tuple[float, dict, dict]] = []
-
-    async def __call__(self, scope, receive, send) -> None:
-        body = (await receive()).get("body", b"")
-        if scope["path"] == "/ready":
-            await self._send(send, OK, b"{}")
-        elif scope["path"] == "/info":
-            await self._send(send, OK if self.identity else 404, json.dumps({"identity": self.identity}).encode())
-        else:
-            headers = {key.decode(): value.decode() for key, value in scope["headers"]}
-            self.requests.append((time.monotonic(), json.loads(body), headers))
-            await self._search(send, json.loads(body), self.script.pop(0) if self.script else OK)
-
-    async def _search(self, send, request, step) -> None:
-        if step == HANG:
-            await asyncio.sleep(30)
-        result = [
-            [{"document": {"id": f"{self.name}/{query}", "contents": f'"{query}"\ntext'}, "score": 0.5}] * request["topk"]
-            for query in request["queries"]
-        ]
-        body = self.body or json.dumps({"result": result}).encode()
-        if step == CUT:
-            await self._send(send, OK, body, missing=10)
-        else:
-            await self._send(send, step, body, self.headers)
-
-    async def _send(self, send, status, body, headers=(), missing=0) -> None:
-        headers = [(b"content-length", str(len(body) + missing).encode()), *headers]
-        await send({"type": "http.response.start", "status": status, "headers": headers})
-        await send({"type": "http.response.body", "body": body})
-
-
-def client(urls, **options) -> HttpRetriever:
-    return HttpRetriever(urls, **{"timeout_s": 20.0, "attempt_timeout_s": 5.0, **options})
-
 
 # ---------------------------------------------------------------- one server
 
@@ -296,142 +246,3 @@ def test_a_server_that_does_not_come_is_a_mistake_of_the_configuration():
         port = unused.getsockname()[1]
     with pytest.raises(ConfigError, match=f"no server is ready after 0.5 s .127.0.0.1:{port}.*ClientConnector"):
         HttpRetriever(f"127.0.0.1:{port}", wait_s=0.5)
-
-
-# ---------------------------------------------------------------- the cache
-
-
-def recorded(url: str, folder, queries=("a", "b"), **options) -> HttpRetriever:
-    retriever = client(url, cache={"directory": str(folder), "mode": "record"}, **options)
-    for query in queries:
-        retriever.search([query], 2)
-    return retriever
-
-
-def test_strict_replay_needs_no_server_and_gives_what_was_recorded(tmp_path):
-    server = Scripted()
-    with serving(server) as url:
-        expected = recorded(url, tmp_path).search(["a", "b"], 2)
-    replay = make_retriever({"name": "http", "cache": {"directory": str(tmp_path), "mode": "strict-replay"}}, None)
-    assert replay.search(["a", "b"], 2) == expected
-    assert asyncio.run(replay.find("b", 2)) == expected[1]
-    with pytest.raises(ReplayMissError, match=r"'never asked' with top_k 2 was not recorded"):
-        replay.search(["never asked"], 2)
-    with pytest.raises(ReplayMissError, match="'a' with top_k 3"):
-        replay.search(["a"], 3)
-
-
-def test_replay_asks_the_server_for_what_is_missing_only(tmp_path):
-    server = Scripted()
-    with serving(server) as url:
-        recorded(url, tmp_path)
-        replay = client(url, cache={"directory": str(tmp_path), "mode": "replay"})
-        assert [hits[0].id for hits in replay.search(["a", "new", "b"], 2)] == ["s/a", "s/new", "s/b"]
-        assert server.requests[-1][1]["queries"] == ["new"]
-        replay.search(["new"], 2)
-        assert len(server.requests) == 3
-
-
-def test_record_asks_every_time(tmp_path):
-    server = Scripted()
-    with serving(server) as url:
-        recorded(url, tmp_path, "aaa")
-    assert len(server.requests) == 3
-
-
-def test_equal_runs_write_equal_bytes_in_any_order(tmp_path):
-    with serving(Scripted()) as url:
-        for name, queries in (("one", ["a", "\ud83d", "c"]), ("two", ["c", "a", "\ud83d", "a"])):
-            recorded(url, tmp_path / name, queries)
-            time.sleep(0.01)
-    one, two = (
-        {str(path.relative_to(tmp_path / name)): path.read_bytes() for path in sorted((tmp_path / name).rglob("*.json"))}
-        for name in ("one", "two")
-    )
-    assert one == two and len(one) == 4
-    assert SearchCache(tmp_path / "one", "replay").digest() == SearchCache(tmp_path / "two", "replay").digest()
-
-
-def test_records_of_another_index_are_refused(tmp_path):
-    with serving(Scripted(identity="index-1")) as url:
-        recorded(url, tmp_path)
-    with serving(Scripted(identity="index-2")) as url:
-        with pytest.raises(ConfigError, match="recorded from the index index-1, the server has index-2"):
-            client(url, cache={"directory": str(tmp_path), "mode": "replay"}).search(["new"], 2)
-
-
-def test_a_server_that_does_not_tell_its_index_needs_a_name_for_it(tmp_path):
-    with serving(Scripted(identity=None)) as url:
-        with pytest.raises(ConfigError, match="identity: my-index"):
-            recorded(url, tmp_path)
-        recorded(url, tmp_path, identity="wiki-18")
-    assert json.loads((tmp_path / "source.json").read_text()) == {"identity": "wiki-18"}
-
-
-def test_damaged_records_and_empty_folders_are_named(tmp_path):
-    with pytest.raises(ConfigError, match="holds no recorded searches"):
-        SearchCache(tmp_path, "strict-replay")
-    with serving(Scripted()) as url:
-        recorded(url, tmp_path, "a")
-    record = next(tmp_path.glob("??/*.json"))
-    record.write_bytes(record.read_bytes()[:-20])
-    with pytest.raises(DataError, match="not a recorded search"):
-        SearchCache(tmp_path, "strict-replay").get("a", 2)
-
-
-# ---------------------------------------------------------------- in the environment
-
-
-def environment(url: str) -> SearchEnvironment:
-    return SearchEnvironment(retriever={"name": "http", "url": url, "tries": 2}, top_k=1)
-
-
-def play(env: SearchEnvironment, *responses: str):
-    async def scenario():
-        episode = await env.reset(Task("t1", "Question?", ["x"]))
-        return [await env.step(episode, response) for response in responses]
-
-    return asyncio.run(scenario())
-
-
-def test_the_trace_in_the_servers_log_follows_from_the_trajectory():
-    server = Scripted()
-    responses = ["thinking <search> one </search>", "more <search>two</search>"]
-    with serving(server) as url:
-        steps = play(environment(url), *responses)
-    assert "two" in steps[1].observation
-    traces = [headers["x-trace-id"] for _, _, headers in server.requests]
-    assert traces == [trace_id("t1", responses[:1]), trace_id("t1", responses)]
-
-
-def test_a_failure_aborts_the_episode_and_its_text_reaches_nobody():
-    from concurrent.futures import ThreadPoolExecutor
-
-    from rlflow.rollout.engine import Completion
-    from rlflow.rollout.episodes import Attempt, EpisodePlayer, Limits
-
-    class Bytes:
-        eos_ids = (0,)
-
-        def encode(self, text):
-            return list(text.encode())
-
-        def encode_prompt(self, prompt, chat):
-            return self.encode(prompt)
-
-        def decode(self, tokens):
-            return bytes(tokens).decode()
-
-    async def generate(tokens, sampling, request):
-        response = list(b"<search>x</search>")
-        return Completion(response, [0.0] * len(response), [0] * len(response), "stop")
-
-    server = Scripted(500, 500)
-    with serving(server) as url, ThreadPoolExecutor(1) as threads:
-        limits = Limits(3, 100, 1000, None, 1.0, False)
-        player = EpisodePlayer(environment(url), Bytes(), limits, threads)
-        attempt = Attempt(Task("t", "Question?", ["x"]), "g", "r", lambda turn: turn)
-        trajectory = asyncio.run(player.play(attempt, generate))
-    assert trajectory.stop.name == "ABORTED" and "RetrievalError" in trajectory.error
-    assert "status 500" not in "".join(bytes(segment.tokens.tolist()).decode() for segment in trajectory.segments)
-    assert not trajectory.usable and len(server.requests) == 2

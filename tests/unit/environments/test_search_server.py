@@ -1,51 +1,19 @@
-"""Claims about the retrieval server: the wire format, its limits, and what it does under way."""
+"""Claims about the retrieval server: the wire format, pages, its life, and its records."""
 
 from __future__ import annotations
 
-import asyncio
-import functools
 import json
 import re
 import threading
 from pathlib import Path
 
-import httpx
 import pytest
 
 from rlflow.errors import DataError
-from rlflow_environments.search.formats import Passage
-from rlflow_environments.search.retrievers import Retriever
-from rlflow_environments.search.server.index import AnswerCache, ServedIndex
+from rlflow_environments.search.server.index import ServedIndex
 from rlflow_environments.search.server.loading import Source
+from tests.unit.environments.search_echo import Echo, client, echo_server, get, post
 from tests.unit.environments.search_servers import search_server, write_corpus, write_pages
-
-
-class Echo(Retriever):
-    """Finds, for any query, top_k passages that name it; waits for `open`; "bad" fails, "" finds nothing."""
-
-    def __init__(self) -> None:
-        self.batches: list[tuple[list[str], int]] = []
-        self.open = threading.Event()
-        self.open.set()
-        self.started = threading.Event()
-
-    def search(self, queries, top_k):
-        self.batches.append((list(queries), top_k))
-        self.started.set()
-        assert self.open.wait(20)
-        if "bad" in queries:
-            raise OSError("the index is gone")
-        return [[Passage(f"{q}/{k}", q, f"about {q}", "", 1 / (k + 1)) for k in range(top_k if q else 0)] for q in queries]
-
-
-def echo_server(retriever=None, **options):
-    settings = {key: options.pop(key) for key in ("max_batch", "max_waiting", "cache_bytes") if key in options}
-    settings.setdefault("cache_bytes", 0)
-
-    def load(changes, report, on_batch):
-        return ServedIndex(retriever or Echo(), on_batch=on_batch, **settings)
-
-    return search_server(load, **options)
 
 
 @pytest.fixture(scope="module")
@@ -55,19 +23,6 @@ def served(tmp_path_factory):
     source = Source({"name": "bm25"}, str(write_corpus(folder)), str(write_pages(folder)))
     with search_server(source.load) as (url, _):
         yield url
-
-
-@functools.cache
-def client() -> httpx.Client:
-    return httpx.Client(timeout=20)  # one for all tests: making one takes as long as a hundred requests
-
-
-def post(url: str, path: str = "/retrieve", **body):
-    return client().post(url + path, json=body)
-
-
-def get(url: str):
-    return client().get(url)
 
 
 # ---------------------------------------------------------------- the wire format
@@ -189,120 +144,6 @@ def test_the_last_of_several_pages_of_one_url_counts_and_bad_pages_are_named(tmp
     path.write_text('{"url":"u","contents":"old"}\n{"contents":"no url"}\n')
     with pytest.raises(DataError, match="row 1: expected 'url' and 'contents'"):
         Pages(path)
-
-
-# ---------------------------------------------------------------- load
-
-
-def concurrently(url: str, bodies: list[dict], headers: dict | None = None, opened=None, after: int = 0) -> list[httpx.Response]:
-    """The answers to requests that are sent at the same time. opened: an event to set once `after` of them are answered."""
-
-    async def scenario():
-        async with httpx.AsyncClient(timeout=60, limits=httpx.Limits(max_connections=None), headers=headers) as client:
-            tasks = [asyncio.create_task(client.post(url + "/retrieve", json=body)) for body in bodies]
-            while opened is not None and not opened.is_set():
-                await asyncio.sleep(0.02)
-                if sum(task.done() for task in tasks) >= after:
-                    opened.set()
-            return await asyncio.gather(*tasks)
-
-    return asyncio.run(scenario())
-
-
-def test_concurrent_requests_share_batches_and_nothing_else():
-    retriever = Echo()
-    with echo_server(retriever) as (url, _):
-        bodies = [{"queries": [f"q{i}", f"r{i % 3}"], "topk": 1 + i % 4, "return_scores": i % 2 == 0} for i in range(60)]
-        responses = concurrently(url, bodies)
-    for body, response in zip(bodies, responses, strict=True):
-        hits = response.json()["result"]
-        documents = [[e["document"] if body["return_scores"] else e for e in one] for one in hits]
-        expected = [[f"{query}/{rank}" for rank in range(body["topk"])] for query in body["queries"]]
-        assert [[document["id"] for document in one] for one in documents] == expected
-    assert len(retriever.batches) < 60
-
-
-def test_equal_queries_under_way_are_searched_once():
-    async def scenario():
-        retriever = Echo()
-        retriever.open.clear()
-        index = ServedIndex(retriever, cache_bytes=0)
-        tasks = [asyncio.create_task(index.answer(["same", "same"], 3)) for _ in range(20)]
-        await asyncio.to_thread(retriever.started.wait, 20)
-        retriever.open.set()
-        return retriever.batches, await asyncio.gather(*tasks)
-
-    batches, answers = asyncio.run(scenario())
-    assert batches == [(["same"], 3)]
-    assert sum(answer.shared for answer in answers) == 39
-    assert all(len(hits) == 3 and hits == answers[0].results[0] for answer in answers for hits in answer.results)
-
-
-def test_a_failing_query_is_an_error_of_its_own_request_only():
-    with echo_server() as (url, _):
-        good, bad, other = concurrently(url, [{"query": "a"}, {"query": "bad"}, {"query": "b"}])
-        assert (good.status_code, bad.status_code, other.status_code) == (200, 500, 200)
-        assert "the index is gone" in bad.json()["detail"]
-
-
-def test_a_full_queue_answers_429_with_the_time_to_come_back():
-    retriever = Echo()
-    retriever.open.clear()
-    with echo_server(retriever, max_waiting=10, max_batch=1) as (url, _):
-        bodies = [{"query": f"q{i}"} for i in range(40)]
-        responses = concurrently(url, bodies, opened=retriever.open, after=29)  # one is searched, ten wait
-        refused = [response for response in responses if response.status_code == 429]
-        assert 10 <= 40 - len(refused) <= 11 and all(int(response.headers["retry-after"]) >= 1 for response in refused)
-        assert all(response.status_code == 200 for response in responses if response not in refused)
-
-
-def test_nothing_is_searched_for_a_client_whose_deadline_is_over():
-    retriever = Echo()
-    retriever.open.clear()
-    with echo_server(retriever) as (url, _):
-        responses = concurrently(url, [{"query": "first"}, {"query": "late"}], headers={"X-Deadline-S": "0.3"})
-        assert [response.status_code for response in responses] == [503, 503]
-        retriever.open.set()
-        assert post(url, query="next").status_code == 200
-    assert [queries for queries, _ in retriever.batches if queries != ["next"]] in ([["first"]], [["late"]])
-
-
-def test_a_client_that_goes_away_costs_nobody_else_anything():
-    retriever = Echo()
-    retriever.open.clear()
-    with echo_server(retriever) as (url, _):
-        with pytest.raises(httpx.ReadTimeout):
-            client().post(url + "/retrieve", json={"query": "impatient"}, timeout=0.3)
-        threading.Timer(0.2, retriever.open.set).start()
-        assert [response.status_code for response in concurrently(url, [{"query": f"q{i}"} for i in range(10)])] == [200] * 10
-
-
-def test_the_cache_answers_equal_queries_until_the_index_is_exchanged():
-    found = iter([Echo(), Echo()])
-    used: list[Echo] = []
-
-    def load(changes, report, on_batch):
-        used.append(next(found))
-        return ServedIndex(used[-1])
-
-    with search_server(load) as (url, service):
-        first = [post(url, query="same").text for _ in range(3)]
-        assert post(url, "/admin/reload").status_code == 200
-        assert post(url, query="same").text == first[0] == first[1] == first[2]
-        assert service.statistics.last_minute()["hit_rate"] == 0.5
-    assert [len(retriever.batches) for retriever in used] == [1, 1]
-
-
-def test_the_cache_keeps_the_latest_answers_within_its_bytes():
-    cache = AnswerCache(3000)
-    for name in "abc":
-        cache.put((name, 1), [(b"x" * 500, 1.0)])
-    assert cache.get(("a", 1)) is not None  # now the latest
-    cache.put(("d", 1), [(b"x" * 500, 1.0)])
-    assert [name for name in "abcd" if cache.get((name, 1))] == ["a", "c", "d"]
-    off = AnswerCache(0)
-    off.put(("a", 1), [])
-    assert off.get(("a", 1)) is None
 
 
 # ---------------------------------------------------------------- life
