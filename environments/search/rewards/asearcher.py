@@ -1,7 +1,7 @@
 """Rewards of ASearcher and AstraFlow, over the policy's own text.
 
-Sources: ASearcher `utils/rewards.py`, `utils/search_tool.py` and `train/asearcher.py`; AstraFlow `workflow/impl/asearcher`. The originals
-look for the words of the validity penalty in the last answer tag of the whole context, prompt and pages included; here, as for
+Sources: ASearcher `utils/rewards.py`, `utils/search_tool.py`, `train/asearcher.py`; AstraFlow `workflow/impl/asearcher`. The
+originals look for the words of the validity penalty in the last answer tag of the whole context, prompt and pages included; here, as for
 everything else, only what the policy wrote counts.
 """
 
@@ -48,9 +48,9 @@ def asearcher_compat(transcript: Transcript, *, base: str = "f1") -> float:
             f"reward asearcher_compat.base: expected one of {', '.join(_BASES)}, found '{base}'.{did_you_mean(base, _BASES)}"
         )
     answer = scoring.extract_answer(transcript.model_text)
-    if answer is not None and INVALID_QUESTION not in transcript.prompt_text:
-        if any(word in answer for word in _PENALIZED):
-            return VALIDITY_PENALTY
+    refused = answer is not None and any(word in answer for word in _PENALIZED)
+    if refused and INVALID_QUESTION not in transcript.prompt_text:
+        return VALIDITY_PENALTY
     score = _best(_BASES[base], answer, transcript.golds)
     augmented = _as_list(transcript.task.metadata.get("aug_answer"))
     if augmented:

@@ -14,11 +14,11 @@ from decimal import Decimal
 from rlflow_environments.search import scoring
 from rlflow_environments.search.rewards.transcript import Transcript
 
-_UNITS = (
-    "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen eighteen "
-    "nineteen"
-).split()
-_TENS = "twenty thirty forty fifty sixty seventy eighty ninety".split()
+_UNITS = [
+    *("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"),
+    *("ten", "eleven", "twelve", "thirteen", "fourteen", "fifteen", "sixteen", "seventeen", "eighteen", "nineteen"),
+]
+_TENS = ["twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ninety"]
 _SMALL = {word: number for number, word in enumerate(_UNITS)} | {
     word: 10 * number for number, word in enumerate(_TENS, 2)
 }
@@ -48,8 +48,9 @@ def strict_em(transcript: Transcript) -> float:
 def strict_tokens(text: str) -> list[str]:
     """The tokens of an answer that count: NFKC, case folded, one article in front dropped.
 
-    Numbers are values: "1,000.50", "1000.5" are one token, and so are "twenty-one" and "21", "two thousand" and "2000". A sign
-    counts in front of a number, signs such as % and + as tokens of their own. Other punctuation only separates; "U.S.A." is "usa".
+    Numbers are values: "1,000.50", "1000.5" are one token, and so are "twenty-one" and "21", "two thousand" and "2000". A
+    sign counts in front of a number, signs such as % and + as tokens of their own. Other punctuation only separates;
+    "U.S.A." is "usa".
     """
     folded = unicodedata.normalize("NFKC", text).casefold().translate(_DASHES | _QUOTES)
     folded = unicodedata.normalize("NFC", folded)
