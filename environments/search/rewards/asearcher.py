@@ -1,8 +1,8 @@
 """Rewards of ASearcher and AstraFlow, over the policy's own text.
 
 Sources: ASearcher `utils/rewards.py`, `utils/search_tool.py`, `train/asearcher.py`; AstraFlow `workflow/impl/asearcher`. The
-originals look for the words of the validity penalty in the last answer tag of the whole context, prompt and pages included; here, as for
-everything else, only what the policy wrote counts.
+originals look for the words of the validity penalty in the last answer tag of the whole context, prompt and pages included;
+here, as for everything else, only what the policy wrote counts.
 """
 
 from __future__ import annotations
