@@ -300,8 +300,8 @@ def _check_frame(frame: tuple[str, str], tokenizer: Tokenizer, limit: int | None
     needed = len(tokenizer.encode(frame[0])) + len(tokenizer.encode(frame[1])) if limit is not None else 0
     if limit is not None and needed >= limit and any(frame):
         raise ConfigError(
-            f"rollout.max_observation_tokens: {limit} tokens hold no content: what stands around it in an observation alone takes "
-            f"{needed}. Raise it, or remove it."
+            f"rollout.max_observation_tokens: {limit} tokens hold no content: what stands around it in an observation alone "
+            f"takes {needed}. Raise it, or remove it."
         )
 
 

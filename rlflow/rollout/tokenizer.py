@@ -54,8 +54,8 @@ class Tokenizer:
         probe: list[Message] = [{"role": "user", "content": "?"}]
         if equipped.render(probe) == self.render(probe):
             raise ModelError(
-                "tokenizer: its chat template has no place for tools, so the model would never hear of them; take a model that is "
-                "trained on tool calls, or a protocol without them."
+                "tokenizer: its chat template has no place for tools, so the model would never hear of them; take a model that "
+                "is trained on tool calls, or a protocol without them."
             )
         return equipped
 
