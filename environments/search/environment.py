@@ -93,7 +93,9 @@ class SearchEnvironment(Environment):
         self._split_of = {id(task): split for split, tasks in self._tasks.items() for task in tasks}
         corpus = corpus or files.get("corpus")
         self._service: ManagedServer | None = None
-        self.retriever = self._start_service(retriever, corpus, managed, top_k) if managed else open_retriever(retriever, corpus)
+        self.retriever = (
+            self._start_service(retriever, corpus, managed, top_k) if managed else open_retriever(retriever, corpus)
+        )
         asked = questions_of(self._tasks.get("train", []))
         self._lookups = Lookups(self.retriever, top_k, pages=pages, disturbances=disturbed, questions=asked)
         if "access" in self._protocol.enabled:
@@ -173,7 +175,9 @@ class SearchEnvironment(Environment):
     def _texts(self, result: Result) -> list[str]:
         """What a result shows of documents and pages."""
         cut = self._protocol.max_document_characters
-        return [one.contents[:cut] for found in result.passages for one in found] + [page for page in result.pages if page]
+        return [one.contents[:cut] for found in result.passages for one in found] + [
+            page for page in result.pages if page
+        ]
 
     def _show(self, message: Observation, episode: Episode) -> Step:
         """The message, or the oldest result that has not been read; what was read before takes its short form."""

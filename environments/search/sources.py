@@ -45,7 +45,9 @@ def open_retriever(retriever: str | Mapping[str, Any] | Retriever, corpus: str |
     return make_retriever(retriever, Corpus(corpus))
 
 
-def load_tasks(path: str | Path, split: str, protocol: Protocol, template: str | None, valid_ratio: float) -> list[Task]:
+def load_tasks(
+    path: str | Path, split: str, protocol: Protocol, template: str | None, valid_ratio: float
+) -> list[Task]:
     """The questions of a file in the protocol's prompts. template: in place of the protocol's. valid_ratio: see `with_validity`;
     in "val" every question is taken to have an answer."""
     tasks = read_tasks(path, split, protocol.prompt_template if template is None else template)

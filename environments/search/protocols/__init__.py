@@ -21,7 +21,9 @@ PROTOCOLS: dict[str, type[Protocol]] = {
 __all__ = ["PROTOCOLS", "Call", "Page", "Protocol", "Reading", "Result", "Shown", "make_protocol"]
 
 
-def make_protocol(name: str, tools: Sequence[str] | None = None, max_document_characters: int | None = None) -> Protocol:
+def make_protocol(
+    name: str, tools: Sequence[str] | None = None, max_document_characters: int | None = None
+) -> Protocol:
     """The protocol of a name with its enabled tools (None: search). Raises ConfigError for an unknown name, and for a tool that
     the protocol does not have."""
     if name not in PROTOCOLS:

@@ -90,10 +90,12 @@ def prompt(tools: Sequence[str]) -> str:
     return (
         "A conversation between User and Assistant. The User asks a question and the Assistant answers it. The Assistant first "
         "thinks about the question and about what it has read, between <think> and </think>, and keeps what matters. Where a "
-        f"fact is missing it {uses}; what is found is given to it between <information> and </information>. At the end it writes the "
-        "answer between <answer> and </answer>, as in <answer> answer here </answer>; several answers are separated by commas. "
-        f"{MAY_BE_INVALID}\n\nUser:\n\n{{question}}\n\nThe answer is in the language of the question.\n\nAssistant:\n<think>\n"
+        f"fact is missing it {uses}; what is found is given to it between <information> and </information>. At the end it "
+        "writes the answer between <answer> and </answer>, as in <answer> answer here </answer>; several answers are separated "
+        f"by commas. {MAY_BE_INVALID}\n\nUser:\n\n{{question}}\n\nThe answer is in the language of the question.\n\n"
+        "Assistant:\n<think>\n"
     )
+
 
 
 def with_validity(prompt_text: str, task_id: str, ratio: float) -> str:

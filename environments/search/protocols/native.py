@@ -83,7 +83,9 @@ class Native(Protocol):
 
     def _text(self, result: Result) -> str:
         if result.call.tool == "access":
-            return "\n---\n".join(neutralize_tags((page or "")[:PAGE_CHARACTERS]) or "No such page." for page in result.pages)
+            return "\n---\n".join(
+                neutralize_tags((page or "")[:PAGE_CHARACTERS]) or "No such page." for page in result.pages
+            )
         if not any(result.passages):
             return NO_RESULTS
         return "\n---\n".join(self._documents(passages) for passages in result.passages)

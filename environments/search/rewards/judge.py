@@ -91,7 +91,9 @@ class Judge:
         if answer is None:
             return Score(0.0, {"judge_asked": 0.0, "judge_cached": 0.0, "judge_unparsable": 0.0})
         answer = answer.partition("</")[0][:LONGEST_ANSWER]
-        prompt = PROMPT.format(question=transcript.question, golds=json.dumps(transcript.golds), answer=json.dumps(answer))
+        prompt = PROMPT.format(
+            question=transcript.question, golds=json.dumps(transcript.golds), answer=json.dumps(answer)
+        )
         # The pool's threads, not the loop's: this loop may be any, and a slow judge must not hold up other work.
         return await asyncio.get_running_loop().run_in_executor(self._threads, self._judge, prompt)
 
@@ -128,7 +130,9 @@ class Judge:
                     continue  # another sample may be readable
                 problem = f"status {response.status_code}: {response.text[:200]}"
                 if response.status_code != 429 and response.status_code < 500:
-                    raise ConfigError(f"reward judge: {self._url}: {problem}. Mend reward.url, reward.model or the API key.")
+                    raise ConfigError(
+                        f"reward judge: {self._url}: {problem}. Mend reward.url, reward.model or the API key."
+                    )
                 wait = _retry_after_s(response)
             except httpx.HTTPError as failure:
                 problem = f"{type(failure).__name__} {failure}".rstrip()
