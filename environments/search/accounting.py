@@ -58,7 +58,7 @@ class SearchAccount:
             searches = self._searches
             taken = {"time/search_s": busy, "search/searches": float(searches)}
             if searches:
-                taken["search/wait_s"] = self._waited_s / searches
+                taken["time/search_wait_s"] = self._waited_s / searches
                 taken["search/empty_rate"] = self._empty / searches
                 taken["search/duplicate_rate"] = self._repeated / searches
                 taken["search/gold_in_top_k"] = self._gold / searches

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -53,7 +54,8 @@ class Lookups:
         with self._account.under_way():
             if call.tool == "access":
                 return Result(call, pages=[await self._page(url, trace) for url in call.inputs])
-            return Result(call, passages=[await self._search(query, episode, split, trace) for query in call.inputs])
+            searches = [self._search(query, episode, split, trace) for query in call.inputs]
+            return Result(call, passages=await asyncio.gather(*searches))
 
     def report(self) -> dict[str, float]:
         """The metrics of the searches since the last call."""

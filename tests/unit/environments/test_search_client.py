@@ -404,20 +404,6 @@ def test_the_trace_in_the_servers_log_follows_from_the_trajectory():
     assert traces == [trace_id("t1", responses[:1]), trace_id("t1", responses)]
 
 
-def test_the_trace_leads_from_a_trajectory_to_the_line_of_the_servers_log(tmp_path):
-    def load(progress):
-        return load_index({"name": "bm25"}, corpus)
-
-    corpus, log = write_corpus(tmp_path), QueryLog(tmp_path / "queries.jsonl")
-    responses = ["<search>Alder number10</search>", "<search>number12</search>"]
-    with search_server(load, query_log=log) as (url, _):
-        play(environment(url), *responses)
-    log.close()
-    lines = [json.loads(line) for line in (tmp_path / "queries.jsonl").read_text().splitlines()]
-    assert [line["trace"] for line in lines] == [trace_id("t1", responses[:1]), trace_id("t1", responses)]
-    assert [line["queries"] for line in lines] == [["Alder number10"], ["number12"]]
-
-
 def test_a_failure_aborts_the_episode_and_its_text_reaches_nobody():
     from concurrent.futures import ThreadPoolExecutor
 
