@@ -17,6 +17,7 @@ from rlflow_environments.search.protocol import check_prompt_template
 from rlflow_environments.search.protocols import Call, Result, Shown, make_protocol
 from rlflow_environments.search.retrievers import Retriever
 from rlflow_environments.search.rewards import Transcript, make_reward, rule_scores
+from rlflow_environments.search.rewards.judge import Judge
 from rlflow_environments.search.sources import load_tasks, open_retriever, questions_of, world_files
 
 if TYPE_CHECKING:
@@ -111,7 +112,9 @@ class SearchEnvironment(Environment):
         return self._service.retriever
 
     def shutdown(self) -> None:
-        """Stops a managed service."""
+        """Stops a managed service and a judge."""
+        if isinstance(self._score, Judge):
+            self._score.close()
         if self._service is not None:
             self._service.stop()
 

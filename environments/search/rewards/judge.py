@@ -97,6 +97,11 @@ class Judge:
         # The pool's threads, not the loop's: this loop may be any, and a slow judge must not hold up other work.
         return await asyncio.get_running_loop().run_in_executor(self._threads, self._judge, prompt)
 
+    def close(self) -> None:
+        """Drops what waits for the judge and closes the connections."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._client.close()
+
     def _judge(self, prompt: str) -> Score:
         key = hashlib.sha256(json.dumps([self._url, self._model, self._temperature, prompt]).encode()).hexdigest()
         verdict = self._recall(key)
