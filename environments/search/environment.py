@@ -82,7 +82,7 @@ class SearchEnvironment(Environment):
         if prompt_template is not None:
             check_prompt_template(prompt_template)
         self._max_searches = max_searches
-        disturbed = make_disturbances(disturbances)
+        self._disturbances = make_disturbances(disturbances)
         files = world_files(world)
         questions = {"train": train or files.get("train"), "val": val or files.get("val")}
         self._tasks = {
@@ -98,7 +98,7 @@ class SearchEnvironment(Environment):
             self._start_service(retriever, corpus, managed, top_k) if managed else open_retriever(retriever, corpus)
         )
         asked = questions_of(self._tasks.get("train", []))
-        self._lookups = Lookups(self.retriever, top_k, pages=pages, disturbances=disturbed, questions=asked)
+        self._lookups = Lookups(self.retriever, top_k, pages=pages, disturbances=self._disturbances, questions=asked)
         if "access" in self._protocol.enabled:
             self._lookups.check_pages()
 
@@ -136,6 +136,8 @@ class SearchEnvironment(Environment):
         """A fresh episode with its counters at zero."""
         counts: dict[str, Any] = {"searches": 0, "invalid_actions": 0, "gold_in_results": 0.0}
         texts: dict[str, Any] = {"responses": [], "observations": [], "queries": {}}
+        if self._disturbances is not None:
+            counts["disturbed"] = 0
         reading: dict[str, Any] = {"stop": self.stop, "pending": deque(), "shown": None}
         return Episode(task, scratch={**counts, **texts, **reading})
 

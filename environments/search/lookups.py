@@ -81,7 +81,7 @@ class Lookups:
             passages, changed = await disturbances.search(
                 find, query, self._top_k, task_id=episode.task.id, asked_before=asked_before, others=self._questions
             )
-            state["disturbed"] = state.get("disturbed", 0) + changed
+            state["disturbed"] += changed
         else:
             passages = await find(query, self._top_k)
         gold = any(scoring.contains_gold(passage.contents, episode.task.answer) for passage in passages)

@@ -96,7 +96,7 @@ def test_evaluation_is_not_disturbed_unless_it_is_named(tmp_path):
     environment = _environment(tmp_path, disturbances={"drop": 1.0})
     (disturbed,), (clean,) = converse(environment, search), converse(environment, search, split="val")
     assert "Paris" not in disturbed.observation and "Paris" in clean.observation
-    assert disturbed.metrics["disturbed"] == 1.0 and "disturbed" not in clean.metrics
+    assert (disturbed.metrics["disturbed"], clean.metrics["disturbed"]) == (1.0, 0.0)
     everywhere = _environment(tmp_path, disturbances={"drop": 1.0, "splits": ["train", "val"]})
     assert "Paris" not in converse(everywhere, search, split="val")[0].observation
 

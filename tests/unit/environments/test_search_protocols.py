@@ -7,6 +7,8 @@ import json
 import pytest
 from fixtures import tiny_tokenizer
 
+from rlflow.algorithms import token_weights
+from rlflow.batching import make_batch
 from rlflow.errors import ConfigError, ModelError
 from rlflow.rollout import Tokenizer
 from rlflow.types import StopReason
@@ -300,6 +302,10 @@ def test_every_sampled_token_is_trained_exactly_once_whatever_is_rewritten(make,
     assert engine.sampled[-1] in tokenizer.eos_ids and tokenizer.decode(engine.sampled).count("</think> \n") == 4
     for turn, fed in zip(trajectory.turns, engine.fed, strict=True):  # what was trained is what was seen
         assert trajectory.segments[turn.segment].tokens[: turn.start].tolist() == fed
+    batch = make_batch([trajectory])  # and the trainer sees it so: four rows of one attempt, which weigh one together
+    assert len(batch) == 4 and int(batch.loss_mask.sum()) == len(engine.sampled)
+    weights = token_weights(batch, "trajectory_mean")
+    assert float(weights.sum()) == pytest.approx(1.0) and len(set(weights[batch.loss_mask].tolist())) == 1
     last = tokenizer.decode(engine.fed[-1])
     assert [
         last.count(f"Page {number} >>>>\n\n{PAGE[(number - 1) * 25_000 :][:100]}\n</information>")

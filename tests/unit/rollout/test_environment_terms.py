@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from rlflow.algorithms.advantages import grpo
+from rlflow.batching import make_batch
 from rlflow.errors import ConfigError, ModelError
 from rlflow.rollout import Tokenizer
 from rlflow.types import Episode, Step, StopReason
@@ -80,6 +82,23 @@ def test_tools_need_a_template_that_presents_them(qwen: Path, tokenizer: Tokeniz
     environment.tools = ({"type": "function", "function": {"name": "look"}},)
     with pytest.raises(ModelError, match="no place for tools"):
         make(qwen, tokenizer, environment)
+
+
+def test_a_group_reduced_to_one_usable_attempt_has_advantage_zero(qwen: Path, tokenizer: Tokenizer) -> None:
+    class Failing(Asking):
+        async def step(self, episode: Episode, response: str) -> Step:
+            if episode.task.id == "t0" and episode is not next(one for one in self.episodes if one.task.id == "t0"):
+                raise OSError("the search failed")
+            return Step("", float(len(response)), True)
+
+    environment = Failing()
+    with make(qwen, tokenizer, environment, max_aborted_share=0.9) as rollout:
+        groups = rollout.collect(environment.tasks("train")[:2])
+    assert [len(group.usable) for group in groups] == [1, 4]
+    batch = make_batch([one for group in groups for one in group.trajectories])
+    advantages = grpo(batch)
+    assert len(batch) == 5 and advantages[0] == 0.0 and float(batch.columns["rewards"][0]) > 0
+    assert advantages[1:].abs().max() > 0
 
 
 def test_a_report_is_taken_once_per_collection(qwen: Path, tokenizer: Tokenizer) -> None:
