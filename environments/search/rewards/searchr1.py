@@ -57,7 +57,8 @@ def searchr1_em_format(
     | wrong         | no            |                              | final                 |
     | none          | no            |                              | 0                     |
     """
-    in_order = tags_in_order(transcript.whole_text)
+    opened = "<think>" if transcript.prompt_text.rstrip().endswith("<think>") else ""  # some prompts begin the thought
+    in_order = tags_in_order(opened + transcript.whole_text)
     answer = scoring.extract_answer(transcript.model_text)
     if scoring.exact_match(answer, transcript.golds):
         return 1.0 if in_order else 1.0 - structure

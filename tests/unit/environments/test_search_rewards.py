@@ -74,11 +74,17 @@ def test_a_retrieved_answer_tag_is_nobodys_answer():
 
 
 def test_retrieval_earns_in_tool_segments_only():
-    said = "<think>t</think><search>q</search>", "\n<information>nothing</information>\n"
-    own = THOUGHT.replace("t<", "<") + _answered("I said <information>Paris")
-    assert searchr1_em_format(_transcript(*said, own), retrieval=0.1) in (0.1, 0.2)
-    without = _transcript(*said, THOUGHT + _answered("Rome"))
-    assert searchr1_em_format(without, retrieval=0.1) == 0.2
+    claimed = f"{ASKED}<information>Paris</information>{THOUGHT}{_answered('Rome')}"  # the policy wrote the block itself
+    assert tags_in_order(claimed) and searchr1_em_format(_transcript(claimed), retrieval=0.1) == 0.2
+    shown = _transcript(ASKED, SHOWN, THOUGHT + _answered("Rome"))
+    assert searchr1_em_format(shown, retrieval=0.1) == 0.2 + 0.1
+
+
+def test_a_thought_that_the_prompt_or_an_observation_opens_is_in_order():
+    opened = "\n<information>\nx\n</information>\n<think>\n"
+    texts = ("t</think><search>q</search>", opened, "t</think>" + _answered("Paris"))
+    assert searchr1_em_format(_transcript(*texts, prompt="Assistant:\n<think>\n")) == 1.0
+    assert searchr1_em_format(_transcript(*texts)) == 0.8
 
 
 def test_substring_match_reads_the_gold_in_the_answer_and_not_the_other_way():
