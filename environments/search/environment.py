@@ -70,10 +70,8 @@ class SearchEnvironment(Environment):
         search in a service of its own that is started here and ends with the run; its options: see `managed`.
         Raises ConfigError, DataError, MissingPackageError.
         """
-        for name, value, least in (("top_k", top_k, 1), ("max_document_characters", max_document_characters, 1),
-                                   ("max_turns", max_turns, 1), ("max_searches", max_searches, 0)):  # fmt: skip
-            if value is not None and value < least:
-                raise ConfigError(f"environment.{name}: expected at least {least}, found {value}.")
+        _check_limits(top_k=(top_k, 1), max_turns=(max_turns, 1), max_searches=(max_searches, 0))
+        _check_limits(max_document_characters=(max_document_characters, 1))
         self._protocol = make_protocol(protocol, tools, max_document_characters)
         self._score = make_reward(reward)
         self.stop, self.frame = self._protocol.stop, self._protocol.frame
@@ -85,22 +83,19 @@ class SearchEnvironment(Environment):
         self._disturbances = make_disturbances(disturbances)
         files = world_files(world)
         questions = {"train": train or files.get("train"), "val": val or files.get("val")}
-        self._tasks = {
-            split: load_tasks(path, split, self._protocol, prompt_template, valid_inst_ratio)
-            for split, path in questions.items()
-            if path is not None
-        }
+        given = {split: path for split, path in questions.items() if path is not None}
+        self._tasks = load_tasks(given, self._protocol, prompt_template, valid_inst_ratio)
         # By identity: ids of tasks are unique within a split only, and the rollout hands back these very objects.
         self._split_of = {id(task): split for split, tasks in self._tasks.items() for task in tasks}
         corpus = corpus or files.get("corpus")
         self._service: ManagedServer | None = None
-        self.retriever = (
-            self._start_service(retriever, corpus, managed, top_k) if managed else open_retriever(retriever, corpus)
-        )
+        if managed:
+            self.retriever = self._start_service(retriever, corpus, managed, top_k)
+        else:
+            self.retriever = open_retriever(retriever, corpus)
         asked = questions_of(self._tasks.get("train", []))
         self._lookups = Lookups(self.retriever, top_k, pages=pages, disturbances=self._disturbances, questions=asked)
-        if "access" in self._protocol.enabled:
-            self._lookups.check_pages()
+        self._lookups.check_tools(self._protocol.enabled)
 
     def _start_service(
         self, retriever: Any, corpus: str | Path | None, managed: bool | Mapping[str, Any], top_k: int
@@ -222,6 +217,13 @@ class SearchEnvironment(Environment):
 
 
 _SCORES = tuple(rule_scores(Transcript(Task("", "", answer=[""]), ("",))))
+
+
+def _check_limits(**limits: tuple[int | None, int]) -> None:
+    """Raises ConfigError for an option, given as (value, least value), that is too small."""
+    for name, (value, least) in limits.items():
+        if value is not None and value < least:
+            raise ConfigError(f"environment.{name}: expected at least {least}, found {value}.")
 
 
 def _as_text(observation: Observation) -> str:

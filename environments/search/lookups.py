@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import logging
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rlflow.errors import ConfigError
 from rlflow.types import Episode
@@ -13,10 +16,15 @@ from rlflow_environments.search.accounting import SearchAccount
 from rlflow_environments.search.asynchronous import AsyncRetriever
 from rlflow_environments.search.coalescer import CoalescedSearch
 from rlflow_environments.search.disturbances import Disturbances
-from rlflow_environments.search.formats import Passage, read_pages
+from rlflow_environments.search.formats import Passage
 from rlflow_environments.search.protocols import Call, Result
 from rlflow_environments.search.retrievers import Retriever
 from rlflow_environments.search.trace import trace_id
+
+if TYPE_CHECKING:
+    from rlflow_environments.search.server.records import Pages
+
+logger = logging.getLogger("rlflow.search.lookups")  # under `rlflow`, so that a run's log has it
 
 
 class Lookups:
@@ -34,15 +42,20 @@ class Lookups:
         """pages: a pages.jsonl; without one a server is asked. questions: what noise is searched with."""
         self._retriever = retriever
         self._top_k = top_k
-        self._pages = None if pages is None else read_pages(pages)
+        self._pages = None if pages is None else _open_pages(pages)
         self._disturbances = disturbances
         self._questions = questions
         self._coalesced: CoalescedSearch[Passage] = CoalescedSearch(retriever)
         self._account = SearchAccount()
 
-    def check_pages(self) -> None:
-        """Raises ConfigError if nothing has pages."""
-        if self._pages is None and not isinstance(self._retriever, AsyncRetriever):
+    def check_tools(self, tools: Sequence[str]) -> None:
+        """Raises ConfigError if pages may be accessed and nothing has them; warns of pages that nobody may access."""
+        if "access" not in tools:
+            if self._pages is not None:
+                logger.warning(
+                    "environment.pages is given, but the policy is not offered the tool access: set environment.tools"
+                )
+        elif self._pages is None and not isinstance(self._retriever, AsyncRetriever):
             raise ConfigError(
                 "environment.tools: access needs pages. Set environment.pages to a .jsonl file of {url, contents}, or search in "
                 "a server that has them (retriever http)."
@@ -93,5 +106,11 @@ class Lookups:
             if not isinstance(self._retriever, AsyncRetriever):
                 return None
             return await self._retriever.page(url, trace=trace)
-        # The one rewriting that the field knows.
-        return self._pages.get(url, self._pages.get(url.replace("index.php/", "index.php?title=")))
+        record = self._pages.page(url)
+        return None if record is None else str(json.loads(record)["contents"])
+
+
+def _open_pages(path: str | Path) -> Pages:
+    from rlflow_environments.search.server.records import Pages
+
+    return Pages(path)

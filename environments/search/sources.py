@@ -46,12 +46,18 @@ def open_retriever(retriever: str | Mapping[str, Any] | Retriever, corpus: str |
 
 
 def load_tasks(
-    path: str | Path, split: str, protocol: Protocol, template: str | None, valid_ratio: float
-) -> list[Task]:
-    """The questions of a file in the protocol's prompts. template: in place of the protocol's. valid_ratio: see `with_validity`;
-    in "val" every question is taken to have an answer."""
-    tasks = read_tasks(path, split, protocol.prompt_template if template is None else template)
-    return [_adapted(task, protocol, valid_ratio if split == "train" else 1.0) for task in tasks]
+    questions: Mapping[str, str | Path], protocol: Protocol, template: str | None, valid_ratio: float
+) -> dict[str, list[Task]]:
+    """Split -> the questions of its file in the protocol's prompts. template: in place of the protocol's. valid_ratio: see
+    `with_validity`; in "val" every question is taken to have an answer. Raises ConfigError, DataError."""
+    if not 0 <= valid_ratio <= 1:
+        raise ConfigError(f"environment.valid_inst_ratio: expected a share from 0 to 1, found {valid_ratio}.")
+    template = protocol.prompt_template if template is None else template
+    loaded = {}
+    for split, path in questions.items():
+        ratio = valid_ratio if split == "train" else 1.0
+        loaded[split] = [_adapted(task, protocol, ratio) for task in read_tasks(path, split, template)]
+    return loaded
 
 
 def _adapted(task: Task, protocol: Protocol, valid_ratio: float) -> Task:

@@ -7,20 +7,17 @@ import json
 import pytest
 from fixtures import tiny_tokenizer
 
-from rlflow.algorithms import token_weights
-from rlflow.batching import make_batch
 from rlflow.errors import ConfigError, ModelError
 from rlflow.rollout import Tokenizer
 from rlflow.types import StopReason
 from rlflow_environments.search import SearchEnvironment
 from rlflow_environments.search.formats import write_pages, write_rows
 from rlflow_environments.search.protocols import PROTOCOLS, make_protocol
-from rlflow_environments.search.protocols.asearcher import IS_VALID, MAY_BE_INVALID, page_chunks, with_validity
+from rlflow_environments.search.protocols.asearcher import IS_VALID, MAY_BE_INVALID, with_validity
 from tests.unit.environments.search_agents import Shelf, converse, roll_out
 
 ROW = {"question": "where is the tower", "solutions": ["Paris"]}
 ALPHA = "The tower is in Paris."
-PAGE = "".join(f"{number:05d}" for number in range(12_000))  # 60,000 characters: three chunks
 ASKS = "<think>t</think><search> Alpha </search>"
 TOOL_TEMPLATE = (
     "{% if tools %}{{ '<|im_start|>system\n' }}{% for tool in tools %}{{ tool | tojson }}{% endfor %}"
@@ -48,14 +45,12 @@ def tokenizer(tmp_path_factory) -> Tokenizer:
 
 @pytest.fixture
 def make(tmp_path):
-    """An environment of a protocol over one question, two documents and one page."""
+    """An environment of a protocol over one question and two documents."""
 
     def made(protocol: str, **options) -> SearchEnvironment:
         train = write_rows(tmp_path / "train.jsonl", [{**ROW, **options.pop("row", {})}])
         if "access" in options.get("tools", ()):
-            options["pages"] = write_pages(
-                tmp_path / "pages.jsonl", {"http://p": PAGE, "http://w/index.php?title=Q": "short"}
-            )
+            options["pages"] = write_pages(tmp_path / "pages.jsonl", {"http://p": "text"})
         shelf = options.pop("retriever", Shelf(Alpha=ALPHA, Beta="x" * 6000))
         return SearchEnvironment(train=train, retriever=shelf, protocol=protocol, **options)
 
@@ -223,103 +218,6 @@ def test_a_bare_json_call_is_read_too_and_an_answer_ends(make):
     assert ALPHA in first.observation[0]["content"] and second.terminated and second.reward == 1.0
 
 
-# ---------------------------------------------------------------- pages
-
-
-def test_a_page_is_at_most_ten_chunks_of_25000_characters():
-    chunks = page_chunks("y" * 260_000)
-    assert len(chunks) == 10
-    assert [chunk.full.count("y") for chunk in chunks] == [25_000] * 10
-    assert chunks[1].full.startswith("\n\n<information>\n>>>> Page 2 >>>>\n\ny") and chunks[1].full.endswith(
-        "y\n</information>\n<think>\n"
-    )
-    assert {chunk.short.count("y") for chunk in chunks} == {100}
-    assert len(page_chunks("y" * 25_000)) == 1 and len(page_chunks("y" * 25_001)) == 2
-    assert page_chunks(None) == page_chunks(" ") and "No More Information" in page_chunks(None)[0].full
-
-
-def test_each_chunk_is_read_once_and_then_gives_way_to_its_beginning(make):
-    environment = make("asearcher", tools=["search", "access"])
-    opened, second, third, done, answer = converse(
-        environment, ["<access>http://p</access>", "a</think>", "b</think>", "c</think>", "<answer>Paris</answer>"]
-    )
-    chunks = page_chunks(PAGE)
-    assert [step.observation for step in (opened, second, third, done)] == [*(chunk.full for chunk in chunks), ""]
-    assert [step.replace for step in (opened, second, third, done)] == [
-        None,
-        {0: chunks[0].short},
-        {1: chunks[1].short},
-        {2: chunks[2].short},
-    ]
-    assert [step.stop for step in (opened, second, third, done)] == [("</think>",)] * 3 + [None]
-    assert answer.terminated and answer.reward == 1.0
-
-
-def test_results_are_read_in_the_order_that_they_were_asked_for(make):
-    environment = make("asearcher", tools=["search", "access"])
-    steps = converse(
-        environment,
-        ["<access>http://p</access>", "<search>Alpha</search></think>", "b</think>", "c</think>", "d</think>"],
-    )
-    marks = ["Page 1", "Page 2", "Page 3", "[Doc 1]"]
-    shown = [next((mark for mark in marks if mark in step.observation), "") for step in steps]
-    assert shown == [*marks, ""]
-
-
-def test_a_search_behind_pages_that_use_up_the_turns_is_not_sent(make):
-    shelf = Shelf(Alpha=ALPHA)
-    environment = make("asearcher", tools=["search", "access"], retriever=shelf)
-    converse(environment, ["<access>http://p</access>", "<search>Alpha</search></think>"], limit=4)
-    assert shelf.asked == []
-    converse(environment, ["<access>http://p</access>", "<search>Alpha</search></think>"], limit=5)
-    assert shelf.asked == ["Alpha"]
-
-
-def test_a_page_is_found_under_the_other_spelling_of_its_address(make):
-    environment = make("asearcher", tools=["access", "search"])
-    known, unknown = (
-        converse(environment, [f"<access>{url}</access>"])[0] for url in ("http://w/index.php/Q", "http://x")
-    )
-    assert "Page 1 >>>>\n\nshort\n" in known.observation and "No More Information" in unknown.observation
-
-
-def test_every_sampled_token_is_trained_exactly_once_whatever_is_rewritten(make, tokenizer):
-    """Overshoot behind stop strings and the end-of-sequence token included; each rewrite starts a segment."""
-    environment = make("asearcher", tools=["search", "access"])
-    texts = [ASKS, "read</think>", "<access>http://p</access>", "a</think>", "b</think>", "c</think>", "no more to say"]
-    trajectory, engine = roll_out(environment, tokenizer, texts, overshoot=" \n")
-    assert len(trajectory.turns) == 7 and trajectory.stop is StopReason.TERMINATED
-    assert len(trajectory.segments) == 4
-    trained = [
-        (token, logprob)
-        for segment in trajectory.segments
-        for token, logprob, mine in zip(
-            segment.tokens.tolist(), segment.logprobs.tolist(), segment.loss_mask.tolist(), strict=True
-        )
-        if mine
-    ]
-    assert trained == [(token, -1.0 - number) for number, token in enumerate(engine.sampled)]
-    assert engine.sampled[-1] in tokenizer.eos_ids and tokenizer.decode(engine.sampled).count("</think> \n") == 4
-    for turn, fed in zip(trajectory.turns, engine.fed, strict=True):  # what was trained is what was seen
-        assert trajectory.segments[turn.segment].tokens[: turn.start].tolist() == fed
-    batch = make_batch([trajectory])  # and the trainer sees it so: four rows of one attempt, which weigh one together
-    assert len(batch) == 4 and int(batch.loss_mask.sum()) == len(engine.sampled)
-    weights = token_weights(batch, "trajectory_mean")
-    assert float(weights.sum()) == pytest.approx(1.0) and len(set(weights[batch.loss_mask].tolist())) == 1
-    last = tokenizer.decode(engine.fed[-1])
-    assert [
-        last.count(f"Page {number} >>>>\n\n{PAGE[(number - 1) * 25_000 :][:100]}\n</information>")
-        for number in (1, 2, 3)
-    ] == [1, 1, 1]
-    assert max(len(fed) for fed in engine.fed) < 2 * len(tokenizer.encode(PAGE[:25_000]))
-
-
-def test_a_rewrite_that_nothing_follows_leaves_no_empty_segment(make, tokenizer):
-    environment = make("asearcher", tools=["search", "access"], max_turns=3)
-    trajectory, _ = roll_out(environment, tokenizer, ["<access>http://p</access>", "a</think>", "b</think>"])
-    assert len(trajectory.segments) == 2 and all(bool(segment.loss_mask.any()) for segment in trajectory.segments)
-
-
 # ---------------------------------------------------------------- prompts and tools
 
 
@@ -374,17 +272,12 @@ def test_native_tools_go_through_the_chat_template(make, tokenizer, tmp_path):
         ({"protocol": "asearcher", "tools": ["serch"]}, "Did you mean 'search'"),
         ({"protocol": "asearcher", "tools": ["access"]}, "search among them"),
         ({"protocol": "searchr1", "max_turns": 0}, "environment.max_turns"),
+        ({"protocol": "asearcher", "valid_inst_ratio": 1.5}, "valid_inst_ratio: expected a share"),
     ],
 )
 def test_a_wrong_protocol_or_tool_is_one_clear_error(make, options, message):
     with pytest.raises(ConfigError, match=message):
         make(**options)
-
-
-def test_access_without_pages_is_one_clear_error(tmp_path):
-    train = write_rows(tmp_path / "train.jsonl", [ROW])
-    with pytest.raises(ConfigError, match=r"environment\.pages"):
-        SearchEnvironment(train=train, retriever=Shelf(), protocol="asearcher", tools=["search", "access"])
 
 
 # ---------------------------------------------------------------- budgets
