@@ -120,7 +120,8 @@ class HttpRetriever(AsyncRetriever):
         if not missing:
             return found  # type: ignore[return-value]
         await self._identify()
-        answers = iter(await self._ask(search_request(missing, top_k), trace))
+        asked: list[list[Passage]] = await self._ask(search_request(missing, top_k), trace)
+        answers = iter(asked)
         for place, query in enumerate(queries):
             if found[place] is None:
                 passages = found[place] = next(answers)
