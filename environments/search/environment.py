@@ -16,7 +16,7 @@ from rlflow_environments.search.lookups import Lookups
 from rlflow_environments.search.protocol import check_prompt_template
 from rlflow_environments.search.protocols import Call, Result, Shown, make_protocol
 from rlflow_environments.search.retrievers import Retriever
-from rlflow_environments.search.rewards import Transcript, make_reward, rule_scores
+from rlflow_environments.search.rewards import RULE_SCORES, Transcript, make_reward, rule_scores
 from rlflow_environments.search.rewards.judge import Judge
 from rlflow_environments.search.sources import load_tasks, open_retriever, questions_of, world_files
 
@@ -212,11 +212,8 @@ class SearchEnvironment(Environment):
         state, metadata = episode.scratch, episode.task.metadata
         numbers = {name: metadata[name] for name in REPORTED_METADATA if isinstance(metadata.get(name), (int, float))}
         counts = {name: state[name] for name in (*COUNTS, "disturbed") if name in state}
-        unscored = {"exact_match": 0.0, "f1": 0.0, "answered": 0.0, **dict.fromkeys(_SCORES, 0.0)}
+        unscored = {"exact_match": 0.0, "f1": 0.0, "answered": 0.0, **dict.fromkeys(RULE_SCORES, 0.0)}
         return {name: float(value) for name, value in {**unscored, **counts, **numbers}.items()}
-
-
-_SCORES = tuple(rule_scores(Transcript(Task("", "", answer=[""]), ("",))))
 
 
 def _check_limits(**limits: tuple[int | None, int]) -> None:

@@ -38,6 +38,8 @@ RULES: dict[str, Rule] = {
     "strict_em": strict_em,
 }
 """Name -> (transcript, **options) -> reward."""
+RULE_SCORES = tuple(f"score_{name}" for name in RULES)
+"""Names of the metrics that `rule_scores` gives."""
 JUDGE = "judge"
 _PROBE = Transcript(Task("", "", answer=[""]), ("",))
 
@@ -72,7 +74,7 @@ def make_reward(component: str | Mapping[str, Any]) -> Reward:
 
 def rule_scores(transcript: Transcript) -> dict[str, float]:
     """`score_<name>` of every rule, with its default options."""
-    return {f"score_{name}": rule(transcript) for name, rule in RULES.items()}
+    return {name: rule(transcript) for name, rule in zip(RULE_SCORES, RULES.values(), strict=True)}
 
 
 def _complete(where: str, options: Mapping[str, Any], schema: Callable[..., Any]) -> dict[str, Any]:
