@@ -97,7 +97,6 @@ def prompt(tools: Sequence[str]) -> str:
     )
 
 
-
 def with_validity(prompt_text: str, task_id: str, ratio: float) -> str:
     """The prompt, which for a share of the tasks asks for an answer instead of offering that there is none.
 
