@@ -36,6 +36,7 @@ EXTRAS = {
     "search": ["faiss-cpu>=1.9", "bm25s>=0.2.6", *SERVER],
     # Instead of search: the two faiss packages exclude each other.
     "search-gpu": ["faiss-gpu-cu12>=1.9", "bm25s>=0.2.6", *SERVER],
+    "judge": ["httpx>=0.27"],  # the reward of a language model
     "onnx": ["onnxruntime>=1.17"],
     "ray": ["ray>=2.40"],
     "vllm": ["vllm>=0.27"],

@@ -44,6 +44,9 @@ def make_rollout(config: RunConfig) -> Rollout:
         seed=config.run.seed,
         deterministic=config.run.deterministic,
     )
+    if environment.max_turns is not None:
+        told = "episodes get at most %d responses, as the environment has it; rollout.max_turns = %d is not used"
+        logger.info(told, environment.max_turns, section.max_turns)
     if rollout.max_total_tokens < section.max_total_tokens:
         told = "the engine holds %d tokens: episodes end there, not at rollout.max_total_tokens = %d"
         logger.warning(told, rollout.max_total_tokens, section.max_total_tokens)

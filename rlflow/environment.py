@@ -19,6 +19,16 @@ class Environment(ABC):
     stop: tuple[str, ...] = ()
     """Stop strings of every turn, unless a Step says otherwise. The matched string is part of the response."""
 
+    max_turns: int | None = None
+    """Most responses of an episode, where the environment sets the limit; it then takes the place of `rollout.max_turns`."""
+
+    tools: tuple[dict[str, Any], ...] = ()
+    """Tools as JSON schemas of functions, which the model's chat template presents in front of every prompt."""
+
+    frame: tuple[str, str] = ("", "")
+    """What stands at the least before and after the content of an observation. Where `rollout.max_observation_tokens` cuts one
+    that ends with the latter, the end stays; a limit that is too small for both is an error at the start."""
+
     @abstractmethod
     def tasks(self, split: str) -> Sequence[Task]:
         """The tasks of "train" or "val", in a fixed order."""
@@ -33,6 +43,10 @@ class Environment(ABC):
 
     async def close(self, episode: Episode) -> None:
         """Called exactly once for every episode that was reset, also when it is aborted."""
+
+    def report(self) -> dict[str, float]:
+        """Numbers about all that happened since the last call, as `section/name`; called once per collection."""
+        return {}
 
     def shutdown(self) -> None:
         """Called when the rollout that used it is closed: frees what outlives episodes (processes, connections)."""

@@ -33,15 +33,12 @@ class Algorithm:
     section: AlgorithmSection
     advantage: Callable[[Batch], Tensor]
     loss: Any
-    response_budget: int  # tokens that an attempt may generate, for the `constant` weights
     seed: int = 0  # of the split into minibatches
 
     @classmethod
     def from_config(cls, config: RunConfig) -> Algorithm:
-        section, rollout = config.algorithm, config.rollout
-        loss = Monitored(make_loss(section.losses))
-        budget = rollout.max_turns * rollout.max_response_tokens
-        return cls(section, make_advantage(section.advantage), loss, budget, config.run.seed)
+        section = config.algorithm
+        return cls(section, make_advantage(section.advantage), Monitored(make_loss(section.losses)), config.run.seed)
 
 
 def train(config: RunConfig) -> dict[str, Any]:
@@ -78,6 +75,7 @@ def training_step(
     """One step on the tasks, the engine's weights included; returns its metrics and what was collected."""
     with timer.phase("rollout"):
         groups = rollout.collect(tasks, step=step)
+        report = rollout.report
     trajectories = [one for group in groups for one in group.trajectories]
     usable = [one for one in trajectories if one.usable]
     if not usable:
@@ -94,14 +92,14 @@ def training_step(
         for epoch in range(algorithm.section.epochs_per_step):
             shuffle = torch.Generator().manual_seed(hash((algorithm.seed, step, epoch)) & 0x7FFFFFFF)
             for minibatch in split_minibatches(batch, algorithm.section.minibatches_per_step, shuffle):
-                weights = token_weights(minibatch, algorithm.section.aggregate, constant=algorithm.response_budget)
+                weights = token_weights(minibatch, algorithm.section.aggregate, constant=rollout.response_budget)
                 minibatch = minibatch.replace(weights=weights)
                 if algorithm.loss.vanishes_at_zero_advantage:
                     minibatch = rows_with_advantage(minibatch)
                 updates.append(trainer.update(minibatch, algorithm.loss))
     with timer.phase("sync"):
         rollout.load_weights(trainer.weights(), version=step + 1)
-    return step_metrics(trajectories, batch, updates), groups
+    return {**step_metrics(trajectories, batch, updates), **report}, groups
 
 
 def add_scores(batch: Batch, trainer: Trainer, algorithm: Algorithm) -> Batch:

@@ -184,6 +184,8 @@ def _sampling_lines(config: RunConfig) -> list[tuple[str, str]]:
     rollout = config.rollout
     prompts, samples, budget = rollout.prompts_per_step, rollout.samples_per_prompt, rollout.max_total_tokens
     trajectories = prompts * samples
+    limited = "max_turns" in config.environment  # in its own sense, which is known once it is made
+    turns = "environment.max_turns: responses" if limited else f"at most {_count(rollout.max_turns, 'response')}"
     return [
         (
             "prompts",
@@ -193,7 +195,7 @@ def _sampling_lines(config: RunConfig) -> list[tuple[str, str]]:
         ("trajectories", f"{trajectories:,} per step = {prompts:,} prompts x {samples:,} samples"),
         (
             "episode",
-            f"at most {_count(rollout.max_turns, 'response')} of {rollout.max_response_tokens:,} tokens; "
+            f"{turns} of {rollout.max_response_tokens:,} tokens; "
             f"{budget:,} tokens with prompt and observations",
         ),
         ("tokens", f"at most {trajectories * budget:,} per step = {trajectories:,} trajectories x {budget:,} tokens"),

@@ -217,6 +217,8 @@ class Run:
         metrics = {**metrics, **measured, "data/prompts_dropped": float(self.prompts_dropped)}
         position = self.step * self.config.rollout.prompts_per_step
         metrics["data/epoch"] = position / len(self.train_tasks)
+        if "time/search_s" in metrics:
+            metrics["time/search_share"] = metrics["time/search_s"] / metrics["time/step_s"]
         metrics["speed/tokens_per_s"] = metrics["train/fed_tokens"] / metrics["time/step_s"]
         self.metrics.log(self.step, metrics)
         self.progress.step(self.step, metrics)

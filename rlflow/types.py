@@ -48,6 +48,8 @@ class Episode:
 
     task: Task
     turns: int = 0  # responses that the environment has been given so far, the current one included
+    turns_left: int | None = None  # responses that may follow it; at 0 nobody reads an observation; None: not known
+    cut: bool = False  # a token limit ended the current response
     scratch: dict[str, Any] = field(default_factory=dict)
 
 

@@ -1,15 +1,51 @@
-"""What a server's answer means to a client: passages, another attempt, or an end."""
+"""What is asked of a server, and what its answer means to a client: passages or a page, another attempt, or an end."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
 
 from rlflow_environments.search.errors import RetrievalError
 from rlflow_environments.search.formats import Passage, make_contents
 
 LONGEST_RETRY_AFTER_S = 30.0
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Request(Generic[T]):
+    """A POST. read: (server's URL, status, headers, body) -> what was asked for; raises as `read_answer` does."""
+
+    path: str
+    body: bytes
+    read: Callable[[str, int, Mapping[str, str], bytes], T]
+
+
+def search_request(queries: Sequence[str], top_k: int) -> Request[list[list[Passage]]]:
+    """The request for the passages of every query."""
+
+    def read(url: str, status: int, headers: Mapping[str, str], content: bytes) -> list[list[Passage]]:
+        return read_answer(url, status, headers, content, queries, top_k)
+
+    body = json.dumps({"queries": list(queries), "topk": top_k, "return_scores": True}).encode()
+    return Request("/retrieve", body, read)
+
+
+def page_request(page: str) -> Request[str | None]:
+    """The request for the text of a page, given by its URL; None for an unknown one."""
+
+    def read(url: str, status: int, headers: Mapping[str, str], content: bytes) -> str | None:
+        results = _results(f"{url}/access", status, headers, content, 1)
+        found = results[0]
+        text = found.get("contents") if isinstance(found, dict) else None
+        if found is not None and not isinstance(text, str):
+            raise RetrievalError(f"{url}/access: expected a page with 'contents' or null, found {json.dumps(found)[:200]}")
+        return text
+
+    return Request("/access", json.dumps({"urls": [page]}).encode(), read)
 
 
 class Retryable(Exception):
@@ -33,21 +69,27 @@ def read_answer(
     Raises Retryable (429 and 5xx), NotASearchServer (what a wrong address answers), RetrievalError (any other refusal, and an
     answer that does not fit the queries).
     """
+    results = _results(f"{url}/retrieve", status, headers, content, len(queries))
+    return [_passages(url, result)[:top_k] for result in results]
+
+
+def _results(endpoint: str, status: int, headers: Mapping[str, str], content: bytes, count: int) -> list[Any]:
+    """The elements of the answer's `result`. Raises as `read_answer` does."""
     if status == 429 or status >= 500:
         wait = _seconds(headers.get("retry-after", ""))
-        raise Retryable(f"{url}: status {status}: {_excerpt(content)}", server_failed=status != 429, retry_after_s=wait)
+        raise Retryable(f"{endpoint}: status {status}: {_excerpt(content)}", server_failed=status != 429, retry_after_s=wait)
     if status in (301, 302, 307, 308, 401, 403, 404, 405):
-        raise NotASearchServer(f"{url}/retrieve answers with status {status}: {_excerpt(content)}")
+        raise NotASearchServer(f"{endpoint} answers with status {status}: {_excerpt(content)}")
     if status != 200:
-        raise RetrievalError(f"{url}: status {status}: {_excerpt(content)}")
+        raise RetrievalError(f"{endpoint}: status {status}: {_excerpt(content)}")
     try:
         answer = json.loads(content)
     except ValueError:
-        raise NotASearchServer(f"{url}/retrieve does not answer with JSON: {_excerpt(content)}") from None
+        raise NotASearchServer(f"{endpoint} does not answer with JSON: {_excerpt(content)}") from None
     results = answer.get("result") if isinstance(answer, dict) else None
-    if not isinstance(results, list) or len(results) != len(queries):
-        raise RetrievalError(f"{url}: expected 'result' with {len(queries)} lists of documents, found {_excerpt(content)}")
-    return [_passages(url, result)[:top_k] for result in results]
+    if not isinstance(results, list) or len(results) != count:
+        raise RetrievalError(f"{endpoint}: expected 'result' with {count} elements, found {_excerpt(content)}")
+    return results
 
 
 def _passages(url: str, result: Any) -> list[Passage]:

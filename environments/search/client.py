@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from rlflow.errors import ConfigError, MissingPackageError, did_you_mean
-from rlflow_environments.search.answers import NotASearchServer, Retryable, read_answer
-from rlflow_environments.search.asynchronous import AsyncRetriever
+from rlflow_environments.search.answers import NotASearchServer, Request, Retryable, page_request, search_request
+from rlflow_environments.search.asynchronous import AsyncRetriever, CacheCounts
 from rlflow_environments.search.cache import SearchCache
 from rlflow_environments.search.errors import RetrievalError
 from rlflow_environments.search.formats import Passage
@@ -75,6 +75,7 @@ class HttpRetriever(AsyncRetriever):
         self._generator = random.Random(seed)
         self._cache = _make_cache(cache)
         self._told_cache = False
+        self.cache_counts = None if self._cache is None else CacheCounts()
         self._pool = ServerPool(_address_source(urls, discovery, self._cache), self._generator)
         self._where = f"the folder {discovery}" if discovery is not None else ", ".join(_as_list(urls))
         self._slots = asyncio.Semaphore(connections)
@@ -99,6 +100,10 @@ class HttpRetriever(AsyncRetriever):
         """See AsyncRetriever. Raises RetrievalError, ReplayMissError."""
         return (await asyncio.wrap_future(self._submit(self._search([query], top_k, trace))))[0]
 
+    async def page(self, url: str, *, trace: str = "") -> str | None:
+        """See AsyncRetriever. Raises RetrievalError, ReplayMissError."""
+        return await asyncio.wrap_future(self._submit(self._page(url, trace)))
+
     def close(self) -> None:
         """Closes the connections; searches that are under way are cancelled, later ones raise RetrievalError."""
         self._closed = True
@@ -107,22 +112,37 @@ class HttpRetriever(AsyncRetriever):
     async def _search(self, queries: list[str], top_k: int, trace: str) -> list[list[Passage]]:
         cache = self._cache
         if cache is None:
-            return await self._ask(queries, top_k, trace)
+            return await self._ask(search_request(queries, top_k), trace)
         found = [await asyncio.to_thread(cache.get, query, top_k) for query in queries]
         missing = [query for query, passages in zip(queries, found, strict=True) if passages is None]
+        if self.cache_counts is not None:
+            self.cache_counts.add(len(queries), len(queries) - len(missing))
         if not missing:
             return found  # type: ignore[return-value]
         await self._identify()
-        answers = iter(await self._ask(missing, top_k, trace))
+        asked: list[list[Passage]] = await self._ask(search_request(missing, top_k), trace)
+        answers = iter(asked)
         for place, query in enumerate(queries):
             if found[place] is None:
                 passages = found[place] = next(answers)
                 await asyncio.to_thread(cache.put, query, top_k, passages)
         return found  # type: ignore[return-value]
 
-    async def _ask(self, queries: list[str], top_k: int, trace: str) -> list[list[Passage]]:
+    async def _page(self, page: str, trace: str) -> str | None:
+        cache = self._cache
+        if cache is None:
+            return await self._ask(page_request(page), trace)
+        # A search for no passages does not exist: under top_k 0 stand pages, as the one passage that was found, or none.
+        found = await asyncio.to_thread(cache.get, page, 0)
+        if found is None:
+            await self._identify()
+            text = await self._ask(page_request(page), trace)
+            found = [] if text is None else [Passage(page, "", text, page)]
+            await asyncio.to_thread(cache.put, page, 0, found)
+        return found[0].contents if found else None
+
+    async def _ask(self, request: Request[T], trace: str) -> T:
         """The answer of some server, within the deadline. Raises RetrievalError when all attempts failed."""
-        body = json.dumps({"queries": queries, "topk": top_k, "return_scores": True}).encode()
         start = time.monotonic()
         deadline = start + self._timeout_s
         failed: str | None = None
@@ -130,7 +150,7 @@ class HttpRetriever(AsyncRetriever):
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._timeout_s):
                 for attempt in range(1, self._tries + 1):
-                    failed, outcome = await self._attempt(body, queries, top_k, trace, deadline, failed)
+                    failed, outcome = await self._attempt(request, trace, deadline, failed)
                     if not isinstance(outcome, Retryable):
                         return outcome
                     last = str(outcome)
@@ -142,8 +162,8 @@ class HttpRetriever(AsyncRetriever):
         raise RetrievalError(f"search failed after {attempt} of {self._tries} attempts in {spent:.1f} s; last: {last}.")
 
     async def _attempt(
-        self, body: bytes, queries: list[str], top_k: int, trace: str, deadline: float, avoid: str | None
-    ) -> tuple[str | None, list[list[Passage]] | Retryable]:
+        self, request: Request[T], trace: str, deadline: float, avoid: str | None
+    ) -> tuple[str | None, T | Retryable]:
         """(server, its answer or why it may be tried again). Raises RetrievalError for what another attempt would not mend."""
         async with self._slots:  # waiting for a connection is nobody's failure
             url = self._pool.take(avoid)
@@ -152,7 +172,7 @@ class HttpRetriever(AsyncRetriever):
             seconds = max(0.001, min(self._attempt_timeout_s, deadline - time.monotonic()))
             failed = True
             try:
-                answer = await self._post(url, body, queries, top_k, trace, seconds)
+                answer = await self._post(url, request, trace, seconds)
                 failed = False
                 return url, answer
             except Retryable as problem:
@@ -169,9 +189,7 @@ class HttpRetriever(AsyncRetriever):
             finally:
                 self._pool.release(url, failed)
 
-    async def _post(
-        self, url: str, body: bytes, queries: list[str], top_k: int, trace: str, seconds: float
-    ) -> list[list[Passage]]:
+    async def _post(self, url: str, request: Request[T], trace: str, seconds: float) -> T:
         import aiohttp
 
         headers = {"Content-Type": "application/json", DEADLINE_HEADER: f"{seconds:.3f}"}
@@ -179,13 +197,13 @@ class HttpRetriever(AsyncRetriever):
             headers[TRACE_HEADER] = trace
         try:
             async with asyncio.timeout(seconds):
-                async with self._session.post(f"{url}/retrieve", data=body, headers=headers) as response:
+                async with self._session.post(url + request.path, data=request.body, headers=headers) as response:
                     content = await response.read()
         except TimeoutError:
             raise Retryable(f"{url}: no answer within {seconds:.1f} s") from None
         except aiohttp.ClientError as problem:
             raise Retryable(f"{url}: {type(problem).__name__} {problem}".rstrip()) from None
-        return read_answer(url, response.status, response.headers, content, queries, top_k)
+        return request.read(url, response.status, response.headers, content)
 
     def _pause(self, attempt: int, problem: Retryable, failed: str | None) -> float:
         """Seconds before the next attempt: none where another server can take over; else up to a bound that doubles (AWS's

@@ -1,39 +1,40 @@
-"""The search environment: a question, searches in a corpus, an answer, in the Search-R1 protocol."""
+"""The search environment: a question, searches in a corpus, an answer, in one of the field's protocols."""
 
 from __future__ import annotations
 
-import inspect
+from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from rlflow.environment import Environment
 from rlflow.errors import ConfigError, did_you_mean
-from rlflow.types import Episode, Step, Task
+from rlflow.types import Episode, Observation, Step, Task
 from rlflow_environments.search import scoring
-from rlflow_environments.search.asynchronous import AsyncRetriever
-from rlflow_environments.search.coalescer import CoalescedSearch
-from rlflow_environments.search.formats import Corpus, Passage, read_tasks
-from rlflow_environments.search.protocol import PROTOCOLS, check_prompt_template
-from rlflow_environments.search.retrievers import Retriever, brings_documents, make_retriever
-from rlflow_environments.search.trace import trace_id
+from rlflow_environments.search.disturbances import make_disturbances
+from rlflow_environments.search.lookups import Lookups
+from rlflow_environments.search.protocol import check_prompt_template
+from rlflow_environments.search.protocols import Call, Result, Shown, make_protocol
+from rlflow_environments.search.retrievers import Retriever
+from rlflow_environments.search.rewards import RULE_SCORES, Transcript, make_reward, rule_scores
+from rlflow_environments.search.rewards.judge import Judge
+from rlflow_environments.search.sources import load_tasks, open_retriever, questions_of, world_files
 
 if TYPE_CHECKING:
     from rlflow_environments.search.managed import ManagedServer
 
 REPORTED_METADATA = ("hops",)
 """Numeric keys of a question's row that become metrics of its episodes."""
-
-T = TypeVar("T")
+COUNTS = ("searches", "invalid_actions", "gold_in_results")
 
 
 class SearchEnvironment(Environment):
-    """Questions over a corpus. The policy writes `<search> query </search>` and is shown passages, or `<answer> answer </answer>`
-    and the episode ends with its score; anything else is answered with a correction.
+    """Questions over a corpus. The policy asks for searches, is shown what they find, and answers; how it does so is the
+    protocol's matter (docs/search_protocols.md).
 
     Metrics: exact_match, f1, answered, searches (executed), invalid_actions, gold_in_results (1 once a gold answer stood in a
-    passage that the policy was shown), and `hops` where the question's row has it. The scores read the policy's own text only.
-    A failing retriever aborts the episode; its error never becomes text.
+    passage that the policy was shown), score_<rule> of every rule that can reward, and `hops` where the question's row has it.
+    The scores read the policy's own text only. A failing retriever aborts the episode; its error never becomes text.
     """
 
     def __init__(
@@ -45,57 +46,70 @@ class SearchEnvironment(Environment):
         world: Mapping[str, Any] | None = None,
         retriever: str | Mapping[str, Any] | Retriever = "dense",
         top_k: int = 3,
+        pages: str | Path | None = None,
         protocol: str = "searchr1",
-        reward: str = "searchr1_em",
-        prompt_template: str = "searchr1",
+        tools: Sequence[str] | None = None,
+        max_turns: int | None = None,
+        reward: str | Mapping[str, Any] = "searchr1_em",
+        prompt_template: str | None = None,
+        valid_inst_ratio: float = 0.3,
         max_document_characters: int | None = None,
         max_searches: int | None = None,
+        disturbances: Mapping[str, Any] | None = None,
         managed: bool | Mapping[str, Any] = False,
     ) -> None:
         """Reads the files and builds the index.
 
         corpus, train, val: .jsonl files (see `formats`); train or val may be missing as long as its tasks are not asked for.
         world: keywords of `world.ensure_world`, which makes the embedded world's files; a file given beside it wins.
-        retriever: a name, {name, options...}, or a Retriever (then `corpus` is not needed). top_k: passages per search.
-        prompt_template: for rows that have a `question` and no `prompt`. max_document_characters: of one passage's contents.
-        max_searches: per episode; further searches are refused. managed: search in a service of its own that is started here and
-        ends with the run; its options: see `managed`. Raises ConfigError, DataError, MissingPackageError.
+        retriever: a name, {name, options...}, or a Retriever (then `corpus` is not needed). top_k: passages per search. pages: a
+        .jsonl file for the tool access. tools: search, and access where the protocol has it. max_turns: in the sense of the
+        protocol's original; it takes the place of rollout.max_turns. prompt_template: for rows that have a `question` and no
+        `prompt` (None: the protocol's). valid_inst_ratio: of the asearcher protocol. max_document_characters: of one passage's
+        contents. max_searches: per episode; further searches are refused. disturbances: options of `Disturbances`. managed:
+        search in a service of its own that is started here and ends with the run; its options: see `managed`.
+        Raises ConfigError, DataError, MissingPackageError.
         """
-        _at_least_one("top_k", top_k)
-        _at_least_one("max_document_characters", max_document_characters)
-        if max_searches is not None and max_searches < 0:
-            raise ConfigError(f"environment.max_searches: expected 0 or more, found {max_searches}.")
-        self._protocol = _named("protocol", protocol, PROTOCOLS)
-        self._reward = _named("reward", reward, scoring.REWARDS)
-        check_prompt_template(prompt_template)
-        self.stop = self._protocol.stop
-        self._top_k = top_k
-        self._max_document_characters = max_document_characters
+        _check_limits(top_k=(top_k, 1), max_turns=(max_turns, 1), max_searches=(max_searches, 0))
+        _check_limits(max_document_characters=(max_document_characters, 1))
+        self._protocol = make_protocol(protocol, tools, max_document_characters)
+        self._score = make_reward(reward)
+        self.stop, self.frame = self._protocol.stop, self._protocol.frame
+        self.tools = self._protocol.schemas()
+        self.max_turns = None if max_turns is None else self._protocol.responses(max_turns)
+        if prompt_template is not None:
+            check_prompt_template(prompt_template)
         self._max_searches = max_searches
-        files = _world_files(world)
+        self._disturbances = make_disturbances(disturbances)
+        files = world_files(world)
         questions = {"train": train or files.get("train"), "val": val or files.get("val")}
-        self._tasks = {
-            split: read_tasks(path, split, prompt_template) for split, path in questions.items() if path is not None
-        }
+        given = {split: path for split, path in questions.items() if path is not None}
+        self._tasks = load_tasks(given, self._protocol, prompt_template, valid_inst_ratio)
+        # By identity: ids of tasks are unique within a split only, and the rollout hands back these very objects.
+        self._split_of = {id(task): split for split, tasks in self._tasks.items() for task in tasks}
         corpus = corpus or files.get("corpus")
         self._service: ManagedServer | None = None
         if managed:
-            self.retriever = self._start_service(retriever, corpus, managed)
+            self.retriever = self._start_service(retriever, corpus, managed, top_k)
         else:
-            self.retriever = _retriever(retriever, corpus)
-        self._search = CoalescedSearch(self.retriever)
+            self.retriever = open_retriever(retriever, corpus)
+        asked = questions_of(self._tasks.get("train", []))
+        self._lookups = Lookups(self.retriever, top_k, pages=pages, disturbances=self._disturbances, questions=asked)
+        self._lookups.check_tools(self._protocol.enabled)
 
     def _start_service(
-        self, retriever: Any, corpus: str | Path | None, managed: bool | Mapping[str, Any]
+        self, retriever: Any, corpus: str | Path | None, managed: bool | Mapping[str, Any], top_k: int
     ) -> Retriever:
         from rlflow_environments.search.managed import start_managed
 
         tasks = next(iter(self._tasks.values()), [])
-        self._service = start_managed(retriever, corpus, managed, tasks, self._top_k)
+        self._service = start_managed(retriever, corpus, managed, tasks, top_k)
         return self._service.retriever
 
     def shutdown(self) -> None:
-        """Stops a managed service."""
+        """Stops a managed service and a judge."""
+        if isinstance(self._score, Judge):
+            self._score.close()
         if self._service is not None:
             self._service.stop()
 
@@ -109,90 +123,105 @@ class SearchEnvironment(Environment):
             )
         return self._tasks[split]
 
+    def report(self) -> dict[str, float]:
+        """Rates and times of the searches since the last call."""
+        return self._lookups.report()
+
     async def reset(self, task: Task) -> Episode:
         """A fresh episode with its counters at zero."""
-        return Episode(task, scratch={"responses": [], "searches": 0, "invalid_actions": 0, "gold_in_results": 0.0})
+        counts: dict[str, Any] = {"searches": 0, "invalid_actions": 0, "gold_in_results": 0.0}
+        texts: dict[str, Any] = {"responses": [], "observations": [], "queries": {}}
+        if self._disturbances is not None:
+            counts["disturbed"] = 0
+        reading: dict[str, Any] = {"stop": self.stop, "pending": deque(), "shown": None}
+        return Episode(task, scratch={**counts, **texts, **reading})
 
     async def step(self, episode: Episode, response: str) -> Step:
         """Searches, scores, or corrects. What the retriever raises escapes: the episode is aborted."""
         state = episode.scratch
         state["responses"].append(response)
-        action = self._protocol.parse(response)
-        if action is None:
-            return self._refuse(episode, self._protocol.invalid_action)
-        if action.kind == "answer":
-            return self._finish(episode)
-        if self._max_searches is not None and state["searches"] >= self._max_searches:
-            return self._refuse(episode, self._protocol.searches_spent)
-        passages = await self._find(action.content, episode)
-        state["searches"] += 1
-        shown = [passage.contents[: self._max_document_characters] for passage in passages]
-        if any(scoring.contains_gold(text, episode.task.answer) for text in shown):
+        reading = self._protocol.read(response, state["stop"], episode.cut)
+        if reading.ends:
+            return await self._finish(episode)
+        spent = self._spent(reading.calls, state)
+        if reading.invalid or spent:
+            state["invalid_actions"] += 1
+        if spent:
+            state["pending"].append(Shown(self._protocol.refuse(reading.calls)))
+        elif reading.calls and self._usable(episode):
+            state["pending"] += await self._carry_out(reading.calls, episode)
+        if episode.turns_left == 0 and self._protocol.scores_unfinished:
+            return await self._finish(episode, terminated=False)
+        return self._show(reading.message, episode)
+
+    def _spent(self, calls: Sequence[Call], state: Mapping[str, Any]) -> bool:
+        wanted = sum(len(call.inputs) for call in calls if call.tool == "search")
+        return self._max_searches is not None and wanted > 0 and state["searches"] + wanted > self._max_searches
+
+    def _usable(self, episode: Episode) -> bool:
+        """Whether a response is left that would read a result; what is not read yet comes first."""
+        return episode.turns_left is None or episode.turns_left > len(episode.scratch["pending"])
+
+    async def _carry_out(self, calls: Sequence[Call], episode: Episode) -> list[Shown]:
+        state = episode.scratch
+        results = []
+        for call in calls:
+            results.append(await self._lookups.carry_out(call, episode, self._split_of.get(id(episode.task))))
+            state["searches"] += len(call.inputs) if call.tool == "search" else 0
+        if any(scoring.contains_gold(text, episode.task.answer) for result in results for text in self._texts(result)):
             state["gold_in_results"] = 1.0
-        observation = self._protocol.observe(passages, self._max_document_characters)
-        return Step(observation, metrics=self._metrics(episode))
+        return self._protocol.show(results)
 
-    async def _find(self, query: str, episode: Episode) -> list[Passage]:
-        if isinstance(self.retriever, AsyncRetriever):
-            trace = trace_id(episode.task.id, episode.scratch["responses"])
-            return await self.retriever.find(query, self._top_k, trace=trace)
-        return await self._search.search(query, self._top_k)
+    def _texts(self, result: Result) -> list[str]:
+        """What a result shows of documents and pages."""
+        cut = self._protocol.max_document_characters
+        return [one.contents[:cut] for found in result.passages for one in found] + [
+            page for page in result.pages if page
+        ]
 
-    def _refuse(self, episode: Episode, message: str) -> Step:
-        episode.scratch["invalid_actions"] += 1
-        return Step(message, metrics=self._metrics(episode))
+    def _show(self, message: Observation, episode: Episode) -> Step:
+        """The message, or the oldest result that has not been read; what was read before takes its short form."""
+        state = episode.scratch
+        step = Step(message, metrics=self._metrics(episode))
+        if state["shown"] is not None:
+            turn, shown = state["shown"]
+            if shown.short is not None and shown.short != shown.full:
+                step.replace = {turn: shown.short}
+            state["shown"] = None
+        if state["pending"] and not message:
+            shown = state["pending"].popleft()
+            state["shown"] = (episode.turns - 1, shown)
+            step.observation, step.stop = shown.full, self._protocol.reading_stop
+        state["stop"] = self.stop if step.stop is None else step.stop
+        state["observations"].append(_as_text(step.observation))
+        return step
 
-    def _finish(self, episode: Episode) -> Step:
-        model_text = "".join(episode.scratch["responses"])
-        answer, golds = scoring.extract_answer(model_text), episode.task.answer
-        scores = {"exact_match": scoring.exact_match(answer, golds), "f1": scoring.f1(answer, golds), "answered": 1.0}
-        metrics = {**self._metrics(episode), **scores}
-        return Step(reward=self._reward(model_text, golds), terminated=True, metrics=metrics)
+    async def _finish(self, episode: Episode, terminated: bool = True) -> Step:
+        state = episode.scratch
+        transcript = Transcript(episode.task, tuple(state["responses"]), tuple(state["observations"]))
+        answer, golds = scoring.extract_answer(transcript.model_text), transcript.golds
+        score = await self._score(transcript)
+        scores = {"exact_match": scoring.exact_match(answer, golds), "f1": scoring.f1(answer, golds)}
+        metrics = {**self._metrics(episode), **scores, "answered": float(answer is not None)}
+        return Step(
+            reward=score.value, terminated=terminated, metrics={**metrics, **rule_scores(transcript), **score.metrics}
+        )
 
     def _metrics(self, episode: Episode) -> dict[str, float]:
         """The metrics of an episode that has not answered: they stand if it never does."""
-        counts = {name: float(episode.scratch[name]) for name in ("searches", "invalid_actions", "gold_in_results")}
-        metadata = {name: episode.task.metadata.get(name) for name in REPORTED_METADATA}
-        numbers = {name: float(value) for name, value in metadata.items() if isinstance(value, (int, float))}
-        return {"exact_match": 0.0, "f1": 0.0, "answered": 0.0, **counts, **numbers}
+        state, metadata = episode.scratch, episode.task.metadata
+        numbers = {name: metadata[name] for name in REPORTED_METADATA if isinstance(metadata.get(name), (int, float))}
+        counts = {name: state[name] for name in (*COUNTS, "disturbed") if name in state}
+        unscored = {"exact_match": 0.0, "f1": 0.0, "answered": 0.0, **dict.fromkeys(RULE_SCORES, 0.0)}
+        return {name: float(value) for name, value in {**unscored, **counts, **numbers}.items()}
 
 
-def _world_files(world: Mapping[str, Any] | None) -> Mapping[str, Any]:
-    """The paths of the embedded world's files, made if they are missing; none without a world."""
-    if world is None:
-        return {}
-    from rlflow_environments.search.world import ensure_world
-
-    known = list(inspect.signature(ensure_world).parameters)
-    for key in world:
-        if key not in known:
-            raise ConfigError(
-                f"environment.world: unknown option '{key}'; known: {', '.join(known)}.{did_you_mean(key, known)}"
-            )
-    return ensure_world(**world)
+def _check_limits(**limits: tuple[int | None, int]) -> None:
+    """Raises ConfigError for an option, given as (value, least value), that is too small."""
+    for name, (value, least) in limits.items():
+        if value is not None and value < least:
+            raise ConfigError(f"environment.{name}: expected at least {least}, found {value}.")
 
 
-def _retriever(retriever: str | Mapping[str, Any] | Retriever, corpus: str | Path | None) -> Retriever:
-    if isinstance(retriever, Retriever):
-        return retriever
-    if corpus is None and brings_documents(retriever):
-        return make_retriever(retriever, None)
-    if corpus is None:
-        raise ConfigError(
-            "environment search: no corpus. Set environment.corpus to a .jsonl file of passages, or environment.world to the "
-            "embedded world's options."
-        )
-    return make_retriever(retriever, Corpus(corpus))
-
-
-def _at_least_one(name: str, value: int | None) -> None:
-    if value is not None and value < 1:
-        raise ConfigError(f"environment.{name}: expected at least 1, found {value}.")
-
-
-def _named(option: str, name: str, known: Mapping[str, T]) -> T:
-    if name not in known:
-        raise ConfigError(
-            f"environment.{option}: expected one of {', '.join(known)}, found '{name}'.{did_you_mean(name, known)}"
-        )
-    return known[name]
+def _as_text(observation: Observation) -> str:
+    return observation if isinstance(observation, str) else "\n".join(message["content"] for message in observation)

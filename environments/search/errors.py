@@ -15,3 +15,7 @@ class QueueFullError(RetrievalError):
 
 class ReplayMissError(ConfigError):
     """A search is not in the cache that is replayed strictly. It stops the run: the rollout cannot be reproduced."""
+
+
+class JudgeError(RLFlowError):
+    """The judge's endpoint failed, after all attempts: the episode is aborted, neither right nor wrong."""

@@ -1,12 +1,13 @@
-"""The Search-R1 protocol as pure functions: prompts, actions in a response, observations from passages.
+"""The text of the Search-R1 protocol as pure functions: prompts, actions in a response, observations from passages.
 
-Source: Search-R1 (arXiv 2503.09516), `search_r1/llm_agent/generation.py`; the wording of prompts and corrections is ours.
+Source: Search-R1 (arXiv 2503.09516), `search_r1/llm_agent/generation.py`; the wording of prompts and corrections is ours. What is
+made of it in an episode, and the other protocols, are in `protocols`.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -42,20 +43,15 @@ class Action:
     content: str
 
 
-@dataclass(frozen=True)
-class Protocol:
-    """One agent protocol: how responses are read and what is answered. stop: stop strings of every turn."""
-
-    stop: tuple[str, ...]
-    parse: Callable[[str], Action | None]
-    observe: Callable[[Sequence[Passage], int | None], str]
-    invalid_action: str
-    searches_spent: str
-
-
 _ACTION = re.compile(r"<(search|answer)>(.*?)</\1>", re.DOTALL)
-_PROTOCOL_TAG = re.compile(r"<(\s*/?\s*(?:think|search|information|answer)\s*)>", re.IGNORECASE)
-_SPECIAL_TOKEN = re.compile(r"<\|(\s*[\w-]+\s*)\|>")
+_PROTOCOL_TAG = re.compile(
+    r"<(\s*/?\s*(?:think|search|access|information|answer|tool_call|tool_response)\s*)>", re.IGNORECASE
+)
+# `<|name|>` of most models, DeepSeek's full-width bars, and the plain ones of Llama 2, Mistral and Gemma: a tokenizer that meets
+# one of its own in text makes it the token.
+_SPECIAL_TOKEN = re.compile(
+    r"<(?:[|\uff5c](\s*[\w\u2581-]+\s*)[|\uff5c]|(/?(?:s|bos|eos|pad|unk|start_of_turn|end_of_turn)))>"
+)
 
 
 def parse_action(response: str) -> Action | None:
@@ -76,7 +72,8 @@ def neutralize_tags(text: str) -> str:
 
     A retrieved page can then neither end the information block nor be taken for the policy's own action.
     """
-    return _SPECIAL_TOKEN.sub(r"[\1]", _PROTOCOL_TAG.sub(r"[\1]", text))
+    text = _PROTOCOL_TAG.sub(r"[\1]", text)
+    return _SPECIAL_TOKEN.sub(lambda match: f"[{match[1] or match[2]}]", text)
 
 
 def format_observation(passages: Sequence[Passage], max_document_characters: int | None = None) -> str:
@@ -89,17 +86,6 @@ def format_observation(passages: Sequence[Passage], max_document_characters: int
         title, _, text = neutralize_tags(passage.contents)[:max_document_characters].partition("\n")
         documents.append(f"Doc {number}(Title: {title}) {text}\n")
     return f"\n\n<information>{''.join(documents).strip()}</information>\n\n"
-
-
-PROTOCOLS: dict[str, Protocol] = {
-    "searchr1": Protocol(
-        stop=("</search>", "</answer>"),
-        parse=parse_action,
-        observe=format_observation,
-        invalid_action=INVALID_ACTION,
-        searches_spent=SEARCHES_SPENT,
-    ),
-}
 
 
 def render_prompt(template: str, question: str) -> str:

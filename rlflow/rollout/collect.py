@@ -31,7 +31,8 @@ THREADS = 16  # for environments with plain (not async) methods
 
 
 class Rollout:
-    """Drives engines through episodes; every episode proceeds on its own, none waits for a batch.
+    """Drives engines through episodes; every episode proceeds on its own, none waits for a batch. `report`: what the environment
+    reported about the last collection.
 
     engine: one, or several over which the groups are spread; an episode stays on its engine. deterministic: equal
     seeds and weights give equal bits whatever the timing (episodes wait for each other's turns; use one engine thread
@@ -59,7 +60,8 @@ class Rollout:
     ) -> None:
         self.engines: list[Engine] = list(engine) if isinstance(engine, Sequence) else [engine]
         self.environment = environment
-        self.tokenizer = tokenizer
+        self.tokenizer = tokenizer.with_tools(environment.tools) if environment.tools else tokenizer
+        max_turns = max_turns if environment.max_turns is None else environment.max_turns
         self.samples_per_prompt = samples_per_prompt
         self.max_aborted_share = max_aborted_share
         self.seed = seed
@@ -76,6 +78,8 @@ class Rollout:
         )
         _check_positive(samples_per_prompt=samples_per_prompt, max_turns=max_turns)
         _check_positive(max_response_tokens=max_response_tokens, max_total_tokens=max_total_tokens)
+        _check_frame(environment.frame, tokenizer, max_observation_tokens)
+        self.report: dict[str, float] = {}
         self._collections = 0
         self._loop: LoopThread | None = None
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="rlflow-environment")
@@ -107,6 +111,11 @@ class Rollout:
         """The token budget of an episode: the option of that name, or what the engines can hold if that is less."""
         return self._limits.max_total_tokens
 
+    @property
+    def response_budget(self) -> int:
+        """The most tokens that an attempt may generate, if its context allows."""
+        return self._limits.max_turns * self._limits.max_response_tokens
+
     def prompt_tokens(self, task: Task) -> list[int]:
         """The ids that an episode of the task starts with."""
         return self.tokenizer.encode_prompt(task.prompt, self._limits.chat_template)
@@ -129,6 +138,7 @@ class Rollout:
             limits = dataclasses.replace(limits, temperature=temperature)
         attempts = self._attempts(tasks, step, samples)
         trajectories = self._run(self._play(attempts, limits, len(tasks)))
+        self.report = self.environment.report()
         share = self.max_aborted_share if max_aborted_share is None else max_aborted_share
         _check_aborted(trajectories, share)
         groups = []
@@ -282,6 +292,16 @@ def _verify(engine: Any, sent: Sequence[tuple[str, Tensor]], version: int) -> No
         raise RolloutError(
             f"weight sync: after version {version} the engine's weights hash to {found[:12]}, those sent to "
             f"{expected[:12]}; it would sample from a policy that is not the trainer's."
+        )
+
+
+def _check_frame(frame: tuple[str, str], tokenizer: Tokenizer, limit: int | None) -> None:
+    """Raises ConfigError if an observation of the smallest size would be cut to less than its frame."""
+    needed = len(tokenizer.encode(frame[0])) + len(tokenizer.encode(frame[1])) if limit is not None else 0
+    if limit is not None and needed >= limit and any(frame):
+        raise ConfigError(
+            f"rollout.max_observation_tokens: {limit} tokens hold no content: what stands around it in an observation alone "
+            f"takes {needed}. Raise it, or remove it."
         )
 
 

@@ -171,6 +171,9 @@ class EpisodePlayer:
         turn = Turn(len(transcript.segments), start, stop, 0.0, duration_s, response)
         transcript.turns.append(turn)
         episode.turns += 1
+        episode.cut = completion.stop == "length"
+        full = episode.cut or stop >= self._limits.max_total_tokens
+        episode.turns_left = 0 if full else max(0, self._limits.max_turns - episode.turns)
         step = await self._call(self._environment.step, episode, response)
         if not isinstance(step, Step):
             raise EnvironmentContractError(_wrong_type(self._environment, "step", "a Step", step))
@@ -201,7 +204,7 @@ class EpisodePlayer:
             tokens = self._tokenizer.encode(step.observation)
             most = self._limits.max_observation_tokens
             if most is not None and len(tokens) > most:
-                tokens = tokens[:most]
+                tokens = self._cut(step.observation, most)
                 transcript.observations_cut += 1
             transcript.speech += step.observation
             return tokens
@@ -217,6 +220,14 @@ class EpisodePlayer:
         transcript.speech = ""
         return tokens
 
+    def _cut(self, observation: str, most: int) -> list[int]:
+        """The first tokens of an observation and, where it ends as the environment's frame does, that end: `most` in all."""
+        closing = self._environment.frame[1]
+        if not closing or not observation.endswith(closing):
+            return self._tokenizer.encode(observation)[:most]
+        end = self._tokenizer.encode(closing)
+        return self._tokenizer.encode(observation.removesuffix(closing))[: most - len(end)] + end
+
     async def _call(self, method: Callable[..., Any], *arguments: Any) -> Any:
         """The result of an environment's method; a plain one runs in a thread."""
         if inspect.iscoroutinefunction(method):
@@ -225,7 +236,8 @@ class EpisodePlayer:
         return await result if inspect.isawaitable(result) else result
 
     def _trajectory(self, attempt: Attempt, transcript: Transcript, stop: StopReason, error: str) -> Trajectory:
-        if transcript.pieces:
+        sampled = any(piece.completion is not None for piece in transcript.pieces)
+        if sampled or (transcript.pieces and not transcript.segments):  # nothing may follow a rewritten observation
             transcript.segments.append(make_segment(transcript.pieces))
         counts = {
             "turns": float(len(transcript.turns)),

@@ -14,8 +14,10 @@ from rlflow.types import Message, Observation
 class Tokenizer:
     """A HuggingFace tokenizer with the few things that a rollout needs."""
 
-    def __init__(self, inner: Any, eos_ids: Sequence[int] = ()) -> None:
-        """inner: a transformers tokenizer. eos_ids: further ids that end a response (generation_config.json)."""
+    def __init__(self, inner: Any, eos_ids: Sequence[int] = (), tools: Sequence[dict[str, Any]] = ()) -> None:
+        """inner: a transformers tokenizer. eos_ids: further ids that end a response (generation_config.json). tools: JSON schemas
+        that the chat template presents."""
+        self.tools = list(tools)
         own = [] if inner.eos_token_id is None else [inner.eos_token_id]
         self.inner = inner
         self.eos_ids: tuple[int, ...] = tuple(dict.fromkeys([*own, *eos_ids]))
@@ -46,6 +48,17 @@ class Tokenizer:
     def __len__(self) -> int:
         return len(self.inner)
 
+    def with_tools(self, tools: Sequence[dict[str, Any]]) -> Tokenizer:
+        """This tokenizer with tools in every rendered prompt. Raises ModelError where the chat template does not present them."""
+        equipped = Tokenizer(self.inner, self.eos_ids, tools)
+        probe: list[Message] = [{"role": "user", "content": "?"}]
+        if equipped.render(probe) == self.render(probe):
+            raise ModelError(
+                "tokenizer: its chat template has no place for tools, so the model would never hear of them; take a model that "
+                "is trained on tool calls, or a protocol without them."
+            )
+        return equipped
+
     @property
     def special_ids(self) -> frozenset[int]:
         """Ids of the special tokens: they have no text."""
@@ -72,7 +85,9 @@ class Tokenizer:
         """The chat template's text. Raises ModelError where the tokenizer has no template."""
         if not self.inner.chat_template:
             raise ModelError("tokenizer: it has no chat template, but a prompt or observation consists of messages.")
-        return self.inner.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=generation_prompt)
+        return self.inner.apply_chat_template(
+            list(messages), tools=self.tools or None, tokenize=False, add_generation_prompt=generation_prompt
+        )
 
     def encode_turn(
         self, history: Sequence[Message], response: str, answer: Sequence[Message], closing: int | None

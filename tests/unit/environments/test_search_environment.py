@@ -14,6 +14,7 @@ from rlflow_environments.search.__main__ import main
 from rlflow_environments.search.formats import Passage, make_contents, write_corpus, write_rows
 from rlflow_environments.search.protocol import INVALID_ACTION, SEARCHES_SPENT
 from rlflow_environments.search.retrievers import Retriever
+from rlflow_environments.search.rewards import RULES
 
 TEXTS = {
     "Orvan Telmik": "Orvan Telmik was a painter. His birthplace was Velmora.",
@@ -66,7 +67,9 @@ def test_search_garbage_answer_gives_two_observations_and_a_score(files):
     assert [step.reward for step in (first, second, third)] == [0.0, 0.0, 1.0]
     scores = {"exact_match": 1.0, "f1": 1.0, "answered": 1.0}
     counts = {"searches": 1.0, "invalid_actions": 1.0, "gold_in_results": 1.0, "hops": 1.0}
-    assert third.metrics == {**scores, **counts}
+    rules = {f"score_{name}": 1.0 for name in RULES if name != "searchr1_em_format"}
+    form = {"score_searchr1_em_format": 0.8}  # right, but what came between is no Search-R1
+    assert third.metrics == {**scores, **counts, **rules, **form}
 
 
 def test_an_episode_that_never_answers_has_all_metrics_at_every_step(files):

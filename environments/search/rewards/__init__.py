@@ -1,0 +1,8 @@
+"""Rewards by name: functions of an episode's transcript. Those of rules are always logged, side by side, as `score_<name>`."""
+
+from __future__ import annotations
+
+from rlflow_environments.search.rewards.make import RULE_SCORES, RULES, Reward, Score, make_reward, rule_scores
+from rlflow_environments.search.rewards.transcript import Transcript
+
+__all__ = ["RULES", "RULE_SCORES", "Reward", "Score", "Transcript", "make_reward", "rule_scores"]

@@ -1,0 +1,94 @@
+"""Rewards of the Search-R1 family. Answers are read from the policy's own text; the order of tags from all of it.
+
+Sources: Search-R1 `qa_em.py` and `qa_em_format.py`; RLinf `rewards/searchr1` for the rule above ten tags. The original needs two
+answer tags because it also reads its prompt, which shows one; without the prompt that is one.
+"""
+
+from __future__ import annotations
+
+import re
+
+from rlflow_environments.search import scoring
+from rlflow_environments.search.rewards.transcript import Transcript
+
+_TAGS = ("think", "search", "information", "answer")
+_TAG = re.compile(r"(</?(?:think|search|information|answer)>)")
+_INFORMATION = re.compile(r"<information>(.*?)</information>", re.DOTALL)
+
+# (state, tag) -> state: think, then any number of search, information, think, then answer.
+_ORDER = {
+    ("start", "<think>"): "in think",
+    ("after information", "<think>"): "in think",
+    ("in think", "</think>"): "after think",
+    ("after think", "<search>"): "in search",
+    ("in search", "</search>"): "after search",
+    ("after search", "<information>"): "in information",
+    ("in information", "</information>"): "after information",
+    ("after think", "<answer>"): "in answer",
+    ("in answer", "</answer>"): "end",
+}
+
+
+def searchr1_em(transcript: Transcript) -> float:
+    """Exact match of the last answer, 1 or 0; a quarter of it above ten opening or closing answer tags (RLinf)."""
+    return scoring.searchr1_em(transcript.model_text, transcript.golds)
+
+
+def searchr1_subem(transcript: Transcript) -> float:
+    """1 if a normalized gold answer is a substring of the normalized last answer, else 0."""
+    answer = scoring.extract_answer(transcript.model_text)
+    if answer is None:
+        return 0.0
+    normalized = scoring.normalize_answer(answer)
+    return float(any(scoring.normalize_answer(gold) in normalized for gold in transcript.golds))
+
+
+def searchr1_em_format(
+    transcript: Transcript, *, structure: float = 0.2, final: float = 0.1, retrieval: float = 0.0
+) -> float:
+    """Exact match with credit for form (Search-R1 v0.3; the defaults are those of its launch script).
+
+    | answer        | tags in order | gold in an information block | reward                |
+    |---|---|---|---|
+    | right         | yes           |                              | 1                     |
+    | right         | no            |                              | 1 - structure         |
+    | wrong or none | yes           | yes                          | structure + retrieval |
+    | wrong or none | yes           | no                           | structure             |
+    | wrong         | no            |                              | final                 |
+    | none          | no            |                              | 0                     |
+    """
+    opened = "<think>" if transcript.prompt_text.rstrip().endswith("<think>") else ""  # some prompts begin the thought
+    in_order = tags_in_order(opened + transcript.whole_text)
+    answer = scoring.extract_answer(transcript.model_text)
+    if scoring.exact_match(answer, transcript.golds):
+        return 1.0 if in_order else 1.0 - structure
+    if in_order:
+        return structure + retrieval if _gold_retrieved(transcript) else structure
+    return final if answer is not None else 0.0
+
+
+def tags_in_order(text: str) -> bool:
+    """Whether the text is think, (search, information, think) any number of times, answer, with only white space between,
+    before and after, and every kind of tag balanced."""
+    if any(text.count(f"<{tag}>") != text.count(f"</{tag}>") for tag in _TAGS):
+        return False
+    state = "start"
+    for part in _TAG.split(text):
+        if not part.strip():
+            continue
+        if _TAG.fullmatch(part):
+            following = _ORDER.get((state, part))
+            if following is None:
+                return False
+            state = following
+        elif not state.startswith("in "):
+            return False
+    return state == "end"
+
+
+def _gold_retrieved(transcript: Transcript) -> bool:
+    """Whether a normalized gold answer is a substring of an information block that the policy was shown."""
+    blocks = [block for text in transcript.observations for block in _INFORMATION.findall(text)]
+    normalized = [scoring.normalize_answer(block) for block in blocks]
+    golds = [scoring.normalize_answer(gold) for gold in transcript.golds]
+    return any(gold in block for gold in golds for block in normalized)

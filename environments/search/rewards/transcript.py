@@ -1,0 +1,50 @@
+"""What a reward is given: one episode as text, told apart by who wrote it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from rlflow.types import Task
+
+
+@dataclass(frozen=True)
+class Transcript:
+    """An episode. responses: the policy's own text, turn by turn, special tokens stripped; observations: what it was shown
+    after each of them ("" after the last)."""
+
+    task: Task
+    responses: tuple[str, ...]
+    observations: tuple[str, ...] = ()
+
+    @property
+    def golds(self) -> list[str]:
+        """The gold answers."""
+        answer = self.task.answer
+        return [answer] if isinstance(answer, str) else list(answer)
+
+    @property
+    def model_text(self) -> str:
+        """Everything that the policy wrote, and nothing else: the only text that answers are read from."""
+        return "".join(self.responses)
+
+    @property
+    def prompt_text(self) -> str:
+        """The prompt as text, whoever's turn it is."""
+        prompt = self.task.prompt
+        return prompt if isinstance(prompt, str) else "\n".join(message["content"] for message in prompt)
+
+    @property
+    def question(self) -> str:
+        """The question alone where the row of the file has it, else the prompt."""
+        question = self.task.metadata.get("question")
+        return question if isinstance(question, str) else self.prompt_text
+
+    @property
+    def whole_text(self) -> str:
+        """Responses and observations in their order."""
+        return "".join(text for turn in self._turns() for text in turn)
+
+    def _turns(self) -> Iterator[tuple[str, str]]:
+        for number, response in enumerate(self.responses):
+            yield response, self.observations[number] if number < len(self.observations) else ""

@@ -1,0 +1,75 @@
+"""What a search environment is made from: files, a world, a retriever, a service."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rlflow.errors import ConfigError, did_you_mean
+from rlflow.types import Task
+from rlflow_environments.search.formats import Corpus, read_tasks
+from rlflow_environments.search.protocols import Protocol
+from rlflow_environments.search.protocols.asearcher import with_validity
+from rlflow_environments.search.retrievers import Retriever, brings_documents, make_retriever
+
+
+def world_files(world: Mapping[str, Any] | None) -> Mapping[str, Any]:
+    """The paths of the embedded world's files, made if they are missing; none without a world."""
+    if world is None:
+        return {}
+    from rlflow_environments.search.world import ensure_world
+
+    known = list(inspect.signature(ensure_world).parameters)
+    for key in world:
+        if key not in known:
+            raise ConfigError(
+                f"environment.world: unknown option '{key}'; known: {', '.join(known)}.{did_you_mean(key, known)}"
+            )
+    return ensure_world(**world)
+
+
+def open_retriever(retriever: str | Mapping[str, Any] | Retriever, corpus: str | Path | None) -> Retriever:
+    """The retriever itself, or the one that is described, over the corpus. Raises ConfigError."""
+    if isinstance(retriever, Retriever):
+        return retriever
+    if corpus is None and brings_documents(retriever):
+        return make_retriever(retriever, None)
+    if corpus is None:
+        raise ConfigError(
+            "environment search: no corpus. Set environment.corpus to a .jsonl file of passages, or environment.world to the "
+            "embedded world's options."
+        )
+    return make_retriever(retriever, Corpus(corpus))
+
+
+def load_tasks(
+    questions: Mapping[str, str | Path], protocol: Protocol, template: str | None, valid_ratio: float
+) -> dict[str, list[Task]]:
+    """Split -> the questions of its file in the protocol's prompts. template: in place of the protocol's. valid_ratio: see
+    `with_validity`; in "val" every question is taken to have an answer. Raises ConfigError, DataError."""
+    if not 0 <= valid_ratio <= 1:
+        raise ConfigError(f"environment.valid_inst_ratio: expected a share from 0 to 1, found {valid_ratio}.")
+    template = protocol.prompt_template if template is None else template
+    loaded = {}
+    for split, path in questions.items():
+        ratio = valid_ratio if split == "train" else 1.0
+        loaded[split] = [_adapted(task, protocol, ratio) for task in read_tasks(path, split, template)]
+    return loaded
+
+
+def _adapted(task: Task, protocol: Protocol, valid_ratio: float) -> Task:
+    prompt = task.prompt
+    if isinstance(prompt, str):
+        prompt = with_validity(prompt, task.id, valid_ratio)
+    if isinstance(prompt, str) and protocol.speaks_messages:
+        prompt = [{"role": "user", "content": prompt}]
+    return task if prompt == task.prompt else dataclasses.replace(task, prompt=prompt)
+
+
+def questions_of(tasks: Sequence[Task]) -> list[str]:
+    """The questions alone, of the tasks whose rows have them."""
+    found = [task.metadata.get("question") for task in tasks]
+    return [question for question in found if isinstance(question, str)]

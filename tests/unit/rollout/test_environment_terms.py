@@ -1,0 +1,114 @@
+"""Claims about what an environment and a rollout tell each other: limits, cuts, frames, tools, reports."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from rlflow.algorithms.advantages import grpo
+from rlflow.batching import make_batch
+from rlflow.errors import ConfigError, ModelError
+from rlflow.rollout import Tokenizer
+from rlflow.types import Episode, Step, StopReason
+from tests.unit.rollout.asking import OBSERVATION, Asking, all_trajectories, make
+
+
+class Listening(Asking):
+    """Writes down what it is told about each response: (episode, turn, responses left, cut)."""
+
+    def __init__(self, turns: int = 99) -> None:
+        super().__init__(turns)
+        self.told: list[tuple[int, int, int | None, bool]] = []
+
+    async def step(self, episode: Episode, response: str) -> Step:
+        self.told.append((id(episode), episode.turns, episode.turns_left, episode.cut))
+        return await super().step(episode, response)
+
+
+def test_an_episode_knows_how_many_responses_may_follow(qwen: Path, tokenizer: Tokenizer) -> None:
+    environment = Listening()
+    with make(qwen, tokenizer, environment, max_turns=3) as rollout:
+        trajectories = all_trajectories(rollout.collect(environment.tasks("train")))
+    assert {(turn, left) for _, turn, left, cut in environment.told if not cut} == {(1, 2), (2, 1), (3, 0)}
+    cut = [left for _, _, left, cut in environment.told if cut]
+    assert len(cut) == sum(one.stop is StopReason.MAX_TOKENS for one in trajectories) and not any(cut)
+
+
+def test_a_response_that_a_token_limit_ends_is_cut_and_the_last(qwen: Path, tokenizer: Tokenizer) -> None:
+    environment = Listening()
+    environment.stop = ()
+    with make(qwen, tokenizer, environment, max_turns=3, max_response_tokens=2) as rollout:
+        trajectories = all_trajectories(rollout.collect(environment.tasks("train")))
+    assert sum(one.stop is StopReason.MAX_TOKENS for one in trajectories) > 8
+    told = {episode: (left, cut) for episode, _, left, cut in environment.told}
+    assert sum(cut for _, cut in told.values()) == sum(one.stop is StopReason.MAX_TOKENS for one in trajectories)
+    assert all(left == 0 for left, cut in told.values() if cut)
+
+
+def test_an_environments_turn_limit_takes_the_place_of_the_rollouts(qwen: Path, tokenizer: Tokenizer) -> None:
+    environment = Listening()
+    environment.max_turns = 2
+    with make(qwen, tokenizer, environment, max_turns=9) as rollout:
+        assert rollout.response_budget == 2 * 40
+        trajectories = all_trajectories(rollout.collect(environment.tasks("train")))
+    assert max(len(one.turns) for one in trajectories) == 2
+    assert {one.stop for one in trajectories} <= {StopReason.MAX_TURNS, StopReason.MAX_TOKENS}
+
+
+def test_a_cut_observation_keeps_the_end_of_its_frame(qwen: Path, tokenizer: Tokenizer) -> None:
+    environment = Asking()
+    environment.frame = ("\n\n<information>", "</information>\n\n")
+    whole = len(tokenizer.encode(OBSERVATION))
+    with make(qwen, tokenizer, environment, max_observation_tokens=whole - 5) as rollout:
+        for trajectory in all_trajectories(rollout.collect(environment.tasks("train"))):
+            for turn, following in zip(trajectory.turns, trajectory.turns[1:]):
+                shown = trajectory.segments[0].tokens[turn.stop : following.start].tolist()
+                text = tokenizer.decode(shown)
+                assert len(shown) <= whole - 5 and text.endswith("</information>\n\n") and text != OBSERVATION
+
+
+def test_a_limit_below_the_frame_is_an_error_at_the_start(qwen: Path, tokenizer: Tokenizer) -> None:
+    environment = Asking()
+    environment.frame = ("\n\n<information>", "</information>\n\n")
+    needed = sum(len(tokenizer.encode(part)) for part in environment.frame)
+    with pytest.raises(ConfigError, match=f"alone takes {needed}"):
+        make(qwen, tokenizer, environment, max_observation_tokens=needed)
+    make(qwen, tokenizer, environment, max_observation_tokens=needed + 1).close()
+
+
+def test_tools_need_a_template_that_presents_them(qwen: Path, tokenizer: Tokenizer) -> None:
+    environment = Asking()
+    environment.tools = ({"type": "function", "function": {"name": "look"}},)
+    with pytest.raises(ModelError, match="no place for tools"):
+        make(qwen, tokenizer, environment)
+
+
+def test_a_group_reduced_to_one_usable_attempt_has_advantage_zero(qwen: Path, tokenizer: Tokenizer) -> None:
+    class Failing(Asking):
+        async def step(self, episode: Episode, response: str) -> Step:
+            if episode.task.id == "t0" and episode is not next(one for one in self.episodes if one.task.id == "t0"):
+                raise OSError("the search failed")
+            return Step("", float(len(response)), True)
+
+    environment = Failing()
+    with make(qwen, tokenizer, environment, max_aborted_share=0.9) as rollout:
+        groups = rollout.collect(environment.tasks("train")[:2])
+    assert [len(group.usable) for group in groups] == [1, 4]
+    batch = make_batch([one for group in groups for one in group.trajectories])
+    advantages = grpo(batch)
+    assert len(batch) == 5 and advantages[0] == 0.0 and float(batch.columns["rewards"][0]) > 0
+    assert advantages[1:].abs().max() > 0
+
+
+def test_a_report_is_taken_once_per_collection(qwen: Path, tokenizer: Tokenizer) -> None:
+    class Reporting(Asking):
+        def report(self) -> dict[str, float]:
+            count, self.episodes = float(len(self.episodes)), []
+            return {"mine/episodes": count}
+
+    environment = Reporting()
+    with make(qwen, tokenizer, environment) as rollout:
+        for count in (4, 2):
+            rollout.collect(environment.tasks("train")[:count])
+            assert rollout.report == {"mine/episodes": 4.0 * count}
