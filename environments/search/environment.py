@@ -13,8 +13,9 @@ from rlflow.types import Episode, Step, Task
 from rlflow_environments.search import scoring
 from rlflow_environments.search.asynchronous import AsyncRetriever
 from rlflow_environments.search.coalescer import CoalescedSearch
-from rlflow_environments.search.formats import Corpus, Passage, read_tasks
+from rlflow_environments.search.formats import Corpus, Passage
 from rlflow_environments.search.protocol import PROTOCOLS, check_prompt_template
+from rlflow_environments.search.questions import QuestionSource, read_tasks
 from rlflow_environments.search.retrievers import Retriever, brings_documents, make_retriever
 from rlflow_environments.search.trace import trace_id
 
@@ -39,8 +40,8 @@ class SearchEnvironment(Environment):
     def __init__(
         self,
         corpus: str | Path | None = None,
-        train: str | Path | None = None,
-        val: str | Path | None = None,
+        train: QuestionSource | None = None,
+        val: QuestionSource | None = None,
         *,
         world: Mapping[str, Any] | None = None,
         retriever: str | Mapping[str, Any] | Retriever = "dense",
@@ -54,7 +55,8 @@ class SearchEnvironment(Environment):
     ) -> None:
         """Reads the files and builds the index.
 
-        corpus, train, val: .jsonl files (see `formats`); train or val may be missing as long as its tasks are not asked for.
+        corpus: a .jsonl file (see `formats`). train, val: files of questions, or a folder of evaluation sets (see `questions`);
+        either may be missing as long as its tasks are not asked for.
         world: keywords of `world.ensure_world`, which makes the embedded world's files; a file given beside it wins.
         retriever: a name, {name, options...}, or a Retriever (then `corpus` is not needed). top_k: passages per search.
         prompt_template: for rows that have a `question` and no `prompt`. max_document_characters: of one passage's contents.
