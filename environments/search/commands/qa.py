@@ -13,6 +13,12 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rlflow_environments.search.commands.build import Progress
+    from rlflow_environments.search.own_documents.making import Compose, Request
 
 EXAMPLES = """examples:
   rlflow search qa my_documents data/mine
@@ -79,13 +85,24 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _model(args, request, progress):
+def _model(args: argparse.Namespace, request: Request, progress: Progress) -> Compose | None:
     """What composes the questions with a model; None for the rules."""
     from rlflow.errors import ConfigError
+    from rlflow_environments.search.chat import ChatEndpoint
+    from rlflow_environments.search.own_documents.writing import ask_model
 
     if args.endpoint is None and args.model is None:
         return None
     if args.endpoint is None or args.model is None:
         missing = "--model NAME" if args.model is None else "--endpoint URL"
         raise ConfigError(f"a model that writes the questions needs --endpoint and --model; {missing} is missing.")
-    raise NotImplementedError(os.environ.get(args.api_key_variable))
+    endpoint = ChatEndpoint(
+        args.endpoint,
+        args.model,
+        api_key=os.environ.get(args.api_key_variable),
+        concurrency=args.concurrency,
+        timeout_s=args.timeout_s,
+        tries=args.tries,
+        cache=Path(args.out).expanduser() / "answers.jsonl",
+    )
+    return ask_model(endpoint, request, progress)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 _CAPITAL = "A-Z\u00c0-\u00d6\u00d8-\u00de\u0386-\u03ab\u0400-\u042f"
 _WORD = rf"[{_CAPITAL}][\w'’-]*"
-NAME = rf"{_WORD}(?:\s+(?:(?:of|the|de|da|di|van|von|der|den|la|le|du|bin|al)\s+){{0,2}}{_WORD})*"
+NAME = rf"{_WORD}(?:\s+(?:(?:of|de|da|di|van|von|du|bin|al)\s+(?:(?:the|der|den|la|le)\s+)?)?{_WORD})*"
 _NAME = re.compile(NAME)
 _YEAR = re.compile(r"\b1\d{3}\b|\b20\d{2}\b")
 _LEADING = {"the", "a", "an", "in", "on", "at", "by", "from", "of", "to", "for", "with", "as", "it", "he", "she", "they", "his", "her",

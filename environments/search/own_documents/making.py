@@ -20,8 +20,8 @@ from rlflow_environments.search.own_documents.splitting import mixed, separate, 
 from rlflow_environments.search.retrievers import make_retriever
 
 Progress = Callable[[str, int, int], None]
-Compose = Callable[[Sequence[Passage], Sequence[int], set[int]], list[Candidate]]
-"""(passages, the document of each, documents kept for validation) -> candidates."""
+Compose = Callable[[Sequence[Passage], Sequence[int], set[int], "Counter[str]"], list[Candidate]]
+"""(passages, the document of each, documents kept for validation, what was left out by reason) -> candidates."""
 
 
 @dataclass(frozen=True)
@@ -93,10 +93,10 @@ def make_questions(
     held_out = validation_documents(documents, request.val_share, request.seed)
     progress("composing questions", 0, 1)
     if ask is not None:
-        candidates = ask(passages, owners, held_out)
+        candidates = ask(passages, owners, held_out, report.dropped)
     else:
         candidates = compose(find_facts(passages, blanks=request.blanks), random.Random(f"{request.seed}/phrasing"))
-    report.candidates = len(candidates)
+    report.candidates = len(candidates) + report.dropped["unreadable"]
     candidates = screen(candidates, passages, report.dropped)
     retriever = make_retriever(request.retriever, Corpus(folder / "corpus.jsonl"))
     candidates = retrievable(candidates, retriever, request.top_k, report.dropped, progress)

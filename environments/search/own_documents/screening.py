@@ -11,6 +11,7 @@ from rlflow_environments.search.retrievers import Retriever
 from rlflow_environments.search.scoring import contains_gold, normalize_answer
 
 REASONS = {
+    "unreadable": "the model's reply holds no question with an answer",
     "answer_in_question": "the answer stands in the question",
     "empty_answer": "nothing is left of the answer once it is normalized",
     "not_in_documents": "the answer does not occur in the passage that it is said to come from",
