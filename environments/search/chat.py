@@ -58,7 +58,9 @@ class ChatEndpoint:
         self._concurrency, self._timeout_s, self._tries, self._pause_s = concurrency, timeout_s, tries, pause_s
         self._answers = _Answers(cache)
 
-    def complete(self, prompts: Sequence[str], progress: Callable[[int, int], None] = lambda done, total: None) -> list[str]:
+    def complete(
+        self, prompts: Sequence[str], progress: Callable[[int, int], None] = lambda done, total: None
+    ) -> list[str]:
         """The model's answers, in order. What was answered before an error or a kill is not asked for again, with a cache.
 
         Raises EndpointError, MissingPackageError.
@@ -83,7 +85,9 @@ class ChatEndpoint:
         try:
             import httpx
         except ImportError:
-            raise MissingPackageError("an endpoint needs the package httpx. Install it with: pip install 'rlflow[search]'") from None
+            raise MissingPackageError(
+                "an endpoint needs the package httpx. Install it with: pip install 'rlflow[search]'"
+            ) from None
         limits = httpx.Limits(max_connections=self._concurrency, max_keepalive_connections=self._concurrency)
         return httpx.Client(headers=self._headers, timeout=self._timeout_s, limits=limits)
 
@@ -96,7 +100,9 @@ class ChatEndpoint:
             if attempt:
                 time.sleep(wait)
             # Jitter keeps the requests of one run from coming back all at once; it touches no result.
-            wait = min(LONGEST_PAUSE_S, self._pause_s * 2**attempt) * random.Random(f"{prompt}{attempt}").uniform(0.5, 1.0)
+            wait = min(LONGEST_PAUSE_S, self._pause_s * 2**attempt) * random.Random(f"{prompt}{attempt}").uniform(
+                0.5, 1.0
+            )
             try:
                 response = client.post(self._url, json=body)
             except httpx.TransportError as failure:
@@ -107,7 +113,9 @@ class ChatEndpoint:
                 return
             problem = f"status {response.status_code}: {response.text[:200]}"
             if response.status_code != 429 and response.status_code < 500:
-                raise EndpointError(f"{self._url}: {problem}. Mend --endpoint, --model or the key's environment variable.")
+                raise EndpointError(
+                    f"{self._url}: {problem}. Mend --endpoint, --model or the key's environment variable."
+                )
             wait = max(wait, _retry_after_s(response))
         raise EndpointError(
             f"{self._url}: no answer after {self._tries} attempts; last: {problem}. Give the command again when the endpoint is "

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from rlflow.errors import ConfigError, DataError, MissingPackageError, RLFlowError, StorageError
 
@@ -83,7 +84,9 @@ def select(names: Sequence[str]) -> dict[str, Release]:
         elif name in RELEASES:
             chosen[name] = RELEASES[name]
         else:
-            raise ConfigError(f"expected releases among {', '.join(RELEASES)}, or OWNER/NAME, found '{name}'.{did_you_mean(name, RELEASES)}")
+            raise ConfigError(
+                f"expected releases among {', '.join(RELEASES)}, or OWNER/NAME, found '{name}'.{did_you_mean(name, RELEASES)}"
+            )
     return chosen
 
 
@@ -118,40 +121,66 @@ def download(
         _fetch(hub, one, folder, ledger, say)
     if joined is not None:
         return [_join(wanted, folder, joined, ledger, keep_parts=keep_parts, say=say)]
-    return [_unpacked(folder / one.name, ledger, say) if one.name.endswith(".jsonl.gz") else folder / one.name for one in wanted]
+    return [
+        _unpacked(folder / one.name, ledger, say) if one.name.endswith(".jsonl.gz") else folder / one.name
+        for one in wanted
+    ]
 
 
 class _Hub:
-    """One repository of the hub. huggingface_hub does the transfer: it resumes, retries and shows progress."""
+    """One repository of the hub. huggingface_hub does the transfer, with retries and progress."""
 
     def __init__(self, repo: str, kind: str, revision: str, endpoint: str | None) -> None:
         try:
             import huggingface_hub
         except ImportError:
-            raise MissingPackageError("downloads need the package huggingface_hub. Install it with: pip install rlflow") from None
+            raise MissingPackageError(
+                "downloads need the package huggingface_hub. Install it with: pip install rlflow"
+            ) from None
         self._hub = huggingface_hub
         self._repo, self._kind, self._revision, self._endpoint = repo, kind, revision, endpoint
 
     def files(self) -> list[RemoteFile]:
         """The repository's files. Raises DownloadError."""
         api = self._hub.HfApi(endpoint=self._endpoint)
-        info = self._reached(lambda: api.repo_info(self._repo, repo_type=self._kind, revision=self._revision, files_metadata=True))
-        return [RemoteFile(one.rfilename, int(one.size or 0), one.lfs.sha256 if one.lfs else None) for one in info.siblings or []]
+        info = self._reached(
+            lambda: api.repo_info(self._repo, repo_type=self._kind, revision=self._revision, files_metadata=True)
+        )
+        return [
+            RemoteFile(one.rfilename, int(one.size or 0), one.lfs.sha256 if one.lfs else None)
+            for one in info.siblings or []
+        ]
 
-    def fetch(self, name: str, folder: Path, *, again: bool) -> None:
-        """Puts a file into the folder, under its own name. Raises DownloadError."""
-        self._reached(
-            lambda: self._hub.hf_hub_download(
-                self._repo, name, repo_type=self._kind, revision=self._revision, local_dir=folder, endpoint=self._endpoint,
-                force_download=again,
-            )
-        )  # fmt: skip
+    def fetch(self, one: RemoteFile, partial: Path) -> None:
+        """Adds to `partial` what it lacks of a file. Raises DownloadError; what has come by then stays."""
+        self._reached(lambda: self._transfer(one, partial))
+
+    def _transfer(self, one: RemoteFile, partial: Path) -> None:
+        # hf_hub_download would begin again after every kill; its own transfer function goes on where it is told to.
+        from huggingface_hub.file_download import http_get
+
+        kind = {"repo_type": self._kind, "revision": self._revision, "endpoint": self._endpoint}
+        url = self._hub.hf_hub_url(self._repo, one.name, **kind)
+        headers = self._hub.utils.build_hf_headers()
+        location = self._hub.get_hf_file_metadata(url, endpoint=self._endpoint).location
+        if urlsplit(location).netloc != urlsplit(url).netloc:
+            headers.pop("authorization", None)  # the account's token is for the hub, not for its storage
+        partial.parent.mkdir(parents=True, exist_ok=True)
+        with partial.open("ab") as file:
+            http_get(location, file, resume_size=partial.stat().st_size, headers=headers, expected_size=one.size)
 
     def _reached(self, ask: Callable[[], Any]) -> Any:
         from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled
 
-        # What the hub's HTTP library raises where nothing answers: httpx' errors derive from no common base with OSError.
-        transport = (OSError, HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled, *_transport_errors())
+        # The errors of the hub's HTTP library share no base with OSError; ValueError is a file over 50 GB, or a name that is none.
+        transport = (
+            OSError,
+            ValueError,
+            HfHubHTTPError,
+            LocalEntryNotFoundError,
+            OfflineModeIsEnabled,
+            *_transport_errors(),
+        )
         try:
             return ask()
         except transport as problem:
@@ -212,19 +241,27 @@ def _fetch(hub: _Hub, one: RemoteFile, folder: Path, ledger: _Ledger, say: Calla
     if ledger.holds(file, identity):
         say(f"{file}: there and whole")
         return
-    for again in (False, True):
-        hub.fetch(one.name, folder, again=again)
-        problem = _difference(file, one)
-        if problem is None:
+    partial = file.with_name(f"{file.name}.{identity[:12]}.partial")  # another revision's beginning is another file
+    if file.is_file() and not partial.exists():
+        file.rename(partial)  # fetched by other means, or before it was noted: it is checked, not fetched again
+    problem = ""
+    for last in (False, True):
+        if partial.exists() and partial.stat().st_size > one.size:
+            partial.unlink()
+        hub.fetch(one, partial)
+        problem = _difference(partial, one) or ""
+        if not problem:
+            partial.replace(file)
             ledger.note(file, identity)
             say(f"{file}: {one.size:,} bytes, {'SHA-256' if one.sha256 else 'size'} as released")
             return
-        say(f"{file}: {problem}; fetched once more" if not again else f"{file}: {problem}")
-    raise DataError(f"{file}: {problem}, twice. The mirror or the disk is at fault; remove the file and try again.")
+        partial.unlink()
+        say(f"{file}: {problem}" + ("" if last else "; fetched once more"))
+    raise DataError(f"{file}: {problem}, twice. The mirror, the network or the disk is at fault.")
 
 
 def _difference(file: Path, one: RemoteFile) -> str | None:
-    size = file.stat().st_size
+    size = file.stat().st_size if file.exists() else 0
     if size != one.size:
         return f"expected {one.size:,} bytes, found {size:,}"
     if one.sha256 is None:
@@ -247,11 +284,19 @@ def _check_room(folder: Path, wanted: Sequence[RemoteFile], ledger: _Ledger, rel
     made += sum(3 * one.size for one in wanted if one.name.endswith(".jsonl.gz"))
     free = shutil.disk_usage(folder).free
     if missing + made > free:
-        raise StorageError(f"{folder}: {(missing + made) / 1e9:.1f} GB are needed, {free / 1e9:.1f} GB are free. Give another --save_path.")
+        raise StorageError(
+            f"{folder}: {(missing + made) / 1e9:.1f} GB are needed, {free / 1e9:.1f} GB are free. Give another --save_path."
+        )
 
 
 def _join(
-    parts: Sequence[RemoteFile], folder: Path, target: Path, ledger: _Ledger, *, keep_parts: bool, say: Callable[[str], None]
+    parts: Sequence[RemoteFile],
+    folder: Path,
+    target: Path,
+    ledger: _Ledger,
+    *,
+    keep_parts: bool,
+    say: Callable[[str], None],
 ) -> Path:
     """Puts the parts behind each other, in the order of their names; without `keep_parts` each goes once it is copied."""
     aside = target.with_name(f"{target.name}.partial")

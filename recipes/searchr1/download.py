@@ -28,11 +28,19 @@ examples:
 def main() -> int:
     listed = "\n".join(f"  {name:16} {one.about} ({one.repo})" for name, one in RELEASES.items())
     formatter = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, epilog=EXAMPLES.format(releases=listed), formatter_class=formatter)
-    parser.add_argument("releases", nargs="*", metavar="RELEASE", help="names below, or OWNER/NAME of any dataset repository")
+    parser = argparse.ArgumentParser(
+        description=__doc__, epilog=EXAMPLES.format(releases=listed), formatter_class=formatter
+    )
+    parser.add_argument(
+        "releases", nargs="*", metavar="RELEASE", help="names below, or OWNER/NAME of any dataset repository"
+    )
     parser.add_argument("--repo_id", metavar="OWNER/NAME", help="one more repository, as in Search-R1's script")
-    parser.add_argument("--save_path", "--local-dir", required=True, type=Path, metavar="DIR", help="where the files go")
-    parser.add_argument("--file", action="append", default=[], metavar="PATTERN", help="only files like this; nothing is joined")
+    parser.add_argument(
+        "--save_path", "--local-dir", required=True, type=Path, metavar="DIR", help="where the files go"
+    )
+    parser.add_argument(
+        "--file", action="append", default=[], metavar="PATTERN", help="only files like this; nothing is joined"
+    )
     parser.add_argument("--revision", default="main", help="branch, tag or commit (default main)")
     parser.add_argument("--keep_parts", action="store_true", help="keep the parts of an index once they are joined")
     args = parser.parse_args()

@@ -33,16 +33,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = EXAMPLES
     parser.add_argument("documents", metavar="DOCS", help="a folder, read with its subfolders, or one file")
     parser.add_argument("out", metavar="OUT", help="the folder that is written to")
-    parser.add_argument("--train", type=int, default=2000, metavar="N", help="training questions at the most (default 2000)")
-    parser.add_argument("--val", type=int, default=200, metavar="N", help="validation questions at the most (default 200)")
+    parser.add_argument(
+        "--train", type=int, default=2000, metavar="N", help="training questions at the most (default 2000)"
+    )
+    parser.add_argument(
+        "--val", type=int, default=200, metavar="N", help="validation questions at the most (default 200)"
+    )
     parser.add_argument(
         "--val-share", type=float, default=0.2, metavar="X", help="of the documents, kept for validation (default 0.2)"
     )
-    parser.add_argument("--multi-hop", type=float, default=0.5, metavar="X", help="share of two-hop questions (default 0.5)")
-    parser.add_argument("--no-blanks", action="store_true", help="only questions about relations, no blanks in sentences")
+    parser.add_argument(
+        "--multi-hop", type=float, default=0.5, metavar="X", help="share of two-hop questions (default 0.5)"
+    )
+    parser.add_argument(
+        "--no-blanks", action="store_true", help="only questions about relations, no blanks in sentences"
+    )
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the split and the choice (default 0)")
-    parser.add_argument("--max-characters", type=int, default=1000, metavar="N", help="of a passage's text (default 1000)")
-    parser.add_argument("--retriever", default="bm25", metavar="NAME", help="that must find the answers: bm25 (default), dense")
+    parser.add_argument(
+        "--max-characters", type=int, default=1000, metavar="N", help="of a passage's text (default 1000)"
+    )
+    parser.add_argument(
+        "--retriever", default="bm25", metavar="NAME", help="that must find the answers: bm25 (default), dense"
+    )
     parser.add_argument("--top-k", type=int, default=3, metavar="N", help="passages it may show (default 3)")
     parser.add_argument("--skip-bad", action="store_true", help="leave out documents that cannot be read")
     model = parser.add_argument_group("a model that writes the questions")

@@ -85,7 +85,13 @@ def _single(one: Stated, generator: random.Random) -> Candidate:
 def _pair(first: Stated, second: Stated, generator: random.Random) -> Candidate:
     question = _readable(generator.choice(second.fact.question).replace("{s}", first.fact.description))
     names = names_of(question, first.fact.subject, first.fact.object, second.fact.object)
-    return Candidate(question, second.fact.object, f"{first.fact.relation} {second.fact.relation}", (_hop(first), _hop(second)), names)
+    return Candidate(
+        question,
+        second.fact.object,
+        f"{first.fact.relation} {second.fact.relation}",
+        (_hop(first), _hop(second)),
+        names,
+    )
 
 
 def _readable(question: str) -> str:

@@ -11,7 +11,25 @@ from typing import Any
 from rlflow.errors import DataError, MissingPackageError
 from rlflow_environments.search.rows import BadRow, parse_object, records, refuse, text_of
 
-_BLOCKS = ("p", "div", "br", "li", "tr", "h1", "h2", "h3", "h4", "h5", "h6", "blockquote", "pre", "table", "section", "dt", "dd")
+_BLOCKS = (
+    "p",
+    "div",
+    "br",
+    "li",
+    "tr",
+    "h1",
+    "h2",
+    "h3",
+    "h4",
+    "h5",
+    "h6",
+    "blockquote",
+    "pre",
+    "table",
+    "section",
+    "dt",
+    "dd",
+)
 _NOT_TEXT = ("script", "style", "noscript", "template", "nav", "footer", "form")
 _FRONT_MATTER = re.compile(r"\A---\n.*?\n---\n", re.DOTALL)
 _LONGEST_TITLE = 120
@@ -150,7 +168,10 @@ def _json_lines(path: Path, name: str) -> Found:
             yield where, problem
             continue
         paragraphs = _cleaned(re.split(r"\n[ \t]*\n", text))
-        yield where, Document(where, _clean(title) or _readable(path.stem), paragraphs, str(row.get("url") or f"doc://{where}"))
+        yield (
+            where,
+            Document(where, _clean(title) or _readable(path.stem), paragraphs, str(row.get("url") or f"doc://{where}")),
+        )
 
 
 READERS: dict[str, Callable[[Path, str], Found]] = {

@@ -44,7 +44,9 @@ class Request:
         """Raises ConfigError for values out of range."""
         for name, least in (("train", 1), ("val", 1), ("top_k", 1), ("max_characters", 100)):
             if getattr(self, name) < least:
-                raise ConfigError(f"--{name.replace('_', '-')}: expected at least {least}, found {getattr(self, name)}.")
+                raise ConfigError(
+                    f"--{name.replace('_', '-')}: expected at least {least}, found {getattr(self, name)}."
+                )
         if not 0 < self.val_share < 1:
             raise ConfigError(f"--val-share: expected a share between 0 and 1, found {self.val_share:g}.")
         if not 0 <= self.multi_hop <= 1:
@@ -64,8 +66,12 @@ class Report:
 
     def lines(self) -> list[str]:
         """The report as text."""
-        shown = [f"{self.documents:,} documents, {self.passages:,} passages, {self.candidates:,} candidate questions; left out:"]
-        shown += [f"  {self.dropped[reason]:7,}  {reason}: {REASONS.get(reason, '')}" for reason in _in_order(self.dropped)]
+        shown = [
+            f"{self.documents:,} documents, {self.passages:,} passages, {self.candidates:,} candidate questions; left out:"
+        ]
+        shown += [
+            f"  {self.dropped[reason]:7,}  {reason}: {REASONS.get(reason, '')}" for reason in _in_order(self.dropped)
+        ]
         for name, counts in (("train", self.train), ("val", self.val)):
             kinds = ", ".join(f"{count:,} {kind}" for kind, count in sorted(counts.items()))
             shown.append(f"{name}: {sum(counts.values()):,} questions ({kinds or 'none'})")

@@ -27,7 +27,9 @@ def split_sentences(paragraph: str) -> list[str]:
     return sentences
 
 
-def cut_passages(documents: Sequence[Document], max_characters: int = MAX_CHARACTERS) -> tuple[list[Passage], list[int]]:
+def cut_passages(
+    documents: Sequence[Document], max_characters: int = MAX_CHARACTERS
+) -> tuple[list[Passage], list[int]]:
     """(passages in the order of the documents, the document's number of each passage).
 
     A passage has the title and the URL of its document and at most `max_characters` of its text: whole sentences, and only a

@@ -51,7 +51,9 @@ Pair = tuple[int, int]
 def ask_model(endpoint: ChatEndpoint, request: Request, progress: Progress) -> Compose:
     """What composes candidates with a model: passages and linked pairs are drawn by seed, for each side of the split its share."""
 
-    def compose(passages: Sequence[Passage], owners: Sequence[int], held_out: set[int], dropped: Counter[str]) -> list[Candidate]:
+    def compose(
+        passages: Sequence[Passage], owners: Sequence[int], held_out: set[int], dropped: Counter[str]
+    ) -> list[Candidate]:
         draw = random.Random(f"{request.seed}/asked")
         pairs = linked_pairs(passages, owners)
         singles: list[int] = []
@@ -93,7 +95,9 @@ def linked_pairs(passages: Sequence[Passage], owners: Sequence[int]) -> list[Pai
     ]
 
 
-def _candidates(text: str, rows: tuple[int, ...], passages: Sequence[Passage], dropped: Counter[str]) -> Iterator[Candidate]:
+def _candidates(
+    text: str, rows: tuple[int, ...], passages: Sequence[Passage], dropped: Counter[str]
+) -> Iterator[Candidate]:
     found = list(read_reply(text))
     if not found:
         dropped["unreadable"] += 1
@@ -120,5 +124,3 @@ def read_reply(text: str) -> Iterator[tuple[str, str]]:
         if isinstance(question, str) and isinstance(answer, (str, int, float)) and not isinstance(answer, bool):
             if question.strip() and str(answer).strip():
                 yield question.strip(), str(answer).strip()
-
-

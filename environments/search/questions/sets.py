@@ -50,7 +50,9 @@ def find_sets(folder: str | Path, split: str = "val") -> dict[str, Path]:
     for file in _candidates(folder, _PARTS.get(split, (split,))):
         name = set_name(file)
         if name in found:
-            raise DataError(f"{folder}: the set {name} is there twice, {found[name]} and {file}. Give the file that you mean.")
+            raise DataError(
+                f"{folder}: the set {name} is there twice, {found[name]} and {file}. Give the file that you mean."
+            )
         found[name] = file
     if not found:
         raise DataError(

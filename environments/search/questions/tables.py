@@ -34,7 +34,9 @@ def _unzipped(file: Path, what: str) -> bytes:
     try:
         return gzip.decompress(file.read_bytes())
     except (OSError, EOFError, zlib.error) as problem:
-        raise DataError(f"{file}: expected the {what} as gzipped JSON Lines, found {problem}. Get the file again.") from None
+        raise DataError(
+            f"{file}: expected the {what} as gzipped JSON Lines, found {problem}. Get the file again."
+        ) from None
 
 
 def _text_rows(data: bytes) -> Iterator[tuple[str, Row | BadRow]]:

@@ -134,7 +134,11 @@ def test_the_rules_would_rather_leave_a_fact_out_than_get_it_wrong(sentence):
 
 
 def test_names_leave_out_the_words_that_begin_a_sentence():
-    assert names_in("In Paris the Duke of York met Ann Lee. However, Paris slept.") == ["Paris", "Duke of York", "Ann Lee"]
+    assert names_in("In Paris the Duke of York met Ann Lee. However, Paris slept.") == [
+        "Paris",
+        "Duke of York",
+        "Ann Lee",
+    ]
 
 
 def test_a_blank_prefers_the_title_of_another_document_and_needs_a_second_name():
@@ -151,7 +155,10 @@ def test_two_hops_name_the_bridge_by_its_description():
     ]
     pairs = [one for one in compose(find_facts(passages), GENERATOR(0)) if len(one.hops) == 2]
     assert [one.answer for one in pairs] == ["Paris"]
-    assert pairs[0].question in ("Where was the author of Blue Book born?", "What is the birthplace of the author of Blue Book?")
+    assert pairs[0].question in (
+        "Where was the author of Blue Book born?",
+        "What is the birthplace of the author of Blue Book?",
+    )
     assert [(hop.answer, hop.passage) for hop in pairs[0].hops] == [("Ann Lee", 0), ("Paris", 1)]
 
 
@@ -168,7 +175,10 @@ PASSAGES = [passage(0, "A", "Ann Lee lives in Paris with Bob Ray."), passage(1, 
         (candidate("Who?", "The"), "empty_answer"),
         (candidate("Where is she?", "Rome"), "not_in_documents"),
         (candidate("Who is near?", "Paris", Hop("a", "Bob Ray", 0), Hop("b", "Paris", 0)), "one_hop_suffices"),
-        (candidate("Where was Bob Ray born?", "Leeds", Hop("a", "Bob Ray", 0), Hop("b", "Leeds", 1)), "one_hop_suffices"),
+        (
+            candidate("Where was Bob Ray born?", "Leeds", Hop("a", "Bob Ray", 0), Hop("b", "Leeds", 1)),
+            "one_hop_suffices",
+        ),
     ],
 )
 def test_each_fault_is_dropped_for_its_own_reason(bad, reason):

@@ -40,7 +40,10 @@ class Model:
             bridge, text = second.split(":\n", 1)
             found = FACT.search(text.split("\n\n")[0])
             title = re.search(r"titled (.+):", first)[1]
-            row = {"question": f"Which name goes with the one whom {title} names?", "answer": (found[3] or found[6]) if found else bridge}
+            row = {
+                "question": f"Which name goes with the one whom {title} names?",
+                "answer": (found[3] or found[6]) if found else bridge,
+            }
             return f"Here you are:\n```json\n{json.dumps(row)}\n```"
         title, text = re.search(r"titled (.+):\n(.*?)\n\n", prompt, re.DOTALL).groups()
         found = FACT.search(text)
@@ -64,7 +67,11 @@ def model() -> Iterator[Model]:
                 state.seen.append((self.headers, body))
                 status, headers = state.faults.pop(0) if state.faults else (200, {})
                 status = 500 if len(state.seen) > state.fails_after else status
-            reply = {"choices": [{"message": {"content": state.answer(body["messages"][0]["content"]) if status == 200 else ""}}]}
+            reply = {
+                "choices": [
+                    {"message": {"content": state.answer(body["messages"][0]["content"]) if status == 200 else ""}}
+                ]
+            }
             data = json.dumps(reply if status == 200 else {"error": "as told"}).encode()
             self.send_response(status)
             for name, value in {**headers, "Content-Length": str(len(data))}.items():

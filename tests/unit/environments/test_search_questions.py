@@ -165,7 +165,9 @@ ASEARCHER_FOLDERS = {
 FLAT_FILES = {f"{name}.jsonl": name for name in EVALUATION_SETS} | {"corpus.jsonl": "", "notes.txt": ""}
 
 
-@pytest.mark.parametrize("files", [FLASHRAG_FOLDERS, ASEARCHER_FOLDERS, FLAT_FILES], ids=["flashrag", "asearcher", "flat"])
+@pytest.mark.parametrize(
+    "files", [FLASHRAG_FOLDERS, ASEARCHER_FOLDERS, FLAT_FILES], ids=["flashrag", "asearcher", "flat"]
+)
 def test_the_seven_evaluation_sets_are_found_in_the_folders_of_the_releases(tmp_path, files):
     for name in files:
         (tmp_path / name).parent.mkdir(exist_ok=True)
