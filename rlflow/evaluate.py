@@ -69,7 +69,7 @@ def evaluation_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
 
 
 def metrics_by_set(groups: Sequence[Group]) -> dict[str, dict[str, float]]:
-    """{set: evaluation_metrics} for the evaluation sets that the tasks name (`metadata["set"]`), in their order; none for one set."""
+    """{set: evaluation_metrics} of the evaluation sets that the tasks name (`metadata["set"]`); empty for a single set."""
     by_set: dict[str, list[Trajectory]] = {}
     for group in groups:
         by_set.setdefault(str(group.task.metadata.get("set", "")), []).extend(group.trajectories)

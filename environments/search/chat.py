@@ -95,10 +95,9 @@ class ChatEndpoint:
         import httpx
 
         body = {**self._body, "messages": [{"role": "user", "content": prompt}]}
-        problem = ""
+        problem, wait = "", 0.0
         for attempt in range(self._tries):
-            if attempt:
-                time.sleep(wait)
+            time.sleep(wait)
             # Jitter keeps the requests of one run from coming back all at once; it touches no result.
             wait = min(LONGEST_PAUSE_S, self._pause_s * 2**attempt) * random.Random(f"{prompt}{attempt}").uniform(
                 0.5, 1.0

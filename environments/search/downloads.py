@@ -1,4 +1,4 @@
-"""The field's public releases, downloaded from the HuggingFace hub, checked, and unpacked to the files that servers and recipes take."""
+"""The field's public releases: downloaded from the HuggingFace hub, checked, and unpacked to what servers and recipes take."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ RELEASES: dict[str, Release] = {
     "rlinf-wiki": Release("RLinf/Wiki-2018-Corpus", "RLinf's corpus, pages and Qdrant storage: 156 GB"),
     "asearcher-wiki": Release("inclusionAI/ASearcher-Local-Knowledge", "ASearcher's corpus, pages and links: 61 GB"),
     "asearcher-train": Release("inclusionAI/ASearcher-train-data", "ASearcher-Base-35k and -LRM-35k"),
-    "asearcher-test": Release("inclusionAI/ASearcher-test-data", "evaluation sets, 1,000 questions of each, and GAIA, frames, xbench"),
+    "asearcher-test": Release("inclusionAI/ASearcher-test-data", "evaluation sets, 1,000 questions each; GAIA, frames, xbench"),
     "flashrag": Release(
         "RUC-NLPIR/FlashRAG_datasets", "the seven evaluation sets, whole",
         tuple(f"{name}/*.jsonl" for name in ("nq", "triviaqa", "popqa", "hotpotqa", "2wikimultihopqa", "musique", "bamboogle")),
@@ -103,7 +103,7 @@ def download(
 ) -> list[Path]:
     """Downloads, checks and unpacks a release; returns the files that are ready.
 
-    files: patterns instead of the release's. What is there and whole is not fetched again, and a file that was stopped in the middle
+    files: patterns instead of the release's. What is there and whole is not fetched again; a file that was stopped in the middle
     goes on there. Raises DownloadError, DataError (a file is not what the hub says), StorageError (no room).
     """
     hub = _Hub(release.repo, "model" if name in MODELS else "dataset", revision, endpoint)
@@ -172,7 +172,7 @@ class _Hub:
     def _reached(self, ask: Callable[[], Any]) -> Any:
         from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled
 
-        # The errors of the hub's HTTP library share no base with OSError; ValueError is a file over 50 GB, or a name that is none.
+        # The errors of the hub's HTTP library share no base with OSError; ValueError: a file over 50 GB, a name that is none.
         transport = (
             OSError,
             ValueError,

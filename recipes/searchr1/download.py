@@ -1,7 +1,7 @@
 """Downloads the field's public corpora, indices, questions and the encoder from the HuggingFace hub, checks and unpacks them.
 
-Stopped in the middle, the same command goes on; what is there and whole is not fetched again. HF_ENDPOINT names a mirror, HF_TOKEN an
-account for repositories that need one.
+Stopped in the middle, the same command goes on; what is there and whole is not fetched again. HF_ENDPOINT names a mirror,
+HF_TOKEN an account for repositories that need one.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Makes questions and answers from a folder of your own documents, to train and evaluate a search agent on.
 
-It reads .txt, .md, .html and .jsonl (rows of a corpus) and writes corpus.jsonl, pages.jsonl, train.jsonl, val.jsonl and report.json.
-Without an endpoint, rules for English prose compose the questions; with one, any model with the OpenAI interface does, and what it
-answered is kept in answers.jsonl, so that a run that was stopped goes on and pays for nothing twice.
+It reads .txt, .md, .html and .jsonl (rows of a corpus) and writes corpus.jsonl, pages.jsonl, train.jsonl, val.jsonl and
+report.json. Without an endpoint, rules for English prose compose the questions; with one, any model with the OpenAI interface
+does, and what it answered is kept in answers.jsonl, so that a run that was stopped goes on and pays for nothing twice.
 
 Questions whose answer stands in the question, is not in the passage, is not found by retrieval, or is ambiguous are left out, and
 so are leaks between training and validation, which come from different documents. The counts are printed and written.

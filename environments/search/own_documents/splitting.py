@@ -45,7 +45,7 @@ def split(
 def separate(
     train: Sequence[Candidate], val: Sequence[Candidate], wanted_val: int, dropped: Counter[str]
 ) -> tuple[list[Candidate], list[Candidate]]:
-    """(training, validation) without leaks: no name and no answer of a validation question occurs in a training question or answer.
+    """(training, validation) without leaks: no name or answer of a validation question occurs in a training question or answer.
 
     Validation questions are taken in their order until there are enough; each takes the training questions that share a name with
     it out, or, where these are too many, is left out itself.

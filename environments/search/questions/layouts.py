@@ -1,12 +1,10 @@
 """What a row of questions looks like in each release: where its prompt, its gold answers and its id stand.
 
-| layout | gold answers | released as |
-|---|---|---|
-| searchr1 | reward_model.ground_truth.target, reward_spec.ground_truth.target | PeterJinGo/nq_hotpotqa_train; verl's and SkyRL's versions of it |
-| rlinf | solutions, text or list | RLinf/Search-R1-Data |
-| flashrag | golden_answers | RUC-NLPIR/FlashRAG_datasets |
-| asearcher | answer, text or list, beside one of qid, idx, aug_answer, source | inclusionAI/ASearcher-train-data, -test-data |
-| plain | answers or answer | anything else |
+    searchr1    reward_model.ground_truth.target: PeterJinGo/nq_hotpotqa_train and verl's version; reward_spec...: SkyRL's
+    rlinf       solutions, text or list: RLinf/Search-R1-Data
+    flashrag    golden_answers: RUC-NLPIR/FlashRAG_datasets
+    asearcher   answer, text or list, beside one of qid, idx, aug_answer, source: inclusionAI/ASearcher-train-data, -test-data
+    plain       answers or answer: anything else
 """
 
 from __future__ import annotations

@@ -178,6 +178,6 @@ def _detect(path: Path, what: str, rows: Sequence[Mapping[str, Any]]) -> Layout:
     looked_for = ", ".join(layout.described() for layout in LAYOUTS.values())
     found = ", ".join(f"{key} ({kind_of(value)})" for key, value in rows[0].items()) or "nothing"
     raise DataError(
-        f"{path}: expected the {what}, found no gold answer in any of {len(rows)} rows. Looked for {looked_for}. The first row has "
-        f"{found}. Rename the key or convert the file."
+        f"{path}: expected the {what}, found no gold answer in any of {len(rows)} rows. Looked for {looked_for}. The first row "
+        f"has {found}. Rename the key or convert the file."
     )

@@ -42,8 +42,9 @@ def set_name(path: str | Path) -> str:
 def find_sets(folder: str | Path, split: str = "val") -> dict[str, Path]:
     """{set: file} of the sets in a folder, those of EVALUATION_SETS first, in their order.
 
-    Looked for, with a suffix of SUFFIXES: `<set>/test`, else dev, val, train (FlashRAG, ASearcher-test-data); `<set>` alone or with
-    `_test`, `_dev`; and `test` in the folder itself (Search-R1: its rows name their sets). Raises DataError: none, or one twice.
+    Looked for, with a suffix of SUFFIXES: `<set>/test`, else dev, val, train (FlashRAG, ASearcher-test-data); `<set>` alone or
+    with `_test`, `_dev`; and `test` in the folder itself (Search-R1: its rows name their sets).
+    Raises DataError: no set there, or one twice.
     """
     folder = Path(folder).expanduser()
     found: dict[str, Path] = {}

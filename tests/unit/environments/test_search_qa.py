@@ -47,7 +47,8 @@ def test_text_markdown_html_and_json_lines_become_the_same_document(tmp_path):
     (tmp_path / "deep").mkdir()
     (tmp_path / "a.txt").write_text("Ann Lee\n\nAnn Lee was born\nin Paris.\n\n  She wrote books. \n")
     (tmp_path / "deep" / "b.md").write_text(
-        "---\nauthor: x\n---\n# Ann *Lee*\n\nAnn [Lee](http://x) was **born**\nin Paris.\n\n```\ncode = 1\n```\n\nShe wrote books.\n"
+        "---\nauthor: x\n---\n# Ann *Lee*\n\nAnn [Lee](http://x) was **born**\nin Paris.\n\n"
+        "```\ncode = 1\n```\n\nShe wrote books.\n"
     )
     (tmp_path / "c.html").write_text(
         "<html><head><title>Site | Ann Lee</title><script>var x = 1;</script></head><body><nav>Home</nav>"

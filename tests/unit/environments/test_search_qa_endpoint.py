@@ -1,4 +1,4 @@
-"""Claims about questions that a model writes: the manners of the client against a real HTTP server, and what becomes of its replies.
+"""Claims about questions that a model writes: the client's manners against a real HTTP server, and what becomes of replies.
 
 The server is a stand-in for a model: it reads the prompt's passages and answers by rule, or misbehaves as it is told to.
 """
@@ -21,11 +21,14 @@ from rlflow_environments.search.chat import ChatEndpoint, EndpointError
 from rlflow_environments.search.own_documents.writing import read_reply
 from rlflow_environments.search.world import make_world
 
-FACT = re.compile(r"The (birthplace|teacher|spouse|author|founder|capital) of (.+?) (?:is|was) ([^.]+)\.|()(.+?) was (?:born in|written by|founded by|married to) ([^.]+)\.")  # fmt: skip
+FACT = re.compile(
+    r"The (birthplace|teacher|spouse|author|founder|capital) of (.+?) (?:is|was) ([^.]+)\."
+    r"|()(.+?) was (?:born in|written by|founded by|married to) ([^.]+)\."
+)
 
 
 class Model:
-    """faults: statuses to answer with before anything else. fails_after: requests from then on get a 500. seen: (headers, body)."""
+    """faults: statuses to answer with first. fails_after: requests from then on get a 500. seen: (headers, body)."""
 
     def __init__(self) -> None:
         self.faults: list[tuple[int, dict[str, str]]] = []

@@ -1,4 +1,4 @@
-"""Claims about recipes/searchr1/download.py, against a local server that speaks as much of the hub as huggingface_hub asks for."""
+"""Claims about recipes/searchr1/download.py, against a local server that speaks what huggingface_hub asks a hub."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ INDEX = random.Random(0).randbytes(3_000_000)
 
 
 class Hub:
-    """files: {repository: {name: content}}. sent: (name, first byte) of every transfer. cut: the connection breaks in the middle of
-    this file, and then whenever it is asked for the rest. damaged: this file comes with a wrong byte so many times."""
+    """files: {repository: {name: content}}. sent: (name, first byte) of every transfer. cut: the connection breaks in the
+    middle of this file, and then whenever it is asked for the rest. damaged: this file comes with a wrong byte so many times."""
 
     def __init__(self) -> None:
         self.files = {
@@ -128,8 +128,9 @@ def hub() -> Iterator[Hub]:
 
 
 def run(hub: Hub, *arguments: str, home: Path) -> subprocess.CompletedProcess[str]:
-    variables = {**os.environ, "HF_ENDPOINT": hub.endpoint, "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1", "HF_HOME": str(home),
-                 "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}  # fmt: skip
+    hub_variables = {"HF_ENDPOINT": hub.endpoint, "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1", "HF_HOME": str(home)}
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    variables = {**os.environ, **hub_variables, "PYTHONPATH": path}
     command = [sys.executable, str(ROOT / "recipes" / "searchr1" / "download.py"), *arguments]
     return subprocess.run(command, env=variables, capture_output=True, text=True, timeout=200)
 
