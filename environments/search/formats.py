@@ -89,6 +89,21 @@ def make_passage(record: Mapping[str, Any], row: int) -> Passage:
         raise DataError(f"record {row}: {problem}. Build the index again.") from None
 
 
+def read_passages(path: str | Path, *, skip_bad_rows: bool = False) -> list[Passage]:
+    """All passages of a corpus, in memory, as a new corpus would have them. Raises DataError as `Corpus` does, with
+    `skip_bad_rows` only where no row is good."""
+    file = existing(path, "corpus")
+    passages: list[Passage] = []
+    bad: list[tuple[str, str]] = []
+    for line, _, record in records(file.read_bytes()):
+        try:
+            passages.append(_passage(parse_object(record), len(passages)))
+        except BadRow as problem:
+            bad.append((f"line {line}", str(problem)))
+    refuse(file, "corpus", bad, len(passages), skip=skip_bad_rows)
+    return passages
+
+
 def parse_passage(record: bytes, row: int, path: str | Path) -> Passage:
     """The passage of one record of a corpus. Raises DataError that names the row (from 0)."""
     try:

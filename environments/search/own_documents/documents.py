@@ -85,23 +85,27 @@ def read_documents(folder: str | Path, *, skip_bad: bool = False) -> tuple[list[
 Found = Iterator[tuple[str, "Document | BadRow"]]
 
 
-def _one(read: Callable[[str, str], tuple[str, list[str]]]) -> Callable[[Path, str], Found]:
-    """A reader of files that hold one document each. read: (text, name without suffix) -> (title, paragraphs)."""
+def _one(read: Callable[[bytes, str], tuple[str, list[str]]]) -> Callable[[Path, str], Found]:
+    """A reader of files that hold one document each. read: (content, name without suffix) -> (title, paragraphs)."""
 
     def reader(path: Path, name: str) -> Found:
         try:
-            text = path.read_bytes().decode("utf-8-sig")
+            title, paragraphs = read(path.read_bytes(), path.stem)
         except UnicodeDecodeError as problem:
             yield name, BadRow(f"not UTF-8 ({problem.reason} at byte {problem.start})")
             return
-        title, paragraphs = read(text.replace("\r\n", "\n"), path.stem)
         yield name, Document(name, _clean(title)[:_LONGEST_TITLE], _cleaned(paragraphs), f"doc://{name}")
 
     return reader
 
 
-def _plain(text: str, stem: str) -> tuple[str, list[str]]:
+def _decoded(content: bytes) -> str:
+    return content.decode("utf-8-sig").replace("\r\n", "\n")
+
+
+def _plain(content: bytes, stem: str) -> tuple[str, list[str]]:
     """A first line that stands alone and is no sentence is the title."""
+    text = _decoded(content)
     paragraphs = re.split(r"\n[ \t]*\n", text)
     first = next((paragraph.strip() for paragraph in paragraphs if paragraph.strip()), "")
     if first and "\n" not in first and len(first) <= _LONGEST_TITLE and first[-1] not in ".!?:;,":
@@ -109,14 +113,14 @@ def _plain(text: str, stem: str) -> tuple[str, list[str]]:
     return _readable(stem), paragraphs
 
 
-def _markdown(text: str, stem: str) -> tuple[str, list[str]]:
+def _markdown(content: bytes, stem: str) -> tuple[str, list[str]]:
     """The first heading is the title; code blocks are no text."""
     try:
         from markdown_it import MarkdownIt
     except ImportError:
         raise _missing("markdown-it-py", ".md") from None
     title, paragraphs, heading = "", [], False
-    for token in MarkdownIt("commonmark").enable("table").parse(_FRONT_MATTER.sub("", text)):
+    for token in MarkdownIt("commonmark").enable("table").parse(_FRONT_MATTER.sub("", _decoded(content))):
         if token.type in ("heading_open", "heading_close"):
             heading = token.type == "heading_open"
         elif token.type == "inline":
@@ -132,12 +136,13 @@ def _inline(token: Any) -> str:
     return " " if token.type in ("softbreak", "hardbreak") else "" if token.type == "html_inline" else token.content
 
 
-def _html(text: str, stem: str) -> tuple[str, list[str]]:
+def _html(content: bytes, stem: str) -> tuple[str, list[str]]:
+    """The first h1, else the title, is the title; a page may declare an encoding of its own."""
     try:
         import bs4
     except ImportError:
         raise _missing("beautifulsoup4", ".html") from None
-    page = bs4.BeautifulSoup(text, "html.parser")
+    page = bs4.BeautifulSoup(content, "html.parser")
     heading = page.find("h1")
     title = next((found.get_text(" ") for found in (heading, page.title) if found and found.get_text().strip()), "")
     for tag in page([*_NOT_TEXT, "title"]):

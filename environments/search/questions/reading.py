@@ -161,7 +161,9 @@ class _Reader:
 
 
 def _set_of_row(row: Mapping[str, Any]) -> str:
-    """The set that a row names itself: Search-R1's `data_source`, which verl prefixes."""
+    """The set that a row names itself: in `set`, or in Search-R1's `data_source`, which verl prefixes."""
+    if isinstance(row.get("set"), str):
+        return str(row["set"])
     source = row.get("data_source")
     return set_name(source.removeprefix("searchR1_")) if isinstance(source, str) and source else ""
 

@@ -67,6 +67,13 @@ def test_text_markdown_html_and_json_lines_become_the_same_document(tmp_path):
     assert others == {".png": 1}
 
 
+def test_an_html_page_may_declare_its_encoding(tmp_path):
+    page = '<html><head><meta charset="iso-8859-1"><title>Stra\xdfe</title></head><body><p>Gr\xfc\xdfe.</p></body></html>'
+    (tmp_path / "page.html").write_bytes(page.encode("latin-1"))
+    ((document,), _) = read_documents(tmp_path)
+    assert (document.title, document.paragraphs) == ("Straße", ("Grüße.",))
+
+
 def test_a_document_without_a_heading_is_named_by_its_file(tmp_path):
     (tmp_path / "my_first-notes.txt").write_text("This is a sentence that ends with a full stop.\n\nMore.")
     (document,), _ = read_documents(tmp_path / "my_first-notes.txt")
