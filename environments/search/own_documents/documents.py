@@ -51,7 +51,7 @@ class Document:
 
 
 def read_documents(folder: str | Path, *, skip_bad: bool = False) -> tuple[list[Document], dict[str, int]]:
-    """(the documents in the order of their names, {suffix: number of files that are no documents}).
+    """(the documents in the order of their names, {suffix, or "empty": number of files that are no documents}).
 
     Hidden files are left alone. Raises DataError: nothing to read; files or rows that cannot be read, unless `skip_bad`.
     """
@@ -74,7 +74,7 @@ def read_documents(folder: str | Path, *, skip_bad: bool = False) -> tuple[list[
             elif found.paragraphs:
                 documents.append(found)
             else:
-                bad.append((where, "no text"))
+                others["empty"] = others.get("empty", 0) + 1
     if not documents and not bad:
         seen = ", ".join(f"{count} {suffix}" for suffix, count in others.items()) or "nothing"
         raise DataError(f"{root}: expected documents ({', '.join(READERS)}), found {seen}.")
@@ -105,11 +105,10 @@ def _decoded(content: bytes) -> str:
 
 def _plain(content: bytes, stem: str) -> tuple[str, list[str]]:
     """A first line that stands alone and is no sentence is the title."""
-    text = _decoded(content)
-    paragraphs = re.split(r"\n[ \t]*\n", text)
-    first = next((paragraph.strip() for paragraph in paragraphs if paragraph.strip()), "")
+    paragraphs = [paragraph.strip() for paragraph in re.split(r"\n[ \t]*\n", _decoded(content)) if paragraph.strip()]
+    first = paragraphs[0] if paragraphs else ""
     if first and "\n" not in first and len(first) <= _LONGEST_TITLE and first[-1] not in ".!?:;,":
-        return first, paragraphs[paragraphs.index(next(p for p in paragraphs if p.strip())) + 1 :]
+        return first, paragraphs[1:]
     return _readable(stem), paragraphs
 
 

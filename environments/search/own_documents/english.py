@@ -13,13 +13,13 @@ from dataclasses import dataclass
 _CAPITAL = "A-Z\u00c0-\u00d6\u00d8-\u00de\u0386-\u03ab\u0400-\u042f"
 _WORD = rf"[{_CAPITAL}][\w'’-]*"
 NAME = rf"{_WORD}(?:\s+(?:(?:of|de|da|di|van|von|du|bin|al)\s+(?:(?:the|der|den|la|le)\s+)?)?{_WORD})*"
-_NAME = re.compile(NAME)
+_NAME = re.compile(r"(?<![\w/.@-])" + NAME)
 _YEAR = re.compile(r"\b1\d{3}\b|\b20\d{2}\b")
 _LEADING = {"the", "a", "an", "in", "on", "at", "by", "from", "of", "to", "for", "with", "as", "it", "he", "she", "they", "his", "her",
             "its", "their", "this", "that", "these", "those", "there", "when", "while", "after", "before", "since", "until", "during",
             "although", "but", "and", "or", "if", "no", "not", "few", "many", "most", "some", "all", "every", "each", "one", "two",
             "first", "here", "who", "what", "which", "where", "how", "why", "i", "we", "you", "my", "our", "your", "both", "because",
-            "however", "today", "later", "then", "also", "under", "over", "near", "between", "through", "into", "about", "slow",
+            "however", "today", "later", "then", "also", "under", "over", "near", "between", "through", "into", "about",
             "only", "even", "once", "so", "such", "like", "another", "other", "several", "what's", "it's"}  # fmt: skip
 """Words that are capitalised because a sentence begins with them, not because they belong to a name."""
 
@@ -112,7 +112,8 @@ def _without_lead(name: str) -> str:
     words = name.split()
     while words and words[0].lower() in _LEADING:
         words.pop(0)
-    return " ".join(words) if words and len(" ".join(words)) > 1 else ""
+    plain = re.sub(r"['’](?:s)?$", "", " ".join(words))
+    return plain if len(plain) > 1 else ""
 
 
 def resolve_pronoun(sentence: str, title: str) -> str:
@@ -144,6 +145,11 @@ def _has_title_cut(name: str, text: str) -> bool:
     return re.search(re.escape(name) + r"[-–]\w", text) is not None
 
 
+def _merely_begins(name: str, text: str, known: set[str]) -> bool:
+    """Whether a word may have its capital only because the sentence begins with it."""
+    return " " not in name and text.startswith(name) and name not in known
+
+
 def blank_of(sentence: str, title: str, known: frozenset[str] | set[str]) -> Fact | None:
     """The sentence with a blank in place of one of its names: a title of another document if there is one, else the last name.
 
@@ -152,7 +158,7 @@ def blank_of(sentence: str, title: str, known: frozenset[str] | set[str]) -> Fac
     text = resolve_pronoun(sentence, title)
     if not 20 <= len(text) <= 300 or text[-1] not in ".!?。":
         return None
-    names = [name for name in names_in(text) if text.count(name) == 1]
+    names = [name for name in names_in(text) if text.count(name) == 1 and not _merely_begins(name, text, {title, *known})]
     others = [name for name in names if name != title and name not in title]
     if len(names) < 2 or not others:
         return None

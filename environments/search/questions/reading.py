@@ -49,10 +49,10 @@ def read_files(
     prompt_template: str,
     *,
     layout: str | None = None,
-    sets: Sequence[str] | None = None,
+    sets: str | Sequence[str] | None = None,
     first: int | None = None,
     skip_bad_rows: bool = False,
-    skip_sources: Sequence[str] = (),
+    skip_sources: str | Sequence[str] = (),
     rewrite_prompts: bool = False,
 ) -> list[Task]:
     """The tasks of all files.
@@ -71,9 +71,10 @@ def read_files(
     tasks: list[Task] = []
     for name, file in _files(paths, split):
         tasks += reader.read(file, name)[:first]
-    tasks = [task for task in tasks if task.metadata.get("source") not in skip_sources]
+    left_out = [skip_sources] if isinstance(skip_sources, str) else skip_sources
+    tasks = [task for task in tasks if task.metadata.get("source") not in left_out]
     if sets is not None:
-        tasks = _of_sets(tasks, sets, split)
+        tasks = _of_sets(tasks, [sets] if isinstance(sets, str) else sets, split)
     if not tasks:
         raise DataError(f"environment.{split}: skip_sources leaves no question out of {len(paths)} file(s).")
     _warn_of_invalid(tasks, split)
@@ -91,9 +92,9 @@ def _files(paths: Sequence[Path], split: str) -> list[tuple[str, Path]]:
     return found
 
 
-def _of_sets(tasks: list[Task], sets: Sequence[str], split: str) -> list[Task]:
+def _of_sets(tasks: Sequence[Task], sets: Sequence[str], split: str) -> list[Task]:
     known = list(dict.fromkeys(str(task.metadata.get("set", "")) for task in tasks))
-    for name in [sets] if isinstance(sets, str) else sets:
+    for name in sets:
         if name not in known:
             raise ConfigError(
                 f"environment.{split}.sets: no set '{name}' there; found {', '.join(known)}.{did_you_mean(name, known)}"

@@ -59,12 +59,13 @@ def test_text_markdown_html_and_json_lines_become_the_same_document(tmp_path):
     (tmp_path / "d.jsonl").write_text("\n\n".join(json.dumps(row) for row in rows))
     (tmp_path / "picture.png").write_bytes(b"x")
     (tmp_path / ".hidden.txt").write_text("not read")
+    (tmp_path / "only_a_title.md").write_text("# Ann Lee\n")
     documents, others = read_documents(tmp_path)
     assert [document.name for document in documents] == ["a.txt", "c.html", "d.jsonl#1", "d.jsonl#3", "deep/b.md"]
     for document in documents:
         assert (document.title, document.paragraphs) == ("Ann Lee", ("Ann Lee was born in Paris.", "She wrote books."))
     assert documents[0].url == "doc://a.txt" and documents[2].url == "http://ann"
-    assert others == {".png": 1}
+    assert others == {".png": 1, "empty": 1}
 
 
 def test_an_html_page_may_declare_its_encoding(tmp_path):
@@ -142,17 +143,16 @@ def test_the_rules_would_rather_leave_a_fact_out_than_get_it_wrong(sentence):
 
 
 def test_names_leave_out_the_words_that_begin_a_sentence():
-    assert names_in("In Paris the Duke of York met Ann Lee. However, Paris slept.") == [
-        "Paris",
-        "Duke of York",
-        "Ann Lee",
-    ]
+    told = "In Paris the Duke of York met Ann Lee. However, Paris slept."
+    assert names_in(told) == ["Paris", "Duke of York", "Ann Lee"]
+    assert names_in("in Bob's house, /usr/Lib and my_Name are no names") == ["Bob"]
 
 
 def test_a_blank_prefers_the_title_of_another_document_and_needs_a_second_name():
     fact = blank_of("She sold the Iron Mill to Bob Ray in Leeds.", "Ann Lee", {"Bob Ray", "Ann Lee"})
     assert fact is not None and fact.object == "Bob Ray"
     assert fact.question[0] == 'What fills the blank in "{s} sold the Iron Mill to ____ in Leeds."?'
+    assert blank_of("Barges reach it by the Iron River.", "Leeds", {"Leeds"}) is None  # "Barges" is no name
     assert blank_of("The town has a famous market in summer.", "Leeds", {"Leeds"}) is None
 
 

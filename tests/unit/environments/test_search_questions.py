@@ -185,6 +185,7 @@ def test_some_of_the_sets_are_chosen_by_name(tmp_path):
         write_rows(tmp_path / f"{name}.jsonl", [{"question": "a?", "answer": "x"}, {"question": "b?", "answer": "x"}])
     tasks = read_tasks({"path": tmp_path, "sets": ["musique", "nq"], "first": 1}, "val")
     assert [task.metadata["set"] for task in tasks] == ["nq", "musique"]
+    assert len(read_tasks({"path": tmp_path, "sets": "nq"}, "val")) == 2
     with pytest.raises(ConfigError, match="Did you mean 'musique'"):
         read_tasks({"path": tmp_path, "sets": ["musiqe"]}, "val")
     both = read_tasks([tmp_path / "nq.jsonl", str(tmp_path / "musique.jsonl")], "val")
