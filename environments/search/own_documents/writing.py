@@ -111,8 +111,10 @@ def _candidates(
 
 
 def read_reply(text: str) -> Iterator[tuple[str, str]]:
-    """The (question, answer) pairs of a reply: JSON, alone or among other text, an object or a list of them."""
-    found = re.search(r"\[.*\]|\{.*\}", text, re.DOTALL)
+    """The (question, answer) pairs of a reply: JSON, alone or among other text, an object or a list of them.
+
+    What a model thinks aloud before it replies is not read."""
+    found = re.search(r"\[.*\]|\{.*\}", text.rpartition("</think>")[2], re.DOTALL)
     if found is None:
         return
     try:

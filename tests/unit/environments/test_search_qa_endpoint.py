@@ -182,6 +182,7 @@ def test_an_endpoint_without_a_model_is_refused(tmp_path, documents, capsys):
         ('[{"question": "Q?", "answer": "A"}, {"question": "R?", "answer": 1912}]', [("Q?", "A"), ("R?", "1912")]),
         ('Sure!\n```json\n{"question": " Q? ", "answer": "A"}\n```', [("Q?", "A")]),
         ('[{"question": "Q?"}, {"question": "R?", "answer": true}, "x"]', []),
+        ('<think>perhaps [{"question"...}]</think>\n{"question": "Q?", "answer": "A"}', [("Q?", "A")]),
         ("no JSON", []),
         ('{"question": "cut o', []),
         ("", []),
