@@ -173,7 +173,7 @@ class _Hub:
         from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled
 
         # The errors of the hub's HTTP library share no base with OSError; ValueError: a file over 50 GB, a name that is none.
-        transport = (
+        transport: tuple[type[BaseException], ...] = (
             OSError,
             ValueError,
             HfHubHTTPError,

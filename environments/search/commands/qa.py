@@ -70,6 +70,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Reads, composes, screens, writes and prints the account; returns 0."""
+    from rlflow.errors import ConfigError
     from rlflow_environments.search.commands.build import Progress
     from rlflow_environments.search.own_documents.documents import read_documents
     from rlflow_environments.search.own_documents.making import Request, make_questions
@@ -86,6 +87,8 @@ def run(args: argparse.Namespace) -> int:
         blanks=not args.no_blanks,
     )
     request.check()
+    if Path(args.out).expanduser().resolve().is_relative_to(Path(args.documents).expanduser().resolve()):
+        raise ConfigError(f"OUT: {args.out} lies in {args.documents}, and would be read as documents the next time. Give another.")
     documents, others = read_documents(args.documents, skip_bad=args.skip_bad)
     if others:
         left = ", ".join(f"{count} {suffix}" for suffix, count in sorted(others.items()))

@@ -295,6 +295,11 @@ def test_too_few_documents_are_one_clear_error(tmp_path, capsys):
     assert "question is left of 1 candidates from 1 documents" in capsys.readouterr().err
 
 
+def test_output_among_the_documents_is_refused(tmp_path, capsys):
+    assert main(["qa", str(tmp_path), str(tmp_path / "out")]) == 2
+    assert "would be read as documents the next time" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("change", [{"train": 0}, {"val_share": 1.0}, {"multi_hop": 1.5}, {"top_k": 0}])
 def test_values_out_of_range_are_refused_before_anything_is_read(change, tmp_path):
     with pytest.raises(ConfigError, match="--" + next(iter(change)).replace("_", "-")):
