@@ -88,7 +88,7 @@ def run(args: argparse.Namespace) -> int:
     )
     request.check()
     if Path(args.out).expanduser().resolve().is_relative_to(Path(args.documents).expanduser().resolve()):
-        raise ConfigError(f"OUT: {args.out} lies in {args.documents}, and would be read as documents the next time. Give another.")
+        raise ConfigError(f"OUT: {args.out} lies in {args.documents} and would be read the next time. Give another folder.")
     documents, others = read_documents(args.documents, skip_bad=args.skip_bad)
     if others:
         left = ", ".join(f"{count} {suffix}" for suffix, count in sorted(others.items()))

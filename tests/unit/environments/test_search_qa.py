@@ -297,7 +297,7 @@ def test_too_few_documents_are_one_clear_error(tmp_path, capsys):
 
 def test_output_among_the_documents_is_refused(tmp_path, capsys):
     assert main(["qa", str(tmp_path), str(tmp_path / "out")]) == 2
-    assert "would be read as documents the next time" in capsys.readouterr().err
+    assert "would be read the next time" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("change", [{"train": 0}, {"val_share": 1.0}, {"multi_hop": 1.5}, {"top_k": 0}])
