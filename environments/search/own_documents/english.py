@@ -145,9 +145,9 @@ def _has_title_cut(name: str, text: str) -> bool:
     return re.search(re.escape(name) + r"[-–]\w", text) is not None
 
 
-def _merely_begins(name: str, text: str, known: set[str]) -> bool:
+def _merely_begins(name: str, text: str) -> bool:
     """Whether a word may have its capital only because the sentence begins with it."""
-    return " " not in name and text.startswith(name) and name not in known
+    return " " not in name and text.startswith(name)
 
 
 def blank_of(sentence: str, title: str, known: frozenset[str] | set[str]) -> Fact | None:
@@ -158,7 +158,8 @@ def blank_of(sentence: str, title: str, known: frozenset[str] | set[str]) -> Fac
     text = resolve_pronoun(sentence, title)
     if not 20 <= len(text) <= 300 or text[-1] not in ".!?。":
         return None
-    names = [name for name in names_in(text) if text.count(name) == 1 and not _merely_begins(name, text, {title, *known})]
+    begins = {name for name in names_in(text)[:1] if _merely_begins(name, text)} - {title} - known
+    names = [name for name in names_in(text) if text.count(name) == 1 and name not in begins]
     others = [name for name in names if name != title and name not in title]
     if len(names) < 2 or not others:
         return None

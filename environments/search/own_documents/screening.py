@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from rlflow_environments.search.formats import Passage
 from rlflow_environments.search.own_documents.candidates import Candidate
@@ -80,7 +80,11 @@ def _asked(candidate: Candidate) -> list[tuple[str, str]]:
 
 
 def retrievable(
-    candidates: Sequence[Candidate], retriever: Retriever, top_k: int, dropped: Counter[str], progress: object = None
+    candidates: Sequence[Candidate],
+    retriever: Retriever,
+    top_k: int,
+    dropped: Counter[str],
+    progress: Callable[[str, int, int], None] = lambda stage, done, total: None,
 ) -> list[Candidate]:
     """The candidates each of whose hops is answered by one of the `top_k` passages that its query brings."""
     queries = list(dict.fromkeys(hop.query for candidate in candidates for hop in candidate.hops))
@@ -89,8 +93,7 @@ def retrievable(
         batch = queries[start : start + _BATCH]
         for query, results in zip(batch, retriever.search(batch, top_k), strict=True):
             found[query] = "\n".join(passage.contents for passage in results)
-        if callable(progress):
-            progress("searching for the answers", start + len(batch), len(queries))
+        progress("searching for the answers", start + len(batch), len(queries))
     kept = [one for one in candidates if all(contains_gold(found[hop.query], [hop.answer]) for hop in one.hops)]
     dropped["not_retrieved"] += len(candidates) - len(kept)
     return kept
