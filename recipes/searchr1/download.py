@@ -19,7 +19,6 @@ EXAMPLES = """releases:
 
 examples:
   python recipes/searchr1/download.py wiki-18 wiki-18-e5 --save_path data/wiki-18        # what Search-R1's server needs
-  python recipes/searchr1/download.py nq-hotpotqa --save_path data/nq_hotpotqa
   python recipes/searchr1/download.py --repo_id PeterJinGo/wiki-18-e5-index --save_path data/wiki-18      # as Search-R1's script
   python recipes/searchr1/download.py flashrag --file 'musique/*' --save_path data/sets
 """
@@ -31,13 +30,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, epilog=EXAMPLES.format(releases=listed), formatter_class=formatter
     )
-    parser.add_argument(
-        "releases", nargs="*", metavar="RELEASE", help="names below, or OWNER/NAME of any dataset repository"
-    )
+    parser.add_argument("releases", nargs="*", metavar="RELEASE", help="names below, or OWNER/NAME of any data set")
     parser.add_argument("--repo_id", metavar="OWNER/NAME", help="one more repository, as in Search-R1's script")
-    parser.add_argument(
-        "--save_path", "--local-dir", required=True, type=Path, metavar="DIR", help="where the files go"
-    )
+    parser.add_argument("--save_path", required=True, type=Path, metavar="DIR", help="where the files go")
     parser.add_argument(
         "--file", action="append", default=[], metavar="PATTERN", help="only files like this; nothing is joined"
     )
