@@ -32,11 +32,18 @@ SERVER = [
     "prometheus-client>=0.20",
 ]
 
+DOCUMENTS = [  # `rlflow search qa` reads .md and .html
+    "beautifulsoup4>=4.12",
+    "markdown-it-py>=3.0",
+    "httpx>=0.27",  # a model at an endpoint that writes the questions
+]
+
 EXTRAS = {
-    "search": ["faiss-cpu>=1.9", "bm25s>=0.2.6", *SERVER],
+    "search": ["faiss-cpu>=1.9", "bm25s>=0.2.6", *SERVER, *DOCUMENTS],
     # Instead of search: the two faiss packages exclude each other.
-    "search-gpu": ["faiss-gpu-cu12>=1.9", "bm25s>=0.2.6", *SERVER],
+    "search-gpu": ["faiss-gpu-cu12>=1.9", "bm25s>=0.2.6", *SERVER, *DOCUMENTS],
     "judge": ["httpx>=0.27"],  # the reward of a language model
+    "data": ["pyarrow>=15"],  # questions in parquet
     "onnx": ["onnxruntime>=1.17"],
     "ray": ["ray>=2.40"],
     "vllm": ["vllm>=0.27"],

@@ -210,7 +210,7 @@ def _add_eval(commands: argparse._SubParsersAction) -> None:
     parser.add_argument(
         "--hf", metavar="PATH", help="config and tokenizer for a checkpoint (default: its run's model.path)"
     )
-    parser.add_argument("--data", metavar="FILE", help="questions, jsonl (environment.val)")
+    parser.add_argument("--data", metavar="PATH", help="questions, or a folder of evaluation sets (environment.val)")
     parser.add_argument("--corpus", metavar="FILE", help="passages to search, jsonl (environment.corpus)")
     parser.add_argument(
         "--config", metavar="FILE", help="YAML configuration: environment and rollout sections are used"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -68,6 +68,20 @@ def evaluation_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     return metrics
 
 
+def metrics_by_set(groups: Sequence[Group]) -> dict[str, dict[str, float]]:
+    """{set: evaluation_metrics} of the evaluation sets that the tasks name (`metadata["set"]`); empty for a single set."""
+    by_set: dict[str, list[Trajectory]] = {}
+    for group in groups:
+        by_set.setdefault(str(group.task.metadata.get("set", "")), []).extend(group.trajectories)
+    return {name: evaluation_metrics(one) for name, one in by_set.items()} if len(by_set) > 1 else {}
+
+
+def mean_over_sets(by_set: Mapping[str, Mapping[str, float]], name: str) -> float | None:
+    """The unweighted mean over sets that the field reports; None where no set has the metric."""
+    values = [metrics[f"eval/{name}"] for metrics in by_set.values() if f"eval/{name}" in metrics]
+    return mean(values) if values else None
+
+
 def main(args: Namespace) -> int:
     """`rlflow eval`: prints the scores of a model directory and writes summary.json and trajectories.jsonl."""
     for option, value in (("--questions", args.questions), ("--samples", args.samples)):
@@ -88,9 +102,17 @@ def main(args: Namespace) -> int:
             )
             result = evaluate(rollout, tasks, samples_per_prompt=args.samples, temperature=args.temperature)
     write_trajectories(out / "trajectories.jsonl", result.groups)
+    by_set = metrics_by_set(result.groups)
     summary = {"model": str(args.model), "temperature": args.temperature, "prompts_dropped": dropped, **result.metrics}
+    if by_set:
+        summary["sets"] = by_set
+        summary["exact_match_mean_over_sets"] = mean_over_sets(by_set, "exact_match")
     write_json(out / "summary.json", summary)
-    print(evaluation_line(result.metrics))
+    for name, metrics in by_set.items():
+        print(f"{name + ':':17}{evaluation_line(metrics)}")
+    if by_set and summary["exact_match_mean_over_sets"] is not None:
+        print(f"{'mean over sets:':17}EM {summary['exact_match_mean_over_sets']:.3f}")
+    print(f"{'all questions:':17}{evaluation_line(result.metrics)}" if by_set else evaluation_line(result.metrics))
     for name in ("searches", "turns", "response_tokens"):
         if f"eval/{name}" in result.metrics:
             print(f"{name.replace('_', ' ')} per question: {result.metrics[f'eval/{name}']:.2f}")

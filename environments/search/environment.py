@@ -15,6 +15,7 @@ from rlflow_environments.search.disturbances import make_disturbances
 from rlflow_environments.search.lookups import Lookups
 from rlflow_environments.search.protocol import check_prompt_template
 from rlflow_environments.search.protocols import Call, Result, Shown, make_protocol
+from rlflow_environments.search.questions import QuestionSource
 from rlflow_environments.search.retrievers import Retriever
 from rlflow_environments.search.rewards import RULE_SCORES, Transcript, make_reward, rule_scores
 from rlflow_environments.search.rewards.judge import Judge
@@ -40,8 +41,8 @@ class SearchEnvironment(Environment):
     def __init__(
         self,
         corpus: str | Path | None = None,
-        train: str | Path | None = None,
-        val: str | Path | None = None,
+        train: QuestionSource | None = None,
+        val: QuestionSource | None = None,
         *,
         world: Mapping[str, Any] | None = None,
         retriever: str | Mapping[str, Any] | Retriever = "dense",
@@ -60,7 +61,8 @@ class SearchEnvironment(Environment):
     ) -> None:
         """Reads the files and builds the index.
 
-        corpus, train, val: .jsonl files (see `formats`); train or val may be missing as long as its tasks are not asked for.
+        corpus: a .jsonl file (see `formats`). train, val: files of questions, or a folder of evaluation sets (see `questions`);
+        either may be missing as long as its tasks are not asked for.
         world: keywords of `world.ensure_world`, which makes the embedded world's files; a file given beside it wins.
         retriever: a name, {name, options...}, or a Retriever (then `corpus` is not needed). top_k: passages per search. pages: a
         .jsonl file for the tool access. tools: search, and access where the protocol has it. max_turns: in the sense of the

@@ -10,9 +10,10 @@ from typing import Any
 
 from rlflow.errors import ConfigError, did_you_mean
 from rlflow.types import Task
-from rlflow_environments.search.formats import Corpus, read_tasks
+from rlflow_environments.search.formats import Corpus
 from rlflow_environments.search.protocols import Protocol
 from rlflow_environments.search.protocols.asearcher import with_validity
+from rlflow_environments.search.questions import QuestionSource, read_tasks
 from rlflow_environments.search.retrievers import Retriever, brings_documents, make_retriever
 
 
@@ -46,7 +47,7 @@ def open_retriever(retriever: str | Mapping[str, Any] | Retriever, corpus: str |
 
 
 def load_tasks(
-    questions: Mapping[str, str | Path], protocol: Protocol, template: str | None, valid_ratio: float
+    questions: Mapping[str, QuestionSource], protocol: Protocol, template: str | None, valid_ratio: float
 ) -> dict[str, list[Task]]:
     """Split -> the questions of its file in the protocol's prompts. template: in place of the protocol's. valid_ratio: see
     `with_validity`; in "val" every question is taken to have an answer. Raises ConfigError, DataError."""

@@ -12,7 +12,8 @@ Options
   --model DIR           any HuggingFace directory, also the export/ of a run; or a run, whose newest checkpoint is taken; or a
                         Megatron checkpoint, which is converted into a directory beside it (<checkpoint>.hf) first
   --hf DIR              config and tokenizer for a checkpoint (default: those of the model that its run started from)
-  --data FILE           questions, JSON Lines: {"prompt": ..., "solutions": [...]} (default: the configuration's validation set)
+  --data PATH           questions, JSON Lines: {"prompt": ..., "solutions": [...]}, a release of the field, or a folder of
+                        evaluation sets, which are scored one by one (default: the configuration's validation set)
   --corpus FILE         the passages to search, JSON Lines: {"id": ..., "contents": "\"Title\"\nText"}
   --config FILE         run configuration (default: that of the run DIR comes from, else config/demo.yaml: the embedded world)
   --questions N         only the first N questions
@@ -54,6 +55,7 @@ while [ $# -gt 0 ]; do
     --out=*) arguments+=(--out "$(realpath -m "${1#*=}")"); shift ;;
     --model=*) model=$(rlflow_path "${1#*=}"); shift ;;
     --hf=*) arguments+=(--hf "$(rlflow_path "${1#*=}")"); shift ;;
+    --data=*) arguments+=(--data "$(rlflow_path "${1#*=}")"); shift ;;
     --data=*) arguments+=(--data "$(rlflow_path "${1#*=}")"); shift ;;
     --corpus=*) overrides+=("environment.corpus=$(rlflow_path "${1#*=}")"); shift ;;
     -*) arguments+=("$1"); shift ;;

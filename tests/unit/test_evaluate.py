@@ -9,12 +9,12 @@ import pytest
 
 from rlflow.cli import main
 from rlflow.config import save_config
-from rlflow.evaluate import _evaluation_config, evaluate, evaluation_metrics
+from rlflow.evaluate import _evaluation_config, evaluate, evaluation_metrics, mean_over_sets, metrics_by_set
 from rlflow.metrics import interval95
 from rlflow.model_directory import ModelDirectory, model_directory
 from rlflow.rollout import Rollout
 from rlflow.schema import RunConfig, load_config
-from rlflow.types import StopReason, Trajectory
+from rlflow.types import Group, StopReason, Task, Trajectory
 from tests.flow.letters import Letters, write_letters_model
 
 
@@ -40,6 +40,17 @@ def test_attempts_are_averaged_within_their_question_by_hand() -> None:
     half = 1.959964 * 0.125**0.5 / 2**0.5  # the questions' means are 0.5 and 1: variance 1/8
     assert metrics["eval/exact_match_low"] == pytest.approx(0.75 - half)
     assert metrics["eval/exact_match_high"] == pytest.approx(0.75 + half)
+
+
+def test_sets_are_scored_apart_and_their_mean_does_not_weigh_them_by_size() -> None:
+    def group(of_set: str, index: int, reward: float) -> Group:
+        return Group(str(index), Task(str(index), "?", "x", {"set": of_set}), [attempt(f"{of_set}{index}", reward)])
+
+    groups = [group("nq", index, 1.0) for index in range(3)] + [group("musique", 3, 0.0)]
+    by_set = metrics_by_set(groups)
+    assert {name: metrics["eval/exact_match"] for name, metrics in by_set.items()} == {"nq": 1.0, "musique": 0.0}
+    assert mean_over_sets(by_set, "exact_match") == 0.5
+    assert metrics_by_set(groups[:3]) == {}
 
 
 def test_no_questions_are_no_error(tmp_path: Path) -> None:

@@ -15,6 +15,8 @@ COMMANDS = {
     "advise": "which index fits a corpus, a machine and a load",
     "serve": "serve an index over HTTP, wire-compatible with the field",
     "query": "try an index or a server in the terminal",
+    "data": "what a file of questions or passages is; write it in one form",
+    "qa": "questions and answers from your own documents",
     "check": "test any retrieval server against the wire format",
 }
 """Command -> its line in `rlflow search --help`. The code of `name` is in `commands/name.py`."""

@@ -12,11 +12,11 @@ from rlflow_environments.search.formats import (
     Passage,
     make_contents,
     read_pages,
-    read_tasks,
     write_corpus,
     write_pages,
     write_rows,
 )
+from rlflow_environments.search.questions import read_tasks
 
 
 def _file(tmp_path, text: str | bytes, name: str = "rows.jsonl"):

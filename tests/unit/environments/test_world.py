@@ -18,9 +18,10 @@ import pytest
 
 from rlflow.errors import ConfigError
 from rlflow_environments.search.environment import SearchEnvironment
-from rlflow_environments.search.formats import Corpus, read_pages, read_tasks
+from rlflow_environments.search.formats import Corpus, read_pages
 from rlflow_environments.search.names import fits, pool_of, syllables
 from rlflow_environments.search.prose import ADJECTIVES, NOUNS, OPENINGS, RELATIONS
+from rlflow_environments.search.questions import read_tasks
 from rlflow_environments.search.world import FILES, ensure_world, titles
 from tests.unit.environments.search_solver import Facts, answers, read_facts
 

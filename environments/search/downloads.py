@@ -1,0 +1,338 @@
+"""The field's public releases: downloaded from the HuggingFace hub, checked, and unpacked to what servers and recipes take."""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import json
+import logging
+import os
+import shutil
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from rlflow.errors import ConfigError, DataError, MissingPackageError, RLFlowError, StorageError
+
+logger = logging.getLogger(__name__)
+
+_BLOCK = 1 << 20
+
+
+class DownloadError(RLFlowError):
+    """The hub cannot be reached, or has not what was asked for."""
+
+
+@dataclass(frozen=True)
+class Release:
+    """A dataset repository of the hub, or some of its files (patterns). joined: the name of what the parts in `files` make,
+    one behind the other. about: what it is, with its size."""
+
+    repo: str
+    about: str
+    files: tuple[str, ...] = ("*",)
+    joined: str = ""
+
+
+RELEASES: dict[str, Release] = {
+    "wiki-18": Release("PeterJinGo/wiki-18-corpus", "Search-R1's corpus: 21,015,324 passages, 14 GB unpacked", ("*.jsonl.gz",)),
+    "wiki-18-e5": Release("PeterJinGo/wiki-18-e5-index", "its E5 index, Flat: 60 GiB", ("part_*",), "e5_Flat.index"),
+    "wiki-18-e5-hnsw": Release(
+        "PeterJinGo/wiki-18-e5-index-HNSW64", "its E5 index, HNSW64: 71 GB", ("part_*",), "e5_HNSW64.index"
+    ),
+    "wiki-18-bm25": Release("PeterJinGo/wiki-18-bm25-index", "its BM25 index, for Lucene"),
+    "nq-hotpotqa": Release("PeterJinGo/nq_hotpotqa_train", "Search-R1's questions, parquet: 170k training, 51.7k of seven sets"),
+    "rlinf-data": Release("RLinf/Search-R1-Data", "RLinf's version of them: train.jsonl with prompt and solutions"),
+    "rlinf-wiki": Release("RLinf/Wiki-2018-Corpus", "RLinf's corpus, pages and Qdrant storage: 156 GB"),
+    "asearcher-wiki": Release("inclusionAI/ASearcher-Local-Knowledge", "ASearcher's corpus, pages and links: 61 GB"),
+    "asearcher-train": Release("inclusionAI/ASearcher-train-data", "ASearcher-Base-35k and -LRM-35k"),
+    "asearcher-test": Release("inclusionAI/ASearcher-test-data", "evaluation sets, 1,000 questions each; GAIA, frames, xbench"),
+    "flashrag": Release(
+        "RUC-NLPIR/FlashRAG_datasets", "the seven evaluation sets, whole",
+        tuple(f"{name}/*.jsonl" for name in ("nq", "triviaqa", "popqa", "hotpotqa", "2wikimultihopqa", "musique", "bamboogle")),
+    ),
+    "e5": Release("intfloat/e5-base-v2", "the encoder of the field: 0.4 GB"),
+}  # fmt: skip
+"""What can be asked for by name."""
+
+MODELS = ("e5",)
+"""Releases that are model repositories; the others are data sets."""
+
+
+@dataclass(frozen=True)
+class RemoteFile:
+    """A file of a repository. sha256: of large files only (LFS); others are checked by their size."""
+
+    name: str
+    size: int
+    sha256: str | None
+
+
+def select(names: Sequence[str]) -> dict[str, Release]:
+    """The releases of the names; a name with a slash is any dataset repository. Raises ConfigError."""
+    from rlflow.errors import did_you_mean
+
+    chosen: dict[str, Release] = {}
+    for name in names:
+        if "/" in name:
+            known = next((one for one in RELEASES.values() if one.repo == name), None)
+            chosen[name] = known or Release(name, "")
+        elif name in RELEASES:
+            chosen[name] = RELEASES[name]
+        else:
+            raise ConfigError(
+                f"expected releases among {', '.join(RELEASES)}, or OWNER/NAME, found '{name}'.{did_you_mean(name, RELEASES)}"
+            )
+    return chosen
+
+
+def download(
+    name: str,
+    release: Release,
+    folder: Path,
+    *,
+    files: Sequence[str] = (),
+    revision: str = "main",
+    endpoint: str | None = None,
+    keep_parts: bool = False,
+    say: Callable[[str], None] = lambda text: None,
+) -> list[Path]:
+    """Downloads, checks and unpacks a release; returns the files that are ready.
+
+    files: patterns instead of the release's. What is there and whole is not fetched again; a file that was stopped in the middle
+    goes on there. Raises DownloadError, DataError (a file is not what the hub says), StorageError (no room).
+    """
+    hub = _Hub(release.repo, "model" if name in MODELS else "dataset", revision, endpoint)
+    patterns = tuple(files) or release.files
+    wanted = [one for one in hub.files() if any(fnmatch(one.name, pattern) for pattern in patterns)]
+    if not wanted:
+        raise DownloadError(f"{release.repo}: no file there matches {', '.join(patterns)}.")
+    ledger = _Ledger(folder / "downloads.json")
+    joined = folder / release.joined if release.joined and not files else None
+    if joined is not None and ledger.holds(joined, _identity(wanted)):
+        say(f"{joined}: there and whole")
+        return [joined]
+    _check_room(folder, wanted, ledger, release)
+    for one in wanted:
+        _fetch(hub, one, folder, ledger, say)
+    if joined is not None:
+        return [_join(wanted, folder, joined, ledger, keep_parts=keep_parts, say=say)]
+    return [
+        _unpacked(folder / one.name, ledger, say) if one.name.endswith(".jsonl.gz") else folder / one.name
+        for one in wanted
+    ]
+
+
+class _Hub:
+    """One repository of the hub. huggingface_hub does the transfer, with retries and progress."""
+
+    def __init__(self, repo: str, kind: str, revision: str, endpoint: str | None) -> None:
+        try:
+            import huggingface_hub
+        except ImportError:
+            raise MissingPackageError(
+                "downloads need the package huggingface_hub. Install it with: pip install rlflow"
+            ) from None
+        self._hub = huggingface_hub
+        self._repo, self._kind, self._revision, self._endpoint = repo, kind, revision, endpoint
+
+    def files(self) -> list[RemoteFile]:
+        """The repository's files. Raises DownloadError."""
+        api = self._hub.HfApi(endpoint=self._endpoint)
+        info = self._reached(
+            lambda: api.repo_info(self._repo, repo_type=self._kind, revision=self._revision, files_metadata=True)
+        )
+        return [
+            RemoteFile(one.rfilename, int(one.size or 0), one.lfs.sha256 if one.lfs else None)
+            for one in info.siblings or []
+        ]
+
+    def fetch(self, one: RemoteFile, partial: Path) -> None:
+        """Adds to `partial` what it lacks of a file. Raises DownloadError; what has come by then stays."""
+        self._reached(lambda: self._transfer(one, partial))
+
+    def _transfer(self, one: RemoteFile, partial: Path) -> None:
+        # hf_hub_download would begin again after every kill; its own transfer function goes on where it is told to.
+        from huggingface_hub.file_download import http_get
+
+        kind = {"repo_type": self._kind, "revision": self._revision, "endpoint": self._endpoint}
+        url = self._hub.hf_hub_url(self._repo, one.name, **kind)
+        headers = self._hub.utils.build_hf_headers()
+        location = self._hub.get_hf_file_metadata(url, endpoint=self._endpoint).location
+        if urlsplit(location).netloc != urlsplit(url).netloc:
+            headers.pop("authorization", None)  # the account's token is for the hub, not for its storage
+        partial.parent.mkdir(parents=True, exist_ok=True)
+        with partial.open("ab") as file:
+            http_get(location, file, resume_size=partial.stat().st_size, headers=headers, expected_size=one.size)
+
+    def _reached(self, ask: Callable[[], Any]) -> Any:
+        from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled
+
+        # The errors of the hub's HTTP library share no base with OSError; ValueError: a file over 50 GB, a name that is none.
+        transport: tuple[type[BaseException], ...] = (
+            OSError,
+            ValueError,
+            HfHubHTTPError,
+            LocalEntryNotFoundError,
+            OfflineModeIsEnabled,
+            *_transport_errors(),
+        )
+        try:
+            return ask()
+        except transport as problem:
+            reason = " ".join(str(problem).split())[:300] or type(problem).__name__
+            raise DownloadError(
+                f"{self._repo}: {reason}. Check the name, the network, HF_ENDPOINT and HF_TOKEN; the same command goes on later."
+            ) from None
+
+
+def _transport_errors() -> tuple[type[BaseException], ...]:
+    import importlib
+
+    found: list[type[BaseException]] = []
+    for package in ("httpx", "httpx2"):
+        try:
+            found.append(importlib.import_module(package).HTTPError)
+        except ImportError:
+            continue
+    return tuple(found)
+
+
+class _Ledger:
+    """Which files were found whole, so that sixty gigabytes are not hashed at every start: {name: [identity, size, mtime]}."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        try:
+            self._known: dict[str, list[Any]] = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            self._known = {}
+
+    def holds(self, file: Path, identity: str) -> bool:
+        """Whether the file is there, untouched since it was noted under this identity."""
+        return file.is_file() and self._known.get(self._name(file)) == [identity, *_stamp(file)]
+
+    def note(self, file: Path, identity: str) -> None:
+        self._known[self._name(file)] = [identity, *_stamp(file)]
+        aside = self._path.with_name(f"{self._path.name}.partial")
+        aside.write_text(json.dumps(self._known, indent=1), encoding="utf-8")
+        aside.replace(self._path)
+
+    def _name(self, file: Path) -> str:
+        return file.relative_to(self._path.parent).as_posix()
+
+
+def _stamp(file: Path) -> list[int]:
+    found = file.stat()
+    return [found.st_size, found.st_mtime_ns]
+
+
+def _identity(files: Sequence[RemoteFile]) -> str:
+    return hashlib.sha256(json.dumps([[one.name, one.size, one.sha256] for one in files]).encode()).hexdigest()
+
+
+def _fetch(hub: _Hub, one: RemoteFile, folder: Path, ledger: _Ledger, say: Callable[[str], None]) -> None:
+    """Fetches a file that is not there and whole, and checks it; a damaged one is fetched once more."""
+    file, identity = folder / one.name, _identity([one])
+    if ledger.holds(file, identity):
+        say(f"{file}: there and whole")
+        return
+    partial = file.with_name(f"{file.name}.{identity[:12]}.partial")  # another revision's beginning is another file
+    if file.is_file() and not partial.exists():
+        file.rename(partial)  # fetched by other means, or before it was noted: it is checked, not fetched again
+    problem = ""
+    for last in (False, True):
+        if partial.exists() and partial.stat().st_size > one.size:
+            partial.unlink()
+        hub.fetch(one, partial)
+        problem = _difference(partial, one) or ""
+        if not problem:
+            partial.replace(file)
+            ledger.note(file, identity)
+            say(f"{file}: {one.size:,} bytes, {'SHA-256' if one.sha256 else 'size'} as released")
+            return
+        partial.unlink()
+        say(f"{file}: {problem}" + ("" if last else "; fetched once more"))
+    raise DataError(f"{file}: {problem}, twice. The mirror, the network or the disk is at fault.")
+
+
+def _difference(file: Path, one: RemoteFile) -> str | None:
+    size = file.stat().st_size if file.exists() else 0
+    if size != one.size:
+        return f"expected {one.size:,} bytes, found {size:,}"
+    if one.sha256 is None:
+        return None
+    found = _sha256(file)
+    return None if found == one.sha256 else f"expected SHA-256 {one.sha256}, found {found}"
+
+
+def _sha256(file: Path) -> str:
+    with file.open("rb") as opened:
+        return hashlib.file_digest(opened, "sha256").hexdigest()
+
+
+def _check_room(folder: Path, wanted: Sequence[RemoteFile], ledger: _Ledger, release: Release) -> None:
+    """Raises StorageError where the disk has no room for what is missing, and for what is made of it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    missing = sum(one.size for one in wanted if not ledger.holds(folder / one.name, _identity([one])))
+    # The joined file grows while parts go, one at a time; text unpacks to about three times its size.
+    made = max((one.size for one in wanted), default=0) if release.joined else 0
+    made += sum(3 * one.size for one in wanted if one.name.endswith(".jsonl.gz"))
+    free = shutil.disk_usage(folder).free
+    if missing + made > free:
+        raise StorageError(
+            f"{folder}: {(missing + made) / 1e9:.1f} GB are needed, {free / 1e9:.1f} GB are free. Give another --save_path."
+        )
+
+
+def _join(
+    parts: Sequence[RemoteFile],
+    folder: Path,
+    target: Path,
+    ledger: _Ledger,
+    *,
+    keep_parts: bool,
+    say: Callable[[str], None],
+) -> Path:
+    """Puts the parts behind each other, in the order of their names; without `keep_parts` each goes once it is copied."""
+    aside = target.with_name(f"{target.name}.partial")
+    ordered = sorted(parts, key=lambda one: one.name)
+    with aside.open("wb") as joined:
+        for one in ordered:
+            say(f"{target}: adding {one.name}")
+            with (folder / one.name).open("rb") as part:
+                shutil.copyfileobj(part, joined, _BLOCK)
+        joined.flush()
+        os.fsync(joined.fileno())
+    expected = sum(one.size for one in ordered)
+    if aside.stat().st_size != expected:
+        raise DataError(f"{aside}: expected {expected:,} bytes, found {aside.stat().st_size:,}. Try again.")
+    aside.replace(target)
+    ledger.note(target, _identity(parts))
+    if not keep_parts:
+        for one in ordered:
+            (folder / one.name).unlink()
+    return target
+
+
+def _unpacked(packed: Path, ledger: _Ledger, say: Callable[[str], None]) -> Path:
+    """The file without `.gz`, unpacked beside it. Raises DataError for a damaged one."""
+    target = packed.with_suffix("")
+    identity = f"unpacked {packed.name} {packed.stat().st_size}"
+    if ledger.holds(target, identity):
+        return target
+    say(f"{target}: unpacking")
+    aside = target.with_name(f"{target.name}.partial")
+    try:
+        with gzip.open(packed) as source, aside.open("wb") as out:
+            shutil.copyfileobj(source, out, _BLOCK)
+    except (OSError, EOFError, zlib.error) as problem:
+        aside.unlink(missing_ok=True)
+        raise DataError(f"{packed}: cannot be unpacked: {problem}. Remove it and try again.") from None
+    aside.replace(target)
+    ledger.note(target, identity)
+    return target

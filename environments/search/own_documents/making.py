@@ -1,0 +1,176 @@
+"""Documents to question files, one stage after the other, with an account of everything that was left out."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rlflow.errors import ConfigError, DataError
+from rlflow_environments.search.formats import Corpus, Passage, write_corpus, write_pages, write_rows
+from rlflow_environments.search.own_documents.candidates import Candidate, compose, find_facts
+from rlflow_environments.search.own_documents.documents import Document
+from rlflow_environments.search.own_documents.passages import MAX_CHARACTERS, cut_passages
+from rlflow_environments.search.own_documents.screening import REASONS, retrievable, screen
+from rlflow_environments.search.own_documents.splitting import mixed, separate, split, validation_documents
+from rlflow_environments.search.retrievers import make_retriever
+
+Progress = Callable[[str, int, int], None]
+Compose = Callable[[Sequence[Passage], Sequence[int], set[int], "Counter[str]"], list[Candidate]]
+"""(passages, the document of each, documents kept for validation, what was left out by reason) -> candidates."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """train, val: questions of each, at the most. val_share: of the documents, kept for validation. multi_hop: share of two-hop
+    questions. retriever, top_k: an answer must be among so many passages that this retriever finds. blanks: also ask for blanks
+    in sentences, where rules compose the questions."""
+
+    train: int = 2000
+    val: int = 200
+    val_share: float = 0.2
+    multi_hop: float = 0.5
+    seed: int = 0
+    retriever: str | dict[str, Any] = "bm25"
+    top_k: int = 3
+    max_characters: int = MAX_CHARACTERS
+    blanks: bool = True
+
+    def check(self) -> None:
+        """Raises ConfigError for values out of range."""
+        for name, least in (("train", 1), ("val", 1), ("top_k", 1), ("max_characters", 100)):
+            if getattr(self, name) < least:
+                raise ConfigError(
+                    f"--{name.replace('_', '-')}: expected at least {least}, found {getattr(self, name)}."
+                )
+        if not 0 < self.val_share < 1:
+            raise ConfigError(f"--val-share: expected a share between 0 and 1, found {self.val_share:g}.")
+        if not 0 <= self.multi_hop <= 1:
+            raise ConfigError(f"--multi-hop: expected a share from 0 to 1, found {self.multi_hop:g}.")
+
+
+@dataclass
+class Report:
+    """What was read, composed, left out by reason (see screening.REASONS), and written."""
+
+    documents: int = 0
+    passages: int = 0
+    candidates: int = 0
+    dropped: Counter[str] = field(default_factory=Counter)
+    train: Counter[str] = field(default_factory=Counter)
+    val: Counter[str] = field(default_factory=Counter)
+
+    def lines(self) -> list[str]:
+        """The report as text."""
+        shown = [
+            f"{self.documents:,} documents, {self.passages:,} passages, {self.candidates:,} candidate questions; left out:"
+        ]
+        shown += [
+            f"  {self.dropped[reason]:7,}  {reason}: {REASONS.get(reason, '')}" for reason in _in_order(self.dropped)
+        ]
+        for name, counts in (("train", self.train), ("val", self.val)):
+            kinds = ", ".join(f"{count:,} {kind}" for kind, count in sorted(counts.items()))
+            shown.append(f"{name}: {sum(counts.values()):,} questions ({kinds or 'none'})")
+        return shown
+
+
+def make_questions(
+    documents: Sequence[Document],
+    out: str | Path,
+    request: Request,
+    progress: Progress = lambda stage, done, total: None,
+    ask: Compose | None = None,
+) -> Report:
+    """Writes corpus.jsonl, pages.jsonl, train.jsonl, val.jsonl and report.json to a folder; returns the report.
+
+    ask: composes the candidates instead of the rules. Equal documents, requests and candidates give equal files.
+    Raises ConfigError: values out of range; DataError: no question is left for training or for validation.
+    """
+    request.check()
+    folder, report = Path(out).expanduser(), Report(documents=len(documents))
+    passages, owners = cut_passages(documents, request.max_characters)
+    report.passages = len(passages)
+    write_corpus(folder / "corpus.jsonl", passages)
+    write_pages(folder / "pages.jsonl", _pages(documents))
+    held_out = validation_documents(documents, request.val_share, request.seed)
+    progress("composing questions", 0, 1)
+    if ask is not None:
+        candidates = ask(passages, owners, held_out, report.dropped)
+    else:
+        candidates = compose(find_facts(passages, blanks=request.blanks), random.Random(f"{request.seed}/phrasing"))
+    report.candidates = len(candidates) + report.dropped["unreadable"]
+    candidates = screen(candidates, passages, report.dropped)
+    retriever = make_retriever(request.retriever, Corpus(folder / "corpus.jsonl"))
+    candidates = retrievable(candidates, retriever, request.top_k, report.dropped, progress)
+    train, val = split(candidates, owners, held_out, report.dropped)
+    order = random.Random(f"{request.seed}/order")
+    train, val = (mixed(one, request.multi_hop, order) for one in (train, val))
+    train, val = separate(train, val, request.val, report.dropped)
+    report.dropped["surplus"] += max(0, len(train) - request.train)
+    for name, chosen in (("train", train[: request.train]), ("val", val)):
+        rows = [_row(f"{name}-{number}", one, passages, owners, documents) for number, one in enumerate(chosen)]
+        setattr(report, name, Counter(row["kind"] for row in rows))
+        write_rows(folder / f"{name}.jsonl", rows)
+    _write_report(folder / "report.json", report, request)
+    _check_enough(report, folder)
+    return report
+
+
+def _row(
+    name: str, candidate: Candidate, passages: Sequence[Passage], owners: Sequence[int], documents: Sequence[Document]
+) -> dict[str, Any]:
+    evidence = list(dict.fromkeys(hop.passage for hop in candidate.hops))
+    return {
+        "id": name,
+        "question": candidate.question,
+        "solutions": [candidate.answer],
+        "kind": "multi_hop" if len(candidate.hops) > 1 else "single_hop",
+        "made_by": candidate.kind,
+        "hops": len(candidate.hops),
+        "entities": sorted(candidate.names),
+        "evidence": [passages[row].id for row in evidence],
+        "documents": list(dict.fromkeys(documents[owners[row]].name for row in evidence)),
+    }
+
+
+def _pages(documents: Sequence[Document]) -> dict[str, str]:
+    """{url: page}; documents of one URL are one page."""
+    pages: dict[str, str] = {}
+    for document in documents:
+        page = f"{document.title}\n\n{document.text}"
+        pages[document.url] = f"{pages[document.url]}\n\n{page}" if document.url in pages else page
+    return pages
+
+
+def _in_order(dropped: Counter[str]) -> list[str]:
+    known = list(REASONS)
+    reasons = [reason for reason, count in dropped.items() if count]
+    return sorted(reasons, key=lambda reason: known.index(reason) if reason in known else len(known))
+
+
+def _write_report(path: Path, report: Report, request: Request) -> None:
+    content = {
+        "documents": report.documents,
+        "passages": report.passages,
+        "candidates": report.candidates,
+        "dropped": {reason: report.dropped[reason] for reason in _in_order(report.dropped)},
+        "train": dict(report.train),
+        "val": dict(report.val),
+        "request": asdict(request),
+    }
+    path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def _check_enough(report: Report, folder: Path) -> None:
+    for name, counts in (("train", report.train), ("val", report.val)):
+        if not counts:
+            most = max(report.dropped, key=lambda reason: report.dropped[reason], default="")
+            why = f"; most were left out for {most}: {REASONS.get(most, '')}" if most else ""
+            raise DataError(
+                f"{folder}: no {name} question is left of {report.candidates} candidates from {report.documents} documents{why}. "
+                "Give more documents, another --seed or --val-share, or let a model write the questions (--endpoint)."
+            )

@@ -1,0 +1,93 @@
+"""Rows of the field's files: JSON objects one per line, and what is said about the bad ones.
+
+A record ends at a newline byte and nowhere else (text may hold U+2028 and the like); blank lines are skipped.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import mmap
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from rlflow.errors import DataError
+
+logger = logging.getLogger(__name__)
+
+_SHOWN_BAD_ROWS = 3
+
+
+class BadRow(Exception):
+    """Why one row cannot be read; `refuse` turns all of them into one DataError."""
+
+
+def existing(path: str | Path, what: str) -> Path:
+    """The path of a file. Raises DataError where there is none."""
+    file = Path(path).expanduser()
+    if not file.is_file():
+        found = "a directory" if file.is_dir() else "nothing"
+        raise DataError(
+            f"{file}: expected the {what} as a .jsonl file, found {found} there. Give the path of an existing file."
+        )
+    return file
+
+
+def records(data: mmap.mmap | bytes) -> Iterator[tuple[int, int, bytes]]:
+    """(line number from 1, offset, record) of every line that is not blank."""
+    start, line, end = 0, 0, len(data)
+    while start < end:
+        stop = data.find(b"\n", start)
+        stop = end if stop < 0 else stop
+        line += 1
+        record = data[start:stop]
+        if record.strip():
+            yield line, start, record
+        start = stop + 1
+
+
+def refuse(path: Path, what: str, bad: Sequence[tuple[str, str]], good: int, *, skip: bool = False) -> None:
+    """Raises DataError if there are bad rows, each a (name, reason), or no rows at all; with `skip` bad ones are a warning."""
+    if bad:
+        shown = "; ".join(f"{name}: {reason}" for name, reason in bad[:_SHOWN_BAD_ROWS])
+        more = f"; and {len(bad) - _SHOWN_BAD_ROWS} more" if len(bad) > _SHOWN_BAD_ROWS else ""
+        count = f"{len(bad)} of {good + len(bad)} rows of the {what} are bad"
+        if not skip:
+            raise DataError(f"{path}: {count}: {shown}{more}. Mend or remove them.")
+        logger.warning("%s: %s and skipped: %s%s", path, count, shown, more)
+    if not good:
+        found = f"{len(bad)} bad ones only" if bad else "an empty file"
+        raise DataError(f"{path}: expected the {what}, one JSON object per line, found {found}.")
+    logger.debug("%s: %d rows of the %s", path, good, what)
+
+
+def parse_object(record: bytes) -> dict[str, Any]:
+    """The JSON object of a record. Raises BadRow."""
+    try:
+        row = json.loads(record.decode("utf-8-sig"))
+    except UnicodeDecodeError as problem:
+        raise BadRow(f"not UTF-8 ({problem.reason} at byte {problem.start})") from None
+    except json.JSONDecodeError as problem:
+        raise BadRow(f"not JSON ({problem.msg} at column {problem.colno})") from None
+    if not isinstance(row, dict):
+        raise BadRow(f"expected a JSON object, found {kind_of(row)}")
+    return row
+
+
+def text_of(row: dict[str, Any], key: str) -> str:
+    """The text under a key. Raises BadRow where it is missing, empty or something else."""
+    value = row.get(key)
+    if not isinstance(value, str) or not value.strip():
+        raise BadRow(f"'{key}': expected text, found {kind_of(value)}")
+    return value
+
+
+def kind_of(value: Any) -> str:
+    """How a value is named in a message: JSON's words."""
+    if value is None:
+        return "nothing"
+    if isinstance(value, str):
+        return "text" if value.strip() else "empty text"
+    names = {bool: "true/false", int: "a number", float: "a number", dict: "an object", list: "a list"}
+    return names.get(type(value), f"a {type(value).__name__}")

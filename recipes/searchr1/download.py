@@ -1,0 +1,58 @@
+"""Downloads the field's public corpora, indices, questions and the encoder from the HuggingFace hub, checks and unpacks them.
+
+Stopped in the middle, the same command goes on; what is there and whole is not fetched again. HF_ENDPOINT names a mirror,
+HF_TOKEN an account for repositories that need one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+from rlflow.errors import RLFlowError
+from rlflow_environments.search.downloads import RELEASES, download, select
+
+EXAMPLES = """releases:
+{releases}
+
+examples:
+  python recipes/searchr1/download.py wiki-18 wiki-18-e5 --save_path data/wiki-18        # what Search-R1's server needs
+  python recipes/searchr1/download.py --repo_id PeterJinGo/wiki-18-e5-index --save_path data/wiki-18      # as Search-R1's script
+  python recipes/searchr1/download.py flashrag --file 'musique/*' --save_path data/sets
+"""
+
+
+def main() -> int:
+    listed = "\n".join(f"  {name:16} {one.about} ({one.repo})" for name, one in RELEASES.items())
+    formatter = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(
+        description=__doc__, epilog=EXAMPLES.format(releases=listed), formatter_class=formatter
+    )
+    parser.add_argument("releases", nargs="*", metavar="RELEASE", help="names below, or OWNER/NAME of any data set")
+    parser.add_argument("--repo_id", metavar="OWNER/NAME", help="one more repository, as in Search-R1's script")
+    parser.add_argument("--save_path", required=True, type=Path, metavar="DIR", help="where the files go")
+    parser.add_argument(
+        "--file", action="append", default=[], metavar="PATTERN", help="only files like this; nothing is joined"
+    )
+    parser.add_argument("--revision", default="main", help="branch, tag or commit (default main)")
+    parser.add_argument("--keep_parts", action="store_true", help="keep the parts of an index once they are joined")
+    args = parser.parse_args()
+    names = [*args.releases, *([args.repo_id] if args.repo_id else [])]
+    if not names:
+        parser.error("expected RELEASE or --repo_id; see --help")
+    try:
+        for name, release in select(names).items():
+            print(f"{name}: {release.repo}, {args.revision}")
+            ready = download(name, release, args.save_path, files=args.file, revision=args.revision, say=print,
+                             endpoint=os.environ.get("HF_ENDPOINT"), keep_parts=args.keep_parts)  # fmt: skip
+            print("\n".join(f"ready: {path}" for path in ready))
+    except RLFlowError as problem:
+        print(f"download.py: {type(problem).__name__}: {problem}", file=sys.stderr)
+        return problem.exit_code
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

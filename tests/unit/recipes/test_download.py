@@ -1,0 +1,97 @@
+"""Claims about recipes/searchr1/download.py, against a local server that speaks what huggingface_hub asks a hub."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.unit.recipes.hub_stub import Hub, served
+
+ROOT = Path(__file__).resolve().parents[3]
+MIB = 1 << 20
+CORPUS = b"".join(json.dumps({"id": str(i), "contents": f'"T{i}"\ntext'}).encode() + b"\n" for i in range(300))
+INDEX = random.Random(0).randbytes(3_000_000)
+
+
+@pytest.fixture
+def hub() -> Iterator[Hub]:
+    files = {
+        "PeterJinGo/wiki-18-corpus": {"wiki-18.jsonl.gz": gzip.compress(CORPUS), "README.md": b"read me"},
+        "PeterJinGo/wiki-18-e5-index": {"part_aa": INDEX[:2_000_000], "part_ab": INDEX[2_000_000:], "README.md": b"x"},
+    }
+    with served(Hub(files)) as state:
+        yield state
+
+
+def run(hub: Hub, *arguments: str, home: Path) -> subprocess.CompletedProcess[str]:
+    hub_variables = {"HF_ENDPOINT": hub.endpoint, "HF_HUB_OFFLINE": "0", "HF_HOME": str(home), "HF_TOKEN": "hf_secret"}
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    variables = {**os.environ, **hub_variables, "PYTHONPATH": path}
+    command = [sys.executable, str(ROOT / "recipes" / "searchr1" / "download.py"), *arguments]
+    return subprocess.run(command, env=variables, capture_output=True, text=True, timeout=200)
+
+
+def test_corpus_and_index_arrive_unpacked_joined_and_whole_and_are_not_fetched_twice(hub, tmp_path):
+    save = tmp_path / "wiki"
+    done = run(hub, "wiki-18", "--repo_id", "PeterJinGo/wiki-18-e5-index", "--save_path", str(save), home=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert (save / "wiki-18.jsonl").read_bytes() == CORPUS and (save / "e5_Flat.index").read_bytes() == INDEX
+    assert not (save / "part_aa").exists() and not (save / "README.md").exists()
+    assert f"ready: {save / 'e5_Flat.index'}" in done.stdout
+    fetched = len(hub.sent)
+    again = run(hub, "wiki-18", "wiki-18-e5", "--save_path", str(save), home=tmp_path)
+    assert again.returncode == 0 and len(hub.sent) == fetched and "there and whole" in again.stdout
+
+
+def test_a_transfer_that_broke_off_goes_on_where_it_stopped(hub, tmp_path):
+    big = random.Random(1).randbytes(22 * MIB)  # huggingface_hub writes blocks of 10 MiB
+    hub.files["PeterJinGo/wiki-18-e5-index"]["part_aa"] = big
+    hub.cut = "part_aa"
+    arguments = ["wiki-18-e5", "--save_path", str(tmp_path / "wiki"), "--keep_parts"]
+    failed = run(hub, *arguments, home=tmp_path)
+    assert failed.returncode == 2 and "the same command goes on later" in failed.stderr
+    assert not (tmp_path / "wiki" / "e5_Flat.index").exists()
+    hub.cut, before = "", len(hub.sent)
+    done = run(hub, *arguments, home=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert [(name, start) for name, start, _ in hub.sent[before:]] == [("part_aa", 10 * MIB), ("part_ab", 0)]
+    assert (tmp_path / "wiki" / "e5_Flat.index").read_bytes() == big + INDEX[2_000_000:]
+    assert (tmp_path / "wiki" / "part_aa").read_bytes() == big
+
+
+def test_a_damaged_file_is_fetched_once_more_and_then_refused(hub, tmp_path):
+    hub.damaged = {"part_ab": 1}
+    done = run(hub, "wiki-18-e5", "--save_path", str(tmp_path / "a"), home=tmp_path)
+    assert done.returncode == 0 and "fetched once more" in done.stdout
+    assert (tmp_path / "a" / "e5_Flat.index").read_bytes() == INDEX
+    hub.damaged = {"part_ab": 9}
+    done = run(hub, "wiki-18-e5", "--save_path", str(tmp_path / "b"), home=tmp_path)
+    assert done.returncode == 2 and "expected SHA-256" in done.stderr and "twice" in done.stderr
+    assert not (tmp_path / "b" / "e5_Flat.index").exists()
+
+
+def test_the_token_goes_to_the_hub_and_not_to_its_storage(hub, tmp_path):
+    assert run(hub, "wiki-18", "--save_path", str(tmp_path / "x"), home=tmp_path).returncode == 0
+    assert hub.greetings and all(headers["authorization"] == "Bearer hf_secret" for headers in hub.greetings)
+    assert hub.sent and all(headers["authorization"] is None for _, _, headers in hub.sent)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["wiki-81"], "Did you mean 'wiki-18'?"),
+        (["nobody/nothing"], "DownloadError: nobody/nothing"),
+        (["wiki-18", "--file", "*.parquet"], "no file there matches *.parquet"),
+    ],
+)
+def test_what_is_not_there_is_one_clear_line(hub, tmp_path, arguments, said):
+    done = run(hub, *arguments, "--save_path", str(tmp_path / "x"), home=tmp_path)
+    assert done.returncode == 2 and said in done.stderr and "Traceback" not in done.stderr
