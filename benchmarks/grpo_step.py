@@ -318,7 +318,7 @@ def parse() -> argparse.Namespace:
 def main() -> None:
     options = parse()
     os.environ["OMP_NUM_THREADS"] = str(options.threads)
-    os.environ["HF_HUB_OFFLINE"] = "1"
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
     setting = Setting(options.threads, "cpu", "float32", options.kl, options.microbatch)
     rounds = options.rounds or (2 if options.quick else 5)
     packages = versions("rlflow", "trl", "torch", "transformers", "megatron-core", "accelerate")
