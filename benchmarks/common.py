@@ -35,12 +35,14 @@ SHAPES = {
     "tiny": Shape(hidden=128, layers=2, heads=4, groups=2, ffn=384, vocab=4096),
     "18M": Shape(hidden=384, layers=7, heads=6, groups=2, ffn=1024, vocab=18432),
     "93M": Shape(hidden=768, layers=12, heads=12, groups=4, ffn=2048, vocab=22528),
+    "0.5B": Shape(hidden=896, layers=24, heads=14, groups=2, ffn=4864, vocab=151936),  # Qwen2.5-0.5B
     "3B": Shape(hidden=2048, layers=36, heads=16, groups=2, ffn=11008, vocab=151936),  # Qwen2.5-3B
 }
 
 
-def write_random_model(path: Path, shape: Shape, dtype: str = "float32", **config: Any) -> int:
-    """A HuggingFace directory with random weights (seed 0); returns its number of parameters. config: of Qwen2Config."""
+def write_random_model(path: Path, shape: Shape, dtype: str = "float32", device: str = "cpu", **config: Any) -> int:
+    """A HuggingFace directory with random weights (seed 0), drawn on `device`; returns its number of parameters.
+    config: of Qwen2Config."""
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
     from transformers.utils import logging
@@ -57,9 +59,14 @@ def write_random_model(path: Path, shape: Shape, dtype: str = "float32", **confi
         "tie_word_embeddings": True,
         "pad_token_id": None,
     }
-    model = Qwen2ForCausalLM(Qwen2Config(**{**sizes, **config})).to(getattr(torch, dtype))
+    with torch.device(device):
+        model = Qwen2ForCausalLM(Qwen2Config(**{**sizes, **config})).to(getattr(torch, dtype))
     model.save_pretrained(path)
-    return model.num_parameters()
+    parameters = model.num_parameters()
+    if device != "cpu":
+        del model
+        torch.cuda.empty_cache()  # the sides are other processes on the same GPU
+    return parameters
 
 
 # ---------------------------------------------------------------- sides that take turns

@@ -64,17 +64,31 @@ def cases(quick: bool, model: str) -> list[Case]:
     return [Case("equal", model, 8, 8, 128, 1), Case("skewed", model, 8, 8, 256, vocab // 64)]
 
 
+@dataclass(frozen=True)
+class Setting:
+    """What the sides run on. kl: with a reference model. microbatch: rows of TRL's forward pass. trl_vllm: TRL samples with
+    vLLM, in the same process."""
+
+    threads: int
+    device: str
+    dtype: str
+    kl: bool
+    microbatch: int
+    trl_vllm: bool = False
+
+
 # ---------------------------------------------------------------- what both sides are given
 
 
-def write_model(path: Path, case: Case, dtype: str) -> int:
+def write_model(path: Path, case: Case, setting: Setting) -> int:
     """A random model with a tokenizer of one word per id; returns its number of parameters."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import GenerationConfig, PreTrainedTokenizerFast
 
     shape = SHAPES[case.model]
     ends = list(range(1, 1 + case.stop_ids))
-    parameters = write_random_model(path, shape, dtype, pad_token_id=0, bos_token_id=None, eos_token_id=ends)
+    special = {"pad_token_id": 0, "bos_token_id": None, "eos_token_id": ends}
+    parameters = write_random_model(path, shape, setting.dtype, setting.device, **special)
     words = {word: index for index, word in enumerate(["<pad>", "<end>", *(f"w{i}" for i in range(2, shape.vocab))])}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
@@ -117,17 +131,6 @@ class Prompts(Environment):
 
 
 # ---------------------------------------------------------------- the two sides
-
-
-@dataclass(frozen=True)
-class Setting:
-    """What the sides run on. kl: with a reference model. microbatch: rows of TRL's forward pass."""
-
-    threads: int
-    device: str
-    dtype: str
-    kl: bool
-    microbatch: int
 
 
 def trl_side(turns: Turns, path: Path, case: Case, setting: Setting, steps: int) -> None:
@@ -179,7 +182,9 @@ def trl_side(turns: Turns, path: Path, case: Case, setting: Setting, steps: int)
         bf16=setting.dtype == "bfloat16",
         gradient_checkpointing=False,
         use_cpu=setting.device == "cpu",
-        use_vllm=False,
+        use_vllm=setting.trl_vllm,
+        vllm_mode="colocate",
+        vllm_gpu_memory_utilization=0.3,
         dataloader_pin_memory=setting.device != "cpu",
         report_to="none",
         logging_strategy="no",
@@ -304,7 +309,7 @@ def print_result(result: dict[str, Any]) -> None:
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="fewer and shorter completions: under a minute")
-    parser.add_argument("--model", choices=[name for name in SHAPES if name != "3B"], default="18M")
+    parser.add_argument("--model", choices=[name for name in SHAPES if not name.endswith("B")], default="18M")
     parser.add_argument("--rounds", type=int, help="counted steps per side and case (5; quick: 2)")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads of each side (1)")
     parser.add_argument("--only", default="", help="run the cases whose name contains this")
@@ -321,21 +326,26 @@ def main() -> None:
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     setting = Setting(options.threads, "cpu", "float32", options.kl, options.microbatch)
     rounds = options.rounds or (2 if options.quick else 5)
+    chosen = [case for case in cases(options.quick, options.model) if options.only in case.name]
+    run(chosen, rounds, setting, benchmark="grpo_step")
+
+
+def run(chosen: Sequence[Case], rounds: int, setting: Setting, benchmark: str) -> None:
+    """Plays the cases and prints versions, table and JSON."""
     packages = versions("rlflow", "trl", "torch", "transformers", "megatron-core", "accelerate")
-    print(", ".join(f"{name} {number}" for name, number in packages.items()), f"| {options.threads} thread(s) per side")
+    named = ", ".join(f"{name} {number}" for name, number in packages.items())
+    print(f"{named} | {setting.device}, {setting.dtype}, {setting.threads} thread(s) per side")
     print(HEADER.format(*COLUMNS), flush=True)
     results, parameters = [], 0
-    for case in cases(options.quick, options.model):
-        if options.only not in case.name:
-            continue
+    for case in chosen:
         with tempfile.TemporaryDirectory() as directory:
-            parameters = write_model(Path(directory), case, "float32")
+            parameters = write_model(Path(directory), case, setting)
             results.append(compare(case, Path(directory), rounds, setting))
         print_result(results[-1])
     print(
         json.dumps(
             {
-                "benchmark": "grpo_step",
+                "benchmark": benchmark,
                 "versions": {"python": platform.python_version(), **packages},
                 "parameters": parameters,
                 "rounds": rounds,

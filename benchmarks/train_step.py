@@ -89,6 +89,7 @@ class Setting:
     device: str = "cpu"
     dtype: str = "float32"
     fused: bool = True
+    recompute: str = "none"  # of the Megatron trainer
 
 
 def transformers_side(turns: Turns, path: Path, case: Case, setting: Setting) -> None:
@@ -140,6 +141,7 @@ def rlflow_side(turns: Turns, path: Path, case: Case, setting: Setting) -> None:
         packing=case.packed,
         tokens_per_microbatch=case.tokens_per_microbatch or len(case.lengths) * max(case.lengths),
         dtype=setting.dtype,
+        recompute=setting.recompute,
     )
     batch = make_batch(case.lengths, SHAPES[case.model].vocab)
     while turns.begin():
