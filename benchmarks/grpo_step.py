@@ -323,6 +323,7 @@ def parse() -> argparse.Namespace:
 def main() -> None:
     options = parse()
     os.environ["OMP_NUM_THREADS"] = str(options.threads)
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # threads that wait busily cost most on shared cores
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     setting = Setting(options.threads, "cpu", "float32", options.kl, options.microbatch)
     rounds = options.rounds or (2 if options.quick else 5)
