@@ -245,7 +245,7 @@ def run_config(path: Path, case: Case, setting: Setting) -> Any:
         config.algorithm.losses.append({"name": "kl", "coefficient": KL})
     for name, value in ADAM.items():
         setattr(config.trainer, name, value)
-    config.trainer.packing = True
+    config.trainer.packing, config.trainer.tokens_per_microbatch = True, 4096
     config.metrics.progress, config.metrics.picture, config.metrics.trajectories_per_step = "none", False, 0
     config.evaluation.at_start = False
     return config
