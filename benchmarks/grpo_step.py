@@ -15,6 +15,7 @@ them. The last line is one JSON object; docs/benchmarks.md says how to read it.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import platform
@@ -322,6 +323,10 @@ def parse() -> argparse.Namespace:
 
 def main() -> None:
     options = parse()
+    missing = [name for name in ("trl", "datasets", "accelerate") if importlib.util.find_spec(name) is None]
+    if missing:
+        print(f"{sys.argv[0]}: not installed: {', '.join(missing)}: pip install -e '.[benchmarks]'", file=sys.stderr)
+        sys.exit(2)
     os.environ["OMP_NUM_THREADS"] = str(options.threads)
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # threads that wait busily cost most on shared cores
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
