@@ -51,6 +51,7 @@ EXTRAS = {
     "qdrant": ["qdrant-client>=1.12", "qdrant-edge-py>=0.9,<0.10"],  # edge is in beta: its interface moves between releases
     "tensorboard": ["tensorboard>=2.16"],
     "wandb": ["wandb>=0.18"],
+    "benchmarks": ["trl>=1.16", "datasets>=4.0", "accelerate>=1.4"],  # the rival of benchmarks/grpo_step.py
     "dev": [
         "pytest>=8.2",
         "pytest-timeout>=2.3",

@@ -110,12 +110,14 @@ def make_model(path: Path, name: str) -> int:
 # --- the sides: each returns a function that plays all episodes and gives how many tokens it computed in prompts ------
 
 
-def rlflow_side(path: Path, workload: Workload, dtype: str) -> Callable[[], int]:
+def rlflow_side(path: Path, workload: Workload, dtype: str, device: str = "cpu") -> Callable[[], int]:
     """The embedded engine, an asyncio task per episode."""
     from rlflow.rollout.embedded import EmbeddedEngine
     from rlflow.rollout.engine import Sampling
 
-    engine = EmbeddedEngine(path, max_concurrency=len(workload.prompts), dtype=dtype, max_tokens=workload.longest + 8)
+    engine = EmbeddedEngine(
+        path, max_concurrency=len(workload.prompts), dtype=dtype, max_tokens=workload.longest + 8, device=device
+    )
 
     async def episode(index: int) -> None:
         tokens = list(workload.prompts[index])
@@ -138,15 +140,15 @@ def rlflow_side(path: Path, workload: Workload, dtype: str) -> Callable[[], int]
     return run
 
 
-def transformers_side(path: Path, workload: Workload, dtype: str) -> Callable[[], int]:
+def transformers_side(path: Path, workload: Workload, dtype: str, device: str = "cpu") -> Callable[[], int]:
     """`generate`, a turn of all episodes that are left at a time, padded on the left. No log-probs are kept."""
     from transformers import AutoModelForCausalLM, StoppingCriteria, StoppingCriteriaList
 
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype)).eval()
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype)).to(device).eval()
 
     class Lengths(StoppingCriteria):
         def __init__(self, width: int, lengths: list[int]) -> None:
-            self.ends = width + torch.tensor(lengths)
+            self.ends = width + torch.tensor(lengths, device=device)
 
         def __call__(self, input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
             return input_ids.shape[1] >= self.ends
@@ -162,8 +164,8 @@ def transformers_side(path: Path, workload: Workload, dtype: str) -> Callable[[]
             ids = torch.tensor([[0] * (width - len(histories[i])) + histories[i] for i in left])
             mask = torch.tensor([[0] * (width - len(histories[i])) + [1] * len(histories[i]) for i in left])
             output = model.generate(
-                input_ids=ids,
-                attention_mask=mask,
+                input_ids=ids.to(device),
+                attention_mask=mask.to(device),
                 do_sample=True,
                 temperature=1.0,
                 top_k=0,

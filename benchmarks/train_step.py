@@ -7,53 +7,33 @@ from __future__ import annotations
 
 import argparse
 import json
-import multiprocessing
 import os
 import platform
-import statistics
+import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
-from importlib.metadata import version
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-MIB = 2**20
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+from common import SHAPES, Turns, interleave, spread, summary, versions, write_random_model
+
 RIVAL, OURS = "transformers", "rlflow"
 ADAM = {"lr": 1e-4, "betas": (0.9, 0.95), "eps": 1e-8}
 WEIGHT_DECAY = 0.01
 
 
 @dataclass(frozen=True)
-class Shape:
-    """A Qwen2 model with tied embeddings."""
-
-    hidden: int
-    layers: int
-    heads: int
-    groups: int
-    ffn: int
-    vocab: int
-
-
-SHAPES = {
-    "tiny": Shape(hidden=128, layers=2, heads=4, groups=2, ffn=384, vocab=4096),
-    "18M": Shape(hidden=384, layers=7, heads=6, groups=2, ffn=1024, vocab=18432),
-    "93M": Shape(hidden=768, layers=12, heads=12, groups=4, ffn=2048, vocab=22528),
-}
-
-
-@dataclass(frozen=True)
 class Case:
-    """One comparison. lengths: tokens per row; packed: the trainer lays rows end to end."""
+    """One comparison. lengths: tokens per row; packed: the trainer lays rows end to end. tokens_per_microbatch: of the
+    trainer; None: all rows at once."""
 
     model: str
     batch: str
     lengths: tuple[int, ...]
     packed: bool
+    tokens_per_microbatch: int | None = None
 
     @property
     def name(self) -> str:
@@ -74,29 +54,6 @@ def cases(quick: bool) -> list[Case]:
 
 
 # ---------------------------------------------------------------- what both sides are given
-
-
-def write_random_model(path: Path, shape: Shape) -> int:
-    """A HuggingFace directory with random weights (seed 0); returns its number of parameters."""
-    import torch
-    from transformers import Qwen2Config, Qwen2ForCausalLM
-    from transformers.utils import logging
-
-    logging.disable_progress_bar()
-    torch.manual_seed(0)
-    config = Qwen2Config(
-        vocab_size=shape.vocab,
-        hidden_size=shape.hidden,
-        intermediate_size=shape.ffn,
-        num_hidden_layers=shape.layers,
-        num_attention_heads=shape.heads,
-        num_key_value_heads=shape.groups,
-        tie_word_embeddings=True,
-        pad_token_id=None,
-    )
-    model = Qwen2ForCausalLM(config)
-    model.save_pretrained(path)
-    return sum(parameter.numel() for parameter in model.parameters())
 
 
 def make_batch(lengths: tuple[int, ...], vocab: int) -> Any:
@@ -123,35 +80,46 @@ def make_batch(lengths: tuple[int, ...], vocab: int) -> Any:
 
 # ---------------------------------------------------------------- the two sides, each in a process of its own
 
-Step = Callable[[], tuple[float, float]]
-"""One optimizer step; returns the loss and the gradient norm before clipping."""
+
+@dataclass(frozen=True)
+class Setting:
+    """What the sides run on. On a GPU in bfloat16, both keep float32 weights in the optimizer. fused: transformers' AdamW."""
+
+    threads: int = 1
+    device: str = "cpu"
+    dtype: str = "float32"
+    fused: bool = True
+    recompute: str = "none"  # of the Megatron trainer
 
 
-def transformers_step(path: Path, case: Case, fused: bool) -> Step:
+def transformers_side(turns: Turns, path: Path, case: Case, setting: Setting) -> None:
     """The usual loop: whole logits, cross-entropy, clipping, AdamW. Attention is causal, so right padding needs no mask."""
     import torch
     import torch.nn.functional as F
     from transformers import AutoModelForCausalLM
+    from transformers.models.qwen2 import modeling_qwen2  # noqa: F401
 
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    turns.imported()
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).to(setting.device)
     model.train()
     matrices = [parameter for parameter in model.parameters() if parameter.dim() > 1]
     vectors = [parameter for parameter in model.parameters() if parameter.dim() == 1]
     groups = [{"params": matrices, "weight_decay": WEIGHT_DECAY}, {"params": vectors, "weight_decay": 0.0}]
-    adam = torch.optim.AdamW(groups, **ADAM, fused=fused)
+    adam = torch.optim.AdamW(groups, **ADAM, fused=setting.fused)
     batch = make_batch(case.lengths, SHAPES[case.model].vocab)
-
-    def step() -> tuple[float, float]:
-        logits = model(input_ids=batch.tokens, use_cache=False).logits[:, :-1]
-        logprobs = -F.cross_entropy(logits.flatten(0, 1), batch.tokens[:, 1:].flatten(), reduction="none")
-        loss = -((batch.weights * batch.advantages)[:, 1:].flatten() * logprobs).sum()
+    tokens = batch.tokens.to(setting.device)
+    share = (batch.weights * batch.advantages)[:, 1:].flatten().to(setting.device)
+    mixed = torch.autocast(setting.device, torch.bfloat16, enabled=setting.dtype == "bfloat16")
+    while turns.begin():
+        with mixed:
+            logits = model(input_ids=tokens, use_cache=False).logits[:, :-1]
+        logprobs = -F.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten(), reduction="none")
+        loss = -(share * logprobs).sum()
         adam.zero_grad()
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         adam.step()
-        return loss.item(), norm.item()
-
-    return step
+        turns.end(loss=loss.item(), gradient_norm=norm.item())
 
 
 def policy_gradient(output: Any, batch: Any) -> tuple[Any, dict[str, Any]]:
@@ -159,113 +127,39 @@ def policy_gradient(output: Any, batch: Any) -> tuple[Any, dict[str, Any]]:
     return -batch.advantages * output.logprobs, {}
 
 
-def rlflow_step(path: Path, case: Case, fused: bool) -> Step:
+def rlflow_side(turns: Turns, path: Path, case: Case, setting: Setting) -> None:
+    """The Megatron trainer, all rows in one micro-batch."""
+    import rlflow.trainer.megatron  # noqa: F401
     from rlflow.trainer import Trainer
 
+    turns.imported()
     trainer = Trainer.from_pretrained(
         path,
         lr=ADAM["lr"],
         eps=ADAM["eps"],
         weight_decay=WEIGHT_DECAY,
         packing=case.packed,
-        tokens_per_microbatch=len(case.lengths) * max(case.lengths),
+        tokens_per_microbatch=case.tokens_per_microbatch or len(case.lengths) * max(case.lengths),
+        dtype=setting.dtype,
+        recompute=setting.recompute,
     )
     batch = make_batch(case.lengths, SHAPES[case.model].vocab)
-
-    def step() -> tuple[float, float]:
+    while turns.begin():
         metrics = trainer.update(batch, policy_gradient)
-        return metrics["loss"], metrics["gradient_norm"]
-
-    return step
-
-
-def import_everything(side: str) -> None:
-    """What a process of this side imports before it holds any weights."""
-    from transformers.utils import logging
-
-    logging.disable_progress_bar()
-
-    if side == OURS:
-        import rlflow.trainer.megatron  # noqa: F401
-    else:
-        from transformers.models.qwen2 import modeling_qwen2  # noqa: F401
-
-
-def memory(key: str) -> float:
-    """MiB of /proc/self/status: VmRSS now, VmHWM at its highest."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith(f"{key}:")) / 1024
-
-
-def wanted(pipe: Connection) -> bool:
-    """Whether another step is asked for; not where the asking process was killed."""
-    try:
-        return bool(pipe.recv())
-    except EOFError:
-        return False
-
-
-def serve(pipe: Connection, side: str, path: Path, case: Case, threads: int, fused: bool) -> None:
-    """A child process: makes its side, then takes a step at each request and answers with what it measured."""
-    import logging
-
-    import torch
-
-    logging.disable(logging.WARNING)
-    torch.set_num_threads(threads)
-    import_everything(side)
-    Path("/proc/self/clear_refs").write_text("5")  # a peak of the imports is not one of the steps
-    baseline = memory("VmRSS")
-    step = (rlflow_step if side == OURS else transformers_step)(path, case, fused)
-    pipe.send("ready")
-    while wanted(pipe):
-        wall, cpu = time.perf_counter(), time.process_time()
-        loss, norm = step()
-        pipe.send(
-            {
-                "wall_s": time.perf_counter() - wall,
-                "cpu_s": time.process_time() - cpu,
-                "loss": loss,
-                "gradient_norm": norm,
-                "peak_mib": memory("VmHWM") - baseline,
-            }
-        )
-
-
-@contextmanager
-def child(*arguments: Any) -> Iterator[Connection]:
-    """The pipe to a process that serves a side; the process ends with the block."""
-    context = multiprocessing.get_context("spawn")
-    here, there = context.Pipe()
-    process = context.Process(target=serve, args=(there, *arguments), daemon=True)
-    process.start()
-    there.close()
-    try:
-        here.recv()
-        yield here
-        here.send(False)
-        process.join(10)
-    finally:
-        process.kill()
+        turns.end(loss=metrics["loss"], gradient_norm=metrics["gradient_norm"])
 
 
 # ---------------------------------------------------------------- the comparison
 
 
-def compare(case: Case, path: Path, rounds: int, threads: int, fused: bool) -> dict[str, Any]:
-    """Both sides take steps in turn, the order changing each round; one step each beforehand is not counted.
-
-    Raises RuntimeError where the sides do not compute the same."""
-    taken: dict[str, list[dict[str, float]]] = {RIVAL: [], OURS: []}
-    with child(RIVAL, path, case, threads, fused) as rival, child(OURS, path, case, threads, fused) as ours:
-        pipes = {RIVAL: rival, OURS: ours}
-        for number in range(rounds + 1):
-            for side in (RIVAL, OURS) if number % 2 else (OURS, RIVAL):
-                pipes[side].send(True)
-                taken[side].append(pipes[side].recv())
+def compare(case: Case, path: Path, rounds: int, setting: Setting) -> dict[str, Any]:
+    """Figures of both sides and their ratios. Raises RuntimeError where the sides do not compute the same."""
+    sides = {RIVAL: (transformers_side, path, case, setting), OURS: (rlflow_side, path, case, setting)}
+    taken = interleave(sides, rounds, threads=setting.threads, device=setting.device)
+    tolerance = {"float32": 1e-3, "bfloat16": 5e-2}[setting.dtype]
     for first, second in zip(taken[RIVAL], taken[OURS], strict=True):
         for key in ("loss", "gradient_norm"):
-            if abs(first[key] - second[key]) > 1e-3 * max(abs(first[key]), 1e-3):
+            if abs(first[key] - second[key]) > tolerance * max(abs(first[key]), tolerance):
                 raise RuntimeError(f"{case.name}: the sides differ in {key}: {first[key]} and {second[key]}")
     tokens = sum(case.lengths)
     result: dict[str, Any] = {"case": case.name, "tokens": tokens, "rows": len(case.lengths)}
@@ -279,10 +173,6 @@ def compare(case: Case, path: Path, rounds: int, threads: int, fused: bool) -> d
         result[ratio] = result[OURS][key]["median"] / result[RIVAL][key]["median"]
     result["memory_ratio"] = result[OURS]["peak_mib"] / result[RIVAL]["peak_mib"]
     return result
-
-
-def summary(values: list[float]) -> dict[str, float]:
-    return {"median": statistics.median(values), "low": min(values), "high": max(values)}
 
 
 def print_result(result: dict[str, Any]) -> None:
@@ -301,10 +191,6 @@ def print_result(result: dict[str, Any]) -> None:
     )
 
 
-def spread(values: dict[str, float]) -> str:
-    return f"{values['low']:.0f}..{values['high']:.0f}"
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="the 18M model on small batches: under a minute")
@@ -317,9 +203,11 @@ def main() -> None:
     options = parser.parse_args()
     rounds = options.rounds or (3 if options.quick else 5)
     os.environ["OMP_NUM_THREADS"] = str(options.threads)
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    setting = Setting(threads=options.threads, fused=not options.plain_adam)
 
     chosen = [case for case in cases(options.quick) if options.only in case.name]
-    packages = {name: version(name) for name in ("rlflow", "torch", "transformers", "megatron-core")}
+    packages = versions("rlflow", "torch", "transformers", "megatron-core")
     print(", ".join(f"{name} {number}" for name, number in packages.items()), f"| {options.threads} thread(s) per side")
     columns = ("tokens/s", "low..high", "tokens/CPU-s", "low..high", "peak MiB")
     print("{:<12} {:<13} {:>9} {:>12} {:>13} {:>12} {:>9}".format("case", "side", *columns), flush=True)
@@ -330,7 +218,7 @@ def main() -> None:
             parameters[model] = write_random_model(Path(directory) / model, SHAPES[model])
         for case in chosen:
             path = Path(directory) / case.model
-            results.append(compare(case, path, rounds, options.threads, not options.plain_adam))
+            results.append(compare(case, path, rounds, setting))
             print_result(results[-1])
     print(
         json.dumps(
