@@ -18,7 +18,7 @@ def failed(url: str, **options) -> set[str]:
     return {verdict.check.name for verdict in check_server(url, **options) if verdict.outcome == "fail"}
 
 
-@pytest.mark.parametrize("retriever", ["bm25", "dense", "torch", "hybrid"])
+@pytest.mark.parametrize("retriever", ["bm25", "dense", "torch", "hybrid", "qdrant"])
 def test_our_server_passes_with_every_backend(retriever, tmp_path):
     source = Source({"name": retriever}, str(write_corpus(tmp_path)), str(write_pages(tmp_path)))
     with search_server(source.load) as (url, _):
