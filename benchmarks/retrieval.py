@@ -108,7 +108,10 @@ def measure(
         reads = [timed(tensor.sum), timed(tensor.amax), timed(tensor.sum)]
         for name, index in indices.items():
             for batch in BATCHES:
-                took = timed(lambda index=index, batch=batch: index.rank_vectors(queries[:batch], TOP_K))
+                took = min(
+                    timed(lambda index=index, batch=batch, at=at: index.rank_vectors(queries[at : at + batch], TOP_K))
+                    for at in range(len(indices) + 3 if batch == 1 else 1)  # as often as all is read
+                )
                 if turn:
                     seconds[name][batch].append(took)
             reads.append(timed(tensor.sum))
@@ -144,7 +147,8 @@ def report(
     rows = {}
     for name in indices:
         qps = {batch: batch / min(seconds[name][batch]) for batch in BATCHES}
-        of_bound = qps[1] * best_read  # meaningful for indices that read all float32 vectors
+        # Meaningful for indices that read all float32 vectors.
+        of_bound = statistics.median(bound / took for bound, took in zip(read, seconds[name][1], strict=True))
         ratio = qps[64] / (64 / min(seconds[BASELINE][64]))
         rows[name] = {"recall": recall[name], "qps": qps, "of_bound_alone": of_bound, "vs_baseline_at_64": ratio}
         shown = f"{of_bound:>10.0%}" if name in (BASELINE, "torch") else f"{'':>10}"
