@@ -12,7 +12,7 @@ import shutil
 import struct
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,9 +26,6 @@ from rlflow.weights.plan import Target
 
 BLOCK_BYTES = 2 << 20
 """Of output per block: in the cache between reading, checking and writing. A worker holds a few times as much."""
-SYNC_BYTES = 256 << 20
-"""Of output after which the disk is set to work on it. Left alone, the kernel begins when a tenth of the memory is dirty,
-and the conversion ends with waiting."""
 DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.float64: "F64"}
 """Of dtypes in a safetensors header."""
 Literals = Sequence[tuple[int, bytes]]
@@ -125,9 +122,6 @@ class Sink:
         self._descriptors: list[int] = []
         self._literals: list[list[tuple[int, bytes]]] = [list(one.literals) for one in files]
         self._needed = sum(one.size for one in files)
-        self._syncer, self._syncing = ThreadPoolExecutor(1), Future[None]()
-        self._syncing.set_result(None)
-        self._unsynced = 0
         try:
             self._check_room()
             for file in files:
@@ -143,7 +137,6 @@ class Sink:
         self.close()
 
     def close(self) -> None:
-        self._syncer.shutdown()
         while self._descriptors:
             os.close(self._descriptors.pop())
 
@@ -169,10 +162,6 @@ class Sink:
         write_all(self._descriptors[block.file], data, block.offset)
         self.written[block.file, block.offset] = found
         self._journal.record(block.file, block.offset, found)
-        self._unsynced += block.size  # by several threads: a count that is lost delays a call, no more
-        if self._unsynced >= SYNC_BYTES and self._syncing.done():
-            self._unsynced = 0
-            self._syncing = self._syncer.submit(os.fdatasync, self._descriptors[block.file])
 
     def finish(self, workers: int, read_back: bool) -> dict[str, int]:
         """Writes what depends on checksums, brings all to the disk, and returns {file: CRC-32}.
