@@ -217,7 +217,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="a small shape and three pairs")
     parser.add_argument("--pairs", type=int, default=5)
-    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--workers", type=int, default=4)
     parser.add_argument("--verify", choices=("fast", "full", "none"), default="fast")
     parser.add_argument("--directory", type=Path, default=None, help="where to work (default: the temporary directory)")
     args = parser.parse_args()

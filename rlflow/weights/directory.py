@@ -30,7 +30,7 @@ class Writing:
     """How to write. verify: one of VERIFICATIONS. resume: continue what a killed conversion left, and keep what a
     failure leaves."""
 
-    workers: int = 2
+    workers: int = 4
     overwrite: bool = False
     resume: bool = False
     verify: str = "fast"

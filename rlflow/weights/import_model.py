@@ -45,7 +45,7 @@ class ImportOptions:
     format: str = "torch_dist"
     dtype: str = "keep"
     shard_bytes: int = 4 * 10**9
-    workers: int = 2
+    workers: int = 4
     overwrite: bool = False
     resume: bool = False
     verify: str = "fast"

@@ -114,7 +114,7 @@ def _add_to_hf(actions: argparse._SubParsersAction) -> None:
     parser.add_argument(
         "--shard-size", type=parse_size, default=4 * 10**9, metavar="SIZE", help="such as 4GB (default)"
     )
-    parser.add_argument("--workers", type=parse_count, default=2, metavar="N", help="copying threads (default 2)")
+    parser.add_argument("--workers", type=parse_count, default=4, metavar="N", help="copying threads (default 4)")
     parser.add_argument(
         "--verify", choices=("fast", "full", "logits", "none"), default="fast", help="default: fast; see below"
     )

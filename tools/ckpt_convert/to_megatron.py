@@ -49,7 +49,7 @@ def add_to_megatron(
     )
     parser.add_argument("--dtype", choices=("keep", "bf16", "fp16", "fp32"), default="keep", help="default: keep")
     parser.add_argument("--shard-size", type=size, default=4 * 10**9, metavar="SIZE", help="of torch_dist files (4GB)")
-    parser.add_argument("--workers", type=count, default=2, metavar="N", help="copying threads (default 2)")
+    parser.add_argument("--workers", type=count, default=4, metavar="N", help="copying threads (default 4)")
     parser.add_argument("--verify", choices=("fast", "full", "logits", "none"), default="fast", help="default: fast")
     parser.add_argument("--overwrite", action="store_true", help="replace OUT once the new one is verified")
     parser.add_argument("--resume", action="store_true", help="continue what a killed conversion left in OUT.partial")
