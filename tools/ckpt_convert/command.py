@@ -14,6 +14,8 @@ from typing import Any
 
 from rlflow.errors import RLFlowError
 
+from .read_ahead import read_ahead
+
 SIZES = {
     "tp": ("tensor_parallel", "tensor-parallel ranks"),
     "pp": ("pipeline_parallel", "pipeline stages"),
@@ -144,6 +146,7 @@ def parse_count(text: str) -> int:
 
 
 def run_to_hf(args: argparse.Namespace) -> int:
+    read_ahead(args.checkpoint)
     from rlflow.weights.convert import Options, prepare, to_huggingface
     from rlflow.weights.directory import check_output
 

@@ -9,6 +9,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from .read_ahead import read_ahead
+
 
 def add_to_megatron(
     actions: argparse._SubParsersAction, count: Callable[[str], int], size: Callable[[str], int], codes: str
@@ -65,6 +67,7 @@ def _positive(text: str) -> int:
 
 
 def run_to_megatron(args: argparse.Namespace) -> int:
+    read_ahead(args.model)
     from rlflow.weights.directory import check_output
     from rlflow.weights.import_model import ImportOptions, prepare_import, to_megatron
     from rlflow.weights.to_megatron import Layout
