@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rlflow.errors import ConfigError, MissingPackageError, RLFlowError
 from rlflow_environments.search.rows import BadRow, parse_object, records
@@ -52,9 +52,9 @@ class ChatEndpoint:
                 raise ConfigError(f"--{name}: expected more than 0, found {value}.")
         if not url.startswith(("http://", "https://")):
             raise ConfigError(f"--endpoint: expected an address such as http://localhost:8001/v1, found '{url}'.")
-        self._url = url.rstrip("/").removesuffix("/chat/completions") + "/chat/completions"
+        self._url = completions_url(url)
         self._body = {"model": model, "temperature": temperature, "max_tokens": max_tokens}
-        self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        self._api_key = api_key
         self._concurrency, self._timeout_s, self._tries, self._pause_s = concurrency, timeout_s, tries, pause_s
         self._answers = _Answers(cache)
 
@@ -67,7 +67,8 @@ class ChatEndpoint:
         """
         asked = [prompt for prompt in dict.fromkeys(prompts) if self._answers.get(self._key(prompt)) is None]
         done = len(prompts) - len(asked)
-        with self._client() as client, ThreadPoolExecutor(self._concurrency) as threads:
+        client = open_client(self._api_key, self._timeout_s, self._concurrency)
+        with client, ThreadPoolExecutor(self._concurrency) as threads:
             try:
                 for _ in threads.map(lambda prompt: self._ask(client, prompt), asked):
                     done += 1
@@ -80,16 +81,6 @@ class ChatEndpoint:
     def _key(self, prompt: str) -> str:
         """What an answer depends on; not the address, which may change between runs."""
         return hashlib.sha256(json.dumps([self._body, prompt], sort_keys=True).encode()).hexdigest()
-
-    def _client(self) -> httpx.Client:
-        try:
-            import httpx
-        except ImportError:
-            raise MissingPackageError(
-                "an endpoint needs the package httpx. Install it with: pip install 'rlflow[search]'"
-            ) from None
-        limits = httpx.Limits(max_connections=self._concurrency, max_keepalive_connections=self._concurrency)
-        return httpx.Client(headers=self._headers, timeout=self._timeout_s, limits=limits)
 
     def _ask(self, client: httpx.Client, prompt: str) -> None:
         import httpx
@@ -108,14 +99,17 @@ class ChatEndpoint:
                 problem = f"{type(failure).__name__} {failure}".rstrip()
                 continue
             if response.status_code == 200:
-                self._answers.put(self._key(prompt), _content(self._url, response))
+                text = completion_text(response)
+                if text is None:
+                    raise EndpointError(f"{self._url}: expected a chat completion, found {response.text[:200]}")
+                self._answers.put(self._key(prompt), text)
                 return
             problem = f"status {response.status_code}: {response.text[:200]}"
             if response.status_code != 429 and response.status_code < 500:
                 raise EndpointError(
                     f"{self._url}: {problem}. Mend --endpoint, --model or the key's environment variable."
                 )
-            wait = max(wait, _retry_after_s(response))
+            wait = max(wait, retry_after_s(response, LONGEST_PAUSE_S))
         raise EndpointError(
             f"{self._url}: no answer after {self._tries} attempts; last: {problem}. Give the command again when the endpoint is "
             "back: it goes on where it stopped."
@@ -151,16 +145,36 @@ class _Answers:
                     file.write("\n" + json.dumps({"key": key, "answer": answer}, ensure_ascii=False) + "\n")
 
 
-def _content(url: str, response: Any) -> str:
+def completions_url(url: str) -> str:
+    """Where the completions of an API are, given its address with or without that path."""
+    return url.rstrip("/").removesuffix("/chat/completions") + "/chat/completions"
+
+
+def open_client(api_key: str | None, timeout_s: float, concurrency: int) -> httpx.Client:
+    """An HTTP client with that many connections, which sends the key if there is one. Raises MissingPackageError."""
+    try:
+        import httpx
+    except ImportError:
+        raise MissingPackageError(
+            "a model at an endpoint needs the package httpx. Install it with: pip install 'rlflow[judge]'"
+        ) from None
+    limits = httpx.Limits(max_connections=concurrency, max_keepalive_connections=concurrency)
+    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+    return httpx.Client(headers=headers, timeout=timeout_s, limits=limits)
+
+
+def completion_text(response: httpx.Response) -> str | None:
+    """The text of a chat completion, empty where the model gave none; None if the body is no chat completion."""
     try:
         content = response.json()["choices"][0]["message"]["content"]
     except (ValueError, KeyError, IndexError, TypeError):
-        raise EndpointError(f"{url}: expected a chat completion, found {response.text[:200]}") from None
+        return None
     return content if isinstance(content, str) else ""
 
 
-def _retry_after_s(response: Any) -> float:
+def retry_after_s(response: httpx.Response, longest_s: float) -> float:
+    """The seconds of Retry-After, at most `longest_s`; 0 without them."""
     try:
-        return min(LONGEST_PAUSE_S, max(0.0, float(response.headers.get("retry-after", ""))))
+        return min(longest_s, max(0.0, float(response.headers.get("retry-after", ""))))
     except ValueError:
         return 0.0

@@ -146,7 +146,8 @@ def parse_count(text: str) -> int:
 
 
 def run_to_hf(args: argparse.Namespace) -> int:
-    read_ahead(args.checkpoint)
+    if not args.dry_run:
+        read_ahead(args.checkpoint)
     from rlflow.weights.convert import Options, prepare, to_huggingface
     from rlflow.weights.directory import check_output
 

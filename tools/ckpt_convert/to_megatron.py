@@ -67,7 +67,8 @@ def _positive(text: str) -> int:
 
 
 def run_to_megatron(args: argparse.Namespace) -> int:
-    read_ahead(args.model)
+    if not args.dry_run:
+        read_ahead(args.model)
     from rlflow.weights.directory import check_output
     from rlflow.weights.import_model import ImportOptions, prepare_import, to_megatron
     from rlflow.weights.to_megatron import Layout

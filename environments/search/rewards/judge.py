@@ -13,10 +13,11 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from rlflow.errors import ConfigError, MissingPackageError
+from rlflow.errors import ConfigError
 from rlflow_environments.search import scoring
+from rlflow_environments.search.chat import completion_text, completions_url, open_client, retry_after_s
 from rlflow_environments.search.errors import JudgeError
 from rlflow_environments.search.rewards.make import Score
 from rlflow_environments.search.rewards.transcript import Transcript
@@ -76,9 +77,9 @@ class Judge:
                 raise ConfigError(f"reward judge.{name}: expected a number above 0, found {value!r}.")
         if not str(url).startswith(("http://", "https://")):
             raise ConfigError(f"reward judge.url: expected an address such as http://localhost:8000/v1, found '{url}'.")
-        self._url = str(url).rstrip("/").removesuffix("/chat/completions") + "/chat/completions"
+        self._url = completions_url(str(url))
         self._model, self._temperature, self._tries = model, temperature, int(tries)
-        self._client = _open_client(os.environ.get(api_key_variable), timeout_s, int(concurrency))
+        self._client = open_client(os.environ.get(api_key_variable), timeout_s, int(concurrency))
         self._threads = ThreadPoolExecutor(int(concurrency), thread_name_prefix="judge")
         self._folder = None if cache is None else Path(cache).expanduser()
         self._known: dict[str, bool] = {}
@@ -138,7 +139,7 @@ class Judge:
                     raise ConfigError(
                         f"reward judge: {self._url}: {problem}. Mend reward.url, reward.model or the API key."
                     )
-                wait = _retry_after_s(response)
+                wait = retry_after_s(response, LONGEST_PAUSE_S)
             except httpx.HTTPError as failure:
                 problem = f"{type(failure).__name__} {failure}".rstrip()
             if attempt < self._tries:
@@ -170,28 +171,5 @@ class Judge:
 
 def read_verdict(response: httpx.Response) -> bool | None:
     """Whether the last judgement of a chat completion is "correct"; None if it holds none."""
-    try:
-        text = response.json()["choices"][0]["message"]["content"]
-    except (ValueError, KeyError, IndexError, TypeError):
-        return None
-    verdicts = _VERDICT.findall(text) if isinstance(text, str) else []
+    verdicts = _VERDICT.findall(completion_text(response) or "")
     return verdicts[-1].lower() == "correct" if verdicts else None
-
-
-def _open_client(key: str | None, timeout_s: float, concurrency: int) -> Any:
-    try:
-        import httpx
-    except ImportError:
-        raise MissingPackageError(
-            "reward judge: the package httpx is not installed. Install it with: pip install 'rlflow[judge]'"
-        ) from None
-    limits = httpx.Limits(max_connections=concurrency, max_keepalive_connections=concurrency)
-    return httpx.Client(headers={"Authorization": f"Bearer {key}"} if key else {}, timeout=timeout_s, limits=limits)
-
-
-def _retry_after_s(response: httpx.Response) -> float:
-    """The seconds of Retry-After, at most LONGEST_PAUSE_S; 0 without them."""
-    try:
-        return min(LONGEST_PAUSE_S, max(0.0, float(response.headers.get("retry-after", ""))))
-    except ValueError:
-        return 0.0

@@ -20,12 +20,18 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def make(model: Path) -> Iterator[Any]:
+def defaults() -> dict[str, Any]:
+    """Options of the trainers that `make` makes; a file that needs others has a fixture of this name."""
+    return {"lr": 1e-3}
+
+
+@pytest.fixture
+def make(model: Path, defaults: dict[str, Any]) -> Iterator[Any]:
     """A function that makes trainers; they are closed in reverse order, so the groups outlive their users."""
     trainers: list[Trainer] = []
 
     def build(path: Path = model, **options: Any) -> Trainer:
-        trainers.append(Trainer.from_pretrained(path, **{"lr": 1e-3, **options}))
+        trainers.append(Trainer.from_pretrained(path, **{**defaults, **options}))
         return trainers[-1]
 
     yield build

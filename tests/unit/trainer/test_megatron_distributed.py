@@ -2,40 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from fixtures import tiny_model
 
 from rlflow.errors import ConfigError
-from rlflow.trainer import Trainer
 from rlflow.weights.hf import digest
 from tests.dist.megatron_ranks import PolicyGradientWithEntropy, make_batch
-
-VOCAB = 101
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("model")
-    return tiny_model(path, "qwen2", tied=True, tokenizer=False, vocab_size=VOCAB, hidden_size=32, intermediate_size=48)
+from tests.unit.trainer.batches import VOCAB
 
 
 @pytest.fixture
-def make(model: Path) -> Iterator[Any]:
-    trainers: list[Trainer] = []
-
-    def build(**options: Any) -> Trainer:
-        options = {"lr": 1e-3, "distributed_optimizer": True, **options}
-        trainers.append(Trainer.from_pretrained(model, **options))
-        return trainers[-1]
-
-    yield build
-    for trainer in reversed(trainers):
-        trainer.close()
+def defaults() -> dict[str, Any]:
+    return {"lr": 1e-3, "distributed_optimizer": True}
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

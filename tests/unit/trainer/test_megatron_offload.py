@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from fixtures import tiny_model
 
 from rlflow.errors import ConfigError
 from rlflow.trainer import Trainer
@@ -17,28 +15,14 @@ from rlflow.trainer.megatron.offload import HostAdamW
 from rlflow.trainer.megatron.optimizer import AdamOptions, make_optimizer
 from rlflow.weights.hf import digest
 from tests.dist.megatron_ranks import PolicyGradientWithEntropy, make_batch
+from tests.unit.trainer.batches import VOCAB
 
-VOCAB = 101
 WITHOUT_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("model")
-    return tiny_model(path, "qwen2", tied=True, tokenizer=False, vocab_size=VOCAB, hidden_size=32, intermediate_size=48)
-
-
 @pytest.fixture
-def make(model: Path) -> Iterator[Any]:
-    trainers: list[Trainer] = []
-
-    def build(**options: Any) -> Trainer:
-        trainers.append(Trainer.from_pretrained(model, lr=1e-3, weight_decay=0.1, **options))
-        return trainers[-1]
-
-    yield build
-    for trainer in reversed(trainers):
-        trainer.close()
+def defaults() -> dict[str, Any]:
+    return {"lr": 1e-3, "weight_decay": 0.1}
 
 
 def on_host(trainer: Any) -> Trainer:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from fixtures import tiny_model
 from torch import Tensor
 
 from rlflow.errors import ConfigError
@@ -18,8 +16,8 @@ from rlflow.trainer.megatron.context import held_pieces, held_positions
 from rlflow.trainer.megatron.layers import _attend
 from rlflow.trainer.megatron.packing import Share, pack, pad
 from rlflow.types import Batch, PolicyOutput
+from tests.unit.trainer.batches import VOCAB
 
-VOCAB = 101
 LENGTHS = [20, 3, 1, 7, 20, 5, 2, 11]
 
 
@@ -51,24 +49,9 @@ class RowRatioWithEntropy:
         return loss, {"entropy": output.entropy}
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("model")
-    return tiny_model(path, "qwen2", tied=True, tokenizer=False, vocab_size=VOCAB, hidden_size=32, intermediate_size=48)
-
-
 @pytest.fixture
-def make(model: Path) -> Iterator[Any]:
-    """A function that makes trainers; they are closed in reverse order, so the groups outlive their users."""
-    trainers: list[Trainer] = []
-
-    def build(**options: Any) -> Trainer:
-        trainers.append(Trainer.from_pretrained(model, **{"lr": 1e-3, "eps": 1e-5, **options}))
-        return trainers[-1]
-
-    yield build
-    for trainer in reversed(trainers):
-        trainer.close()
+def defaults() -> dict[str, Any]:
+    return {"lr": 1e-3, "eps": 1e-5}
 
 
 def test_rows_go_end_to_end_and_are_found_again_by_hand() -> None:

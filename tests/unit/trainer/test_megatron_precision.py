@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,31 +10,16 @@ import torch
 from fixtures import tiny_model
 from torch import Tensor
 
-from rlflow.trainer import Trainer
 from rlflow.types import Batch, PolicyOutput
 from rlflow.weights.hf import digest
 from tests.dist.megatron_ranks import PolicyGradientWithEntropy, make_batch
-
-VOCAB = 101
+from tests.unit.trainer.batches import VOCAB
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path, sizes = tmp_path_factory.mktemp("model"), {"hidden_size": 32, "intermediate_size": 96, "num_hidden_layers": 4}
     return tiny_model(path, "qwen2", tied=True, tokenizer=False, vocab_size=VOCAB, **sizes)
-
-
-@pytest.fixture
-def make(model: Path) -> Iterator[Any]:
-    trainers: list[Trainer] = []
-
-    def build(**options: Any) -> Trainer:
-        trainers.append(Trainer.from_pretrained(model, **{"lr": 1e-3, **options}))
-        return trainers[-1]
-
-    yield build
-    for trainer in reversed(trainers):
-        trainer.close()
 
 
 @pytest.mark.parametrize("distributed", [False, True])
