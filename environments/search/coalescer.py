@@ -27,7 +27,7 @@ class BatchSearch(Protocol[Hit]):
 
 
 class Call(Generic[Hit]):
-    """One caller's queries. Await `done` for their results, in order; cancelling it withdraws what has not begun.
+    """One caller's queries. Await `done` for their results, in order; ending it otherwise withdraws what has not begun.
 
     waited_s: until the first of them was taken up. searched_s: from then until the last was answered. shared: how many of
     them joined an equal search that was waiting or under way.
@@ -67,7 +67,7 @@ class _Lookup(Generic[Hit]):
         """Whether anybody still waits for it; books for how long."""
         for call, _ in self.callers:
             call.waited_s = call.waited_s or now - call.started
-        return any(not call.done.cancelled() for call, _ in self.callers)
+        return any(not call.done.done() for call, _ in self.callers)
 
 
 class CoalescedSearch(Generic[Hit]):

@@ -8,12 +8,11 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 from rlflow.errors import ConfigError, DataError
 from rlflow_environments.search.formats import Passage
@@ -22,7 +21,8 @@ from rlflow_environments.search.formats import Passage
 _UNSPACED = "\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\uac00-\ud7af"
 _WORD = re.compile(rf"[{_UNSPACED}]|[^\W_{_UNSPACED}]+")
 
-_CHUNK = 1 << 17  # values of the texts that are encoded at a time: bounds the dense rows of their words
+_CHUNK = 1 << 18  # characters of the texts that are encoded at a time: about a million features
+_CHUNK_TEXTS = 1024
 _CACHED_WORDS = 100_000
 
 
@@ -120,13 +120,14 @@ class NgramEncoder:
 
     def encode_queries(self, queries: Sequence[str]) -> np.ndarray:
         """(N, dimensions) float32, unit rows; a query without any word is a zero row."""
-        return np.concatenate([np.zeros((0, self.dimensions), np.float32), *map(self._encode, _chunks(queries, self.dimensions))])
+        vectors = [self._encode(chunk) for chunk in _chunks(queries, len)]
+        return np.concatenate([np.zeros((0, self.dimensions), np.float32), *vectors])
 
     def encode_passages(self, passages: Sequence[Passage]) -> np.ndarray:
         """(N, dimensions) float32, unit rows."""
         vectors = np.zeros((len(passages), self.dimensions), np.float32)
         start = 0
-        for chunk in _chunks(passages, self.dimensions):
+        for chunk in _chunks(passages, lambda passage: len(passage.contents)):
             titles = self._encode([passage.title for passage in chunk])
             bodies = self._encode([passage.body for passage in chunk])
             mixed = self._title_weight * titles + (1 - self._title_weight) * bodies
@@ -135,38 +136,26 @@ class NgramEncoder:
         return vectors
 
     def _encode(self, texts: Sequence[str]) -> np.ndarray:
-        """One chunk: the dense rows of its distinct words are made once, then summed per text."""
+        """One chunk: every feature of every word, summed into its text's bucket in the order of the text."""
         counts = [Counter(split_words(text)) for text in texts]
-        row_of = {word: row for row, word in enumerate(dict.fromkeys(word for count in counts for word in count))}
-        if not row_of:
+        features = [self._features(word) for count in counts for word in count]
+        if not features:
             return np.zeros((len(texts), self.dimensions), np.float32)
-        rows = torch.tensor([row_of[word] for count in counts for word in count])
-        weights = torch.tensor(
-            [self._idf(word) * (1 + math.log(times)) for count in counts for word, times in count.items()],
-            dtype=torch.float32,
-        )
-        ends = np.cumsum([len(count) for count in counts])
-        starts = torch.from_numpy(np.concatenate([[0], ends[:-1]]))
-        words = torch.from_numpy(self._word_vectors(list(row_of)))
-        summed = torch.nn.functional.embedding_bag(rows, words, starts, mode="sum", per_sample_weights=weights)
-        return _normalize(summed.numpy())
+        sizes = [len(buckets) for buckets, _ in features]
+        factors = [1 + math.log(times) for count in counts for times in count.values()]
+        texts_of_words = np.repeat(np.arange(len(texts)), [len(count) for count in counts])
+        buckets = np.repeat(texts_of_words * self.dimensions, sizes) + np.concatenate([b for b, _ in features])
+        values = np.repeat(factors, sizes) * np.concatenate([v for _, v in features])
+        summed = np.bincount(buckets, values, minlength=len(texts) * self.dimensions)
+        return _normalize(summed.reshape(len(texts), self.dimensions))
 
     def _idf(self, word: str) -> float:
         """ln(1 + (N - n + 0.5) / (n + 0.5)), as in BM25; largest for a word that the corpus does not know."""
         occurs = self._document_frequency[word]
         return math.log(1 + (self._passage_count - occurs + 0.5) / (occurs + 0.5))
 
-    def _word_vectors(self, words: list[str]) -> np.ndarray:
-        """(len(words), dimensions) float32, unit rows."""
-        features = [self._features(word) for word in words]
-        owners = np.repeat(np.arange(len(words)), [len(buckets) for buckets, _ in features])
-        flat = owners * self.dimensions + np.concatenate([buckets for buckets, _ in features])
-        values = np.concatenate([values for _, values in features])
-        dense = np.bincount(flat, weights=values, minlength=len(words) * self.dimensions)
-        return _normalize(dense.reshape(len(words), self.dimensions).astype(np.float32))
-
     def _word_features(self, word: str) -> tuple[np.ndarray, np.ndarray]:
-        """(buckets, signed values) of a word: itself in several buckets, each of its n-grams in one."""
+        """(buckets, values) of a word, idf times a unit vector: itself in several buckets, each of its n-grams in one."""
         ngrams = [f"#{ngram}" for ngram in self._ngrams(word)]
         ngram_weight = self._ngram_weight if ngrams else 0.0
         whole = [f"{copy}={word}" for copy in range(self._buckets_per_word)]
@@ -178,8 +167,10 @@ class NgramEncoder:
         )
         hashes = np.array([_hash(feature) for feature in whole + ngrams], dtype=np.uint64)
         signs = np.where(hashes >> np.uint64(63), 1.0, -1.0)
-        buckets = (hashes & np.uint64(2**62 - 1)) % np.uint64(self.dimensions)
-        return buckets.astype(np.int64), signs * sizes
+        buckets, places = np.unique((hashes & np.uint64(2**62 - 1)) % np.uint64(self.dimensions), return_inverse=True)
+        values = np.bincount(places, signs * sizes)
+        length = math.sqrt(float((values * values).sum())) or 1.0  # features of opposite signs may share their buckets
+        return buckets.astype(np.int64), self._idf(word) / length * values
 
     def _ngrams(self, word: str) -> Iterator[str]:
         marked = f"^{word}$"
@@ -194,11 +185,18 @@ def _hash(feature: str) -> int:
 
 
 def _normalize(vectors: np.ndarray) -> np.ndarray:
-    """Rows of unit length; zero rows stay zero."""
+    """Rows of unit length as float32; zero rows stay zero."""
     norms = np.sqrt((vectors * vectors).sum(axis=1, keepdims=True))
     return (vectors / np.where(norms > 0, norms, 1)).astype(np.float32)
 
 
-def _chunks(items: Sequence, dimensions: int) -> Iterator[Sequence]:
-    size = max(1, _CHUNK // dimensions)
-    return (items[start : start + size] for start in range(0, len(items), size))
+def _chunks(items: Sequence, size_of: Callable[[Any], int]) -> Iterator[Sequence]:
+    """Runs of neighbours of bounded size, at least one each."""
+    start = size = 0
+    for end, item in enumerate(items):
+        size += size_of(item)
+        if end > start and (size > _CHUNK or end - start == _CHUNK_TEXTS):
+            yield items[start:end]
+            start, size = end, size_of(item)
+    if start < len(items):
+        yield items[start:]

@@ -66,14 +66,15 @@ def faiss_retriever(
     refine: int = 0,
     mmap: bool = True,
     gpu: bool = False,
+    dtype: str | None = None,
     verify: bool = True,
     **hashed: Any,
 ) -> Retriever:
     """Retrieval with faiss. path: an index folder, or a faiss file as Search-R1 builds it; without one the index is built in
-    memory as `index` says (an index_factory string, Flat by default). See FaissIndex for nprobe, ef_search, refine, gpu.
+    memory as `index` says (an index_factory string, Flat by default). See FaissIndex for nprobe, ef_search, refine, gpu, dtype.
     mmap: leave a file's vectors on disk. verify: encode a few passages again and compare, for files without meta.json.
     """
-    common = {"nprobe": nprobe, "ef_search": ef_search, "refine": refine, "gpu": gpu}
+    common = {"nprobe": nprobe, "ef_search": ef_search, "refine": refine, "gpu": gpu, "dtype": dtype}
     if path is None:
         made = encoder_of(encoder, hashed, corpus)
         built, kept = build_faiss(index or "Flat", made, corpus, keep=refine > 0)

@@ -58,10 +58,10 @@ class TorchIndex:
         assert scores is not None and rows is not None  # an index is never empty
         return scores.float().cpu().numpy(), rows.cpu().numpy()
 
-    def at_least(self, vector: np.ndarray, threshold: float) -> np.ndarray:
+    def at_least(self, vector: np.ndarray, score: float) -> np.ndarray:
         """See Scan."""
         # torch compares in float32, to which the threshold must not be rounded upwards.
-        least = float(np.nextafter(np.float32(threshold), np.float32(-np.inf)))
+        least = float(np.nextafter(np.float32(score - self.error_bound(vector[None])[0]), np.float32(-np.inf)))
         found = [(scores[0].float() >= least).nonzero().flatten() + start for start, scores in self._scan(vector[None])]
         return torch.cat(found).cpu().numpy()
 
@@ -69,17 +69,16 @@ class TorchIndex:
         """See Scan."""
         return self._vectors[rows]
 
-    def error_bound(self, vector: np.ndarray) -> float:
+    def error_bound(self, vectors: np.ndarray) -> np.ndarray:
         """|q.x - scan| <= |q||x - x'| + |q - q'||x'| + rounding of the sum and of what is stored (Cauchy-Schwarz), x' being
         the copy."""
-        rounded = torch.from_numpy(vector).to(self._dtype).double().numpy()
-        length = float(np.linalg.norm(vector.astype(np.float64)))
-        inputs = length * self._largest_rounding + float(np.linalg.norm(vector - rounded)) * self._largest_norm
-        scale = 1.01 * length * self._largest_norm
+        rounded = torch.from_numpy(vectors).to(self._dtype).double().numpy()
+        lengths = np.linalg.norm(vectors.astype(np.float64), axis=1)
+        inputs = lengths * self._largest_rounding + np.linalg.norm(vectors - rounded, axis=1) * self._largest_norm
         result = _MANTISSA[self._dtype] if self._dtype != torch.float32 else 0.0
         if self._device.type == "cuda" and torch.backends.cuda.matmul.allow_tf32:
             result += 2.0**-9  # both factors to 11 bits
-        return inputs + scale * (self.dimensions * _MANTISSA[torch.float32] + result)
+        return inputs + 1.01 * lengths * self._largest_norm * (self.dimensions * _MANTISSA[torch.float32] + result)
 
     def _load(self, start: int, block: np.ndarray) -> None:
         wide = torch.from_numpy(np.array(block)).float()  # a mapped file is read-only, and may be unaligned

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from typing import Any
 from rlflow_environments.search.coalescer import CoalescedSearch, Key
 from rlflow_environments.search.formats import Passage
 from rlflow_environments.search.retrievers import CorpusRetriever, Retriever
+from rlflow_environments.search.server.deadlines import Deadlines
 from rlflow_environments.search.server.records import Pages, StoredCorpus, dump_json
 from rlflow_environments.search.server.wire import Hit
 
@@ -97,6 +99,7 @@ class ServedIndex:
         corpus = getattr(retriever, "corpus", None)
         self.size = len(corpus) if corpus is not None else None
         self._cache = AnswerCache(cache_bytes)
+        self._deadlines = Deadlines()
         self._search: CoalescedSearch[Hit] = CoalescedSearch(
             DocumentSearch(retriever), max_batch=max_batch, max_waiting=max_waiting, on_batch=on_batch
         )
@@ -106,14 +109,14 @@ class ServedIndex:
         """How many searches wait for their batch."""
         return self._search.waiting
 
-    async def answer(self, queries: Sequence[str], top_k: int) -> Answer:
-        """The hits of every query. Raises QueueFullError, and what the retriever raises."""
+    async def answer(self, queries: Sequence[str], top_k: int, wait_s: float = math.inf) -> Answer:
+        """The hits of every query, within `wait_s` seconds. Raises QueueFullError, TimeoutError, what the retriever raises."""
         results = [self._cache.get((query, top_k)) for query in queries]
         places = [place for place, hits in enumerate(results) if hits is None]
         if not places:
             return Answer(results, cached=len(queries))  # type: ignore[arg-type]
         call = self._search.submit([queries[place] for place in places], top_k)
-        for place, hits in zip(places, await call.done, strict=True):
+        for place, hits in zip(places, await self._deadlines.wait(call.done, wait_s), strict=True):
             results[place] = hits
             self._cache.put((queries[place], top_k), hits)
         cached = len(queries) - len(places)

@@ -129,8 +129,8 @@ class SearchService:
         top_k = self._top_k(request.top_k, index)
         start = time.perf_counter()
         try:
-            async with asyncio.timeout(min(wait_s or self.limits.max_wait_s, self.limits.max_wait_s)):
-                answer = await index.answer(request.queries, top_k)
+            wait_s = min(wait_s or self.limits.max_wait_s, self.limits.max_wait_s)
+            answer = await index.answer(request.queries, top_k, wait_s)
         except QueueFullError as problem:
             raise Unavailable(str(problem), status=429, retry_after_s=self._drain_s(index)) from None
         observed = Observation(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -10,6 +12,7 @@ from hypothesis import strategies as st
 from rlflow.errors import ConfigError, DataError
 from rlflow_environments.search.retrievers.exact import rank_exactly
 from rlflow_environments.search.retrievers.faiss_index import FaissIndex, import_faiss, new_index, read_index
+from rlflow_environments.search.retrievers.inverted_lists import Int8Lists, ListAssignment
 from rlflow_environments.search.retrievers.torch_index import TorchIndex
 from tests.unit.environments.search_corpora import brute_force, clustered
 
@@ -18,6 +21,7 @@ QUERIES = clustered(70, 48, seed=1)
 QUERIES[:20] = VECTORS[:20]  # exact twins in the index: ties at the top
 EXACT = {
     "faiss Flat": lambda: FaissIndex(filled("Flat")),
+    "faiss IVF32,Flat in int8, every list": lambda: FaissIndex(filled("IVF32,Flat"), nprobe=32),
     "torch": lambda: TorchIndex(VECTORS),
     "torch bfloat16": lambda: TorchIndex(VECTORS, dtype="bfloat16"),
     "torch float16": lambda: TorchIndex(VECTORS, dtype="float16"),
@@ -26,7 +30,8 @@ APPROXIMATE = {
     # name -> (index, recall@10 that it must reach)
     "SQ8": (lambda: FaissIndex(filled("SQ8")), 0.9),
     "SQfp16": (lambda: FaissIndex(filled("SQfp16")), 0.98),
-    "IVF32,Flat": (lambda: FaissIndex(filled("IVF32,Flat"), nprobe=8), 0.9),
+    "IVF32,Flat": (lambda: FaissIndex(filled("IVF32,Flat"), nprobe=8, dtype="float32"), 0.9),
+    "IVF32,Flat in int8": (lambda: FaissIndex(filled("IVF32,Flat"), nprobe=8), 0.9),
     "IVF32,SQ8 refined": (lambda: FaissIndex(filled("IVF32,SQ8"), nprobe=32, refine=4, vectors=VECTORS), 0.999),
     "HNSW16": (lambda: FaissIndex(filled("HNSW16"), ef_search=128), 0.9),
     "PCA32,SQ8 refined": (lambda: FaissIndex(filled("PCA32,SQ8"), refine=20, vectors=VECTORS), 0.9),
@@ -112,9 +117,78 @@ def test_the_torch_scan_gives_the_same_in_tiles_of_any_size(batch, monkeypatch):
 def test_the_error_bound_of_the_scan_holds_and_is_not_idle(dtype):
     scan = TorchIndex(VECTORS, dtype=dtype)
     scores, rows = scan.propose(QUERIES, len(VECTORS))
-    for query, found, order in zip(QUERIES, scores, rows):
+    for query, found, order, bound in zip(QUERIES, scores, rows, scan.error_bound(QUERIES)):
         error = np.abs(found - (VECTORS[order].astype(np.float64) * query).sum(axis=1)).max()
-        assert error <= scan.error_bound(query) < 200 * max(error, 1e-8)
+        assert error <= bound < 200 * max(error, 1e-8)
+
+
+def int8_lists(vectors, lists, nprobe):
+    index = new_index(f"IVF{lists},Flat", vectors.shape[1])
+    index.train(vectors)
+    index.add(vectors)
+    index.nprobe = nprobe
+    return Int8Lists(import_faiss(), index, ListAssignment(import_faiss(), index))
+
+
+@pytest.mark.parametrize("dimensions", [7, 16, 48, 50])
+def test_the_error_bound_of_the_scan_in_int8_holds_and_is_not_idle(dimensions):
+    """Dimensions for each way in which faiss may multiply; one of them a hundred times as large as the others."""
+    vectors, queries = VECTORS[:, :dimensions].copy(), QUERIES[:, :dimensions].copy()
+    vectors[:, 2] *= 100
+    scan = int8_lists(vectors, 16, 16)
+    scores, rows = scan.propose(queries, len(vectors))
+    assert (np.sort(rows, axis=1) == np.arange(len(vectors))).all()
+    exact = np.stack([vectors[order].astype(np.float64) @ query for query, order in zip(queries, rows)])
+    errors, bounds = np.abs(scores - exact).max(axis=1), scan.error_bound(queries)
+    assert (errors <= bounds).all() and bounds.max() < 20 * errors.max()
+
+
+def test_a_scan_in_int8_that_proposes_too_little_is_put_right(monkeypatch):
+    asked = []
+    at_least = Int8Lists.at_least
+    monkeypatch.setattr(Int8Lists, "spare", 0)
+    monkeypatch.setattr(Int8Lists, "at_least", lambda self, *request: asked.append(request) or at_least(self, *request))
+    found = rank_exactly(int8_lists(VECTORS, 16, 16), QUERIES, 10)
+    assert [[row for row, _ in ranking] for ranking in found] == [brute_force(VECTORS, q, 10) for q in QUERIES]
+    assert asked
+
+
+@pytest.mark.parametrize("vectors", [VECTORS, np.zeros((200, 48), np.float32), np.eye(48, dtype=np.float32)])
+def test_a_scan_in_int8_takes_vectors_of_any_kind(vectors):
+    found = rank_exactly(int8_lists(vectors, 4, 4), np.concatenate([QUERIES[:5], QUERIES[:1] * 0]), 3)
+    expected = [brute_force(vectors, query, 3) for query in [*QUERIES[:5], QUERIES[0] * 0]]
+    assert [[row for row, _ in ranking] for ranking in found] == expected
+
+
+def test_queries_search_the_lists_that_faiss_would_search():
+    faiss, index = import_faiss(), filled("IVF32,Flat")
+    index.nprobe = 5
+    lists, _ = ListAssignment(faiss, index)(QUERIES)
+    _, expected = index.quantizer.search(QUERIES, 5)
+    assert (lists == np.sort(expected, axis=1)).all()
+
+
+def test_lists_that_are_equally_near_are_taken_in_their_order_whatever_the_batch():
+    faiss = import_faiss()
+    quantizer = faiss.IndexFlatIP(48)
+    quantizer.add(np.repeat(QUERIES[:4], 8, axis=0))  # lists 0 to 7 are the same, and so on
+    index = faiss.IndexIVFFlat(quantizer, 48, 32, faiss.METRIC_INNER_PRODUCT)
+    index.add(VECTORS)
+    index.nprobe = 11
+    assign = ListAssignment(faiss, index)
+    together, _ = assign(QUERIES)
+    assert (together == np.concatenate([assign(query[None])[0] for query in QUERIES])).all()
+    assert together[0, :8].tolist() == list(range(8)) and set(together[0, 8:] % 8) == {0, 1, 2}
+
+
+@pytest.mark.parametrize(("available", "threads"), [(1 << 40, 0), (0, 32)])
+def test_mapped_lists_are_read_ahead_only_where_memory_does_not_hold_them(available, threads, tmp_path, monkeypatch):
+    path = tmp_path / "index.faiss"
+    faiss = import_faiss()
+    faiss.write_index(filled("IVF32,SQ8"), str(path))
+    monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=available))
+    index = read_index(path, mmap=True)
+    assert faiss.downcast_InvertedLists(index.invlists).prefetch_nthread == threads
 
 
 def test_results_are_those_of_the_stored_vectors_whatever_the_scan_rounds():
@@ -143,7 +217,7 @@ def test_half_precision_embeddings_are_what_is_ranked():
     assert [[row for row, _ in ranking] for ranking in found] == [brute_force(half, q, 5) for q in QUERIES]
 
 
-@pytest.mark.parametrize("factory", ["Flat", "SQ8", "IVF32,SQ8", "HNSW16"])
+@pytest.mark.parametrize("factory", ["Flat", "SQ8", "IVF32,SQ8", "IVF32,Flat", "HNSW16"])
 def test_a_memory_mapped_file_gives_the_same(factory, tmp_path):
     path = tmp_path / "index.faiss"
     import_faiss().write_index(filled(factory), str(path))
@@ -167,14 +241,14 @@ def test_a_scan_that_proposes_wrongly_is_put_right():
             rows = np.argsort(-all_scores, axis=1)[:, :depth]
             return np.take_along_axis(all_scores, rows, axis=1), rows
 
-        def at_least(self, vector, threshold):
-            return np.flatnonzero(self.scores(vector) >= threshold)
+        def at_least(self, vector, score):
+            return np.flatnonzero(self.scores(vector) >= score - self.bound)
 
         def stored(self, rows):
             return VECTORS[rows]
 
-        def error_bound(self, vector):
-            return self.bound
+        def error_bound(self, vectors):
+            return np.full(len(vectors), self.bound)
 
     found = rank_exactly(Inverted(), QUERIES, 10)
     assert [[row for row, _ in ranking] for ranking in found] == [brute_force(VECTORS, q, 10) for q in QUERIES]
@@ -188,6 +262,8 @@ def test_a_scan_that_proposes_wrongly_is_put_right():
         (lambda: FaissIndex(filled("SQ8"), ef_search=4), "only an HNSW index has it"),
         (lambda: FaissIndex(filled("IVF32,Flat"), nprobe=0), "at least 1"),
         (lambda: FaissIndex(filled("Flat"), refine=4), "keep-embeddings"),
+        (lambda: FaissIndex(filled("IVF32,SQ8"), dtype="int8"), r"int8 is for IVF\.\.\.,Flat"),
+        (lambda: FaissIndex(filled("IVF32,Flat"), dtype="int9"), "Did you mean 'int8'"),
         (lambda: FaissIndex(filled("Flat"), gpu=True), "no GPU support|no GPU here"),
         (lambda: TorchIndex(VECTORS, dtype="float61"), "Did you mean 'float16'"),
         (lambda: TorchIndex(VECTORS, device="tpu"), "expected cpu, cuda"),

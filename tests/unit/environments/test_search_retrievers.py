@@ -246,6 +246,18 @@ def test_vectors_have_unit_length_and_do_not_depend_on_the_process():
     assert {int(bucket): float(np.sign(vector[bucket])) for bucket in np.flatnonzero(vector)} == {22: -1.0, 21: 1.0}
 
 
+def test_a_vector_does_not_depend_on_the_texts_around_it(monkeypatch):
+    from rlflow_environments.search.encoders import ngram
+
+    encoder = NgramEncoder(PASSAGES)
+    together = encoder.encode_passages(PASSAGES), encoder.encode_queries(QUERIES)
+    monkeypatch.setattr(ngram, "_CHUNK", 50)  # fewer characters than most passages have
+    monkeypatch.setattr(ngram, "_CHUNK_TEXTS", 3)
+    assert (encoder.encode_passages(PASSAGES) == together[0]).all()
+    assert (encoder.encode_queries(QUERIES) == together[1]).all()
+    assert (np.concatenate([encoder.encode_queries([query]) for query in QUERIES]) == together[1]).all()
+
+
 def test_weighting_follows_idf_and_term_frequency():
     """Two words in disjoint buckets: their shares of a query are idf * (1 + ln tf)."""
     corpus = [_passage("x", "common rare"), _passage("y", "common"), _passage("z", "common")]
