@@ -124,9 +124,8 @@ class Int8Lists:
         the dimensions; and the rounding of the result."""
         whole, units = self._rounded(vectors)
         of_queries = np.linalg.norm(vectors * self._units - whole * units, axis=1) * self._largest_held
-        return 1.01 * (np.linalg.norm(vectors, axis=1) * self._largest_rounding + of_queries) + self._summing_bound(
-            vectors
-        )
+        of_vectors = np.linalg.norm(vectors, axis=1) * self._largest_rounding
+        return 1.01 * (of_vectors + of_queries) + self._summing_bound(vectors)
 
     def _rounded(self, vectors: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """(whole numbers, (B, dimensions), the unit of each row of them, (B, 1)), both float32."""
