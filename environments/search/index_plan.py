@@ -52,16 +52,22 @@ def parse_kind(name: str, dimensions: int) -> IndexKind:
     return IndexKind(name, _code_bytes(name, code, dimensions), lists, links)
 
 
+def stored_bytes(kind: IndexKind, count: int, dimensions: int) -> float:
+    """Of an index as it was built, in memory or on disk."""
+    per_vector = kind.code_bytes + kind.graph_bytes + (_LIST_ID if kind.lists else 0)
+    return count * per_vector + 4.0 * kind.lists * dimensions
+
+
 def serving_bytes(kind: IndexKind, count: int, dimensions: int) -> float:
     """Memory of a loaded index; a memory-mapped one needs it as page cache to be fast."""
-    per_vector = kind.code_bytes + kind.graph_bytes + (_LIST_ID if kind.lists else 0)
-    copy = int8_copy_bytes(count, dimensions) if kind.lists and kind.code_bytes == 4 * dimensions else 0
-    return count * per_vector + 4.0 * kind.lists * dimensions + copy
+    scanned_in_int8 = kind.lists and kind.code_bytes == 4 * dimensions
+    return stored_bytes(kind, count, dimensions) + (int8_copy_bytes(count, dimensions) if scanned_in_int8 else 0)
 
 
 def int8_copy_bytes(count: int, dimensions: int) -> int:
-    """Of the eight-bit copy by which IVF...,Flat is scanned unless told otherwise; 0 where it would be too large for that."""
-    size = count * dimensions
+    """Of the eight-bit copy by which IVF...,Flat is scanned unless told otherwise, with the id and the place of every vector; 0
+    where it would be too large for that."""
+    size = count * (dimensions + 2 * _LIST_ID)
     return size if size <= _INT8_COPY else 0
 
 
@@ -73,7 +79,7 @@ def building_bytes(kind: IndexKind, count: int, dimensions: int, *, block: int) 
     growth = _LIST_GROWTH if kind.lists else _GROWTH
     trains = kind.lists > 0 or kind.name != "SQfp16"
     sample = min(count, max(_TRAINING_ROWS, kind.lists * _TRAINING_ROWS_PER_LIST)) * dimensions * 4.0 if trains else 0.0
-    return streamed + max(2 * sample, growth * serving_bytes(kind, count, dimensions))
+    return streamed + max(2 * sample, growth * stored_bytes(kind, count, dimensions))
 
 
 def bm25_bytes(corpus_bytes: int) -> float:

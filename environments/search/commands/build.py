@@ -137,7 +137,7 @@ def print_plan(kind: str, corpus: Any, encoder: dict[str, Any]) -> float:
         dimensions, weights = encoder_size(encoder)
         parsed = index_plan.parse_kind(kind, dimensions)
         extra = weights + index_plan.building_bytes(parsed, len(corpus), dimensions, block=BLOCK)
-        disk = len(corpus) * dimensions * 4.0 + index_plan.serving_bytes(parsed, len(corpus), dimensions)
+        disk = len(corpus) * dimensions * 4.0 + index_plan.stored_bytes(parsed, len(corpus), dimensions)
     total, free = process + extra, psutil.virtual_memory().available
     print(
         f"{len(corpus):,} passages, index {kind}: will need about {index_plan.readable(total)} of memory "

@@ -8,7 +8,7 @@ from rlflow.errors import ConfigError
 from rlflow_environments.search.__main__ import main
 from rlflow_environments.search.advising import Machine, advise, candidates
 from rlflow_environments.search.commands.advise import count_passages, parse_size
-from rlflow_environments.search.index_plan import building_bytes, parse_kind, serving_bytes
+from rlflow_environments.search.index_plan import building_bytes, parse_kind, serving_bytes, stored_bytes
 
 WIKI, DIMENSIONS = 21_015_324, 768
 
@@ -32,6 +32,14 @@ def machine(ram, vram=0.0):
 )
 def test_sizes_of_wikipedia_2018(kind, gigabytes):
     assert serving_bytes(parse_kind(kind, DIMENSIONS), WIKI, DIMENSIONS) / 1e9 == pytest.approx(gigabytes, rel=2e-3)
+
+
+def test_lists_of_float32_are_served_with_a_copy_in_eight_bits_that_is_not_stored():
+    parsed = parse_kind("IVF1024,Flat", 384)
+    stored = 200_000 * (4 * 384 + 8) + 1024 * 384 * 4
+    assert stored_bytes(parsed, 200_000, 384) == stored
+    assert serving_bytes(parsed, 200_000, 384) == stored + 200_000 * (384 + 16)
+    assert serving_bytes(parsed, WIKI, 384) == stored_bytes(parsed, WIKI, 384)  # the copy would be too large
 
 
 def test_streamed_kinds_are_built_in_memory_that_does_not_depend_on_the_corpus():
