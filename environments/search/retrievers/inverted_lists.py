@@ -33,7 +33,8 @@ class ListAssignment:
         quantizer = faiss.downcast_index(index.quantizer)
         flat = isinstance(quantizer, faiss.IndexFlat) and quantizer.metric_type == faiss.METRIC_INNER_PRODUCT
         if flat and type(index) is faiss.IndexIVFFlat:
-            self._centroids = index.quantizer.reconstruct_n(0, index.nlist)
+            held = faiss.rev_swig_ptr(quantizer.get_xb(), index.nlist * index.d)  # memory of the index
+            self._centroids = held.reshape(index.nlist, index.d)
             self._matrix = torch.from_numpy(self._centroids)
             self._largest_norm = float(np.linalg.norm(self._centroids, axis=1).max())
 
@@ -66,10 +67,10 @@ class ListAssignment:
 class Int8Lists:
     """The scan (see `exact`) of an IVF index of float32 vectors: it proposes from a copy in eight bits per value.
 
-    A query searches the lists that it would search in the index, and gets the best of their float32 vectors. Vectors and queries
-    are rounded to whole numbers, in units that each dimension has for itself; faiss multiplies and sums those exactly. `spare`
-    proposals beyond top_k are enough for most queries: rounding misjudges the score of unit vectors by 0.04 at most, in 384
-    dimensions. The others search the index itself.
+    A query searches the lists that it would search in the index, and gets the best of their float32 vectors. Queries, and how far
+    vectors are from the middle of each dimension's values, are rounded to whole numbers in units that each dimension has for
+    itself; faiss multiplies and sums those exactly. `spare` proposals beyond top_k are enough for most queries: rounding
+    misjudges the score of unit vectors by 0.04 at most, in 384 dimensions. The others search the index itself.
     """
 
     spare = _SPARE
@@ -82,7 +83,9 @@ class Int8Lists:
         self._index = index
         self._assign = assign
         self.count, self.dimensions = int(index.ntotal), int(index.d)
-        self._units = _units(faiss, index)
+        lowest, highest = _ranges(faiss, index)
+        self._middle = (lowest + highest) / 2
+        self._units = np.where(highest > lowest, highest - lowest, 1) / np.float32(2 * _INT8)
         kind, metric = faiss.ScalarQuantizer.QT_8bit_direct_signed, faiss.METRIC_INNER_PRODUCT
         self._copy = faiss.IndexIVFScalarQuantizer(index.quantizer, index.d, index.nlist, kind, metric, False)
         self._copy.own_fields = False  # the quantizer is the index's
@@ -91,11 +94,11 @@ class Int8Lists:
         self._copy.parallel_mode = index.parallel_mode
         self._largest_norm = self._largest_rounding = self._largest_held = 0.0
         for number, ids, vectors in _lists(faiss, index):
-            held = np.rint(vectors / self._units)
+            held = self._held(vectors)
             codes = self._copy.sq.compute_codes(held)
             self._copy.invlists.add_entries(number, len(ids), faiss.swig_ptr(ids), faiss.swig_ptr(codes))
             self._largest_norm = max(self._largest_norm, _longest(vectors))
-            self._largest_rounding = max(self._largest_rounding, _longest(vectors - held * self._units))
+            self._largest_rounding = max(self._largest_rounding, _longest(vectors - self._middle - held * self._units))
             self._largest_held = max(self._largest_held, _longest(held))
         index.parallel_mode = 0  # the only one that searches by range
         index.make_direct_map()  # where the vector of a row lies
@@ -105,7 +108,7 @@ class Int8Lists:
         """See Scan."""
         whole, units = self._rounded(vectors)
         scores, rows = self._copy.search_preassigned(whole, depth, *self._assign(vectors))
-        return scores * units, rows
+        return scores * units.astype(np.float64) + (vectors @ self._middle.astype(np.float64))[:, None], rows
 
     def at_least(self, vector: np.ndarray, score: float) -> np.ndarray:
         """See Scan."""
@@ -127,6 +130,10 @@ class Int8Lists:
         of_vectors = np.linalg.norm(vectors, axis=1) * self._largest_rounding
         return 1.01 * (of_vectors + of_queries) + self._summing_bound(vectors)
 
+    def _held(self, vectors: np.ndarray) -> np.ndarray:
+        """What the copy holds of (n, dimensions) vectors: whole numbers from -127 to 127 as float32."""
+        return np.clip(np.rint((vectors - self._middle) / self._units), -_INT8, _INT8)
+
     def _rounded(self, vectors: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """(whole numbers, (B, dimensions), the unit of each row of them, (B, 1)), both float32."""
         scaled = vectors * self._units
@@ -143,8 +150,8 @@ class Int8Lists:
         vectors = self.stored(rows)
         whole, units = self._rounded(vectors)
         scores, found = self.propose(vectors, 1)
-        expected = (whole * np.rint(self.stored(found[:, 0]) / self._units)).sum(axis=1, dtype=np.float64)
-        if not np.allclose(scores[:, 0], expected * units[:, 0], rtol=1e-5):
+        products = (whole * self._held(self.stored(found[:, 0]))).sum(axis=1, dtype=np.float64)
+        if not np.allclose(scores[:, 0], products * units[:, 0] + vectors @ self._middle.astype(np.float64), rtol=1e-5):
             raise DataError(
                 "retriever faiss.dtype: this build of faiss multiplies eight-bit values otherwise than the scan in int8 expects. "
                 "Set dtype: float32, and report the version of faiss and the processor."
@@ -165,12 +172,12 @@ def _lists(faiss: ModuleType, index: Any) -> Iterator[tuple[int, np.ndarray, np.
             yield number, faiss.rev_swig_ptr(held.get_ids(number), size), codes.view(np.float32).reshape(size, index.d)
 
 
-def _units(faiss: ModuleType, index: Any) -> np.ndarray:
-    """(dimensions,) float32: what 1 of 127 stands for in each dimension."""
-    largest = np.zeros(index.d, np.float32)
+def _ranges(faiss: ModuleType, index: Any) -> tuple[np.ndarray, np.ndarray]:
+    """(lowest, highest) value in each dimension, float32."""
+    lowest, highest = np.full(index.d, np.inf, np.float32), np.full(index.d, -np.inf, np.float32)
     for _, _, vectors in _lists(faiss, index):
-        largest = np.maximum(largest, np.abs(vectors).max(axis=0))
-    return np.where(largest > 0, largest, 1) / np.float32(_INT8)
+        lowest, highest = np.minimum(lowest, vectors.min(axis=0)), np.maximum(highest, vectors.max(axis=0))
+    return lowest, highest
 
 
 def _longest(vectors: np.ndarray) -> float:
