@@ -11,7 +11,7 @@ T = TypeVar("T")
 
 
 class Deadlines:
-    """Looks ten times a second for futures that are overdue: a timer for each request costs a tenth of all requests per second."""
+    """Looks ten times a second for overdue futures: with a timer for each, a tenth fewer requests are answered."""
 
     def __init__(self) -> None:
         self._due: dict[asyncio.Future[Any], float] = {}
