@@ -252,8 +252,8 @@ def test_damage_is_found(flat, corpus, tmp_path):
 
 @pytest.mark.slow
 def test_memory_does_not_grow_with_the_embeddings(tmp_path):
-    """Three times as many passages, 520 MB more to write: the peak grows by less than a quarter of that. What is left of it is
-    how pieces of one block of passages happen to lie in the heap, whatever the size of the corpus."""
+    """Three times as many passages, 260 MB more of embeddings and as many more of index file: the peak is the same but for a
+    fifth of the one."""
     code = (
         "import resource, sys; from rlflow_environments.search.__main__ import main\n"
         "assert main(sys.argv[1:]) == 0; print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)"
@@ -267,7 +267,7 @@ def test_memory_does_not_grow_with_the_embeddings(tmp_path):
         assert (folder / "index.faiss").stat().st_size == 45 + 4 * 4096 * count
         peaks[count] = int(done.stdout.splitlines()[-1])
     more = 4 * 4096 * 16_000
-    assert peaks[24_000] - peaks[8_000] < 2 * more / 4, peaks
+    assert peaks[24_000] - peaks[8_000] < more / 5, peaks
 
 
 def test_the_command_prints_a_plan_before_it_builds(corpus, tmp_path, capsys):
