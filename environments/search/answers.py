@@ -76,7 +76,7 @@ def read_answer(
 def _results(endpoint: str, status: int, headers: Mapping[str, str], content: bytes, count: int) -> list[Any]:
     """The elements of the answer's `result`. Raises as `read_answer` does."""
     if status == 429 or status >= 500:
-        wait = _seconds(headers.get("retry-after", ""))
+        wait = retry_after_s(headers, LONGEST_RETRY_AFTER_S)
         raise Retryable(f"{endpoint}: status {status}: {_excerpt(content)}", server_failed=status != 429, retry_after_s=wait)
     if status in (301, 302, 307, 308, 401, 403, 404, 405):
         raise NotASearchServer(f"{endpoint} answers with status {status}: {_excerpt(content)}")
@@ -125,9 +125,9 @@ def _excerpt(content: bytes) -> str:
     return str(detail)[:200]
 
 
-def _seconds(text: str) -> float:
-    """Retry-After in seconds; its other form, a date, counts as none."""
+def retry_after_s(headers: Mapping[str, str], longest_s: float) -> float:
+    """The seconds of Retry-After, at most `longest_s`; 0 without them, and for its other form, a date."""
     try:
-        return min(LONGEST_RETRY_AFTER_S, max(0.0, float(text)))
+        return min(longest_s, max(0.0, float(headers.get("retry-after", ""))))
     except ValueError:
         return 0.0

@@ -3,7 +3,6 @@ with the corpus until the index itself must be in memory."""
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import os
 import shutil
@@ -210,16 +209,8 @@ def _encode(
             file.flush()
             os.fsync(file.fileno())
             write_json(folder / PROGRESS, {**state, "encoded": start + len(vectors)})
-            _return_free_memory()
             report("encoding", start + len(vectors), count)
     return _Vectors(path, dtype, count, encoder.dimensions)
-
-
-def _return_free_memory() -> None:
-    """Gives the system what encoding has freed: glibc keeps it, in pieces between small objects that live on, and takes more."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)
 
 
 def _check_space(path: Path, needed: int) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rlflow.errors import ConfigError, MissingPackageError, RLFlowError
+from rlflow_environments.search.answers import retry_after_s
 from rlflow_environments.search.rows import BadRow, parse_object, records
 
 if TYPE_CHECKING:
@@ -109,7 +110,7 @@ class ChatEndpoint:
                 raise EndpointError(
                     f"{self._url}: {problem}. Mend --endpoint, --model or the key's environment variable."
                 )
-            wait = max(wait, retry_after_s(response, LONGEST_PAUSE_S))
+            wait = max(wait, retry_after_s(response.headers, LONGEST_PAUSE_S))
         raise EndpointError(
             f"{self._url}: no answer after {self._tries} attempts; last: {problem}. Give the command again when the endpoint is "
             "back: it goes on where it stopped."
@@ -170,11 +171,3 @@ def completion_text(response: httpx.Response) -> str | None:
     except (ValueError, KeyError, IndexError, TypeError):
         return None
     return content if isinstance(content, str) else ""
-
-
-def retry_after_s(response: httpx.Response, longest_s: float) -> float:
-    """The seconds of Retry-After, at most `longest_s`; 0 without them."""
-    try:
-        return min(longest_s, max(0.0, float(response.headers.get("retry-after", ""))))
-    except ValueError:
-        return 0.0

@@ -35,7 +35,6 @@ class ListAssignment:
         if flat and type(index) is faiss.IndexIVFFlat:
             held = faiss.rev_swig_ptr(quantizer.get_xb(), index.nlist * index.d)  # memory of the index
             self._centroids = held.reshape(index.nlist, index.d)
-            self._matrix = torch.from_numpy(self._centroids)
             self._largest_norm = float(np.linalg.norm(self._centroids, axis=1).max())
 
     def __call__(self, vectors: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -45,7 +44,7 @@ class ListAssignment:
         if self._probes == len(self._centroids):
             return _unscored(np.tile(np.arange(self._probes), (len(vectors), 1)))
         with torch.no_grad():
-            scores = linear(self._matrix, torch.from_numpy(np.ascontiguousarray(vectors))).numpy().T
+            scores = linear(torch.from_numpy(self._centroids), torch.from_numpy(np.ascontiguousarray(vectors))).numpy().T
         order = np.argpartition(scores, -self._probes - 1, axis=1)[:, -self._probes - 1 :]
         near, lists = np.take_along_axis(scores, order, axis=1), order[:, 1:]
         # A product of matrices sums in an order that depends on its shape: where that may decide, exact products do.
@@ -149,9 +148,11 @@ class Int8Lists:
         rows = np.unique(np.linspace(0, self.count - 1, _CHECKED).astype(np.int64))
         vectors = self.stored(rows)
         whole, units = self._rounded(vectors)
-        scores, found = self.propose(vectors, 1)
-        products = (whole * self._held(self.stored(found[:, 0]))).sum(axis=1, dtype=np.float64)
-        if not np.allclose(scores[:, 0], products * units[:, 0] + vectors @ self._middle.astype(np.float64), rtol=1e-5):
+        scores, found = (result[:, 0] for result in self.propose(vectors, 1))
+        some = found >= 0  # a list may be empty
+        products = (whole[some] * self._held(self.stored(found[some]))).sum(axis=1, dtype=np.float64)
+        expected = products * units[some, 0] + vectors[some] @ self._middle.astype(np.float64)
+        if not np.allclose(scores[some], expected, rtol=1e-5):
             raise DataError(
                 "retriever faiss.dtype: this build of faiss multiplies eight-bit values otherwise than the scan in int8 expects. "
                 "Set dtype: float32, and report the version of faiss and the processor."

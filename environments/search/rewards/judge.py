@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING
 
 from rlflow.errors import ConfigError
 from rlflow_environments.search import scoring
-from rlflow_environments.search.chat import completion_text, completions_url, open_client, retry_after_s
+from rlflow_environments.search.answers import retry_after_s
+from rlflow_environments.search.chat import completion_text, completions_url, open_client
 from rlflow_environments.search.errors import JudgeError
 from rlflow_environments.search.rewards.make import Score
 from rlflow_environments.search.rewards.transcript import Transcript
@@ -139,7 +140,7 @@ class Judge:
                     raise ConfigError(
                         f"reward judge: {self._url}: {problem}. Mend reward.url, reward.model or the API key."
                     )
-                wait = retry_after_s(response, LONGEST_PAUSE_S)
+                wait = retry_after_s(response.headers, LONGEST_PAUSE_S)
             except httpx.HTTPError as failure:
                 problem = f"{type(failure).__name__} {failure}".rstrip()
             if attempt < self._tries:

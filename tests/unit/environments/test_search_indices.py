@@ -153,6 +153,26 @@ def test_a_scan_in_int8_that_proposes_too_little_is_put_right(monkeypatch):
     assert asked
 
 
+def test_a_faiss_that_multiplies_otherwise_is_found_out_when_the_index_is_loaded(monkeypatch):
+    """As it happens when a faiss takes the bytes of the copy for unsigned ones."""
+    faiss = import_faiss()
+    monkeypatch.setattr(faiss.ScalarQuantizer, "QT_8bit_direct_signed", faiss.ScalarQuantizer.QT_8bit_direct)
+    with pytest.raises(DataError, match="Set dtype: float32"):
+        int8_lists(VECTORS, 16, 16)
+
+
+def test_a_list_that_holds_nothing_proposes_nothing():
+    faiss = import_faiss()
+    quantizer = faiss.IndexFlatIP(48)
+    quantizer.add(np.concatenate([QUERIES[30:32], 50 * QUERIES[30:31]]))  # the last is nearest to the first one's vectors
+    index = faiss.IndexIVFFlat(quantizer, 48, 3, faiss.METRIC_INNER_PRODUCT)
+    index.nprobe = 1
+    lists = np.arange(len(VECTORS)) % 2
+    index.add_core(len(VECTORS), faiss.swig_ptr(VECTORS), None, faiss.swig_ptr(lists))
+    scan = Int8Lists(faiss, index, ListAssignment(faiss, index))
+    assert rank_exactly(scan, QUERIES[30:31], 3) == [[]]
+
+
 @pytest.mark.parametrize("vectors", [VECTORS, np.zeros((200, 48), np.float32), np.eye(48, dtype=np.float32)])
 def test_a_scan_in_int8_takes_vectors_of_any_kind(vectors):
     found = rank_exactly(int8_lists(vectors, 4, 4), np.concatenate([QUERIES[:5], QUERIES[:1] * 0]), 3)
