@@ -89,11 +89,11 @@ setup(
     install_requires=BASE,
     extras_require=EXTRAS,
     entry_points={
-        "console_scripts": ["rlflow = rlflow.cli:main"],
+        "console_scripts": ["rlflow = rlflow.commands.cli:main"],
         "rlflow.environments": ["search = rlflow_environments.search:SearchEnvironment"],
         "rlflow.commands": [
             "convert = rlflow_tools.ckpt_convert.command:add",
-            "search = rlflow_environments.search.commands:add",
+            "search = rlflow_environments.retrieval.commands:add",
         ],
     },
     classifiers=[

@@ -41,8 +41,8 @@ from torch.distributed.checkpoint.metadata import (
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from rlflow.weights.families import architecture, placed_rules  # noqa: E402
-from rlflow.weights.rules import Split  # noqa: E402
+from rlflow.models.architecture import architecture, placed_rules  # noqa: E402
+from rlflow.models.rules import Split  # noqa: E402
 
 QWEN = {
     "model_type": "qwen2",

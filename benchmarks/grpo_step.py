@@ -207,10 +207,10 @@ def trl_side(turns: Turns, path: Path, case: Case, setting: Setting, steps: int)
 
 def rlflow_side(turns: Turns, path: Path, case: Case, setting: Setting) -> None:
     """The training loop of `rlflow train`, its metrics file included."""
-    import rlflow.rollout.embedded
+    import rlflow.rollout.embedded.engine
     import rlflow.trainer.megatron  # noqa: F401
     from rlflow.loop import training_step
-    from rlflow.run import Run
+    from rlflow.run.run import Run
 
     turns.imported()
     with Run(run_config(path, case, setting)) as run:
@@ -225,7 +225,7 @@ def rlflow_side(turns: Turns, path: Path, case: Case, setting: Setting) -> None:
 
 
 def run_config(path: Path, case: Case, setting: Setting) -> Any:
-    from rlflow.schema import RunConfig
+    from rlflow.config.schema import RunConfig
 
     config = RunConfig()
     config.run.directory, config.run.steps = str(path / "rlflow"), 1000

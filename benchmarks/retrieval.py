@@ -20,8 +20,8 @@ import faiss
 import numpy as np
 import torch
 
-from rlflow_environments.search.retrievers.faiss_index import FaissIndex, new_index
-from rlflow_environments.search.retrievers.torch_index import TorchIndex
+from rlflow_environments.retrieval.indices.faiss_index import FaissIndex, new_index
+from rlflow_environments.retrieval.indices.torch_index import TorchIndex
 
 BASELINE = "faiss Flat"
 BATCHES = (1, 16, 64, 256)

@@ -167,9 +167,9 @@ def serve_usual(component: str, port: int) -> int:
 
 def usual_search(retriever: dict, corpus: str) -> Callable[[list[str], int], list[list[tuple[dict, float]]]]:
     """(queries, top_k) -> for each query its documents and their scores."""
-    from rlflow_environments.search.encoders import NgramEncoder
-    from rlflow_environments.search.formats import Corpus
-    from rlflow_environments.search.retrievers import make_retriever
+    from rlflow_environments.retrieval.encoders import NgramEncoder
+    from rlflow_environments.retrieval.corpus import Corpus
+    from rlflow_environments.retrieval.indices import make_retriever
 
     passages = Corpus(corpus)
     documents = [{"id": p.id, "contents": p.contents, "url": p.url} for p in passages]

@@ -56,9 +56,9 @@ class Report:
 
 def soak(component: dict, corpus: Path, *, clients: int, seconds: float, known: int = KNOWN) -> Report:
     """Starts two servers, keeps the clients busy for that long, and reports."""
-    from rlflow_environments.search.client import HttpRetriever
-    from rlflow_environments.search.formats import Corpus
-    from rlflow_environments.search.retrievers import make_retriever
+    from rlflow_environments.retrieval.client.client import HttpRetriever
+    from rlflow_environments.retrieval.corpus import Corpus
+    from rlflow_environments.retrieval.indices import make_retriever
 
     source = queries(seed=5)
     asked = [next(source) for _ in range(known)]

@@ -112,7 +112,7 @@ def make_model(path: Path, name: str) -> int:
 
 def rlflow_side(path: Path, workload: Workload, dtype: str, device: str = "cpu") -> Callable[[], int]:
     """The embedded engine, an asyncio task per episode."""
-    from rlflow.rollout.embedded import EmbeddedEngine
+    from rlflow.rollout.embedded.engine import EmbeddedEngine
     from rlflow.rollout.engine import Sampling
 
     engine = EmbeddedEngine(

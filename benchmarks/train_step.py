@@ -130,7 +130,7 @@ def policy_gradient(output: Any, batch: Any) -> tuple[Any, dict[str, Any]]:
 def rlflow_side(turns: Turns, path: Path, case: Case, setting: Setting) -> None:
     """The Megatron trainer, all rows in one micro-batch."""
     import rlflow.trainer.megatron  # noqa: F401
-    from rlflow.trainer import Trainer
+    from rlflow.trainer.base import Trainer
 
     turns.imported()
     trainer = Trainer.from_pretrained(

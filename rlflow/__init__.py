@@ -10,8 +10,8 @@ if TYPE_CHECKING:
     from rlflow.environment import Environment
     from rlflow.loop import train
     from rlflow.rollout import Rollout
-    from rlflow.schema import RunConfig, load_config
-    from rlflow.trainer import Trainer
+    from rlflow.config.schema import RunConfig, load_config
+    from rlflow.trainer.base import Trainer
     from rlflow.types import Batch, Episode, Group, PolicyOutput, Segment, Step, StopReason, Task, Trajectory
 
 __version__ = "0.1.0"
@@ -19,9 +19,9 @@ __version__ = "0.1.0"
 _HOMES = {
     "Environment": "rlflow.environment",
     "Rollout": "rlflow.rollout",
-    "RunConfig": "rlflow.schema",
-    "Trainer": "rlflow.trainer",
-    "load_config": "rlflow.schema",
+    "RunConfig": "rlflow.config.schema",
+    "Trainer": "rlflow.trainer.base",
+    "load_config": "rlflow.config.schema",
     "make_batch": "rlflow.batching",
     "train": "rlflow.loop",
     **dict.fromkeys(

@@ -11,16 +11,16 @@ import torch
 from torch import Tensor
 
 from rlflow.algorithms import make_advantage, make_loss, token_weights
-from rlflow.algorithms.monitored import Monitored
+from rlflow.algorithms.losses.monitored import Monitored
 from rlflow.batching import make_batch, rows_with_advantage, split_minibatches
 from rlflow.errors import RolloutError
-from rlflow.evaluate import evaluate
-from rlflow.metrics import PhaseTimer, mean, mean_of, rollout_metrics
-from rlflow.preflight import finished_summary, run_path
+from rlflow.run.evaluate import evaluate
+from rlflow.metrics.reductions import PhaseTimer, mean, mean_of, rollout_metrics
+from rlflow.run.preflight import finished_summary, run_path
 from rlflow.rollout import Rollout
-from rlflow.run import Run
-from rlflow.schema import AlgorithmSection, RunConfig
-from rlflow.trainer import Trainer
+from rlflow.run.run import Run
+from rlflow.config.schema import AlgorithmSection, RunConfig
+from rlflow.trainer.base import Trainer
 from rlflow.types import Batch, Group, Task
 
 logger = logging.getLogger(__name__)

@@ -44,7 +44,7 @@ def decode(path: Path, vocab: int, concurrency: int, length: int, rounds: int) -
     counted."""
     import torch
 
-    from rlflow.rollout.embedded import EmbeddedEngine
+    from rlflow.rollout.embedded.engine import EmbeddedEngine
     from rlflow.rollout.engine import Sampling
 
     draw = torch.Generator().manual_seed(0)

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rlflow_environments.search.environment import SearchEnvironment
-    from rlflow_environments.search.formats import Corpus, Passage
-    from rlflow_environments.search.retrievers import Retriever, make_retriever
+    from rlflow_environments.retrieval.corpus import Corpus, Passage
+    from rlflow_environments.retrieval.indices import Retriever, make_retriever
 
 _HOMES = {
     "SearchEnvironment": "environment",

@@ -11,18 +11,18 @@ from typing import TYPE_CHECKING
 
 from rlflow.errors import ConfigError
 from rlflow.types import Episode
-from rlflow_environments.search import scoring
+from rlflow_environments.search.rewards import scoring
 from rlflow_environments.search.accounting import SearchAccount
-from rlflow_environments.search.asynchronous import AsyncRetriever
-from rlflow_environments.search.coalescer import CoalescedSearch
+from rlflow_environments.retrieval.client.asynchronous import AsyncRetriever
+from rlflow_environments.retrieval.coalescer import CoalescedSearch
 from rlflow_environments.search.disturbances import Disturbances
-from rlflow_environments.search.formats import Passage
+from rlflow_environments.retrieval.corpus import Passage
 from rlflow_environments.search.protocols import Call, Result
-from rlflow_environments.search.retrievers import Retriever
-from rlflow_environments.search.trace import trace_id
+from rlflow_environments.retrieval.indices import Retriever
+from rlflow_environments.retrieval.client.trace import trace_id
 
 if TYPE_CHECKING:
-    from rlflow_environments.search.server.records import Pages
+    from rlflow_environments.retrieval.server.records import Pages
 
 logger = logging.getLogger("rlflow.search.lookups")  # under `rlflow`, so that a run's log has it
 
@@ -111,6 +111,6 @@ class Lookups:
 
 
 def _open_pages(path: str | Path) -> Pages:
-    from rlflow_environments.search.server.records import Pages
+    from rlflow_environments.retrieval.server.records import Pages
 
     return Pages(path)

@@ -20,12 +20,12 @@ from typing import Any
 
 from rlflow.errors import ConfigError, did_you_mean
 from rlflow.types import Task
-from rlflow_environments.search import scoring
-from rlflow_environments.search.client import HttpRetriever
+from rlflow_environments.search.rewards import scoring
+from rlflow_environments.retrieval.client.client import HttpRetriever
 from rlflow_environments.search.errors import RetrievalError
-from rlflow_environments.search.formats import Passage
-from rlflow_environments.search.retrievers import Retriever
-from rlflow_environments.search.server.records import StoredCorpus
+from rlflow_environments.retrieval.corpus import Passage
+from rlflow_environments.retrieval.indices import Retriever
+from rlflow_environments.retrieval.server.records import StoredCorpus
 
 logger = logging.getLogger("rlflow.search.managed")  # under `rlflow`, so that a run's log has it
 

@@ -10,18 +10,18 @@ from typing import Any
 
 from rlflow.errors import ConfigError, did_you_mean
 from rlflow.types import Task
-from rlflow_environments.search.formats import Corpus
+from rlflow_environments.retrieval.corpus import Corpus
 from rlflow_environments.search.protocols import Protocol
 from rlflow_environments.search.protocols.asearcher import with_validity
 from rlflow_environments.search.questions import QuestionSource, read_tasks
-from rlflow_environments.search.retrievers import Retriever, brings_documents, make_retriever
+from rlflow_environments.retrieval.indices import Retriever, brings_documents, make_retriever
 
 
 def world_files(world: Mapping[str, Any] | None) -> Mapping[str, Any]:
     """The paths of the embedded world's files, made if they are missing; none without a world."""
     if world is None:
         return {}
-    from rlflow_environments.search.world import ensure_world
+    from rlflow_environments.search.world.world import ensure_world
 
     known = list(inspect.signature(ensure_world).parameters)
     for key in world:

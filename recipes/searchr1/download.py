@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 from rlflow.errors import RLFlowError
-from rlflow_environments.search.downloads import RELEASES, download, select
+from recipes.searchr1.releases import RELEASES, download, select
 
 EXAMPLES = """releases:
 {releases}

@@ -7,7 +7,7 @@ import argparse
 import html
 from pathlib import Path
 
-from rlflow_environments.search.world import make_world
+from rlflow_environments.search.world.world import make_world
 
 FORMS = {
     ".md": "# {title}\n\n{text}\n",

@@ -14,9 +14,9 @@ from pathlib import Path
 from rlflow import Trainer, make_batch
 from rlflow.algorithms import SFTLoss
 from rlflow.rollout import Tokenizer
-from rlflow.weights.convert import write_model
-from rlflow_environments.search.tiny_model import write_random_model, write_tokenizer
-from rlflow_environments.search.warm_up import Curriculum, row_weights, to_trajectory
+from rlflow_tools.ckpt_convert.export_model import write_model
+from rlflow_environments.search.world.tiny_model import write_random_model, write_tokenizer
+from rlflow_environments.search.world.warm_up import Curriculum, row_weights, to_trajectory
 
 
 def main() -> None:

@@ -10,8 +10,8 @@ from typing import Any
 
 from torch import Tensor
 
-from rlflow.algorithms.advantages import grpo
-from rlflow.algorithms.losses import EntropyLoss, KLLoss, LossTerm, PPOClipLoss, SFTLoss, SumLoss
+from rlflow.algorithms.advantages.grpo import grpo
+from rlflow.algorithms.losses.ppo_clip import EntropyLoss, KLLoss, LossTerm, PPOClipLoss, SFTLoss, SumLoss
 from rlflow.errors import ConfigError, did_you_mean
 from rlflow.types import Batch
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rlflow.rollout.collect import Rollout
+from rlflow.rollout.rollout import Rollout
 from rlflow.rollout.engine import Completion, Engine, Sampling
 from rlflow.rollout.tokenizer import Tokenizer
 

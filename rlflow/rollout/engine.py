@@ -37,7 +37,7 @@ class Completion:
 class Engine(Protocol):
     """Beside these methods an engine may have, and Rollout then uses: `max_tokens` (of a prompt and its completion),
     `max_concurrency`, `release(request_id)` (the episode of that id has ended), and, to verify a weight sync,
-    `weights_digest()` (see rlflow.weights.hf.digest) with `dtype` and `weight_names`."""
+    `weights_digest()` (see rlflow.models.huggingface.digest) with `dtype` and `weight_names`."""
 
     async def generate(self, tokens: Sequence[int], sampling: Sampling, request_id: str | None = None) -> Completion:
         """Continues `tokens`. Many calls may be in flight; they are batched."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from rlflow.errors import ConfigError
-from rlflow.weights.families import Architecture
+from rlflow.models.architecture import Architecture
 
 
 @dataclass(frozen=True)

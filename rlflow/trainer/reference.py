@@ -25,8 +25,8 @@ from rlflow.errors import (
     StorageError,
     did_you_mean,
 )
-from rlflow.integrity import MANIFEST, find_damage, fingerprint, listed, read_sealed, reason, seal, table
-from rlflow.trainer import Loss, Trainer
+from rlflow.storage.integrity import MANIFEST, find_damage, fingerprint, listed, read_sealed, reason, seal, table
+from rlflow.trainer.base import Loss, Trainer
 from rlflow.trainer.layout import Layout
 from rlflow.trainer.schedule import learning_rate
 from rlflow.types import Batch, PolicyOutput

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from rlflow.types import Batch, PolicyOutput
-from rlflow.weights.hf import digest
+from rlflow.models.huggingface import digest
 
 RANKS = 4
 UPDATES = 3
@@ -99,7 +99,7 @@ def train(
 ) -> dict[str, Any]:
     """Everything that the tests compare, from one trainer: logits, scores, three updates, weights, and one update more; then
     one update after loading the checkpoint `load_from` (of another layout)."""
-    from rlflow.trainer import Trainer
+    from rlflow.trainer.base import Trainer
 
     loss = PolicyGradientWithEntropy()
     sizes = {"tensor_parallel": tensor_parallel, "pipeline_parallel": pipeline_parallel}
@@ -157,7 +157,7 @@ def launch(directory: Path, jobs: list[dict[str, Any]], limit_s: float, main: Ca
     rendezvous = directory / "rendezvous"
     rendezvous.unlink(missing_ok=True)  # an earlier launch's file would name ranks that are gone
     # One process imports megatron-core (seconds), and every rank of every launch is forked from it.
-    multiprocessing.set_forkserver_preload(["rlflow.trainer.megatron"])
+    multiprocessing.set_forkserver_preload(["rlflow.trainer.base.megatron"])
     # Jobs go through a file: passed as arguments, every tensor would take a file descriptor, of which a fork server passes 256.
     torch.save(jobs, directory / "jobs.pt")
     arguments = (main, str(rendezvous), directory / "jobs.pt")

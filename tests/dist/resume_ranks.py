@@ -19,7 +19,7 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
     """{metrics, weights, reference} after the updates that follow the checkpoint, or {error} where loading it fails.
 
     A job without `load` trains and saves in the background first, and ends that save only after one update more."""
-    from rlflow.trainer import Trainer
+    from rlflow.trainer.base import Trainer
 
     loss = PolicyGradientWithEntropy()
     trainer = Trainer.from_pretrained(job["model"], **{**OPTIONS, **job["options"]})

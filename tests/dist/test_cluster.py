@@ -17,9 +17,9 @@ import torch
 
 from rlflow.algorithms import EntropyLoss, PPOClipLoss, SumLoss, token_weights
 from rlflow.batching import make_batch
-from rlflow.cluster import RayTrainer, make_trainer
+from rlflow.cluster.trainer import RayTrainer, make_trainer
 from rlflow.errors import ConfigError, MissingPackageError, RLFlowError
-from rlflow.schema import ClusterSection, ModelSection, RunConfig, TrainerSection
+from rlflow.config.schema import ClusterSection, ModelSection, RunConfig, TrainerSection
 from rlflow.trainer.reference import ReferenceTrainer
 from rlflow.types import Batch, PolicyOutput, Segment, StopReason, Trajectory
 from tests.fixtures import tiny_model
@@ -116,7 +116,7 @@ def test_a_checkpoint_brings_weights_and_step_back(two_ranks, batch, tmp_path):
 @pytest.mark.dist
 def test_weights_travel_in_bounded_chunks(two_ranks, monkeypatch):
     whole = dict(two_ranks.weights())
-    monkeypatch.setattr("rlflow.cluster.CHUNK_BYTES", 1)  # a tensor per message
+    monkeypatch.setattr("rlflow.cluster.trainer.CHUNK_BYTES", 1)  # a tensor per message
     streamed = list(two_ranks.weights())
     assert [name for name, _ in streamed] == list(whole)
     assert all(torch.equal(value, whole[name]) for name, value in streamed)
@@ -165,7 +165,7 @@ def test_a_rank_that_dies_is_one_error_and_no_process_stays(two_ranks, batch):
 
 DRIVER = """
 import sys, time
-from rlflow.cluster import RayTrainer
+from rlflow.cluster.trainer import RayTrainer
 if __name__ == "__main__":
     trainer = RayTrainer(sys.argv[1], ranks=1, backend="reference")
     print("ready", flush=True)

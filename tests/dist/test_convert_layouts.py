@@ -9,8 +9,8 @@ import pytest
 import torch
 from fixtures import tiny_model
 
-from rlflow.weights.convert import Options, to_huggingface
-from rlflow.weights.hf import digest, iterate_weights
+from rlflow_tools.ckpt_convert.export_model import Options, to_huggingface
+from rlflow.models.huggingface import digest, iterate_weights
 from tests.dist.megatron_ranks import launch, make_batch
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]

@@ -17,14 +17,14 @@ from torch import Tensor
 
 from rlflow.algorithms import token_weights
 from rlflow.batching import make_batch
-from rlflow.cluster import make_trainer
+from rlflow.cluster.trainer import make_trainer
 from rlflow.loop import Algorithm, add_scores
 from rlflow.rollout import Rollout
-from rlflow.schema import RunConfig, load_config
-from rlflow.trainer import Trainer
+from rlflow.config.schema import RunConfig, load_config
+from rlflow.trainer.base import Trainer
 from rlflow.trainer.reference import ReferenceTrainer
 from rlflow.types import Batch
-from rlflow.weights.hf import iterate_weights
+from rlflow.models.huggingface import iterate_weights
 from rlflow_environments.search import SearchEnvironment
 
 pytestmark = [
@@ -53,7 +53,7 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Demo:
     if (RECIPE / "starting_policy" / "config.json").is_file():
         shutil.copytree(RECIPE / "starting_policy", policy)
     else:
-        from rlflow_environments.search.tiny_model import write_random_model, write_tokenizer
+        from rlflow_environments.search.world.tiny_model import write_random_model, write_tokenizer
 
         write_tokenizer(policy)
         write_random_model(policy)

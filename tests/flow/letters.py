@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rlflow.config import config_text
+from rlflow.config.loading import config_text
 from rlflow.environment import Environment
-from rlflow.schema import RunConfig, load_config
+from rlflow.config.schema import RunConfig, load_config
 from rlflow.types import Episode, Step, Task
 from tests.fixtures import tiny_model
 

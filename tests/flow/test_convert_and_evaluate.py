@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from rlflow.weights.hf import digest, iterate_weights
+from rlflow.models.huggingface import digest, iterate_weights
 from tools.ckpt_convert.command import main
 
 pytestmark = [

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from rlflow import cli
+from rlflow.commands import cli
 from tests.fixtures import tiny_model
 from tests.flow.letters import REFERENCE, letters_config, write_config, write_letters_model
 

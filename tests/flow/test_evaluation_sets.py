@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from rlflow.cli import main
-from rlflow_environments.search.formats import write_rows
+from rlflow.commands.cli import main
+from rlflow_environments.retrieval.corpus import write_rows
 
 POLICY = Path(__file__).resolve().parents[2] / "recipes" / "searchr1" / "starting_policy"
 

@@ -14,10 +14,10 @@ import psutil
 import pytest
 
 from rlflow.loop import train
-from rlflow.metrics import read_metrics
-from rlflow.run_directory import RunDirectory, read_json
-from rlflow.schema import load_config
-from rlflow.weights.hf import WeightFiles
+from rlflow.metrics.reductions import read_metrics
+from rlflow.run.directory import RunDirectory, read_json
+from rlflow.config.schema import load_config
+from rlflow.models.huggingface import WeightFiles
 from tests.flow.letters import letters_config, write_config, write_letters_model
 from tests.flow.test_resume import DETERMINISTIC, finish, reached, start, wait_for
 

@@ -16,9 +16,9 @@ import torch
 
 from rlflow.errors import CheckpointError, ConfigError
 from rlflow.loop import train
-from rlflow.metrics import read_metrics
-from rlflow.run_directory import RunDirectory, read_json, read_trajectories
-from rlflow.weights.hf import WeightFiles
+from rlflow.metrics.reductions import read_metrics
+from rlflow.run.directory import RunDirectory, read_json, read_trajectories
+from rlflow.models.huggingface import WeightFiles
 from tests.flow.letters import letters_config, write_config, write_letters_model
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -166,7 +166,7 @@ def test_another_model_cannot_take_over_a_run(model: Path, tmp_path: Path) -> No
 def start(config: Path, *arguments: str, limits: Callable[[], None] | None = None) -> subprocess.Popen[str]:
     """`rlflow train` as a user starts it, in a session of its own; `limits` is called in it first."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen([sys.executable, "-m", "rlflow.cli", "train", "--config", str(config), *arguments],
+    return subprocess.Popen([sys.executable, "-m", "rlflow.commands.cli", "train", "--config", str(config), *arguments],
                             cwd=config.parent, env=environment, start_new_session=True, text=True, preexec_fn=limits,
                             stdout=subprocess.PIPE, stderr=subprocess.PIPE)  # fmt: skip
 
@@ -208,7 +208,7 @@ def _session(pid: int) -> int:
 
 def killed_then_resumed(config: Path, run: RunDirectory, kill_when: Callable[[], bool]) -> tuple[int, int]:
     """(steps measured at the kill, step resumed from); the run is finished afterwards, in this process."""
-    from rlflow.schema import load_config
+    from rlflow.config.schema import load_config
 
     process = start(config)
     wait_for(kill_when, process)
@@ -242,7 +242,7 @@ def test_a_killed_run_resumes_from_its_last_checkpoint_and_ends_with_the_same_we
 def test_a_signal_ends_a_run_cleanly_and_it_resumes(
     sent: signal.Signals, code: int, disturbed: tuple[Path, RunDirectory], whole: RunDirectory
 ) -> None:
-    from rlflow.schema import load_config
+    from rlflow.config.schema import load_config
 
     config, run = disturbed
     process = start(config)

@@ -12,7 +12,7 @@ from fixtures import tiny_model
 from rlflow.batching import make_batch
 from rlflow.environment import Environment
 from rlflow.rollout import Rollout
-from rlflow.trainer import Trainer
+from rlflow.trainer.base import Trainer
 from rlflow.types import Episode, Step, Task
 
 

@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 
 from rlflow.algorithms import token_weights
-from rlflow.assemble import make_rollout
-from rlflow.evaluate import evaluation_metrics
+from rlflow.run.assemble import make_rollout
+from rlflow.run.evaluate import evaluation_metrics
 from rlflow.loop import Algorithm, train, training_step
-from rlflow.metrics import PhaseTimer, read_metrics
-from rlflow.run_directory import RunDirectory, read_json, read_trajectories
-from rlflow.schema import RunConfig
-from rlflow.trainer import Loss, Trainer
+from rlflow.metrics.reductions import PhaseTimer, read_metrics
+from rlflow.run.directory import RunDirectory, read_json, read_trajectories
+from rlflow.config.schema import RunConfig
+from rlflow.trainer.base import Loss, Trainer
 from rlflow.types import Batch
 from tests.flow.letters import Letters, letters_config, write_letters_model
 

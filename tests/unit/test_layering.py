@@ -49,7 +49,7 @@ PLACES: dict[str, tuple[str, ...]] = {
     "megatron": ("rlflow/trainer/megatron/",),
     "transformer_engine": ("rlflow/trainer/megatron/",),
     "vllm": ("rlflow/rollout/vllm.py",),
-    "ray": ("rlflow/cluster.py", "rlflow/ray_session.py"),
+    "ray": ("rlflow/cluster/trainer.py", "rlflow/cluster/session.py"),
     "faiss": ("environments/search/",),
     "qdrant_client": ("environments/search/",),
     "qdrant_edge": ("environments/search/",),
@@ -146,4 +146,4 @@ def test_the_reader_sees_lazy_relative_and_dynamic_imports(tmp_path: Path, monke
     )
     monkeypatch.setitem(globals(), "ROOT", tmp_path)
     names = {name for _, name in imported(path)}
-    assert {"ray", "rlflow.trainer.reference.x", "rlflow.rollout.y", "vllm"} <= names
+    assert {"ray", "rlflow.trainer.base.reference.x", "rlflow.rollout.y", "vllm"} <= names

@@ -72,7 +72,7 @@ def add(commands: argparse._SubParsersAction) -> None:
 
 def add_actions(parser: argparse.ArgumentParser) -> None:
     """Adds to-hf, to-megatron, inspect and verify."""
-    from .to_megatron import add_to_megatron
+    from .command_to_megatron import add_to_megatron
 
     parser.set_defaults(run=lambda args: parser.print_help())
     actions = parser.add_subparsers(title="actions", metavar="ACTION")
@@ -148,10 +148,10 @@ def parse_count(text: str) -> int:
 def run_to_hf(args: argparse.Namespace) -> int:
     if not args.dry_run:
         read_ahead(args.checkpoint)
-    from rlflow.weights.convert import Options, prepare, to_huggingface
-    from rlflow.weights.directory import check_output
+    from .export_model import Options, prepare, to_huggingface
+    from .writers.directory import check_output
 
-    from .logits import checker
+    from .oracle.logits import checker
 
     sizes = {name: getattr(args, f"size_{name}") for name, _ in SIZES.values()}
     options = Options(
@@ -219,7 +219,7 @@ class Meter:
 
 
 def run_inspect(args: argparse.Namespace) -> int:
-    from rlflow.weights.inspect import describe
+    from .describe import describe
 
     report = describe(args.checkpoint, everything=args.all)
     if args.json:
@@ -249,7 +249,7 @@ def _inspection(report: dict[str, Any]) -> str:
 
 
 def run_verify(args: argparse.Namespace) -> int:
-    from rlflow.weights.verify import verify_export
+    from .verify import verify_export
 
     report = verify_export(args.out)
     good = f"{args.out}: good; {len(report['files'])} files, {report['tensors']} tensors are what was written"

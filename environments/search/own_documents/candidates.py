@@ -7,10 +7,10 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rlflow_environments.search.formats import Passage
+from rlflow_environments.retrieval.corpus import Passage
 from rlflow_environments.search.own_documents.english import Fact, blank_of, facts_of, names_in
 from rlflow_environments.search.own_documents.passages import split_sentences
-from rlflow_environments.search.scoring import normalize_answer
+from rlflow_environments.search.rewards.scoring import normalize_answer
 
 
 @dataclass(frozen=True)

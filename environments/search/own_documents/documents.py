@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rlflow.errors import DataError, MissingPackageError
-from rlflow_environments.search.rows import BadRow, parse_object, records, refuse, text_of
+from rlflow_environments.common.jsonl import BadRow, parse_object, records, refuse, text_of
 
 _BLOCKS = (
     "p",

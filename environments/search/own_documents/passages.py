@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 
-from rlflow_environments.search.formats import Passage, make_contents
+from rlflow_environments.retrieval.corpus import Passage, make_contents
 from rlflow_environments.search.own_documents.documents import Document
 
 MAX_CHARACTERS = 1000

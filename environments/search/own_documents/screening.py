@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 
-from rlflow_environments.search.formats import Passage
+from rlflow_environments.retrieval.corpus import Passage
 from rlflow_environments.search.own_documents.candidates import Candidate
-from rlflow_environments.search.retrievers import Retriever
-from rlflow_environments.search.scoring import contains_gold, normalize_answer
+from rlflow_environments.retrieval.indices import Retriever
+from rlflow_environments.search.rewards.scoring import contains_gold, normalize_answer
 
 REASONS = {
     "unreadable": "the model's reply holds no question with an answer",

@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from rlflow_environments.search.own_documents.candidates import Candidate
 from rlflow_environments.search.own_documents.documents import Document
-from rlflow_environments.search.scoring import contains_gold, normalize_answer
+from rlflow_environments.search.rewards.scoring import contains_gold, normalize_answer
 
 T = TypeVar("T")
 

@@ -9,8 +9,8 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from rlflow_environments.search.chat import ChatEndpoint
-from rlflow_environments.search.formats import Passage
+from rlflow_environments.common.endpoint import ChatEndpoint
+from rlflow_environments.retrieval.corpus import Passage
 from rlflow_environments.search.own_documents.candidates import Candidate, Hop, names_of
 from rlflow_environments.search.own_documents.english import names_in
 from rlflow_environments.search.own_documents.making import Compose, Progress, Request

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
 from rlflow.types import Observation
-from rlflow_environments.search.formats import Passage
-from rlflow_environments.search.protocol import neutralize_tags
+from rlflow_environments.retrieval.corpus import Passage
+from rlflow_environments.search.protocols.text import neutralize_tags
 
 Tool = Literal["search", "access"]
 TOOLS: tuple[Tool, ...] = ("search", "access")

@@ -11,8 +11,8 @@ import re
 from collections.abc import Sequence
 
 from rlflow.types import Observation
-from rlflow_environments.search.formats import Passage
-from rlflow_environments.search.protocol import (
+from rlflow_environments.retrieval.corpus import Passage
+from rlflow_environments.search.protocols.text import (
     INVALID_ACTION,
     SEARCHES_SPENT,
     format_observation,

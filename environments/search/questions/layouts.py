@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rlflow_environments.search.rows import BadRow, kind_of
+from rlflow_environments.common.jsonl import BadRow, kind_of
 
 Row = dict[str, Any]
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rlflow.errors import DataError, MissingPackageError
-from rlflow_environments.search.rows import BadRow, existing, kind_of, parse_object, records
+from rlflow_environments.common.jsonl import BadRow, existing, kind_of, parse_object, records
 
 Row = dict[str, Any]
 

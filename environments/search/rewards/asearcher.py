@@ -12,7 +12,7 @@ import string
 from collections.abc import Callable, Sequence
 
 from rlflow.errors import ConfigError, did_you_mean
-from rlflow_environments.search import scoring
+from rlflow_environments.search.rewards import scoring
 from rlflow_environments.search.rewards.transcript import Transcript
 
 INVALID_QUESTION = "the question is invalid"

@@ -10,7 +10,7 @@ from typing import Any
 
 from rlflow.errors import ConfigError, did_you_mean
 from rlflow.types import Task
-from rlflow_environments.search.options import check_options
+from rlflow_environments.common.options import check_options
 from rlflow_environments.search.rewards.asearcher import asearcher_compat, asearcher_em, asearcher_f1
 from rlflow_environments.search.rewards.searchr1 import searchr1_em, searchr1_em_format, searchr1_subem
 from rlflow_environments.search.rewards.strict import strict_em

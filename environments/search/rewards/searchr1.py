@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 
-from rlflow_environments.search import scoring
+from rlflow_environments.search.rewards import scoring
 from rlflow_environments.search.rewards.transcript import Transcript
 
 _TAGS = ("think", "search", "information", "answer")

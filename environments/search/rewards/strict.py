@@ -11,7 +11,7 @@ import unicodedata
 from collections.abc import Iterator
 from decimal import Decimal
 
-from rlflow_environments.search import scoring
+from rlflow_environments.search.rewards import scoring
 from rlflow_environments.search.rewards.transcript import Transcript
 
 _UNITS = [

@@ -1,4 +1,4 @@
-"""Megatron's linear layers over `rlflow.products`; the gradients of their weights go straight into Megatron's buffers."""
+"""Megatron's linear layers over `rlflow.matmul`; the gradients of their weights go straight into Megatron's buffers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinea
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from rlflow import products
+from rlflow import matmul as products
 
 
 def _forward(

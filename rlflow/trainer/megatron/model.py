@@ -27,10 +27,10 @@ from rlflow.trainer.megatron.layers import RMSNorm, TorchAttention
 from rlflow.trainer.megatron.linear import ColumnLinear, RowLinear
 from rlflow.trainer.megatron.logprobs import OutputLayer
 from rlflow.trainer.megatron.world import World
-from rlflow.weights.families import Architecture, huggingface_shapes, padded_vocab, placed_rules
-from rlflow.weights.rules import Rule, Split
-from rlflow.weights.split import merge, shard
-from rlflow.weights.tables import EMBEDDING, TIED_OUTPUT
+from rlflow.models.architecture import Architecture, huggingface_shapes, padded_vocab, placed_rules
+from rlflow.models.rules import Rule, Split
+from rlflow.models.sharding import merge, shard
+from rlflow.models.tables import EMBEDDING, TIED_OUTPUT
 
 RECOMPUTE: dict[str, dict[str, Any]] = {
     "none": {},

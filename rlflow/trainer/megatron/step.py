@@ -16,7 +16,7 @@ from torch.distributed import ProcessGroup
 
 from rlflow.batching import plan_microbatches
 from rlflow.errors import RLFlowError
-from rlflow.trainer import Loss
+from rlflow.trainer.base import Loss
 from rlflow.trainer.megatron.cpu import device, native
 from rlflow.trainer.megatron.logprobs import OutputLayer, token_logprobs
 from rlflow.trainer.megatron.packing import Feed, Share, pack, pad

@@ -27,7 +27,7 @@ from megatron.core.dist_checkpointing.strategies.torch import (
 from torch.distributed.checkpoint import FileSystemWriter, SavePlan, SavePlanner
 
 from rlflow.errors import StorageError
-from rlflow.integrity import Fingerprint, fingerprint, reason
+from rlflow.storage.integrity import Fingerprint, fingerprint, reason
 from rlflow.trainer.megatron.cpu import device
 
 logger = logging.getLogger(__name__)

@@ -23,9 +23,9 @@ from rlflow.algorithms import (
     make_loss,
     token_weights,
 )
-from rlflow.algorithms.monitored import Monitored
+from rlflow.algorithms.losses.monitored import Monitored
 from rlflow.errors import ConfigError, RLFlowError
-from rlflow.schema import AlgorithmSection, TrainerSection
+from rlflow.config.schema import AlgorithmSection, TrainerSection
 from rlflow.types import Batch, PolicyOutput
 
 
@@ -260,7 +260,7 @@ def test_losses_are_made_from_their_components():
     assert make_loss([{"name": "sft"}, {"name": "kl", "coefficient": 1}]) == SumLoss((SFTLoss(), KLLoss(1)))
     nested = [{"name": "sum", "losses": [{"name": "sft"}, {"name": "entropy", "coefficient": 0.1}]}]
     assert make_loss(nested) == SumLoss((SFTLoss(), EntropyLoss(0.1)))
-    assert make_loss([{"name": "rlflow.algorithms.losses:SFTLoss"}]) == SFTLoss()
+    assert make_loss([{"name": "rlflow.algorithms.losses.ppo_clip:SFTLoss"}]) == SFTLoss()
 
 
 @pytest.mark.parametrize(
@@ -275,7 +275,7 @@ def test_losses_are_made_from_their_components():
         ([{"name": "kl", "coefficient": 1, "estimator": "k4"}], "k1, k2 or k3"),
         ([{"name": "ppo_clip", "clip_low": 1.5}], "clip_low"),
         ([{"name": "ppo_clip", "dual_clip": 0.5}], "dual_clip"),
-        ([{"name": "rlflow.algorithms.losses:Nothing"}], "cannot import"),
+        ([{"name": "rlflow.algorithms.losses.ppo_clip:Nothing"}], "cannot import"),
     ],
 )
 def test_wrong_components_are_config_errors(components, message):

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from rlflow.config import load_config
-from rlflow.plan import batch_plan, check_config
-from rlflow.schema import RunConfig
+from rlflow.config.loading import load_config
+from rlflow.config.checks import batch_plan, check_config
+from rlflow.config.schema import RunConfig
 
 ROOT = Path(__file__).resolve().parents[3]
 CONFIGS = sorted((ROOT / "recipes").glob("*/config/*.yaml"))

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from rlflow.errors import ConfigError
-from rlflow_environments.search.commands import serve
-from rlflow_environments.search.commands.served import read_source
+from rlflow_environments.retrieval.commands import serve
+from rlflow_environments.retrieval.commands.served import read_source
 
 ROOT = Path(__file__).resolve().parents[3]
 RECIPES = ROOT / "recipes" / "searchr1"

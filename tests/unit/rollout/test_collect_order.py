@@ -17,9 +17,9 @@ import pytest
 from rlflow.environment import Environment
 from rlflow.errors import ConfigError, RolloutError
 from rlflow.rollout import Rollout, Tokenizer
-from rlflow.rollout.embedded import EmbeddedEngine
+from rlflow.rollout.embedded.engine import EmbeddedEngine
 from rlflow.types import Episode, Step, Task
-from rlflow.weights.hf import iterate_weights
+from rlflow.models.huggingface import iterate_weights
 from tests.unit.rollout.asking import Asking, RecordingEngine, all_trajectories, make
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from rlflow.algorithms.advantages import grpo
+from rlflow.algorithms.advantages.grpo import grpo
 from rlflow.batching import make_batch
 from rlflow.errors import ConfigError, ModelError
 from rlflow.rollout import Tokenizer

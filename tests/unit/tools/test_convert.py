@@ -20,13 +20,13 @@ from torch import Tensor
 from torch.distributed import checkpoint as torch_checkpoint
 
 from rlflow.errors import ConversionError, RLFlowError
-from rlflow.trainer import Trainer
-from rlflow.trainer.export import check_export
-from rlflow.weights.convert import Options, to_huggingface
-from rlflow.weights.families import architecture, placed_rules
-from rlflow.weights.hf import WeightFiles, digest, iterate_weights, read_config
-from rlflow.weights.split import shard
-from rlflow.weights.verify import verify_export
+from rlflow.trainer.base import Trainer
+from rlflow.run.export import check_export
+from rlflow_tools.ckpt_convert.export_model import Options, to_huggingface
+from rlflow.models.architecture import architecture, placed_rules
+from rlflow.models.huggingface import WeightFiles, digest, iterate_weights, read_config
+from rlflow.models.sharding import shard
+from rlflow_tools.ckpt_convert.verify import verify_export
 from tools.ckpt_convert.command import main
 
 VOCAB = 301
@@ -76,7 +76,7 @@ def test_export_has_the_trainers_weights_and_computes_what_it_does(name: str, ma
 
 
 def test_output_does_not_depend_on_workers(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rlflow.weights.sink.BLOCK_BYTES", 1000)  # blocks that begin within query groups
+    monkeypatch.setattr("rlflow_tools.ckpt_convert.writers.sink.BLOCK_BYTES", 1000)  # blocks that begin within query groups
     for workers in (1, 5):
         options = Options(workers=workers, shard_bytes=100_000, verify="full")
         to_huggingface(made / "qwen2" / "step", tmp_path / str(workers), made / "qwen2" / "hf", options)
@@ -232,7 +232,7 @@ def test_out_is_replaced_only_when_asked_and_never_the_checkpoint(case: Any, tmp
 
 def test_full_disk_leaves_nothing(case: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     checkpoint, reference, out = case
-    monkeypatch.setattr("rlflow.weights.sink.shutil.disk_usage", lambda path: shutil._ntuple_diskusage(9, 9, 0))
+    monkeypatch.setattr("rlflow_tools.ckpt_convert.writers.sink.shutil.disk_usage", lambda path: shutil._ntuple_diskusage(9, 9, 0))
     assert main(["to-hf", str(checkpoint), str(out), "--hf", str(reference)]) == 8
     assert not out.exists() and not (tmp_path / "out.partial").exists()
 
@@ -337,7 +337,7 @@ def test_conversion_loads_neither_megatron_nor_transformers(case: Any) -> None:
     checkpoint, reference, out = case
     root = Path(__file__).resolve().parents[3]
     program = (
-        "import sys; from rlflow.weights.convert import to_huggingface; to_huggingface(*sys.argv[1:]); "
+        "import sys; from rlflow_tools.ckpt_convert.export_model import to_huggingface; to_huggingface(*sys.argv[1:]); "
         "assert not {'megatron', 'transformers'} & set(sys.modules); import torch.distributed as dist; "
         "assert not dist.is_initialized()"
     )
@@ -347,7 +347,7 @@ def test_conversion_loads_neither_megatron_nor_transformers(case: Any) -> None:
 
 
 def test_rlflow_convert_is_a_plugin(case: Any, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from rlflow import cli
+    from rlflow.commands import cli
     from tools.ckpt_convert import command
 
     class Entry:

@@ -10,10 +10,10 @@ from fixtures import tiny_model
 from safetensors.torch import load_file, save_file
 
 from rlflow.errors import ConversionError
-from rlflow.weights.import_model import ImportOptions, to_megatron
-from rlflow.weights.to_megatron import Layout
+from rlflow_tools.ckpt_convert.import_model import ImportOptions, to_megatron
+from rlflow_tools.ckpt_convert.mapping.to_megatron import Layout
 from tools.ckpt_convert.command import main
-from tools.ckpt_convert.logits import check_logits
+from tools.ckpt_convert.oracle.logits import check_logits
 
 pytestmark = pytest.mark.slow  # each check starts processes that import megatron-core
 

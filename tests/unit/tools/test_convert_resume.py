@@ -14,9 +14,9 @@ import pytest
 from fixtures import tiny_model
 
 from rlflow.errors import ConversionError
-from rlflow.trainer import Trainer
-from rlflow.weights.convert import Options, to_huggingface
-from rlflow.weights.journal import Journal
+from rlflow.trainer.base import Trainer
+from rlflow_tools.ckpt_convert.export_model import Options, to_huggingface
+from rlflow_tools.ckpt_convert.writers.journal import Journal
 from tests.unit.tools import killed_conversion
 from tests.unit.tools.killed_conversion import BLOCK_BYTES
 from tools.ckpt_convert.command import main
@@ -55,7 +55,7 @@ def killed(halfway: Path, tmp_path: Path) -> Path:
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rlflow.weights.sink.BLOCK_BYTES", BLOCK_BYTES)
+    monkeypatch.setattr("rlflow_tools.ckpt_convert.writers.sink.BLOCK_BYTES", BLOCK_BYTES)
 
 
 def kill(made: Path, place: Path, kills: int, seed: int) -> dict[str, Any]:

@@ -15,10 +15,10 @@ import torch
 from fixtures import tiny_model
 from safetensors.torch import load_file, save_file
 
-from rlflow.weights.convert import Options, to_huggingface
-from rlflow.weights.hf import digest, iterate_weights
-from rlflow.weights.import_model import ImportOptions, to_megatron
-from rlflow.weights.to_megatron import Layout
+from rlflow_tools.ckpt_convert.export_model import Options, to_huggingface
+from rlflow.models.huggingface import digest, iterate_weights
+from rlflow_tools.ckpt_convert.import_model import ImportOptions, to_megatron
+from rlflow_tools.ckpt_convert.mapping.to_megatron import Layout
 from tools.ckpt_convert.command import main
 
 
@@ -145,7 +145,7 @@ def test_output_does_not_depend_on_workers_and_block_size(
     saved: str, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for workers, block in ((1, 2 << 20), (5, 1000)):
-        monkeypatch.setattr("rlflow.weights.sink.BLOCK_BYTES", block)
+        monkeypatch.setattr("rlflow_tools.ckpt_convert.writers.sink.BLOCK_BYTES", block)
         options = ImportOptions(layout=Layout(2), format=saved, workers=workers)
         to_megatron(model, tmp_path / str(workers), options)
     one, five = (
@@ -170,8 +170,8 @@ def test_existing_output_is_replaced_only_when_asked(model: Path, tmp_path: Path
 @pytest.mark.slow
 def test_resume_gives_what_an_uninterrupted_run_gives(model: Path, tmp_path: Path) -> None:
     program = (
-        "import os, signal, sys; from rlflow.weights import sink; sink.BLOCK_BYTES = 1000\n"
-        "from rlflow.weights.import_model import ImportOptions, to_megatron\n"
+        "import os, signal, sys; from rlflow.models import sink; sink.BLOCK_BYTES = 1000\n"
+        "from rlflow_tools.ckpt_convert.import_model import ImportOptions, to_megatron\n"
         "calls = []\n"
         "def progress(count, total):\n"
         "    calls.append(count)\n"

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from fixtures import tiny_model
 
-from rlflow.trainer import Trainer
+from rlflow.trainer.base import Trainer
 from tests.unit.trainer.batches import VOCAB
 
 

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from rlflow.errors import ConfigError
-from rlflow.schema import TrainerSection
+from rlflow.config.schema import TrainerSection
 from rlflow.trainer.layout import Layout
 from rlflow.trainer.megatron.model import parameter_name, stage_of
-from rlflow.weights.families import Architecture, architecture, placed_rules
+from rlflow.models.architecture import Architecture, architecture, placed_rules
 
 
 def model(layers: int = 2, **changes: Any) -> Architecture:

@@ -13,13 +13,13 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from rlflow.errors import ConfigError, DataError, ModelError, RLFlowError
-from rlflow.run import EXPORT_TOLERANCE
-from rlflow.trainer import Trainer
-from rlflow.trainer.export import check_export
+from rlflow.run.run import EXPORT_TOLERANCE
+from rlflow.trainer.base import Trainer
+from rlflow.run.export import check_export
 from rlflow.trainer.schedule import learning_rate
 from rlflow.types import Batch, PolicyOutput
-from rlflow.weights.convert import write_model
-from rlflow.weights.hf import digest, iterate_weights
+from rlflow_tools.ckpt_convert.export_model import write_model
+from rlflow.models.huggingface import digest, iterate_weights
 from tests.unit.trainer.batches import VOCAB, make_batch, policy_gradient
 
 

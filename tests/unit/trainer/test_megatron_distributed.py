@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from rlflow.errors import ConfigError
-from rlflow.weights.hf import digest
+from rlflow.models.huggingface import digest
 from tests.dist.megatron_ranks import PolicyGradientWithEntropy, make_batch
 from tests.unit.trainer.batches import VOCAB
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from rlflow.errors import ConfigError
-from rlflow.trainer import Trainer
+from rlflow.trainer.base import Trainer
 from rlflow.trainer.megatron.context import held_pieces, held_positions
 from rlflow.trainer.megatron.layers import _attend
 from rlflow.trainer.megatron.packing import Share, pack, pad

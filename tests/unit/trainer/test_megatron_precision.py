@@ -11,7 +11,7 @@ from fixtures import tiny_model
 from torch import Tensor
 
 from rlflow.types import Batch, PolicyOutput
-from rlflow.weights.hf import digest
+from rlflow.models.huggingface import digest
 from tests.dist.megatron_ranks import PolicyGradientWithEntropy, make_batch
 from tests.unit.trainer.batches import VOCAB
 

@@ -12,7 +12,7 @@ from fixtures import tiny_model
 from torch import Tensor
 
 from rlflow.algorithms import EntropyLoss, KLLoss, PPOClipLoss, SumLoss
-from rlflow.trainer import Trainer
+from rlflow.trainer.base import Trainer
 from rlflow.types import Batch, PolicyOutput
 
 VOCAB = 101

@@ -12,7 +12,7 @@ from torch import Tensor
 from rlflow.algorithms import EntropyLoss, KLLoss, PPOClipLoss, SFTLoss, SumLoss, token_weights
 from rlflow.batching import make_batch, rows_with_advantage
 from rlflow.errors import CheckpointError, ConfigError, ModelError, RLFlowError
-from rlflow.trainer import Trainer
+from rlflow.trainer.base import Trainer
 from rlflow.trainer.reference import ReferenceTrainer
 from rlflow.types import Batch, Segment, StopReason, Trajectory
 from tests.fixtures import tiny_model

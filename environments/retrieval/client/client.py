@@ -1,0 +1,380 @@
+"""The retriever that asks servers over HTTP: any that speak the field's wire format, ours or others'."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import contextlib
+import json
+import logging
+import random
+import threading
+import time
+import weakref
+from collections.abc import Coroutine, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from rlflow.errors import ConfigError, MissingPackageError, did_you_mean
+from rlflow_environments.retrieval.client.answers import (
+    NotASearchServer,
+    Request,
+    Retryable,
+    page_request,
+    search_request,
+)
+from rlflow_environments.retrieval.client.asynchronous import AsyncRetriever, CacheCounts
+from rlflow_environments.retrieval.client.cache import SearchCache
+from rlflow_environments.search.errors import RetrievalError
+from rlflow_environments.retrieval.corpus import Passage
+from rlflow_environments.retrieval.server.discovery import read_addresses
+from rlflow_environments.retrieval.client.servers import ServerPool, server_url
+from rlflow_environments.retrieval.client.trace import DEADLINE_HEADER, TRACE_HEADER
+
+logger = logging.getLogger("rlflow.search.client")  # under `rlflow`, so that a run's log has it
+
+FIRST_PAUSE_S = 0.1
+LONGEST_PAUSE_S = 2.0
+KEEPALIVE_S = 4.0  # below the 5 s after which uvicorn closes an idle connection
+POLL_S = 0.3
+CLOSE_S = 2.0
+TELL_EVERY_S = 10.0
+
+T = TypeVar("T")
+
+
+class HttpRetriever(AsyncRetriever):
+    """Passages from servers, with retries, failover and a cache.
+
+    A search has one deadline over all its attempts. Only what may pass is tried again: connections that fail, time-outs, 429 and
+    5xx; between attempts it pauses, at random and longer each time, or as long as the server asks. Where all attempts fail it
+    raises RetrievalError, which aborts the episode; the error never becomes text.
+    """
+
+    def __init__(
+        self,
+        urls: str | Sequence[str] | None = None,
+        *,
+        discovery: str | Path | None = None,
+        timeout_s: float = 30.0,
+        attempt_timeout_s: float = 10.0,
+        tries: int = 5,
+        connections: int = 256,
+        wait_s: float = 60.0,
+        cache: Mapping[str, Any] | None = None,
+        identity: str | None = None,
+        headers: Mapping[str, str] | None = None,
+        seed: int = 0,
+    ) -> None:
+        """Waits until a server is ready.
+
+        urls: one server or several, `http://host:port` or `host:port`. discovery: a folder of `Host{ip}_IP{port}.txt` files, read
+        again whenever a server fails. timeout_s: of a search, all attempts and pauses together; tries: attempts, the first
+        included, each of at most attempt_timeout_s. connections: open at the same time; further searches wait, within their
+        deadline. wait_s: for a first server to be ready. cache: {directory, mode}, see `cache.MODES`. identity: of the index,
+        for the cache, where the server does not tell it. headers: sent with every request. seed: of pauses and choices.
+        Raises ConfigError, MissingPackageError.
+        """
+        _check_numbers(timeout_s=timeout_s, attempt_timeout_s=attempt_timeout_s, tries=tries, connections=connections)
+        self._timeout_s, self._attempt_timeout_s, self._tries = timeout_s, attempt_timeout_s, tries
+        self._given_identity = identity
+        self._generator = random.Random(seed)
+        self._cache = _make_cache(cache)
+        self._told_cache = False
+        self.cache_counts = None if self._cache is None else CacheCounts()
+        self._pool = ServerPool(_address_source(urls, discovery, self._cache), self._generator)
+        self._where = f"the folder {discovery}" if discovery is not None else ", ".join(_as_list(urls))
+        self._slots = asyncio.Semaphore(connections)
+        self._identified = asyncio.Lock()
+        self._loop = asyncio.new_event_loop()
+        threading.Thread(target=self._loop.run_forever, name="search-client", daemon=True).start()
+        self._closed = False
+        self._session = self._call(_open_session(headers, connections))
+        self._stop = weakref.finalize(self, _stop_loop, self._loop, self._session)
+        if self._cache is None or not self._cache.identified or self._cache.mode == "record":
+            self._call(self._wait_until_ready(wait_s))
+
+    # ------------------------------------------------------------ searching
+
+    def search(self, queries: Sequence[str], top_k: int) -> list[list[Passage]]:
+        """See Retriever: one request for all that the cache does not hold. Raises RetrievalError, ReplayMissError."""
+        if top_k < 1:
+            raise ConfigError(f"top_k: expected at least 1, found {top_k}.")
+        return self._call(self._search(list(queries), top_k, "")) if queries else []
+
+    async def find(self, query: str, top_k: int, *, trace: str = "") -> list[Passage]:
+        """See AsyncRetriever. Raises RetrievalError, ReplayMissError."""
+        return (await asyncio.wrap_future(self._submit(self._search([query], top_k, trace))))[0]
+
+    async def page(self, url: str, *, trace: str = "") -> str | None:
+        """See AsyncRetriever. Raises RetrievalError, ReplayMissError."""
+        return await asyncio.wrap_future(self._submit(self._page(url, trace)))
+
+    def close(self) -> None:
+        """Closes the connections; searches that are under way are cancelled, later ones raise RetrievalError."""
+        self._closed = True
+        self._stop()
+
+    async def _search(self, queries: list[str], top_k: int, trace: str) -> list[list[Passage]]:
+        cache = self._cache
+        if cache is None:
+            return await self._ask(search_request(queries, top_k), trace)
+        found = [await asyncio.to_thread(cache.get, query, top_k) for query in queries]
+        missing = [query for query, passages in zip(queries, found, strict=True) if passages is None]
+        if self.cache_counts is not None:
+            self.cache_counts.add(len(queries), len(queries) - len(missing))
+        if not missing:
+            return found  # type: ignore[return-value]
+        await self._identify()
+        asked: list[list[Passage]] = await self._ask(search_request(missing, top_k), trace)
+        answers = iter(asked)
+        for place, query in enumerate(queries):
+            if found[place] is None:
+                passages = found[place] = next(answers)
+                await asyncio.to_thread(cache.put, query, top_k, passages)
+        return found  # type: ignore[return-value]
+
+    async def _page(self, page: str, trace: str) -> str | None:
+        cache = self._cache
+        if cache is None:
+            return await self._ask(page_request(page), trace)
+        # A search for no passages does not exist: under top_k 0 stand pages, as the one passage that was found, or none.
+        found = await asyncio.to_thread(cache.get, page, 0)
+        if found is None:
+            await self._identify()
+            text = await self._ask(page_request(page), trace)
+            found = [] if text is None else [Passage(page, "", text, page)]
+            await asyncio.to_thread(cache.put, page, 0, found)
+        return found[0].contents if found else None
+
+    async def _ask(self, request: Request[T], trace: str) -> T:
+        """The answer of some server, within the deadline. Raises RetrievalError when all attempts failed."""
+        start = time.monotonic()
+        deadline = start + self._timeout_s
+        failed: str | None = None
+        last, attempt = "every connection was in use", 0
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._timeout_s):
+                for attempt in range(1, self._tries + 1):
+                    failed, outcome = await self._attempt(request, trace, deadline, failed)
+                    if not isinstance(outcome, Retryable):
+                        return outcome
+                    last = str(outcome)
+                    pause = self._pause(attempt, outcome, failed)
+                    if attempt == self._tries or time.monotonic() + pause >= deadline:
+                        break
+                    await asyncio.sleep(pause)
+        spent = time.monotonic() - start
+        raise RetrievalError(f"search failed after {attempt} of {self._tries} attempts in {spent:.1f} s; last: {last}.")
+
+    async def _attempt(
+        self, request: Request[T], trace: str, deadline: float, avoid: str | None
+    ) -> tuple[str | None, T | Retryable]:
+        """(server, its answer or why it may be tried again). Raises RetrievalError for what another attempt would not mend."""
+        async with self._slots:  # waiting for a connection is nobody's failure
+            url = self._pool.take(avoid)
+            if url is None:
+                return None, Retryable(f"no server is listed in {self._where}")
+            seconds = max(0.001, min(self._attempt_timeout_s, deadline - time.monotonic()))
+            failed = True
+            try:
+                answer = await self._post(url, request, trace, seconds)
+                failed = False
+                return url, answer
+            except Retryable as problem:
+                failed = problem.server_failed
+                return url, problem
+            except NotASearchServer as problem:
+                # A discovery file may outlive its server, and its port may be somebody else's by now.
+                if self._pool.others(url):
+                    return url, Retryable(str(problem))
+                raise ConfigError(f"retriever http: {problem}. Give the address of a retrieval server.") from None
+            except RetrievalError:
+                failed = False
+                raise
+            finally:
+                self._pool.release(url, failed)
+
+    async def _post(self, url: str, request: Request[T], trace: str, seconds: float) -> T:
+        import aiohttp
+
+        headers = {"Content-Type": "application/json", DEADLINE_HEADER: f"{seconds:.3f}"}
+        if trace:
+            headers[TRACE_HEADER] = trace
+        try:
+            async with asyncio.timeout(seconds):
+                async with self._session.post(url + request.path, data=request.body, headers=headers) as response:
+                    content = await response.read()
+        except TimeoutError:
+            raise Retryable(f"{url}: no answer within {seconds:.1f} s") from None
+        except aiohttp.ClientError as problem:
+            raise Retryable(f"{url}: {type(problem).__name__} {problem}".rstrip()) from None
+        return request.read(url, response.status, response.headers, content)
+
+    def _pause(self, attempt: int, problem: Retryable, failed: str | None) -> float:
+        """Seconds before the next attempt: none where another server can take over; else up to a bound that doubles (AWS's
+        "full jitter"), and not before the server wants to be asked again."""
+        if problem.server_failed and failed is not None and self._pool.others(failed):
+            return 0.0
+        bound = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2 ** (attempt - 1))
+        return problem.retry_after_s + self._generator.uniform(0, bound)
+
+    # ------------------------------------------------------------ the servers
+
+    async def _wait_until_ready(self, wait_s: float) -> None:
+        """Returns when a server says that it can answer. Raises ConfigError where none does in time."""
+        start = told = time.monotonic()
+        while True:
+            state = await self._state()
+            if state is None:
+                return
+            now = time.monotonic()
+            if now - start >= wait_s:
+                raise ConfigError(
+                    f"retriever http: no server is ready after {wait_s:g} s ({self._where}): {state}. Start one with "
+                    "`rlflow search serve`, mend the address, or wait longer with wait_s."
+                )
+            if now - told >= TELL_EVERY_S:
+                told = now
+                logger.warning("waiting for a retrieval server (%.0f s): %s", now - start, state)
+            await asyncio.sleep(min(POLL_S, max(0.0, start + wait_s - now)))
+
+    async def _state(self) -> str | None:
+        """None if the server that would be asked next can answer, else what it says."""
+        status, content = await self._get("/ready")
+        if status is not None and status != 503:  # other servers than ours know no /ready: what answers is taken for ready
+            return None
+        return content.decode("utf-8", "replace")[:300]
+
+    async def _identify(self) -> None:
+        """Tells the cache, once, which index the servers have."""
+        async with self._identified:
+            cache = self._cache
+            if cache is not None and not self._told_cache:
+                cache.identify(self._given_identity or await self._served_identity())
+                self._told_cache = True
+
+    async def _served_identity(self) -> str:
+        status, content = await self._get("/info")
+        if status is None:
+            raise RetrievalError(content.decode())
+        try:
+            identity = json.loads(content).get("identity") if status == 200 else None
+        except (ValueError, AttributeError):
+            identity = None
+        if not identity:
+            raise ConfigError(
+                f"retriever http: {self._where} does not tell which index it has, and the cache must know. Name it: "
+                "identity: my-index."
+            )
+        return str(identity)
+
+    async def _get(self, path: str) -> tuple[int | None, bytes]:
+        """(status, body) of a GET; (None, why) where there is no answer."""
+        import aiohttp
+
+        url = self._pool.take()
+        if url is None:
+            return None, b"none is listed"
+        failed = True
+        try:
+            async with asyncio.timeout(self._attempt_timeout_s):
+                async with self._session.get(url + path) as response:
+                    content = await response.read()
+            failed = response.status == 503
+            return response.status, content
+        except (aiohttp.ClientError, TimeoutError) as problem:
+            return None, f"{url}{path}: {type(problem).__name__} {problem}".rstrip().encode()
+        finally:
+            self._pool.release(url, failed)
+
+    def _submit(self, coroutine: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
+        """The coroutine's result to come, from the client's own thread. Raises RetrievalError after `close`."""
+        if self._closed:
+            coroutine.close()
+            raise RetrievalError("retriever http: it was closed.")
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+
+    def _call(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        future = self._submit(coroutine)
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()
+            raise
+
+
+def http_retriever(
+    corpus: object, *, url: str | None = None, urls: str | Sequence[str] | None = None, **options: Any
+) -> HttpRetriever:
+    """The retriever of a configuration's `{name: http, url: ...}`; further options are those of HttpRetriever. The servers
+    bring the documents."""
+    return HttpRetriever(url if urls is None else urls, **options)
+
+
+def _check_numbers(**numbers: float) -> None:
+    for name, value in numbers.items():
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
+            raise ConfigError(f"retriever http: {name}: expected a number above 0, found {value!r}.")
+    if numbers["tries"] != int(numbers["tries"]):
+        raise ConfigError(f"retriever http: tries: expected a whole number, found {numbers['tries']}.")
+
+
+def _make_cache(options: Mapping[str, Any] | None) -> SearchCache | None:
+    """The cache; None for mode off. Raises ConfigError."""
+    known = ("directory", "mode")
+    for key in options or {}:
+        if key not in known:
+            raise ConfigError(f"cache: unknown option '{key}'; known: {', '.join(known)}.{did_you_mean(key, known)}")
+    mode = (options or {}).get("mode", "off")
+    mode = "off" if mode is False else mode  # YAML reads a bare `off` as false
+    if not options or mode == "off":
+        return None
+    if not options.get("directory"):
+        raise ConfigError("cache: mode without a directory; give cache.directory, the folder of the records.")
+    return SearchCache(options["directory"], str(mode))
+
+
+def _as_list(urls: str | Sequence[str] | None) -> list[str]:
+    return [urls] if isinstance(urls, str) else list(urls or ())
+
+
+def _address_source(urls: str | Sequence[str] | None, discovery: str | Path | None, cache: SearchCache | None) -> Any:
+    """A function that lists the servers. Raises ConfigError where none or both ways are given."""
+    given = _as_list(urls)
+    if bool(given) == (discovery is not None) and not (cache is not None and cache.strict):
+        raise ConfigError("retriever http: give either urls, of one server or several, or discovery, a folder of addresses.")
+    for address in given:
+        server_url(address)
+    return (lambda: read_addresses(discovery)) if discovery is not None else (lambda: given)
+
+
+async def _open_session(headers: Mapping[str, str] | None, connections: int) -> Any:
+    try:
+        import aiohttp
+    except ImportError:
+        raise MissingPackageError(
+            "retriever http: the package aiohttp is not installed. Install it with: pip install 'rlflow[search]'"
+        ) from None
+    connector = aiohttp.TCPConnector(limit=connections, keepalive_timeout=KEEPALIVE_S)
+    # Time limits are asyncio's, over the whole exchange.
+    return aiohttp.ClientSession(connector=connector, headers=headers, timeout=aiohttp.ClientTimeout(total=None))
+
+
+def _stop_loop(loop: asyncio.AbstractEventLoop, session: Any) -> None:
+    """Closes the connections and ends the client's thread."""
+    if loop.is_closed() or not loop.is_running():
+        return
+
+    async def end() -> None:
+        for task in asyncio.all_tasks(loop) - {asyncio.current_task(loop)}:
+            task.cancel()
+        await session.close()
+        loop.call_soon(loop.stop)
+
+    ended = asyncio.run_coroutine_threadsafe(end(), loop)
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:  # no event loop here, which must not wait
+        with contextlib.suppress(TimeoutError):
+            ended.result(CLOSE_S)

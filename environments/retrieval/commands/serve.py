@@ -1,0 +1,100 @@
+"""Serves an index over HTTP, in the wire format that Search-R1, RLinf, ASearcher, AstraFlow, verl, slime and SkyRL share.
+
+  rlflow search serve --index indices/wiki --pages pages.jsonl --host 0.0.0.0 --save-address-to addresses/
+  rlflow search serve --corpus corpus.jsonl --retriever bm25 --port 0
+  rlflow search serve --index_path e5_Flat.index --corpus_path wiki-18.jsonl --retriever_name e5 --retriever_model e5-base-v2
+
+The port answers at once; GET /health tells how far loading is, GET /ready when it is done, and a browser at / what the server
+is doing. SIGHUP, or POST /admin/reload from this machine, loads the index again without a gap. SIGTERM ends it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import sys
+from typing import Any
+
+from rlflow.errors import ConfigError, MissingPackageError
+from rlflow_environments.retrieval.commands.served import add_source_arguments, read_source
+from rlflow_environments.retrieval.server.discovery import DiscoveryFile
+from rlflow_environments.retrieval.server.listener import bind
+
+DEFAULT_PORT = 8000
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What is served, where, and how much is taken at a time; the flags of the field's servers under their own names."""
+    served = parser.add_argument_group("what is served")
+    add_source_arguments(served)
+    served.add_argument("--pages", "--pages_path", metavar="FILE", help="whole pages for POST /access")
+    served.add_argument("--topk", "--top-k", type=int, default=3, metavar="N", help="where a request has none (default 3)")
+    place = parser.add_argument_group("where")
+    place.add_argument("--host", default="127.0.0.1", help="address to bind (default 127.0.0.1; 0.0.0.0 for other machines)")
+    place.add_argument("--port", type=int, default=DEFAULT_PORT, help="default 8000; 0 picks a free one")
+    place.add_argument("--save-address-to", metavar="DIR", help="write Host{ip}_IP{port}.txt there while the server can answer")
+    load = parser.add_argument_group("load")
+    load.add_argument("--max-batch", type=int, default=256, metavar="N", help="queries searched together at most (256)")
+    load.add_argument("--max-queue", type=int, default=8192, metavar="N", help="waiting queries before 429 (8192)")
+    load.add_argument("--max-wait-s", type=float, default=60.0, metavar="S", help="before a request is given up, 503 (60)")
+    load.add_argument("--cache-mb", type=int, default=64, metavar="MB", help="answers kept in memory (64; 0 turns it off)")
+    load.add_argument("--query-log", metavar="FILE", help="append one line of JSON per request: trace id, times, ids found")
+    parser.add_argument("--parent", type=int, metavar="PID", help="end when this process ends")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Serves until a signal; returns 0."""
+    _check(args)
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # idle threads that spin would take the cores from rollouts
+    _log_to_stderr()
+    listener = bind(args.host, args.port)
+    try:
+        from rlflow_environments.retrieval.server import process, service
+        from rlflow_environments.retrieval.server.query_log import QueryLog
+    except ImportError as problem:
+        raise MissingPackageError(
+            f"rlflow search serve: the package {problem.name} is not installed. Install it with: pip install 'rlflow[search]'"
+        ) from None
+    host, port = listener.getsockname()[:2]
+    discovery = DiscoveryFile(args.save_address_to, host, port) if args.save_address_to else None
+    limits = service.Limits(top_k=args.topk, max_wait_s=args.max_wait_s)
+    log = QueryLog(args.query_log) if args.query_log else None
+    served = service.SearchService(make_source(args).load, limits, log)
+    url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+    print(f"serving on {url} (loading; progress: {url}/health)", flush=True)
+    process.serve(
+        served,
+        listener,
+        discovery=discovery,
+        parent=args.parent,
+        on_ready=lambda: print(f"ready: {url}", flush=True),
+        last_resort=True,
+    )
+    sys.stdout.flush()
+    logging.shutdown()
+    os._exit(0)  # a search that cannot be interrupted must not keep the process
+
+
+def make_source(args: argparse.Namespace) -> Any:
+    """What the flags say is to be served."""
+    from rlflow_environments.retrieval.server.loading import Source
+
+    options = {"max_batch": args.max_batch, "max_waiting": args.max_queue, "cache_bytes": args.cache_mb << 20}
+    component, corpus = read_source(args)
+    return Source(component, corpus, args.pages, options)
+
+
+def _check(args: argparse.Namespace) -> None:
+    for option in ("topk", "max_batch", "max_queue"):
+        if getattr(args, option) < 1:
+            raise ConfigError(f"--{option.replace('_', '-')}: expected at least 1, found {getattr(args, option)}.")
+    if args.max_wait_s <= 0 or args.cache_mb < 0:
+        raise ConfigError(
+            f"--max-wait-s and --cache-mb: expected more than 0 and at least 0, found {args.max_wait_s}, {args.cache_mb}."
+        )
+
+
+def _log_to_stderr() -> None:
+    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
+    logging.getLogger("rlflow_environments").setLevel(logging.INFO)

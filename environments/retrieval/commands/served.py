@@ -1,0 +1,123 @@
+"""The flags that say what is searched, for `serve` and `query`: ours, and those of the field's servers under their own names."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from rlflow.errors import ConfigError, did_you_mean
+from rlflow_environments.retrieval.indices.folder import read_meta
+
+FIELD_ENCODER = "intfloat/e5-base-v2"
+_QDRANT_PARAMS = ("hnsw_ef", "exact", "quantization")
+
+
+def add_source_arguments(parser: argparse._ActionsContainer) -> None:
+    """What `read_source` reads."""
+    parser.add_argument("--corpus", "--corpus_path", metavar="FILE", help="passages, one JSON object per line")
+    parser.add_argument(
+        "--index",
+        "--index_path",
+        metavar="PATH",
+        help="an index folder of `rlflow search build`, or a faiss file as Search-R1 builds it",
+    )
+    parser.add_argument(
+        "--retriever", metavar="NAME|{...}", help="bm25, faiss, torch, hybrid, qdrant, ..., or {name: ..., option: ...} (YAML)"
+    )
+    parser.add_argument(
+        "--retriever_name", metavar="NAME", help="of a faiss file: the encoder's family (e5, bge, ...); or bm25 (default e5)"
+    )
+    parser.add_argument(
+        "--retriever_model", metavar="PATH", help=f"of a faiss file or Qdrant: the encoder (default {FIELD_ENCODER})"
+    )
+    parser.add_argument("--faiss_gpu", action="store_true", help="copy the index to all visible GPUs, in float16")
+    qdrant = parser.add_argument_group("Qdrant") if isinstance(parser, argparse.ArgumentParser) else parser
+    qdrant.add_argument("--qdrant_url", metavar="URL", help="e.g. http://localhost:6333")
+    qdrant.add_argument("--qdrant_collection_name", metavar="NAME")
+    qdrant.add_argument("--qdrant_search_param", type=_json, metavar="JSON", help='e.g. {"hnsw_ef": 256}')
+    qdrant.add_argument("--qdrant_search_quant_param", type=_json, metavar="JSON", help='e.g. {"rescore": true}')
+
+
+def read_source(args: argparse.Namespace) -> tuple[dict[str, Any], str | None]:
+    """(retriever component, corpus) of the flags. Raises ConfigError for flags that contradict each other, DataError."""
+    corpus = args.corpus
+    if args.retriever is not None:
+        component = read_component(args.retriever)
+        if args.index is not None:
+            component.setdefault("path", args.index)
+    elif args.qdrant_url is not None or args.qdrant_collection_name is not None:
+        component = _qdrant(args)
+    elif args.index is not None and (args.retriever_name or "").lower() != "bm25":
+        component = _indexed(Path(args.index).expanduser(), args)
+        corpus = corpus or _corpus_of(Path(args.index).expanduser())
+    else:
+        component = {"name": "bm25"} if (args.retriever_name or "").lower() == "bm25" else {"name": "dense"}
+    if args.faiss_gpu:
+        component["gpu"] = True
+    return component, corpus
+
+
+def read_component(text: str) -> dict[str, Any]:
+    """A retriever by name, or by name and options in YAML (of which JSON is a part)."""
+    import yaml
+
+    try:
+        component = yaml.safe_load(text)
+    except yaml.YAMLError as problem:
+        raise ConfigError(f"--retriever: expected a name or {{name: ..., option: ...}}, found {text!r} ({problem}).") from None
+    if isinstance(component, str):
+        return {"name": component}
+    if not isinstance(component, dict) or "name" not in component:
+        raise ConfigError(f"--retriever: expected a name or {{name: ..., option: ...}}, found {json.dumps(component)}.")
+    return component
+
+
+def _indexed(path: Path, args: argparse.Namespace) -> dict[str, Any]:
+    """The retriever of an index on disk: what its meta.json says, or a faiss file and the encoder of the flags."""
+    if path.is_dir():
+        kind = read_meta(path).kind
+        return {"name": kind if kind in ("bm25", "torch") else "faiss", "path": str(path)}
+    return {"name": "faiss", "path": str(path), "encoder": _encoder(args)}
+
+
+def _corpus_of(path: Path) -> str | None:
+    """Where the corpus of an index folder was when it was built, if it is still there."""
+    found = read_meta(path).corpus["path"] if path.is_dir() else None
+    return found if found is not None and Path(found).is_file() else None
+
+
+def _qdrant(args: argparse.Namespace) -> dict[str, Any]:
+    """The retriever of Qdrant's flags. Raises ConfigError for a search parameter that is not known."""
+    if args.qdrant_collection_name is None:
+        raise ConfigError("--qdrant_collection_name: expected the collection to search, found nothing.")
+    params = dict(args.qdrant_search_param or {})
+    if args.qdrant_search_quant_param is not None:
+        params["quantization"] = args.qdrant_search_quant_param
+    for key in params:
+        if key not in _QDRANT_PARAMS:
+            known = ", ".join(_QDRANT_PARAMS)
+            raise ConfigError(
+                f"--qdrant_search_param: unknown key '{key}'; known: {known}.{did_you_mean(key, _QDRANT_PARAMS)}"
+            )
+    return {
+        "name": "qdrant",
+        "url": args.qdrant_url or "http://localhost:6333",
+        "collection": args.qdrant_collection_name,
+        "encoder": _encoder(args),
+        **params,
+    }
+
+
+def _encoder(args: argparse.Namespace) -> dict[str, Any]:
+    """The encoder of --retriever_model; --retriever_name says its family where the name of the model does not."""
+    encoder = {"name": args.retriever_model or FIELD_ENCODER}
+    return encoder if args.retriever_name is None else {**encoder, "family": args.retriever_name.lower()}
+
+
+def _json(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError as problem:
+        raise argparse.ArgumentTypeError(f"expected JSON, found {text!r} ({problem})") from None

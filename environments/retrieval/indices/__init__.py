@@ -1,0 +1,26 @@
+"""Retrievers behind one interface, `search(queries, top_k) -> list[list[Passage]]`, made by name.
+
+A result depends on the query and the corpus alone: not on the batch that it was searched in, and ties go to the earlier row.
+"""
+
+from __future__ import annotations
+
+from rlflow_environments.retrieval.indices.base import CorpusRetriever, Index, Ranking, Retriever
+from rlflow_environments.retrieval.indices.dense import DenseIndex
+from rlflow_environments.retrieval.indices.fusion import HybridIndex
+from rlflow_environments.retrieval.indices.lexical import BM25Index
+from rlflow_environments.retrieval.indices.make import brings_documents, make_retriever
+from rlflow_environments.retrieval.indices.random_index import RandomIndex
+
+__all__ = [
+    "BM25Index",
+    "CorpusRetriever",
+    "DenseIndex",
+    "HybridIndex",
+    "Index",
+    "RandomIndex",
+    "Ranking",
+    "Retriever",
+    "brings_documents",
+    "make_retriever",
+]

@@ -1,0 +1,70 @@
+"""What a retriever is, and the one that shows passages of a corpus in the order of an index."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Protocol
+
+import numpy as np
+
+from rlflow.errors import ConfigError, MissingPackageError
+from rlflow_environments.retrieval.corpus import Passage
+
+Ranking = list[tuple[int, float]]
+"""(row of the corpus, score) pairs, best first, every row at most once."""
+
+
+class Retriever(ABC):
+    """Finds passages by text. Thread-safe."""
+
+    @abstractmethod
+    def search(self, queries: Sequence[str], top_k: int) -> list[list[Passage]]:
+        """For each query, in order, at most `top_k` passages with their scores, best first. Any string is a legal query."""
+
+
+class Index(Protocol):
+    """Ranks the rows of the corpus that it was built on. Thread-safe."""
+
+    def rank(self, queries: Sequence[str], top_k: int) -> list[Ranking]: ...
+
+
+class CorpusRetriever(Retriever):
+    """Passages of a corpus in the order of an index."""
+
+    def __init__(self, corpus: Sequence[Passage], index: Index) -> None:
+        self.corpus = corpus
+        self.index = index
+
+    def search(self, queries: Sequence[str], top_k: int) -> list[list[Passage]]:
+        """See Retriever. Raises ConfigError for top_k below 1."""
+        check_top_k(top_k)
+        if not queries:
+            return []
+        rankings = self.index.rank(queries, top_k)
+        return [[replace(self.corpus[row], score=score) for row, score in ranking] for ranking in rankings]
+
+
+def check_top_k(top_k: int) -> None:
+    """Raises ConfigError for top_k below 1."""
+    if top_k < 1:
+        raise ConfigError(f"top_k: expected at least 1, found {top_k}.")
+
+
+def best(rows: np.ndarray, scores: np.ndarray, top_k: int) -> Ranking:
+    """The `top_k` best of `rows` (ascending), best first, ties by row. scores: one per element of `rows`."""
+    kept = np.arange(len(rows))
+    if len(rows) > top_k:
+        cut = np.partition(scores, len(rows) - top_k)[len(rows) - top_k]
+        above, tied = kept[scores > cut], kept[scores == cut]
+        kept = np.concatenate([above, tied[: top_k - len(above)]])
+    order = kept[np.lexsort((rows[kept], -scores[kept]))]
+    return [(int(row), float(score)) for row, score in zip(rows[order], scores[order], strict=True)]
+
+
+def missing(package: str, retriever: str, extra: str = "search") -> MissingPackageError:
+    """The error for an optional package that a retriever needs."""
+    return MissingPackageError(
+        f"retriever {retriever}: the package {package} is not installed. Install it with: pip install 'rlflow[{extra}]'"
+    )

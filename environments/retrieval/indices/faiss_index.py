@@ -1,0 +1,266 @@
+"""Search with faiss: exact for flat indices, approximate for every other index_factory string; memory-mapped files; GPUs."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import psutil
+
+from rlflow.errors import ConfigError, DataError, did_you_mean
+from rlflow_environments.retrieval.indices.cost import int8_copy_bytes
+from rlflow_environments.retrieval.indices.base import Ranking, missing
+from rlflow_environments.retrieval.indices.exact import SPARE, Scan, rank_exactly, score_again
+from rlflow_environments.retrieval.indices.inverted_lists import Int8Lists, ListAssignment
+
+_GPU_BATCH = 64  # every call has this shape, so that a query always meets the same kernels
+_GPU_SPARE = 120
+_BLOCK = 65_536
+_FLOAT32 = 2.0**-24
+_FLOAT16 = 2.0**-10  # both factors rounded
+
+
+class FaissIndex:
+    """Inner products over a faiss index whose ids are corpus rows.
+
+    A flat index is exact (see `exact`), and so is, within the lists that a query searches, an IVF index that is scanned in eight
+    bits. The others search what they were built to search; to keep a query's result independent of its batch, an IVF index
+    assigns queries to lists by the summation that faiss uses for few queries, and kinds whose arithmetic is not known to treat
+    queries one by one are asked one by one.
+    """
+
+    def __init__(
+        self,
+        index: Any,
+        *,
+        vectors: np.ndarray | None = None,
+        nprobe: int | None = None,
+        ef_search: int | None = None,
+        refine: int = 0,
+        gpu: bool = False,
+        dtype: str | None = None,
+        largest_norm: float | None = None,
+    ) -> None:
+        """index: of faiss. vectors: (N, dimensions), what scores are computed from again; needed for `refine`.
+        nprobe: lists searched by IVF; ef_search: of HNSW. refine: candidates per result that are scored again exactly (0: none).
+        gpu: a copy on every visible GPU's share, in float16. dtype: of the scan, float32 or, for IVF of float32 vectors on a CPU,
+        int8 (None: int8 where it can be and its copy takes at most a gigabyte). largest_norm: bound on the vectors' lengths,
+        for a flat index (None: measured). Raises ConfigError for parameters that this kind of index does not have, DataError for
+        a metric other than inner product."""
+        faiss = import_faiss()
+        if index.metric_type != faiss.METRIC_INNER_PRODUCT:
+            raise DataError(
+                "faiss index: expected the metric inner product, found another. Build it with METRIC_INNER_PRODUCT."
+            )
+        if refine and vectors is None:
+            raise ConfigError(
+                "retriever faiss.refine: needs the embeddings beside the index. Build with --keep-embeddings."
+            )
+        self._index = index
+        self._vectors = vectors
+        self._refine = refine
+        self.count, self.dimensions = int(index.ntotal), int(index.d)
+        self._flat = isinstance(self._index, faiss.IndexFlat)
+        self._largest_norm = self._measure() if self._flat and largest_norm is None else largest_norm
+        self._one_by_one = isinstance(self._index, (faiss.IndexHNSW, faiss.IndexScalarQuantizer))
+        _set_parameters(faiss, self._index, nprobe, ef_search)
+        self.spare = _GPU_SPARE if gpu else SPARE
+        self._gpu = _to_gpus(faiss, self._index) if gpu else None
+        int8 = self._check_dtype(dtype, type(self._index) is faiss.IndexIVFFlat and not gpu and not refine)
+        lists = isinstance(self._index, (faiss.IndexIVFFlat, faiss.IndexIVFScalarQuantizer))
+        self._assign = ListAssignment(faiss, self._index) if lists else None
+        self._scan: Scan | None = self if self._flat else None
+        if int8 and self._assign is not None:
+            self._scan = Int8Lists(faiss, self._index, self._assign)
+        self._lock = threading.Lock()  # GPU indices are not thread-safe
+
+    def rank_vectors(self, vectors: np.ndarray, top_k: int) -> list[Ranking]:
+        """See VectorIndex."""
+        if self._scan is not None:
+            return rank_exactly(self._scan, vectors, top_k)
+        depth = min(max(top_k + SPARE, top_k * self._refine), self.count)
+        scores, rows = self._search(vectors, depth)
+        return self._rankings(vectors, scores, rows, top_k)
+
+    def propose(self, vectors: np.ndarray, depth: int) -> tuple[np.ndarray, np.ndarray]:
+        """See Scan."""
+        return self._search(vectors, depth)
+
+    def at_least(self, vector: np.ndarray, score: float) -> np.ndarray:
+        """See Scan."""
+        threshold = score - self.error_bound(vector[None])[0]
+        if self._gpu is not None:  # GPU indices have no range search; near ties are rare enough for the CPU
+            return self._at_least_stored(vector, threshold)
+        radius = np.nextafter(np.float32(threshold), np.float32(-np.inf))  # faiss keeps what lies above
+        _, _, rows = self._index.range_search(vector[None], float(radius))
+        return np.sort(rows)
+
+    def stored(self, rows: np.ndarray) -> np.ndarray:
+        """See Scan."""
+        return self._index.reconstruct_batch(rows) if self._vectors is None else self._vectors[rows]
+
+    def error_bound(self, vectors: np.ndarray) -> np.ndarray:
+        """d u |q||x|, the bound of a sum of d products in any order, and float16 factors on a GPU."""
+        relative = self.dimensions * _FLOAT32 + (0.0 if self._gpu is None else _FLOAT16)
+        return np.linalg.norm(vectors, axis=1) * 1.01 * relative * self._largest_norm
+
+    def _check_dtype(self, dtype: str | None, possible: bool) -> bool:
+        """Whether to scan in eight bits. possible: whether this index can be scanned so."""
+        if dtype not in (None, "float32", "int8"):
+            raise ConfigError(
+                f"retriever faiss.dtype: expected float32 or int8, found '{dtype}'."
+                f"{did_you_mean(str(dtype), ['float32', 'int8'])}"
+            )
+        if dtype == "int8" and not possible:
+            raise ConfigError(
+                "retriever faiss.dtype: int8 is for IVF...,Flat on a CPU without refine; this is "
+                f"{type(self._index).__name__}. Remove it; an SQ8 index holds eight bits already."
+            )
+        if dtype is None:
+            return possible and int8_copy_bytes(self.count, self.dimensions) > 0
+        return dtype == "int8"
+
+    def _measure(self) -> float:
+        return max(
+            float(np.linalg.norm(self.stored(np.arange(start, min(start + _BLOCK, self.count))), axis=1).max())
+            for start in range(0, self.count, _BLOCK)
+        )
+
+    def _search(self, vectors: np.ndarray, depth: int) -> tuple[np.ndarray, np.ndarray]:
+        if self._gpu is not None:
+            return self._search_gpus(vectors, depth)
+        if self._assign is not None:
+            return self._index.search_preassigned(vectors, depth, *self._assign(vectors))
+        if self._flat or self._one_by_one:
+            return self._index.search(vectors, depth)
+        return _joined(self._index.search(vector[None], depth) for vector in vectors)
+
+    def _search_gpus(self, vectors: np.ndarray, depth: int) -> tuple[np.ndarray, np.ndarray]:
+        found = []
+        with self._lock:
+            for start in range(0, len(vectors), _GPU_BATCH):
+                block = vectors[start : start + _GPU_BATCH]
+                padded = np.zeros((_GPU_BATCH, self.dimensions), np.float32)
+                padded[: len(block)] = block
+                scores, rows = self._gpu.search(padded, depth)
+                found.append((scores[: len(block)], rows[: len(block)]))
+        return _joined(found)
+
+    def _at_least_stored(self, vector: np.ndarray, threshold: float) -> np.ndarray:
+        rows = []
+        for start in range(0, self.count, _BLOCK):
+            numbers = np.arange(start, min(start + _BLOCK, self.count))
+            rows.append(numbers[self.stored(numbers).astype(np.float32) @ vector >= threshold])
+        return np.concatenate(rows)
+
+    def _rankings(self, vectors: np.ndarray, scores: np.ndarray, rows: np.ndarray, top_k: int) -> list[Ranking]:
+        """What the index found, (B, depth), as rankings: as it scored them, or scored again."""
+        if self._refine:
+            found = (np.sort(one[one >= 0]) for one in rows)  # -1: fewer were found than asked for
+            return [score_again(self, vector, one, top_k) for vector, one in zip(vectors, found, strict=True)]
+        order = np.lexsort((rows, -scores))[:, :top_k]
+        ordered = zip(
+            np.take_along_axis(rows, order, axis=1).tolist(),
+            np.take_along_axis(scores, order, axis=1).tolist(),
+            strict=True,
+        )
+        return [[(row, score) for row, score in zip(*one, strict=True) if row >= 0] for one in ordered]
+
+
+def import_faiss() -> ModuleType:
+    """The module faiss. Raises MissingPackageError."""
+    try:
+        import faiss
+    except ImportError:
+        raise missing("faiss", "faiss") from None
+    return faiss
+
+
+def new_index(factory: str, dimensions: int) -> Any:
+    """An empty index of a factory string, metric inner product. Raises ConfigError for a string that faiss refuses."""
+    faiss = import_faiss()
+    try:
+        return faiss.index_factory(dimensions, factory, faiss.METRIC_INNER_PRODUCT)
+    except RuntimeError as problem:
+        reason = str(problem).rpartition(": ")[2].partition("\n")[0][:200]
+        raise ConfigError(
+            f"index: '{factory}' is not an index_factory string that faiss takes for {dimensions} dimensions ({reason}). "
+            "Examples: Flat, SQ8, SQfp16, HNSW32, IVF1024,Flat, IVF4096,SQ8."
+        ) from None
+
+
+def read_index(path: Path, *, mmap: bool) -> Any:
+    """The index of a file; with `mmap` its vectors stay on disk and are shared by all processes. Raises DataError."""
+    faiss = import_faiss()
+    try:
+        with path.open("rb") as file:
+            kind = file.read(2)
+        # Inverted lists and flat codes have a flag each.
+        flags = (faiss.IO_FLAG_MMAP if kind == b"Iw" else faiss.IO_FLAG_MMAP_IFC) if mmap else 0
+        index = faiss.read_index(str(path), flags)
+        if path.stat().st_size < psutil.virtual_memory().available:
+            _leave_out_prefetch(faiss, index)
+        return index
+    except OSError as problem:
+        raise DataError(f"{path}: expected a faiss index, found none ({problem.strerror}).") from None
+    except RuntimeError as problem:
+        reason = str(problem).rpartition(": ")[2].partition("\n")[0][:200]
+        raise DataError(f"{path}: expected a faiss index, found something else ({reason}). Build it again.") from None
+
+
+def _leave_out_prefetch(faiss: ModuleType, index: Any) -> None:
+    """For mapped lists faiss starts 32 threads per search, which read ahead what it will scan: a help for a file that memory does
+    not hold, more than half of the time of a search for one that it holds."""
+    ivf = faiss.try_extract_index_ivf(index)
+    lists = faiss.downcast_InvertedLists(ivf.invlists) if ivf is not None else None
+    if isinstance(lists, faiss.OnDiskInvertedLists):
+        lists.prefetch_nthread = 0
+
+
+def _set_parameters(faiss: ModuleType, index: Any, nprobe: int | None, ef_search: int | None) -> None:
+    ivf = faiss.try_extract_index_ivf(index)
+    if ivf is not None:
+        # By default search_preassigned runs on one thread. Mode 3 splits over queries only, so that sums stay as they are.
+        ivf.parallel_mode = 3
+    for name, value, owner, kind in (
+        ("nprobe", nprobe, ivf, "IVF"),
+        ("ef_search", ef_search, _hnsw(faiss, index), "HNSW"),
+    ):
+        if value is None:
+            continue
+        if value < 1:
+            raise ConfigError(f"retriever faiss.{name}: expected at least 1, found {value}.")
+        if owner is None:
+            raise ConfigError(
+                f"retriever faiss.{name}: only an {kind} index has it; this one is {type(index).__name__}. Remove it."
+            )
+        setattr(
+            owner, "efSearch" if name == "ef_search" else name, value if name == "ef_search" else min(value, ivf.nlist)
+        )
+
+
+def _hnsw(faiss: ModuleType, index: Any) -> Any:
+    return index.hnsw if isinstance(index, faiss.IndexHNSW) else None
+
+
+def _to_gpus(faiss: ModuleType, index: Any) -> Any:
+    if not hasattr(faiss, "GpuMultipleClonerOptions"):
+        raise ConfigError(
+            "retriever faiss.gpu: this faiss has no GPU support. Replace it: pip uninstall faiss-cpu, then pip install "
+            "'rlflow[search-gpu]'"
+        )
+    if not faiss.get_num_gpus():
+        raise ConfigError("retriever faiss.gpu: faiss sees no GPU here. Remove the option.")
+    options = faiss.GpuMultipleClonerOptions()
+    options.useFloat16 = True
+    options.shard = True
+    return faiss.index_cpu_to_all_gpus(index, co=options)
+
+
+def _joined(found: Iterable[tuple[np.ndarray, np.ndarray]]) -> tuple[np.ndarray, np.ndarray]:
+    scores, rows = zip(*found, strict=True)
+    return np.concatenate(scores), np.concatenate(rows)

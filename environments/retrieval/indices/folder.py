@@ -1,0 +1,165 @@
+"""An index on disk: one folder, and meta.json that says what it holds.
+
+meta.json                    kind, metric, dimensions, count, corpus (path, size, SHA-256), encoder (family, SHA-256, rules)
+index.faiss                  of every faiss kind (Flat, SQ8, IVF1024,SQ8, HNSW32, ...)
+embeddings.f32 | .f16        (count, dimensions) row after row, no header; row = row of the corpus. Kind `torch` is this file
+encoder.json                 word counts of the built-in encoder
+bm25/                        of kind `bm25`
+progress.json, *.partial     while a build is under way
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rlflow.errors import DataError
+from rlflow_environments.retrieval.corpus import Passage
+
+META, INDEX, ENCODER, BM25 = "meta.json", "index.faiss", "encoder.json", "bm25"
+EMBEDDINGS = {"float32": "embeddings.f32", "float16": "embeddings.f16"}
+FORMAT = 1
+_FLAT_HEADER = struct.Struct(
+    "<4siqqq?iQ"
+)  # faiss/impl/index_write.cpp: fourcc, d, ntotal, 2 unused, trained, metric, size
+_INNER_PRODUCT = 0
+
+
+@dataclass(frozen=True)
+class IndexMeta:
+    """What an index folder holds. kind: torch, bm25, or a faiss index_factory string. metric: cosine (unit vectors),
+    inner_product or bm25. corpus: path, bytes, modified_ns, sha256 of the file. encoder: its description, None for bm25.
+    embeddings: the dtype of the embeddings file, None without one."""
+
+    kind: str
+    metric: str
+    dimensions: int
+    count: int
+    corpus: Mapping[str, Any]
+    encoder: Mapping[str, Any] | None = None
+    embeddings: str | None = None
+    format: int = FORMAT
+
+
+def read_meta(folder: Path) -> IndexMeta:
+    """What meta.json says. Raises DataError: no index there, an unfinished or a damaged one, or one of a later format."""
+    path = folder / META
+    if not path.is_file():
+        unfinished = any(folder.glob("*.partial")) or (folder / "progress.json").is_file()
+        found = "a build that did not finish; run it again to go on" if unfinished else "no meta.json"
+        raise DataError(f"{folder}: expected an index made by `rlflow search build`, found {found}.")
+    try:
+        meta = IndexMeta(**json.loads(path.read_bytes()))
+    except (ValueError, TypeError) as problem:
+        raise DataError(f"{path}: cannot be read ({problem}). Build the index again.") from None
+    if meta.format != FORMAT:
+        raise DataError(f"{path}: format {meta.format}; this version reads format {FORMAT}. Build the index again.")
+    return meta
+
+
+def write_meta(folder: Path, meta: IndexMeta) -> None:
+    """Writes meta.json, last of all: a folder that has it is whole."""
+    write_json(folder / META, asdict(meta))
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Writes a small file that survives a power cut whole or not at all."""
+    aside = path.with_name(path.name + ".partial")
+    with aside.open("w", encoding="utf-8") as file:
+        json.dump(value, file, indent=1)
+        file.flush()
+        os.fsync(file.fileno())
+    aside.replace(path)
+
+
+def read_json(path: Path) -> Any:
+    """The content of a file of `write_json`. Raises DataError."""
+    try:
+        return json.loads(path.read_bytes())
+    except (OSError, ValueError) as problem:
+        raise DataError(f"{path}: cannot be read ({problem}). Delete the folder and build again.") from None
+
+
+def stamp_corpus(path: str | Path) -> dict[str, Any]:
+    """{path, bytes, modified_ns, sha256} of a corpus file."""
+    file = Path(path).resolve()
+    state = file.stat()
+    with file.open("rb") as opened:
+        digest = hashlib.file_digest(opened, "sha256").hexdigest()
+    return {"path": str(file), "bytes": state.st_size, "modified_ns": state.st_mtime_ns, "sha256": digest}
+
+
+def check_corpus(folder: Path, meta: IndexMeta, corpus: Sequence[Passage]) -> None:
+    """Raises DataError where the index was built on another corpus. A file that has not changed since then is not read again."""
+    if len(corpus) != meta.count:
+        raise DataError(
+            f"{folder}: the index holds {meta.count} passages, the corpus {len(corpus)}. It was built on another corpus "
+            f"({meta.corpus['path']}); build it again."
+        )
+    path = getattr(corpus, "path", None)
+    if path is None:
+        return
+    state = Path(path).stat()
+    same_size = state.st_size == meta.corpus["bytes"]
+    untouched = str(Path(path).resolve()) == meta.corpus["path"] and state.st_mtime_ns == meta.corpus["modified_ns"]
+    if same_size and (untouched or stamp_corpus(path)["sha256"] == meta.corpus["sha256"]):
+        return
+    raise DataError(
+        f"{folder}: built on another corpus than {path} (SHA-256 {meta.corpus['sha256'][:12]}..., {meta.corpus['bytes']} bytes, "
+        f"then at {meta.corpus['path']}). Give that corpus, or build the index again."
+    )
+
+
+def check_encoder(folder: Path, meta: IndexMeta, description: Mapping[str, Any]) -> None:
+    """Raises DataError where the vectors of the index came from another encoder, or from other rules."""
+    built = meta.encoder or {}
+    if built.get("sha256") == description["sha256"]:
+        return
+    keys = [key for key in built if key not in ("sha256", "path") and built[key] != description.get(key)]
+    differs = "; ".join(f"{key}: {built[key]!r} then, {description.get(key)!r} now" for key in keys)
+    raise DataError(
+        f"{folder}: built with another encoder ({differs or 'the same rules, other weights'}; family {built.get('family')}, "
+        f"SHA-256 {str(built.get('sha256'))[:12]}... then, {description['sha256'][:12]}... now). Give that encoder, or build the "
+        "index again."
+    )
+
+
+def open_embeddings(folder: Path, meta: IndexMeta) -> np.ndarray | None:
+    """(count, dimensions) mapped from the embeddings file, else from a flat index file; None where neither is there.
+
+    Raises DataError: the file's size does not fit.
+    """
+    if meta.embeddings is not None:
+        path = folder / EMBEDDINGS[meta.embeddings]
+        dtype = np.dtype(meta.embeddings).newbyteorder("<")
+        expected = meta.count * meta.dimensions * dtype.itemsize
+        found = path.stat().st_size if path.is_file() else 0
+        if found != expected:
+            raise DataError(f"{path}: expected {expected} bytes, found {found}. Build the index again.")
+        return np.memmap(path, dtype, "r", shape=(meta.count, meta.dimensions))
+    return open_flat_file(folder / INDEX) if meta.kind == "Flat" else None
+
+
+def open_flat_file(path: Path) -> np.ndarray:
+    """(count, dimensions) float32 mapped from a file that faiss wrote for IndexFlatIP. Raises DataError for any other file."""
+    with path.open("rb") as file:
+        header = file.read(_FLAT_HEADER.size)
+    if len(header) == _FLAT_HEADER.size:
+        name, dimensions, count, _, _, _, metric, size = _FLAT_HEADER.unpack(header)
+        whole = path.stat().st_size == _FLAT_HEADER.size + 4 * count * dimensions
+        if name == b"IxFI" and metric == _INNER_PRODUCT and size == count * dimensions and whole:
+            return np.memmap(path, "<f4", "r", _FLAT_HEADER.size, (count, dimensions))
+    raise DataError(f"{path}: expected a whole flat faiss index with inner products, found something else.")
+
+
+def flat_header(count: int, dimensions: int) -> bytes:
+    """The beginning of a file of IndexFlatIP; the vectors follow as float32."""
+    return _FLAT_HEADER.pack(b"IxFI", dimensions, count, 1 << 20, 1 << 20, True, _INNER_PRODUCT, count * dimensions)

@@ -1,0 +1,128 @@
+"""Opening what is on disk: index folders and the faiss files of others, checked against the corpus and the encoder."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rlflow.errors import ConfigError, DataError
+from rlflow_environments.retrieval.encoders import Encoder, NgramEncoder, make_encoder
+from rlflow_environments.retrieval.corpus import Passage
+from rlflow_environments.retrieval.indices.folder import (
+    ENCODER,
+    INDEX,
+    IndexMeta,
+    check_corpus,
+    check_encoder,
+    open_embeddings,
+    open_flat_file,
+    read_meta,
+)
+
+EncoderOption = str | Mapping[str, Any] | None
+_SAME_TEXT = 0.98  # cosine of one text's vectors from one encoder in float32 and in float16
+
+
+@dataclass(frozen=True)
+class OpenedIndex:
+    """The parts of an index on disk. index: where the faiss file is. meta: None for a faiss file of others."""
+
+    index: Path
+    meta: IndexMeta | None
+    encoder: Encoder
+    embeddings: np.ndarray | None
+
+
+def open_index(path: Path, encoder: EncoderOption, hashed: Mapping[str, Any], corpus: Sequence[Passage]) -> OpenedIndex:
+    """An index folder or a faiss file, checked against the corpus and the encoder. encoder, hashed: options of the retriever.
+
+    Raises ConfigError, DataError: not an index, or built on another corpus or with another encoder.
+    """
+    path = path.expanduser()
+    if path.is_file():
+        if encoder is None:
+            raise ConfigError(
+                f"{path}: a faiss file does not say how it was encoded. Set retriever.encoder to the model's folder."
+            )
+        return OpenedIndex(path, None, encoder_of(encoder, hashed, corpus), _flat_or_none(path))
+    meta = read_meta(path)
+    if meta.encoder is None:
+        raise ConfigError(f"{path}: an index of kind {meta.kind}. Set retriever.name to {meta.kind}.")
+    check_corpus(path, meta, corpus)
+    opened = stored_encoder(path, meta, encoder, hashed)
+    check_encoder(path, meta, opened.description)
+    return OpenedIndex(path / INDEX, meta, opened, open_embeddings(path, meta))
+
+
+def stored_encoder(folder: Path, meta: IndexMeta, encoder: EncoderOption, hashed: Mapping[str, Any]) -> Encoder:
+    """The encoder that the folder names; options for how it runs (device, dtype, another place of the model) may be added."""
+    built = meta.encoder or {}
+    if built["family"] == "hashed":
+        if hashed or encoder is not None:
+            raise ConfigError(f"{folder}: built with the hashed encoder, whose options are stored there. Remove them.")
+        return NgramEncoder.load(folder / ENCODER)
+    if hashed:
+        raise ConfigError(
+            f"{folder}: option '{next(iter(hashed))}' is one of the hashed encoder; this index was built with {built['path']}."
+        )
+    given = {"name": encoder} if isinstance(encoder, str) else dict(encoder or {})
+    rules = ("family", "pooling", "normalize", "query_prefix", "passage_prefix", "max_length")
+    return make_encoder({"name": built["path"], **{rule: built[rule] for rule in rules}, **given})
+
+
+def encoder_of(encoder: EncoderOption, hashed: Mapping[str, Any], corpus: Sequence[Passage]) -> Encoder:
+    """The encoder of a retriever's options: `encoder`, or the hashed one with its own options beside the retriever's."""
+    if encoder is None:
+        return NgramEncoder(corpus, **hashed)
+    if hashed:
+        raise ConfigError(
+            f"retriever: option '{next(iter(hashed))}' is one of the hashed encoder. Move it into retriever.encoder."
+        )
+    return make_encoder(encoder, corpus)
+
+
+def verify_encoder(
+    where: str,
+    encoder: Encoder,
+    corpus: Sequence[Passage],
+    stored: Callable[[int], np.ndarray],
+    rows: Sequence[int] | None = None,
+) -> None:
+    """Encodes a few passages and compares with what is stored, for indices that do not say how they were built.
+
+    Raises DataError where a vector differs: another model, prefix, pooling, length or corpus.
+    """
+    rows = sorted({0, len(corpus) // 2, len(corpus) - 1}) if rows is None else rows
+    made = encoder.encode_passages([corpus[row] for row in rows])
+    for row, vector in zip(rows, made, strict=True):
+        found = np.asarray(stored(row), np.float32)
+        if found.shape != vector.shape:
+            raise DataError(
+                f"{where}: vectors of {len(found)} dimensions; the encoder makes {len(vector)}. Give the encoder it has."
+            )
+        lengths = float(np.linalg.norm(found) * np.linalg.norm(vector))
+        cosine = float(found @ vector) / lengths if lengths else float(not found.any() and not vector.any())
+        if cosine < _SAME_TEXT:
+            raise DataError(
+                f"{where}: passage {row} of this corpus, encoded here, has cosine {cosine:.3f} to the stored vector; expected at "
+                f"least {_SAME_TEXT}. Another model, prefix, pooling, length or corpus was used; set verify: false to go on."
+            )
+
+
+def _flat_or_none(path: Path) -> np.ndarray | None:
+    try:
+        return open_flat_file(path)
+    except DataError:
+        return None
+
+
+def check_count(path: Path, found: int, corpus: Sequence[Passage]) -> None:
+    """Raises DataError where an index does not hold one vector per passage."""
+    if found != len(corpus):
+        raise DataError(
+            f"{path}: holds {found} vectors, the corpus {len(corpus)} passages. Give the corpus that it was built on."
+        )

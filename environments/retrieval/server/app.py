@@ -1,0 +1,170 @@
+"""The HTTP face of a SearchService.
+
+`POST /retrieve` and `POST /access`, which rollouts call thousands of times per step, are answered by plain ASGI functions;
+FastAPI would cost more than the search itself. Everything else is FastAPI.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import logging
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.responses import HTMLResponse, JSONResponse, Response
+from prometheus_client import CONTENT_TYPE_LATEST
+
+from rlflow.errors import RLFlowError
+from rlflow_environments.retrieval.server import wire
+from rlflow_environments.retrieval.server.service import SearchService, Unavailable
+from rlflow_environments.retrieval.server.status_page import STATUS_PAGE
+from rlflow_environments.retrieval.client.trace import DEADLINE_HEADER, TRACE_HEADER
+
+logger = logging.getLogger(__name__)
+
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+Headers = list[tuple[bytes, bytes]]
+
+MAX_BODY_BYTES = 64 << 20
+_JSON = (b"content-type", b"application/json")
+_TRACE, _DEADLINE = TRACE_HEADER.lower().encode(), DEADLINE_HEADER.lower().encode()
+
+
+class _Gone(Exception):
+    """The client went away before its request was whole."""
+
+
+class SearchApp:
+    """The ASGI application."""
+
+    def __init__(self, service: SearchService) -> None:
+        self._service = service
+        self._other = make_api(service)
+        self._routes = {"/retrieve": self._retrieve, "/access": self._access}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        handler = self._routes.get(scope["path"]) if scope["type"] == "http" else None
+        if handler is None:
+            await self._other(scope, receive, send)
+            return
+        status, headers, body = await self._guarded(handler, scope, receive)
+        self._service.statistics.requests.labels(scope["path"], status).inc()
+        headers = [_JSON, (b"content-length", b"%d" % len(body)), *headers]
+        await send({"type": "http.response.start", "status": status, "headers": headers})
+        await send({"type": "http.response.body", "body": body})
+
+    async def _guarded(
+        self, handler: Callable[..., Awaitable[bytes]], scope: Scope, receive: Receive
+    ) -> tuple[int, Headers, bytes]:
+        """(status, further headers, body): whatever happens, an answer in JSON."""
+        if scope["method"] != "POST":
+            return 405, [(b"allow", b"POST")], wire.write_error(f"{scope['path']} takes POST, found {scope['method']}.")
+        try:
+            return 200, [], await handler(await _body(receive), dict(scope["headers"]))
+        except wire.BadRequest as problem:
+            return problem.status, [], wire.write_error(str(problem))
+        except Unavailable as problem:
+            wait = (b"retry-after", b"%d" % problem.retry_after_s)
+            return problem.status, [wait], wire.write_error(str(problem))
+        except TimeoutError:
+            return 503, [(b"retry-after", b"1")], wire.write_error("no answer in time: the server is overloaded.")
+        except _Gone:
+            return 400, [], b""  # nobody reads it
+        except Exception as problem:
+            logger.exception("%s failed", scope["path"])
+            return 500, [], wire.write_error(f"the search failed: {type(problem).__name__}: {problem}")
+
+    async def _retrieve(self, body: bytes, headers: dict[bytes, bytes]) -> bytes:
+        request = wire.read_retrieve(body)
+        trace = headers.get(_TRACE, b"").decode("latin-1")
+        answer = await self._service.retrieve(request, trace=trace, wait_s=_seconds(headers.get(_DEADLINE)))
+        return wire.write_results(answer.results, request.return_scores)
+
+    async def _access(self, body: bytes, headers: dict[bytes, bytes]) -> bytes:
+        return wire.write_pages(self._service.access(wire.read_access(body)))
+
+
+def make_api(service: SearchService) -> FastAPI:
+    """Everything beside the two endpoints of the wire format."""
+    api = FastAPI(title="rlflow search", docs_url=None, redoc_url=None, openapi_url=None)
+
+    @api.get("/health")
+    async def health() -> JSONResponse:
+        return JSONResponse(service.health())
+
+    @api.get("/ready")
+    async def ready() -> JSONResponse:
+        return JSONResponse(service.health(), status_code=200 if service.state == "ready" else 503)
+
+    @api.get("/info")
+    async def info() -> JSONResponse:
+        return JSONResponse(service.info())
+
+    @api.get("/metrics")
+    async def metrics() -> Response:
+        return Response(service.statistics.exposition(), media_type=CONTENT_TYPE_LATEST)
+
+    @api.get("/status")
+    async def status() -> JSONResponse:
+        return JSONResponse(service.status())
+
+    @api.get("/")
+    async def page() -> HTMLResponse:
+        return HTMLResponse(STATUS_PAGE)
+
+    @api.post("/admin/reload")
+    async def reload(request: Request) -> JSONResponse:
+        if not _is_local(request):
+            return JSONResponse({"detail": "/admin/reload is for this machine only (127.0.0.1)."}, status_code=403)
+        try:
+            changes = wire.read_object(await request.body() or b"{}")
+            index = await service.reload(changes)
+        except wire.BadRequest as problem:
+            return JSONResponse({"detail": str(problem)}, status_code=problem.status)
+        except Unavailable as problem:
+            return JSONResponse({"detail": str(problem)}, status_code=problem.status)
+        except RLFlowError as problem:
+            return JSONResponse({"detail": str(problem), "kept": service.info()}, status_code=422)
+        return JSONResponse(index.info)
+
+    return api
+
+
+def _is_local(request: Request) -> bool:
+    """Whether a request comes from a program on this machine: neither through a proxy nor from a web page."""
+    if request.client is None or "x-forwarded-for" in request.headers or "origin" in request.headers:
+        return False
+    address = ipaddress.ip_address(request.client.host)
+    mapped = getattr(address, "ipv4_mapped", None)
+    return (mapped or address).is_loopback
+
+
+def _seconds(header: bytes | None) -> float | None:
+    """The seconds that a deadline header grants; None without a usable one."""
+    try:
+        seconds = float(header) if header else 0.0
+    except ValueError:
+        return None
+    return seconds if seconds > 0 else None
+
+
+async def _body(receive: Receive) -> bytes:
+    """The whole body of a request. Raises BadRequest for one that is too large, _Gone where its client left."""
+    parts: list[bytes] = []
+    size = 0
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise _Gone
+        part = message.get("body", b"")
+        parts.append(part)
+        size += len(part)
+        if size > MAX_BODY_BYTES:
+            raise wire.BadRequest(f"the body is larger than {MAX_BODY_BYTES} bytes.", status=413)
+        if not message.get("more_body"):
+            return b"".join(parts)
+
+

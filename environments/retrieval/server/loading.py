@@ -1,0 +1,108 @@
+"""From paths and a retriever's name to an index that answers."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import rlflow
+from rlflow.errors import ConfigError, did_you_mean
+from rlflow_environments.retrieval.indices.folder import read_meta
+from rlflow_environments.retrieval.indices import Retriever, make_retriever
+from rlflow_environments.retrieval.server.index import ServedIndex
+from rlflow_environments.retrieval.server.records import Pages, StoredCorpus
+from rlflow_environments.retrieval.server.service import Report
+
+_MARK_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class Source:
+    """What is served. retriever: a name and its options, as in the `environment` section of a configuration."""
+
+    retriever: Mapping[str, Any]
+    corpus: str | None = None
+    pages: str | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)  # keywords of ServedIndex: max_batch, max_waiting, cache_bytes
+
+    def changed(self, changes: Mapping[str, Any]) -> Source:
+        """The source with some of retriever, corpus and pages exchanged. Raises ConfigError for anything else."""
+        known = ("retriever", "corpus", "pages")
+        for key in changes:
+            if key not in known:
+                raise ConfigError(f"reload: unknown key '{key}'; known: {', '.join(known)}.{did_you_mean(key, known)}")
+        return dataclasses.replace(self, **changes)
+
+    def load(self, changes: Mapping[str, Any], report: Report, on_batch: Callable[[int, float], None]) -> ServedIndex:
+        """The index, loaded. Raises RLFlowError."""
+        source = self.changed(changes)
+        corpus = None
+        if source.corpus is not None:
+            corpus = StoredCorpus(source.corpus, progress=lambda share: report("reading the corpus", share))
+        report("loading the index", 0.0)
+        retriever = make_retriever(source.retriever, corpus)
+        pages = None
+        if source.pages is not None:
+            pages = Pages(source.pages, progress=lambda share: report("reading the pages", share))
+        report("first search", 0.0)
+        retriever.search(["warm-up"], 1)  # what fails here would fail for the first client
+        info = describe(source, retriever, corpus, pages)
+        return ServedIndex(retriever, pages=pages, info=info, on_batch=on_batch, **source.options)
+
+
+def describe(source: Source, retriever: Retriever, corpus: StoredCorpus | None, pages: Pages | None) -> dict[str, Any]:
+    """What `GET /info` says: corpus, index and encoder by hash. `identity`: equal for servers that answer alike, wherever their
+    files lie."""
+    encoder = getattr(getattr(retriever, "index", retriever), "encoder", None)
+    contents = {
+        "corpus": {"sha256": corpus.sha256, "passages": len(corpus)} if corpus is not None else None,
+        "index": _index_contents(source.retriever),
+        "encoder": _without_places(encoder.description) if encoder is not None else None,
+    }
+    contents["index"]["hash"] = _hash(contents["index"])
+    return {
+        "server": "rlflow search",
+        "version": rlflow.__version__,
+        **contents,
+        "corpus_path": source.corpus,
+        "pages": {"sha256": pages.sha256, "pages": len(pages)} if pages is not None else None,
+        "identity": _hash(contents),
+    }
+
+
+def _index_contents(component: Mapping[str, Any]) -> dict[str, Any]:
+    """The retriever's name and options, and of an index on disk what it holds instead of where it lies."""
+    contents = _without_places(component)
+    if component.get("path") is None:
+        return contents
+    path = Path(component["path"]).expanduser()
+    if path.is_dir():
+        contents["built"] = {key: value for key, value in asdict(read_meta(path)).items() if key not in ("corpus", "encoder")}
+    else:
+        contents["file"] = _file_mark(path)
+    return contents
+
+
+def _without_places(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Options but for those that say where something lies or runs, the model's folder among them: its hash is known."""
+    places = ("path", "encoder", "device", "gpu", "mmap", "verify", "url", "api_key")
+    return {key: value for key, value in options.items() if key not in places}
+
+
+def _file_mark(path: Path) -> str:
+    """A hash of a file's size, beginning and end: an index may be too large to read it whole at every start."""
+    digest = hashlib.sha256(str(path.stat().st_size).encode())
+    with path.open("rb") as file:
+        digest.update(file.read(_MARK_BYTES))
+        file.seek(max(0, path.stat().st_size - _MARK_BYTES))
+        digest.update(file.read(_MARK_BYTES))
+    return digest.hexdigest()
+
+
+def _hash(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()

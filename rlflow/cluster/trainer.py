@@ -1,0 +1,315 @@
+"""Trainer ranks as Ray actors, on this machine or a cluster.
+
+The driver stays one process: `RayTrainer` is a Trainer whose every method calls the same method on all ranks and
+answers what rank 0 answered. Batches and weights travel as numpy arrays: Ray hands those over without a copy, torch
+tensors not.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+import socket
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlflow.errors import ConfigError, RLFlowError
+from rlflow.metrics.memory import PeakMemory, highest
+from rlflow.cluster.session import LOOPBACK, RaySession, connect, first_line
+from rlflow.config.schema import RunConfig
+from rlflow.trainer.base import Loss, Trainer
+from rlflow.trainer.layout import Layout
+from rlflow.types import Batch
+from rlflow.cluster.wire import pack, pack_batch, unpack, unpack_batch
+
+logger = logging.getLogger(__name__)
+
+CHUNK_BYTES = 64 * 2**20  # of weights per message; two are in flight
+OTHERS_GRACE_S = 10.0  # for the other ranks to finish a call in which one rank failed
+PLACEMENT_TIMEOUT_S = 120.0
+
+
+def make_trainer(config: RunConfig) -> Trainer:
+    """The trainer of a run: in this process for cluster.ranks 0, else `cluster.ranks` Ray actors.
+
+    Raises ConfigError where ranks and parallel sizes do not fit, MissingPackageError without Ray.
+    """
+    section = config.trainer
+    options = dataclasses.asdict(section)
+    updates_per_step = config.algorithm.minibatches_per_step * config.algorithm.epochs_per_step
+    if section.lr_decay_steps is None:
+        options["lr_decay_steps"] = config.run.steps * updates_per_step
+    options |= {"dtype": config.model.dtype, "trust_remote_code": config.model.trust_remote_code}
+    options["seed"] = config.run.seed
+    ranks = config.cluster.ranks
+    Layout.of(section).data_parallel(ranks)
+    if ranks == 0:
+        return Trainer.from_pretrained(config.model.path, **options)
+    if section.backend == "reference" and ranks > 1:
+        raise ConfigError(
+            f"cluster.ranks: the reference backend runs on one device, found {ranks} ranks; set ranks to 0"
+        )
+    return RayTrainer(config.model.path, **dataclasses.asdict(config.cluster), **options)
+
+
+class RankDied(RLFlowError):
+    """The process of a trainer rank is gone; the trainer is closed."""
+
+
+class RayTrainer(Trainer):
+    """A Trainer over `ranks` processes, one Ray actor each, in one torch.distributed world (gloo, or NCCL on GPUs).
+
+    address None starts Ray on this machine, bound to 127.0.0.1, and `close` stops it; else the running cluster at that
+    address is joined ("auto": the one of this machine), and paths must be on a file system that all its nodes share.
+    gpus_per_rank 0 keeps a rank on the CPU. Further keywords are those of `Trainer.from_pretrained`.
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        *,
+        ranks: int,
+        address: str | None = None,
+        threads_per_rank: int = 1,
+        gpus_per_rank: float = 0.0,
+        backend: str = "megatron",
+        **options: Any,
+    ) -> None:
+        if ranks < 1:
+            raise ConfigError(f"cluster.ranks: a trainer over ranks needs at least 1, found {ranks}.")
+        sizes = {field.name: options[field.name] for field in dataclasses.fields(Layout) if field.name in options}
+        Layout(**sizes).data_parallel(ranks)
+        self._actors: list[Any] = []
+        self._group: Any = None
+        self._session: RaySession | None = connect(address, cpus=ranks * threads_per_rank)
+        try:
+            self._place(ranks, threads_per_rank, gpus_per_rank, local=address is None)
+            self._call("build", backend, str(path), options)
+        except BaseException:  # Ctrl-C included: no process may be left behind
+            self.close()
+            raise
+
+    def score(self, batch: Batch, model: str = "policy", want: Sequence[str] = ("logprobs",)) -> dict[str, Tensor]:
+        scores = self._call("score", self._share(batch), model, tuple(want))
+        return {name: unpack(value) for name, value in scores.items()}
+
+    def update(self, batch: Batch, loss: Loss) -> dict[str, float]:
+        return self._call("update", self._share(batch), loss)
+
+    def snapshot(self, name: str) -> None:
+        self._call("trainer_method", "snapshot", name)
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Streams from rank 0 in chunks, the next one under way while this one is used; all ranks take part."""
+        self._call("start_weights")
+        pending = self._submit("next_weights", CHUNK_BYTES)
+        while chunk := self._gather(pending)[0]:
+            pending = self._submit("next_weights", CHUNK_BYTES)
+            for name, value in chunk:
+                yield name, unpack(value)
+
+    def save(self, path: str | Path, step: int) -> None:
+        self._call("save", str(Path(path).absolute()), step)
+
+    def begin_save(self, path: str | Path, step: int) -> None:
+        self._call("begin_save", str(Path(path).absolute()), step)
+
+    def finish_save(self, wait: bool = True) -> bool:
+        return self._call("trainer_method", "finish_save", wait)
+
+    def load(self, path: str | Path) -> int:
+        return self._call("trainer_method", "load", str(Path(path).absolute()))
+
+    def peak_memory(self) -> dict[str, float]:
+        return highest(self._gather(self._submit("peak_memory")))
+
+    def close(self) -> None:
+        """Ends the ranks, and stops Ray (or leaves the cluster) where this trainer connected. May be called twice."""
+        if not (self._actors or self._group or self._session):
+            return
+        import ray
+
+        actors, group, session = self._actors, self._group, self._session
+        self._actors, self._group, self._session = [], None, None
+        if ray.is_initialized():  # else the user was faster
+            for actor in actors:
+                ray.kill(actor)
+            if group is not None:
+                ray.util.remove_placement_group(group)
+        if session is not None:
+            session.close()
+
+    def _place(self, ranks: int, threads: int, gpus: float, local: bool) -> None:
+        """Starts one actor per rank, close together, and joins them to one process group. Ranks are ordered by node,
+        so that neighbours, which tensor parallelism needs to be fast, share one."""
+        import ray
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        bundle = {"CPU": threads, **({"GPU": gpus} if gpus else {})}
+        self._group = ray.util.placement_group([bundle] * ranks, strategy="PACK")
+        if not self._group.wait(timeout_seconds=PLACEMENT_TIMEOUT_S):
+            found = {name: amount for name, amount in ray.cluster_resources().items() if name in ("CPU", "GPU")}
+            raise ConfigError(
+                f"cluster: no room for {ranks} ranks with {bundle} each within {PLACEMENT_TIMEOUT_S:.0f} s; Ray has "
+                f"{found} in all; lower cluster.ranks, threads_per_rank or gpus_per_rank, or add nodes"
+            )
+        actor_class = ray.remote(num_cpus=threads, num_gpus=gpus, max_restarts=0)(TrainerRank)
+        for index in range(ranks):
+            strategy = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=index)
+            self._actors.append(actor_class.options(scheduling_strategy=strategy).remote(threads, gpus, local))
+        nodes = self._gather(self._submit("node"))
+        self._actors = [actor for _, actor in sorted(zip(nodes, self._actors, strict=True), key=lambda pair: pair[0])]
+        host, port = self._gather([self._actors[0].open_rendezvous.remote(ranks)])[0]
+        self._gather([actor.join.remote(rank, ranks, host, port) for rank, actor in enumerate(self._actors)])
+
+    def _share(self, batch: Batch) -> Any:
+        import ray
+
+        self._check_open()  # before ray.put, which would start Ray again
+        return ray.put(pack_batch(batch))
+
+    def _check_open(self) -> None:
+        if not self._actors:
+            raise RLFlowError("cluster: the trainer is closed; make a new one")
+
+    def _submit(self, method: str, *arguments: Any) -> list[Any]:
+        self._check_open()
+        return [getattr(actor, method).remote(*arguments) for actor in self._actors]
+
+    def _call(self, method: str, *arguments: Any) -> Any:
+        return self._gather(self._submit(method, *arguments))[0]
+
+    def _gather(self, pending: list[Any]) -> list[Any]:
+        """What every rank answered, or the first failure as one RLFlowError.
+
+        When one rank fails, the others may wait for it in a collective for ever. If all of them come back, the ranks
+        are still in step (all refused the same argument, say) and the trainer lives on; else it is closed.
+        """
+        import ray
+
+        waiting = list(pending)
+        failure: RLFlowError | None = None
+        deadline: float | None = None
+        while waiting:
+            left = None if deadline is None else max(0.0, deadline - time.monotonic())
+            done, waiting = ray.wait(waiting, num_returns=1, timeout=left)
+            if not done:
+                break
+            error = _failure_of(done[0], pending.index(done[0]))
+            if error is not None and failure is None:
+                failure = error
+                deadline = time.monotonic() + (0.0 if isinstance(error, RankDied) else OTHERS_GRACE_S)
+        if failure is None:
+            return ray.get(pending)
+        if waiting or isinstance(failure, RankDied):
+            logger.warning("ranks are lost or out of step: ending all of them")
+            self.close()
+        raise failure
+
+
+class TrainerRank:
+    """One rank: lives in a Ray actor and holds a trainer. Answers are given by rank 0, None elsewhere."""
+
+    def __init__(self, threads: int, gpus: float, local: bool) -> None:
+        self.local = local
+        self.gpus = gpus
+        self.rank = 0
+        self.store: Any = None
+        self.trainer: Any = None
+        self.stream: Iterator[tuple[str, Tensor]] = iter(())
+        self.memory = PeakMemory()
+        torch.set_num_threads(threads)
+        if not gpus:
+            os.environ["CUDA_VISIBLE_DEVICES"] = ""
+        if local:
+            os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+
+    def node(self) -> str:
+        import ray
+
+        return ray.util.get_node_ip_address()
+
+    def open_rendezvous(self, world: int) -> tuple[str, int]:
+        """Opens the store at which the ranks meet, on a port that the system picks; returns its host and port."""
+        host = LOOPBACK if self.local else self.node()
+        listener = socket.create_server((host, 0))
+        port = listener.getsockname()[1]
+        self.store = torch.distributed.TCPStore(
+            host, port, world, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+        )
+        return host, port
+
+    def join(self, rank: int, world: int, host: str, port: int) -> None:
+        self.rank = rank
+        store = self.store or torch.distributed.TCPStore(host, port, world, is_master=False)
+        if self.gpus:
+            torch.cuda.set_device(0)  # Ray shows each actor its own device only
+        kind = "cpu:gloo,cuda:nccl" if self.gpus else "gloo"
+        torch.distributed.init_process_group(kind, store=store, rank=rank, world_size=world)
+
+    def build(self, backend: str, path: str, options: dict[str, Any]) -> None:
+        self.trainer = Trainer.from_pretrained(path, backend, **options)
+
+    def score(self, batch: dict[str, Any], model: str, want: tuple[str, ...]) -> dict[str, Any] | None:
+        with self.memory.measure("score"):
+            scores = self.trainer.score(unpack_batch(batch), model, want)
+        return self._from_first({name: pack(value) for name, value in scores.items()})
+
+    def update(self, batch: dict[str, Any], loss: Loss) -> dict[str, float] | None:
+        with self.memory.measure("update"):
+            return self._from_first(self.trainer.update(unpack_batch(batch), loss))
+
+    def save(self, path: str, step: int) -> None:
+        with self.memory.measure("checkpoint"):
+            self.trainer.save(path, step)
+
+    def begin_save(self, path: str, step: int) -> None:
+        with self.memory.measure("checkpoint"):
+            self.trainer.begin_save(path, step)
+
+    def peak_memory(self) -> dict[str, float]:
+        return self.memory.take()
+
+    def trainer_method(self, method: str, *arguments: Any) -> Any:
+        return self._from_first(getattr(self.trainer, method)(*arguments))
+
+    def start_weights(self) -> None:
+        self.stream = self.trainer.weights()
+
+    def next_weights(self, limit_bytes: int) -> list[tuple[str, Any]] | None:
+        """The next tensors, up to `limit_bytes` (one at least), [] at the end. All ranks stop at the same tensor."""
+        chunk, size = [], 0
+        with self.memory.measure("sync"):
+            for name, value in self.stream:
+                chunk.append((name, pack(value) if self.rank == 0 else None))
+                size += value.numel() * value.element_size()
+                if size >= limit_bytes:
+                    break
+        return self._from_first(chunk)
+
+    def _from_first(self, answer: Any) -> Any:
+        return answer if self.rank == 0 else None
+
+
+def _failure_of(reference: Any, rank: int) -> RLFlowError | None:
+    """The failure behind a finished call, as one line; the traceback of an unexpected one goes to the log."""
+    import ray
+
+    try:
+        ray.get(reference)
+    except ray.exceptions.RayTaskError as error:
+        if isinstance(error.cause, RLFlowError):
+            return error.cause
+        logger.error("trainer rank %d failed:\n%s", rank, error)
+        return RLFlowError(f"trainer rank {rank}: {type(error.cause).__name__}: {first_line(error.cause)}")
+    except ray.exceptions.RayActorError as error:
+        return RankDied(f"trainer rank {rank} died (killed for memory?): {first_line(error)}")
+    except ray.exceptions.RayError as error:
+        return RLFlowError(f"trainer rank {rank}: {type(error).__name__}: {first_line(error)}")
+    return None

@@ -1,0 +1,110 @@
+"""`rlflow env play`: a person is the policy."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import sys
+from collections.abc import Iterable, Sequence
+from typing import Any, TextIO
+
+from rlflow.environment import Environment
+from rlflow.errors import ConfigError, EnvironmentContractError, did_you_mean
+from rlflow.commands.show import Paint, printable
+from rlflow.types import Observation, Step, Task
+
+
+def play(
+    environment: Environment,
+    *,
+    split: str = "train",
+    task: str = "0",
+    max_turns: int = 16,
+    source: TextIO | None = None,
+    color: str = "auto",
+) -> int:
+    """Plays one episode with responses read from the terminal (or `source`); returns the exit code.
+
+    A response ends with an empty line, with a line that holds a stop string, or with the end of the input.
+    """
+    tasks = environment.tasks(split)
+    chosen = find_task(tasks, task, split)
+    return asyncio.run(_episode(environment, chosen, max_turns, source or sys.stdin, Paint(color)))
+
+
+def find_task(tasks: Sequence[Task], wanted: str, split: str) -> Task:
+    """The task with that id, else at that position.
+
+    Raises:
+        ConfigError: neither, or there are no tasks.
+    """
+    for one in tasks:
+        if one.id == wanted:
+            return one
+    if not tasks:
+        raise ConfigError(f"env play: tasks('{split}') is empty; try the other split with --split.")
+    if wanted.isdigit() and int(wanted) < len(tasks):
+        return tasks[int(wanted)]
+    hint = did_you_mean(wanted, [one.id for one in tasks[:1000]])
+    raise ConfigError(f"env play: expected a task id or a position below {len(tasks)}, found '{wanted}'.{hint}")
+
+
+async def _episode(environment: Environment, task: Task, max_turns: int, source: TextIO, paint: Paint) -> int:
+    stop = tuple(environment.stop)
+    ends = "an empty line" + (f" or {' or '.join(stop)}" if stop else "")
+    print(paint(f"task {task.id}. You are the policy: a response ends with {ends}; Ctrl-D leaves.", "dim"))
+    episode = await _call(environment.reset, task)
+    total, turn = 0.0, 0
+    try:
+        print(text_of(episode.task.prompt))
+        for turn in range(1, max_turns + 1):
+            response = read_response(source, stop, prompt=paint("> ", "policy", "bold"))
+            if response is None:
+                print(paint(f"\nleft after {turn - 1} turns, return {total:g}", "dim"))
+                return 0
+            episode.turns = turn
+            step = await _call(environment.step, episode, response)
+            if not isinstance(step, Step):
+                raise EnvironmentContractError(f"step: expected an rlflow.Step, found {type(step).__name__}.")
+            total += step.reward
+            stop = step.stop if step.stop is not None else tuple(environment.stop)
+            print(paint(text_of(step.observation), "dim"))
+            shown = "  ".join(f"{name} {value:g}" for name, value in step.metrics.items())
+            print(
+                paint(f"reward {step.reward:g}", "good" if step.reward > 0 else "dim") + ("  " + shown if shown else "")
+            )
+            if step.terminated:
+                print(paint(f"terminated after {turn} turns, return {total:g}", "bold"))
+                return 0
+        print(paint(f"turn limit ({max_turns}) reached, return {total:g}", "bold"))
+        return 0
+    finally:
+        await _call(environment.close, episode)
+
+
+async def _call(method: Any, *arguments: Any) -> Any:
+    result = method(*arguments)
+    return await result if inspect.isawaitable(result) else result
+
+
+def read_response(source: Iterable[str], stop: Sequence[str], prompt: str = "> ") -> str | None:
+    """The lines up to an empty one or through the first stop string (text after it is not sent); None at the end of input."""
+    lines: list[str] = []
+    print(prompt, end="", flush=True)
+    for line in source:
+        line = line.rstrip("\r\n")
+        if not line:
+            return "\n".join(lines)
+        found = [(line.index(text), text) for text in stop if text in line]
+        if found:
+            position, text = min(found)
+            return "\n".join([*lines, line[: position + len(text)]])
+        lines.append(line)
+    return "\n".join(lines) if lines else None
+
+
+def text_of(observation: Observation) -> str:
+    """Text as it is; messages with their roles."""
+    if isinstance(observation, str):
+        return printable(observation.strip("\n"))
+    return printable("\n".join(f"[{message['role']}] {message['content']}" for message in observation))

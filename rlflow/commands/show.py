@@ -1,0 +1,167 @@
+"""`rlflow show`: a run's summary and its episodes, for reading."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, TextIO
+
+from rlflow.errors import ConfigError
+from rlflow.metrics.reductions import read_metrics
+from rlflow.run.progress import clock, evaluation_line, headline, sparkline
+from rlflow.run.directory import RunDirectory, read_json, read_trajectories
+
+_CODES = {"bold": "1", "dim": "2", "policy": "36", "good": "32", "bad": "31", "warn": "33"}
+
+
+class Paint:
+    """Text in colour where colour is wanted: `auto` is on a terminal, unless NO_COLOR is set."""
+
+    def __init__(self, color: str = "auto", stream: TextIO | None = None) -> None:
+        terminal = (stream or sys.stdout).isatty() and not os.environ.get("NO_COLOR")
+        self.on = color == "always" or (color == "auto" and terminal)
+
+    def __call__(self, text: str, *styles: str) -> str:
+        """The text with the styles around each of its lines, so that pagers keep them."""
+        if not self.on or not text:
+            return text
+        start = f"\033[{';'.join(_CODES[style] for style in styles)}m"
+        return "\n".join(f"{start}{line}\033[0m" if line else line for line in text.split("\n"))
+
+
+def show(
+    path: str | Path,
+    *,
+    step: int | None = None,
+    evaluation: bool = False,
+    count: int = 3,
+    chosen: str = "all",
+    color: str = "auto",
+) -> int:
+    """Prints a run (or a .jsonl of episodes); returns the exit code. chosen: all, failed or solved.
+
+    Raises:
+        ConfigError: no run there, or no episodes of that step.
+    """
+    paint, path = Paint(color), Path(path)
+    if path.is_file():
+        episodes_file = path
+    else:
+        run = RunDirectory.open(path)
+        print(summary_text(run, paint))
+        if count <= 0:
+            return 0
+        found = _episodes_file(run, step, evaluation)
+        if found is None:
+            print(paint("\nno episodes were written", "dim"))
+            return 0
+        episodes_file = found
+    records = read_trajectories(episodes_file)
+    picked = [record for record in records if chosen == "all" or solved(record) == (chosen == "solved")]
+    what = "episodes" if chosen == "all" else f"{chosen} episodes"
+    print(paint(f"\n{episodes_file}: {min(count, len(picked))} of {len(picked)} {what}, {len(records)} in all", "dim"))
+    for record in picked[:count]:
+        print("\n" + episode_text(record, paint))
+    return 0
+
+
+def solved(record: Mapping[str, Any]) -> bool:
+    """Whether an episode got its exact match, or, where there is no such metric, a positive reward."""
+    match = record["metrics"].get("exact_match")
+    return bool(match == 1 if match is not None else (record["reward"] or 0) > 0)
+
+
+def _episodes_file(run: RunDirectory, step: int | None, evaluation: bool) -> Path | None:
+    """The file of that step, or the newest one; None where the run wrote none."""
+    folder = run.path / ("evaluations" if evaluation else "trajectories")
+    if step is not None:
+        asked = run.evaluations(step) if evaluation else run.trajectories(step)
+        if not asked.is_file():
+            steps = [int(file.stem.removeprefix("step_")) for file in sorted(folder.glob("step_*.jsonl"))]
+            there = f"there are {_shorten(steps)}" if steps else "there are none"
+            raise ConfigError(f"{asked}: no episodes of step {step}; {there}.")
+        return asked
+    files = sorted(folder.glob("step_*.jsonl"))
+    return files[-1] if files else None
+
+
+def _shorten(steps: Sequence[int]) -> str:
+    return ", ".join(map(str, steps if len(steps) <= 8 else [*steps[:4], "...", *steps[-3:]]))
+
+
+def summary_text(run: RunDirectory, paint: Paint) -> str:
+    """What the run is, how far it came and what is in its directory."""
+    lines = [paint(str(run.path), "bold")]
+    records = read_metrics(run.metrics) if run.metrics.is_file() else []
+    trained = [record for record in records if "train/reward" in record]
+    evaluated = [record for record in records if "eval/exact_match" in record or "eval/reward" in record]
+    if trained:
+        seconds = sum(record.get("time/step_s", 0.0) for record in trained)
+        lines.append(f"step {int(trained[-1]['step'])} after {clock(seconds)}   " + "  ".join(headline(trained[-1])))
+        for name, label in (("train/reward", "reward"), ("train/exact_match", "exact match")):
+            values = [record[name] for record in trained if name in record]
+            if values and (spark := sparkline(values)):
+                lines.append(f"{label:<12} {values[0]:.3f} {paint(spark, 'policy')} {values[-1]:.3f}")
+    for record in evaluated if len(evaluated) <= 3 else [evaluated[0], *evaluated[-2:]]:
+        lines.append(f"eval at {int(record['step']):<5}{evaluation_line(record)}")
+    if not records:
+        lines.append(paint("no step has been finished yet", "dim"))
+    if run.summary.is_file():
+        scalars = {key: value for key, value in read_json(run.summary).items() if not isinstance(value, (dict, list))}
+        lines += [f"{key.replace('_', ' '):<27} {_value(value)}" for key, value in scalars.items() if value is not None]
+    steps = run.saved_steps()
+    held = [("checkpoints", _shorten(steps) if steps else ""), ("export", _if_there(run.export)),
+            ("picture", _if_there(run.picture)), ("log", _if_there(run.log))]  # fmt: skip
+    lines += [paint(f"{name:<12} {text}", "dim") for name, text in held if text]
+    return "\n".join(lines)
+
+
+def _if_there(path: Path) -> str:
+    return str(path) if path.exists() else ""
+
+
+def _value(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def episode_text(record: Mapping[str, Any], paint: Paint) -> str:
+    """One episode: prompt and observations dim, responses in colour, then reward, end and token counts."""
+    title = f"{record['task_id']} · attempt {record['attempt'] + 1}"
+    rule = "─" * max(4, 78 - len(title))
+    lines = [paint(f"── {title} {rule}", "bold"), paint(_prompt(record["prompt"]).rstrip("\n"), "dim")]
+    for turn in record["turns"]:
+        lines.append(paint(printable(turn["response"]).strip("\n"), "policy", "bold"))
+        if turn["observation"]:
+            lines.append(paint(_prompt(turn["observation"]).strip("\n"), "dim"))
+    reward = record["reward"] if record["reward"] is not None else float("nan")
+    outcome = paint(f"reward {reward:g}", "good" if solved(record) else "bad", "bold")
+    ended = "terminated" if record["stop"] == "terminated" else paint(f"{record['stop'].upper()}", "warn")
+    expected = f"  expected {_answer(record['answer'])}" if record.get("answer") not in (None, "") else ""
+    numbers = {
+        name: value for name, value in record["metrics"].items() if value is not None and not name.endswith("_tokens")
+    }
+    metrics = "  ".join(f"{name} {value:g}" for name, value in numbers.items())
+    tokens = (f"tokens: {record['prompt_tokens']} prompt, {record['response_tokens']} sampled, "
+              f"{record['observation_tokens']} observed")  # fmt: skip
+    lines.append(f"{outcome}  {ended}{expected}")
+    lines.append(paint(f"{metrics}  ·  {tokens}" if metrics else tokens, "dim"))
+    if record.get("error"):
+        lines.append(paint(f"error: {record['error']}", "bad"))
+    return "\n".join(lines)
+
+
+def _answer(answer: Any) -> str:
+    return " | ".join(map(str, answer)) if isinstance(answer, list) else str(answer)
+
+
+def _prompt(prompt: Any) -> str:
+    if isinstance(prompt, str):
+        return printable(prompt)
+    return printable("\n".join(f"[{message.get('role', '?')}] {message.get('content', '')}" for message in prompt))
+
+
+def printable(text: str) -> str:
+    """The text with control characters replaced: neither a policy nor a web page may steer the reader's terminal."""
+    return "".join(letter if letter.isprintable() or letter in "\n\t" else "\ufffd" for letter in text)

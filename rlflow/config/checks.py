@@ -1,0 +1,258 @@
+"""Whether a configuration fits together, and the batch plan that it amounts to: all before anything expensive starts."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from rlflow.algorithms import make_advantage, make_loss
+from rlflow.errors import ConfigError, did_you_mean
+from rlflow.config.components import check_component
+from rlflow.config.schema import RunConfig
+from rlflow.trainer.layout import Layout
+
+CHOICES = {
+    "model.dtype": ("float32", "bfloat16"),
+    "algorithm.aggregate": ("token_mean", "sequence_mean", "trajectory_mean", "constant"),
+    "algorithm.old_logprobs": ("rollout", "recompute"),
+    "trainer.backend": ("megatron", "reference"),
+    "trainer.recompute": ("none", "selective", "full"),
+    "trainer.lr_schedule": ("constant", "cosine", "linear"),
+    "metrics.progress": ("auto", "rich", "plain", "none"),
+}
+POSITIVE = (
+    "run.steps",
+    "run.max_minutes",
+    "run.resume_step",
+    "data.max_prompt_tokens",
+    "rollout.prompts_per_step",
+    "rollout.samples_per_prompt",
+    "rollout.max_turns",
+    "rollout.max_response_tokens",
+    "rollout.max_total_tokens",
+    "rollout.max_observation_tokens",
+    "rollout.temperature",
+    "algorithm.minibatches_per_step",
+    "algorithm.epochs_per_step",
+    "trainer.tensor_parallel",
+    "trainer.pipeline_parallel",
+    "trainer.context_parallel",
+    "trainer.virtual_pipeline",
+    "trainer.lr",
+    "trainer.lr_decay_steps",
+    "trainer.eps",
+    "trainer.tokens_per_microbatch",
+    "trainer.logits_chunk_mib",
+    "evaluation.questions",
+    "evaluation.final_questions",
+    "evaluation.samples_per_prompt",
+    "checkpoint.keep",
+    "cluster.threads_per_rank",
+)
+NOT_NEGATIVE = (
+    "trainer.lr_warmup_steps",
+    "trainer.min_lr",
+    "trainer.weight_decay",
+    "trainer.max_gradient_norm",
+    "evaluation.every_steps",
+    "evaluation.temperature",
+    "checkpoint.every_steps",
+    "metrics.trajectories_per_step",
+    "cluster.ranks",
+    "cluster.gpus_per_rank",
+    "run.seed",
+)
+SHARES = ("rollout.max_aborted_share", "trainer.beta1", "trainer.beta2", "run.target")
+NOT_IN_REFERENCE = (
+    ("packing", False, "pads"),
+    ("distributed_optimizer", False, "runs on one device"),
+    ("recompute", "none", "keeps all activations"),
+)
+"""Keys of `trainer`, the only value that the reference backend takes, and why."""
+_NAME = re.compile(r"[\w][\w.+=-]*")
+_ENGINE_GETS = ("path", "tokenizer", "dtype", "seed", "deterministic", "trust_remote_code")
+
+
+def check_config(config: RunConfig, components: bool = True) -> None:
+    """Returns when the configuration fits together: values in range, sections that agree, every name known.
+
+    `components=False` leaves out the environment and the engine, whose packages may live on other machines.
+
+    Raises:
+        ConfigError: the first contradiction, with the keys to change.
+    """
+    _check_values(config)
+    _check_sampling(config)
+    _check_batch(config)
+    _check_layout(config)
+    if not _NAME.fullmatch(config.run.name):
+        raise ConfigError(
+            f"run.name: expected a name for a directory (letters, digits, . _ -), found '{config.run.name}'."
+        )
+    make_loss(config.algorithm.losses)
+    make_advantage(config.algorithm.advantage)
+    if components:
+        check_component("engine", config.rollout.engine, _ENGINE_GETS)
+        check_component("environment", config.environment)
+
+
+def _value(config: RunConfig, key: str) -> Any:
+    section, name = key.split(".")
+    return getattr(getattr(config, section), name)
+
+
+def _check_values(config: RunConfig) -> None:
+    for key, choices in CHOICES.items():
+        value = str(_value(config, key))
+        if value not in choices:
+            raise ConfigError(
+                f"{key}: expected one of {', '.join(choices)}, found '{value}'.{did_you_mean(value, choices)}"
+            )
+    _check_range(config, POSITIVE, lambda value: value > 0, "a number above 0")
+    _check_range(config, NOT_NEGATIVE, lambda value: value >= 0, "0 or a number above 0")
+    _check_range(config, SHARES, lambda value: 0 <= value <= 1, "a number from 0 to 1")
+
+
+def _check_range(config: RunConfig, keys: Sequence[str], holds: Callable[[float], bool], expected: str) -> None:
+    for key in keys:
+        value = _value(config, key)
+        if value is None:
+            continue
+        if not math.isfinite(value) or not holds(value):
+            raise ConfigError(f"{key}: expected {expected}, found {value}.")
+
+
+def _check_sampling(config: RunConfig) -> None:
+    for key in ("top_p", "top_k"):
+        if key in config.rollout.engine:
+            raise ConfigError(
+                f"rollout.engine.{key}: training samples from the whole distribution; with {key} the sampled "
+                "distribution would not be the one that is differentiated. Remove it, use rollout.temperature."
+            )
+    rollout = config.rollout
+    if rollout.max_response_tokens >= rollout.max_total_tokens:
+        raise ConfigError(
+            f"rollout.max_total_tokens: expected more than rollout.max_response_tokens "
+            f"({rollout.max_response_tokens}), as the prompt counts too; found {rollout.max_total_tokens}."
+        )
+
+
+def _check_batch(config: RunConfig) -> None:
+    rollout, algorithm = config.rollout, config.algorithm
+    trajectories = rollout.prompts_per_step * rollout.samples_per_prompt
+    if trajectories % algorithm.minibatches_per_step:
+        divisors = [n for n in range(1, min(trajectories, 64) + 1) if trajectories % n == 0]
+        raise ConfigError(
+            f"algorithm.minibatches_per_step: expected a divisor of the {trajectories} trajectories per step "
+            f"({', '.join(str(n) for n in divisors[:8])}, ...), found {algorithm.minibatches_per_step}."
+        )
+    if algorithm.advantage.get("name") == "grpo" and rollout.samples_per_prompt < 2:
+        raise ConfigError(
+            "rollout.samples_per_prompt: grpo compares attempts at the same prompt; expected at least 2, found 1."
+        )
+
+
+def _check_layout(config: RunConfig) -> None:
+    trainer, ranks = config.trainer, config.cluster.ranks
+    layout = Layout.of(trainer)
+    if trainer.backend == "reference":
+        if layout.model_ranks > 1 or ranks > 1:
+            raise ConfigError(
+                "trainer.backend: 'reference' runs on one device; expected tensor_parallel, pipeline_parallel, "
+                f"context_parallel and cluster.ranks at most 1, found {trainer.tensor_parallel}, "
+                f"{trainer.pipeline_parallel}, {trainer.context_parallel}, {ranks}."
+            )
+        for name, expected, why in NOT_IN_REFERENCE:
+            if (found := getattr(trainer, name)) != expected:
+                raise ConfigError(
+                    f"trainer.{name}: 'reference' {why}; expected {str(expected).lower()}, found {str(found).lower()}. "
+                    "Use trainer.backend=megatron."
+                )
+    layout.data_parallel(ranks)
+
+
+def batch_plan(config: RunConfig) -> str:
+    """The step as a table: what is sampled, what is trained, on which ranks; every number with its unit."""
+    lines = [*_sampling_lines(config), *_training_lines(config), *_run_lines(config)]
+    width = max(len(name) for name, _ in lines)
+    return "\n".join(f"{name:<{width}}  {text}" for name, text in lines)
+
+
+def _sampling_lines(config: RunConfig) -> list[tuple[str, str]]:
+    rollout = config.rollout
+    prompts, samples, budget = rollout.prompts_per_step, rollout.samples_per_prompt, rollout.max_total_tokens
+    trajectories = prompts * samples
+    limited = "max_turns" in config.environment  # in its own sense, which is known once it is made
+    turns = "environment.max_turns: responses" if limited else f"at most {_count(rollout.max_turns, 'response')}"
+    return [
+        (
+            "prompts",
+            f"{prompts:,} per step; those over {min(config.data.max_prompt_tokens, budget - 1):,} tokens are dropped and counted",
+        ),
+        ("samples", f"{samples:,} per prompt"),
+        ("trajectories", f"{trajectories:,} per step = {prompts:,} prompts x {samples:,} samples"),
+        (
+            "episode",
+            f"{turns} of {rollout.max_response_tokens:,} tokens; "
+            f"{budget:,} tokens with prompt and observations",
+        ),
+        ("tokens", f"at most {trajectories * budget:,} per step = {trajectories:,} trajectories x {budget:,} tokens"),
+    ]
+
+
+def _training_lines(config: RunConfig) -> list[tuple[str, str]]:
+    rollout, algorithm, trainer = config.rollout, config.algorithm, config.trainer
+    ranks, layout = max(config.cluster.ranks, 1), Layout.of(trainer)
+    data = layout.data_parallel(ranks)
+    context = f" x {layout.context_parallel} context" if layout.context_parallel > 1 else ""
+    chunks = f" ({layout.virtual_pipeline} chunks each)" if layout.virtual_pipeline > 1 else ""
+    rows = rollout.prompts_per_step * rollout.samples_per_prompt // algorithm.minibatches_per_step
+    packed = trainer.packing or layout.virtual_pipeline > 1
+    counted = "sum of the rows' lengths" if packed else "rows x longest row"
+    rows_per_microbatch = max(trainer.tokens_per_microbatch // rollout.max_total_tokens, 1)
+    microbatches = math.ceil(rows / data / rows_per_microbatch)
+    updates = algorithm.minibatches_per_step * algorithm.epochs_per_step
+    where = "in this process" if config.cluster.ranks == 0 else "a Ray actor each"
+    return [
+        (
+            "mini-batches",
+            f"{algorithm.minibatches_per_step:,} of {rows:,} trajectories x {_count(algorithm.epochs_per_step, 'epoch')} "
+            f"= {_count(updates, 'optimizer update')} per step",
+        ),
+        (
+            "micro-batches",
+            f"of {trainer.tokens_per_microbatch:,} tokens ({counted}): at most {microbatches:,} "
+            "per mini-batch and data-parallel rank",
+        ),
+        (
+            "ranks",
+            f"{ranks:,} ({where}) = {layout.tensor_parallel} tensor x {layout.pipeline_parallel} pipeline{chunks}{context} x "
+            f"{data} data parallel; {trainer.backend} trainer",
+        ),
+    ]
+
+
+def _run_lines(config: RunConfig) -> list[tuple[str, str]]:
+    run, evaluation, checkpoint = config.run, config.evaluation, config.checkpoint
+    trajectories = run.steps * config.rollout.prompts_per_step * config.rollout.samples_per_prompt
+    minutes = f"; ends after {run.max_minutes:g} minutes" if run.max_minutes else ""
+    target = f"; ends when eval/exact_match reaches {run.target:g}" if run.target is not None else ""
+    questions = "all questions" if evaluation.questions is None else _count(evaluation.questions, "question")
+    return [
+        ("run", f"{_count(run.steps, 'step')} = {trajectories:,} trajectories{minutes}{target}"),
+        (
+            "evaluation",
+            f"{'at the start, ' if evaluation.at_start else ''}{_every(evaluation.every_steps)}; {questions}",
+        ),
+        ("checkpoints", f"{_every(checkpoint.every_steps)}; the newest {checkpoint.keep:,} are kept"),
+    ]
+
+
+def _every(steps: int) -> str:
+    return f"every {_count(steps, 'step')}" if steps else "at the end"
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"

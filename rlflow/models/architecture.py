@@ -1,0 +1,261 @@
+"""The architecture of a model, read from config.json, and which rules of its family's table (tables.py) apply to it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from rlflow.errors import ModelError, did_you_mean
+from rlflow.models.rules import Rule, Where
+from rlflow.models.tables import EMBEDDING, FAMILIES, LATENT_ATTENTION, Q_NORM, QKV_BIAS
+
+
+@dataclass(frozen=True)
+class Experts:
+    """Mixture of experts. ffn: width of one expert. shared_ffn: of the MLP that every token passes through, 0 without.
+    sparse: for each layer, whether it has experts."""
+
+    count: int
+    ffn: int
+    shared_ffn: int
+    sparse: tuple[bool, ...]
+
+
+@dataclass(frozen=True)
+class Latent:
+    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1): ranks of the compressed queries and keys,
+    and sizes per head: of what has no position, of what rotates, and of the values."""
+
+    query_rank: int | None
+    key_rank: int
+    plain: int
+    rotating: int
+    value: int
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """What the weights' shapes and the computation follow from, read from config.json."""
+
+    family: str
+    layers: int
+    hidden: int
+    heads: int
+    groups: int
+    head_dim: int
+    ffn: int
+    vocab: int
+    tied: bool
+    norm_eps: float
+    rope_theta: float
+    rope_factor: float | None  # of Llama 3's rope scaling; None: no scaling
+    max_positions: int
+    experts: Experts | None = None
+    latent: Latent | None = None
+
+    def size(self, symbol: str) -> int:
+        """The number that a symbol of the tables stands for."""
+        sizes = {
+            "one": 1,
+            "vocab": self.vocab,
+            "hidden": self.hidden,
+            "query": self.heads * self.head_dim,
+            "key": self.groups * self.head_dim,
+            "ffn": self.ffn,
+            "head": self.head_dim,
+        }
+        if self.experts is not None:
+            sizes |= {"experts": self.experts.count, "expert": self.experts.ffn, "shared": self.experts.shared_ffn}
+        if self.latent is not None:
+            sizes |= {
+                "query_rank": self.latent.query_rank or 0,
+                "key_rank": self.latent.key_rank,
+                "latent": self.latent.key_rank + self.latent.rotating,
+                "latent_query": self.heads * (self.latent.plain + self.latent.rotating),
+                "latent_key_value": self.heads * (self.latent.plain + self.latent.value),
+                "value": self.heads * self.latent.value,
+            }
+        return sizes[symbol]
+
+    @property
+    def qkv_bias(self) -> bool:
+        return QKV_BIAS in FAMILIES[self.family]
+
+    @property
+    def qk_norm(self) -> bool:
+        return Q_NORM in FAMILIES[self.family]
+
+    def has(self, where: Where, layer: int = 0) -> bool:
+        """Whether a rule with this `where` applies to a layer."""
+        sparse = self.experts is not None and self.experts.sparse[layer]
+        query_rank = self.latent is not None and self.latent.query_rank is not None
+        claims = {
+            Where.ALWAYS: True,
+            Where.DENSE: not sparse,
+            Where.SPARSE: sparse,
+            Where.SHARED: sparse and self.experts is not None and self.experts.shared_ffn > 0,
+            Where.UNTIED: not self.tied,
+            Where.QUERY_RANK: query_rank,
+            Where.NO_QUERY_RANK: not query_rank,
+        }
+        return claims[where]
+
+
+def architecture(config: dict[str, Any]) -> Architecture:
+    """Reads config.json (transformers 4 or 5 spelling) of a model that is to be computed by the trainer or the embedded
+    engine. Raises ModelError for an unknown family, a missing entry, or a feature that they do not have."""
+    model = stored_architecture(config)
+    if model.experts is not None or model.latent is not None:
+        what = "latent attention" if model.latent is not None else "mixture-of-experts layers"
+        raise ModelError(
+            f"config.json: {what} (model family '{model.family}') can be converted, but not trained or sampled from here; "
+            f"possible: {', '.join(name for name in sorted(FAMILIES) if _dense(name))}."
+        )
+    if config.get("hidden_act", "silu") != "silu":
+        raise ModelError(f"config.json: hidden_act '{config['hidden_act']}' is not supported; expected 'silu'.")
+    windowed = config.get("use_sliding_window", model.family == "mistral" and config.get("sliding_window") is not None)
+    if windowed or "sliding_attention" in (config.get("layer_types") or ()):
+        raise ModelError("config.json: sliding-window attention is not supported; expected sliding_window null.")
+    _check_rope(_rope(config))
+    return model
+
+
+def stored_architecture(config: dict[str, Any]) -> Architecture:
+    """Reads config.json of a model that is to be converted: what its files hold, whether or not it can be computed here.
+
+    Raises ModelError for an unknown family, a missing entry, or tensors that the family's table does not have."""
+    family = str(config.get("model_type"))
+    if family not in FAMILIES:
+        known = ", ".join(sorted(FAMILIES))
+        raise ModelError(
+            f"config.json: model family '{family}' is not supported; supported: {known}."
+            f"{did_you_mean(family, FAMILIES)}"
+        )
+    _refuse_other_tensors(config, family)
+    heads = _entry(config, "num_attention_heads")
+    hidden = _entry(config, "hidden_size")
+    rope = _rope(config)
+    scaled = (rope.get("rope_type") or rope.get("type")) == "llama3"
+    return Architecture(
+        family=family,
+        layers=_entry(config, "num_hidden_layers"),
+        hidden=hidden,
+        heads=heads,
+        groups=config.get("num_key_value_heads") or heads,
+        head_dim=config.get("head_dim") or hidden // heads,
+        ffn=_entry(config, "intermediate_size"),
+        vocab=_entry(config, "vocab_size"),
+        tied=bool(config.get("tie_word_embeddings", False)),
+        norm_eps=float(config.get("rms_norm_eps", 1e-6)),
+        rope_theta=float(rope.get("rope_theta") or config.get("rope_theta") or 10000.0),
+        rope_factor=float(rope["factor"]) if scaled else None,
+        max_positions=int(config.get("max_position_embeddings", 32768)),
+        experts=_experts(config) if any(rule.where is Where.SPARSE for rule in FAMILIES[family]) else None,
+        latent=_latent(config) if LATENT_ATTENTION[-1] in FAMILIES[family] else None,
+    )
+
+
+def rules_of(model: Architecture) -> tuple[Rule, ...]:
+    """The rules of a model's family that apply to at least one of its layers."""
+    return tuple(
+        rule for rule in FAMILIES[model.family] if any(model.has(rule.where, layer) for layer in range(model.layers))
+    )
+
+
+def placed_rules(model: Architecture) -> Iterator[tuple[Rule, int]]:
+    """(rule, layer) in the order of a forward pass; layer is 0 for rules that are not per layer. A rule of experts comes
+    once for each of them."""
+    rules = rules_of(model)
+    yield EMBEDDING, 0
+    for layer in range(model.layers):
+        for rule in rules:
+            if rule.per_expert and model.experts is not None and model.has(rule.where, layer):
+                yield from ((rule.of_expert(expert), layer) for expert in range(model.experts.count))
+            elif rule.per_layer and model.has(rule.where, layer):
+                yield rule, layer
+    for rule in rules:
+        if not rule.per_layer and rule is not EMBEDDING:
+            yield rule, 0
+
+
+def huggingface_shapes(model: Architecture) -> dict[str, tuple[int, ...]]:
+    """{HuggingFace name: shape} of everything that the model's directory holds."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for rule, layer in placed_rules(model):
+        shapes.update(zip(rule.names(layer), rule.shapes(model)))
+    return shapes
+
+
+def padded_vocab(vocab: int, tensor_parallel: int) -> int:
+    """Rows of the embedding in Megatron: the next multiple of the ranks."""
+    return -(-vocab // tensor_parallel) * tensor_parallel
+
+
+def _entry(config: dict[str, Any], *keys: str) -> int:
+    """The first of these entries that is there. Raises ModelError unless it is a whole number."""
+    found = next((config[key] for key in keys if config.get(key) is not None), None)
+    if not isinstance(found, int):
+        raise ModelError(f"config.json: '{keys[0]}' is missing or not a whole number (found {found!r}).")
+    return found
+
+
+def _experts(config: dict[str, Any]) -> Experts:
+    """The entries of Qwen, Mixtral and DeepSeek, whose names differ."""
+    ffn = _entry(config, "moe_intermediate_size", "intermediate_size")
+    first, every = config.get("first_k_dense_replace", 0), config.get("decoder_sparse_step", 1)
+    dense = config.get("mlp_only_layers") or ()
+    layers = range(_entry(config, "num_hidden_layers"))
+    return Experts(
+        count=_entry(config, "num_experts", "num_local_experts", "n_routed_experts"),
+        ffn=ffn,
+        shared_ffn=config.get("shared_expert_intermediate_size") or (config.get("n_shared_experts") or 0) * ffn,
+        sparse=tuple(layer >= first and layer not in dense and (layer + 1) % every == 0 for layer in layers),
+    )
+
+
+def _latent(config: dict[str, Any]) -> Latent:
+    return Latent(
+        query_rank=config.get("q_lora_rank"),
+        key_rank=_entry(config, "kv_lora_rank"),
+        plain=_entry(config, "qk_nope_head_dim"),
+        rotating=_entry(config, "qk_rope_head_dim"),
+        value=_entry(config, "v_head_dim"),
+    )
+
+
+def _dense(family: str) -> bool:
+    return all(rule.where is not Where.SPARSE for rule in FAMILIES[family])
+
+
+def _refuse_other_tensors(config: dict[str, Any], family: str) -> None:
+    """Raises ModelError for entries that mean tensors which the tables do not have."""
+    for key, known in (("attention_bias", QKV_BIAS in FAMILIES[family]), ("mlp_bias", False)):
+        if config.get(key) and not known:
+            raise ModelError(f"config.json: {key}=true is not supported for model family '{family}'.")
+    if not config.get("qkv_bias", True):
+        raise ModelError(f"config.json: qkv_bias=false is not supported for model family '{family}'.")
+    if config.get("moe_layer_freq", 1) != 1:
+        raise ModelError(f"config.json: moe_layer_freq={config['moe_layer_freq']} is not supported; expected 1.")
+    if config.get("quantization_config"):
+        method = config["quantization_config"].get("quant_method", "unknown")
+        raise ModelError(
+            f"config.json: weights quantized by '{method}' are not supported; expected 16 or 32-bit floats."
+        )
+
+
+def _rope(config: dict[str, Any]) -> dict[str, Any]:
+    return config.get("rope_parameters") or config.get("rope_scaling") or {}
+
+
+def _check_rope(rope: dict[str, Any]) -> None:
+    """Raises ModelError for scaling other than Llama 3's with the constants that Megatron fixes."""
+    kind = rope.get("rope_type") or rope.get("type") or "default"
+    if kind == "default":
+        return
+    fixed = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+    found = {key: rope.get(key) for key in fixed}
+    if kind != "llama3" or found != fixed:
+        raise ModelError(
+            f"config.json: rope scaling '{kind}' with {found} is not supported; default, or llama3 with {fixed}."
+        )

@@ -1,0 +1,181 @@
+"""HuggingFace model directories: lazy reading, a content hash, and what goes with the weights."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+import struct
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlflow.errors import ModelError
+from rlflow.models.architecture import huggingface_shapes, stored_architecture
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+COPIED_FILES = (
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "chat_template.json",
+)
+"""What an export takes over from the reference directory beside config.json, `*.jinja` and `*.py`. Never weights."""
+
+
+def read_config(path: str | Path) -> dict[str, Any]:
+    """The parsed config.json of a model directory. Raises ModelError where there is none or it is not a JSON object."""
+    file = Path(path) / "config.json"
+    if not Path(path).is_dir():
+        raise ModelError(f"{path}: no such model directory; expected config.json, *.safetensors and a tokenizer there.")
+    if not file.is_file():
+        raise ModelError(f"{file}: missing; a HuggingFace model directory has a config.json.")
+    return _read_json(file)
+
+
+class WeightFiles(Mapping[str, Tensor]):
+    """The tensors of a model directory by HuggingFace name, each read from its file when asked for.
+
+    Raises ModelError at once for a missing or truncated file, so that nothing expensive starts on half a model."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self._file_of = _locate(self.path)
+        for name in sorted(set(self._file_of.values())):
+            missing = {key for key, file in self._file_of.items() if file == name} - set(header(self.path / name))
+            if missing:
+                raise ModelError(
+                    f"{self.path / name}: tensor '{min(missing)}' is missing, though {INDEX_FILE} lists it."
+                )
+
+    def __getitem__(self, name: str) -> Tensor:
+        from safetensors import safe_open
+
+        with safe_open(self.path / self._file_of[name], framework="pt") as file:
+            return file.get_tensor(name)
+
+    def file_of(self, name: str) -> str:
+        """The name of the file that a tensor is in."""
+        return self._file_of[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._file_of)
+
+    def __len__(self) -> int:
+        return len(self._file_of)
+
+
+def iterate_weights(path: str | Path) -> Iterator[tuple[str, Tensor]]:
+    """(HuggingFace name, tensor on the CPU) pairs of a model directory, one tensor in memory at a time.
+
+    Raises ModelError for a directory without safetensors, a missing or a truncated file."""
+    yield from WeightFiles(path).items()
+
+
+def digest(weights: Iterable[tuple[str, Tensor]]) -> str:
+    """A hash of the set of (name, dtype, shape, bytes), whatever their order: 64 hex digits. Verifies every weight sync."""
+    lines = []
+    for name, tensor in weights:
+        content = hashlib.sha256(f"{name}|{tensor.dtype}|{tuple(tensor.shape)}|".encode())
+        content.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
+        lines.append(content.hexdigest())
+    return hashlib.sha256("\n".join(sorted(lines)).encode()).hexdigest()
+
+
+def check_tensors(path: str | Path) -> None:
+    """Raises ModelError unless the directory's headers list the tensors that its config.json implies, in their shapes."""
+    expected = huggingface_shapes(stored_architecture(read_config(path)))
+    found = {name: entry for file in sorted(Path(path).glob("*.safetensors")) for name, entry in header(file).items()}
+    for name in expected:
+        if name not in found:
+            raise ModelError(f"{path}: tensor '{name}' is missing, which config.json implies.")
+    for name, entry in found.items():
+        if name not in expected:
+            raise ModelError(f"{path}: tensor '{name}' is not part of the model that config.json describes.")
+        if tuple(entry["shape"]) != expected[name]:
+            raise ModelError(
+                f"{path}: '{name}' has shape {tuple(entry['shape'])}, config.json implies {expected[name]}."
+            )
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(file.read_text())
+    except ValueError as error:
+        raise ModelError(f"{file}: not valid JSON ({error}).") from None
+    if not isinstance(value, dict):
+        raise ModelError(f"{file}: expected a JSON object, found {type(value).__name__}.")
+    return value
+
+
+def _locate(path: Path) -> dict[str, str]:
+    """The file name of every tensor, in file order."""
+    if (path / INDEX_FILE).is_file():
+        weight_map = _read_json(path / INDEX_FILE).get("weight_map")
+        if not isinstance(weight_map, dict) or not weight_map:
+            raise ModelError(f"{path / INDEX_FILE}: has no weight_map.")
+        return dict(sorted(weight_map.items(), key=lambda item: item[1]))
+    if (path / SINGLE_FILE).is_file():
+        return dict.fromkeys(header(path / SINGLE_FILE), SINGLE_FILE)
+    if not path.is_dir():
+        raise ModelError(f"{path}: no such model directory.")
+    if any(path.glob("*.bin")):
+        raise ModelError(f"{path}: only safetensors weights are read (pickled *.bin can run code); convert it first.")
+    raise ModelError(f"{path}: no weights; expected {SINGLE_FILE} or {INDEX_FILE} with its shards.")
+
+
+def header(file: Path) -> dict[str, Any]:
+    """The header of a safetensors file: 8 bytes little-endian length, then JSON with each tensor's byte range."""
+    if not file.is_file():
+        raise ModelError(f"{file}: missing; {INDEX_FILE} in the same directory lists it.")
+    size = file.stat().st_size
+    with file.open("rb") as stream:
+        start = stream.read(8)
+        length = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
+        if not 0 < length <= size - 8:
+            raise ModelError(f"{file}: truncated or not a safetensors file ({size} bytes).")
+        try:
+            entries = json.loads(stream.read(length))
+        except ValueError:
+            raise ModelError(f"{file}: the safetensors header is damaged.") from None
+    entries.pop("__metadata__", None)
+    expected = 8 + length + max((entry["data_offsets"][1] for entry in entries.values()), default=0)
+    if size < expected:
+        raise ModelError(f"{file}: truncated, {size} bytes found, {expected} expected.")
+    return entries
+
+
+def companions(reference: Path) -> list[str]:
+    """The files of a model directory that go with its weights beside config.json: COPIED_FILES, `*.jinja`, `*.py`."""
+    names = [name for name in COPIED_FILES if (reference / name).is_file()]
+    return names + sorted(file.name for pattern in ("*.jinja", "*.py") for file in reference.glob(pattern))
+
+
+def copy_files(reference: Path, directory: Path) -> None:
+    """Copies what goes with the weights from a model directory; never weights."""
+    for name in companions(reference):
+        shutil.copyfile(reference / name, directory / name)
+
+
+def companions_digest(reference: str | Path) -> str:
+    """A hash of config.json and of all that `copy_files` copies: 64 hex digits."""
+    content = hashlib.sha256()
+    for name in ("config.json", *companions(Path(reference))):
+        content.update(f"{name}|".encode() + hashlib.sha256((Path(reference) / name).read_bytes()).digest())
+    return content.hexdigest()
+
+
+def with_dtype(config: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
+    """The config with its dtype entry set to that of the weights; transformers 4 writes torch_dtype, 5 writes dtype."""
+    key = "dtype" if "dtype" in config else "torch_dtype"
+    return {**config, key: str(dtype).removeprefix("torch.")}

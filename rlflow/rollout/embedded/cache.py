@@ -1,0 +1,200 @@
+"""The key-value cache of the embedded engine: a pool of pages, and attention over the pages of several sequences."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from rlflow.rollout.embedded.pages import PAGE, pages_for
+from rlflow.models.architecture import Architecture
+
+BLOCK_ROWS = 4  # sequences in one attention call at the most
+BLOCK_PADDING = 1.25  # a call's padded keys and values, in shares of the real ones, at the most
+MASK_ELEMENTS = 1 << 22  # of one attention call while prefilling
+
+Attend = Callable[[int, Tensor, Tensor], Tensor]
+"""See rlflow.rollout.embedded.decoder.Attend."""
+
+
+@dataclass(frozen=True)
+class Block:
+    """Sequences of similar length that one attention call serves.
+
+    rows: which of the batch. pages: (rows * n,), of each row the first n. mask: (rows, 1, 1 or queries, n * PAGE), 0 or
+    -inf. queries: (rows, queries), places among the flat tokens; None where row i of the batch has query i. Padding
+    repeats a row's last query; `real` (rows, queries) tells which are not padding."""
+
+    rows: slice
+    pages: Tensor
+    mask: Tensor
+    queries: Tensor | None = None
+    real: Tensor | None = None
+
+
+class KeyValueCache:
+    """Keys and values of `pages` pages, (layers, pages, PAGE * width) with width = 2 * groups * head_dim."""
+
+    def __init__(self, model: Architecture, pages: int, dtype: torch.dtype, device: torch.device) -> None:
+        self._model = model
+        self._width = 2 * model.groups * model.head_dim
+        self._pool = _zeros((model.layers, pages, PAGE * self._width), dtype, device)
+
+    @staticmethod
+    def page_bytes(model: Architecture, dtype: torch.dtype) -> int:
+        """Memory of a page, all layers together."""
+        return model.layers * PAGE * 2 * model.groups * model.head_dim * dtype.itemsize
+
+    @torch.inference_mode()
+    def copy(self, source: int, target: int) -> None:
+        """Copies a page."""
+        self._pool[:, target] = self._pool[:, source]
+
+    @torch.inference_mode()
+    def clear(self, pages: int) -> None:
+        """Zeroes the first `pages` pages. A masked key must still be finite: NaN - inf is NaN, in whichever page it was
+        left behind."""
+        self._pool[:, :pages] = 0
+
+    def decoding(self, tables: Tensor, positions: Tensor, lengths: Sequence[int]) -> Attend:
+        """Attention for one new token per sequence. tables: (B, n) pages; positions: (B,), where the new tokens stand,
+        that is lengths - 1; longest first, so that neighbours need little padding."""
+        index = _places(tables, positions)
+        allowed = torch.arange(pages_for(lengths[0]) * PAGE, device=tables.device) <= positions[:, None]
+        mask = _as_mask(allowed, self._pool.dtype)[:, None, None]
+        blocks = []
+        for rows in _similar(lengths):
+            count = pages_for(lengths[rows.start])
+            blocks.append(Block(rows, tables[rows, :count].reshape(-1), mask[rows, ..., : count * PAGE]))
+        return self._decoding_attention(index, blocks)
+
+    def decoding_static(self, tables: Tensor, positions: Tensor) -> Attend:
+        """The same in one call over all pages of `tables`, with no look at a value on the host: fit for a CUDA graph."""
+        allowed = torch.arange(tables.shape[1] * PAGE, device=tables.device) <= positions[:, None]
+        mask = _as_mask(allowed, self._pool.dtype)[:, None, None]
+        block = Block(slice(0, len(positions)), tables.reshape(-1), mask)
+        return self._decoding_attention(_places(tables, positions), [block])
+
+    def prefilling(self, tables: Tensor, starts: Sequence[int], stops: Sequence[int]) -> Attend:
+        """Attention for the flat tokens of several sequences: i brings positions starts[i]:stops[i] of the one whose
+        pages are tables[i]."""
+        device = tables.device
+        parts = _cut(starts, stops)
+        offsets = [0]
+        for _, start, stop in parts:
+            offsets.append(offsets[-1] + stop - start)
+        places = [
+            _places(tables[row, None].expand(stop - start, -1), torch.arange(start, stop, device=device))
+            for row, start, stop in parts
+        ]
+        order = sorted(range(len(parts)), key=lambda part: (-parts[part][2], parts[part][1]))
+        lengths = [parts[part][2] for part in order]
+        counts = [parts[part][2] - parts[part][1] for part in order]
+        blocks = []
+        for rows in _similar(lengths, counts):
+            chosen = order[rows]
+            blocks.append(
+                self._prefilling_block(rows, tables, [parts[i] for i in chosen], [offsets[i] for i in chosen])
+            )
+        index = torch.cat(places)
+        heads, dim = self._model.heads, self._model.head_dim
+
+        def attend(layer: int, queries: Tensor, keys_values: Tensor) -> Tensor:
+            self._write(layer, index, keys_values)
+            output = torch.empty(len(queries), heads * dim, dtype=queries.dtype, device=device)
+            for block in blocks:
+                keys, values = self._read(layer, block)
+                wanted, real = cast(Tensor, block.queries), cast(Tensor, block.real)
+                padded = queries[wanted].transpose(1, 2)
+                attended = F.scaled_dot_product_attention(padded, keys, values, attn_mask=block.mask, enable_gqa=True)
+                output[wanted[real]] = attended.transpose(1, 2).flatten(2)[real]
+            return output
+
+        return attend
+
+    def _decoding_attention(self, index: Tensor, blocks: list[Block]) -> Attend:
+        groups, dim = self._model.groups, self._model.head_dim
+
+        def attend(layer: int, queries: Tensor, keys_values: Tensor) -> Tensor:
+            self._write(layer, index, keys_values)
+            by_group = queries.reshape(len(queries), groups, -1, dim)  # the heads of a group share its keys: no copies
+            parts = []
+            for block in blocks:
+                keys, values = self._read(layer, block)
+                attended = F.scaled_dot_product_attention(by_group[block.rows], keys, values, attn_mask=block.mask)
+                parts.append(attended.reshape(len(attended), -1))
+            return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+        return attend
+
+    def _prefilling_block(
+        self, rows: slice, tables: Tensor, parts: list[tuple[int, int, int]], offsets: list[int]
+    ) -> Block:
+        device = tables.device
+        first = torch.tensor([start for _, start, _ in parts], device=device)
+        count = torch.tensor([stop - start for _, start, stop in parts], device=device)
+        steps = torch.arange(max(stop - start for _, start, stop in parts), device=device)
+        within = torch.minimum(steps, count[:, None] - 1)
+        pages = pages_for(max(stop for _, _, stop in parts))
+        allowed = torch.arange(pages * PAGE, device=device) <= (first[:, None] + within)[..., None]
+        chosen = tables[torch.tensor([row for row, _, _ in parts], device=device), :pages]
+        queries = torch.tensor(offsets, device=device)[:, None] + within
+        mask = _as_mask(allowed, self._pool.dtype)[:, None]
+        return Block(rows, chosen.reshape(-1), mask, queries, steps < count[:, None])
+
+    def _write(self, layer: int, index: Tensor, keys_values: Tensor) -> None:
+        self._pool[layer].view(-1, self._width)[index] = keys_values
+
+    def _read(self, layer: int, block: Block) -> tuple[Tensor, Tensor]:
+        """Keys and values (rows, groups, positions, head_dim) of a block: a copy, small enough to stay in the cache of the
+        processor until it is attended to."""
+        groups, dim = self._model.groups, self._model.head_dim
+        copied = self._pool[layer].index_select(0, block.pages)
+        held = copied.view(len(block.mask), -1, 2 * groups, dim).transpose(1, 2)
+        return held[:, :groups], held[:, groups:]
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros; on a CPU the memory is not touched before it is used, so that a large pool costs what it holds."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    import numpy as np
+
+    return torch.from_numpy(np.zeros((*shape, dtype.itemsize), dtype=np.uint8)).view(dtype)[..., 0]
+
+
+def _places(tables: Tensor, positions: Tensor) -> Tensor:
+    """(B,) where in the flat pool the position of each sequence lies."""
+    page = tables.gather(1, (positions // PAGE)[:, None])[:, 0]
+    return page * PAGE + positions % PAGE
+
+
+def _as_mask(allowed: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.zeros(allowed.shape, device=allowed.device, dtype=dtype).masked_fill_(~allowed, float("-inf"))
+
+
+def _similar(lengths: Sequence[int], counts: Sequence[int] | None = None) -> Iterator[slice]:
+    """Runs of sequences, given longest first, that may share a padded length and (counts; None: 1) number of queries."""
+    first, real, most = 0, 0, 0
+    for row, length in enumerate(lengths):
+        count = 1 if counts is None else counts[row]
+        padded = (row - first + 1) * lengths[first] * max(most, count)
+        if row > first and (row - first == BLOCK_ROWS or padded > BLOCK_PADDING * (real + length * count)):
+            yield slice(first, row)
+            first, real, most = row, 0, 0
+        real += length * count
+        most = max(most, count)
+    yield slice(first, len(lengths))
+
+
+def _cut(starts: Sequence[int], stops: Sequence[int]) -> list[tuple[int, int, int]]:
+    """(row, start, stop) of every row, those cut whose masks would be large."""
+    parts = []
+    for row, (start, stop) in enumerate(zip(starts, stops)):
+        step = max(1, MASK_ELEMENTS // (BLOCK_ROWS * stop))
+        parts += [(row, at, min(at + step, stop)) for at in range(start, stop, step)]
+    return parts

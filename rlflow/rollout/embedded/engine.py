@@ -1,0 +1,271 @@
+"""The embedded engine: continuous batching in this process, on a CPU or one GPU, for models that fit."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from rlflow.errors import ConfigError, RolloutError, did_you_mean
+from rlflow.rollout.embedded.cache import KeyValueCache
+from rlflow.rollout.engine import Completion, Sampling
+from rlflow.rollout.embedded.graphs import CudaCapture
+from rlflow.rollout.embedded.decoder import Decoder
+from rlflow.rollout.embedded.pages import PAGE, pages_for
+from rlflow.rollout.embedded.sampling import Decoding, StopTable
+from rlflow.rollout.embedded.scheduler import Scheduler, Statistics
+from rlflow.rollout.embedded.slots import Request
+from rlflow.rollout.tokenizer import Tokenizer
+from rlflow.models.architecture import architecture
+from rlflow.models.huggingface import digest, iterate_weights, read_config
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+class EmbeddedEngine:
+    """Implements `rlflow.rollout.engine.Engine` over a HuggingFace directory of a Qwen2, Qwen3 or Llama model.
+
+    One step admits waiting requests, prefills them (at most `prefill_tokens`), and decodes one token for all that run;
+    between steps the event loop gets its turn. All of it happens in the caller's event loop, one loop at a time, so
+    there is nothing to lock. A request with an id keeps its slot when it ends: the next one with that id (the next
+    turn of an episode) computes only what is new. `release(id)` gives the slot back; without it the longest unused
+    one is taken when slots run out. What the prompts of several requests have in common is computed and stored once.
+
+    max_concurrency: slots. max_tokens: of a prompt and its completion together; None: the model's positions. kv_tokens:
+    tokens whose keys and values are kept, all sequences together; None: what all slots could need, in half of the free
+    memory at the most. When it is used up, the youngest requests wait and are computed again. prefill_tokens: most
+    tokens of prompts in a step. deterministic: requests that wait are admitted in the order of their ids, not of their
+    arrival. cuda_graphs: replay recorded decode steps; None: on a GPU.
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        tokenizer: Decoding | None = None,
+        *,
+        max_concurrency: int = 128,
+        max_tokens: int | None = None,
+        kv_tokens: int | None = None,
+        prefill_tokens: int = 8192,
+        dtype: str = "float32",
+        device: str | None = None,
+        deterministic: bool = False,
+        seed: int = 0,
+        cuda_graphs: bool | None = None,
+    ) -> None:
+        if dtype not in DTYPES:
+            raise ConfigError(
+                f"engine.dtype: expected one of {', '.join(DTYPES)}, found '{dtype}'.{did_you_mean(dtype, DTYPES)}"
+            )
+        _check_sizes(max_concurrency=max_concurrency, prefill_tokens=prefill_tokens, max_tokens=max_tokens)
+        _check_sizes(PAGE, kv_tokens=kv_tokens)
+        self.path = Path(path)
+        self.dtype = DTYPES[dtype]
+        self.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        self.max_concurrency = max_concurrency
+        self.deterministic = deterministic
+        shape = architecture(read_config(path))
+        if cuda_graphs and self.device.type != "cuda":
+            raise ConfigError(f"engine.cuda_graphs: they need a GPU, found the device '{self.device}'.")
+        self._model = Decoder(shape, self.dtype, self.device)
+        self._model.load(iterate_weights(path))
+        self.max_tokens = min(max_tokens or shape.max_positions, shape.max_positions)
+        pages = max_concurrency * pages_for(self.max_tokens)
+        if kv_tokens is not None:
+            pages = min(pages, kv_tokens // PAGE)
+        else:
+            pages = min(pages, _free_bytes(self.device) // 2 // KeyValueCache.page_bytes(shape, self.dtype))
+        self.max_tokens = min(self.max_tokens, pages * PAGE)
+        self._tokenizer = tokenizer
+        self._stops = StopTable(shape.vocab, self._load_tokenizer, self.device)
+        self._scheduler = Scheduler(
+            self._model,
+            self._stops,
+            max_concurrency,
+            pages=pages,
+            max_tokens=self.max_tokens,
+            prefill_tokens=prefill_tokens,
+            by_id=deterministic,
+            capture=CudaCapture() if self.device.type == "cuda" and cuda_graphs is not False else None,
+        )
+        self._vocab = shape.vocab
+        self._seed = seed
+        self._arrivals = 0
+        self._state: Literal["open", "draining", "paused", "closed"] = "open"
+        self._broken = ""  # why the weights cannot be used
+        self._driver: asyncio.Task[None] | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    # --- the protocol -------------------------------------------------------------------------------------------------
+
+    async def generate(self, tokens: Sequence[int], sampling: Sampling, request_id: str | None = None) -> Completion:
+        """Continues `tokens`; see `Engine.generate`. Raises RolloutError for a request that cannot be served."""
+        self._check(tokens, sampling, request_id)
+        seed = sampling.seed if sampling.seed is not None else hash((self._seed, self._arrivals))
+        self._arrivals += 1
+        request = Request(
+            tokens=list(tokens),
+            sampling=sampling,
+            id=request_id,
+            stop_row=self._stops.row(sampling.stop, sampling.stop_token_ids),
+            seed=_as_int64(seed),
+            future=self._enter_loop().create_future(),
+        )
+        self._scheduler.submit(request)
+        self._ensure_driver()
+        try:
+            return await request.future
+        finally:
+            if request.future.cancelled():
+                self._scheduler.remove(request)
+
+    async def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """Replaces the weights between two steps; see `Engine.load_weights`. After a failure the engine refuses to
+        generate until a complete load succeeded, so that half-loaded weights are never sampled from."""
+        self._broken = "the last load_weights did not complete"
+        self._model.load(weights)
+        self._broken = ""
+        self._scheduler.version = version
+        self._scheduler.forget_cache()
+
+    def weights_digest(self) -> str:
+        """Content hash of the weights in use; equals `rlflow.models.huggingface.digest` of what was loaded, in this dtype."""
+        return digest(self._model.named_weights())
+
+    @property
+    def version(self) -> int:
+        """Version of the weights in use; 0 for those of the directory."""
+        return self._scheduler.version
+
+    @property
+    def statistics(self) -> Statistics:
+        """Counts of steps and tokens since the start."""
+        return self._scheduler.statistics
+
+    @property
+    def weight_names(self) -> frozenset[str]:
+        """HuggingFace names of the tensors that the engine keeps (a tied model has no lm_head.weight)."""
+        return frozenset(self._model.parameters)
+
+    async def pause(self, mode: Literal["keep", "abort", "wait"] = "keep") -> None:
+        """Stops stepping. keep: requests in flight stay where they are; abort: they end now with what they have; wait:
+        those that run are finished first. Requests that arrive later wait for `resume`."""
+        if mode == "wait":
+            self._state = "draining"
+            while self._scheduler.running:
+                await asyncio.sleep(0)
+        self._state = "paused"
+        if mode == "abort":
+            for request in self._scheduler.in_flight():
+                self._scheduler.end(request, "aborted")
+
+    async def resume(self) -> None:
+        """Continues after `pause`."""
+        self._state = "open"
+        self._enter_loop()
+        self._ensure_driver()
+
+    async def abort(self, request_id: str) -> None:
+        """Ends the request with that id, if it is in flight: it completes with what it has and stop "aborted"."""
+        for request in self._scheduler.in_flight():
+            if request.id == request_id:
+                self._scheduler.end(request, "aborted")
+
+    def release(self, request_id: str) -> None:
+        """Forgets what is kept for the next turn of that id."""
+        self._scheduler.release(request_id)
+
+    async def close(self) -> None:
+        """Ends every request; the engine cannot be used afterwards."""
+        await self.pause("abort")
+        self._state = "closed"
+
+    # --- requests -----------------------------------------------------------------------------------------------------
+
+    def _check(self, tokens: Sequence[int], sampling: Sampling, request_id: str | None) -> None:
+        if self._state == "closed":
+            raise RolloutError("engine: it was closed; make a new one.")
+        if self._broken:
+            raise RolloutError(f"engine: {self._broken}; load complete weights first.")
+        if not tokens:
+            raise RolloutError("engine.generate: the prompt has no tokens; expected at least one.")
+        if len(tokens) >= self.max_tokens:
+            raise RolloutError(
+                f"engine.generate: a prompt of {len(tokens)} tokens leaves no room in the {self.max_tokens} tokens that it "
+                "and its completion may have: the least of engine.max_tokens, engine.kv_tokens and the model's positions."
+            )
+        if min(tokens) < 0 or max(tokens) >= self._vocab:
+            raise RolloutError(
+                f"engine.generate: a token is outside the vocabulary of {self._vocab}; is the tokenizer the model's?"
+            )
+        if sampling.max_tokens < 1 or not sampling.temperature >= 0:
+            raise RolloutError(
+                "engine.generate: expected max_tokens >= 1 and temperature >= 0, "
+                f"found {sampling.max_tokens} and {sampling.temperature}."
+            )
+        if request_id in self._scheduler.ids:
+            raise RolloutError(f"engine.generate: request id '{request_id}' is in flight already; ids must differ.")
+
+    def _enter_loop(self) -> asyncio.AbstractEventLoop:
+        loop = asyncio.get_running_loop()
+        if self._loop is not None and self._loop is not loop:
+            if self._loop.is_running() and self._scheduler.in_flight():
+                raise RolloutError("engine: it is in use by another event loop; use one loop at a time.")
+            for request in self._scheduler.in_flight():  # their loop was closed under them
+                self._scheduler.remove(request)
+            self._driver = None
+        self._loop = loop
+        return loop
+
+    def _ensure_driver(self) -> None:
+        if self._driver is None or self._driver.done():
+            self._driver = asyncio.get_running_loop().create_task(self._drive())
+            self._driver.add_done_callback(self._fail_all)
+
+    async def _drive(self) -> None:
+        scheduler = self._scheduler
+        while (self._state == "open" and scheduler.in_flight()) or (self._state == "draining" and scheduler.running):
+            scheduler.step(admit=self._state == "open")
+            await asyncio.sleep(0)
+
+    def _fail_all(self, driver: asyncio.Task[None]) -> None:
+        """Hands an error of a step to everyone who waits for one."""
+        error = None if driver.cancelled() else driver.exception()
+        if error is None:
+            return
+        failure = error if isinstance(error, RolloutError) else RolloutError(f"engine: a step failed: {error!r}")
+        for request in self._scheduler.in_flight():
+            if not request.future.done():
+                request.future.set_exception(failure)
+            self._scheduler.remove(request)
+        self._scheduler.clear_cache()
+
+    def _load_tokenizer(self) -> Decoding:
+        if self._tokenizer is None:
+            self._tokenizer = Tokenizer.from_pretrained(self.path)
+        return self._tokenizer
+
+
+def _check_sizes(least: int = 1, **values: int | None) -> None:
+    for name, value in values.items():
+        if value is not None and value < least:
+            raise ConfigError(f"engine.{name}: expected at least {least}, found {value}.")
+
+
+def _free_bytes(device: torch.device) -> int:
+    """Memory of the device that nobody uses now."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    import psutil
+
+    return psutil.virtual_memory().available
+
+
+def _as_int64(value: int) -> int:
+    """The value modulo 2**64, as a signed 64-bit integer."""
+    value &= 0xFFFFFFFFFFFFFFFF
+    return value - (1 << 64) if value >= 1 << 63 else value

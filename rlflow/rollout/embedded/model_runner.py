@@ -1,0 +1,133 @@
+"""Forward passes over slots: what a prefill or a decode step computes, samples and writes down."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rlflow.errors import RolloutError
+from rlflow.rollout.embedded.cache import KeyValueCache
+from rlflow.rollout.embedded.graphs import DecodeGraphs
+from rlflow.rollout.embedded.decoder import Attend, Decoder
+from rlflow.rollout.embedded.sampling import StopTable, sample, uniforms
+from rlflow.rollout.embedded.slots import Slots
+
+NOT_FINITE = 255
+"""Flag of a row whose log-prob is NaN or infinite; beside those of the stop table."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """What a prefill computes of one slot: positions start:stop of its `tokens`; the last of them where complete."""
+
+    slot: int
+    start: int
+    stop: int
+    tokens: list[int]
+
+    @property
+    def complete(self) -> bool:
+        return self.stop == len(self.tokens)
+
+
+class ModelRunner:
+    """Runs the model over slots and writes what it samples into them. Methods return (slot, flag) pairs, a flag of the
+    stop table per sampled token.
+
+    capture: records a decode step for replay (see rlflow.rollout.embedded.graphs); None runs every step anew."""
+
+    def __init__(
+        self,
+        model: Decoder,
+        cache: KeyValueCache,
+        slots: Slots,
+        stops: StopTable,
+        capture: Callable[[Callable[[], None]], Callable[[], None]] | None = None,
+    ) -> None:
+        self._model = model
+        self._cache = cache
+        self._slots = slots
+        self._stops = stops
+        self._version = torch.zeros((), dtype=torch.int64, device=model.device)
+        self._graphs = None if capture is None else DecodeGraphs(slots, self._decode_static, capture)
+        self._order: Sequence[int] = ()
+        self._batch = torch.zeros(0, dtype=torch.int64, device=model.device)
+
+    @property
+    def version(self) -> int:
+        """Version of the weights, written beside every sampled token."""
+        return int(self._version)
+
+    @version.setter
+    def version(self, version: int) -> None:
+        self._version.fill_(version)
+
+    @torch.inference_mode()
+    def prefill(self, parts: Sequence[Part]) -> list[tuple[int, int]]:
+        """Computes the parts in one pass; samples for those that are complete."""
+        device = self._model.device
+        tokens = torch.tensor([token for part in parts for token in part.tokens[part.start : part.stop]])
+        positions = torch.cat([torch.arange(part.start, part.stop) for part in parts])
+        tables = self._slots.tables[torch.tensor([part.slot for part in parts], device=device)]
+        attend = self._cache.prefilling(tables, [part.start for part in parts], [part.stop for part in parts])
+        ends = torch.tensor([part.stop - part.start for part in parts]).cumsum(0) - 1
+        complete = [row for row, part in enumerate(parts) if part.complete]
+        logits = self._model.forward(tokens.to(device), positions.to(device), attend, ends[complete].to(device))
+        if not complete:
+            return []
+        batch = torch.tensor([parts[row].slot for row in complete], device=device)
+        return self._outcome([parts[row].slot for row in complete], batch, *self._sample(batch, logits))
+
+    @torch.inference_mode()
+    def decode(self, order: list[int]) -> list[tuple[int, int]]:
+        """One token for each of the slots, the longest first. `order` is a new list where it changed."""
+        if self._graphs is not None:
+            return self._outcome(order, *self._graphs.run(order))
+        if order is not self._order:
+            self._order, self._batch = order, torch.tensor(order, device=self._model.device)
+        lengths = [self._slots.length[slot] for slot in order]
+        tokens, logprobs = self._decode(
+            self._batch, lambda tables, positions: self._cache.decoding(tables, positions, lengths)
+        )
+        return self._outcome(order, self._batch, tokens, logprobs)
+
+    def _decode_static(self, batch: Tensor, pages: int) -> tuple[Tensor, Tensor]:
+        return self._decode(batch, lambda tables, positions: self._cache.decoding_static(tables[:, :pages], positions))
+
+    def _decode(self, batch: Tensor, attention: Callable[[Tensor, Tensor], Attend]) -> tuple[Tensor, Tensor]:
+        """Sampled tokens (B,) and their log-probs (B,) for the slots `batch`, written down. No value is looked at on the
+        host."""
+        slots = self._slots
+        positions = slots.lengths[batch] - 1
+        attend = attention(slots.tables[batch], positions)
+        return self._sample(batch, self._model.forward(slots.tokens[batch, positions], positions, attend))
+
+    def _sample(self, batch: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
+        slots = self._slots
+        lengths, temperatures = slots.lengths[batch], slots.temperatures[batch]
+        drawn = logits.is_cuda or bool((temperatures > 0).any())
+        uniform = uniforms(slots.seeds[batch], lengths) if drawn else None
+        tokens, logprobs = sample(logits, temperatures, uniform)
+        slots.tokens[batch, lengths] = tokens
+        slots.logprobs[batch, lengths] = logprobs
+        slots.versions[batch, lengths] = self._version
+        slots.lengths[batch] = lengths + 1
+        slots.lengths[slots.spare :] = 1
+        return tokens, logprobs
+
+    def _outcome(self, order: Sequence[int], batch: Tensor, tokens: Tensor, logprobs: Tensor) -> list[tuple[int, int]]:
+        """The flags, brought to the host at once, and the host's side of the book-keeping."""
+        slots = self._slots
+        flags = self._stops.flags[slots.stop_rows[batch], tokens]
+        outcome = list(zip(order, torch.where(torch.isfinite(logprobs), flags, NOT_FINITE).tolist()))
+        if any(flag == NOT_FINITE for _, flag in outcome):
+            raise RolloutError(
+                "engine: the policy's logits are not finite; its weights diverged (lower the learning rate?)."
+            )
+        for slot in order:
+            slots.cached[slot] = slots.length[slot]
+            slots.length[slot] += 1
+        return outcome

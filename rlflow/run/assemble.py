@@ -1,0 +1,71 @@
+"""What a configuration names, made: the rollout with its engine and environment, and the tasks that fit."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from rlflow.environment import Environment
+from rlflow.errors import DataError
+from rlflow.config.components import build
+from rlflow.rollout import Rollout, Tokenizer
+from rlflow.config.schema import RunConfig
+from rlflow.types import Task
+
+logger = logging.getLogger(__name__)
+
+
+def make_rollout(config: RunConfig) -> Rollout:
+    """The rollout of a configuration over a new engine and environment; the caller closes it."""
+    section = config.rollout
+    tokenizer = Tokenizer.from_pretrained(config.model.path, trust_remote_code=config.model.trust_remote_code)
+    environment: Environment = build("environment", config.environment)
+    offered: dict[str, Any] = {
+        "path": config.model.path,
+        "tokenizer": tokenizer,
+        "dtype": config.model.dtype,
+        "max_tokens": section.max_total_tokens,
+        "seed": config.run.seed,
+        "deterministic": config.run.deterministic,
+        "trust_remote_code": config.model.trust_remote_code,
+    }
+    rollout = Rollout(
+        build("engine", section.engine, **offered),
+        environment,
+        tokenizer,
+        samples_per_prompt=section.samples_per_prompt,
+        max_turns=section.max_turns,
+        max_response_tokens=section.max_response_tokens,
+        max_total_tokens=section.max_total_tokens,
+        max_observation_tokens=section.max_observation_tokens,
+        temperature=section.temperature,
+        max_aborted_share=section.max_aborted_share,
+        chat_template=section.chat_template,
+        seed=config.run.seed,
+        deterministic=config.run.deterministic,
+    )
+    if environment.max_turns is not None:
+        told = "episodes get at most %d responses, as the environment has it; rollout.max_turns = %d is not used"
+        logger.info(told, environment.max_turns, section.max_turns)
+    if rollout.max_total_tokens < section.max_total_tokens:
+        told = "the engine holds %d tokens: episodes end there, not at rollout.max_total_tokens = %d"
+        logger.warning(told, rollout.max_total_tokens, section.max_total_tokens)
+    return rollout
+
+
+def fitting_tasks(rollout: Rollout, split: str, config: RunConfig) -> tuple[list[Task], int]:
+    """(the split's tasks whose prompt fits, how many did not). Raises DataError where none is left."""
+    limit = min(config.data.max_prompt_tokens, rollout.max_total_tokens - 1)
+    tasks = list(rollout.environment.tasks(split))
+    if not tasks:
+        raise DataError(f"split '{split}': the environment has no tasks; give it data.")
+    kept = [task for task in tasks if len(rollout.prompt_tokens(task)) <= limit]
+    dropped = len(tasks) - len(kept)
+    if not kept:
+        raise DataError(
+            f"split '{split}': all {len(tasks)} prompts are longer than {limit} tokens; raise data.max_prompt_tokens and "
+            "rollout.max_total_tokens."
+        )
+    if dropped:
+        logger.warning("split '%s': %d of %d prompts over %d tokens dropped", split, dropped, len(tasks), limit)
+    return kept, dropped

@@ -1,0 +1,147 @@
+"""The checkpoints of one run, and how one comes to be: written aside, brought to disk, renamed.
+
+step_000050/            state.json (the run's part, sealed) and trainer/ (what the trainer saved)
+step_000050.partial/    being written, or half removed; `.old`: being replaced
+step_000050.aside/      newer than the checkpoint that the run was resumed from by `run.resume_step`; read by nobody
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+from rlflow.errors import ConfigError, DamagedCheckpointError
+from rlflow.storage.integrity import MANIFEST, find_damage, listed, read_sealed
+
+STATE = "state.json"
+TRAINER = "trainer"
+_STEP = re.compile(r"step_(\d{6,})$")
+
+
+class Checkpoints:
+    """A folder of checkpoints. One under its final name is complete: what lacks a file was damaged later."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def path(self, step: int) -> Path:
+        return self.folder / f"step_{step:06d}"
+
+    def steps(self) -> list[int]:
+        """Steps of the checkpoints, ascending; not of what is partial or set aside."""
+        if not self.folder.is_dir():
+            return []
+        matches = (_STEP.fullmatch(entry.name) for entry in self.folder.iterdir())
+        return sorted(int(match[1]) for match in matches if match)
+
+    def latest(self) -> tuple[int, Path] | None:
+        """(step, directory) of the newest checkpoint, or None."""
+        steps = self.steps()
+        return (steps[-1], self.path(steps[-1])) if steps else None
+
+    def choose(self, step: int | None) -> tuple[int, Path] | None:
+        """(step, directory) to resume from: the newest, or that of `step`. Raises ConfigError where there is none."""
+        if step is None:
+            return self.latest()
+        steps = self.steps()
+        if step not in steps:
+            known = ", ".join(map(str, steps)) or "none"
+            raise ConfigError(f"run.resume_step: {self.folder} has no checkpoint of step {step}; there are: {known}.")
+        return step, self.path(step)
+
+    def begin(self, step: int) -> Path:
+        """An empty directory to write the checkpoint into; `commit` gives it its name."""
+        partial = self.begun(step)
+        self.clean()
+        partial.mkdir(parents=True)
+        return partial
+
+    def commit(self, step: int, keep: int | None = None) -> None:
+        """Brings what was begun to disk and gives it its name; only then the oldest ones go, so that `keep` are left."""
+        final, partial = self.path(step), self.begun(step)
+        _sync_tree(partial)
+        displaced = final.with_name(final.name + ".old")
+        if final.exists():
+            os.replace(final, displaced)
+        os.replace(partial, final)
+        _sync(final.parent)
+        if displaced.exists():
+            _remove(displaced)
+        older = [other for other in self.steps() if other < step]
+        for old in older[: max(0, len(older) + 1 - keep)] if keep else []:
+            _remove(self.path(old))
+
+    def clean(self) -> None:
+        """Clears what a kill left half written or half removed; a checkpoint caught while being replaced is put back."""
+        for entry in self.folder.glob("*.partial"):
+            shutil.rmtree(entry, ignore_errors=True)
+        for entry in self.folder.glob("*.old"):
+            if entry.with_suffix("").exists():
+                _remove(entry)
+            else:
+                os.replace(entry, entry.with_suffix(""))
+
+    def set_aside_after(self, step: int) -> list[Path]:
+        """Renames the checkpoints after `step`, which the run has been taken back to; returns their new names."""
+        renamed = []
+        for newer in (other for other in self.steps() if other > step):
+            aside = self.path(newer).with_name(self.path(newer).name + ".aside")
+            shutil.rmtree(aside, ignore_errors=True)
+            os.replace(self.path(newer), aside)
+            renamed.append(aside)
+        return renamed
+
+    def advice(self, damaged: int) -> str:
+        """What to do about the damaged checkpoint of a step: one sentence that names the newest whole one before it. Reads
+        every file of those that it tries."""
+        for step in reversed([other for other in self.steps() if other < damaged]):
+            if self.find_damage(step) is None:
+                return (
+                    f"The newest whole checkpoint is that of step {step}: continue with --resume run.resume_step={step}"
+                )
+        return "No earlier checkpoint is whole: begin anew with --overwrite, or under another run.name."
+
+    def find_damage(self, step: int) -> str | None:
+        """One line about what is wrong with the checkpoint; None where all its files are what was written."""
+        path = self.path(step)
+        try:
+            read_state(path)
+            manifest: dict[str, Any] = read_sealed(path / TRAINER / MANIFEST)
+        except DamagedCheckpointError as error:
+            return str(error)
+        return find_damage(path / TRAINER, listed(manifest))
+
+    def begun(self, step: int) -> Path:
+        """Where the checkpoint of a step is until it is complete."""
+        return self.path(step).with_name(self.path(step).name + ".partial")
+
+
+def read_state(checkpoint: Path) -> dict[str, Any]:
+    """The run's part of a checkpoint. Raises DamagedCheckpointError."""
+    return read_sealed(checkpoint / STATE)
+
+
+def _remove(directory: Path) -> None:
+    """Renames to `.partial` first, so that a kill in the middle never leaves half a checkpoint under a good name."""
+    doomed = directory.with_name(directory.name + ".partial")
+    shutil.rmtree(doomed, ignore_errors=True)
+    os.replace(directory, doomed)
+    shutil.rmtree(doomed)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _sync_tree(directory: Path) -> None:
+    for folder, _, files in os.walk(directory):
+        for name in files:
+            _sync(Path(folder) / name)
+        _sync(Path(folder))

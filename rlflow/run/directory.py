@@ -1,0 +1,340 @@
+"""The one layout of a run directory, and how everything in it is written: aside first, then renamed.
+
+config.yaml                      the resolved configuration, secrets redacted
+metrics.jsonl                    one object per step
+checkpoints/step_000050/         see `rlflow.run.checkpoints`
+export/                          the policy as a HuggingFace directory
+trajectories/step_000010.jsonl   sampled training episodes
+evaluations/step_000010.jsonl    every evaluated episode
+progress.png  summary.json  log.txt
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import logging
+import math
+import os
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rlflow.run.checkpoints import Checkpoints
+from rlflow.errors import CheckpointError, ConfigError
+from rlflow.types import Group, Trajectory
+
+logger = logging.getLogger(__name__)
+
+LAYOUT = ("config.yaml", "metrics.jsonl", "checkpoints", "export", "trajectories", "evaluations", "progress.png",
+          "summary.json", "log.txt", "tensorboard", "wandb")  # fmt: skip
+STARTED = {"config.yaml", "config.yaml.partial", "log.txt", "metrics.jsonl", "metrics.jsonl.partial", "tensorboard", "wandb"}
+"""What a run may have written before its first metrics."""
+
+
+class RunDirectory:
+    """One run's files. While it is open for writing, no other process can open it (`run.lock`)."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self.saved = Checkpoints(self.checkpoints)
+        self._lock: Any = None
+
+    @classmethod
+    def create(cls, directory: str | Path, *, resume: bool = False, overwrite: bool = False) -> RunDirectory:
+        """Opens a directory for writing, made where missing. With `resume`, what is there stays; with `overwrite`, an
+        earlier run's files (and only those) are removed.
+
+        Raises:
+            ConfigError: an earlier run or foreign files are in the way, or another process is writing there.
+        """
+        run = cls(directory)
+        begun = run._refuse_if_taken(resume, overwrite)
+        try:
+            run.path.mkdir(parents=True, exist_ok=True)
+            run._acquire_lock()
+        except OSError as error:
+            raise ConfigError(f"run.directory: {run.path} cannot be written ({error.strerror}); choose another one.") from None
+        if overwrite or not begun:
+            run._remove_run()
+        run.saved.clean()
+        if resume and run.latest_checkpoint() is None:
+            logger.warning("resume: no checkpoint in %s, the run starts at step 0", run.path)
+        return run
+
+    @classmethod
+    def check(cls, directory: str | Path, *, resume: bool = False, overwrite: bool = False) -> None:
+        """Returns where `create` would find no obstacle; makes nothing. Raises ConfigError as `create` does."""
+        run = cls(directory)
+        run._refuse_if_taken(resume, overwrite)
+        ground = next(path for path in (run.path, *run.path.absolute().parents) if path.exists())
+        if not ground.is_dir() or not os.access(ground, os.W_OK | os.X_OK):
+            raise ConfigError(f"run.directory: {run.path} cannot be written, as {ground} does not allow it; choose another one.")
+        if (run.path / "run.lock").is_file():
+            run._acquire_lock()
+            run.close()
+
+    @classmethod
+    def open(cls, directory: str | Path) -> RunDirectory:
+        """An existing run, for reading.
+
+        Raises:
+            ConfigError: there is no run.
+        """
+        run = cls(directory)
+        if not run.config.is_file() and not run.metrics.is_file():
+            near = [entry.name for entry in sorted(run.path.glob("*/"))] if run.path.is_dir() else []
+            near = [name for name in near if (run.path / name / "config.yaml").is_file()]
+            hint = f" Runs in it: {', '.join(near[:8])}." if near else ""
+            raise ConfigError(
+                f"{run.path}: no run here; expected a directory with config.yaml and metrics.jsonl.{hint}"
+            )
+        return run
+
+    @property
+    def config(self) -> Path:
+        return self.path / "config.yaml"
+
+    @property
+    def metrics(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def export(self) -> Path:
+        return self.path / "export"
+
+    @property
+    def picture(self) -> Path:
+        return self.path / "progress.png"
+
+    @property
+    def summary(self) -> Path:
+        return self.path / "summary.json"
+
+    @property
+    def log(self) -> Path:
+        return self.path / "log.txt"
+
+    def trajectories(self, step: int) -> Path:
+        return self.path / "trajectories" / f"step_{step:06d}.jsonl"
+
+    def evaluations(self, step: int) -> Path:
+        return self.path / "evaluations" / f"step_{step:06d}.jsonl"
+
+    def checkpoint_path(self, step: int) -> Path:
+        return self.saved.path(step)
+
+    def saved_steps(self) -> list[int]:
+        """Steps of the complete checkpoints, ascending."""
+        return self.saved.steps()
+
+    def latest_checkpoint(self) -> tuple[int, Path] | None:
+        """(step, directory) of the newest complete checkpoint, or None."""
+        return self.saved.latest()
+
+    def close(self) -> None:
+        """Lets other processes write here again."""
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
+
+    def __enter__(self) -> RunDirectory:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def discard_unless_begun(self) -> None:
+        """Removes the directory if nothing but the start of a run is in it: a failed start leaves no trace."""
+        present = self._present()
+        if present and not self._begun(present):
+            self._remove_run()
+        if not self._present():
+            (self.path / "run.lock").unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                self.path.rmdir()
+
+    def _present(self) -> list[str]:
+        names = sorted(entry.name for entry in self.path.iterdir()) if self.path.is_dir() else []
+        return [name for name in names if name != "run.lock"]
+
+    def _begun(self, present: Sequence[str]) -> bool:
+        """Whether there is more than what a start writes before its first metrics: such a rest is in nobody's way."""
+        return not ("log.txt" in present and set(present) <= STARTED) or bool(
+            self.metrics.is_file() and self.metrics.stat().st_size
+        )
+
+    def _refuse_if_taken(self, resume: bool, overwrite: bool) -> bool:
+        """Whether a run has begun here, once nothing speaks against opening the directory for writing."""
+        if self.path.exists() and not self.path.is_dir():
+            raise ConfigError(f"run.directory: {self.path} is a file; expected a directory, or a name that is free.")
+        if resume and overwrite:
+            raise ConfigError(
+                "run.resume and run.overwrite are both on; resume continues a run, overwrite throws it away."
+            )
+        present = self._present()
+        if not present or not self._begun(present):
+            return False
+        if not resume and not overwrite:
+            raise ConfigError(
+                f"run.directory: {self.path} already holds {_what(present)}: continue it with --resume, throw it "
+                "away with --overwrite, or choose another run.name."
+            )
+        if "config.yaml" not in present:
+            raise ConfigError(
+                f"run.directory: {self.path} holds files that are not of a run ({', '.join(present[:3])}); "
+                "choose another run.directory or run.name."
+            )
+        return True
+
+    def _acquire_lock(self) -> None:
+        """The kernel drops the lock when the process ends, killed or not, so a stale file never blocks."""
+        lock = (self.path / "run.lock").open("a+", encoding="utf-8")
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            lock.seek(0)
+            owner = lock.read().strip() or "unknown"
+            lock.close()
+            if owner != str(os.getpid()):  # a second run object in one process is the caller's own business
+                raise ConfigError(
+                    f"run.directory: process {owner} is writing to {self.path}; wait for it, stop it, or "
+                    "choose another run.name."
+                ) from None
+            return
+        lock.truncate(0)
+        lock.write(str(os.getpid()))
+        lock.flush()
+        self._lock = lock
+
+    def _remove_run(self) -> None:
+        for name in LAYOUT:
+            entry = self.path / name
+            if entry.is_dir() and not entry.is_symlink():
+                shutil.rmtree(entry)
+            else:
+                entry.unlink(missing_ok=True)
+
+
+def write_text(path: str | Path, text: str) -> None:
+    """Writes the file aside, syncs it to disk and renames it: a kill leaves the old file or the new one, never half of one."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    aside = path.with_name(path.name + ".partial")
+    with aside.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(aside, path)
+
+
+def write_json(path: str | Path, value: Any) -> None:
+    """Writes one JSON document as `write_text` does. Numbers that are not finite become null."""
+    write_text(path, json.dumps(plain(value), indent=2, ensure_ascii=False) + "\n")
+
+
+def read_json(path: str | Path) -> Any:
+    """One JSON document.
+
+    Raises:
+        CheckpointError: the file is missing or damaged.
+    """
+    try:
+        return json.loads(Path(path).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise CheckpointError(f"{path}: no such file; the run or checkpoint is incomplete.") from None
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"{path}: damaged, not JSON: {error}.") from None
+
+
+def write_trajectories(path: str | Path, groups: Sequence[Group], limit: int | None = None) -> None:
+    """Writes one JSON line per episode: what the policy wrote, what the environment answered, rewards, token counts.
+    With `limit`, that many episodes evenly spread over the groups."""
+    records = [trajectory_record(group, attempt) for group in groups for attempt in range(len(group.trajectories))]
+    if limit is not None and limit < len(records):
+        records = [records[index * len(records) // limit] for index in range(limit)]
+    write_text(path, "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records))
+
+
+def trajectory_record(group: Group, attempt: int) -> dict[str, Any]:
+    """One episode as plain values. `prompt_tokens` counts what stood before the first response."""
+    trajectory: Trajectory = group.trajectories[attempt]
+    sampled = sum(int(segment.loss_mask.sum()) for segment in trajectory.segments)
+    total = sum(len(segment) for segment in trajectory.segments)
+    prompt_tokens = trajectory.turns[0].start if trajectory.turns else total
+    turns = [
+        {
+            "response": turn.response,
+            "observation": turn.observation,
+            "reward": turn.reward,
+            "tokens": turn.stop - turn.start,
+            "duration_s": round(turn.duration_s, 4),
+        }
+        for turn in trajectory.turns
+    ]
+    return plain(
+        {
+            "task_id": trajectory.task_id,
+            "group_id": trajectory.group_id,
+            "attempt": attempt,
+            "prompt": trajectory.prompt or group.task.prompt,
+            "answer": group.task.answer,
+            "turns": turns,
+            "reward": trajectory.reward,
+            "stop": trajectory.stop.value,
+            "metrics": trajectory.metrics,
+            "metadata": group.task.metadata,
+            "error": trajectory.error,
+            "prompt_tokens": prompt_tokens,
+            "response_tokens": sampled,
+            "observation_tokens": total - sampled - prompt_tokens,
+        }
+    )
+
+
+def read_trajectories(path: str | Path) -> list[dict[str, Any]]:
+    """The records that `write_trajectories` wrote.
+
+    Raises:
+        CheckpointError: the file is missing or a line is damaged (file, line number).
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise CheckpointError(f"{path}: no such file; expected episodes as JSON lines.")
+    records = []
+    with path.open(encoding="utf-8") as lines:
+        for number, line in enumerate(lines, start=1):
+            try:
+                records.append(json.loads(line))
+            except json.JSONDecodeError as error:
+                raise CheckpointError(f"{path}:{number}: not JSON ({error.msg}).") from None
+    return records
+
+
+def plain(value: Any) -> Any:
+    """The value in what JSON can say: numbers that are not finite become null, other objects their text."""
+    if isinstance(value, dict):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return [plain(item) for item in value]
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if value is None or isinstance(value, (str, int, bool)):
+        return value
+    if hasattr(value, "tolist"):  # numpy and torch numbers and arrays
+        return plain(value.tolist())
+    return str(value)
+
+
+def _what(present: list[str]) -> str:
+    return (
+        "a run"
+        if "config.yaml" in present
+        else f"files ({', '.join(present[:3])}{', ...' if len(present) > 3 else ''})"
+    )

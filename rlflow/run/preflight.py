@@ -1,0 +1,67 @@
+"""Whether a training run can start: what files and installed packages can tell before anything is built or written."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+from rlflow.errors import ConfigError, MissingPackageError
+from rlflow.config.checks import check_config
+from rlflow.run.directory import RunDirectory, read_json
+from rlflow.config.schema import RunConfig
+from rlflow.trainer.layout import Layout
+from rlflow.models.architecture import architecture
+from rlflow.models.huggingface import WeightFiles, read_config
+
+
+def check_start(config: RunConfig) -> None:
+    """Returns when nothing is known to be in the way of a run: values, model directory, layout, packages, run directory.
+
+    Raises ConfigError, ModelError or MissingPackageError. Data and tokenizer are read when the environment is built.
+    """
+    check_config(config)
+    if not config.model.path:
+        raise ConfigError(
+            "model.path: expected a HuggingFace model directory, found nothing; set it, or give --model PATH."
+        )
+    Layout.of(config.trainer).check_model(architecture(read_config(config.model.path)))
+    WeightFiles(config.model.path)
+    _check_packages(config)
+    if config.run.resume_step is not None and not config.run.resume:
+        raise ConfigError(f"run.resume_step: {config.run.resume_step} needs run.resume (--resume).")
+    RunDirectory.check(run_path(config), resume=config.run.resume, overwrite=config.run.overwrite)
+
+
+def run_path(config: RunConfig) -> Path:
+    """Where the run writes. Raises ConfigError where `run.directory` holds another placeholder than {name}."""
+    try:
+        return Path(config.run.directory.format(name=config.run.name))
+    except (KeyError, IndexError, ValueError):
+        raise ConfigError(
+            f"run.directory: expected a path in which only {{name}} stands for something else, found '{config.run.directory}'."
+        ) from None
+
+
+def finished_summary(config: RunConfig) -> dict[str, Any] | None:
+    """The summary of the run that is to be resumed, where all its steps are done and nothing is left to do; else None."""
+    directory = RunDirectory(run_path(config))
+    latest = directory.latest_checkpoint()
+    if latest is None or not directory.summary.is_file() or config.run.resume_step not in (None, latest[0]):
+        return None
+    summary = read_json(directory.summary)
+    done = summary.get("status") == "finished" and summary.get("steps") == latest[0] >= config.run.steps
+    return summary if done else None
+
+
+def _check_packages(config: RunConfig) -> None:
+    needed = (
+        ("cluster.ranks", config.cluster.ranks > 0, "ray", "rlflow[ray]"),
+        ("metrics.tensorboard", config.metrics.tensorboard, "tensorboard", "rlflow[tensorboard]"),
+        ("metrics.picture", config.metrics.picture, "matplotlib", "matplotlib"),
+        ("metrics.wandb", config.metrics.wandb, "wandb", "rlflow[wandb]"),
+        ("trainer.backend=megatron", config.trainer.backend == "megatron", "megatron", "megatron-core"),
+    )
+    for key, asked, package, extra in needed:
+        if asked and importlib.util.find_spec(package) is None:
+            raise MissingPackageError(f"{key}: the package '{package}' is not installed: pip install '{extra}'.")

@@ -1,0 +1,285 @@
+"""The command line: what it hands on, its exit codes, and no traceback for what a user can mend."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import io
+import os
+import signal
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+from rlflow.commands import cli
+from rlflow.commands.check import check_environment
+from rlflow.commands.doctor import JOBS, TESTED, diagnose, job_row, package_row, verdict
+from rlflow.errors import ConfigError
+from rlflow.commands.play import find_task, play, read_response
+from rlflow.config.components import build
+from rlflow.run.directory import RunDirectory, write_json, write_text
+from rlflow.commands.scaffold import write_environment
+from rlflow.commands.show import printable
+from rlflow.types import Task
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def train_arguments(*arguments: str) -> argparse.Namespace:
+    return cli.parse(["train", *arguments])
+
+
+def test_every_command_has_help(capsys: pytest.CaptureFixture[str]) -> None:
+    for command in (
+        [],
+        ["train"],
+        ["eval"],
+        ["env"],
+        ["env", "new"],
+        ["env", "check"],
+        ["env", "play"],
+        ["show"],
+        ["doctor"],
+    ):
+        with pytest.raises(SystemExit) as ended:
+            cli.parse([*command, "--help"])
+        assert ended.value.code == 0
+        assert len(capsys.readouterr().out) > 200 or command == ["doctor"]
+
+
+def test_short_options_become_keys_and_explicit_keys_come_last(tmp_path: Path) -> None:
+    data = tmp_path / "it's data.jsonl"
+    data.write_text("")
+    args = train_arguments("--model", str(tmp_path), "--train-data", str(data), "--resume", "model.path=other")
+    overrides = cli.train_overrides(args)
+    from rlflow.config.schema import load_config
+
+    config = load_config(None, overrides)
+    assert config.environment["train"] == str(data) and config.run.resume and config.model.path == "other"
+
+
+def test_options_and_overrides_mix_in_any_order() -> None:
+    args = train_arguments("run.steps=1", "--resume", "run.seed=2", "--dry-run", "run.name=x")
+    assert args.overrides == ["run.steps=1", "run.seed=2", "run.name=x"] and args.dry_run
+    for mistake in (["--resum"], ["--no-such=3"], ["--no-such", "3"]):
+        with pytest.raises(SystemExit):
+            train_arguments("--dry-run", *mistake)
+
+
+def test_a_missing_file_is_one_line_and_exit_code_2(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["train", "--model", "/no/such/model", "--dry-run"]) == 2
+    assert capsys.readouterr().err == "rlflow: ConfigError: --model: /no/such/model: no such file or directory.\n"
+
+
+def test_debug_shows_the_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RLFLOW_DEBUG", "1")
+    with pytest.raises(ConfigError):
+        cli.main(["train", "run.stps=1"])
+
+
+def test_dry_run_prints_configuration_and_plan_and_starts_nothing(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert cli.main(["train", "--dry-run", f"run.directory={tmp_path}/run", "rollout.prompts_per_step=4"]) == 0
+    out = capsys.readouterr().out
+    assert "prompts_per_step: 4" in out and "32 per step = 4 prompts x 8 samples" in out
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_ctrl_c_is_130_without_a_traceback(tmp_path: Path) -> None:
+    source, _, _ = write_environment("guess", tmp_path)
+    process = subprocess.Popen([sys.executable, "-m", "rlflow.commands.cli", "env", "play", f"{source}:Guess"], cwd=ROOT,
+                               stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)  # fmt: skip
+    assert process.stdout is not None
+    assert "You are the policy" in process.stdout.readline()
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=30)
+    assert process.returncode == 130 and err == "rlflow: interrupted.\n"
+
+
+def test_plug_ins_add_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "plug_in_commands.py").write_text(
+        "def add(commands):\n    parser = commands.add_parser('hello')\n    parser.set_defaults(run=lambda args: 7)\n"
+    )
+    information = tmp_path / "plug_in-1.dist-info"
+    information.mkdir()
+    (information / "METADATA").write_text("Name: plug-in\nVersion: 1\n")
+    (information / "entry_points.txt").write_text("[rlflow.commands]\nhello = plug_in_commands:add\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert cli.main(["hello"]) == 7
+
+
+# ---------------------------------------------------------------- env
+
+
+def test_a_scaffolded_environment_is_short_keeps_the_contract_and_passes_its_own_test(tmp_path: Path) -> None:
+    source, test, reference = write_environment("word_game", tmp_path)
+    assert len(source.read_text().splitlines()) <= 30
+    assert [node.name for node in ast.parse(source.read_text()).body if isinstance(node, ast.ClassDef)] == ["WordGame"]
+    report = check_environment(build("environment", {"name": reference}), episodes=8)
+    assert report.passed, str(report)
+    done = subprocess.run([sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(test)], cwd=tmp_path,
+                          env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True)  # fmt: skip
+    assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.parametrize("name", ["Word-Game", "class", "9lives", "a b"])
+def test_a_name_that_is_no_module_name_is_refused(name: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="expected a snake_case name"):
+        write_environment(name, tmp_path)
+
+
+def test_a_scaffold_never_overwrites(tmp_path: Path) -> None:
+    (tmp_path / "test_guess.py").write_text("mine")
+    with pytest.raises(ConfigError, match="is there already"):
+        write_environment("guess", tmp_path)
+    assert not (tmp_path / "guess.py").exists()
+
+
+def test_env_check_prints_problems_and_exits_1(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source, _, reference = write_environment("guess", tmp_path)
+    assert cli.main(["env", "check", reference, "--set", "highest=5", "--episodes", "4"]) == 0
+    assert "train: 4 tasks" in capsys.readouterr().out
+    bad = tmp_path / "bad.py"
+    bad.write_text(
+        source.read_text()
+        .replace("return Step(reward=1.0", "return (1.0")
+        .replace(', terminated=True, metrics={"exact_match": 1.0})', ")")
+    )
+    assert cli.main(["env", "check", f"{bad}:Guess", "--episodes", "8"]) == 1
+    assert "PROBLEM: step: expected an rlflow.Step, found float" in capsys.readouterr().out
+
+
+def test_a_person_plays_to_the_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _, _, reference = write_environment("guess", tmp_path)
+    environment = build("environment", {"name": reference})
+    assert play(environment, task="train-7", source=io.StringIO("5\n\n8\n\nI say\n7\n\n"), color="never") == 0
+    out = capsys.readouterr().out
+    assert out.index("higher") < out.index("lower") < out.index("terminated after 3 turns, return 1")
+
+
+def test_leaving_and_the_turn_limit_end_a_game(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _, _, reference = write_environment("guess", tmp_path)
+    environment = build("environment", {"name": reference})
+    play(environment, source=io.StringIO(""), color="never")
+    assert "left after 0 turns" in capsys.readouterr().out
+    play(environment, task="train-7", max_turns=2, source=io.StringIO("0\n\n" * 9), color="never")
+    assert "turn limit (2) reached" in capsys.readouterr().out
+
+
+def test_a_response_ends_with_an_empty_line_or_a_stop_string() -> None:
+    lines = io.StringIO("think\n<answer>x</answer> more\nnext\n\nlast")
+    assert read_response(lines, ("</answer>",)) == "think\n<answer>x</answer>"
+    assert read_response(lines, ("</answer>",)) == "next"
+    assert read_response(lines, ()) == "last"
+    assert read_response(lines, ()) is None
+
+
+def test_tasks_are_found_by_id_before_position() -> None:
+    tasks = [Task("1", "a"), Task("0", "b")]
+    assert find_task(tasks, "0", "train").prompt == "b"
+    with pytest.raises(ConfigError, match="a position below 2, found '5'"):
+        find_task(tasks, "5", "train")
+    with pytest.raises(ConfigError, match=r"tasks\('val'\) is empty"):
+        find_task([], "0", "val")
+
+
+# ---------------------------------------------------------------- show
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    with RunDirectory.create(tmp_path / "run") as run:
+        write_text(run.config, "run: {}\n")
+        steps = [f'{{"step": {step}, "train/reward": {step / 10}, "time/step_s": 30}}\n' for step in range(1, 5)]
+        write_text(run.metrics, "".join(steps))
+        write_json(run.summary, {"status": "finished", "steps": 4, "written": {"run": "x"}})
+        episodes = [
+            {"task_id": f"t{n}", "attempt": 0, "prompt": "Who?", "answer": ["Ann"], "reward": float(n == 1), "stop": "terminated",
+             "turns": [{"response": f"guess {n}", "observation": "<information>doc</information>"}],
+             "metrics": {"exact_match": n == 1},
+             "error": "", "prompt_tokens": 3, "response_tokens": 4, "observation_tokens": 5} for n in range(3)]  # fmt: skip
+        import json
+
+        for step in (2, 4):
+            write_text(
+                run.trajectories(step),
+                "".join(json.dumps({**one, "task_id": f"{one['task_id']}@{step}"}) + "\n" for one in episodes),
+            )
+    return tmp_path / "run"
+
+
+def shown(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    assert cli.main(["show", *arguments]) == 0
+    return capsys.readouterr().out
+
+
+def test_show_prints_summary_and_the_last_episodes(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = shown(capsys, str(run))
+    for text in ("step 4 after 2:00", "reward 0.400", "status", "finished", "t0@4", "guess 1", "<information>doc</information>",
+                 "reward 1", "expected Ann", "tokens: 3 prompt, 4 sampled, 5 observed"):  # fmt: skip
+        assert text in out
+    assert "@2" not in out and "\033" not in out
+
+
+def test_show_selects_step_and_outcome(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = shown(capsys, str(run), "--step", "2", "--solved")
+    assert "t1@2" in out and "t0@2" not in out and "1 of 1 solved episodes, 3 in all" in out
+    out = shown(capsys, str(run / "trajectories" / "step_000004.jsonl"), "--failed", "--trajectories", "1")
+    assert "t0@4" in out and "t2@4" not in out and "step 4 after" not in out
+
+
+def test_show_colours_on_demand(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "\033[36;1mguess 1\033[0m" in shown(capsys, str(run), "--color", "always")
+
+
+def test_text_of_the_policy_cannot_steer_the_terminal() -> None:
+    assert printable("a\x1b[2J\tü\n\x07") == "a\ufffd[2J\tü\n\ufffd"
+
+
+def test_show_says_which_steps_there_are(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["show", str(run), "--step", "3"]) == 2
+    assert "no episodes of step 3; there are 2, 4." in capsys.readouterr().err
+    assert cli.main(["show", str(run.parent)]) == 2
+    assert "Runs in it: run" in capsys.readouterr().err
+
+
+# ---------------------------------------------------------------- doctor
+
+
+def test_doctor_ends_with_its_verdict(capsys: pytest.CaptureFixture[str]) -> None:
+    code = diagnose()
+    out = capsys.readouterr().out
+    assert out.splitlines()[-1].startswith("verdict: ") and code == (1 if "not possible" in out else 0)
+    assert all(job.name in out for job in JOBS) and metadata.version("torch") in out
+
+
+def test_doctor_names_what_is_missing_and_how_to_install_it() -> None:
+    nothing: dict[str, str | None] = dict.fromkeys(TESTED)
+    job = JOBS[0].__class__("job", ("no-such-package-a|no-such-package-b", "torch"), "pip install x")
+    assert job_row(job, {**nothing, "torch": "1"}, gpu=False) == (
+        "job",
+        "no",
+        "no-such-package-a or no-such-package-b",
+        "pip install x",
+    )
+    gpu = JOBS[0].__class__("job", ("torch",), "pip install x", gpu=True)
+    assert job_row(gpu, {"torch": "1"}, gpu=False) == ("job", "no", "an NVIDIA GPU", "")
+    assert job_row(gpu, {"torch": "1"}, gpu=True) == ("job", "yes", "", "")
+
+
+def test_doctor_warns_of_another_megatron_without_a_gpu() -> None:
+    assert package_row("megatron-core", "0.15.0")[-1] == f"pip install megatron-core=={TESTED['megatron-core']}"
+    assert package_row("torch", TESTED["torch"] + "+cpu")[-1] == "" and package_row("torch", "2.0")[-1] == "differs"
+    other = {**TESTED, "megatron-core": "0.15.0"}
+    assert "tested with another version" in verdict(other, gpu=False)[0]
+    assert verdict(dict(TESTED), gpu=False) == ("verdict: ready to train on CPU.", True)
+
+
+def test_doctor_knows_the_versions_of_the_constraints_file() -> None:
+    lines = (ROOT / "constraints" / "cpu.txt").read_text().splitlines()
+    constraints = dict(line.split("==") for line in lines if "==" in line and not line.startswith("#"))
+    assert {name: constraints.get(name) for name in TESTED} == TESTED

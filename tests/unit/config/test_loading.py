@@ -1,0 +1,180 @@
+"""Configuration: what YAML and overrides mean, and what every mistake says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from rlflow.config.loading import config_keys, config_text, load_config, redact, save_config, to_dict
+from rlflow.errors import ConfigError
+from rlflow.config.schema import RunConfig
+from rlflow.config.schema import load_config as load_run_config
+
+
+def write(path: Path, text: str) -> Path:
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def error_of(*overrides: str, file: Path | None = None) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load_run_config(file, overrides)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_no_file_and_no_override_is_the_defaults() -> None:
+    assert load_run_config() == RunConfig()
+
+
+def test_files_merge_over_their_bases_and_overrides_over_files(tmp_path: Path) -> None:
+    write(tmp_path / "root.yaml", "trainer: {lr: 1e-3, beta1: 0.5, eps: 1e-7}\nrun: {name: root}\n")
+    (tmp_path / "sub").mkdir()
+    write(tmp_path / "sub" / "middle.yaml", "base: ../root.yaml\ntrainer: {beta1: 0.6, eps: 1e-6}\n")
+    top = write(tmp_path / "top.yaml", "base: sub/middle.yaml\ntrainer: {eps: 1e-5}\n")
+    config = load_run_config(top, ["trainer.eps=1e-4"])
+    assert (config.trainer.lr, config.trainer.beta1, config.trainer.eps, config.run.name) == (1e-3, 0.6, 1e-4, "root")
+
+
+def test_bases_that_lead_in_a_circle_are_named(tmp_path: Path) -> None:
+    write(tmp_path / "a.yaml", "base: b.yaml\n")
+    write(tmp_path / "b.yaml", "base: a.yaml\n")
+    assert "leads back" in error_of(file=tmp_path / "a.yaml")
+
+
+@pytest.mark.parametrize("text", ["1e-6", "1E-6", "1.0e-6", "0.000001", ".000001", "+1e-6"])
+def test_every_spelling_of_a_small_float_is_that_float(text: str) -> None:
+    config = load_run_config(None, [f"trainer.lr={text}", f"environment.rate={text}"])
+    assert config.trainer.lr == 1e-6 and config.environment["rate"] == 1e-6
+
+
+def test_whole_numbers_become_floats_where_floats_belong_and_nowhere_else() -> None:
+    config = load_run_config(None, ["trainer.lr=1"])
+    assert config.trainer.lr == 1.0 and isinstance(config.trainer.lr, float)
+    assert "expected a whole number, found 2.0 (number)" in error_of("rollout.max_turns=2.0")
+
+
+@pytest.mark.parametrize("value", ["yes", "1", "'true'", "null"])
+def test_booleans_are_true_or_false_only(value: str) -> None:
+    assert "run.resume: expected true or false" in error_of(f"run.resume={value}")
+
+
+def test_a_boolean_is_not_a_number() -> None:
+    assert "found true" in error_of("rollout.max_turns=true")
+    assert "found true" in error_of("trainer.lr=true")
+
+
+def test_overrides_reach_into_components_and_lists() -> None:
+    config = load_run_config(None, ["environment.reader.top_k=5", "algorithm.losses.0.clip_low=.1"])
+    assert config.environment == {"name": "search", "reader": {"top_k": 5}}
+    assert config.algorithm.losses == [{"name": "ppo_clip", "clip_low": 0.1}]
+    assert "algorithm.losses' is a list of 1" in error_of("algorithm.losses.1.x=1")
+
+
+def test_another_component_name_drops_the_keywords_of_the_first_in_any_order(tmp_path: Path) -> None:
+    file = write(tmp_path / "c.yaml", "environment: {name: search, corpus: c.jsonl}\n")
+    for overrides in (
+        ["environment.name=guess", "environment.highest=3"],
+        ["environment.highest=3", "environment.name=guess"],
+    ):
+        assert load_run_config(file, overrides).environment == {"name": "guess", "highest": 3}
+    assert load_run_config(file, ["environment.name=search"]).environment == {"name": "search", "corpus": "c.jsonl"}
+
+
+def test_a_run_name_is_no_component_name() -> None:
+    assert load_run_config(None, ["run.seed=3", "run.name=other"]).run.seed == 3
+
+
+def test_defaults_are_not_shared_between_configurations() -> None:
+    load_run_config(None, ["algorithm.losses.0.clip_low=.1", "environment.top_k=5"])
+    assert load_run_config() == RunConfig()
+
+
+def test_null_is_allowed_where_a_key_is_optional_only() -> None:
+    assert load_run_config(None, ["run.max_minutes=null"]).run.max_minutes is None
+    assert "found null" in error_of("run.steps=null")
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("trainer.lrr=1", "trainer.lrr: unknown key. Did you mean 'trainer.lr'?"),
+        ("trainner.lr=1", "Did you mean 'trainer'?"),
+        ("lr=1", "Did you mean 'trainer.lr'?"),
+        ("rollout.lr=1", "Did you mean 'trainer.lr'?"),
+        ("rollout.temprature=1", "Did you mean 'rollout.temperature'?"),
+        ("rollout.qqq=1", "Known keys of rollout: engine, prompts_per_step"),
+        ("rollout.max_turns=four", "rollout.max_turns: expected a whole number, found 'four' (text)"),
+        ("trainer=3", "trainer: expected a section with keys, found 3"),
+        ("rollout.max_turns", "expected section.key=value, found 'rollout.max_turns'"),
+        ("trainer.lr.x=1", "'trainer.lr' is 1e-06 (number), it has no keys"),
+        ("trainer.lr=[", "is not a YAML value"),
+        ("rollout.max_observation_tokens=a", "expected a whole number or null"),
+    ],
+)
+def test_mistakes_say_where_what_and_how(override: str, expected: str) -> None:
+    message = error_of(override)
+    assert message.startswith("command line: ") and expected in message
+
+
+def test_mistakes_in_files_name_the_file_that_holds_them(tmp_path: Path) -> None:
+    write(tmp_path / "base.yaml", "rollout: {max_turns: many}\n")
+    top = write(tmp_path / "top.yaml", "base: base.yaml\ntrainer: {lr: 1}\n")
+    assert error_of(file=top).startswith(f"{tmp_path / 'base.yaml'}: rollout.max_turns: expected a whole number")
+    assert "demo.yaml: no such configuration file. Did you mean 'demos.yaml'?" in error_of(
+        file=write(tmp_path / "demos.yaml", "").with_name("demo.yaml")
+    )
+    assert f"{top}:3: not YAML: key 'lr' stands twice" in error_of(file=write(top, "trainer:\n  lr: 1\n  lr: 2\n"))
+    assert "expected sections" in error_of(file=write(top, "- 1\n"))
+
+
+def test_saved_configuration_loads_to_the_same(tmp_path: Path) -> None:
+    overrides = ["trainer.lr=1e-7", "environment={name: x, list: [1, {a: é}], none: null}", "run.target=0.5"]
+    config = load_run_config(None, overrides)
+    save_config(config, tmp_path / "config.yaml")
+    assert load_run_config(tmp_path / "config.yaml") == config
+    assert [path.name for path in tmp_path.iterdir()] == ["config.yaml"]
+
+
+def test_secrets_are_redacted_and_look_alikes_are_not() -> None:
+    secret = {
+        "api_key": "k",
+        "hf_token": "t",
+        "nested": [{"db_password": "p"}],
+        "url": "https://me:pw@host/x",
+        "secret": "s",
+        "secret_key": "s",
+        "api_keys": ["k", "l"],
+        "query": "https://host/x?hf_token=t&top=3&api-key=k#part",
+        "redis": "redis://:pw@host/0",
+    }
+    plain = {
+        "max_tokens": 5,
+        "eos_token": "</s>",
+        "tokenizer": "path",
+        "token_budget": 3,
+        "monkey": "m",
+        "url": "http://host:80/x?token_budget=3",
+    }
+    text = config_text({"a": secret, "b": plain})
+    shown = yaml.safe_load(text)
+    assert shown["b"] == plain
+    assert shown["a"] == {"api_key": "***", "hf_token": "***", "nested": [{"db_password": "***"}],
+                          "url": "https://me:***@host/x", "secret": "***", "secret_key": "***",
+                          "api_keys": ["***", "***"], "query": "https://host/x?hf_token=***&top=3&api-key=***#part",
+                          "redis": "redis://:***@host/0"}  # fmt: skip
+    assert redact({"api_key": None}) == {"api_key": None}
+
+
+def test_keys_cover_every_section() -> None:
+    keys = config_keys(RunConfig)
+    assert {key.split(".")[0] for key in keys} == set(to_dict(RunConfig()))
+    assert "algorithm.losses" in keys and "environment" in keys and len(keys) == len(set(keys))
+
+
+def test_any_dataclass_is_a_schema() -> None:
+    from rlflow.config.schema import TrainerSection
+
+    assert load_config(None, ["lr=2"], TrainerSection) == TrainerSection(lr=2.0)

@@ -1,0 +1,248 @@
+"""Claims about the client: which failures it survives, and how long it tries."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import time
+
+import pytest
+
+from rlflow.errors import ConfigError
+from rlflow_environments.retrieval.client.client import HttpRetriever
+from rlflow_environments.search.errors import RetrievalError
+from rlflow_environments.retrieval.corpus import Passage
+from rlflow_environments.retrieval.indices import make_retriever
+from rlflow_environments.retrieval.server.discovery import DiscoveryFile, read_addresses
+from rlflow_environments.retrieval.server.listener import bind
+from rlflow_environments.retrieval.client.servers import ServerPool, server_url
+from tests.unit.environments.retrieval.scripted_server import CUT, HANG, Scripted, client
+from tests.unit.environments.retrieval.search_servers import serving
+
+# ---------------------------------------------------------------- one server
+
+
+def test_passages_come_back_in_order_with_scores():
+    server = Scripted()
+    with serving(server) as url:
+        found = client(url).search(["a", "b"], 2)
+    assert [[(p.id, p.title, p.score, p.url) for p in hits] for hits in found] == [
+        [("s/a", "a", 0.5, "doc://s/a")] * 2,
+        [("s/b", "b", 0.5, "doc://s/b")] * 2,
+    ]
+    _, request, headers = server.requests[0]
+    assert request == {"queries": ["a", "b"], "topk": 2, "return_scores": True}
+    assert 0 < float(headers["x-deadline-s"]) <= 5.0
+    assert len(server.requests) == 1
+
+
+def test_bare_documents_and_title_with_text_are_understood():
+    body = json.dumps({"result": [[{"title": "T", "text": "x"}, {"contents": '"U"\ny', "url": "u", "id": 7}]]}).encode()
+    with serving(Scripted(body=body)) as url:
+        found = client(url).search(["a"], 5)[0]
+    assert found == [Passage("", "T", '"T"\nx', "doc://", 0.0), Passage("7", "U", '"U"\ny', "u", 0.0)]
+
+
+def test_a_server_that_ignores_topk_is_cut():
+    body = json.dumps({"result": [[{"id": str(i), "contents": "x"} for i in range(9)]]}).encode()
+    with serving(Scripted(body=body)) as url:
+        assert [passage.id for passage in client(url).search(["a"], 2)[0]] == ["0", "1"]
+
+
+@pytest.mark.parametrize("failures", [[500], [503, 502], [429], [CUT], [429, CUT, 500]])
+def test_what_may_pass_is_tried_again(failures):
+    server = Scripted(*failures)
+    with serving(server) as url:
+        assert client(url).search(["a"], 1)[0][0].id == "s/a"
+    assert len(server.requests) == len(failures) + 1
+
+
+@pytest.mark.parametrize("status", [400, 413, 422])
+def test_what_another_attempt_would_not_mend_is_not_tried_again(status):
+    server = Scripted(status)
+    with serving(server) as url, pytest.raises(RetrievalError, match=f"status {status}"):
+        client(url).search(["a"], 1)
+    assert len(server.requests) == 1
+
+
+@pytest.mark.parametrize("status", [401, 404, 405])
+def test_a_wrong_address_is_a_mistake_of_the_configuration(status):
+    server = Scripted(status)
+    with serving(server) as url, pytest.raises(ConfigError, match=f"status {status}.*address"):
+        client(url).search(["a"], 1)
+    assert len(server.requests) == 1
+
+
+@pytest.mark.parametrize(
+    "body", [b'{"results": []}', b'{"result": []}', b'{"result": [["text"]]}', b'{"result": [[{"id": "1"}]]}']
+)
+def test_an_answer_of_another_shape_is_never_taken_for_an_empty_one(body):
+    with serving(Scripted(body=body)) as url, pytest.raises(RetrievalError, match=r"expected|no 'contents'"):
+        client(url).search(["a"], 1)
+
+
+def test_tries_counts_all_attempts():
+    server = Scripted(*[500] * 9)
+    with serving(server) as url, pytest.raises(RetrievalError, match=r"after 3 of 3 attempts.*status 500"):
+        client(url, tries=3).search(["a"], 1)
+    assert len(server.requests) == 3
+
+
+def test_each_attempt_has_its_own_timeout_inside_the_deadline():
+    server = Scripted(HANG, HANG)
+    with serving(server) as url:
+        start = time.monotonic()
+        assert client(url, attempt_timeout_s=0.4).search(["a"], 1)[0][0].id == "s/a"
+        assert time.monotonic() - start >= 0.8
+    assert len(server.requests) == 3
+
+
+def test_the_deadline_ends_everything():
+    server = Scripted(*[HANG] * 9)
+    with serving(server) as url:
+        retriever = client(url, attempt_timeout_s=0.5, timeout_s=1.2, tries=9)
+        start = time.monotonic()
+        with pytest.raises(RetrievalError, match="in 1"):
+            retriever.search(["a"], 1)
+        assert time.monotonic() - start < 5
+    assert 2 <= len(server.requests) <= 3
+
+
+def test_it_comes_back_when_the_server_asks_it_to():
+    server = Scripted(429, headers=[(b"retry-after", b"1")])
+    with serving(server) as url:
+        assert client(url).search(["a"], 1)
+    assert server.requests[1][0] - server.requests[0][0] >= 1.0
+
+
+def test_waiting_for_a_connection_counts_against_the_deadline():
+    server = Scripted(HANG)
+    with serving(server) as url:
+        retriever = client(url, connections=1, timeout_s=1.0)
+
+        async def two():
+            return await asyncio.gather(retriever.find("a", 1), retriever.find("b", 1), return_exceptions=True)
+
+        first, second = asyncio.run(two())
+    assert isinstance(first, RetrievalError) and isinstance(second, RetrievalError)
+
+
+def test_many_searches_from_several_loops_are_not_mixed_up():
+    with serving(Scripted()) as url:
+        retriever = client(url, connections=16)
+
+        async def many(name):
+            return await asyncio.gather(*(retriever.find(f"{name}{i}", 1) for i in range(60)))
+
+        for name in "ab":
+            assert [hits[0].id for hits in asyncio.run(many(name))] == [f"s/{name}{i}" for i in range(60)]
+
+
+def test_a_closed_client_refuses():
+    with serving(Scripted()) as url:
+        retriever = client(url)
+        retriever.search(["a"], 1)
+        retriever.close()
+        with pytest.raises(RetrievalError, match="closed"):
+            retriever.search(["a"], 1)
+        retriever.close()
+
+
+# ---------------------------------------------------------------- several servers
+
+
+def test_another_server_takes_over_at_once():
+    good, gone = Scripted(name="good"), Scripted(*[CUT] * 99, name="gone")
+    with serving(good) as first, serving(gone) as second:
+        retriever = client([first, second])
+        start = time.monotonic()
+        assert {retriever.search([f"q{i}"], 1)[0][0].id for i in range(20)} == {f"good/q{i}" for i in range(20)}
+        assert time.monotonic() - start < 10
+    assert 1 <= len(gone.requests) < 15  # it rests, longer each time
+
+
+def test_stale_discovery_files_are_skipped(tmp_path):
+    with bind("127.0.0.1", 0) as unused:
+        port = unused.getsockname()[1]
+    DiscoveryFile(tmp_path, "127.0.0.1", port).write()  # nobody is there any more
+    foreign, server = Scripted(*[404] * 99), Scripted()
+    with serving(foreign) as other, serving(server) as url:
+        for address in (other, url):
+            DiscoveryFile(tmp_path, "127.0.0.1", int(address.rpartition(":")[2])).write()
+        retriever = client(None, discovery=tmp_path)
+        assert [retriever.search([f"q{i}"], 1)[0][0].id for i in range(10)] == [f"s/q{i}" for i in range(10)]
+
+
+def test_a_server_that_appears_later_is_found(tmp_path):
+    first, second = Scripted(name="first"), Scripted(name="second")
+    with serving(second) as later:
+        with serving(first) as url:
+            mine = DiscoveryFile(tmp_path, "127.0.0.1", int(url.rpartition(":")[2]))
+            mine.write()
+            retriever = client(None, discovery=tmp_path)
+            assert retriever.search(["a"], 1)[0][0].id == "first/a"
+        DiscoveryFile(tmp_path, "127.0.0.1", int(later.rpartition(":")[2])).write()
+        assert retriever.search(["b"], 1)[0][0].id == "second/b"
+
+
+def test_discovery_files_have_the_fields_name_and_content(tmp_path):
+    file = DiscoveryFile(tmp_path / "new", "10.0.0.7", 8000)
+    file.write()
+    assert file.path.name == "Host10.0.0.7_IP8000.txt" and file.path.read_bytes() == b"10.0.0.7:8000"
+    (tmp_path / "new" / "Hostb_IP1.txt").write_text("b:1\n\nc:2\n")
+    assert read_addresses(tmp_path / "new") == ["10.0.0.7:8000", "b:1", "c:2"]
+    file.remove()
+    file.remove()
+    assert read_addresses(tmp_path / "new") == ["b:1", "c:2"]
+    assert DiscoveryFile(tmp_path, "0.0.0.0", 1).content != "0.0.0.0:1"  # nobody can connect to that
+
+
+def test_the_less_busy_server_is_asked():
+    pool = ServerPool(lambda: ["a:1", "b:1"], random.Random(0))
+    taken = [pool.take() for _ in range(10)]
+    assert sorted(taken) == ["http://a:1"] * 5 + ["http://b:1"] * 5
+    assert pool.take(avoid="http://a:1") == "http://b:1"
+
+
+@pytest.mark.parametrize(
+    ("address", "url"),
+    [
+        ("h:1", "http://h:1"),
+        ("http://h:1/", "http://h:1"),
+        ("http://h:1/retrieve", "http://h:1"),
+        ("https://h/base", "https://h/base"),
+    ],
+)
+def test_addresses_are_taken_in_the_forms_of_the_field(address, url):
+    assert server_url(address) == url
+
+
+# ---------------------------------------------------------------- configuration
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({}, "either urls"),
+        ({"url": "h:1", "discovery": "x"}, "either urls"),
+        ({"url": "ftp://h:1"}, "http://host:port"),
+        ({"url": "h:port"}, "http://host:port"),
+        ({"url": "h:1", "trys": 3}, "unknown option 'trys'.*Did you mean 'tries'"),
+        ({"url": "h:1", "tries": 0}, "tries"),
+        ({"url": "h:1", "timeout_s": -1}, "timeout_s"),
+        ({"url": "h:1", "cache": {"mode": "recrod", "directory": "d"}}, "Did you mean 'record'"),
+        ({"url": "h:1", "cache": {"mode": "record"}}, "cache.directory"),
+        ({"url": "h:1", "cache": {"dir": "record"}}, "unknown option 'dir'"),
+    ],
+)
+def test_mistakes_are_named(options, named):
+    with pytest.raises(ConfigError, match=named):
+        make_retriever({"name": "http", **options}, None)
+
+
+def test_a_server_that_does_not_come_is_a_mistake_of_the_configuration():
+    with bind("127.0.0.1", 0) as unused:
+        port = unused.getsockname()[1]
+    with pytest.raises(ConfigError, match=f"no server is ready after 0.5 s .127.0.0.1:{port}.*ClientConnector"):
+        HttpRetriever(f"127.0.0.1:{port}", wait_s=0.5)

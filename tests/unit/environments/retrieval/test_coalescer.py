@@ -1,0 +1,168 @@
+"""Claims about coalesced searches: batches form, and no request sees another."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from rlflow_environments.retrieval.coalescer import CoalescedSearch
+from rlflow_environments.search.errors import QueueFullError
+from rlflow_environments.retrieval.corpus import Passage
+from rlflow_environments.retrieval.indices import Retriever
+
+
+class Echo(Retriever):
+    """Answers a query with top_k passages that name it; fails on "bad"; its first batch waits for `open`."""
+
+    def __init__(self, gated: bool = False) -> None:
+        self.batches: list[tuple[list[str], int]] = []
+        self.started = threading.Event()
+        self.open = threading.Event()
+        if not gated:
+            self.open.set()
+
+    def search(self, queries, top_k):
+        self.batches.append((list(queries), top_k))
+        self.started.set()
+        if not self.open.wait(10):
+            raise TimeoutError("nobody opened the gate")
+        if "bad" in queries:
+            raise OSError("the index is gone")
+        return [[Passage(f"{query}/{rank}", query, query, "") for rank in range(top_k)] for query in queries]
+
+
+def _expected(query: str, top_k: int) -> list[str]:
+    return [f"{query}/{rank}" for rank in range(top_k)]
+
+
+async def _gated(retriever: Echo, requests: list[tuple[str, int]], **options) -> list:
+    """What the requests get that arrive while the retriever is busy with an earlier one."""
+    search = CoalescedSearch(retriever, **options)
+    first = asyncio.create_task(search.search("first", 1))
+    await asyncio.to_thread(retriever.started.wait, 10)
+    tasks = [asyncio.create_task(search.search(query, top_k)) for query, top_k in requests]
+    await asyncio.sleep(0)  # every task has put its request in
+    retriever.open.set()
+    results = await asyncio.gather(first, *tasks, return_exceptions=True)
+    return results[1:]
+
+
+def test_requests_that_wait_are_searched_in_one_batch():
+    retriever = Echo(gated=True)
+    requests = [(f"q{i}", 3) for i in range(50)]
+    results = asyncio.run(_gated(retriever, requests))
+    assert [[p.id for p in hits] for hits in results] == [_expected(*request) for request in requests]
+    assert retriever.batches == [(["first"], 1), ([f"q{i}" for i in range(50)], 3)]
+
+
+def test_a_request_gets_its_own_top_k_whatever_is_in_flight():
+    retriever = Echo(gated=True)
+    requests = [(f"q{i}", 1 + i % 5) for i in range(40)]
+    results = asyncio.run(_gated(retriever, requests))
+    assert [[p.id for p in hits] for hits in results] == [_expected(*request) for request in requests]
+
+
+def test_a_failing_query_fails_alone():
+    retriever = Echo(gated=True)
+    results = asyncio.run(_gated(retriever, [("q0", 2), ("bad", 2), ("q1", 2)]))
+    assert [p.id for p in results[0]] == _expected("q0", 2) and [p.id for p in results[2]] == _expected("q1", 2)
+    assert isinstance(results[1], OSError)
+
+
+def test_equal_queries_are_searched_once_and_answered_apart():
+    retriever = Echo(gated=True)
+    one, other = asyncio.run(_gated(retriever, [("same", 2), ("same", 2)]))
+    assert retriever.batches[1] == (["same"], 2)
+    one.clear()
+    assert [p.id for p in other] == _expected("same", 2)
+
+
+def test_a_batch_is_never_larger_than_allowed():
+    retriever = Echo(gated=True)
+    results = asyncio.run(_gated(retriever, [(f"q{i}", 1) for i in range(20)], max_batch=8))
+    assert len(results) == 20
+    assert [len(queries) for queries, _ in retriever.batches] == [1, 8, 8, 4]
+
+
+def test_a_caller_that_goes_away_leaves_the_others_alone():
+    async def scenario():
+        retriever = Echo(gated=True)
+        search = CoalescedSearch(retriever)
+        first = asyncio.create_task(search.search("first", 1))
+        await asyncio.to_thread(retriever.started.wait, 10)
+        leaving, staying = (asyncio.create_task(search.search(query, 1)) for query in ("leaving", "staying"))
+        await asyncio.sleep(0)
+        leaving.cancel()
+        first.cancel()  # its search is running already
+        await asyncio.sleep(0)
+        retriever.open.set()
+        return retriever.batches, await staying
+
+    batches, hits = asyncio.run(scenario())
+    assert batches == [(["first"], 1), (["staying"], 1)]
+    assert [p.id for p in hits] == _expected("staying", 1)
+
+
+def test_event_loops_in_several_threads_share_it():
+    search = CoalescedSearch(Echo())
+
+    async def many(name: str):
+        return await asyncio.gather(*(search.search(f"{name}{i}", 2) for i in range(30)))
+
+    with ThreadPoolExecutor(4) as pool:
+        results = list(pool.map(lambda name: asyncio.run(many(name)), "abcd"))
+    for name, found in zip("abcd", results):
+        assert [[p.id for p in hits] for hits in found] == [_expected(f"{name}{i}", 2) for i in range(30)]
+
+
+def test_an_error_reaches_its_caller_as_it_was():
+    with pytest.raises(OSError, match="the index is gone"):
+        asyncio.run(CoalescedSearch(Echo()).search("bad", 1))
+
+
+def test_mixed_top_k_still_makes_large_batches_and_none_starves():
+    retriever = Echo(gated=True)
+    results = asyncio.run(_gated(retriever, [(f"q{i}", 1 + i % 2) for i in range(40)]))
+    assert [len(hits) for hits in results] == [1 + i % 2 for i in range(40)]
+    assert [len(queries) for queries, _ in retriever.batches] == [1, 20, 20]
+
+
+def test_an_equal_search_under_way_is_joined():
+    async def scenario():
+        retriever = Echo(gated=True)
+        search = CoalescedSearch(retriever)
+        first = search.submit(["same"], 2)
+        await asyncio.to_thread(retriever.started.wait, 10)
+        second = search.submit(["same", "other"], 2)
+        retriever.open.set()
+        return retriever.batches, first.shared, second.shared, await first.done, await second.done
+
+    batches, alone, joined, first, second = asyncio.run(scenario())
+    assert (alone, joined) == (0, 1)
+    assert batches == [(["same"], 2), (["other"], 2)]
+    assert first[0] == second[0] and first[0] is not second[0]
+
+
+def test_a_full_queue_refuses_a_request_whole_and_takes_a_larger_one_when_empty():
+    async def scenario():
+        retriever = Echo(gated=True)
+        search = CoalescedSearch(retriever, max_waiting=3)
+        calls = [search.submit(["first"], 1)]
+        await asyncio.to_thread(retriever.started.wait, 10)
+        calls.append(search.submit(["a", "b"], 1))
+        with pytest.raises(QueueFullError, match=r"2 searches are waiting and 2 more would pass the limit of 3"):
+            search.submit(["c", "d"], 1)
+        calls.append(search.submit(["a", "c"], 1))  # one of them is waiting already
+        assert search.waiting == 3
+        retriever.open.set()
+        results = [await call.done for call in calls]
+        large = await search.submit([f"q{i}" for i in range(50)], 1).done
+        return retriever.batches, results, large, search.waiting
+
+    batches, results, large, waiting = asyncio.run(scenario())
+    assert batches[:2] == [(["first"], 1), (["a", "b", "c"], 1)]
+    assert [[hits[0].title for hits in result] for result in results] == [["first"], ["a", "b"], ["a", "c"]]
+    assert len(large) == 50 and waiting == 0

@@ -1,0 +1,202 @@
+"""Metrics: names, reductions by hand, what the file holds after a kill and a resume."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rlflow.errors import CheckpointError, MissingPackageError
+from rlflow.metrics.reductions import (
+    METRICS,
+    PHASES,
+    MetricsLog,
+    PhaseTimer,
+    interval95,
+    make_sinks,
+    mean,
+    mean_of,
+    metrics_table,
+    read_metrics,
+    rollout_metrics,
+)
+from rlflow.types import StopReason, Trajectory, Turn
+
+
+def trajectory(reward: float, stop: StopReason = StopReason.TERMINATED, turns: int = 1, **metrics: float) -> Trajectory:
+    return Trajectory("t", "g", [], [Turn(0, 0, 1, 0.0, 0.0)] * turns, reward, stop, metrics)
+
+
+def test_every_documented_name_has_a_section_a_unit_and_a_meaning() -> None:
+    for name, metric in METRICS.items():
+        section, _, rest = name.partition("/")
+        assert section in {"train", "rollout", "search", "time", "memory", "speed", "eval", "data"} and rest
+        assert metric.unit and metric.meaning
+    assert {f"time/{phase}_s" for phase in PHASES} <= set(METRICS)
+    assert all(f"| `{name}` |" in metrics_table() for name in METRICS)
+
+
+def test_wilson_interval_equals_published_values() -> None:
+    # Newcombe 1998, Statistics in Medicine 17:857, table I, method 3: 81/263 -> .2553, .3662; 0/20 -> .0000, .1611.
+    low, high = interval95([1.0] * 81 + [0.0] * 182)
+    assert (round(low, 4), round(high, 4)) == (0.2553, 0.3662)
+    low, high = interval95([0.0] * 20)
+    assert low == 0.0 and round(high, 4) == 0.1611
+
+
+def test_normal_interval_by_hand() -> None:
+    low, high = interval95([0.0, 0.5, 1.0])  # mean .5, std .5, standard error .5/sqrt 3
+    half = 1.959964 * 0.5 / math.sqrt(3)
+    assert (low, high) == (pytest.approx(0.5 - half), pytest.approx(0.5 + half))
+    assert all(math.isnan(end) for end in interval95([]))
+
+
+def test_means_are_per_key_over_the_records_that_have_it() -> None:
+    assert mean_of([{"a": 1.0, "b": 4.0}, {"a": 3.0}], weights=[3.0, 1.0]) == {"a": 1.5, "b": 4.0}
+    assert math.isnan(mean([]))
+
+
+def test_rollout_metrics_count_aborted_episodes_and_keep_them_out_of_means() -> None:
+    metrics = rollout_metrics([
+        trajectory(1.0, turns=2, exact_match=1.0, searches=2.0),
+        trajectory(0.0, StopReason.MAX_TURNS, turns=4, exact_match=0.0, searches=4.0),
+        trajectory(0.5, StopReason.MAX_TOKENS, turns=3, exact_match=0.0),
+        trajectory(9.0, StopReason.ABORTED, turns=9, searches=99.0),
+    ])  # fmt: skip
+    assert metrics == {
+        "train/reward": 0.5, "train/exact_match": pytest.approx(1 / 3), "rollout/searches": 3.0, "rollout/turns": 3.0,
+        "rollout/episodes": 4.0, "rollout/truncated_max_turns": 0.25, "rollout/truncated_max_tokens": 0.25,
+        "rollout/aborted": 0.25,
+    }  # fmt: skip
+
+
+def test_an_episode_without_a_score_that_others_report_counts_as_0() -> None:
+    metrics = rollout_metrics([trajectory(1.0, exact_match=1.0, hops=2.0), trajectory(0.0, StopReason.MAX_TOKENS)])
+    assert metrics["train/exact_match"] == 0.5 and metrics["rollout/hops"] == 2.0
+    assert "train/exact_match" not in rollout_metrics([trajectory(0.0)])
+
+
+def test_a_step_in_which_everything_aborted_reports_no_reward() -> None:
+    metrics = rollout_metrics([trajectory(9.0, StopReason.ABORTED)])
+    assert metrics["rollout/aborted"] == 1.0 and "train/reward" not in metrics
+
+
+def test_phase_timer_adds_up_and_starts_anew() -> None:
+    entered: list[str] = []
+    timer = PhaseTimer(entered.append)
+    for _ in range(2):
+        with timer.phase("rollout"):
+            time.sleep(0.01)
+    with pytest.raises(KeyError), timer.phase("update"):
+        raise KeyError
+    taken = timer.take()
+    assert entered == ["rollout", "rollout", "update"]
+    assert taken["time/rollout_s"] >= 0.02 and "time/update_s" in taken
+    assert taken["time/step_s"] >= taken["time/rollout_s"] + taken["time/update_s"]
+    assert set(timer.take()) == {"time/step_s"}
+
+
+def test_one_line_per_step_of_plain_json(tmp_path: Path) -> None:
+    with MetricsLog(tmp_path) as log:
+        log.log(1, {"train/loss": torch.tensor(0.5), "train/kl": math.nan})
+        line = (tmp_path / "metrics.jsonl").read_text()  # flushed at once
+    record = json.loads(line)
+    assert record["step"] == 1 and record["train/loss"] == 0.5 and record["train/kl"] is None
+    assert abs(record["time"] - time.time()) < 60
+    assert "train/kl" not in read_metrics(tmp_path / "metrics.jsonl")[0]
+
+
+def test_resume_drops_what_came_after_the_checkpoint_and_a_half_written_line(tmp_path: Path) -> None:
+    with MetricsLog(tmp_path) as log:
+        for step in range(1, 6):
+            log.log(step, {"train/reward": step})
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 6, "train/rew')
+    assert [record["step"] for record in read_metrics(tmp_path / "metrics.jsonl")] == [1, 2, 3, 4, 5]
+    with MetricsLog(tmp_path, resumed_step=3) as log:
+        log.log(4, {"train/reward": 40})
+    records = read_metrics(tmp_path / "metrics.jsonl")
+    assert [(record["step"], record["train/reward"]) for record in records] == [(1, 1), (2, 2), (3, 3), (4, 40)]
+
+
+def test_records_of_one_step_are_merged_when_read(tmp_path: Path) -> None:
+    with MetricsLog(tmp_path) as log:
+        log.log(0, {"eval/exact_match": 0.1})
+        log.log(1, {"train/reward": 1})
+        log.log(1, {"eval/exact_match": 0.2})
+    records = read_metrics(tmp_path / "metrics.jsonl")
+    assert [record.get("eval/exact_match") for record in records] == [0.1, 0.2] and records[1]["train/reward"] == 1
+
+
+def test_a_damaged_line_in_the_middle_is_named(tmp_path: Path) -> None:
+    (tmp_path / "m.jsonl").write_text('{"step": 1}\nnot\n{"step": 2}\n')
+    with pytest.raises(CheckpointError, match=r"m\.jsonl:2: not JSON"):
+        read_metrics(tmp_path / "m.jsonl")
+
+
+def test_tensorboard_gets_what_the_file_gets(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    with MetricsLog(tmp_path, make_sinks(tmp_path, tensorboard=True)) as log:
+        log.log(7, {"train/reward": 0.25})
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload().Scalars("train/reward")
+    assert [(event.step, event.value) for event in events] == [(7, 0.25)]
+
+
+def test_tensorboard_forgets_what_came_after_the_checkpoint(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    for resumed_step, records in ((-1, {1: 1.0, 2: 2.0, 3: 3.0}), (1, {2: 20.0})):
+        with MetricsLog(tmp_path, make_sinks(tmp_path, tensorboard=True, resumed_step=resumed_step)) as log:
+            for step, value in records.items():
+                log.log(step, {"train/reward": value})
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload().Scalars("train/reward")
+    assert [(event.step, event.value) for event in events] == [(1, 1.0), (2, 20.0)]
+
+
+class Wandb:
+    """What the sink calls of the package, recorded."""
+
+    def __init__(self) -> None:
+        self.started: list[dict[str, Any]] = []
+        self.logged: list[dict[str, float]] = []
+        self.x_axes: dict[str, str | None] = {}
+
+    def init(self, **options: Any) -> Wandb:
+        self.started.append(options)
+        return self
+
+    def define_metric(self, name: str, step_metric: str | None = None) -> None:
+        self.x_axes[name] = step_metric
+
+    def log(self, values: dict[str, float]) -> None:
+        self.logged.append(values)
+
+    def finish(self) -> None: ...
+
+
+def test_a_resumed_run_goes_on_in_its_wandb_run_and_a_new_one_gets_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wandb = Wandb()
+    monkeypatch.setitem(sys.modules, "wandb", wandb)  # type: ignore[arg-type]
+    for resumed_step in (None, 2, -1, None):
+        with MetricsLog(tmp_path, make_sinks(tmp_path, wandb=True, resumed_step=resumed_step)) as log:
+            log.log(3, {"train/loss": 0.5})
+    ids = [options["id"] for options in wandb.started]
+    assert ids[0] == ids[1] == ids[2] != ids[3] and all(options["resume"] == "allow" for options in wandb.started)
+    assert wandb.x_axes["*"] == "step" and wandb.logged == [{"train/loss": 0.5, "step": 3}] * 4
+
+
+def test_a_missing_sink_package_says_how_to_install_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "wandb", None)  # None makes `import wandb` raise ImportError
+    with pytest.raises(MissingPackageError, match=r"pip install 'rlflow\[wandb\]'"):
+        make_sinks(tmp_path, wandb=True)

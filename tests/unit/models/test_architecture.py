@@ -1,0 +1,106 @@
+"""The tables name the tensors that transformers has, and config.json is read as it is written."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import fixtures
+import pytest
+from fixtures import tiny_model
+
+from rlflow.errors import ModelError
+from rlflow.models import tables
+from rlflow_tools.ckpt_convert.export_model import to_huggingface
+from rlflow.models.architecture import architecture, huggingface_shapes, placed_rules, stored_architecture
+from rlflow.models.huggingface import digest, header, iterate_weights, read_config
+from rlflow_tools.ckpt_convert.import_model import ImportOptions, to_megatron
+from rlflow.models.tables import FAMILIES
+from rlflow_tools.ckpt_convert.mapping.to_megatron import Layout
+
+VARIANTS: list[tuple[str, dict[str, Any]]] = [
+    *((family, {}) for family in FAMILIES),
+    ("qwen2", {"tied": True}),
+    ("qwen2_moe", {"num_hidden_layers": 4, "mlp_only_layers": [3], "decoder_sparse_step": 2}),
+    ("qwen3_moe", {"tied": True}),
+    ("deepseek_v2", {"q_lora_rank": 20}),
+    ("deepseek_v3", {"first_k_dense_replace": 0}),
+]
+
+
+@pytest.mark.parametrize(("family", "options"), VARIANTS, ids=lambda value: str(value))
+def test_tables_name_exactly_what_transformers_writes(family: str, options: dict[str, Any], tmp_path: Path) -> None:
+    path = tiny_model(tmp_path, family, tokenizer=False, vocab_size=101, **options)
+    written = {name: tuple(entry["shape"]) for name, entry in header(path / "model.safetensors").items()}
+    assert huggingface_shapes(stored_architecture(read_config(path))) == written
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("fused", [False, True])
+def test_no_two_rules_make_the_same_megatron_tensor(family: str, fused: bool, tmp_path: Path) -> None:
+    model = stored_architecture(read_config(tiny_model(tmp_path, family, tokenizer=False)))
+    names = [rule.megatron_name(layer, rule.expert or 0, fused) for rule, layer in placed_rules(model)]
+    assert len(set(names)) == len(names)
+
+
+def test_the_family_of_the_docs_is_all_that_it_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = Path(__file__).resolve().parents[3] / "docs" / "add_a_model_family.md"
+    first = page.read_text().split("```python\n")[1].split("```")[0]
+    monkeypatch.setattr(tables, "FAMILIES", dict(FAMILIES))
+    exec(first, vars(tables))  # as it is printed
+    (added,) = tables.FAMILIES.keys() - FAMILIES.keys()
+    monkeypatch.setitem(FAMILIES, added, tables.FAMILIES[added])
+    monkeypatch.setitem(fixtures._OF_FAMILY, added, {"head_dim": 32})
+    path = tiny_model(tmp_path / "hf", added, tokenizer=False, vocab_size=101)
+    assert architecture(read_config(path)).qkv_bias, "cannot be trained"
+    to_megatron(path, tmp_path / "megatron", ImportOptions(layout=Layout(2), verify="full"))
+    to_huggingface(tmp_path / "megatron", tmp_path / "back", path)
+    assert digest(iterate_weights(tmp_path / "back")) == digest(iterate_weights(path))
+
+
+def test_experts_are_in_the_layers_that_the_config_names() -> None:
+    values = {"model_type": "qwen3_moe", "hidden_size": 8, "num_attention_heads": 2, "intermediate_size": 8}
+    values |= {"vocab_size": 9, "num_hidden_layers": 6, "num_experts": 3, "moe_intermediate_size": 5}
+    model = stored_architecture({**values, "decoder_sparse_step": 2, "mlp_only_layers": [3]})
+    assert model.experts is not None
+    assert model.experts.sparse == (False, True, False, False, False, True)
+    fc1 = [
+        (layer, rule.expert) for rule, layer in placed_rules(model) if rule.megatron.endswith("{e}.linear_fc1.weight")
+    ]
+    assert fc1 == [(layer, expert) for layer in (1, 5) for expert in range(3)]
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "words"),
+    [
+        ("qwen3_moe", {}, "mixture-of-experts layers .* possible: llama, mistral, qwen2, qwen3"),
+        ("deepseek_v3", {}, "latent attention"),
+        ("mistral", {"sliding_window": 4096}, "sliding-window"),
+        ("llama", {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "rope scaling 'yarn'"),
+    ],
+)
+def test_what_is_only_converted_is_refused_for_training(
+    family: str, changes: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    config = {**read_config(tiny_model(tmp_path, family, tokenizer=False)), **changes}
+    stored_architecture(config)
+    with pytest.raises(ModelError, match=words):
+        architecture(config)
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "words"),
+    [
+        ("deepseek_v3", {"quantization_config": {"quant_method": "fp8"}}, "quantized by 'fp8'"),
+        ("qwen3_moe", {"attention_bias": True}, "attention_bias=true"),
+        ("qwen2_moe", {"qkv_bias": False}, "qkv_bias=false"),
+        ("deepseek_v2", {"moe_layer_freq": 2}, "moe_layer_freq=2"),
+        ("mixtral", {"num_local_experts": None}, "'num_experts' is missing"),
+    ],
+)
+def test_tensors_beyond_the_tables_are_refused(
+    family: str, changes: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    config = {**read_config(tiny_model(tmp_path, family, tokenizer=False)), **changes}
+    with pytest.raises(ModelError, match=words):
+        stored_architecture(config)

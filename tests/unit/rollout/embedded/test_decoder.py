@@ -1,0 +1,160 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from fixtures import tiny_model
+from torch import Tensor
+
+from rlflow.errors import ModelError
+from rlflow.rollout.embedded.cache import KeyValueCache
+from rlflow.rollout.embedded.decoder import Decoder
+from rlflow.rollout.embedded.pages import PAGE
+from rlflow.models.architecture import architecture
+from rlflow.models.huggingface import digest, iterate_weights, read_config
+
+CPU = torch.device("cpu")
+KINDS = [("qwen2", True), ("qwen2", False), ("qwen3", False), ("llama", False), ("mistral", False)]
+
+
+def load(path: Path) -> Decoder:
+    decoder = Decoder(architecture(read_config(path)), torch.float32, CPU)
+    decoder.load(iterate_weights(path))
+    return decoder
+
+
+def reference_logits(path: Path, rows: list[list[int]]) -> list[Tensor]:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(str(path), dtype=torch.float32)
+    with torch.no_grad():
+        return [model(torch.tensor([row])).logits[0] for row in rows]
+
+
+def random_rows(lengths: list[int]) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randint(3, 384, (length,), generator=generator).tolist() for length in lengths]
+
+
+class Paged:
+    """A decoder with a cache of 8 sequences, whose pages are scattered over the pool."""
+
+    def __init__(self, decoder: Decoder) -> None:
+        self.decoder = decoder
+        self.cache = KeyValueCache(decoder.architecture, 8 * 16 + 1, torch.float32, CPU)
+        order = torch.randperm(8 * 16, generator=torch.Generator().manual_seed(1))
+        self.tables = 1 + order.view(8, 16)
+        decoder.reserve(16 * PAGE)
+
+    def prefill(self, rows: list[list[int]], slots: list[int], starts: list[int]) -> Tensor:
+        """Logits of the new tokens of the rows, whose first `starts` tokens are cached already."""
+        tokens = torch.tensor([token for row, start in zip(rows, starts) for token in row[start:]])
+        positions = torch.cat([torch.arange(start, len(row)) for row, start in zip(rows, starts)])
+        attend = self.cache.prefilling(self.tables[slots], starts, [len(row) for row in rows])
+        return self.decoder.forward(tokens, positions, attend)
+
+    def decode(self, rows: list[list[int]], slots: list[int], static: bool = False) -> Tensor:
+        """Logits of the last tokens of the rows, all others being cached."""
+        order = sorted(range(len(rows)), key=lambda row: -len(rows[row]))  # decoding wants the longest first
+        tables = self.tables[[slots[row] for row in order]]
+        lengths = [len(rows[row]) for row in order]
+        positions = torch.tensor(lengths) - 1
+        if static:
+            attend = self.cache.decoding_static(tables, positions)
+        else:
+            attend = self.cache.decoding(tables, positions, lengths)
+        logits = self.decoder.forward(torch.tensor([rows[row][-1] for row in order]), positions, attend)
+        return logits[torch.tensor(order).argsort()]
+
+
+@pytest.mark.parametrize("family, tied", KINDS)
+def test_logits_equal_transformers_for_ragged_rows(tmp_path: Path, family: str, tied: bool) -> None:
+    path = tiny_model(tmp_path, family, tied=tied, tokenizer=False)
+    rows = random_rows([3, 300, 41, 1, 77])
+    logits = Paged(load(path)).prefill(rows, [6, 0, 3, 1, 7], [0] * 5)
+    expected = torch.cat(reference_logits(path, rows))
+    assert (logits - expected).abs().max() <= 1e-5
+
+
+@pytest.mark.parametrize("static", [False, True])
+@pytest.mark.parametrize("family, tied", KINDS)
+def test_prefill_in_parts_and_decoding_equal_one_pass(tmp_path: Path, family: str, tied: bool, static: bool) -> None:
+    decoder = load(tiny_model(tmp_path, family, tied=tied, tokenizer=False))
+    lengths = [60, 23, 40, 300, 41, 42, 43, 44]
+    rows = random_rows(lengths)
+    expected = Paged(decoder).prefill(rows, list(range(8)), [0] * 8).split(lengths)
+
+    paged = Paged(decoder)
+    slots, starts = [5, 2, 7, 0, 1, 3, 4, 6], [31, 9, 0, 256, 0, 0, 0, 32]
+    begun = [row for row in range(8) if starts[row]]
+    paged.prefill([rows[row][: starts[row]] for row in begun], [slots[row] for row in begun], [0] * len(begun))
+    paged.prefill([row[:-1] for row in rows], slots, starts)
+    logits = paged.decode(rows, slots, static)
+    assert (logits - torch.stack([row[-1] for row in expected])).abs().max() <= 1e-5
+
+
+def test_a_prompt_whose_mask_would_be_large_is_attended_to_in_parts(
+    qwen: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decoder = load(qwen)
+    rows = random_rows([300, 10, 90])
+    whole = Paged(decoder).prefill(rows, [0, 1, 2], [0, 0, 0])
+    monkeypatch.setattr("rlflow.rollout.embedded.cache.MASK_ELEMENTS", 8 * 300 * 7)
+    assert (Paged(decoder).prefill(rows, [0, 1, 2], [0, 0, 0]) - whole).abs().max() <= 1e-5
+
+
+def test_what_another_sequence_left_in_a_page_does_not_matter(qwen: Path) -> None:
+    short, long = random_rows([10, 50])
+    clean, used = Paged(load(qwen)), Paged(load(qwen))
+    used.prefill([long], [1], [0])
+    assert torch.equal(used.prefill([short], [1], [0]), clean.prefill([short], [1], [0]))
+
+
+def test_a_copied_page_serves_another_sequence(qwen: Path) -> None:
+    paged = Paged(load(qwen))
+    (row,) = random_rows([40])
+    expected = paged.prefill([row], [1], [0])[-1:]
+    for source, target in zip(paged.tables[1, :2].tolist(), paged.tables[4, :2].tolist()):
+        paged.cache.copy(source, target)
+    assert torch.equal(paged.prefill([row], [4], [39]), paged.prefill([row], [1], [39]))
+    assert (paged.decode([row], [4]) - expected).abs().max() <= 1e-5
+
+
+def test_memory_of_the_pool_is_touched_only_where_it_is_used(qwen: Path) -> None:
+    psutil = pytest.importorskip("psutil")
+    decoder = load(qwen)
+    before = psutil.Process().memory_info().rss
+    pages = (1 << 30) // KeyValueCache.page_bytes(decoder.architecture, torch.float32)
+    cache = KeyValueCache(decoder.architecture, pages, torch.float32, CPU)
+    cache.clear(3)
+    assert psutil.Process().memory_info().rss - before < 1 << 27  # of 1 GiB
+
+
+@pytest.mark.parametrize("family, tied", KINDS)
+def test_parameters_hash_to_the_files_of_the_directory(tmp_path: Path, family: str, tied: bool) -> None:
+    path = tiny_model(tmp_path, family, tied=tied, tokenizer=False)
+    assert digest(load(path).named_weights()) == digest(iterate_weights(path))
+
+
+def test_a_tied_model_ignores_the_copy_of_its_embedding(tmp_path: Path) -> None:
+    path = tiny_model(tmp_path, tied=True, tokenizer=False)
+    decoder = load(path)
+    decoder.load([*iterate_weights(path), ("lm_head.weight", torch.zeros(384, 64))])
+    assert digest(decoder.named_weights()) == digest(iterate_weights(path))
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (lambda weights: weights.pop("model.norm.weight"), "missing, the first is 'model.norm.weight'"),
+        (lambda weights: weights.update({"model.nrm.weight": torch.ones(64)}), "'model.nrm.weight' is not part"),
+        (lambda weights: weights.update({"model.norm.weight": torch.ones(63)}), "shape (63,), the model's is (64,)"),
+    ],
+)
+def test_wrong_weights_are_named(qwen: Path, change: object, message: str) -> None:
+    weights = dict(iterate_weights(qwen))
+    change(weights)
+    with pytest.raises(ModelError) as caught:
+        load(qwen).load(weights.items())
+    assert message in str(caught.value)

@@ -1,0 +1,172 @@
+"""A pool of keys and values that is too small for all: who waits, who gives way, and that nobody's tokens change."""
+
+from __future__ import annotations
+
+import asyncio
+from itertools import chain
+from pathlib import Path
+
+import pytest
+import torch
+
+from rlflow.errors import ConfigError, RolloutError
+from rlflow.rollout import Rollout, Tokenizer
+from rlflow.rollout.embedded.engine import EmbeddedEngine
+from rlflow.rollout.engine import Completion, Sampling
+from rlflow.rollout.embedded.pages import PAGE
+from tests.unit.rollout.asking import Asking, all_trajectories
+from tests.unit.rollout.embedded.test_engine import assert_logprobs, random_rows, run
+
+
+def free_tokens(engine: EmbeddedEngine) -> int:
+    return engine._scheduler.pool.free * PAGE
+
+
+async def three_turns(engine: EmbeddedEngine, index: int, temperature: float) -> list[Completion]:
+    """An episode: its history grows by a response and an observation a turn; lengths are skewed."""
+    tokens = random_rows([10 + 7 * (index % 5)], seed=index)[0]
+    completions = []
+    for turn in range(3):
+        sampling = Sampling(5 + 40 * (index % 3 == 0) + turn, temperature, seed=10 * index + turn)
+        completions.append(await engine.generate(tokens, sampling, f"episode {index}"))
+        tokens += completions[-1].tokens + random_rows([20], seed=100 * index + turn)[0]
+        await asyncio.sleep(0)
+    engine.release(f"episode {index}")
+    return completions
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("kv_tokens", [256, 320, 512])
+def test_a_small_pool_gives_exactly_the_tokens_of_a_large_one(qwen: Path, temperature: float, kv_tokens: int) -> None:
+    async def play(engine: EmbeddedEngine) -> list[list[Completion]]:
+        return await asyncio.gather(*(three_turns(engine, index, temperature) for index in range(12)))
+
+    large = EmbeddedEngine(qwen, max_concurrency=12)
+    small = EmbeddedEngine(qwen, max_concurrency=12, kv_tokens=kv_tokens, prefill_tokens=50)
+    expected, found = asyncio.run(play(large)), asyncio.run(play(small))
+    assert small.statistics.preempted > 0
+    assert (large.statistics.preempted, large.statistics.evicted) == (0, 0)
+    for one, other in zip(chain(*expected), chain(*found)):
+        assert one.tokens == other.tokens
+        assert one.stop == other.stop
+        torch.testing.assert_close(torch.tensor(one.logprobs), torch.tensor(other.logprobs), atol=1e-5, rtol=0)
+    assert free_tokens(small) == kv_tokens
+
+
+def test_deterministic_collections_under_preemption_are_equal_bit_for_bit(qwen: Path, tokenizer: Tokenizer) -> None:
+    def bits(kv_tokens: int) -> tuple[list[object], int]:
+        engine = EmbeddedEngine(qwen, tokenizer, max_concurrency=8, kv_tokens=kv_tokens, deterministic=True)
+        options = {"samples_per_prompt": 4, "max_response_tokens": 40, "max_total_tokens": 256, "deterministic": True}
+        with Rollout(engine, Asking(), tokenizer, **options) as rollout:
+            groups = rollout.collect(Asking().tasks("train"))
+        found = [(t.segments[0].tokens.tolist(), t.segments[0].logprobs.tolist()) for t in all_trajectories(groups)]
+        return found, engine.statistics.preempted + engine.statistics.evicted
+
+    first, gave_way = bits(320)
+    assert gave_way > 0
+    assert bits(320)[0] == first
+    assert [tokens for tokens, _ in bits(8192)[0]] == [tokens for tokens, _ in first]
+
+
+def test_a_group_larger_than_the_pool_could_hold_alone_shares_the_pages_of_its_prompt(qwen: Path) -> None:
+    (prompt,) = random_rows([6 * PAGE])
+    engine = EmbeddedEngine(qwen, max_concurrency=8, kv_tokens=6 * PAGE + 8 * 2 * PAGE)  # eight prompts need 48 pages
+    completions = run(*(engine.generate(prompt, Sampling(12, seed=seed)) for seed in range(8)))
+    assert engine.statistics.preempted == 0
+    assert engine.statistics.prefilled <= 6 * PAGE + 7
+    for completion in completions:
+        assert_logprobs(qwen, prompt, completion)
+
+
+def test_prompts_with_a_common_beginning_compute_it_once(qwen: Path) -> None:
+    common, *rests = random_rows([3 * PAGE + 5, 10, 20, 30])
+    engine = EmbeddedEngine(qwen)
+    completions = run(*(engine.generate(common + rest, Sampling(5, seed=1)) for rest in rests))
+    assert engine.statistics.prefilled == len(common) + 10 + 20 + 30
+    for rest, completion in zip(rests, completions):
+        assert_logprobs(qwen, common + rest, completion)
+
+
+def test_no_forward_pass_exceeds_the_budget_of_prompt_tokens(qwen: Path) -> None:
+    prompts = random_rows([300, 20, 130, 77])
+    engine = EmbeddedEngine(qwen, prefill_tokens=48)
+    completions = run(*(engine.generate(prompt, Sampling(5, seed=1), f"{i}") for i, prompt in enumerate(prompts)))
+    assert engine.statistics.largest_prefill == 48
+    assert engine.statistics.prefilled == 300 + 20 + 130 + 77
+    assert engine.statistics.steps >= 527 / 48
+    for prompt, completion in zip(prompts, completions):
+        assert_logprobs(qwen, prompt, completion)
+
+
+def test_those_that_decode_go_on_while_a_long_prompt_is_prefilled(qwen: Path) -> None:
+    engine = EmbeddedEngine(qwen, prefill_tokens=32)
+    short, long = random_rows([10, 640])
+
+    async def order() -> list[str]:
+        ended: list[str] = []
+
+        async def ask(name: str, prompt: list[int], count: int) -> None:
+            await engine.generate(prompt, Sampling(count, seed=1))
+            ended.append(name)
+
+        await asyncio.gather(ask("short", short, 15), ask("long", long, 1))
+        return ended
+
+    assert asyncio.run(order()) == ["short", "long"]
+
+
+def test_a_prompt_that_can_never_fit_is_one_clear_error_and_others_are_served(qwen: Path) -> None:
+    engine = EmbeddedEngine(qwen, kv_tokens=4 * PAGE)
+    assert engine.max_tokens == 4 * PAGE
+    long, short = random_rows([4 * PAGE, 3 * PAGE])
+
+    async def ask() -> list[Completion | BaseException]:
+        requests = [engine.generate(prompt, Sampling(500, seed=1)) for prompt in (long, short, short)]
+        return await asyncio.gather(*requests, return_exceptions=True)
+
+    refused, one, other = asyncio.run(ask())
+    assert isinstance(refused, RolloutError)
+    assert "a prompt of 128 tokens leaves no room in the 128 tokens" in str(refused)
+    assert "engine.kv_tokens" in str(refused)
+    for completion in (one, other):  # each fills the pool alone: they take turns
+        assert (len(completion.tokens), completion.stop) == (PAGE, "length")
+    assert engine.statistics.steps > 2 * (PAGE - 2)
+
+
+@pytest.mark.parametrize("owner", [None, "episode"])
+def test_an_aborted_or_cancelled_request_gives_its_memory_back(qwen: Path, owner: str | None) -> None:
+    engine = EmbeddedEngine(qwen, kv_tokens=16 * PAGE)
+    prompts = random_rows([100, 90])
+
+    async def leave_both() -> None:
+        requests = [
+            asyncio.ensure_future(engine.generate(prompts[0], Sampling(100), owner)),
+            asyncio.ensure_future(engine.generate(prompts[1], Sampling(100), "waits")),
+        ]
+        while engine.statistics.decoded < 8:
+            await asyncio.sleep(0)
+        assert free_tokens(engine) < 16 * PAGE
+        requests[0].cancel()
+        await engine.abort("waits")
+        await asyncio.gather(*requests, return_exceptions=True)
+
+    asyncio.run(leave_both())
+    for name in ("episode", "waits"):
+        engine.release(name)
+    assert free_tokens(engine) == 16 * PAGE
+
+
+def test_histories_of_idle_episodes_give_way_and_are_computed_again(qwen: Path) -> None:
+    engine = EmbeddedEngine(qwen, kv_tokens=8 * PAGE)
+    history, other = random_rows([5 * PAGE, 6 * PAGE])
+    (first,) = run(engine.generate(history, Sampling(4, seed=1), "idle"))
+    run(engine.generate(other, Sampling(4, seed=2), "other"))
+    assert engine.statistics.evicted == 1
+    turn = history + first.tokens + other[:9]
+    (second,) = run(engine.generate(turn, Sampling(4, seed=3), "idle"))
+    assert_logprobs(qwen, turn, second)
+
+
+def test_a_pool_of_less_than_a_page_is_refused(qwen: Path) -> None:
+    with pytest.raises(ConfigError, match=r"engine\.kv_tokens: expected at least 32, found 31"):
+        EmbeddedEngine(qwen, kv_tokens=31)

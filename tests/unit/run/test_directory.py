@@ -1,0 +1,130 @@
+"""Run directories: nothing is lost by accident, nothing half written is taken for whole."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from rlflow.errors import CheckpointError, ConfigError
+from rlflow.run.directory import (
+    RunDirectory,
+    read_json,
+    read_trajectories,
+    write_json,
+    write_text,
+    write_trajectories,
+)
+from rlflow.types import Group, Segment, StopReason, Task, Trajectory, Turn
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def make_run(path: Path, steps: tuple[int, ...] = ()) -> RunDirectory:
+    run = RunDirectory.create(path)
+    write_text(run.config, "run: {}\n")
+    for step in steps:
+        (run.saved.begin(step) / "weights").write_text(f"weights {step}")
+        run.saved.commit(step)
+    return run
+
+
+def test_an_existing_run_needs_resume_overwrite_or_another_name(tmp_path: Path) -> None:
+    make_run(tmp_path / "run", (1,)).close()
+    with pytest.raises(ConfigError, match=r"already holds a run.*--resume.*--overwrite.*run\.name"):
+        RunDirectory.create(tmp_path / "run")
+    with RunDirectory.create(tmp_path / "run", resume=True) as run:
+        assert run.latest_checkpoint() == (1, tmp_path / "run/checkpoints/step_000001")
+    with RunDirectory.create(tmp_path / "run", overwrite=True) as run:
+        assert run.latest_checkpoint() is None and not run.config.exists()
+
+
+def test_overwrite_never_touches_a_directory_that_is_no_run_nor_files_that_are_not_its_own(tmp_path: Path) -> None:
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home" / "thesis.tex").write_text("years")
+    for flags in ({}, {"overwrite": True}, {"resume": True}):
+        with pytest.raises(ConfigError):
+            RunDirectory.create(tmp_path / "home", **flags)
+    make_run(tmp_path / "run").close()
+    (tmp_path / "run" / "notes.md").write_text("mine")
+    RunDirectory.create(tmp_path / "run", overwrite=True).close()
+    assert (tmp_path / "run" / "notes.md").exists() and (tmp_path / "home" / "thesis.tex").exists()
+
+
+def test_resume_and_overwrite_exclude_each_other(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="both on"):
+        RunDirectory.create(tmp_path / "run", resume=True, overwrite=True)
+
+
+TWO_TRIES = """
+import sys
+from rlflow.errors import ConfigError
+from rlflow.run.directory import RunDirectory
+for _ in range(2):
+    try:
+        RunDirectory.create(sys.argv[1], resume=True).close()
+        print("open", flush=True)
+    except ConfigError as error:
+        print(error, flush=True)
+    sys.stdin.readline()
+"""
+
+
+def test_another_process_cannot_write_into_an_open_run(tmp_path: Path) -> None:
+    with make_run(tmp_path / "run"):
+        other = subprocess.Popen([sys.executable, "-c", TWO_TRIES, str(tmp_path / "run")], cwd=ROOT, text=True,
+                                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)  # fmt: skip
+        assert other.stdout is not None and other.stdin is not None
+        assert f"process {os.getpid()} is writing" in other.stdout.readline()
+    out, _ = other.communicate("\n\n", timeout=30)
+    assert out.strip() == "open"
+
+
+def test_reading_a_directory_without_a_run_lists_the_runs_in_it(tmp_path: Path) -> None:
+    make_run(tmp_path / "first").close()
+    with pytest.raises(ConfigError, match="Runs in it: first"):
+        RunDirectory.open(tmp_path)
+
+
+def test_trajectories_read_back_with_exact_token_counts(tmp_path: Path) -> None:
+    mask = torch.tensor([0, 0, 0, 1, 1, 0, 0, 1, 1, 1], dtype=torch.bool)
+    segment = Segment(torch.arange(10), mask, None, torch.full((10,), -1))
+    turns = [Turn(0, 3, 5, 0.0, 0.1, "<search>é</search>", "<information/>"), Turn(0, 7, 10, 1.0, 0.1, "done", "")]
+    whole = Trajectory("t-1", "0:t-1", [segment], turns, 1.0, StopReason.TERMINATED, {"exact_match": 1.0}, prompt="Q?")
+    aborted = Trajectory("t-1", "0:t-1", [], [], 0.0, StopReason.ABORTED, error="search is down")
+    group = Group("0:t-1", Task("t-1", "Q?", ["a", "b"]), [whole, aborted])
+    write_trajectories(tmp_path / "x" / "t.jsonl", [group])
+    first, second = read_trajectories(tmp_path / "x" / "t.jsonl")
+    assert (first["prompt_tokens"], first["response_tokens"], first["observation_tokens"]) == (3, 5, 2)
+    assert [turn["tokens"] for turn in first["turns"]] == [2, 3] and first["turns"][0][
+        "response"
+    ] == "<search>é</search>"
+    assert (first["answer"], first["stop"], second["stop"], second["error"]) == (
+        ["a", "b"],
+        "terminated",
+        "aborted",
+        "search is down",
+    )
+
+
+def test_a_limit_spreads_over_the_groups(tmp_path: Path) -> None:
+    groups = [
+        Group(f"g{i}", Task(f"t{i}", "Q"), [Trajectory(f"t{i}", f"g{i}", [], [], 0.0, StopReason.MAX_TURNS)] * 4)
+        for i in range(4)
+    ]
+    write_trajectories(tmp_path / "t.jsonl", groups, limit=4)
+    assert [record["task_id"] for record in read_trajectories(tmp_path / "t.jsonl")] == ["t0", "t1", "t2", "t3"]
+
+
+def test_json_holds_only_what_json_can_say_and_damage_is_named(tmp_path: Path) -> None:
+    write_json(tmp_path / "a.json", {"nan": float("nan"), "tensor": torch.tensor([1, 2]), "path": tmp_path, "set": {1}})
+    assert read_json(tmp_path / "a.json") == {"nan": None, "tensor": [1, 2], "path": str(tmp_path), "set": [1]}
+    (tmp_path / "b.json").write_text('{"a": ')
+    with pytest.raises(CheckpointError, match=r"b\.json: damaged"):
+        read_json(tmp_path / "b.json")
+    with pytest.raises(CheckpointError, match=r"c\.json: no such file"):
+        read_json(tmp_path / "c.json")

@@ -1,0 +1,93 @@
+"""Evaluation: means, intervals over questions, and which configuration an evaluation runs with."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from pathlib import Path
+
+import pytest
+
+from rlflow.commands.cli import main
+from rlflow.config.loading import save_config
+from rlflow.run.evaluate import _evaluation_config, evaluate, evaluation_metrics, mean_over_sets, metrics_by_set
+from rlflow.metrics.reductions import interval95
+from rlflow_tools.ckpt_convert.model_directory import ModelDirectory, model_directory
+from rlflow.rollout import Rollout
+from rlflow.config.schema import RunConfig, load_config
+from rlflow.types import Group, StopReason, Task, Trajectory
+from tests.flow.letters import Letters, write_letters_model
+
+
+def attempt(question: str, reward: float, stop: StopReason = StopReason.TERMINATED) -> Trajectory:
+    return Trajectory(question, f"-1:{question}", [], [], reward, stop, {"exact_match": reward})
+
+
+def test_one_attempt_per_question_has_wilsons_interval() -> None:
+    metrics = evaluation_metrics([attempt(f"q{index}", float(index < 3)) for index in range(10)])
+    assert metrics["eval/exact_match"] == pytest.approx(0.3)
+    assert (metrics["eval/exact_match_low"], metrics["eval/exact_match_high"]) == interval95([1.0] * 3 + [0.0] * 7)
+
+
+def test_asking_the_same_questions_again_narrows_no_interval() -> None:
+    """A policy that is right about the same 3 of 10 questions, four times each, was still asked 10 questions."""
+    once = [attempt(f"q{index}", float(index < 3)) for index in range(10)]
+    assert evaluation_metrics(once * 4) == {**evaluation_metrics(once), "eval/attempts": 40.0}
+
+
+def test_attempts_are_averaged_within_their_question_by_hand() -> None:
+    metrics = evaluation_metrics([attempt("a", 1.0), attempt("a", 0.0), attempt("b", 1.0), attempt("b", 1.0)])
+    assert metrics["eval/exact_match"] == 0.75
+    half = 1.959964 * 0.125**0.5 / 2**0.5  # the questions' means are 0.5 and 1: variance 1/8
+    assert metrics["eval/exact_match_low"] == pytest.approx(0.75 - half)
+    assert metrics["eval/exact_match_high"] == pytest.approx(0.75 + half)
+
+
+def test_sets_are_scored_apart_and_their_mean_does_not_weigh_them_by_size() -> None:
+    def group(of_set: str, index: int, reward: float) -> Group:
+        return Group(str(index), Task(str(index), "?", "x", {"set": of_set}), [attempt(f"{of_set}{index}", reward)])
+
+    groups = [group("nq", index, 1.0) for index in range(3)] + [group("musique", 3, 0.0)]
+    by_set = metrics_by_set(groups)
+    assert {name: metrics["eval/exact_match"] for name, metrics in by_set.items()} == {"nq": 1.0, "musique": 0.0}
+    assert mean_over_sets(by_set, "exact_match") == 0.5
+    assert metrics_by_set(groups[:3]) == {}
+
+
+def test_no_questions_are_no_error(tmp_path: Path) -> None:
+    with Rollout.from_pretrained(write_letters_model(tmp_path), Letters()) as rollout:
+        assert evaluate(rollout, []).metrics == {"eval/questions": 0.0, "eval/attempts": 0.0, "eval/failed": 0.0}
+
+
+def config_of(model: ModelDirectory, **given: object) -> RunConfig:
+    return _evaluation_config(Namespace(**{"config": None, "overrides": [], "data": None, "corpus": None, **given}), model)
+
+
+def test_file_names_are_taken_as_they_are(tmp_path: Path) -> None:
+    config = config_of(ModelDirectory(tmp_path, "model", None), data="a: b #1.jsonl", corpus="[wiki].jsonl")
+    assert config.environment == {"name": "search", "val": "a: b #1.jsonl", "train": None, "corpus": "[wiki].jsonl"}
+
+
+def test_an_export_is_evaluated_with_the_configuration_of_its_run(tmp_path: Path) -> None:
+    save_config(load_config(None, ["rollout.max_turns=7"]), tmp_path / "config.yaml")
+    (tmp_path / "export").mkdir()
+    (tmp_path / "export" / "config.json").write_text("{}")
+    with model_directory(tmp_path / "export", None, print) as model:
+        assert config_of(model).rollout.max_turns == 7
+        assert (model.path, model.name) == (tmp_path / "export", tmp_path.name)
+
+
+@pytest.mark.parametrize(
+    "option, value, message",
+    [
+        ("--questions", "0", "--questions: expected at least 1, found 0"),
+        ("--samples", "-1", "--samples: expected at least 1, found -1"),
+        ("--temperature", "-1", "--temperature: expected 0 (greedy) or more, found -1.0"),
+        ("--temperature", "nan", "--temperature: expected 0 (greedy) or more, found nan"),
+    ],
+)
+def test_options_out_of_range_are_one_line(
+    option: str, value: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["eval", "--model", str(tmp_path), option, value]) == 2
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1

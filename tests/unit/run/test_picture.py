@@ -1,0 +1,60 @@
+"""The picture draws whatever a run has, and says nothing that is not in the metrics."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import pytest
+
+from rlflow.metrics.reductions import MetricsLog
+from rlflow.run.picture import _label_ends, _smooth, render_picture
+
+pytest.importorskip("matplotlib")
+
+
+def log(directory: Path, records: list[dict[str, float]]) -> Path:
+    with MetricsLog(directory) as metrics:
+        for step, record in enumerate(records):
+            metrics.log(step, record)
+    return directory / "metrics.jsonl"
+
+
+TIMED = {"train/reward": 0.5, "train/exact_match": 0.4, "time/rollout_s": 1.0, "time/update_s": 2.0, "time/step_s": 3.5}
+
+
+@pytest.mark.parametrize(
+    "records",
+    [
+        [{"eval/exact_match": 0.3, "eval/exact_match_low": 0.2, "eval/exact_match_high": 0.4}],
+        [{"eval/reward": -3.0}, {"train/reward": -2.0}],
+        [{"eval/exact_match": 0.3}, *[TIMED] * 300],
+        [{}, {"train/reward": 0.5}],
+    ],
+    ids=["start", "no exact match", "long", "no times"],
+)
+def test_any_stage_of_a_run_can_be_drawn(tmp_path: Path, records: list[dict[str, float]]) -> None:
+    assert render_picture(log(tmp_path, records), tmp_path / "p.png", "Title")
+    content = (tmp_path / "p.png").read_bytes()
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["metrics.jsonl", "p.png"]
+    assert content[:8] == b"\x89PNG\r\n\x1a\n" and len(content) > 10_000
+
+
+def test_nothing_to_draw_is_said_and_not_drawn(tmp_path: Path) -> None:
+    assert not render_picture(log(tmp_path, [{"train/loss": 1.0}]), tmp_path / "p.png")
+    assert not (tmp_path / "p.png").exists()
+
+
+def test_smoothing_keeps_level_and_length() -> None:
+    assert _smooth([2.0] * 50) == pytest.approx([2.0] * 50)
+    assert _smooth([0.0, 3.0, 6.0]) == [1.5, 3.0, 4.5]
+
+
+def test_labels_do_not_overlap_and_stay_inside() -> None:
+    from matplotlib.figure import Figure
+
+    axes = Figure().add_subplot()
+    axes.set_ylim(0, 1)
+    _label_ends(axes, [(0.99, "a", "k"), (0.98, "b\nb", "k"), (0.985, "c", "k")])
+    heights = sorted(text.xy[1] for text in axes.texts)
+    assert heights[-1] < 1.0 and all(upper - lower > 0.05 for lower, upper in itertools.pairwise(heights))

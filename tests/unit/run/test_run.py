@@ -1,0 +1,188 @@
+"""One training run: the order of its tasks, when it evaluates and saves, what it makes of odd steps."""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rlflow import Step, train
+from rlflow.errors import MissingPackageError, RolloutError
+from rlflow.loop import training_step
+from rlflow.metrics.reductions import read_metrics
+from rlflow.run.run import EXPORT_TOLERANCE, Run
+from rlflow.run.directory import read_json
+from rlflow.types import Batch, Episode, Task
+from tests.flow.letters import letters_config, write_letters_model
+
+EVERY_ROW_LEARNS = "algorithm.losses=[{name: ppo_clip}, {name: entropy, coefficient: 0.001}]"  # also without an advantage
+TINY = ("rollout.prompts_per_step=4", "rollout.samples_per_prompt=2", "evaluation.questions=4", "metrics.picture=false",
+        "trainer.backend=reference", "evaluation.final_questions=4", "checkpoint.export=false")  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_letters_model(tmp_path_factory.mktemp("letters"))
+
+
+@pytest.fixture
+def records(tmp_path: Path) -> Iterator[Any]:
+    yield lambda: read_metrics(tmp_path / "letters" / "metrics.jsonl")
+
+
+def test_each_epoch_is_a_permutation_by_seed_and_epoch(model: Path, tmp_path: Path) -> None:
+    """Steps straddle epochs: 36 tasks, 8 a step."""
+    config = letters_config(model, tmp_path, *TINY, "rollout.prompts_per_step=8", "run.seed=3")
+    with Run(config) as run:
+        drawn: list[Task] = []
+        for run.step in range(9):
+            drawn += run.next_tasks()
+    for epoch in range(2):
+        order = list(range(36))
+        random.Random(f"3/{epoch}").shuffle(order)
+        expected = [run.train_tasks[index].id for index in order]
+        assert [task.id for task in drawn[36 * epoch : 36 * (epoch + 1)]] == expected
+
+
+def test_the_order_is_drawn_once_per_step(model: Path, tmp_path: Path) -> None:
+    """Drawing it once per prompt took a minute per step with 170,000 questions."""
+    with Run(letters_config(model, tmp_path, *TINY)) as run:
+        draws: list[int] = []
+        order = run._order
+        run._order = lambda epoch: draws.append(epoch) or order(epoch)  # type: ignore[method-assign]
+        run.next_tasks()
+    assert draws == [0]
+
+
+def test_a_run_evaluates_at_the_start_on_schedule_and_at_the_end_but_never_twice(
+    model: Path, tmp_path: Path, records: Any
+) -> None:
+    summary = train(letters_config(model, tmp_path, *TINY, "run.steps=3", "evaluation.every_steps=3"))
+    lines = [json.loads(line) for line in (tmp_path / "letters" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if "eval/reward" in line] == [0, 3]
+    assert summary["status"] == "finished"
+    assert "picture" not in summary["written"] and not (tmp_path / "letters" / "progress.png").exists()
+
+
+def test_a_last_evaluation_over_more_questions_replaces_the_scheduled_one(
+    model: Path, tmp_path: Path, records: Any
+) -> None:
+    values = ("run.steps=1", "evaluation.every_steps=1", "evaluation.at_start=false", "evaluation.final_questions=9")
+    train(letters_config(model, tmp_path, *TINY, *values))
+    assert records()[-1]["eval/questions"] == 9
+    state = read_json(tmp_path / "letters" / "checkpoints" / "step_000001" / "state.json")
+    assert state["evaluated_step"] == 1 and state["last_evaluation"]["eval/questions"] == 9
+
+
+def test_the_checkpoint_is_written_before_the_last_evaluation(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may take long, and a kill in it must not cost the steps since the last checkpoint."""
+    config = letters_config(model, tmp_path, *TINY, "run.steps=2", "evaluation.every_steps=0", "checkpoint.every_steps=0",
+                            "evaluation.at_start=false")  # fmt: skip
+
+    def killed(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("rlflow.loop.evaluate", killed)
+    with pytest.raises(KeyboardInterrupt):
+        train(config)
+    assert read_json(tmp_path / "letters" / "checkpoints" / "step_000002" / "state.json")["step"] == 2
+
+
+def test_a_run_resumes_with_a_reference_that_it_began_without(model: Path, tmp_path: Path, records: Any) -> None:
+    train(letters_config(model, tmp_path, *TINY, "run.steps=1", "trainer.weight_decay=0.5"))  # moves in any case
+    losses = "algorithm.losses=[{name: ppo_clip}, {name: kl, coefficient: 0.01}]"
+    train(letters_config(model, tmp_path, *TINY, "run.steps=2", "run.resume=true", losses))
+    assert records()[-1]["train/kl"] > 0  # against the starting policy, one update away
+
+
+def test_a_package_that_the_end_of_a_run_needs_is_missed_at_its_start(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)  # as if it were not installed
+    with pytest.raises(MissingPackageError, match=r"metrics.picture: the package 'matplotlib' is not installed"):
+        train(letters_config(model, tmp_path, *TINY, "metrics.picture=true"))
+    assert not (tmp_path / "letters").exists()
+
+
+def test_a_step_without_a_usable_episode_is_one_clear_error(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = letters_config(model, tmp_path, *TINY, "rollout.max_aborted_share=1.0", "evaluation.at_start=false")
+    with Run(config) as run:
+
+        async def broken(episode: Episode, response: str) -> Step:
+            raise TimeoutError("no answer in 10 s")
+
+        monkeypatch.setattr(run.rollout.environment, "step", broken)
+
+        with pytest.raises(RolloutError, match="step 0: all 8 episodes were aborted; first: TimeoutError: no answer"):
+            training_step(0, run.next_tasks(), run.rollout, run.trainer, run.algorithm, run.timer)
+
+
+def test_minibatches_are_split_by_the_runs_seed(model: Path, tmp_path: Path) -> None:
+    """Two seeds that see the same episodes would otherwise train them in the same order."""
+
+    rewards = []
+    for seed in (0, 1):
+        values = ("run.seed=0", f"run.name=seed{seed}", "algorithm.minibatches_per_step=4", "evaluation.at_start=false",
+                  EVERY_ROW_LEARNS)  # fmt: skip
+        with Run(letters_config(model, tmp_path, *TINY, *values)) as run:
+            run.algorithm.seed = seed
+            seen: list[list[float]] = []
+            update = run.trainer.update
+
+            def record(batch: Any, loss: Any, seen: Any = seen, update: Any = update) -> Any:
+                seen.append(batch.columns["trajectory"].tolist())
+                return update(batch, loss)
+
+            run.trainer.update = record  # type: ignore[method-assign]
+            training_step(0, run.next_tasks(), run.rollout, run.trainer, run.algorithm, run.timer)
+            rewards.append(seen)
+    assert rewards[0] != rewards[1]
+    assert all(sorted(index for part in seen for index in part) == list(range(8)) for seen in rewards)
+
+
+def test_every_minibatch_of_every_epoch_compares_with_the_policy_before_the_step(model: Path, tmp_path: Path) -> None:
+    values = ("algorithm.minibatches_per_step=2", "algorithm.epochs_per_step=3", "algorithm.old_logprobs=recompute",
+              "evaluation.at_start=false", "trainer.weight_decay=0.5", EVERY_ROW_LEARNS)  # fmt: skip
+    with Run(letters_config(model, tmp_path, *TINY, *values)) as run:
+        batches: list[Batch] = []
+        update, before = run.trainer.update, dict(run.trainer.weights())
+
+        def record(batch: Batch, loss: Any) -> dict[str, float]:
+            batches.append(batch)
+            return update(batch, loss)
+
+        run.trainer.update = record  # type: ignore[method-assign]
+        metrics, _ = training_step(0, run.next_tasks(), run.rollout, run.trainer, run.algorithm, run.timer)
+        assert any(not torch.equal(before[name], value) for name, value in run.trainer.weights())
+    assert len(batches) == 6
+    old: dict[int, torch.Tensor] = {}
+    for epoch in range(3):
+        rows = [pair for part in batches[2 * epoch : 2 * epoch + 2] for pair in _rows(part, "proximal_logprobs")]
+        assert sorted(trajectory for trajectory, _ in rows) == list(range(8))
+        assert all(torch.equal(old.setdefault(trajectory, value), value) for trajectory, value in rows)
+    for part in batches:
+        assert float(part.weights.sum()) == pytest.approx(1.0)
+        gap = (part.columns["proximal_logprobs"] - part.logprobs)[part.loss_mask].abs()
+        assert float(gap.mean()) < 1e-5  # on-policy: the engine's own
+    assert metrics["train/logprob_gap"] < 1e-5  # of the first minibatch only: later ones are another policy's
+
+
+def _rows(batch: Batch, column: str) -> list[tuple[int, torch.Tensor]]:
+    values, lengths = batch.columns[column], batch.lengths.tolist()
+    return [(int(one), values[row, : lengths[row]]) for row, one in enumerate(batch.columns["trajectory"])]
+
+
+def test_a_bfloat16_run_ends_with_a_checked_export(model: Path, tmp_path: Path) -> None:
+    values = ("model.dtype=bfloat16", "trainer.backend=megatron", "checkpoint.export=true", "run.steps=1")
+    summary = train(letters_config(model, tmp_path, *TINY, *values))
+    assert EXPORT_TOLERANCE["float32"] < summary["export_logprob_difference"] < 0.1

@@ -1,0 +1,53 @@
+"""The rectangles that an import copies are what `split.shard` computes with tensors."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from fixtures import tiny_model
+from torch import Tensor
+
+from rlflow_tools.ckpt_convert.mapping.rank_slices import cut
+from rlflow.models.architecture import Architecture, padded_vocab, placed_rules, stored_architecture
+from rlflow.models.huggingface import read_config
+from rlflow_tools.ckpt_convert.mapping.plan import Target, View
+from rlflow.models.rules import Rule
+from rlflow_tools.ckpt_convert.readers.source import Stored
+from rlflow.models.sharding import shard
+
+
+def assembled(rule: Rule, tensors: dict[str, Tensor], model: Architecture, rank: int, ranks: int) -> Tensor:
+    """The part of a rank, put together as the plan says."""
+    views = [View(Stored(name, tuple(one.shape), one.dtype, ())) for name, one in tensors.items()]
+    part = cut(rule, views, model, rank, ranks, padded_vocab(model.vocab, ranks))
+    columns = part.shape[1] if len(part.shape) > 1 else 1
+    target = Target(rule.megatron, part.shape, torch.float32, columns, part.pieces)
+    result = torch.full((target.rows, columns), float("nan"))
+    for piece in target.pieces:
+        width = columns if piece.columns is None else piece.columns
+        place = result[piece.row : piece.row + piece.rows, piece.column : piece.column + width]
+        assert place.isnan().all(), "two pieces overlap"
+        if piece.view is None:
+            place.zero_()
+        else:
+            source = tensors[piece.view.stored.name].reshape(piece.view.shape[0], -1)
+            rows = slice(piece.source_row, piece.source_row + piece.rows)
+            place.copy_(source[rows, piece.source_column : piece.source_column + width])
+    return result.view(part.shape)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "qwen2_moe", "deepseek_v3"])
+def test_rectangles_make_what_shard_makes(family: str, ranks: int, tmp_path: Path) -> None:
+    path = tiny_model(tmp_path, family, tokenizer=False, vocab_size=101)
+    model = stored_architecture(read_config(path))
+    draw = torch.Generator().manual_seed(0)
+    for rule, layer in placed_rules(model):
+        tensors = {
+            name: torch.randn(shape, generator=draw) for name, shape in zip(rule.names(layer), rule.shapes(model))
+        }
+        for rank in range(ranks):
+            expected = shard(rule, list(tensors.values()), model, rank, ranks)
+            assert torch.equal(assembled(rule, tensors, model, rank, ranks), expected), rule.megatron

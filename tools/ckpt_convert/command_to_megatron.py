@@ -1,0 +1,112 @@
+"""ckpt_convert to-megatron: its options, and what it prints."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from .read_ahead import read_ahead
+
+
+def add_to_megatron(
+    actions: argparse._SubParsersAction, count: Callable[[str], int], size: Callable[[str], int], codes: str
+) -> None:
+    """Adds the action. count, size: parsers of numbers and of sizes; codes: text on exit codes."""
+    parser = actions.add_parser(
+        "to-megatron",
+        help="HuggingFace directory to Megatron checkpoint",
+        description="Writes a Megatron checkpoint of a HuggingFace directory, in one process and in bounded memory:\n"
+        "OUT/release and the tracker file that makes Megatron load it as weights to start from.",
+        epilog="verification: fast checks sizes, finite values, and that every block reads back as it was written\n"
+        "(CRC-32). full also reads the checkpoint with the readers of to-hf and compares every byte with HF. logits\n"
+        "runs Megatron's own model on it (with --spec te its local layers, names apart) and compares with transformers.\n"
+        + codes,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("model", metavar="HF", type=Path, help="model directory with config.json and safetensors")
+    parser.add_argument("out", metavar="OUT", type=Path, help="directory to write")
+    layout = parser.add_argument_group(
+        "layout", "torch_dist loads in every layout; a legacy checkpoint only in its own."
+    )
+    layout.add_argument("--tp", type=count, default=1, metavar="N", help="tensor-parallel ranks (default 1)")
+    layout.add_argument("--pp", type=count, default=1, metavar="N", help="pipeline-parallel ranks (default 1)")
+    layout.add_argument("--vpp", type=count, default=1, metavar="N", help="model chunks per pipeline rank (default 1)")
+    layout.add_argument("--ep", type=count, default=1, metavar="N", help="expert-parallel ranks (default 1)")
+    layout.add_argument(
+        "--vocab-multiple",
+        type=_positive,
+        default=128,
+        metavar="N",
+        help="pad the vocabulary to a multiple of N x TP (default 128, as make_vocab_size_divisible_by)",
+    )
+    parser.add_argument(
+        "--format", choices=("torch_dist", "torch"), default="torch_dist", help="torch: legacy mp_rank_* files"
+    )
+    parser.add_argument(
+        "--spec", choices=("te", "local"), default="te", help="names of Transformer Engine's or Megatron's own layers"
+    )
+    parser.add_argument("--dtype", choices=("keep", "bf16", "fp16", "fp32"), default="keep", help="default: keep")
+    parser.add_argument("--shard-size", type=size, default=4 * 10**9, metavar="SIZE", help="of torch_dist files (4GB)")
+    parser.add_argument("--workers", type=count, default=4, metavar="N", help="copying threads (default 4)")
+    parser.add_argument("--verify", choices=("fast", "full", "logits", "none"), default="fast", help="default: fast")
+    parser.add_argument("--overwrite", action="store_true", help="replace OUT once the new one is verified")
+    parser.add_argument("--resume", action="store_true", help="continue what a killed conversion left in OUT.partial")
+    parser.add_argument("--dry-run", action="store_true", help="check everything, write nothing")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.set_defaults(run=run_to_megatron)
+
+
+def _positive(text: str) -> int:
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"expected a whole number from 1, found '{text}'")
+    return int(text)
+
+
+def run_to_megatron(args: argparse.Namespace) -> int:
+    if not args.dry_run:
+        read_ahead(args.model)
+    from .writers.directory import check_output
+    from .import_model import ImportOptions, prepare_import, to_megatron
+    from .mapping.to_megatron import Layout
+
+    from .command import Meter, peak_rss_mib
+    from .oracle.logits import checker
+
+    options = ImportOptions(
+        layout=Layout(args.tp, args.pp, args.vpp, args.ep, args.vocab_multiple, args.spec == "te"),
+        format=args.format,
+        dtype=args.dtype,
+        shard_bytes=args.shard_size,
+        workers=args.workers,
+        overwrite=args.overwrite,
+        resume=args.resume,
+        verify=args.verify,
+        check=checker(None, args.model, args.dtype) if args.verify == "logits" else None,
+    )
+    if args.dry_run:
+        check_output(args.out, None, args.model, args.overwrite)
+        _, files = prepare_import(args.model, options)
+        report = {"files": len(files), "bytes": sum(file.size for file in files)}
+        print(
+            json.dumps(report)
+            if args.json
+            else f"would write {len(files)} files, {report['bytes'] / 1e9:.3f} GB to {args.out}"
+        )
+        return 0
+    start = time.monotonic()
+    found = to_megatron(args.model, args.out, options, Meter(sys.stderr.isatty()))
+    seconds = time.monotonic() - start
+    if args.json:
+        print(json.dumps({**found, "seconds": round(seconds, 3), "peak_rss_mib": peak_rss_mib()}))
+        return 0
+    print(
+        f"wrote {args.out}: {found['format']}, {found['parameters']:,} parameters, {found['weight_bytes'] / 1e9:.3f} GB in "
+        f"{seconds:.1f} s, verified: {found['verified']}"
+    )
+    if found["left_out"]:
+        print(f"left out: {len(found['left_out'])} tensors of multi-token prediction, such as {found['left_out'][0]}")
+    return 0

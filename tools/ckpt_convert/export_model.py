@@ -1,0 +1,203 @@
+"""From a Megatron checkpoint, or from a trainer's weights, to a HuggingFace directory: one writer for both."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlflow.errors import ConversionError, ExitCode, ModelError
+from .writers.directory import MANIFEST, Writing, check_output, write_directory
+from rlflow.models.architecture import Architecture, huggingface_shapes, stored_architecture
+from rlflow.models.huggingface import companions_digest, copy_files, read_config, with_dtype
+from .readers.formats import open_source
+from .mapping.plan import Plan, Target
+from .writers.sink import Sink, layout_digest, safetensors_files
+from .readers.source import Source
+from .stream import check_equal, copy, copy_tensors
+from .mapping.to_huggingface import Export, make_export
+from .verify import check_inverse, verify_export
+
+Progress = Callable[[int, int], None]
+"""Called with the bytes that were written since the last call, and those of the whole; first with what was there before."""
+DTYPES = {"keep": None, "bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+@dataclass(frozen=True)
+class Options:
+    """How to export. dtype: a key of DTYPES. shard_bytes: tensor bytes per file. The rest: see `Writing`."""
+
+    dtype: str = "keep"
+    shard_bytes: int = 4 * 10**9
+    workers: int = 4
+    overwrite: bool = False
+    resume: bool = False
+    verify: str = "fast"
+    expected: dict[str, int] = field(default_factory=dict)
+    """Sizes that the checkpoint must have: fields of Architecture, `tensor_parallel`, `pipeline_parallel`, ..., `iteration`."""
+    check: Callable[[Path], None] | None = None
+    """A further check of the finished directory, before it gets its name."""
+
+    @property
+    def writing(self) -> Writing:
+        return Writing(self.workers, self.overwrite, self.resume, self.verify)
+
+
+def prepare(path: str | Path, reference: str | Path, options: Options) -> tuple[Source, Export]:
+    """The checked checkpoint and the plan of its export; nothing is written. Raises ConversionError."""
+    model = _architecture(reference)
+    source = open_source(path)
+    check_sizes(source, model, options.expected)
+    export = make_export(source, model, DTYPES[options.dtype])
+    for one in export.plan.equal:
+        check_equal(source, one)
+    return source, export
+
+
+def check_sizes(source: Source, model: Architecture, expected: dict[str, int]) -> None:
+    """Raises ConversionError (5) for a size that the user gave and the checkpoint does not have."""
+    known = {**vars(model), **source.layout, "iteration": source.iteration}
+    for name, value in expected.items():
+        words = name.replace("_", " ")
+        if known.get(name) is None:
+            raise ConversionError(
+                f"{source.path}: does not say its {words}, so {value} cannot be checked; leave the option out.",
+                ExitCode.OTHER_LAYOUT,
+            )
+        if known[name] != value:
+            raise ConversionError(
+                f"{source.path}: {words} {value} was expected, {known[name]} found; correct the option or leave it out.",
+                ExitCode.OTHER_LAYOUT,
+            )
+
+
+def to_huggingface(
+    path: str | Path,
+    out: str | Path,
+    reference: str | Path,
+    options: Options | None = None,
+    progress: Progress = lambda count, total: None,
+) -> dict[str, Any]:
+    """Exports a checkpoint as a HuggingFace directory and returns its manifest.
+
+    It is written to `<out>.partial`, verified from disk and renamed; on failure `out` is as it was. Raises
+    ConversionError, whose exit_code tells the kinds of problems apart."""
+    options, out, reference = options or Options(), Path(out), Path(reference)
+    check_output(out, Path(path), reference, options.overwrite)
+    source, export = prepare(path, reference, options)
+    plan, config = export.plan, read_config(reference)
+    files = safetensors_files(plan.targets, options.shard_bytes)
+
+    def fill(sink: Sink) -> None:
+        left = sink.left(options.workers)
+        progress(plan.nbytes - sum(block.size for block in left), plan.nbytes)
+        copy(source, left, sink, options.workers, lambda count: progress(count, plan.nbytes))
+
+    def complete(partial: Path) -> None:
+        _add_companions(partial, reference, config, plan.targets[0].dtype)
+        if options.verify == "full":
+            check_inverse(source, export, partial)
+        if options.check is not None:
+            options.check(partial)
+
+    return write_directory(
+        out,
+        files,
+        options.writing,
+        key={"source": source.identity(), "plan": plan.digest, "files": layout_digest(files)},
+        fill=fill,
+        complete=complete,
+        record=_record(source, export.model, plan, options.dtype, reference),
+    )
+
+
+def current_export(path: str | Path, out: str | Path, reference: str | Path) -> bool:
+    """Whether `out` is what `to_huggingface` would write now: same checkpoint, same reference, whole, options as default."""
+    if not (Path(out) / MANIFEST).is_file():
+        return False
+    try:
+        manifest = verify_export(out)
+    except ConversionError:
+        return False
+    claims = {"source": _origin(open_source(path)), "reference": companions_digest(reference), "dtype": "keep"}
+    return all(manifest.get(key) == value for key, value in claims.items())
+
+
+def write_model(
+    path: str | Path,
+    weights: Iterable[tuple[str, Tensor]],
+    reference: str | Path,
+    dtype: torch.dtype | None = None,
+    *,
+    shard_bytes: int = 4 * 10**9,
+    overwrite: bool = False,
+) -> dict[str, Any]:
+    """Writes a HuggingFace directory from (name, tensor) pairs, such as a trainer's weights, and returns its manifest.
+
+    dtype: cast to it; None: all tensors have that of the first. One tensor is in memory at a time; config and tokenizer
+    come from `reference`. Written, checked and renamed as `to_huggingface` does it. Raises ConversionError."""
+    path, reference = Path(path), Path(reference)
+    check_output(path, None, reference, overwrite)
+    config, model = read_config(reference), _architecture(reference)
+    stream = iter(weights)
+    first = next(stream, None)
+    if first is None:
+        raise ConversionError(f"{path}: there are no weights to write.", ExitCode.UNSUPPORTED)
+    kind = dtype or first[1].dtype
+    stream = chain(iter([first]), stream)  # iter: chain keeps its arguments
+    del first  # a tensor is let go once it is written
+    targets = [Target(name, shape, kind, math.prod(shape[1:]), ()) for name, shape in huggingface_shapes(model).items()]
+
+    def pairs() -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in stream:
+            yield name, tensor if dtype is None else tensor.to(dtype)
+
+    return write_directory(
+        path,
+        safetensors_files(targets, shard_bytes),
+        Writing(overwrite=overwrite),
+        key={},
+        fill=lambda sink: copy_tensors(pairs(), sink, str(path)),
+        complete=lambda partial: _add_companions(partial, reference, config, kind),
+        record=_record(None, model, Plan(tuple(targets)), "keep", reference),
+    )
+
+
+def _architecture(reference: str | Path) -> Architecture:
+    config = read_config(reference)
+    try:
+        return stored_architecture(config)
+    except ModelError as error:
+        raise ConversionError(f"{reference}: {error}", ExitCode.UNKNOWN_MODEL) from None
+
+
+def _add_companions(partial: Path, reference: Path, config: dict[str, Any], dtype: torch.dtype) -> None:
+    copy_files(reference, partial)
+    (partial / "config.json").write_text(json.dumps(with_dtype(config, dtype), indent=2) + "\n")
+
+
+def _origin(source: Source | None) -> dict[str, Any]:
+    """What identifies a source. No path is in it: directories are moved and manifests published."""
+    if source is None:
+        return {"format": "trainer"}
+    return {"format": source.format, "iteration": source.iteration, **source.identity()}
+
+
+def _record(source: Source | None, model: Architecture, plan: Plan, dtype: str, reference: Path) -> dict[str, Any]:
+    """The manifest without its files."""
+    return {
+        "source": _origin(source),
+        "reference": companions_digest(reference),
+        "family": model.family,
+        "tensors": len(plan.targets),
+        "parameters": plan.parameters,
+        "weight_bytes": plan.nbytes,
+        "dtype": dtype,
+    }

@@ -1,0 +1,149 @@
+"""From a HuggingFace directory to a Megatron checkpoint, by the same writer as the other direction."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rlflow.errors import ConversionError, ExitCode, ModelError
+from .readers.arguments import arguments_of
+from .export_model import DTYPES, Progress
+from .writers.directory import Writing, check_output, write_directory
+from .writers.torch_dist import dist_files
+from rlflow.models.architecture import Architecture, stored_architecture
+from rlflow.models.huggingface import read_config
+from .readers.safetensors_files import HuggingFace
+from .readers.formats import open_source
+from .mapping.plan import Plan, View
+from .writers.legacy import legacy_common, rank_files
+from .writers.sink import OutputFile, Sink, layout_digest
+from .readers.source import Source
+from .stream import Reader, check_equal, copy
+from rlflow.models.tables import EMBEDDING
+from .mapping.to_huggingface import make_export
+from .mapping.to_megatron import Import, Layout, make_import, parameters
+from .verify import check_records
+
+FORMATS = ("torch_dist", "torch")
+FOLDER = "release"
+"""Where Megatron looks for weights without an iteration: it then loads neither optimizer nor generators."""
+TRACKER = "latest_checkpointed_iteration.txt"
+COMPARED_BYTES = 4 << 20
+
+
+@dataclass(frozen=True)
+class ImportOptions:
+    """How to write. format: one of FORMATS. dtype: a key of DTYPES. shard_bytes: tensor bytes per file of torch_dist.
+    check: a further check of the finished directory, before it gets its name. The rest: see `Writing`."""
+
+    layout: Layout = field(default_factory=Layout)
+    format: str = "torch_dist"
+    dtype: str = "keep"
+    shard_bytes: int = 4 * 10**9
+    workers: int = 4
+    overwrite: bool = False
+    resume: bool = False
+    verify: str = "fast"
+    check: Callable[[Path], None] | None = None
+
+    @property
+    def writing(self) -> Writing:
+        return Writing(self.workers, self.overwrite, self.resume, self.verify)
+
+
+def prepare_import(path: str | Path, options: ImportOptions) -> tuple[Import, list[OutputFile]]:
+    """The checked model and the files of its checkpoint; nothing is written. Raises ConversionError."""
+    config = read_config(path)
+    try:
+        model = stored_architecture(config)
+    except ModelError as error:
+        raise ConversionError(f"{path}: {error}", ExitCode.UNKNOWN_MODEL) from None
+    predicted = int(config.get("num_nextn_predict_layers") or 0)
+    work = make_import(HuggingFace(path), model, options.layout, DTYPES[options.dtype], predicted)
+    args = argparse.Namespace(**arguments_of(config, model, options.layout, work.dtype_of(EMBEDDING, 0)))
+    if options.format == "torch":
+        files = rank_files(work, FOLDER, legacy_common(args))
+    else:
+        files = dist_files(work, FOLDER, {"args": args, "iteration": 0, "checkpoint_version": 3.0}, options.shard_bytes)
+    Plan(tuple(target for file in files for target, _ in file.places)).check()
+    word = FOLDER.encode()
+    return work, [*files, OutputFile(TRACKER, len(word), (), ((0, word),))]
+
+
+def to_megatron(
+    path: str | Path,
+    out: str | Path,
+    options: ImportOptions | None = None,
+    progress: Progress = lambda count, total: None,
+) -> dict[str, Any]:
+    """Writes a Megatron checkpoint of a HuggingFace directory and returns its manifest.
+
+    It is written to `<out>.partial`, verified from disk and renamed; on failure `out` is as it was. Raises
+    ConversionError, whose exit_code tells the kinds of problems apart."""
+    options, out, path = options or ImportOptions(), Path(out), Path(path)
+    check_output(out, None, path, options.overwrite)
+    work, files = prepare_import(path, options)
+    for one in work.equal:
+        check_equal(work.source, one)
+    plan = Plan(tuple(target for file in files for target, _ in file.places), work.equal)
+
+    def fill(sink: Sink) -> None:
+        left = sink.left(options.workers)
+        progress(plan.nbytes - sum(block.size for block in left), plan.nbytes)
+        copy(work.source, left, sink, options.workers, lambda count: progress(count, plan.nbytes))
+
+    def complete(partial: Path) -> None:
+        if options.verify == "full":
+            check_export(work.source, work.model, partial)
+        if options.check is not None:
+            options.check(partial)
+
+    return write_directory(
+        out,
+        files,
+        options.writing,
+        key={"source": work.source.identity(), "plan": plan.digest, "files": layout_digest(files)},
+        fill=fill,
+        complete=complete,
+        record={
+            "source": {"format": work.source.format, **work.source.identity()},
+            "family": work.model.family,
+            "format": options.format,
+            "layout": asdict(options.layout),
+            "tensors": len(plan.targets),
+            "parameters": parameters(work.model),
+            "weight_bytes": plan.nbytes,
+            "dtype": options.dtype,
+            "left_out": list(work.left_out),
+        },
+    )
+
+
+def check_export(source: Source, model: Architecture, written: Path) -> None:
+    """Raises ConversionError (4) unless the written checkpoint, exported again, has the bytes of `source`.
+
+    It is read from the disk by the readers of checkpoints, archives' checksums included, and mapped by the export's plan."""
+    checkpoint = open_source(written)
+    check_records(checkpoint)
+    plan = make_export(checkpoint, model).plan
+    for one in plan.equal:
+        check_equal(checkpoint, one)
+    with Reader(checkpoint) as back, Reader(source) as first:
+        for target in plan.targets:
+            step = max(1, COMPARED_BYTES // target.row_bytes)
+            for row in range(0, target.rows, step):
+                found = np.empty((min(step, target.rows - row), target.row_bytes), np.uint8)
+                expected = np.empty_like(found)
+                back.fill(target, row, found)
+                first.read(View(source.tensors[target.name]), row, 0, expected, target.dtype)
+                if not np.array_equal(found, expected):
+                    raise ConversionError(
+                        f"{written}: '{target.name}' does not map back to what {source.path} has (from row {row} on); the "
+                        "model changed while it was read, or this is a bug.",
+                        ExitCode.DAMAGED,
+                    )

@@ -1,0 +1,191 @@
+"""What a conversion writes: of which rectangles of source tensors every target tensor is made.
+
+All tensors are matrices here: a vector of n elements is (n, 1), and a stack (layers, rows, columns) of matrices is
+(layers * rows, columns), so that a rectangle is always a run of bytes per row."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+from rlflow.errors import ConversionError, ExitCode
+from ..readers.source import Item, Stored
+
+
+@dataclass(frozen=True)
+class Rectangle:
+    """The part of a view that one stored chunk holds. `skipped`: elements of the chunk before its first row."""
+
+    item: Item
+    skipped: int
+    row: int
+    column: int
+    rows: int
+    columns: int
+
+
+@dataclass(frozen=True)
+class View:
+    """A stored tensor at some leading indices, such as one layer of a stack: a vector or a matrix."""
+
+    stored: Stored
+    index: tuple[int, ...] = ()
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.stored.shape[len(self.index) :]
+
+    @property
+    def columns(self) -> int:
+        return math.prod(self.shape[1:])
+
+    def rectangles(self) -> list[Rectangle]:
+        """The chunks' parts of this view, by row and column; they tile it."""
+        depth = len(self.index)
+        found = []
+        for item in self.stored.items:
+            lead = list(zip(self.index, item.offsets, item.sizes))
+            if all(start <= at < start + size for at, start, size in lead):
+                place = 0
+                for at, start, size in lead:
+                    place = place * size + at - start
+                offsets, sizes = item.offsets[depth:], item.sizes[depth:]
+                column = offsets[1] * math.prod(self.shape[2:]) if len(offsets) > 1 else 0
+                width = math.prod(sizes[1:])
+                found.append(Rectangle(item, place * math.prod(sizes), offsets[0], column, sizes[0], width))
+        return sorted(found, key=lambda one: (one.row, one.column))
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A rectangle of a target and where it comes from; zeros where `view` is None.
+
+    Rows [row, row + rows) and columns [column, column + columns) of the target are those from (source_row,
+    source_column) of the view on. columns None: the whole width of the target."""
+
+    row: int
+    rows: int
+    view: View | None
+    source_row: int = 0
+    column: int = 0
+    columns: int | None = None
+    source_column: int = 0
+
+
+@dataclass(frozen=True)
+class Target:
+    """A tensor to write. `columns`: the width of its matrix. Its pieces are in order of rows and tile it."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    columns: int
+    pieces: tuple[Piece, ...]
+
+    @property
+    def rows(self) -> int:
+        return math.prod(self.shape) // self.columns
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    @property
+    def row_bytes(self) -> int:
+        return self.columns * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Equal:
+    """The first `rows` rows of two views must be the same bytes; else `problem` is what is wrong with the source."""
+
+    one: View
+    other: View
+    rows: int
+    problem: str
+    exit_code: ExitCode
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Every target in the order in which it is written. `equal` is compared before anything is written."""
+
+    targets: tuple[Target, ...]
+    equal: tuple[Equal, ...] = ()
+
+    @cached_property
+    def parameters(self) -> int:
+        return sum(math.prod(target.shape) for target in self.targets)
+
+    @cached_property
+    def nbytes(self) -> int:
+        return sum(target.nbytes for target in self.targets)
+
+    @cached_property
+    def digest(self) -> str:
+        """A hash of everything that the output's bytes follow from, the bytes of the source apart."""
+        content = hashlib.sha256()
+        for target in self.targets:
+            content.update(f"{target.name}|{target.shape}|{target.dtype}|{target.columns}\n".encode())
+            for one in target.pieces:
+                source = (
+                    None if one.view is None else (one.view.stored.name, one.view.index, str(one.view.stored.dtype))
+                )
+                place = (one.row, one.rows, one.column, one.columns, one.source_row, one.source_column)
+                content.update(f"{source}{place}\n".encode())
+        return content.hexdigest()
+
+    def check(self) -> None:
+        """Raises ConversionError (6) unless names are unique and each target is tiled by pieces that lie in their views.
+
+        Such a plan is a mistake in a table of families, found before a byte is written."""
+        if len({target.name for target in self.targets}) != len(self.targets):
+            raise ConversionError("the plan makes a tensor twice; this is a bug.", ExitCode.UNKNOWN_MODEL)
+        for target in self.targets:
+            inside = all(_lies_inside(target, piece) for piece in target.pieces)
+            if not inside or not tiles([_box(target, piece) for piece in target.pieces], (target.rows, target.columns)):
+                raise ConversionError(
+                    f"'{target.name}' {target.shape} would not be made of its sources exactly once; this is a bug.",
+                    ExitCode.UNKNOWN_MODEL,
+                )
+
+
+def _box(target: Target, piece: Piece) -> tuple[tuple[int, int], tuple[int, int]]:
+    columns = target.columns if piece.columns is None else piece.columns
+    return (piece.row, piece.rows), (piece.column, columns)
+
+
+def _lies_inside(target: Target, piece: Piece) -> bool:
+    if piece.view is None:
+        return True
+    _, (_, columns) = _box(target, piece)
+    rows = piece.view.shape[0]
+    return 0 <= piece.source_row <= rows - piece.rows and 0 <= piece.source_column <= piece.view.columns - columns
+
+
+def tiles(boxes: Sequence[tuple[tuple[int, int], ...]], shape: Sequence[int]) -> bool:
+    """Whether boxes, (first, size) per axis, lie inside a shape and cover each of its elements once."""
+    inside = all(
+        len(box) == len(shape)
+        and all(at >= 0 and size > 0 and at + size <= full for (at, size), full in zip(box, shape))
+        for box in boxes
+    )
+    elements = sum(math.prod(size for _, size in box) for box in boxes)
+    return inside and elements == math.prod(shape) and not _overlap(boxes)
+
+
+def _overlap(boxes: Iterable[tuple[tuple[int, int], ...]]) -> bool:
+    """Whether two boxes share an element. Boxes are sorted by their first axis, so that few pairs are compared."""
+    ordered = sorted(boxes)
+    for number, one in enumerate(ordered):
+        for other in ordered[number + 1 :]:
+            if one and other[0][0] >= one[0][0] + one[0][1]:
+                break
+            if all(a < b + m and b < a + n for (a, n), (b, m) in zip(one, other)):
+                return True
+    return False

@@ -1,0 +1,151 @@
+"""`--verify logits`: what transformers computes from a model directory is what Megatron computes from the checkpoint.
+
+Both run on the CPU in float32 on fixed tokens. Megatron's model is built and loaded by megatron-core, a legacy checkpoint
+in as many processes as it has ranks, so nothing of the converter's mapping is used: an error in it shows here, where a
+round trip would repeat it in both directions."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlflow.errors import ConversionError, ExitCode, MissingPackageError
+from rlflow.models.huggingface import read_config
+from ..readers.legacy import LegacyRanks
+from ..readers.formats import open_source
+from ..readers.source import Source
+
+ROWS, WIDTH = 2, 32
+TOLERANCE = 1e-4
+"""Largest difference, in units of the largest logit (at least 1). A mapping error makes a difference of about 1."""
+EMBEDDING = "embedding.word_embeddings.weight"
+DTYPES = {"keep": None, "bf16": torch.bfloat16, "fp16": torch.float16, "fp32": None}
+
+
+def checker(checkpoint: Path | None, model: Path | None, dtype: str) -> Callable[[Path], None]:
+    """The check of a conversion's result: a model directory made of `checkpoint`, or a checkpoint made of `model`."""
+
+    def check(result: Path) -> None:
+        check_logits(checkpoint or result, model or result, dtype)
+
+    return check
+
+
+def check_logits(checkpoint: Path, model: Path, dtype: str = "keep") -> float:
+    """The largest difference between the two sides' logits. dtype: what the converted side was cast to.
+
+    Raises ConversionError (4) where it exceeds TOLERANCE, MissingPackageError without megatron-core or transformers."""
+    config = read_config(model)
+    tokens = torch.randint(0, config["vocab_size"], (ROWS, WIDTH), generator=torch.Generator().manual_seed(0))
+    expected = _transformers(model, tokens, DTYPES[dtype])
+    found = _megatron(checkpoint, config, tokens, DTYPES[dtype])
+    difference = (found - expected).abs().max().item()
+    limit = TOLERANCE * max(1.0, expected.abs().max().item())
+    if not difference <= limit:
+        raise ConversionError(
+            f"{model}: transformers and Megatron do not compute the same; logits differ by {difference:.2g}, at most "
+            f"{limit:.2g} expected.",
+            ExitCode.DAMAGED,
+        )
+    return difference
+
+
+def _transformers(path: Path, tokens: Tensor, dtype: torch.dtype | None) -> Tensor:
+    try:
+        from transformers import AutoModelForCausalLM
+        from transformers.utils import logging
+    except ImportError:
+        raise MissingPackageError("--verify logits needs transformers: pip install 'transformers>=5'") from None
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        model = AutoModelForCausalLM.from_pretrained(str(path), dtype=torch.float32, local_files_only=True)
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        raise ConversionError(
+            f"{path}: transformers cannot load it ({str(error).splitlines()[0]}).", ExitCode.DAMAGED
+        ) from error
+    finally:
+        if shown:
+            logging.enable_progress_bar()
+    with torch.no_grad():
+        if dtype is not None:
+            for parameter in model.parameters():
+                parameter.copy_(parameter.to(dtype))
+        return model(tokens).logits.float()
+
+
+def _megatron(checkpoint: Path, config: dict[str, Any], tokens: Tensor, dtype: torch.dtype | None) -> Tensor:
+    """Runs the checkpoint's ranks in processes of their own, without a GPU."""
+    import torch.multiprocessing as mp
+
+    source = open_source(checkpoint)
+    ranks = _ranks(source)
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+        try:
+            mp.spawn(_rank_main, args=(ranks, folder, str(checkpoint), config, tokens, dtype), nprocs=ranks)
+        except mp.ProcessRaisedException as error:
+            reason = [line for line in str(error).splitlines() if line.strip()][-1]
+            raise ConversionError(
+                f"{checkpoint}: Megatron's model cannot be run ({reason}).", ExitCode.DAMAGED
+            ) from error
+        finally:
+            if hidden is None:
+                del os.environ["CUDA_VISIBLE_DEVICES"]
+            else:
+                os.environ["CUDA_VISIBLE_DEVICES"] = hidden
+        return torch.load(Path(folder) / "logits.pt", weights_only=True)
+
+
+def _ranks(source: Source) -> int:
+    layout = source.layout if isinstance(source, LegacyRanks) else {}
+    sizes = [layout.get(f"{kind}_parallel", 1) for kind in ("tensor", "pipeline", "expert")]
+    return sizes[0] * sizes[1] * sizes[2]
+
+
+def _rank_main(
+    rank: int,
+    ranks: int,
+    folder: str,
+    checkpoint: str,
+    config: dict[str, Any],
+    tokens: Tensor,
+    dtype: torch.dtype | None,
+) -> None:
+    import torch.distributed as dist
+
+    from . import model as oracle, load as oracle_load
+    from rlflow.trainer.megatron.cpu import adapted, check_version, without_transformer_engine
+
+    check_version()
+    source = open_source(checkpoint)
+    legacy = source if isinstance(source, LegacyRanks) else None
+    sizes = legacy.layout if legacy else {}
+    layout = oracle.Layout(
+        source.tensors[EMBEDDING].shape[0],
+        sizes.get("tensor_parallel", 1),
+        sizes.get("pipeline_parallel", 1),
+        sizes.get("virtual_pipeline_parallel", 1),
+        sizes.get("expert_parallel", 1),
+    )
+    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=ranks)
+    with adapted(), without_transformer_engine():
+        oracle.join(layout)
+        chunks = oracle.build(config, layout)
+        if legacy is None:
+            oracle_load.load_torch_dist(chunks, source.path, source.tensors.keys())
+        else:
+            oracle_load.load_rank(chunks, legacy.rank_states(*oracle.place()), checkpoint)
+        if dtype is not None:
+            oracle_load.round_weights(chunks, dtype)
+        found = oracle.logits(chunks, tokens, config["vocab_size"])
+    if rank == 0:
+        torch.save(found, Path(folder) / "logits.pt")
+    dist.destroy_process_group()

@@ -1,0 +1,95 @@
+"""A HuggingFace model directory as a source: which bytes of which safetensors file hold what."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rlflow.errors import ConversionError, ExitCode, ModelError
+from rlflow.models.huggingface import INDEX_FILE, WeightFiles, header
+from .source import Content, Item, Record, Stored, identity_of
+
+DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64}
+"""Of a safetensors header."""
+
+
+class HuggingFace:
+    """A model directory's tables, checked: every file there, each tensor's bytes its own and as many as its shape says.
+
+    Raises ConversionError for a file that is missing (3) or damaged (4), and for a dtype that is not supported (10)."""
+
+    format = "huggingface"
+    copies: tuple[tuple[Stored, Stored], ...] = ()
+    iteration = None
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self.layout: dict[str, int] = {}
+        self.described: dict[str, Any] = {}
+        self._check_files()
+        try:
+            weights = WeightFiles(self.path)
+            self._files = sorted({weights.file_of(name) for name in weights})
+            headers = {file: header(self.path / file) for file in self._files}
+            self.tensors = {name: self._stored(name, weights.file_of(name), headers) for name in weights}
+        except ModelError as error:
+            raise ConversionError(str(error), ExitCode.DAMAGED) from None
+        except (ValueError, KeyError, TypeError) as error:
+            raise ConversionError(
+                f"{self.path}: a safetensors header is damaged ({error}); copy the model again.", ExitCode.DAMAGED
+            ) from None
+
+    def content(self, stored: Stored, item: Item) -> Content:
+        """See `Source.content`. safetensors have no checksums."""
+        return Content(item.start, item.length)
+
+    def records(self) -> Iterator[tuple[str, Record]]:
+        """Nothing: safetensors have no checksums."""
+        return iter(())
+
+    def identity(self) -> dict[str, Any]:
+        """See `Source.identity`."""
+        tables = [name for name in ("config.json", INDEX_FILE) if (self.path / name).is_file()]
+        return identity_of(self.path, self._files, tables)
+
+    def _check_files(self) -> None:
+        index = self.path / INDEX_FILE
+        if not index.is_file():
+            return
+        try:
+            names = set(json.loads(index.read_text())["weight_map"].values())
+            missing = sorted(name for name in names if not (self.path / name).is_file())
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ConversionError(f"{index}: damaged ({error}); copy the model again.", ExitCode.DAMAGED) from None
+        if missing:
+            raise ConversionError(
+                f"{self.path / missing[0]}: missing, though {INDEX_FILE} lists it ({len(names) - len(missing)} of "
+                f"{len(names)} files found); copy the whole model.",
+                ExitCode.MISSING,
+            )
+
+    def _stored(self, name: str, file: str, headers: dict[str, Any]) -> Stored:
+        entry = headers[file][name]
+        if entry["dtype"] not in DTYPES:
+            raise ConversionError(
+                f"{self.path / file}: '{name}' is of dtype {entry['dtype']}, which is not supported; expected one of "
+                f"{', '.join(DTYPES)}.",
+                ExitCode.UNSUPPORTED,
+            )
+        dtype, shape = DTYPES[entry["dtype"]], tuple(int(size) for size in entry["shape"])
+        first, last = entry["data_offsets"]
+        if last - first != math.prod(shape) * dtype.itemsize or min(shape, default=1) < 1 or first < 0:
+            raise ValueError(f"'{name}' has {last - first} bytes and shape {shape}")
+        start = _data(self.path / file) + first
+        return Stored(name, shape, dtype, (Item((0,) * len(shape), shape, file, start, last - first),))
+
+
+def _data(file: Path) -> int:
+    """Where the tensors' bytes begin."""
+    with file.open("rb") as stream:
+        return 8 + int.from_bytes(stream.read(8), "little")

@@ -1,0 +1,161 @@
+"""Files of torch.save, or parts of files: their value with stand-ins for objects, and where the tensors' bytes are.
+
+Such a file is a zip archive that is not compressed: `data.pkl`, and one entry per storage. A tensor is a window of a
+storage, so several tensors may share one (Megatron's parameters may be windows of one large buffer)."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import math
+import os
+import struct
+import zipfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+
+from rlflow.errors import ConversionError, ExitCode
+from rlflow.storage.pickles import DAMAGE, ForbiddenName, Inert, InertUnpickler, Storage
+from .source import Record
+
+STORAGES = {
+    "FloatStorage": torch.float32,
+    "BFloat16Storage": torch.bfloat16,
+    "HalfStorage": torch.float16,
+    "DoubleStorage": torch.float64,
+    "LongStorage": torch.int64,
+    "IntStorage": torch.int32,
+    "ByteStorage": torch.uint8,
+}
+LOCAL_HEADER = struct.Struct("<26xHH")
+"""Of a zip's entry: the lengths of name and extra field at byte 26; the content follows them."""
+
+
+@dataclass(frozen=True)
+class Window:
+    """A tensor of an archive, its rows one after another. start: its first byte within the file. record: its storage."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    start: int
+    record: Record
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+class Archive:
+    """An archive in the byte range [start, start + length) of an open file. Reads tables only, never the tensors' bytes.
+
+    Raises what DAMAGE and zipfile list for a damaged one, and ForbiddenName; `explained` puts both into words."""
+
+    def __init__(self, stream: IO[bytes], start: int = 0, length: int | None = None) -> None:
+        whole = os.fstat(stream.fileno()).st_size if length is None else length
+        self._part = _Part(stream, start, whole)
+        self._start, self._length = start, whole
+        with zipfile.ZipFile(self._part) as archive:
+            self._entries = {one.filename.split("/", 1)[1]: one for one in archive.infolist()}
+            self.pickle = archive.read(self._entries["data.pkl"])
+            if "byteorder" in self._entries and archive.read(self._entries["byteorder"]) != b"little":
+                raise ValueError("the bytes are not little-endian")
+        self._records: dict[str, Record] = {}
+
+    @cached_property
+    def value(self) -> Any:
+        """What was saved, with `Inert` in place of every object but Python's own."""
+        return InertUnpickler(io.BytesIO(self.pickle)).load()
+
+    def window(self, tensor: Any) -> Window | None:
+        """Where a tensor of `value` lies; None for what is no tensor. Raises ValueError unless its bytes are one run."""
+        if isinstance(tensor, Inert) and type(tensor).__name__ == "_rebuild_parameter":
+            tensor = tensor.arguments[0]
+        if not isinstance(tensor, Inert) or type(tensor).__name__ != "_rebuild_tensor_v2":
+            return None
+        storage, offset, size, stride = tensor.arguments[:4]
+        dtype = STORAGES.get(storage.kind) if isinstance(storage, Storage) else None
+        shape = tuple(int(one) for one in (size.arguments[0] if isinstance(size, Inert) else size))
+        if dtype is None or not _contiguous(shape, stride) or offset < 0 or min(shape, default=1) < 0:
+            raise ValueError(f"expected a tensor of floating point, rows one after another; found {storage} {shape}")
+        record = self._record(storage.key)
+        window = Window(dtype, shape, record.start + offset * dtype.itemsize, record)
+        if window.start + window.nbytes > record.start + record.bytes:
+            raise ValueError(f"{window.nbytes} bytes expected from {offset} on, {record.bytes} stored")
+        return window
+
+    def _record(self, key: str) -> Record:
+        if key not in self._records:
+            self._records[key] = self._locate(self._entries[f"data/{key}"])
+        return self._records[key]
+
+    def _locate(self, entry: zipfile.ZipInfo) -> Record:
+        if entry.compress_type != zipfile.ZIP_STORED or entry.compress_size != entry.file_size:
+            raise ValueError("the storages are compressed")
+        self._part.seek(entry.header_offset)
+        header = self._part.read(30)
+        name, extra = LOCAL_HEADER.unpack(header)
+        begin = entry.header_offset + 30 + name + extra
+        if header[:4] != b"PK\x03\x04" or begin + entry.file_size > self._length:
+            raise ValueError("the content lies outside its archive")
+        return Record(self._start + begin, entry.file_size, entry.CRC)
+
+
+@contextlib.contextmanager
+def explained(file: Path, where: str = "") -> Iterator[None]:
+    """Inside, what a damaged or hostile archive raises becomes a ConversionError (4, 11)."""
+    try:
+        yield
+    except ForbiddenName as error:
+        raise ConversionError(f"{file}: {error}.", ExitCode.HOSTILE) from None
+    except (*DAMAGE, zipfile.BadZipFile, StopIteration, struct.error) as error:
+        raise damaged(file, error, where) from None
+
+
+def damaged(file: Path, error: BaseException, where: str = "") -> ConversionError:
+    """The error (4) for a file that cannot be read, with the reason in one line."""
+    reason = (str(error).strip().splitlines() or ["no reason given"])[0][:200]
+    place = f", {where}" if where else ""
+    return ConversionError(
+        f"{file}{place}: damaged ({type(error).__name__}: {reason}); copy it again or use an earlier checkpoint.",
+        ExitCode.DAMAGED,
+    )
+
+
+def _contiguous(shape: Sequence[int], stride: Any) -> bool:
+    steps = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
+    return len(stride) == len(shape) and all(one == two for one, two, length in zip(stride, steps, shape) if length > 1)
+
+
+class _Part(io.RawIOBase):
+    """A byte range of a file as a file of its own."""
+
+    def __init__(self, stream: Any, start: int, length: int) -> None:
+        super().__init__()
+        self._stream, self._start, self._length, self._at = stream, start, length, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        self._at = offset + (0, self._at, self._length)[whence]
+        if self._at < 0:
+            raise OSError("negative position")
+        return self._at
+
+    def read(self, size: int = -1) -> bytes:
+        left = max(self._length - self._at, 0)
+        wanted = left if size is None or size < 0 else min(size, left)
+        found = os.pread(self._stream.fileno(), wanted, self._start + self._at)
+        self._at += len(found)
+        return found

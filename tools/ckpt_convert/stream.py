@@ -1,0 +1,224 @@
+"""Carries out a plan: copies blocks of targets from a source, or a stream of whole tensors, into a sink."""
+
+from __future__ import annotations
+
+import os
+import threading
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rlflow.errors import ConversionError, ExitCode
+from .mapping.plan import Equal, Piece, Rectangle, Target, View
+from .writers.sink import Block, Sink, blocks_of
+from .readers.source import Content, Item, Source
+
+Progress = Callable[[int], None]
+COMPARED_BYTES = 4 << 20
+INFINITE = {
+    torch.bfloat16: (np.int16, 0x7F80, np.uint16, 0xFF80),
+    torch.float16: (np.int16, 0x7C00, np.uint16, 0xFC00),
+    torch.float32: (np.int32, 0x7F800000, np.uint32, 0xFF800000),
+    torch.float64: (np.int64, 0x7FF << 52, np.uint64, 0xFFF << 52),
+}
+"""Of each dtype: as signed integers, Inf and the NaNs with sign 0 are the numbers from the first bound on; as unsigned
+ones, -Inf and the other NaNs those from the second on. Two passes without a temporary array (IEEE 754 ordering)."""
+
+
+def copy(source: Source, blocks: Sequence[Block], sink: Sink, workers: int, progress: Progress) -> None:
+    """Copies blocks in `workers` threads; progress is called with the bytes of each, by one thread at a time.
+
+    Raises ConversionError for a damaged source (4), NaN or Inf in the weights (4), a full disk (8)."""
+    waiting, lock, stop = iter(blocks), threading.Lock(), threading.Event()
+
+    def work() -> None:
+        buffer = bytearray(max((block.size for block in blocks), default=0))
+        while not stop.is_set():
+            with lock:
+                block = next(waiting, None)
+            if block is None:
+                return
+            rows = np.frombuffer(buffer, np.uint8, block.size).reshape(block.last - block.first, block.target.row_bytes)
+            reader.fill(block.target, block.first, rows)
+            check_finite(rows, block, str(source.path))
+            sink.write(block, rows.data.cast("B"))
+            with lock:
+                progress(block.size)
+
+    with Reader(source) as reader, ThreadPoolExecutor(workers) as pool:
+        try:
+            running = [pool.submit(work) for _ in range(workers)]
+            wait(running, return_when=FIRST_EXCEPTION)
+        finally:
+            stop.set()
+        for one in running:
+            one.result()
+
+
+def copy_tensors(weights: Iterable[tuple[str, Tensor]], sink: Sink, origin: str) -> None:
+    """Writes whole tensors as they come; each target must come once, in its shape and dtype.
+
+    Raises ConversionError for a name that is not in the plan, twice or missing (6), a shape or dtype (7), NaN or Inf (4)."""
+    places = {
+        target.name: (number, target, start) for number, one in enumerate(sink.files) for target, start in one.places
+    }
+    for name, tensor in weights:
+        if name not in places:
+            raise ConversionError(
+                f"{origin}: tensor '{name}' is not part of the model that config.json describes, or comes twice.",
+                ExitCode.UNKNOWN_MODEL,
+            )
+        number, target, start = places.pop(name)
+        if tuple(tensor.shape) != target.shape:
+            raise ConversionError(
+                f"{origin}: '{name}' has shape {tuple(tensor.shape)}, config.json implies {target.shape}.",
+                ExitCode.OTHER_MODEL,
+            )
+        if tensor.dtype is not target.dtype:
+            raise ConversionError(
+                f"{origin}: '{name}' has dtype {tensor.dtype}, {target.dtype} expected as of the first tensor; pass a dtype.",
+                ExitCode.OTHER_MODEL,
+            )
+        content = tensor.detach().cpu().contiguous()
+        rows = content.view(-1).view(torch.uint8).numpy().reshape(target.rows, target.row_bytes)
+        for block in blocks_of(number, target, start):
+            part = rows[block.first : block.last]
+            check_finite(part, block, origin)
+            sink.write(block, part.data.cast("B"))
+    if places:
+        raise ConversionError(
+            f"{origin}: tensor '{next(iter(places))}' is missing, which config.json implies.", ExitCode.UNKNOWN_MODEL
+        )
+
+
+def check_finite(rows: np.ndarray, block: Block, origin: str) -> None:
+    """Raises ConversionError (4) where the bytes of a block are NaN or Inf."""
+    signed, high, unsigned, low = INFINITE[block.target.dtype]
+    flat = rows.reshape(-1)
+    if flat.view(signed).max() >= high or flat.view(unsigned).max() >= low:
+        raise ConversionError(
+            f"{origin}: '{block.target.name}' holds NaN or Inf as {block.target.dtype} "
+            f"(rows {block.first} to {block.last}).",
+            ExitCode.DAMAGED,
+        )
+
+
+def check_equal(source: Source, equal: Equal) -> None:
+    """Raises the ConversionError that `equal` describes unless the two views hold the same bytes."""
+    width = equal.one.columns * equal.one.stored.dtype.itemsize
+    step = max(1, COMPARED_BYTES // width)
+    pair = np.empty((2, min(step, equal.rows), width), np.uint8)
+    with Reader(source) as reader:
+        for row in range(0, equal.rows, step):
+            one, other = pair[:, : min(step, equal.rows - row)]
+            reader.read(equal.one, row, 0, one, equal.one.stored.dtype)
+            reader.read(equal.other, row, 0, other, equal.one.stored.dtype)
+            if not np.array_equal(one, other):
+                raise ConversionError(equal.problem, equal.exit_code)
+
+
+class Reader:
+    """Rectangles of a source, gathered from its chunks. Safe to use from several threads."""
+
+    def __init__(self, source: Source) -> None:
+        self._source = source
+        self._lock = threading.Lock()
+        self._contents: dict[tuple[str, Item], Content] = {}
+        self._files: dict[str, int] = {}
+        self._rectangles: dict[tuple[str, tuple[int, ...]], tuple[list[Rectangle], list[int]]] = {}
+
+    def __enter__(self) -> Reader:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        while self._files:
+            os.close(self._files.popitem()[1])
+
+    def fill(self, target: Target, first: int, out: np.ndarray) -> None:
+        """Writes the target's rows from `first` on into `out`: (rows, bytes of a row)."""
+        last = first + len(out)
+        for piece in _overlapping(target.pieces, first, last):
+            begin, end = max(first, piece.row), min(last, piece.row + piece.rows)
+            columns = target.columns if piece.columns is None else piece.columns
+            size = target.dtype.itemsize
+            part = out[begin - first : end - first, piece.column * size : (piece.column + columns) * size]
+            if piece.view is None:
+                part[:] = 0
+            else:
+                self.read(piece.view, piece.source_row + begin - piece.row, piece.source_column, part, target.dtype)
+
+    def read(self, view: View, row: int, column: int, out: np.ndarray, dtype: torch.dtype) -> None:
+        """Writes the view's elements from (row, column) on into `out`, cast to `dtype`: (rows, bytes of a row)."""
+        columns = out.shape[1] // dtype.itemsize
+        for one in self._found(view, row, row + len(out)):
+            top, bottom = max(row, one.row), min(row + len(out), one.row + one.rows)
+            left, right = max(column, one.column), min(column + columns, one.column + one.columns)
+            if top >= bottom or left >= right:
+                continue
+            size = dtype.itemsize
+            place = out[top - row : bottom - row, (left - column) * size : (right - column) * size]
+            self._copy(view, one, top - one.row, left - one.column, place, dtype)
+
+    def _copy(self, view: View, one: Rectangle, row: int, column: int, place: np.ndarray, dtype: torch.dtype) -> None:
+        """Fills `place` from (row, column) of a chunk on; whole rows are read, as rows of a matrix lie side by side."""
+        stored = view.stored
+        descriptor, content, file = self._open(view, one.item)
+        size, rows = stored.dtype.itemsize, len(place)
+        start = content.start + (one.skipped + row * one.columns) * size
+        whole = place.shape[1] == one.columns * dtype.itemsize
+        if whole and stored.dtype is dtype and place.flags.c_contiguous:
+            read_all(descriptor, place.data.cast("B"), start, file)
+            return
+        data = np.empty((rows, one.columns * size), np.uint8)
+        read_all(descriptor, data.data.cast("B"), start, file)
+        width = place.shape[1] // dtype.itemsize
+        part = data[:, column * size : (column + width) * size]
+        place[:] = part if stored.dtype is dtype else _cast(part, stored.dtype, dtype)
+
+    def _found(self, view: View, first: int, last: int) -> Iterator[Rectangle]:
+        """The rectangles of a view that may have some of these rows."""
+        key = view.stored.name, view.index
+        with self._lock:
+            if key not in self._rectangles:
+                ordered = view.rectangles()
+                self._rectangles[key] = ordered, [one.row for one in ordered]
+            ordered, rows = self._rectangles[key]
+        return (one for one in ordered[: bisect_right(rows, last)] if one.row + one.rows > first)
+
+    def _open(self, view: View, item: Item) -> tuple[int, Content, str]:
+        key, file = (view.stored.name, item), str(self._source.path / item.file)
+        content = self._contents.get(key) or self._source.content(view.stored, item)  # outside the lock: it reads
+        with self._lock:
+            self._contents[key] = content
+            if item.file not in self._files:
+                self._files[item.file] = os.open(file, os.O_RDONLY)
+            return self._files[item.file], content, file
+
+
+def _overlapping(pieces: Sequence[Piece], first: int, last: int) -> Iterator[Piece]:
+    return (one for one in pieces if one.row < last and one.row + one.rows > first)
+
+
+def _cast(data: np.ndarray, dtype: torch.dtype, to: torch.dtype) -> np.ndarray:
+    """Rows of bytes of one dtype as rows of bytes of another, rounded as torch does."""
+    tensor = torch.from_numpy(np.ascontiguousarray(data)).view(dtype)
+    return tensor.to(to).view(torch.uint8).numpy()
+
+
+def read_all(descriptor: int, out: memoryview, offset: int, file: str) -> None:
+    """Fills `out` from an offset of a file. Raises ConversionError (4) where that fails or the file ends before."""
+    done = 0
+    while done < len(out):
+        try:
+            count = os.preadv(descriptor, [out[done:]], offset + done)
+        except OSError as error:
+            raise ConversionError(f"{file}: cannot be read ({error.strerror}).", ExitCode.DAMAGED) from error
+        if count == 0:
+            raise ConversionError(
+                f"{file}: ends at byte {offset + done}; it shrank while being read.", ExitCode.DAMAGED
+            )
+        done += count

@@ -1,0 +1,132 @@
+"""Checks of what was written: against its manifest, and mapped back to the tensors that it came from."""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlflow.errors import ConversionError, ExitCode, ModelError
+from .writers.directory import MANIFEST, crc32, sha256
+from rlflow.models.huggingface import WeightFiles, check_tensors
+from .mapping.plan import View
+from rlflow.models.rules import Split
+from .readers.source import Source
+from rlflow.models.sharding import shard as to_megatron
+from .mapping.to_huggingface import Export
+
+READ_BYTES = 4 << 20
+
+
+def read_manifest(path: Path) -> dict[str, Any]:
+    """The manifest of a directory that a conversion wrote. Raises ConversionError (3: none, 4: damaged)."""
+    file = path / MANIFEST
+    if not file.is_file():
+        raise ConversionError(
+            f"{file}: missing; only directories written by a conversion can be verified.", ExitCode.MISSING
+        )
+    try:
+        manifest = json.loads(file.read_text())
+        for one in manifest["files"].values():
+            int(one["bytes"]), int(one["crc32"], 16), str(one.get("sha256"))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConversionError(f"{file}: damaged ({error}); export again.", ExitCode.DAMAGED) from None
+    return manifest
+
+
+def verify_export(path: str | Path, workers: int = 2) -> dict[str, Any]:
+    """The manifest of an export, every file of which has the size and checksums that it says, and whose tensors are those
+    that config.json implies. Raises ConversionError (3: a file is missing, 4: another content)."""
+    path = Path(path)
+    manifest = read_manifest(path)
+    with ThreadPoolExecutor(workers) as pool:
+        for _ in pool.map(lambda pair: _check_file(path / pair[0], pair[1]), manifest["files"].items()):
+            pass
+    foreign = sorted(one.name for one in path.glob("*.safetensors") if one.name not in manifest["files"])
+    if foreign:
+        raise ConversionError(f"{path / foreign[0]}: not part of the export; remove it.", ExitCode.DAMAGED)
+    if (path / "config.json").is_file():
+        try:
+            check_tensors(path)
+        except ModelError as error:
+            raise ConversionError(str(error), ExitCode.DAMAGED) from None
+    return manifest
+
+
+def _check_file(file: Path, listed: dict[str, Any]) -> None:
+    if not file.is_file():
+        raise ConversionError(f"{file}: missing, though {MANIFEST} lists it; export again.", ExitCode.MISSING)
+    size = file.stat().st_size
+    same = size == int(listed["bytes"]) and crc32(file) == int(listed["crc32"], 16)
+    if not same or ("sha256" in listed and sha256(file) != listed["sha256"]):
+        raise ConversionError(
+            f"{file}: not what was written ({size} bytes found, {listed['bytes']} expected); export again.",
+            ExitCode.DAMAGED,
+        )
+
+
+def check_inverse(source: Source, export: Export, directory: Path) -> None:
+    """Raises ConversionError (4) unless the written tensors, mapped back to Megatron's, are the checkpoint's bytes.
+
+    Maps whole tensors with the trainer's own `split.shard`, not with the rectangles that wrote them, and checks the
+    checksums that the checkpoint's archives hold. Memory: a few times the largest tensor."""
+    check_records(source)
+    files = WeightFiles(directory)
+    for rule, layer, view in export.sources:
+        tensors = [files[name] for name in rule.names(layer)]
+        mapped = to_megatron(rule, tensors, export.model, 0, 1)
+        mapped = mapped.view(mapped.shape[0], -1)
+        for found, row, column in _stored_parts(source, view):
+            expected = mapped[row : row + found.shape[0], column : column + found.shape[1]]
+            if rule.split is Split.VOCAB:  # rows of padding are dropped
+                found = found[: expected.shape[0]]
+            if not _same_bytes(found.to(mapped.dtype), expected):
+                raise ConversionError(
+                    f"{directory}: '{rule.names(layer)[0]}' does not map back to '{view.stored.name}' (chunk at row "
+                    f"{row}); the checkpoint changed while it was read, or this is a bug.",
+                    ExitCode.DAMAGED,
+                )
+
+
+def check_records(source: Source) -> None:
+    """Raises ConversionError (4) where bytes of a source are not what its checksums say, those of single items apart."""
+    for name, record in source.records():
+        found = 0
+        with (source.path / name).open("rb") as stream:
+            stream.seek(record.start)
+            for start in range(0, record.bytes, READ_BYTES):
+                found = zlib.crc32(stream.read(min(READ_BYTES, record.bytes - start)), found)
+        if found != record.crc32:
+            raise ConversionError(
+                f"{source.path / name}: {record.bytes} bytes at byte {record.start} are damaged (checksum); copy it again "
+                "or use an earlier checkpoint.",
+                ExitCode.DAMAGED,
+            )
+
+
+def _stored_parts(source: Source, view: View) -> Iterator[tuple[Tensor, int, int]]:
+    """(matrix, first row, first column) of every chunk of a view."""
+    for one in view.rectangles():
+        content = source.content(view.stored, one.item)
+        with (source.path / one.item.file).open("rb") as stream:
+            stream.seek(content.start)
+            data = bytearray(stream.read(content.bytes))
+        if len(data) != content.bytes or (content.crc32 is not None and zlib.crc32(data) != content.crc32):
+            raise ConversionError(
+                f"{source.path / one.item.file}: '{view.stored.name}' at byte {content.start} is damaged (checksum); "
+                "copy it again or use an earlier checkpoint.",
+                ExitCode.DAMAGED,
+            )
+        whole = torch.frombuffer(data, dtype=view.stored.dtype)
+        yield whole[one.skipped : one.skipped + one.rows * one.columns].view(one.rows, one.columns), one.row, one.column
+
+
+def _same_bytes(one: Tensor, other: Tensor) -> bool:
+    views = [tensor.contiguous().view(-1).view(torch.uint8) for tensor in (one, other)]
+    return one.shape == other.shape and torch.equal(*views)

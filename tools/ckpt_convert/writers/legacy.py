@@ -1,0 +1,94 @@
+"""The files of a legacy checkpoint: what legacy.py reads, laid out in the other direction. torch.load reads them."""
+
+from __future__ import annotations
+
+import argparse
+from collections import OrderedDict
+from collections.abc import Iterator
+from typing import Any
+
+from .torch_archive import Tensor, lay_out
+from ..mapping.plan import Target
+from rlflow.models.rules import Rule
+from .sink import Literals, OutputFile
+from rlflow.models.tables import EMBEDDING
+from ..mapping.to_megatron import Import
+
+FILE = "model_optim_rng.pt"
+
+
+def rank_files(work: Import, folder: str, common: dict[str, Any]) -> list[OutputFile]:
+    """One file per tensor, pipeline and expert rank below `folder`."""
+    layout = work.layout
+    return [
+        _rank_file(work, folder, common, tensor, pipeline, expert)
+        for pipeline in range(layout.pipeline)
+        for expert in range(layout.expert)
+        for tensor in range(layout.tensor)
+    ]
+
+
+def directory(work: Import, tensor: int, pipeline: int, expert: int) -> str:
+    """A rank's directory, named as Megatron-LM's get_checkpoint_name does."""
+    name = f"mp_rank_{tensor:02d}"
+    name += f"_{pipeline:03d}" if work.layout.pipeline > 1 else ""
+    return name + (f"_{expert:03d}" if work.layout.expert > 1 else "")
+
+
+def _rank_file(
+    work: Import, folder: str, common: dict[str, Any], tensor: int, pipeline: int, expert: int
+) -> OutputFile:
+    path = f"{folder}/{directory(work, tensor, pipeline, expert)}/{FILE}"
+    targets: dict[str, Target] = {}
+    value: dict[str, Any] = dict(common)
+    for chunk in range(work.layout.virtual):
+        state: OrderedDict[str, Tensor | None] = OrderedDict()
+        for name, rule, layer in _held(work, pipeline, chunk, expert):
+            part = work.part(rule, layer, tensor)
+            columns = part.shape[1] if len(part.shape) > 1 else 1
+            label = f"{path}:{chunk}:{name}"
+            targets[label] = Target(label, part.shape, work.dtype_of(rule, layer), columns, part.pieces)
+            state[name] = Tensor(label, part.shape, targets[label].dtype)
+            state.update(_extra_state(work, name))
+        value["model" if work.layout.virtual == 1 else f"model{chunk}"] = state
+    archive = lay_out(value)
+    places = tuple((targets[label], at) for label, at in archive.places().items())
+
+    def seal(checksums: Any) -> Literals:
+        return archive.literals(checksums)
+
+    return OutputFile(path, archive.size, places, (), seal)
+
+
+def _held(work: Import, pipeline: int, chunk: int, expert: int) -> Iterator[tuple[str, Rule, int]]:
+    """(name within the chunk's module, rule, layer) of the tensors that a model chunk of a rank holds."""
+    layout, model = work.layout, work.model
+    height = model.layers // (layout.pipeline * layout.virtual)
+    first = (chunk * layout.pipeline + pipeline) * height
+    begins = pipeline == 0 and chunk == 0
+    ends = pipeline == layout.pipeline - 1 and chunk == layout.virtual - 1
+    experts = model.experts.count // layout.expert if model.experts is not None else 1
+    for rule, layer in (*work.rules(), *work.tied_output()):
+        if rule.per_layer and not first <= layer < first + height:
+            continue
+        if not rule.per_layer and not (begins if rule is EMBEDDING else ends):
+            continue
+        if rule.expert is not None and rule.expert // experts != expert:
+            continue
+        yield rule.megatron_name(layer - first, (rule.expert or 0) % experts, layout.fused), rule, layer
+
+
+def _extra_state(work: Import, name: str) -> dict[str, None]:
+    """The empty state that the module of a weight keeps beside it, as far as there is one in this kind of layers."""
+    module, _, parameter = name.rpartition(".")
+    if not (parameter.startswith("weight") and (".linear_" in name or name == "output_layer.weight")):
+        return {}
+    found = {f"{module}._extra_state": None}
+    if work.layout.fused and module.endswith("self_attention.linear_proj"):
+        found[f"{module.removesuffix('linear_proj')}core_attention._extra_state"] = None
+    return found
+
+
+def legacy_common(args: argparse.Namespace) -> dict[str, Any]:
+    """What every file holds beside the model."""
+    return {"args": args, "checkpoint_version": 3.0, "iteration": 0, "num_floating_point_operations_so_far": 0}

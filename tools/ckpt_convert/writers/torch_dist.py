@@ -1,0 +1,189 @@
+"""The files of a torch_dist checkpoint: what torch_dist.py reads, laid out in the other direction.
+
+`__<number>_0.distcp` hold one archive per chunk and per extra state, `.metadata` says where they are, `metadata.json` names
+the format, `common.pt` has Megatron's arguments. megatron-core loads them in any layout."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import pickle
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from .torch_archive import ArchiveLayout, Tensor, lay_out, saved
+from ..mapping.rank_slices import Cut
+from rlflow.models.architecture import Architecture
+from ..mapping.plan import Piece, Target
+from rlflow.models.rules import Rule, Split
+from .sink import Literals, OutputFile
+from ..mapping.to_megatron import Import
+
+FORMAT = {
+    "sharded_backend": "torch_dist",
+    "sharded_backend_version": 1,
+    "common_backend": "torch",
+    "common_backend_version": 1,
+}
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A box of a whole tensor: its key there, first element per axis, and what it is made of."""
+
+    key: str
+    whole: tuple[int, ...]
+    offsets: tuple[int, ...]
+    target: Target
+
+
+def dist_files(work: Import, folder: str, common: dict[str, Any], chunk_bytes: int) -> list[OutputFile]:
+    """All files of the checkpoint below `folder`; data files with at most `chunk_bytes` of tensors, or one tensor."""
+    chunks = [chunk for rule, layer in work.rules() for chunk in _chunks(work, rule, layer)]
+    groups: list[list[Chunk]] = [[]]
+    filled = 0
+    for chunk in chunks:
+        if groups[-1] and filled + chunk.target.nbytes > chunk_bytes:
+            groups.append([])
+            filled = 0
+        groups[-1].append(chunk)
+        filled += chunk.target.nbytes
+    states = _extra_states(work)
+    tables = _Tables()
+    files = []
+    for number, group in enumerate(groups):
+        files.append(_data_file(folder, f"__{number}_0.distcp", group, states if number == 0 else [], tables))
+    common = {**common, "content_metadata": {"non_homogeneous_layers": numbered(work.model)}}
+    return [
+        *files,
+        _literal(f"{folder}/.metadata", tables.pickled()),
+        _literal(f"{folder}/metadata.json", json.dumps(FORMAT).encode()),
+        _literal(f"{folder}/common.pt", saved(common)),
+    ]
+
+
+def numbered(model: Architecture) -> bool:
+    """Whether layers have keys of their own: Megatron stacks them only where all are of one kind."""
+    return model.experts is not None and len(set(model.experts.sparse)) > 1
+
+
+def _chunks(work: Import, rule: Rule, layer: int) -> Iterator[Chunk]:
+    """The parts of the tensor-parallel ranks; gate rows and up rows of a rank are two chunks."""
+    key, lead, heights = _key(work, rule, layer)
+    dtype = work.dtype_of(rule, layer)
+    ranks = 1 if rule.split in (Split.REPLICATED, Split.LATENT) else work.layout.tensor
+    axis = 1 if rule.split is Split.ROW else 0
+    for rank in range(ranks):
+        boxes = _boxes(rule, work.part(rule, layer, rank))
+        for number, (sizes, pieces) in enumerate(boxes):
+            inner = [0] * len(sizes)
+            inner[axis] = (number * ranks + rank) * sizes[axis]
+            whole = (*sizes[:axis], sizes[axis] * ranks * len(boxes), *sizes[axis + 1 :])
+            offsets = (*lead, *inner)
+            shape = (*(1 for _ in lead), *sizes)
+            columns = sizes[1] if len(sizes) > 1 else 1
+            target = Target(f"{key}@{','.join(map(str, offsets))}", shape, dtype, columns, pieces)
+            yield Chunk(key, (*heights, *whole), offsets, target)
+
+
+def _boxes(rule: Rule, part: Cut) -> list[tuple[tuple[int, ...], tuple[Piece, ...]]]:
+    """(sizes, pieces) of the chunks that a rank's part of a tensor is kept as."""
+    if rule.split is not Split.GATE_UP:
+        return [(part.shape, part.pieces)]
+    return [((piece.rows, *part.shape[1:]), (dataclasses.replace(piece, row=0),)) for piece in part.pieces]
+
+
+def _key(work: Import, rule: Rule, layer: int) -> tuple[str, tuple[int, ...], tuple[int, ...]]:
+    """(key, indices in the stacks, heights of the stacks) of a tensor."""
+    name = _stored_name(work, rule)
+    lead: tuple[int, ...] = ()
+    heights: tuple[int, ...] = ()
+    if rule.per_layer and not numbered(work.model):
+        name, lead, heights = name.replace("{i}.", ""), (layer,), (work.model.layers,)
+    if rule.expert is not None and work.model.experts is not None:
+        name = name.replace("experts.local_experts.{e}.", "experts.experts.")
+        lead, heights = (*lead, rule.expert), (*heights, work.model.experts.count)
+    return name.format(i=layer), lead, heights
+
+
+def _stored_name(work: Import, rule: Rule) -> str:
+    """Local layers store norms under Transformer Engine's names too, those of latent attention excepted."""
+    if rule.expert is not None:
+        return rule.megatron
+    if work.layout.fused:
+        return rule.fused or rule.megatron
+    return rule.megatron if work.model.latent is not None else rule.local_key or rule.fused or rule.megatron
+
+
+def _extra_states(work: Import) -> list[str]:
+    """Keys of the (empty) states that Megatron's modules keep beside weights, and without which it does not load: of
+    linear layers, and with Transformer Engine of norms and of the attention itself. Those it has no module for are ignored."""
+    found: dict[str, None] = {}
+    for rule, layer in work.rules():
+        key, lead, heights = _key(work, rule, layer)
+        modules = [key.rpartition(".")[0]]
+        if key.endswith("linear_proj.weight"):
+            modules.append(modules[0].replace("linear_proj", "core_attention"))
+        shard = f"shard_{'.'.join(map(str, lead)) or 0}_{'.'.join(map(str, heights)) or 1}"
+        if rule.per_layer or "layernorm" in key:
+            found.update({f"{module}._extra_state/{shard}": None for module in modules})
+    return list(found)
+
+
+def _data_file(folder: str, name: str, chunks: Sequence[Chunk], states: Sequence[str], tables: _Tables) -> OutputFile:
+    archives: list[tuple[int, ArchiveLayout]] = []
+    places: list[tuple[Target, int]] = []
+    literals: list[tuple[int, bytes]] = []
+    at = 0
+    for chunk in chunks:
+        target = chunk.target
+        archive = lay_out(Tensor(target.name, target.shape, target.dtype))
+        archives.append((at, archive))
+        places.append((target, at + archive.places()[target.name]))
+        tables.add(chunk, name, at, archive.size)
+        at += archive.size
+    nothing = saved([None])
+    for state in states:
+        literals.append((at, nothing))
+        tables.add_object(state, name, at, len(nothing))
+        at += len(nothing)
+
+    def seal(checksums: Mapping[str, int]) -> Literals:
+        return [(start + first, data) for start, one in archives for first, data in one.literals(checksums)]
+
+    return OutputFile(f"{folder}/{name}", at, tuple(places), tuple(literals), seal)
+
+
+def _literal(name: str, content: bytes) -> OutputFile:
+    return OutputFile(name, len(content), (), ((0, content),))
+
+
+class _Tables:
+    """The content of `.metadata`, in the classes of torch.distributed.checkpoint, which are not used for anything else."""
+
+    def __init__(self) -> None:
+        from torch.distributed.checkpoint import filesystem, metadata
+
+        self._filesystem, self._metadata = filesystem, metadata
+        self._tensors: dict[str, Any] = {}
+        self._places: dict[Any, Any] = {}
+
+    def add(self, chunk: Chunk, file: str, start: int, length: int) -> None:
+        if chunk.key not in self._tensors:
+            properties = self._metadata.TensorProperties(dtype=chunk.target.dtype)
+            self._tensors[chunk.key] = self._metadata.TensorStorageMetadata(properties, torch.Size(chunk.whole), [])
+        chunks = self._tensors[chunk.key].chunks
+        index = self._metadata.MetadataIndex(chunk.key, chunk.offsets, len(chunks))
+        self._places[index] = self._filesystem._StorageInfo(file, start, length)
+        sizes = torch.Size(chunk.target.shape)
+        chunks.append(self._metadata.ChunkStorageMetadata(torch.Size(chunk.offsets), sizes))
+
+    def add_object(self, key: str, file: str, start: int, length: int) -> None:
+        self._tensors[key] = self._metadata.BytesStorageMetadata()
+        self._places[self._metadata.MetadataIndex(key)] = self._filesystem._StorageInfo(file, start, length)
+
+    def pickled(self) -> bytes:
+        return pickle.dumps(self._metadata.Metadata(self._tensors, None, self._places))
