@@ -69,7 +69,8 @@ def packages() -> list[str]:
     """The import names of the source trees; environments/ is imported as rlflow_environments, tools/ as rlflow_tools."""
     core = ["rlflow", *(f"rlflow.{name}" for name in find_packages("rlflow"))]
     plugins = ["rlflow_environments", *(f"rlflow_environments.{name}" for name in find_packages("environments"))]
-    return [*core, *plugins, "rlflow_tools", "rlflow_tools.ckpt_convert"]
+    tools = ["rlflow_tools", *(f"rlflow_tools.{name}" for name in find_packages("tools"))]
+    return [*core, *plugins, *tools]
 
 
 setup(
@@ -83,7 +84,7 @@ setup(
     packages=packages(),
     package_dir={"rlflow": "rlflow", "rlflow_environments": "environments", "rlflow_tools": "tools"},
     package_data={
-        "rlflow": ["py.typed", "algorithms/presets/*.yaml", "templates/*", "templates/**/*"],
+        "rlflow": ["py.typed", "algorithms/presets/*.yaml", "commands/templates/*"],
         "rlflow_environments": ["**/*.yaml", "**/*.json", "**/*.txt"],
     },
     install_requires=BASE,
@@ -93,7 +94,7 @@ setup(
         "rlflow.environments": ["search = rlflow_environments.search:SearchEnvironment"],
         "rlflow.commands": [
             "convert = rlflow_tools.ckpt_convert.command:add",
-            "search = rlflow_environments.retrieval.commands:add",
+            "search = rlflow_environments.search.commands:add",
         ],
     },
     classifiers=[

@@ -113,7 +113,7 @@ def make_indices(directory: Path, corpus: Path, size: int) -> dict[str, dict]:
     if not (folder / "meta.json").is_file():
         lists = min(1024, max(16, size // 64))
         kind = ["--index", f"IVF{lists},Flat", "--keep-embeddings", "--set", f"dimensions={DIMENSIONS}"]
-        command = [sys.executable, "-m", "rlflow_environments.search", "build", "--corpus", str(corpus), "--out", str(folder)]
+        command = [sys.executable, "-m", "rlflow_environments.retrieval", "build", "--corpus", str(corpus), "--out", str(folder)]
         subprocess.run([*command, *kind], check=True, stdout=subprocess.DEVNULL, env=child_environment())
     return {
         "flat": {"name": "torch", "path": str(folder)},
@@ -167,8 +167,8 @@ def serve_usual(component: str, port: int) -> int:
 
 def usual_search(retriever: dict, corpus: str) -> Callable[[list[str], int], list[list[tuple[dict, float]]]]:
     """(queries, top_k) -> for each query its documents and their scores."""
-    from rlflow_environments.retrieval.encoders import NgramEncoder
     from rlflow_environments.retrieval.corpus import Corpus
+    from rlflow_environments.retrieval.encoders import NgramEncoder
     from rlflow_environments.retrieval.indices import make_retriever
 
     passages = Corpus(corpus)
@@ -235,7 +235,7 @@ def start_servers(component: dict, corpus: Path) -> dict[str, Server]:
     flags = ["--retriever", json.dumps(component), "--corpus", str(corpus), "--cache-mb", "0", "--port", str(ours)]
     return {
         "usual": Server([sys.executable, __file__, "--usual", described, "--port", str(usual)], usual),
-        "ours": Server([sys.executable, "-m", "rlflow_environments.search", "serve", *flags], ours),
+        "ours": Server([sys.executable, "-m", "rlflow_environments.retrieval", "serve", *flags], ours),
     }
 
 

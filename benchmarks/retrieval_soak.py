@@ -89,7 +89,7 @@ def soak(component: dict, corpus: Path, *, clients: int, seconds: float, known: 
 
 def _start(component: dict, corpus: Path, port: int) -> Server:
     flags = ["--retriever", json.dumps(component), "--corpus", str(corpus), "--port", str(port)]
-    return Server([sys.executable, "-m", "rlflow_environments.search", "serve", *flags], port)
+    return Server([sys.executable, "-m", "rlflow_environments.retrieval", "serve", *flags], port)
 
 
 async def _clients(retriever, expected: dict, clients: int, seconds: float, report: Report) -> None:

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rlflow.batching import make_batch
+    from rlflow.config.schema import RunConfig, load_config
     from rlflow.environment import Environment
     from rlflow.loop import train
     from rlflow.rollout import Rollout
-    from rlflow.config.schema import RunConfig, load_config
     from rlflow.trainer.base import Trainer
     from rlflow.types import Batch, Episode, Group, PolicyOutput, Segment, Step, StopReason, Task, Trajectory
 

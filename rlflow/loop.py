@@ -3,42 +3,26 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from rlflow.algorithms import make_advantage, make_loss, token_weights
-from rlflow.algorithms.losses.monitored import Monitored
+from rlflow.algorithms import token_weights
 from rlflow.batching import make_batch, rows_with_advantage, split_minibatches
+from rlflow.config.schema import RunConfig
 from rlflow.errors import RolloutError
-from rlflow.run.evaluate import evaluate
-from rlflow.metrics.reductions import PhaseTimer, mean, mean_of, rollout_metrics
-from rlflow.run.preflight import finished_summary, run_path
+from rlflow.metrics.reductions import mean, mean_of, rollout_metrics
+from rlflow.metrics.timer import PhaseTimer
 from rlflow.rollout import Rollout
+from rlflow.run.algorithm import Algorithm
+from rlflow.run.evaluate import evaluate
+from rlflow.run.preflight import finished_summary, run_path
 from rlflow.run.run import Run
-from rlflow.config.schema import AlgorithmSection, RunConfig
 from rlflow.trainer.base import Trainer
 from rlflow.types import Batch, Group, Task
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass
-class Algorithm:
-    """The algorithm section, resolved: Batch -> advantages, the loss, and how tokens are weighed."""
-
-    section: AlgorithmSection
-    advantage: Callable[[Batch], Tensor]
-    loss: Any
-    seed: int = 0  # of the split into minibatches
-
-    @classmethod
-    def from_config(cls, config: RunConfig) -> Algorithm:
-        section = config.algorithm
-        return cls(section, make_advantage(section.advantage), Monitored(make_loss(section.losses)), config.run.seed)
 
 
 def train(config: RunConfig) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rlflow.errors import ConfigError, MissingPackageError, RLFlowError
-from rlflow_environments.retrieval.client.answers import retry_after_s
+from rlflow_environments.common.http import retry_after_s
 from rlflow_environments.common.jsonl import BadRow, parse_object, records
 
 if TYPE_CHECKING:

@@ -1,25 +1,17 @@
-"""`python -m rlflow_environments.search ...`: the same commands as `rlflow search ...`."""
+"""`python -m rlflow_environments.retrieval ...`: build, serve and try indices."""
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 
-from rlflow.errors import RLFlowError
-from rlflow_environments.retrieval.commands import FORMATTER, add_commands
+from rlflow_environments.common.commands import run_group
+from rlflow_environments.retrieval.commands import COMMANDS
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command line; returns the exit status: 0, or the error's after an error that it prints in one line."""
-    parser = argparse.ArgumentParser(prog="rlflow search", description=__doc__, formatter_class=FORMATTER)
-    add_commands(parser)
-    args = parser.parse_args(arguments)
-    try:
-        return int(args.run(args) or 0)
-    except RLFlowError as problem:
-        print(f"rlflow: {type(problem).__name__}: {problem}", file=sys.stderr)
-        return problem.exit_code
+    """Runs the command line; returns the exit status."""
+    return run_group("python -m rlflow_environments.retrieval", "Build, serve and try indices.", COMMANDS, arguments)
 
 
 if __name__ == "__main__":

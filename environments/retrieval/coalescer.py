@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, TypeVar
 
-from rlflow_environments.search.errors import QueueFullError
+from rlflow_environments.retrieval.errors import QueueFullError
 
 Hit = TypeVar("Hit")
 Key = tuple[str, int]

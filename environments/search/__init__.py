@@ -6,16 +6,16 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from rlflow_environments.search.environment import SearchEnvironment
     from rlflow_environments.retrieval.corpus import Corpus, Passage
     from rlflow_environments.retrieval.indices import Retriever, make_retriever
+    from rlflow_environments.search.environment import SearchEnvironment
 
 _HOMES = {
-    "SearchEnvironment": "environment",
-    "Corpus": "formats",
-    "Passage": "formats",
-    "Retriever": "retrievers",
-    "make_retriever": "retrievers",
+    "SearchEnvironment": "rlflow_environments.search.environment",
+    "Corpus": "rlflow_environments.retrieval.corpus",
+    "Passage": "rlflow_environments.retrieval.corpus",
+    "Retriever": "rlflow_environments.retrieval.indices",
+    "make_retriever": "rlflow_environments.retrieval.indices",
 }
 
 __all__ = ["SearchEnvironment", "Corpus", "Passage", "Retriever", "make_retriever"]
@@ -25,4 +25,4 @@ def __getattr__(name: str) -> Any:
     """The public name from its module (PEP 562), so that the command line stays light."""
     if name not in _HOMES:
         raise AttributeError(f"module '{__name__}' has no attribute '{name}'")
-    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+    return getattr(importlib.import_module(_HOMES[name]), name)

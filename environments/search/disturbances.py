@@ -12,8 +12,8 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 from rlflow.errors import ConfigError
-from rlflow_environments.retrieval.corpus import Passage
 from rlflow_environments.common.options import check_options
+from rlflow_environments.retrieval.corpus import Passage
 
 Find = Callable[[str, int], Awaitable[list[Passage]]]
 """(query, top_k) -> passages, of the retriever that is disturbed."""

@@ -10,14 +10,13 @@ from typing import TYPE_CHECKING, Any
 from rlflow.environment import Environment
 from rlflow.errors import ConfigError, did_you_mean
 from rlflow.types import Episode, Observation, Step, Task
-from rlflow_environments.search.rewards import scoring
+from rlflow_environments.retrieval.indices import Retriever
 from rlflow_environments.search.disturbances import make_disturbances
 from rlflow_environments.search.lookups import Lookups
-from rlflow_environments.search.protocols.text import check_prompt_template
 from rlflow_environments.search.protocols import Call, Result, Shown, make_protocol
+from rlflow_environments.search.protocols.text import check_prompt_template
 from rlflow_environments.search.questions import QuestionSource
-from rlflow_environments.retrieval.indices import Retriever
-from rlflow_environments.search.rewards import RULE_SCORES, Transcript, make_reward, rule_scores
+from rlflow_environments.search.rewards import RULE_SCORES, Transcript, make_reward, rule_scores, scoring
 from rlflow_environments.search.rewards.judge import Judge
 from rlflow_environments.search.sources import load_tasks, open_retriever, questions_of, world_files
 

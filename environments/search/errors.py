@@ -1,20 +1,8 @@
-"""What can go wrong between a search and its passages."""
+"""What can go wrong in a search environment beside retrieval."""
 
 from __future__ import annotations
 
-from rlflow.errors import ConfigError, RLFlowError
-
-
-class RetrievalError(RLFlowError):
-    """The retrieval service failed, after all attempts: the episode is aborted, and no text of this reaches the model."""
-
-
-class QueueFullError(RetrievalError):
-    """More searches wait than may wait."""
-
-
-class ReplayMissError(ConfigError):
-    """A search is not in the cache that is replayed strictly. It stops the run: the rollout cannot be reproduced."""
+from rlflow.errors import RLFlowError
 
 
 class JudgeError(RLFlowError):

@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING
 
 from rlflow.errors import ConfigError
 from rlflow.types import Episode
-from rlflow_environments.search.rewards import scoring
-from rlflow_environments.search.accounting import SearchAccount
 from rlflow_environments.retrieval.client.asynchronous import AsyncRetriever
-from rlflow_environments.retrieval.coalescer import CoalescedSearch
-from rlflow_environments.search.disturbances import Disturbances
-from rlflow_environments.retrieval.corpus import Passage
-from rlflow_environments.search.protocols import Call, Result
-from rlflow_environments.retrieval.indices import Retriever
 from rlflow_environments.retrieval.client.trace import trace_id
+from rlflow_environments.retrieval.coalescer import CoalescedSearch
+from rlflow_environments.retrieval.corpus import Passage
+from rlflow_environments.retrieval.indices import Retriever
+from rlflow_environments.search.accounting import SearchAccount
+from rlflow_environments.search.disturbances import Disturbances
+from rlflow_environments.search.protocols import Call, Result
+from rlflow_environments.search.rewards import scoring
 
 if TYPE_CHECKING:
     from rlflow_environments.retrieval.server.records import Pages

@@ -20,12 +20,12 @@ from typing import Any
 
 from rlflow.errors import ConfigError, did_you_mean
 from rlflow.types import Task
-from rlflow_environments.search.rewards import scoring
 from rlflow_environments.retrieval.client.client import HttpRetriever
-from rlflow_environments.search.errors import RetrievalError
 from rlflow_environments.retrieval.corpus import Passage
+from rlflow_environments.retrieval.errors import RetrievalError
 from rlflow_environments.retrieval.indices import Retriever
 from rlflow_environments.retrieval.server.records import StoredCorpus
+from rlflow_environments.search.rewards import scoring
 
 logger = logging.getLogger("rlflow.search.managed")  # under `rlflow`, so that a run's log has it
 
@@ -64,7 +64,7 @@ class ManagedServer:
             arguments += ["--corpus", str(Path(corpus).expanduser().resolve())]
         with self.log.open("wb") as output:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "rlflow_environments.search", "serve", *arguments, *map(str, server)],
+                [sys.executable, "-m", "rlflow_environments.retrieval", "serve", *arguments, *map(str, server)],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,

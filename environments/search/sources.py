@@ -11,10 +11,10 @@ from typing import Any
 from rlflow.errors import ConfigError, did_you_mean
 from rlflow.types import Task
 from rlflow_environments.retrieval.corpus import Corpus
+from rlflow_environments.retrieval.indices import Retriever, brings_documents, make_retriever
 from rlflow_environments.search.protocols import Protocol
 from rlflow_environments.search.protocols.asearcher import with_validity
 from rlflow_environments.search.questions import QuestionSource, read_tasks
-from rlflow_environments.retrieval.indices import Retriever, brings_documents, make_retriever
 
 
 def world_files(world: Mapping[str, Any] | None) -> Mapping[str, Any]:

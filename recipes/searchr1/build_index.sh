@@ -63,9 +63,9 @@ case $save_dir in /*) ;; *) save_dir=$PWD/$save_dir ;; esac
 
 rlflow_setup run
 if [ "$method" = bm25 ]; then
-    exec "$RLFLOW_PYTHON" -m rlflow_environments.search build --corpus "$corpus" --out "$save_dir/bm25" --index bm25 ${options[@]+"${options[@]}"}
+    exec "$RLFLOW_PYTHON" -m rlflow_environments.retrieval build --corpus "$corpus" --out "$save_dir/bm25" --index bm25 ${options[@]+"${options[@]}"}
 fi
 family=$("$RLFLOW_PYTHON" -c 'import sys; from rlflow_environments.retrieval.encoders import encoder_family; print(encoder_family(sys.argv[1]))' "$method")
 [ "$half" = 0 ] || [ "$device" = cpu ] || options+=(--encoder-dtype float16)
-exec "$RLFLOW_PYTHON" -m rlflow_environments.search build --corpus "$corpus" --out "$save_dir/${method}_${type//,/_}" --index "$type" \
+exec "$RLFLOW_PYTHON" -m rlflow_environments.retrieval build --corpus "$corpus" --out "$save_dir/${method}_${type//,/_}" --index "$type" \
     --encoder "$model" --family "$family" --device "$device" ${options[@]+"${options[@]}"}

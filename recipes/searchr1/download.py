@@ -11,8 +11,8 @@ import os
 import sys
 from pathlib import Path
 
-from rlflow.errors import RLFlowError
 from recipes.searchr1.releases import RELEASES, download, select
+from rlflow.errors import RLFlowError
 
 EXAMPLES = """releases:
 {releases}

@@ -91,4 +91,4 @@ if ! given --index_path --index --retriever; then
 fi
 
 rlflow_setup run
-exec "$RLFLOW_PYTHON" -m rlflow_environments.search serve "${arguments[@]}"
+exec "$RLFLOW_PYTHON" -m rlflow_environments.retrieval serve "${arguments[@]}"

@@ -48,4 +48,4 @@ defaults=(
 [ -z "${RAG_SERVER_ADDR_DIR:-}" ] || defaults+=(--save-address-to "$RAG_SERVER_ADDR_DIR")
 
 rlflow_setup run
-exec "$RLFLOW_PYTHON" -m rlflow_environments.search serve "${defaults[@]}" "$@"
+exec "$RLFLOW_PYTHON" -m rlflow_environments.retrieval serve "${defaults[@]}" "$@"

@@ -71,5 +71,5 @@ cd "$RLFLOW_ROOT" # the paths of a configuration file are relative to the reposi
     [ -f "$model/../../../config.yaml" ] || config=$here/config/demo.yaml
 [ -z "$config" ] || arguments+=(--config "$config")
 [ -z "$model" ] || arguments+=(--model "$model")
-exec "$RLFLOW_PYTHON" -m rlflow.commands.cli eval \
+exec "$RLFLOW_PYTHON" -m rlflow eval \
     ${arguments[@]+"${arguments[@]}"} ${overrides[@]+"${overrides[@]}"} # options first: argparse wants the overrides together

@@ -82,5 +82,5 @@ fi
 
 rlflow_setup run
 cd "$RLFLOW_ROOT" # the paths of a configuration file are relative to the repository
-exec "$RLFLOW_PYTHON" -m rlflow.commands.cli train --config "$config" \
+exec "$RLFLOW_PYTHON" -m rlflow train --config "$config" \
     ${arguments[@]+"${arguments[@]}"} ${overrides[@]+"${overrides[@]}"} # options first: argparse wants the overrides together

@@ -11,7 +11,11 @@ from typing import Any
 from torch import Tensor
 
 from rlflow.algorithms.advantages.grpo import grpo
-from rlflow.algorithms.losses.ppo_clip import EntropyLoss, KLLoss, LossTerm, PPOClipLoss, SFTLoss, SumLoss
+from rlflow.algorithms.base import LossTerm, SumLoss
+from rlflow.algorithms.losses.entropy import EntropyLoss
+from rlflow.algorithms.losses.kl import KLLoss
+from rlflow.algorithms.losses.ppo_clip import PPOClipLoss
+from rlflow.algorithms.losses.sft import SFTLoss
 from rlflow.errors import ConfigError, did_you_mean
 from rlflow.types import Batch
 

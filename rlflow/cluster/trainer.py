@@ -9,53 +9,27 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import os
-import socket
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
+from rlflow.cluster.rank import TrainerRank
+from rlflow.cluster.session import RaySession, connect, first_line
+from rlflow.cluster.wire import pack_batch, unpack
 from rlflow.errors import ConfigError, RLFlowError
-from rlflow.metrics.memory import PeakMemory, highest
-from rlflow.cluster.session import LOOPBACK, RaySession, connect, first_line
-from rlflow.config.schema import RunConfig
+from rlflow.metrics.memory import highest
 from rlflow.trainer.base import Loss, Trainer
 from rlflow.trainer.layout import Layout
 from rlflow.types import Batch
-from rlflow.cluster.wire import pack, pack_batch, unpack, unpack_batch
 
 logger = logging.getLogger(__name__)
 
 CHUNK_BYTES = 64 * 2**20  # of weights per message; two are in flight
 OTHERS_GRACE_S = 10.0  # for the other ranks to finish a call in which one rank failed
 PLACEMENT_TIMEOUT_S = 120.0
-
-
-def make_trainer(config: RunConfig) -> Trainer:
-    """The trainer of a run: in this process for cluster.ranks 0, else `cluster.ranks` Ray actors.
-
-    Raises ConfigError where ranks and parallel sizes do not fit, MissingPackageError without Ray.
-    """
-    section = config.trainer
-    options = dataclasses.asdict(section)
-    updates_per_step = config.algorithm.minibatches_per_step * config.algorithm.epochs_per_step
-    if section.lr_decay_steps is None:
-        options["lr_decay_steps"] = config.run.steps * updates_per_step
-    options |= {"dtype": config.model.dtype, "trust_remote_code": config.model.trust_remote_code}
-    options["seed"] = config.run.seed
-    ranks = config.cluster.ranks
-    Layout.of(section).data_parallel(ranks)
-    if ranks == 0:
-        return Trainer.from_pretrained(config.model.path, **options)
-    if section.backend == "reference" and ranks > 1:
-        raise ConfigError(
-            f"cluster.ranks: the reference backend runs on one device, found {ranks} ranks; set ranks to 0"
-        )
-    return RayTrainer(config.model.path, **dataclasses.asdict(config.cluster), **options)
 
 
 class RankDied(RLFlowError):
@@ -211,90 +185,6 @@ class RayTrainer(Trainer):
             logger.warning("ranks are lost or out of step: ending all of them")
             self.close()
         raise failure
-
-
-class TrainerRank:
-    """One rank: lives in a Ray actor and holds a trainer. Answers are given by rank 0, None elsewhere."""
-
-    def __init__(self, threads: int, gpus: float, local: bool) -> None:
-        self.local = local
-        self.gpus = gpus
-        self.rank = 0
-        self.store: Any = None
-        self.trainer: Any = None
-        self.stream: Iterator[tuple[str, Tensor]] = iter(())
-        self.memory = PeakMemory()
-        torch.set_num_threads(threads)
-        if not gpus:
-            os.environ["CUDA_VISIBLE_DEVICES"] = ""
-        if local:
-            os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-
-    def node(self) -> str:
-        import ray
-
-        return ray.util.get_node_ip_address()
-
-    def open_rendezvous(self, world: int) -> tuple[str, int]:
-        """Opens the store at which the ranks meet, on a port that the system picks; returns its host and port."""
-        host = LOOPBACK if self.local else self.node()
-        listener = socket.create_server((host, 0))
-        port = listener.getsockname()[1]
-        self.store = torch.distributed.TCPStore(
-            host, port, world, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
-        )
-        return host, port
-
-    def join(self, rank: int, world: int, host: str, port: int) -> None:
-        self.rank = rank
-        store = self.store or torch.distributed.TCPStore(host, port, world, is_master=False)
-        if self.gpus:
-            torch.cuda.set_device(0)  # Ray shows each actor its own device only
-        kind = "cpu:gloo,cuda:nccl" if self.gpus else "gloo"
-        torch.distributed.init_process_group(kind, store=store, rank=rank, world_size=world)
-
-    def build(self, backend: str, path: str, options: dict[str, Any]) -> None:
-        self.trainer = Trainer.from_pretrained(path, backend, **options)
-
-    def score(self, batch: dict[str, Any], model: str, want: tuple[str, ...]) -> dict[str, Any] | None:
-        with self.memory.measure("score"):
-            scores = self.trainer.score(unpack_batch(batch), model, want)
-        return self._from_first({name: pack(value) for name, value in scores.items()})
-
-    def update(self, batch: dict[str, Any], loss: Loss) -> dict[str, float] | None:
-        with self.memory.measure("update"):
-            return self._from_first(self.trainer.update(unpack_batch(batch), loss))
-
-    def save(self, path: str, step: int) -> None:
-        with self.memory.measure("checkpoint"):
-            self.trainer.save(path, step)
-
-    def begin_save(self, path: str, step: int) -> None:
-        with self.memory.measure("checkpoint"):
-            self.trainer.begin_save(path, step)
-
-    def peak_memory(self) -> dict[str, float]:
-        return self.memory.take()
-
-    def trainer_method(self, method: str, *arguments: Any) -> Any:
-        return self._from_first(getattr(self.trainer, method)(*arguments))
-
-    def start_weights(self) -> None:
-        self.stream = self.trainer.weights()
-
-    def next_weights(self, limit_bytes: int) -> list[tuple[str, Any]] | None:
-        """The next tensors, up to `limit_bytes` (one at least), [] at the end. All ranks stop at the same tensor."""
-        chunk, size = [], 0
-        with self.memory.measure("sync"):
-            for name, value in self.stream:
-                chunk.append((name, pack(value) if self.rank == 0 else None))
-                size += value.numel() * value.element_size()
-                if size >= limit_bytes:
-                    break
-        return self._from_first(chunk)
-
-    def _from_first(self, answer: Any) -> Any:
-        return answer if self.rank == 0 else None
 
 
 def _failure_of(reference: Any, rank: int) -> RLFlowError | None:

@@ -170,8 +170,9 @@ def _quoted(text: str) -> str:
 
 
 def run_train(args: argparse.Namespace) -> int:
+    from rlflow.config.batch_plan import batch_plan
+    from rlflow.config.checks import check_config
     from rlflow.config.loading import config_text
-    from rlflow.config.checks import batch_plan, check_config
     from rlflow.config.schema import load_config
 
     config = load_config(args.config, train_overrides(args))
@@ -290,8 +291,8 @@ def run_env_new(args: argparse.Namespace) -> int:
 
 
 def _build_environment(args: argparse.Namespace):
+    from rlflow.components import build
     from rlflow.config.loading import load_config
-    from rlflow.config.components import build
     from rlflow.config.schema import RunConfig
 
     overrides = [f"environment.{pair}" for pair in args.set]

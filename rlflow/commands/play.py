@@ -8,9 +8,9 @@ import sys
 from collections.abc import Iterable, Sequence
 from typing import Any, TextIO
 
+from rlflow.commands.show import Paint, printable
 from rlflow.environment import Environment
 from rlflow.errors import ConfigError, EnvironmentContractError, did_you_mean
-from rlflow.commands.show import Paint, printable
 from rlflow.types import Observation, Step, Task
 
 

@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from rlflow.errors import ConfigError
-from rlflow.metrics.reductions import read_metrics
+from rlflow.metrics.sinks import read_metrics
+from rlflow.run.directory import RunDirectory
 from rlflow.run.progress import clock, evaluation_line, headline, sparkline
-from rlflow.run.directory import RunDirectory, read_json, read_trajectories
+from rlflow.run.trajectories import read_trajectories
+from rlflow.storage.files import read_json
 
 _CODES = {"bold": "1", "dim": "2", "policy": "36", "good": "32", "bad": "31", "warn": "33"}
 

@@ -1,1 +1,1 @@
-"""HuggingFace <-> Megatron weights: reading and writing directories, mapping tables per family, splitting over ranks."""
+"""Model families: names, shapes and rules of their weights, used by trainers, engines and the converter alike."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from rlflow.rollout.rollout import Rollout
 from rlflow.rollout.engine import Completion, Engine, Sampling
+from rlflow.rollout.rollout import Rollout
 from rlflow.rollout.tokenizer import Tokenizer
 
 __all__ = ["Completion", "Engine", "Rollout", "Sampling", "Tokenizer"]

@@ -16,13 +16,13 @@ from torch import Tensor
 
 from rlflow.environment import Environment
 from rlflow.errors import ConfigError, RolloutError
-from rlflow.rollout.event_loop import LoopThread
+from rlflow.models.huggingface import digest
+from rlflow.rollout.deterministic import Rounds
 from rlflow.rollout.engine import Engine
 from rlflow.rollout.episodes import Attempt, EpisodePlayer, Generate, Limits
-from rlflow.rollout.deterministic import Rounds
+from rlflow.rollout.event_loop import LoopThread
 from rlflow.rollout.tokenizer import Tokenizer
 from rlflow.types import Group, Task, Trajectory
-from rlflow.models.huggingface import digest
 
 logger = logging.getLogger(__name__)
 

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from typing import Any
 
-from rlflow.environment import Environment
-from rlflow.errors import DataError
-from rlflow.config.components import build
-from rlflow.rollout import Rollout, Tokenizer
+from rlflow.cluster.trainer import RayTrainer
+from rlflow.components import build
 from rlflow.config.schema import RunConfig
+from rlflow.environment import Environment
+from rlflow.errors import ConfigError, DataError
+from rlflow.rollout import Rollout, Tokenizer
+from rlflow.trainer.base import Trainer
+from rlflow.trainer.layout import Layout
 from rlflow.types import Task
 
 logger = logging.getLogger(__name__)
@@ -69,3 +73,26 @@ def fitting_tasks(rollout: Rollout, split: str, config: RunConfig) -> tuple[list
     if dropped:
         logger.warning("split '%s': %d of %d prompts over %d tokens dropped", split, dropped, len(tasks), limit)
     return kept, dropped
+
+
+def make_trainer(config: RunConfig) -> Trainer:
+    """The trainer of a run: in this process for cluster.ranks 0, else `cluster.ranks` Ray actors.
+
+    Raises ConfigError where ranks and parallel sizes do not fit, MissingPackageError without Ray.
+    """
+    section = config.trainer
+    options = dataclasses.asdict(section)
+    updates_per_step = config.algorithm.minibatches_per_step * config.algorithm.epochs_per_step
+    if section.lr_decay_steps is None:
+        options["lr_decay_steps"] = config.run.steps * updates_per_step
+    options |= {"dtype": config.model.dtype, "trust_remote_code": config.model.trust_remote_code}
+    options["seed"] = config.run.seed
+    ranks = config.cluster.ranks
+    Layout.of(section).data_parallel(ranks)
+    if ranks == 0:
+        return Trainer.from_pretrained(config.model.path, **options)
+    if section.backend == "reference" and ranks > 1:
+        raise ConfigError(
+            f"cluster.ranks: the reference backend runs on one device, found {ranks} ranks; set ranks to 0"
+        )
+    return RayTrainer(config.model.path, **dataclasses.asdict(config.cluster), **options)

@@ -13,18 +13,15 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import json
 import logging
-import math
 import os
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from rlflow.errors import ConfigError
 from rlflow.run.checkpoints import Checkpoints
-from rlflow.errors import CheckpointError, ConfigError
-from rlflow.types import Group, Trajectory
 
 logger = logging.getLogger(__name__)
 
@@ -220,116 +217,6 @@ class RunDirectory:
                 shutil.rmtree(entry)
             else:
                 entry.unlink(missing_ok=True)
-
-
-def write_text(path: str | Path, text: str) -> None:
-    """Writes the file aside, syncs it to disk and renames it: a kill leaves the old file or the new one, never half of one."""
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_name(path.name + ".partial")
-    with aside.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(aside, path)
-
-
-def write_json(path: str | Path, value: Any) -> None:
-    """Writes one JSON document as `write_text` does. Numbers that are not finite become null."""
-    write_text(path, json.dumps(plain(value), indent=2, ensure_ascii=False) + "\n")
-
-
-def read_json(path: str | Path) -> Any:
-    """One JSON document.
-
-    Raises:
-        CheckpointError: the file is missing or damaged.
-    """
-    try:
-        return json.loads(Path(path).read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise CheckpointError(f"{path}: no such file; the run or checkpoint is incomplete.") from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"{path}: damaged, not JSON: {error}.") from None
-
-
-def write_trajectories(path: str | Path, groups: Sequence[Group], limit: int | None = None) -> None:
-    """Writes one JSON line per episode: what the policy wrote, what the environment answered, rewards, token counts.
-    With `limit`, that many episodes evenly spread over the groups."""
-    records = [trajectory_record(group, attempt) for group in groups for attempt in range(len(group.trajectories))]
-    if limit is not None and limit < len(records):
-        records = [records[index * len(records) // limit] for index in range(limit)]
-    write_text(path, "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records))
-
-
-def trajectory_record(group: Group, attempt: int) -> dict[str, Any]:
-    """One episode as plain values. `prompt_tokens` counts what stood before the first response."""
-    trajectory: Trajectory = group.trajectories[attempt]
-    sampled = sum(int(segment.loss_mask.sum()) for segment in trajectory.segments)
-    total = sum(len(segment) for segment in trajectory.segments)
-    prompt_tokens = trajectory.turns[0].start if trajectory.turns else total
-    turns = [
-        {
-            "response": turn.response,
-            "observation": turn.observation,
-            "reward": turn.reward,
-            "tokens": turn.stop - turn.start,
-            "duration_s": round(turn.duration_s, 4),
-        }
-        for turn in trajectory.turns
-    ]
-    return plain(
-        {
-            "task_id": trajectory.task_id,
-            "group_id": trajectory.group_id,
-            "attempt": attempt,
-            "prompt": trajectory.prompt or group.task.prompt,
-            "answer": group.task.answer,
-            "turns": turns,
-            "reward": trajectory.reward,
-            "stop": trajectory.stop.value,
-            "metrics": trajectory.metrics,
-            "metadata": group.task.metadata,
-            "error": trajectory.error,
-            "prompt_tokens": prompt_tokens,
-            "response_tokens": sampled,
-            "observation_tokens": total - sampled - prompt_tokens,
-        }
-    )
-
-
-def read_trajectories(path: str | Path) -> list[dict[str, Any]]:
-    """The records that `write_trajectories` wrote.
-
-    Raises:
-        CheckpointError: the file is missing or a line is damaged (file, line number).
-    """
-    path = Path(path)
-    if not path.is_file():
-        raise CheckpointError(f"{path}: no such file; expected episodes as JSON lines.")
-    records = []
-    with path.open(encoding="utf-8") as lines:
-        for number, line in enumerate(lines, start=1):
-            try:
-                records.append(json.loads(line))
-            except json.JSONDecodeError as error:
-                raise CheckpointError(f"{path}:{number}: not JSON ({error.msg}).") from None
-    return records
-
-
-def plain(value: Any) -> Any:
-    """The value in what JSON can say: numbers that are not finite become null, other objects their text."""
-    if isinstance(value, dict):
-        return {str(key): plain(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple, set, frozenset)):
-        return [plain(item) for item in value]
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if value is None or isinstance(value, (str, int, bool)):
-        return value
-    if hasattr(value, "tolist"):  # numpy and torch numbers and arrays
-        return plain(value.tolist())
-    return str(value)
 
 
 def _what(present: list[str]) -> str:

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from rlflow.errors import MissingPackageError
-from rlflow.metrics.reductions import PHASES, read_metrics
+from rlflow.metrics.names import PHASES
+from rlflow.metrics.sinks import read_metrics
 
 _INK, _QUIET, _GRID = "#1f2933", "#7b8794", "#e4e7eb"
 _BLUE, _ORANGE, _BAND = "#1f6fb2", "#d9730d", "#1f6fb2"

@@ -6,13 +6,14 @@ import importlib.util
 from pathlib import Path
 from typing import Any
 
-from rlflow.errors import ConfigError, MissingPackageError
 from rlflow.config.checks import check_config
-from rlflow.run.directory import RunDirectory, read_json
 from rlflow.config.schema import RunConfig
-from rlflow.trainer.layout import Layout
+from rlflow.errors import ConfigError, MissingPackageError
 from rlflow.models.architecture import architecture
 from rlflow.models.huggingface import WeightFiles, read_config
+from rlflow.run.directory import RunDirectory
+from rlflow.storage.files import read_json
+from rlflow.trainer.layout import Layout
 
 
 def check_start(config: RunConfig) -> None:

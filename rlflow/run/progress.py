@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any, Protocol, TextIO
 
 from rlflow.errors import ConfigError, MissingPackageError, did_you_mean
-from rlflow.metrics.reductions import PHASES
+from rlflow.metrics.names import PHASES
 
 KINDS = ("auto", "rich", "plain", "none")
 _SMOOTHED = 8  # steps that the remaining time is estimated from
@@ -22,7 +22,7 @@ class Progress(Protocol):
     """Told what happens; shows it."""
 
     def phase(self, name: str, detail: str = "") -> None:
-        """What the run does from now on: a phase name of `rlflow.metrics.reductions.PHASES`, or free text such as "loading the model"."""
+        """What the run does from now on: a phase name of `rlflow.metrics.names.PHASES`, or free text such as "loading the model"."""
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         """A step ended with these metrics."""

@@ -12,26 +12,29 @@ from logging.handlers import MemoryHandler
 from types import TracebackType
 from typing import Any
 
-from rlflow.run.assemble import fitting_tasks, make_rollout
-from rlflow.run.checkpoints import TRAINER, read_state
-from rlflow.cluster.trainer import make_trainer
+from rlflow_tools.ckpt_convert.export_model import write_model
+
 from rlflow.config.loading import redact, save_config, to_dict
+from rlflow.config.schema import RunConfig
 from rlflow.errors import DamagedCheckpointError, RLFlowError, StorageError
-from rlflow.run.evaluate import Evaluation
-from rlflow.run.interrupt import Interrupt
 from rlflow.metrics.memory import highest
-from rlflow.metrics.reductions import MetricsLog, PhaseTimer, make_sinks
+from rlflow.metrics.sinks import MetricsLog, make_sinks
+from rlflow.metrics.timer import PhaseTimer
+from rlflow.rollout import Rollout
+from rlflow.run.assemble import fitting_tasks, make_rollout, make_trainer
+from rlflow.run.checkpoints import TRAINER, read_state
+from rlflow.run.directory import RunDirectory
+from rlflow.run.evaluate import Evaluation
+from rlflow.run.export import check_export
+from rlflow.run.interrupt import Interrupt
 from rlflow.run.picture import render_picture
 from rlflow.run.preflight import check_start, run_path
 from rlflow.run.progress import make_progress
-from rlflow.rollout import Rollout
-from rlflow.run.directory import RunDirectory, write_json, write_trajectories
 from rlflow.run.saver import Saver
-from rlflow.config.schema import RunConfig
+from rlflow.run.trajectories import write_trajectories
+from rlflow.storage.files import write_json
 from rlflow.trainer.base import Trainer
-from rlflow.run.export import check_export
 from rlflow.types import Group, Task
-from rlflow_tools.ckpt_convert.export_model import write_model
 
 logger = logging.getLogger(__name__)
 
@@ -64,7 +67,7 @@ class Run:
     # ------------------------------------------------------------ life
 
     def __enter__(self) -> Run:
-        from rlflow.loop import Algorithm
+        from rlflow.run.algorithm import Algorithm
 
         config = self.config
         check_start(config)

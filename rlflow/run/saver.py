@@ -8,10 +8,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from rlflow.run.checkpoints import STATE, TRAINER, Checkpoints
 from rlflow.errors import StorageError
+from rlflow.run.checkpoints import STATE, TRAINER, Checkpoints
+from rlflow.storage.files import plain, write_json
 from rlflow.storage.integrity import seal
-from rlflow.run.directory import plain, write_json
 from rlflow.trainer.base import Trainer
 
 logger = logging.getLogger(__name__)

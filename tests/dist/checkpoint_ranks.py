@@ -108,6 +108,7 @@ def _rank_main(rank: int, rendezvous: str, ranks: int, jobs: Sequence[Job]) -> N
 def run(job: Job) -> None:
     """One job on this rank."""
     from rlflow_tools.ckpt_convert.oracle import model as oracle
+
     from rlflow.trainer.megatron.cpu import adapted, without_transformer_engine
 
     layout = oracle.Layout(_padded(job), job.tensor, job.pipeline, job.virtual, job.expert, job.expert_tensor)

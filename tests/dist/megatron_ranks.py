@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlflow.types import Batch, PolicyOutput
 from rlflow.models.huggingface import digest
+from rlflow.types import Batch, PolicyOutput
 
 RANKS = 4
 UPDATES = 3

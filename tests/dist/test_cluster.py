@@ -17,9 +17,10 @@ import torch
 
 from rlflow.algorithms import EntropyLoss, PPOClipLoss, SumLoss, token_weights
 from rlflow.batching import make_batch
-from rlflow.cluster.trainer import RayTrainer, make_trainer
-from rlflow.errors import ConfigError, MissingPackageError, RLFlowError
+from rlflow.cluster.trainer import RayTrainer
 from rlflow.config.schema import ClusterSection, ModelSection, RunConfig, TrainerSection
+from rlflow.errors import ConfigError, MissingPackageError, RLFlowError
+from rlflow.run.assemble import make_trainer
 from rlflow.trainer.reference import ReferenceTrainer
 from rlflow.types import Batch, PolicyOutput, Segment, StopReason, Trajectory
 from tests.fixtures import tiny_model

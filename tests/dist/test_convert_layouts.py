@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 from fixtures import tiny_model
-
 from rlflow_tools.ckpt_convert.export_model import Options, to_huggingface
+
 from rlflow.models.huggingface import digest, iterate_weights
 from tests.dist.megatron_ranks import launch, make_batch
 

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 from fixtures import tiny_model
-
 from rlflow_tools.ckpt_convert.export_model import Options, to_huggingface
-from rlflow.models.huggingface import digest, iterate_weights, read_config
 from rlflow_tools.ckpt_convert.import_model import ImportOptions, to_megatron
 from rlflow_tools.ckpt_convert.mapping.to_megatron import Layout
+
+from rlflow.models.huggingface import digest, iterate_weights, read_config
 from tests.dist.checkpoint_ranks import TOKENS, Job, launch
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow, pytest.mark.timeout(1500)]

@@ -17,14 +17,15 @@ from torch import Tensor
 
 from rlflow.algorithms import token_weights
 from rlflow.batching import make_batch
-from rlflow.cluster.trainer import make_trainer
-from rlflow.loop import Algorithm, add_scores
-from rlflow.rollout import Rollout
 from rlflow.config.schema import RunConfig, load_config
+from rlflow.loop import add_scores
+from rlflow.models.huggingface import iterate_weights
+from rlflow.rollout import Rollout
+from rlflow.run.algorithm import Algorithm
+from rlflow.run.assemble import make_trainer
 from rlflow.trainer.base import Trainer
 from rlflow.trainer.reference import ReferenceTrainer
 from rlflow.types import Batch
-from rlflow.models.huggingface import iterate_weights
 from rlflow_environments.search import SearchEnvironment
 
 pytestmark = [

@@ -15,9 +15,9 @@ import torch
 from fixtures import tiny_model
 from torch import Tensor
 
+from rlflow.models.huggingface import digest, iterate_weights
 from rlflow.trainer.base import Trainer
 from rlflow.types import Batch
-from rlflow.models.huggingface import digest, iterate_weights
 from tests.dist.megatron_ranks import OPTIONS, PolicyGradientWithEntropy, launch, make_batch, train
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(1000)]  # the ranks of all cases start with the first test

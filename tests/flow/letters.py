@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from rlflow.config.loading import config_text
-from rlflow.environment import Environment
 from rlflow.config.schema import RunConfig, load_config
+from rlflow.environment import Environment
 from rlflow.types import Episode, Step, Task
 from tests.fixtures import tiny_model
 

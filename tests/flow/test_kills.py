@@ -13,11 +13,12 @@ from pathlib import Path
 import psutil
 import pytest
 
-from rlflow.loop import train
-from rlflow.metrics.reductions import read_metrics
-from rlflow.run.directory import RunDirectory, read_json
 from rlflow.config.schema import load_config
+from rlflow.loop import train
+from rlflow.metrics.sinks import read_metrics
 from rlflow.models.huggingface import WeightFiles
+from rlflow.run.directory import RunDirectory
+from rlflow.storage.files import read_json
 from tests.flow.letters import letters_config, write_config, write_letters_model
 from tests.flow.test_resume import DETERMINISTIC, finish, reached, start, wait_for
 

@@ -16,9 +16,11 @@ import torch
 
 from rlflow.errors import CheckpointError, ConfigError
 from rlflow.loop import train
-from rlflow.metrics.reductions import read_metrics
-from rlflow.run.directory import RunDirectory, read_json, read_trajectories
+from rlflow.metrics.sinks import read_metrics
 from rlflow.models.huggingface import WeightFiles
+from rlflow.run.directory import RunDirectory
+from rlflow.run.trajectories import read_trajectories
+from rlflow.storage.files import read_json
 from tests.flow.letters import letters_config, write_config, write_letters_model
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -166,7 +168,7 @@ def test_another_model_cannot_take_over_a_run(model: Path, tmp_path: Path) -> No
 def start(config: Path, *arguments: str, limits: Callable[[], None] | None = None) -> subprocess.Popen[str]:
     """`rlflow train` as a user starts it, in a session of its own; `limits` is called in it first."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen([sys.executable, "-m", "rlflow.commands.cli", "train", "--config", str(config), *arguments],
+    return subprocess.Popen([sys.executable, "-m", "rlflow", "train", "--config", str(config), *arguments],
                             cwd=config.parent, env=environment, start_new_session=True, text=True, preexec_fn=limits,
                             stdout=subprocess.PIPE, stderr=subprocess.PIPE)  # fmt: skip
 

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from rlflow.config.schema import RunConfig
 from rlflow.errors import ConfigError, DamagedCheckpointError, StorageError
 from rlflow.loop import train
 from rlflow.run.directory import RunDirectory
-from rlflow.config.schema import RunConfig
 from tests.flow.letters import letters_config, write_config, write_letters_model
 from tests.flow.test_resume import DETERMINISTIC, STEPS, assert_equal_runs, finish, start
 

@@ -15,12 +15,16 @@ import torch
 from torch import Tensor
 
 from rlflow.algorithms import token_weights
-from rlflow.run.assemble import make_rollout
-from rlflow.run.evaluate import evaluation_metrics
-from rlflow.loop import Algorithm, train, training_step
-from rlflow.metrics.reductions import PhaseTimer, read_metrics
-from rlflow.run.directory import RunDirectory, read_json, read_trajectories
 from rlflow.config.schema import RunConfig
+from rlflow.loop import train, training_step
+from rlflow.metrics.sinks import read_metrics
+from rlflow.metrics.timer import PhaseTimer
+from rlflow.run.algorithm import Algorithm
+from rlflow.run.assemble import make_rollout
+from rlflow.run.directory import RunDirectory
+from rlflow.run.evaluate import evaluation_metrics
+from rlflow.run.trajectories import read_trajectories
+from rlflow.storage.files import read_json
 from rlflow.trainer.base import Loss, Trainer
 from rlflow.types import Batch
 from tests.flow.letters import Letters, letters_config, write_letters_model

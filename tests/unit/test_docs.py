@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from rlflow.metrics.reductions import metrics_table
 from rlflow.config.schema import RunConfig
+from rlflow.metrics.names import metrics_table
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]

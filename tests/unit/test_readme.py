@@ -58,7 +58,7 @@ def test_snippet_is_at_most_30_lines(name: str) -> None:
 
 
 def test_environment_keeps_the_contract(workplace: Path) -> None:
-    run(workplace, "-m", "rlflow.commands.cli", "env", "check", f"{ENVIRONMENT}:GuessNumber")
+    run(workplace, "-m", "rlflow", "env", "check", f"{ENVIRONMENT}:GuessNumber")
 
 
 def test_training_script_runs_as_printed(workplace: Path) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import re
 import sys
 import time
 from collections.abc import Sequence
@@ -14,24 +13,9 @@ from typing import Any
 
 from rlflow.errors import RLFlowError
 
+from .options import FORMATTER, SIZES, Meter, parse_count, parse_size, peak_rss_mib
 from .read_ahead import read_ahead
 
-SIZES = {
-    "tp": ("tensor_parallel", "tensor-parallel ranks"),
-    "pp": ("pipeline_parallel", "pipeline stages"),
-    "ep": ("expert_parallel", "expert-parallel ranks"),
-    "vpp": ("virtual_pipeline_parallel", "virtual pipeline stages per rank"),
-    "iteration": ("iteration", "training step"),
-    "num-layers": ("layers", "layers"),
-    "hidden-size": ("hidden", "hidden size"),
-    "num-attention-heads": ("heads", "attention heads"),
-    "num-query-groups": ("groups", "key-value heads"),
-    "ffn-hidden-size": ("ffn", "intermediate size"),
-    "vocab-size": ("vocab", "vocabulary without padding"),
-}
-"""Options by name: field of the checkpoint or of Architecture, and what it is."""
-FORMATTER = argparse.RawDescriptionHelpFormatter
-UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 SCOPE = (
     "Megatron checkpoints are torch_dist directories or legacy mp_rank_* files of any layout, of Qwen2, Qwen2.5, Qwen3,\n"
     "Llama, Mistral, Mixtral, Qwen2-MoE, Qwen3-MoE, DeepSeek-V2 and DeepSeek-V3."
@@ -130,28 +114,12 @@ def _add_to_hf(actions: argparse._SubParsersAction) -> None:
     parser.set_defaults(run=run_to_hf)
 
 
-def parse_size(text: str) -> int:
-    """Bytes of `4GB`, `500MB`, `2GiB` or a plain number."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", text)
-    if not match or match[2].upper() not in UNITS or float(match[1]) <= 0:
-        raise argparse.ArgumentTypeError(f"expected a size such as 4GB or 500MB, found '{text}'")
-    return max(1, int(float(match[1]) * UNITS[match[2].upper()]))
-
-
-def parse_count(text: str) -> int:
-    """A whole number from 1 to 64."""
-    if not text.isdigit() or not 1 <= int(text) <= 64:
-        raise argparse.ArgumentTypeError(f"expected a whole number from 1 to 64, found '{text}'")
-    return int(text)
-
-
 def run_to_hf(args: argparse.Namespace) -> int:
     if not args.dry_run:
         read_ahead(args.checkpoint)
     from .export_model import Options, prepare, to_huggingface
-    from .writers.directory import check_output
-
     from .oracle.logits import checker
+    from .writers.directory import check_output
 
     sizes = {name: getattr(args, f"size_{name}") for name, _ in SIZES.values()}
     options = Options(
@@ -182,40 +150,6 @@ def run_to_hf(args: argparse.Namespace) -> int:
         f"{report['weight_bytes'] / 1e9:.3f} GB in {seconds:.1f} s, verified: {report['verified']}"
     )
     return 0
-
-
-def peak_rss_mib() -> int | None:
-    """The most resident memory that this process had, MiB; None where Linux' /proc is not there."""
-    status = Path("/proc/self/status")
-    found = re.search(r"VmHWM:\s*(\d+) kB", status.read_text()) if status.is_file() else None
-    return int(found[1]) // 1024 if found else None
-
-
-class Meter:
-    """Progress on stderr: share done, GB/s, and seconds left. One line on a terminal, else a line every half minute."""
-
-    def __init__(self, terminal: bool) -> None:
-        self._terminal = terminal
-        self._done = 0
-        self._found: int | None = None
-        self._start = self._shown = time.monotonic()
-
-    def __call__(self, count: int, total: int) -> None:
-        """count: bytes that were written since the last call; in the first call, those that were there before."""
-        self._found = count if self._found is None else self._found
-        self._done += count
-        now = time.monotonic()
-        finished = self._done >= total
-        if now - self._shown < (0.2 if self._terminal else 30) and not (finished and self._terminal):
-            return
-        self._shown = now
-        rate = (self._done - self._found) / max(now - self._start, 1e-6)
-        left = (total - self._done) / max(rate, 1.0)
-        text = f"{100 * self._done / total:3.0f}%  {self._done / 1e9:.2f} GB  {rate / 1e9:.2f} GB/s  {left:.0f} s left"
-        if self._terminal:
-            print(f"\r{text} ", end="\n" if finished else "", file=sys.stderr, flush=True)
-        else:
-            print(text, file=sys.stderr, flush=True)
 
 
 def run_inspect(args: argparse.Namespace) -> int:

@@ -6,9 +6,9 @@ import math
 from pathlib import Path
 from typing import Any
 
+from .mapping.to_huggingface import NOT_WEIGHTS
 from .readers.formats import open_source
 from .readers.source import Stored
-from .mapping.to_huggingface import NOT_WEIGHTS
 
 
 def describe(path: str | Path, everything: bool = False) -> dict[str, Any]:

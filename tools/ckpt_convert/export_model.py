@@ -14,16 +14,17 @@ import torch
 from torch import Tensor
 
 from rlflow.errors import ConversionError, ExitCode, ModelError
-from .writers.directory import MANIFEST, Writing, check_output, write_directory
 from rlflow.models.architecture import Architecture, huggingface_shapes, stored_architecture
 from rlflow.models.huggingface import companions_digest, copy_files, read_config, with_dtype
-from .readers.formats import open_source
+
 from .mapping.plan import Plan, Target
-from .writers.sink import Sink, layout_digest, safetensors_files
+from .mapping.to_huggingface import Export, make_export
+from .readers.formats import open_source
 from .readers.source import Source
 from .stream import check_equal, copy, copy_tensors
-from .mapping.to_huggingface import Export, make_export
 from .verify import check_inverse, verify_export
+from .writers.directory import MANIFEST, Writing, check_output, write_directory
+from .writers.sink import Sink, layout_digest, safetensors_files
 
 Progress = Callable[[int, int], None]
 """Called with the bytes that were written since the last call, and those of the whole; first with what was there before."""

@@ -11,23 +11,24 @@ from typing import Any
 import numpy as np
 
 from rlflow.errors import ConversionError, ExitCode, ModelError
-from .readers.arguments import arguments_of
-from .export_model import DTYPES, Progress
-from .writers.directory import Writing, check_output, write_directory
-from .writers.torch_dist import dist_files
 from rlflow.models.architecture import Architecture, stored_architecture
 from rlflow.models.huggingface import read_config
-from .readers.safetensors_files import HuggingFace
-from .readers.formats import open_source
-from .mapping.plan import Plan, View
-from .writers.legacy import legacy_common, rank_files
-from .writers.sink import OutputFile, Sink, layout_digest
-from .readers.source import Source
-from .stream import Reader, check_equal, copy
 from rlflow.models.tables import EMBEDDING
+
+from .export_model import DTYPES, Progress
+from .mapping.plan import Plan, View
 from .mapping.to_huggingface import make_export
 from .mapping.to_megatron import Import, Layout, make_import, parameters
+from .readers.arguments import arguments_of
+from .readers.formats import open_source
+from .readers.safetensors_files import HuggingFace
+from .readers.source import Source
+from .stream import Reader, check_equal, copy
 from .verify import check_records
+from .writers.directory import Writing, check_output, write_directory
+from .writers.legacy import legacy_common, rank_files
+from .writers.sink import OutputFile, Sink, layout_digest
+from .writers.torch_dist import dist_files
 
 FORMATS = ("torch_dist", "torch")
 FOLDER = "release"

@@ -9,9 +9,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from rlflow.config.schema import load_config
 from rlflow.errors import ConfigError
 from rlflow.run.directory import RunDirectory
-from rlflow.config.schema import load_config
+
 from .export_model import Options, current_export, open_source, to_huggingface
 
 

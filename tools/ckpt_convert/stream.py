@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from rlflow.errors import ConversionError, ExitCode
+
 from .mapping.plan import Equal, Piece, Rectangle, Target, View
-from .writers.sink import Block, Sink, blocks_of
 from .readers.source import Content, Item, Source
+from .writers.sink import Block, Sink, blocks_of
 
 Progress = Callable[[int], None]
 COMPARED_BYTES = 4 << 20

@@ -13,13 +13,14 @@ import torch
 from torch import Tensor
 
 from rlflow.errors import ConversionError, ExitCode, ModelError
-from .writers.directory import MANIFEST, crc32, sha256
 from rlflow.models.huggingface import WeightFiles, check_tensors
-from .mapping.plan import View
 from rlflow.models.rules import Split
-from .readers.source import Source
 from rlflow.models.sharding import shard as to_megatron
+
+from .mapping.plan import View
 from .mapping.to_huggingface import Export
+from .readers.source import Source
+from .writers.directory import MANIFEST, crc32, sha256
 
 READ_BYTES = 4 << 20
 

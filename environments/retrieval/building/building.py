@@ -15,8 +15,10 @@ from typing import Any
 import numpy as np
 
 from rlflow.errors import ConfigError, DataError
-from rlflow_environments.retrieval.encoders import Encoder, NgramEncoder, make_encoder
 from rlflow_environments.retrieval.corpus import Passage
+from rlflow_environments.retrieval.encoders import Encoder, NgramEncoder, make_encoder
+from rlflow_environments.retrieval.indices.dense import BLOCK, training_rows
+from rlflow_environments.retrieval.indices.faiss_index import import_faiss, new_index, read_index
 from rlflow_environments.retrieval.indices.folder import (
     BM25,
     EMBEDDINGS,
@@ -32,8 +34,6 @@ from rlflow_environments.retrieval.indices.folder import (
     write_json,
     write_meta,
 )
-from rlflow_environments.retrieval.indices.dense import BLOCK, training_rows
-from rlflow_environments.retrieval.indices.faiss_index import import_faiss, new_index, read_index
 
 logger = logging.getLogger(__name__)
 

@@ -7,10 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-from rlflow_environments.search.errors import RetrievalError
+from rlflow_environments.common.http import LONGEST_RETRY_AFTER_S, retry_after_s
 from rlflow_environments.retrieval.corpus import Passage, make_contents
-
-LONGEST_RETRY_AFTER_S = 30.0
+from rlflow_environments.retrieval.errors import RetrievalError
 
 T = TypeVar("T")
 
@@ -125,9 +124,3 @@ def _excerpt(content: bytes) -> str:
     return str(detail)[:200]
 
 
-def retry_after_s(headers: Mapping[str, str], longest_s: float) -> float:
-    """The seconds of Retry-After, at most `longest_s`; 0 without them, and for its other form, a date."""
-    try:
-        return min(longest_s, max(0.0, float(headers.get("retry-after", ""))))
-    except ValueError:
-        return 0.0

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from rlflow.errors import ConfigError, DataError, did_you_mean
-from rlflow_environments.search.errors import ReplayMissError
 from rlflow_environments.retrieval.corpus import Passage
+from rlflow_environments.retrieval.errors import ReplayMissError
 
 MODES = ("off", "record", "replay", "strict-replay")
 """off: nothing is read or written. record: every search goes to the server and is written. replay: a search that was recorded

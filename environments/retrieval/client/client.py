@@ -25,11 +25,11 @@ from rlflow_environments.retrieval.client.answers import (
 )
 from rlflow_environments.retrieval.client.asynchronous import AsyncRetriever, CacheCounts
 from rlflow_environments.retrieval.client.cache import SearchCache
-from rlflow_environments.search.errors import RetrievalError
-from rlflow_environments.retrieval.corpus import Passage
-from rlflow_environments.retrieval.server.discovery import read_addresses
 from rlflow_environments.retrieval.client.servers import ServerPool, server_url
 from rlflow_environments.retrieval.client.trace import DEADLINE_HEADER, TRACE_HEADER
+from rlflow_environments.retrieval.corpus import Passage
+from rlflow_environments.retrieval.errors import RetrievalError
+from rlflow_environments.retrieval.server.discovery import read_addresses
 
 logger = logging.getLogger("rlflow.search.client")  # under `rlflow`, so that a run's log has it
 

@@ -98,8 +98,8 @@ def run(args: argparse.Namespace) -> int:
 def _build_collection(args: argparse.Namespace, corpus: Any, component: dict[str, Any], progress: Progress) -> int:
     from rlflow.errors import ConfigError
     from rlflow_environments.retrieval.encoders import make_encoder
-    from rlflow_environments.retrieval.indices.qdrant_build import build_folder, fill
     from rlflow_environments.retrieval.indices.qdrant import ENGINES
+    from rlflow_environments.retrieval.indices.qdrant_build import build_folder, fill
     from rlflow_environments.retrieval.indices.qdrant_collections import SearchOptions, connect
 
     if args.engine not in ENGINES:

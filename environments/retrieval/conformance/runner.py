@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 import aiohttp
 
+from rlflow_environments.retrieval.client.servers import server_url
 from rlflow_environments.retrieval.conformance.checks import CHECKS, Check
 from rlflow_environments.retrieval.conformance.probe import Broken, Probe, Skipped
-from rlflow_environments.retrieval.client.servers import server_url
 
 SEEDS = ("capital city", "history", "river", "first", "what is the name of the town", "water", "1")
 """Queries that find something in most corpora; what they find gives the queries of the checks."""

@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rlflow.errors import ConfigError
+from rlflow_environments.common.options import check_options
+from rlflow_environments.retrieval.corpus import Passage
 from rlflow_environments.retrieval.encoders.base import Encoder
 from rlflow_environments.retrieval.encoders.ngram import NgramEncoder
-from rlflow_environments.retrieval.corpus import Passage
-from rlflow_environments.common.options import check_options
 
 BUILT_IN = "hashed"
 

@@ -12,8 +12,8 @@ import numpy as np
 import torch
 
 from rlflow.errors import ConfigError, ModelError, did_you_mean
-from rlflow_environments.retrieval.encoders.rules import EncoderRules, encoder_rules
 from rlflow_environments.retrieval.corpus import Passage
+from rlflow_environments.retrieval.encoders.rules import EncoderRules, encoder_rules
 
 BACKENDS = ("torch", "onnx")
 _QUERY_BATCH = {"cpu": 1, "cuda": 32}

@@ -9,8 +9,8 @@ from typing import Any, Protocol
 import numpy as np
 
 from rlflow.errors import ConfigError, DataError
-from rlflow_environments.retrieval.encoders import Encoder
 from rlflow_environments.retrieval.corpus import Passage
+from rlflow_environments.retrieval.encoders import Encoder
 from rlflow_environments.retrieval.indices.base import CorpusRetriever, Ranking, Retriever
 from rlflow_environments.retrieval.indices.faiss_index import FaissIndex, new_index, read_index
 from rlflow_environments.retrieval.indices.opening import check_count, encoder_of, open_index, verify_encoder

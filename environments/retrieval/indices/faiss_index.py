@@ -12,8 +12,8 @@ import numpy as np
 import psutil
 
 from rlflow.errors import ConfigError, DataError, did_you_mean
-from rlflow_environments.retrieval.indices.cost import int8_copy_bytes
 from rlflow_environments.retrieval.indices.base import Ranking, missing
+from rlflow_environments.retrieval.indices.cost import int8_copy_bytes
 from rlflow_environments.retrieval.indices.exact import SPARE, Scan, rank_exactly, score_again
 from rlflow_environments.retrieval.indices.inverted_lists import Int8Lists, ListAssignment
 

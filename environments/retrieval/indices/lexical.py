@@ -9,8 +9,8 @@ from types import ModuleType
 import numpy as np
 
 from rlflow.errors import ConfigError, DataError
-from rlflow_environments.retrieval.encoders.ngram import split_words
 from rlflow_environments.retrieval.corpus import Passage
+from rlflow_environments.retrieval.encoders.ngram import split_words
 from rlflow_environments.retrieval.indices.base import Ranking, best, missing
 
 _EMPTY = "no_words"

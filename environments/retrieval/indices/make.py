@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from rlflow.errors import ConfigError, DataError, did_you_mean
-from rlflow_environments.retrieval.encoders.ngram import NgramEncoder
-from rlflow_environments.retrieval.corpus import Passage
 from rlflow_environments.common.options import check_options
+from rlflow_environments.retrieval.corpus import Passage
+from rlflow_environments.retrieval.encoders.ngram import NgramEncoder
 from rlflow_environments.retrieval.indices.base import CorpusRetriever, Index, Retriever
 
-_PACKAGE = "rlflow_environments.search"
+_PACKAGE = "rlflow_environments.retrieval"
 
 
 @dataclass(frozen=True)
@@ -28,14 +28,14 @@ class _Backend:
 
 
 _BACKENDS = {
-    "bm25": _Backend(f"{_PACKAGE}.retrievers.make:bm25_retriever"),
-    "dense": _Backend(f"{_PACKAGE}.retrievers.dense:faiss_retriever", (NgramEncoder,)),
-    "faiss": _Backend(f"{_PACKAGE}.retrievers.dense:faiss_retriever", (NgramEncoder,)),
-    "torch": _Backend(f"{_PACKAGE}.retrievers.dense:torch_retriever", (NgramEncoder,)),
-    "hybrid": _Backend(f"{_PACKAGE}.retrievers.make:hybrid_retriever"),
-    "qdrant": _Backend(f"{_PACKAGE}.retrievers.qdrant:qdrant_retriever", (NgramEncoder,), brings_documents=True),
-    "http": _Backend(f"{_PACKAGE}.client:http_retriever", (f"{_PACKAGE}.client:HttpRetriever",), brings_documents=True),
-    "random": _Backend(f"{_PACKAGE}.retrievers.make:random_retriever"),
+    "bm25": _Backend(f"{_PACKAGE}.indices.make:bm25_retriever"),
+    "dense": _Backend(f"{_PACKAGE}.indices.dense:faiss_retriever", (NgramEncoder,)),
+    "faiss": _Backend(f"{_PACKAGE}.indices.dense:faiss_retriever", (NgramEncoder,)),
+    "torch": _Backend(f"{_PACKAGE}.indices.dense:torch_retriever", (NgramEncoder,)),
+    "hybrid": _Backend(f"{_PACKAGE}.indices.make:hybrid_retriever"),
+    "qdrant": _Backend(f"{_PACKAGE}.indices.qdrant:qdrant_retriever", (NgramEncoder,), brings_documents=True),
+    "http": _Backend(f"{_PACKAGE}.client.client:http_retriever", (f"{_PACKAGE}.client.client:HttpRetriever",), brings_documents=True),
+    "random": _Backend(f"{_PACKAGE}.indices.make:random_retriever"),
 }
 """A backend is imported when it is used. `dense` and `faiss` are the same."""
 

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from rlflow.errors import ConfigError, DataError
-from rlflow_environments.retrieval.encoders import Encoder, NgramEncoder, make_encoder
 from rlflow_environments.retrieval.corpus import Passage
+from rlflow_environments.retrieval.encoders import Encoder, NgramEncoder, make_encoder
 from rlflow_environments.retrieval.indices.folder import (
     ENCODER,
     INDEX,

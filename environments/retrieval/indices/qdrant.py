@@ -11,13 +11,14 @@ from typing import Any
 import numpy as np
 
 from rlflow.errors import ConfigError, DataError, did_you_mean
-from rlflow_environments.retrieval.encoders import Encoder
 from rlflow_environments.retrieval.corpus import Passage, make_passage
-from rlflow_environments.retrieval.indices.folder import META, IndexMeta, check_corpus, check_encoder, read_meta
+from rlflow_environments.retrieval.encoders import Encoder
 from rlflow_environments.retrieval.indices import qdrant_collections as collections
 from rlflow_environments.retrieval.indices.base import Retriever, check_top_k
 from rlflow_environments.retrieval.indices.exact import SPARE
-from rlflow_environments.retrieval.indices.opening import EncoderOption, encoder_of, stored_encoder, verify_encoder
+from rlflow_environments.retrieval.indices.folder import META, IndexMeta, check_corpus, check_encoder, read_meta
+from rlflow_environments.retrieval.indices.opening import EncoderOption, encoder_of, stored_encoder
+from rlflow_environments.retrieval.indices.qdrant_layout import verify_points
 
 ENGINES = ("edge", "local")
 SHARD, STORAGE, LOCAL_COLLECTION = "shard", "storage", "corpus"
@@ -110,12 +111,6 @@ def qdrant_retriever(
     if verify:
         verify_points(f"{url}, collection '{collection}'", made, points)
     return retriever
-
-
-def verify_points(where: str, encoder: Encoder, points: Sequence[collections.Point]) -> None:
-    """Raises DataError where stored vectors are not what the encoder makes of their payloads."""
-    passages = [make_passage(point.payload, point.id) for point in points]
-    verify_encoder(where, encoder, passages, lambda row: points[row].vector, range(len(points)))
 
 
 def _embedded(

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from rlflow.errors import DataError
-from rlflow_environments.retrieval.encoders import Encoder, NgramEncoder
 from rlflow_environments.retrieval.corpus import Passage
+from rlflow_environments.retrieval.encoders import Encoder, NgramEncoder
+from rlflow_environments.retrieval.indices import qdrant_collections as collections
 from rlflow_environments.retrieval.indices.folder import (
     ENCODER,
     META,
@@ -20,8 +21,8 @@ from rlflow_environments.retrieval.indices.folder import (
     stamp_corpus,
     write_meta,
 )
-from rlflow_environments.retrieval.indices import qdrant_collections as collections
-from rlflow_environments.retrieval.indices.qdrant import LOCAL_COLLECTION, SHARD, STORAGE, verify_points
+from rlflow_environments.retrieval.indices.qdrant import LOCAL_COLLECTION, SHARD, STORAGE
+from rlflow_environments.retrieval.indices.qdrant_layout import verify_points
 
 BATCH = 1024
 Report = Callable[[str, int, int], None]

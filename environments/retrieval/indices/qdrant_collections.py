@@ -17,8 +17,8 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 
 from rlflow.errors import ConfigError, DataError
-from rlflow_environments.search.errors import RetrievalError
 from rlflow_environments.common.options import check_options
+from rlflow_environments.retrieval.errors import RetrievalError
 from rlflow_environments.retrieval.indices.base import missing
 
 HNSW_M, HNSW_EF_CONSTRUCT = 32, 512

@@ -16,10 +16,10 @@ from fastapi.responses import HTMLResponse, JSONResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from rlflow.errors import RLFlowError
+from rlflow_environments.retrieval.client.trace import DEADLINE_HEADER, TRACE_HEADER
 from rlflow_environments.retrieval.server import wire
 from rlflow_environments.retrieval.server.service import SearchService, Unavailable
 from rlflow_environments.retrieval.server.status_page import STATUS_PAGE
-from rlflow_environments.retrieval.client.trace import DEADLINE_HEADER, TRACE_HEADER
 
 logger = logging.getLogger(__name__)
 

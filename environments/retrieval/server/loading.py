@@ -12,8 +12,8 @@ from typing import Any
 
 import rlflow
 from rlflow.errors import ConfigError, did_you_mean
-from rlflow_environments.retrieval.indices.folder import read_meta
 from rlflow_environments.retrieval.indices import Retriever, make_retriever
+from rlflow_environments.retrieval.indices.folder import read_meta
 from rlflow_environments.retrieval.server.index import ServedIndex
 from rlflow_environments.retrieval.server.records import Pages, StoredCorpus
 from rlflow_environments.retrieval.server.service import Report

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlflow.errors import RLFlowError
-from rlflow_environments.search.errors import QueueFullError
+from rlflow_environments.retrieval.errors import QueueFullError
 from rlflow_environments.retrieval.server.index import Answer, ServedIndex
 from rlflow_environments.retrieval.server.query_log import QueryLog
 from rlflow_environments.retrieval.server.statistics import Observation, Statistics

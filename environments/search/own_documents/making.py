@@ -12,12 +12,12 @@ from typing import Any
 
 from rlflow.errors import ConfigError, DataError
 from rlflow_environments.retrieval.corpus import Corpus, Passage, write_corpus, write_pages, write_rows
+from rlflow_environments.retrieval.indices import make_retriever
 from rlflow_environments.search.own_documents.candidates import Candidate, compose, find_facts
 from rlflow_environments.search.own_documents.documents import Document
 from rlflow_environments.search.own_documents.passages import MAX_CHARACTERS, cut_passages
 from rlflow_environments.search.own_documents.screening import REASONS, retrievable, screen
 from rlflow_environments.search.own_documents.splitting import mixed, separate, split, validation_documents
-from rlflow_environments.retrieval.indices import make_retriever
 
 Progress = Callable[[str, int, int], None]
 Compose = Callable[[Sequence[Passage], Sequence[int], set[int], "Counter[str]"], list[Candidate]]

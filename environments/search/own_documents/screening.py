@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 
 from rlflow_environments.retrieval.corpus import Passage
-from rlflow_environments.search.own_documents.candidates import Candidate
 from rlflow_environments.retrieval.indices import Retriever
+from rlflow_environments.search.own_documents.candidates import Candidate
 from rlflow_environments.search.rewards.scoring import contains_gold, normalize_answer
 
 REASONS = {

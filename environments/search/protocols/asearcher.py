@@ -9,9 +9,9 @@ import hashlib
 from collections.abc import Sequence
 
 from rlflow.types import Observation
-from rlflow_environments.search.protocols.text import neutralize_tags
 from rlflow_environments.search.protocols.base import Call, Page, Protocol, Reading, Result, Shown, Tool, last_block
 from rlflow_environments.search.protocols.searchr1 import as_observation, information
+from rlflow_environments.search.protocols.text import neutralize_tags
 from rlflow_environments.search.rewards.asearcher import INVALID_QUESTION
 
 MAX_CHUNKS = 10

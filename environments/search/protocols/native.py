@@ -11,9 +11,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rlflow.types import Observation
-from rlflow_environments.search.protocols.text import neutralize_tags
 from rlflow_environments.search.protocols.base import Call, Protocol, Reading, Result, Shown
 from rlflow_environments.search.protocols.searchr1 import NO_RESULTS
+from rlflow_environments.search.protocols.text import neutralize_tags
 
 PAGE_CHARACTERS = 25_000
 PROMPT = (

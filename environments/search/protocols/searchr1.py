@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 from rlflow.types import Observation
 from rlflow_environments.retrieval.corpus import Passage
+from rlflow_environments.search.protocols.base import Call, Protocol, Reading, Result, Shown
 from rlflow_environments.search.protocols.text import (
     INVALID_ACTION,
     SEARCHES_SPENT,
@@ -19,7 +20,6 @@ from rlflow_environments.search.protocols.text import (
     neutralize_tags,
     parse_action,
 )
-from rlflow_environments.search.protocols.base import Call, Protocol, Reading, Result, Shown
 
 NO_RESULTS = "No search results found."
 _SEARCH = re.compile(r"<search>(.*?)</search>", re.DOTALL)

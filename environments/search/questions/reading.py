@@ -9,12 +9,12 @@ from typing import Any, Union
 
 from rlflow.errors import ConfigError, DataError, did_you_mean
 from rlflow.types import Task
+from rlflow_environments.common.jsonl import BadRow, kind_of, refuse, text_of
 from rlflow_environments.common.options import check_options
 from rlflow_environments.search.protocols.text import render_prompt
 from rlflow_environments.search.questions.layouts import LAYOUTS, Layout, gold_answers, prompt_of, row_id
 from rlflow_environments.search.questions.sets import find_sets, set_name
 from rlflow_environments.search.questions.tables import read_rows
-from rlflow_environments.common.jsonl import BadRow, kind_of, refuse, text_of
 
 logger = logging.getLogger(__name__)
 

@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rlflow.errors import ConfigError
-from rlflow_environments.search.rewards import scoring
-from rlflow_environments.retrieval.client.answers import retry_after_s
 from rlflow_environments.common.endpoint import completion_text, completions_url, open_client
+from rlflow_environments.common.http import retry_after_s
 from rlflow_environments.search.errors import JudgeError
-from rlflow_environments.search.rewards.make import Score
+from rlflow_environments.search.rewards import scoring
+from rlflow_environments.search.rewards.score import Score
 from rlflow_environments.search.rewards.transcript import Transcript
 
 if TYPE_CHECKING:

@@ -5,25 +5,16 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 from rlflow.errors import ConfigError, did_you_mean
 from rlflow.types import Task
 from rlflow_environments.common.options import check_options
 from rlflow_environments.search.rewards.asearcher import asearcher_compat, asearcher_em, asearcher_f1
+from rlflow_environments.search.rewards.score import Score
 from rlflow_environments.search.rewards.searchr1 import searchr1_em, searchr1_em_format, searchr1_subem
 from rlflow_environments.search.rewards.strict import strict_em
 from rlflow_environments.search.rewards.transcript import Transcript
-
-
-@dataclass(frozen=True)
-class Score:
-    """A reward and what there is to say about it."""
-
-    value: float
-    metrics: dict[str, float] = field(default_factory=dict)
-
 
 Rule = Callable[..., float]
 Reward = Callable[[Transcript], Awaitable[Score]]

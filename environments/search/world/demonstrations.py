@@ -10,9 +10,9 @@ import random
 from dataclasses import dataclass
 
 from rlflow_environments.retrieval.corpus import Passage, make_contents
+from rlflow_environments.search.protocols.text import format_observation, render_prompt
 from rlflow_environments.search.world.names import NameSource
 from rlflow_environments.search.world.prose import RELATIONS
-from rlflow_environments.search.protocols.text import format_observation, render_prompt
 from rlflow_environments.search.world.world import Entity, Half, Question, make_half, questions
 
 SMALL_WORLD = {"country": 2, "river": 3, "city": 4, "person": 6, "work": 3, "company": 3}

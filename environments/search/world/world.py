@@ -20,11 +20,11 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from rlflow.errors import ConfigError
-from rlflow_environments.search.world import prose
 from rlflow_environments.retrieval.corpus import Passage, make_contents, write_corpus, write_pages, write_rows
+from rlflow_environments.search.protocols.text import render_prompt
+from rlflow_environments.search.world import prose
 from rlflow_environments.search.world.names import NameSource
 from rlflow_environments.search.world.prose import RELATIONS
-from rlflow_environments.search.protocols.text import render_prompt
 
 logger = logging.getLogger(__name__)
 

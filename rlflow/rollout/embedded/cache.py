@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from rlflow.rollout.embedded.pages import PAGE, pages_for
 from rlflow.models.architecture import Architecture
+from rlflow.rollout.embedded.pages import PAGE, pages_for
 
 BLOCK_ROWS = 4  # sequences in one attention call at the most
 BLOCK_PADDING = 1.25  # a call's padded keys and values, in shares of the real ones, at the most

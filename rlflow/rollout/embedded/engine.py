@@ -11,17 +11,17 @@ import torch
 from torch import Tensor
 
 from rlflow.errors import ConfigError, RolloutError, did_you_mean
+from rlflow.models.architecture import architecture
+from rlflow.models.huggingface import digest, iterate_weights, read_config
 from rlflow.rollout.embedded.cache import KeyValueCache
-from rlflow.rollout.engine import Completion, Sampling
-from rlflow.rollout.embedded.graphs import CudaCapture
 from rlflow.rollout.embedded.decoder import Decoder
+from rlflow.rollout.embedded.graphs import CudaCapture
 from rlflow.rollout.embedded.pages import PAGE, pages_for
 from rlflow.rollout.embedded.sampling import Decoding, StopTable
 from rlflow.rollout.embedded.scheduler import Scheduler, Statistics
 from rlflow.rollout.embedded.slots import Request
+from rlflow.rollout.engine import Completion, Sampling
 from rlflow.rollout.tokenizer import Tokenizer
-from rlflow.models.architecture import architecture
-from rlflow.models.huggingface import digest, iterate_weights, read_config
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 

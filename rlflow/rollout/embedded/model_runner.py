@@ -10,8 +10,8 @@ from torch import Tensor
 
 from rlflow.errors import RolloutError
 from rlflow.rollout.embedded.cache import KeyValueCache
-from rlflow.rollout.embedded.graphs import DecodeGraphs
 from rlflow.rollout.embedded.decoder import Attend, Decoder
+from rlflow.rollout.embedded.graphs import DecodeGraphs
 from rlflow.rollout.embedded.sampling import StopTable, sample, uniforms
 from rlflow.rollout.embedded.slots import Slots
 

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from typing import Literal
 
 from rlflow.rollout.embedded.cache import KeyValueCache
-from rlflow.rollout.engine import Completion
 from rlflow.rollout.embedded.decoder import Decoder
-from rlflow.rollout.embedded.pages import PAGE, PagePool, pages_for, prefix_keys
 from rlflow.rollout.embedded.model_runner import ModelRunner, Part
+from rlflow.rollout.embedded.pages import PAGE, PagePool, pages_for, prefix_keys
 from rlflow.rollout.embedded.sampling import END_TOKEN, StopTable
 from rlflow.rollout.embedded.slots import Request, Slots
+from rlflow.rollout.engine import Completion
 
 logger = logging.getLogger(__name__)
 

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rlflow.rollout.engine import Completion, Sampling
 from rlflow.rollout.embedded.pages import PAGE, SCRATCH, PagePool, pages_for
+from rlflow.rollout.engine import Completion, Sampling
 
 
 @dataclass(eq=False)

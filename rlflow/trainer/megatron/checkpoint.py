@@ -24,14 +24,14 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
 from rlflow.errors import CheckpointError, DamagedCheckpointError
+from rlflow.models.architecture import Architecture
 from rlflow.storage.integrity import MANIFEST, Fingerprint, find_damage, listed, read_sealed, seal, table
+from rlflow.storage.pickles import read_metadata
 from rlflow.trainer.megatron import adam_state, writing
 from rlflow.trainer.megatron.model import named_parameters, prefixed
 from rlflow.trainer.megatron.optimizer import set_updates
 from rlflow.trainer.megatron.world import World
 from rlflow.trainer.megatron.writing import Writing
-from rlflow.models.architecture import Architecture
-from rlflow.storage.pickles import read_metadata
 
 OWN_FILES = ("*.distcp", ".metadata", "metadata.json", "common.pt", MANIFEST)
 FORMAT = 2

@@ -20,6 +20,10 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from rlflow.errors import ModelError
+from rlflow.models.architecture import Architecture, huggingface_shapes, padded_vocab, placed_rules
+from rlflow.models.rules import Rule, Split
+from rlflow.models.sharding import merge, shard
+from rlflow.models.tables import EMBEDDING, TIED_OUTPUT
 from rlflow.trainer.layout import Layout
 from rlflow.trainer.megatron.cpu import device
 from rlflow.trainer.megatron.fused import SwiGLU
@@ -27,10 +31,6 @@ from rlflow.trainer.megatron.layers import RMSNorm, TorchAttention
 from rlflow.trainer.megatron.linear import ColumnLinear, RowLinear
 from rlflow.trainer.megatron.logprobs import OutputLayer
 from rlflow.trainer.megatron.world import World
-from rlflow.models.architecture import Architecture, huggingface_shapes, padded_vocab, placed_rules
-from rlflow.models.rules import Rule, Split
-from rlflow.models.sharding import merge, shard
-from rlflow.models.tables import EMBEDDING, TIED_OUTPUT
 
 RECOMPUTE: dict[str, dict[str, Any]] = {
     "none": {},

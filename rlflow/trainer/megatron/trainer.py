@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 
 from rlflow.errors import ConfigError, DataError, RLFlowError, did_you_mean
+from rlflow.models.architecture import architecture
+from rlflow.models.huggingface import WeightFiles, read_config
 from rlflow.trainer.base import Loss, Trainer
 from rlflow.trainer.layout import Layout
 from rlflow.trainer.megatron import checkpoint, cpu, offload, optimizer, step, world
 from rlflow.trainer.megatron.model import RECOMPUTE, build_model, gather_weights, load_weights, named_parameters
 from rlflow.trainer.schedule import learning_rate
 from rlflow.types import Batch
-from rlflow.models.architecture import architecture
-from rlflow.models.huggingface import WeightFiles, read_config
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 SCORES = ("logprobs", "entropy")

@@ -24,8 +24,8 @@ from rlflow.algorithms import (
     token_weights,
 )
 from rlflow.algorithms.losses.monitored import Monitored
-from rlflow.errors import ConfigError, RLFlowError
 from rlflow.config.schema import AlgorithmSection, TrainerSection
+from rlflow.errors import ConfigError, RLFlowError
 from rlflow.types import Batch, PolicyOutput
 
 

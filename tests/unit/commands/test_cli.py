@@ -17,12 +17,13 @@ import pytest
 from rlflow.commands import cli
 from rlflow.commands.check import check_environment
 from rlflow.commands.doctor import JOBS, TESTED, diagnose, job_row, package_row, verdict
-from rlflow.errors import ConfigError
 from rlflow.commands.play import find_task, play, read_response
-from rlflow.config.components import build
-from rlflow.run.directory import RunDirectory, write_json, write_text
 from rlflow.commands.scaffold import write_environment
 from rlflow.commands.show import printable
+from rlflow.components import build
+from rlflow.errors import ConfigError
+from rlflow.run.directory import RunDirectory
+from rlflow.storage.files import write_json, write_text
 from rlflow.types import Task
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -91,7 +92,7 @@ def test_dry_run_prints_configuration_and_plan_and_starts_nothing(
 
 def test_ctrl_c_is_130_without_a_traceback(tmp_path: Path) -> None:
     source, _, _ = write_environment("guess", tmp_path)
-    process = subprocess.Popen([sys.executable, "-m", "rlflow.commands.cli", "env", "play", f"{source}:Guess"], cwd=ROOT,
+    process = subprocess.Popen([sys.executable, "-m", "rlflow", "env", "play", f"{source}:Guess"], cwd=ROOT,
                                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)  # fmt: skip
     assert process.stdout is not None
     assert "You are the policy" in process.stdout.readline()

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from rlflow.errors import ConfigError
-from rlflow.config.checks import CHOICES, NOT_NEGATIVE, POSITIVE, SHARES, batch_plan, check_config
+from rlflow.config.batch_plan import batch_plan
+from rlflow.config.checks import CHOICES, NOT_NEGATIVE, POSITIVE, SHARES, check_config
 from rlflow.config.schema import RunConfig, load_config
+from rlflow.errors import ConfigError
 
 
 def test_the_defaults_fit_together() -> None:

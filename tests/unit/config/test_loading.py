@@ -8,9 +8,9 @@ import pytest
 import yaml
 
 from rlflow.config.loading import config_keys, config_text, load_config, redact, save_config, to_dict
-from rlflow.errors import ConfigError
 from rlflow.config.schema import RunConfig
 from rlflow.config.schema import load_config as load_run_config
+from rlflow.errors import ConfigError
 
 
 def write(path: Path, text: str) -> Path:

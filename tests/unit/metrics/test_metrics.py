@@ -13,19 +13,10 @@ import pytest
 import torch
 
 from rlflow.errors import CheckpointError, MissingPackageError
-from rlflow.metrics.reductions import (
-    METRICS,
-    PHASES,
-    MetricsLog,
-    PhaseTimer,
-    interval95,
-    make_sinks,
-    mean,
-    mean_of,
-    metrics_table,
-    read_metrics,
-    rollout_metrics,
-)
+from rlflow.metrics.names import METRICS, PHASES, metrics_table
+from rlflow.metrics.reductions import interval95, mean, mean_of, rollout_metrics
+from rlflow.metrics.sinks import MetricsLog, make_sinks, read_metrics
+from rlflow.metrics.timer import PhaseTimer
 from rlflow.types import StopReason, Trajectory, Turn
 
 

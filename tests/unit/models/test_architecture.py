@@ -8,15 +8,15 @@ from typing import Any
 import fixtures
 import pytest
 from fixtures import tiny_model
+from rlflow_tools.ckpt_convert.export_model import to_huggingface
+from rlflow_tools.ckpt_convert.import_model import ImportOptions, to_megatron
+from rlflow_tools.ckpt_convert.mapping.to_megatron import Layout
 
 from rlflow.errors import ModelError
 from rlflow.models import tables
-from rlflow_tools.ckpt_convert.export_model import to_huggingface
 from rlflow.models.architecture import architecture, huggingface_shapes, placed_rules, stored_architecture
 from rlflow.models.huggingface import digest, header, iterate_weights, read_config
-from rlflow_tools.ckpt_convert.import_model import ImportOptions, to_megatron
 from rlflow.models.tables import FAMILIES
-from rlflow_tools.ckpt_convert.mapping.to_megatron import Layout
 
 VARIANTS: list[tuple[str, dict[str, Any]]] = [
     *((family, {}) for family in FAMILIES),

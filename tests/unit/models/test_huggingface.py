@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 from fixtures import tiny_model
+from rlflow_tools.ckpt_convert.export_model import write_model
 
 from rlflow.errors import ConversionError, ModelError
-from rlflow_tools.ckpt_convert.export_model import write_model
 from rlflow.models.huggingface import WeightFiles, digest, iterate_weights, read_config
 
 

@@ -186,5 +186,5 @@ def test_an_export_is_evaluated_with_the_configuration_of_its_run(shell: Shell, 
         (tmp_path / place).mkdir(exist_ok=True)
         (tmp_path / "run" / "config.yaml").touch()
         shell(f"{script} --model {tmp_path}/{place} --samples=2 a.b=c")
-        expected = f"-m rlflow.commands.cli eval --samples=2 {config}--model {tmp_path}/{place} a.b=c"
+        expected = f"-m rlflow eval --samples=2 {config}--model {tmp_path}/{place} a.b=c"
         assert (tmp_path / "log").read_text().splitlines()[-1] == expected

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from rlflow.config.batch_plan import batch_plan
+from rlflow.config.checks import check_config
 from rlflow.config.loading import load_config
-from rlflow.config.checks import batch_plan, check_config
 from rlflow.config.schema import RunConfig
 
 ROOT = Path(__file__).resolve().parents[3]

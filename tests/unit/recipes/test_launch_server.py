@@ -41,7 +41,7 @@ def launch(tmp_path):
         if done.returncode:
             return done
         gpus, *rest = (tmp_path / "log").read_text().splitlines()
-        assert rest[:3] == ["-m", "rlflow_environments.search", "serve"]
+        assert rest[:3] == ["-m", "rlflow_environments.retrieval", "serve"]
         return gpus, rest[3:]
 
     return run

@@ -16,10 +16,10 @@ import pytest
 
 from rlflow.environment import Environment
 from rlflow.errors import ConfigError, RolloutError
+from rlflow.models.huggingface import iterate_weights
 from rlflow.rollout import Rollout, Tokenizer
 from rlflow.rollout.embedded.engine import EmbeddedEngine
 from rlflow.types import Episode, Step, Task
-from rlflow.models.huggingface import iterate_weights
 from tests.unit.rollout.asking import Asking, RecordingEngine, all_trajectories, make
 
 

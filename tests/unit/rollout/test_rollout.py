@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 import torch
 
-from rlflow.run.assemble import fitting_tasks, make_rollout
+from rlflow.config.schema import load_config
 from rlflow.errors import EnvironmentContractError, RolloutError
 from rlflow.rollout import Rollout, Tokenizer
 from rlflow.rollout.embedded.engine import EmbeddedEngine
-from rlflow.config.schema import load_config
+from rlflow.run.assemble import fitting_tasks, make_rollout
 from rlflow.types import Episode, Step, StopReason, Task
 from tests.unit.rollout.asking import OBSERVATION, Asking, all_trajectories, make
 

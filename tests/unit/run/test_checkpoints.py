@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from rlflow.run.checkpoints import STATE, TRAINER, Checkpoints, read_state
 from rlflow.errors import CheckpointError, ConfigError, DamagedCheckpointError
-from rlflow.storage.integrity import MANIFEST, fingerprint, seal, table
-from rlflow.run.directory import write_json
+from rlflow.run.checkpoints import STATE, TRAINER, Checkpoints, read_state
 from rlflow.run.saver import write_state
+from rlflow.storage.files import write_json
+from rlflow.storage.integrity import MANIFEST, fingerprint, seal, table
 
 ROOT = Path(__file__).resolve().parents[3]
 

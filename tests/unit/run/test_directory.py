@@ -11,14 +11,9 @@ import pytest
 import torch
 
 from rlflow.errors import CheckpointError, ConfigError
-from rlflow.run.directory import (
-    RunDirectory,
-    read_json,
-    read_trajectories,
-    write_json,
-    write_text,
-    write_trajectories,
-)
+from rlflow.run.directory import RunDirectory
+from rlflow.run.trajectories import read_trajectories, write_trajectories
+from rlflow.storage.files import read_json, write_json, write_text
 from rlflow.types import Group, Segment, StopReason, Task, Trajectory, Turn
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rlflow.metrics.reductions import MetricsLog
+from rlflow.metrics.sinks import MetricsLog
 from rlflow.run.picture import _label_ends, _smooth, render_picture
 
 pytest.importorskip("matplotlib")

@@ -15,9 +15,9 @@ import torch
 from rlflow import Step, train
 from rlflow.errors import MissingPackageError, RolloutError
 from rlflow.loop import training_step
-from rlflow.metrics.reductions import read_metrics
+from rlflow.metrics.sinks import read_metrics
 from rlflow.run.run import EXPORT_TOLERANCE, Run
-from rlflow.run.directory import read_json
+from rlflow.storage.files import read_json
 from rlflow.types import Batch, Episode, Task
 from tests.flow.letters import letters_config, write_letters_model
 

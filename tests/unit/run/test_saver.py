@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from rlflow.run.checkpoints import Checkpoints, read_state
 from rlflow.errors import StorageError
+from rlflow.run.checkpoints import Checkpoints, read_state
 from rlflow.run.saver import Saver
 from rlflow.trainer.base import Trainer
 

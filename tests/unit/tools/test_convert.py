@@ -16,17 +16,17 @@ from typing import Any
 import pytest
 import torch
 from fixtures import tiny_model
+from rlflow_tools.ckpt_convert.export_model import Options, to_huggingface
+from rlflow_tools.ckpt_convert.verify import verify_export
 from torch import Tensor
 from torch.distributed import checkpoint as torch_checkpoint
 
 from rlflow.errors import ConversionError, RLFlowError
-from rlflow.trainer.base import Trainer
-from rlflow.run.export import check_export
-from rlflow_tools.ckpt_convert.export_model import Options, to_huggingface
 from rlflow.models.architecture import architecture, placed_rules
 from rlflow.models.huggingface import WeightFiles, digest, iterate_weights, read_config
 from rlflow.models.sharding import shard
-from rlflow_tools.ckpt_convert.verify import verify_export
+from rlflow.run.export import check_export
+from rlflow.trainer.base import Trainer
 from tools.ckpt_convert.command import main
 
 VOCAB = 301

@@ -14,14 +14,14 @@ from typing import Any
 import pytest
 import torch
 from fixtures import tiny_model
+from rlflow_tools.ckpt_convert.describe import describe
+from rlflow_tools.ckpt_convert.export_model import Options, to_huggingface
+from rlflow_tools.ckpt_convert.import_model import FORMATS, ImportOptions, to_megatron
+from rlflow_tools.ckpt_convert.mapping.to_megatron import Layout
+from rlflow_tools.ckpt_convert.readers.legacy import LegacyRanks
 
 from rlflow.errors import RLFlowError
-from rlflow_tools.ckpt_convert.export_model import Options, to_huggingface
 from rlflow.models.huggingface import digest, iterate_weights
-from rlflow_tools.ckpt_convert.import_model import FORMATS, ImportOptions, to_megatron
-from rlflow_tools.ckpt_convert.describe import describe
-from rlflow_tools.ckpt_convert.readers.legacy import LegacyRanks
-from rlflow_tools.ckpt_convert.mapping.to_megatron import Layout
 from tools.ckpt_convert.command import main
 
 DENSE = (Layout(), Layout(4, 1), Layout(2, 2, vocab_multiple=3), Layout(1, 2, 2, fused=False), Layout(2, fused=False))

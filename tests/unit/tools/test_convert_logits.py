@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 from fixtures import tiny_model
+from rlflow_tools.ckpt_convert.import_model import ImportOptions, to_megatron
+from rlflow_tools.ckpt_convert.mapping.to_megatron import Layout
 from safetensors.torch import load_file, save_file
 
 from rlflow.errors import ConversionError
-from rlflow_tools.ckpt_convert.import_model import ImportOptions, to_megatron
-from rlflow_tools.ckpt_convert.mapping.to_megatron import Layout
 from tools.ckpt_convert.command import main
 from tools.ckpt_convert.oracle.logits import check_logits
 

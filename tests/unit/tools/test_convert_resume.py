@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 from fixtures import tiny_model
+from rlflow_tools.ckpt_convert.export_model import Options, to_huggingface
+from rlflow_tools.ckpt_convert.writers.journal import Journal
 
 from rlflow.errors import ConversionError
 from rlflow.trainer.base import Trainer
-from rlflow_tools.ckpt_convert.export_model import Options, to_huggingface
-from rlflow_tools.ckpt_convert.writers.journal import Journal
 from tests.unit.tools import killed_conversion
 from tests.unit.tools.killed_conversion import BLOCK_BYTES
 from tools.ckpt_convert.command import main

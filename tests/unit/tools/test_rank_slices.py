@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 import torch
 from fixtures import tiny_model
+from rlflow_tools.ckpt_convert.mapping.plan import Target, View
+from rlflow_tools.ckpt_convert.mapping.rank_slices import cut
+from rlflow_tools.ckpt_convert.readers.source import Stored
 from torch import Tensor
 
-from rlflow_tools.ckpt_convert.mapping.rank_slices import cut
 from rlflow.models.architecture import Architecture, padded_vocab, placed_rules, stored_architecture
 from rlflow.models.huggingface import read_config
-from rlflow_tools.ckpt_convert.mapping.plan import Target, View
 from rlflow.models.rules import Rule
-from rlflow_tools.ckpt_convert.readers.source import Stored
 from rlflow.models.sharding import shard
 
 

@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 import torch
 from fixtures import tiny_model
-from safetensors.torch import load_file, save_file
-
 from rlflow_tools.ckpt_convert.export_model import Options, to_huggingface
-from rlflow.models.huggingface import digest, iterate_weights
 from rlflow_tools.ckpt_convert.import_model import ImportOptions, to_megatron
 from rlflow_tools.ckpt_convert.mapping.to_megatron import Layout
+from safetensors.torch import load_file, save_file
+
+from rlflow.models.huggingface import digest, iterate_weights
 from tools.ckpt_convert.command import main
 
 

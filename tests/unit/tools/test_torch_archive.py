@@ -10,9 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
-
-from rlflow_tools.ckpt_convert.writers import torch_archive as archive_layout
 from rlflow_tools.ckpt_convert.readers.torch_archive import Archive
+from rlflow_tools.ckpt_convert.writers import torch_archive as archive_layout
 from rlflow_tools.ckpt_convert.writers.torch_archive import ALIGNMENT, Tensor, lay_out, saved
 
 CONTENT = {

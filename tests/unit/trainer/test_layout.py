@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from rlflow.errors import ConfigError
 from rlflow.config.schema import TrainerSection
+from rlflow.errors import ConfigError
+from rlflow.models.architecture import Architecture, architecture, placed_rules
 from rlflow.trainer.layout import Layout
 from rlflow.trainer.megatron.model import parameter_name, stage_of
-from rlflow.models.architecture import Architecture, architecture, placed_rules
 
 
 def model(layers: int = 2, **changes: Any) -> Architecture:

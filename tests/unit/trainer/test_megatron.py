@@ -9,17 +9,17 @@ from typing import Any
 import pytest
 import torch
 from fixtures import tiny_model
+from rlflow_tools.ckpt_convert.export_model import write_model
 from safetensors.torch import save_file
 from torch import Tensor
 
 from rlflow.errors import ConfigError, DataError, ModelError, RLFlowError
+from rlflow.models.huggingface import digest, iterate_weights
+from rlflow.run.export import check_export
 from rlflow.run.run import EXPORT_TOLERANCE
 from rlflow.trainer.base import Trainer
-from rlflow.run.export import check_export
 from rlflow.trainer.schedule import learning_rate
 from rlflow.types import Batch, PolicyOutput
-from rlflow_tools.ckpt_convert.export_model import write_model
-from rlflow.models.huggingface import digest, iterate_weights
 from tests.unit.trainer.batches import VOCAB, make_batch, policy_gradient
 
 

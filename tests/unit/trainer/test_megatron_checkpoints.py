@@ -13,8 +13,8 @@ import torch
 from fixtures import tiny_model
 
 from rlflow.errors import CheckpointError, DamagedCheckpointError
-from rlflow.storage.integrity import fingerprint, read_sealed, seal
 from rlflow.models.huggingface import digest
+from rlflow.storage.integrity import fingerprint, read_sealed, seal
 from tests.unit.trainer.batches import VOCAB, make_batch, policy_gradient
 
 

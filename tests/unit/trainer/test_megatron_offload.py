@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from rlflow.errors import ConfigError
+from rlflow.models.huggingface import digest
 from rlflow.trainer.base import Trainer
 from rlflow.trainer.megatron.cpu import adapted
 from rlflow.trainer.megatron.offload import HostAdamW
 from rlflow.trainer.megatron.optimizer import AdamOptions, make_optimizer
-from rlflow.models.huggingface import digest
 from tests.dist.megatron_ranks import PolicyGradientWithEntropy, make_batch
 from tests.unit.trainer.batches import VOCAB
 

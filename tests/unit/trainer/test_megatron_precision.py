@@ -10,8 +10,8 @@ import torch
 from fixtures import tiny_model
 from torch import Tensor
 
-from rlflow.types import Batch, PolicyOutput
 from rlflow.models.huggingface import digest
+from rlflow.types import Batch, PolicyOutput
 from tests.dist.megatron_ranks import PolicyGradientWithEntropy, make_batch
 from tests.unit.trainer.batches import VOCAB
 

@@ -10,10 +10,11 @@ from collections.abc import Iterator, Mapping
 
 from rlflow.errors import ConversionError, ExitCode
 from rlflow.models.architecture import Architecture
-from .plan import View
 from rlflow.models.rules import Rule
-from ..readers.source import Source, Stored
 from rlflow.models.tables import OUTPUT
+
+from ..readers.source import Source, Stored
+from .plan import View
 
 GATE, UP = "linear_fc1.weight_w", "linear_fc1.weight_v"
 """With `singleton_local_shards`, Megatron keeps the two halves of fc1 apart."""

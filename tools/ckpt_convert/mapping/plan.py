@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 import torch
 
 from rlflow.errors import ConversionError, ExitCode
-from ..readers.source import Item, Stored
+
+from ..readers.source import Item, Stored, tiles
 
 
 @dataclass(frozen=True)
@@ -168,24 +168,3 @@ def _lies_inside(target: Target, piece: Piece) -> bool:
     return 0 <= piece.source_row <= rows - piece.rows and 0 <= piece.source_column <= piece.view.columns - columns
 
 
-def tiles(boxes: Sequence[tuple[tuple[int, int], ...]], shape: Sequence[int]) -> bool:
-    """Whether boxes, (first, size) per axis, lie inside a shape and cover each of its elements once."""
-    inside = all(
-        len(box) == len(shape)
-        and all(at >= 0 and size > 0 and at + size <= full for (at, size), full in zip(box, shape))
-        for box in boxes
-    )
-    elements = sum(math.prod(size for _, size in box) for box in boxes)
-    return inside and elements == math.prod(shape) and not _overlap(boxes)
-
-
-def _overlap(boxes: Iterable[tuple[tuple[int, int], ...]]) -> bool:
-    """Whether two boxes share an element. Boxes are sorted by their first axis, so that few pairs are compared."""
-    ordered = sorted(boxes)
-    for number, one in enumerate(ordered):
-        for other in ordered[number + 1 :]:
-            if one and other[0][0] >= one[0][0] + one[0][1]:
-                break
-            if all(a < b + m and b < a + n for (a, n), (b, m) in zip(one, other)):
-                return True
-    return False

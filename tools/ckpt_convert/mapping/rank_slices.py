@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rlflow.models.architecture import Architecture
-from .plan import Piece, View
 from rlflow.models.rules import Rule, Split
+
+from .plan import Piece, View
 
 
 @dataclass(frozen=True)

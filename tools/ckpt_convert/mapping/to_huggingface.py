@@ -10,11 +10,12 @@ import torch
 
 from rlflow.errors import ConversionError, ExitCode
 from rlflow.models.architecture import Architecture, placed_rules
+from rlflow.models.rules import Rule, Split
+from rlflow.models.tables import OUTPUT
+
+from ..readers.source import Source, Stored
 from .find import find, joined
 from .plan import Equal, Piece, Plan, Target, View
-from rlflow.models.rules import Rule, Split
-from ..readers.source import Source, Stored
-from rlflow.models.tables import OUTPUT
 
 NOT_WEIGHTS = ("optimizer.", "chained_", "snapshot.", "rng", "opt_param_scheduler", "rerun_state_machine")
 """Keys of what else a checkpoint holds: optimizer state, rlflow's reference snapshots, generators, schedulers."""

@@ -13,12 +13,13 @@ from dataclasses import dataclass
 import torch
 
 from rlflow.errors import ConversionError, ExitCode
-from .rank_slices import Cut, cut
 from rlflow.models.architecture import Architecture, placed_rules
-from .plan import Equal, View
 from rlflow.models.rules import Rule, Split
-from ..readers.source import Source, Stored
 from rlflow.models.tables import TIED_OUTPUT
+
+from ..readers.source import Source, Stored
+from .plan import Equal, View
+from .rank_slices import Cut, cut
 
 NOT_WEIGHTS = ("rotary_emb.inv_freq",)
 """Endings of buffers that old model directories hold."""

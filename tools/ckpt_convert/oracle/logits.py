@@ -17,8 +17,9 @@ from torch import Tensor
 
 from rlflow.errors import ConversionError, ExitCode, MissingPackageError
 from rlflow.models.huggingface import read_config
-from ..readers.legacy import LegacyRanks
+
 from ..readers.formats import open_source
+from ..readers.legacy import LegacyRanks
 from ..readers.source import Source
 
 ROWS, WIDTH = 2, 32
@@ -121,8 +122,10 @@ def _rank_main(
 ) -> None:
     import torch.distributed as dist
 
-    from . import model as oracle, load as oracle_load
     from rlflow.trainer.megatron.cpu import adapted, check_version, without_transformer_engine
+
+    from . import load as oracle_load
+    from . import model as oracle
 
     check_version()
     source = open_source(checkpoint)

@@ -9,6 +9,7 @@ import torch
 
 if TYPE_CHECKING:
     from rlflow.models.architecture import Architecture
+
     from ..mapping.to_megatron import Layout
 
 MODEL = {

@@ -11,10 +11,11 @@ from functools import lru_cache
 from pathlib import Path
 
 from rlflow.errors import ConversionError, ExitCode
-from .torch_archive import Window
 from rlflow.models.rules import Split
-from .source import Item, Stored
 from rlflow.models.tables import FAMILIES
+
+from .source import Item, Stored
+from .torch_archive import Window
 
 NUMBER = re.compile(r"(?<=layers\.)\d+(?=\.)|(?<=local_experts\.)\d+(?=\.)")
 

@@ -18,11 +18,12 @@ import torch
 from torch import Tensor
 
 from rlflow.errors import ConversionError, ExitCode
-from .torch_archive import Archive, Window, explained
+from rlflow.storage.pickles import Inert
+
 from .arguments import described_layout, described_model
 from .join_ranks import Part, joined_ranks
-from rlflow.storage.pickles import Inert
 from .source import Content, Item, Record, Stored
+from .torch_archive import Archive, Window, explained
 
 FILES = ("model_optim_rng.pt", "model_rng.pt")
 DIRECTORY = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?(?:_(\d{3,}))?")

@@ -12,6 +12,7 @@ import torch
 
 from rlflow.errors import ConversionError, ExitCode, ModelError
 from rlflow.models.huggingface import INDEX_FILE, WeightFiles, header
+
 from .source import Content, Item, Record, Stored, identity_of
 
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64}

@@ -8,7 +8,8 @@ to the last as the plan says and knows neither format."""
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -97,3 +98,26 @@ def identity_of(path: Path, files: Iterable[str], headers: Iterable[str]) -> dic
         "files": {name: [one.st_size, one.st_mtime_ns] for name, one in found.items()},
         "headers": content.hexdigest(),
     }
+
+
+def tiles(boxes: Sequence[tuple[tuple[int, int], ...]], shape: Sequence[int]) -> bool:
+    """Whether boxes, (first, size) per axis, lie inside a shape and cover each of its elements once."""
+    inside = all(
+        len(box) == len(shape)
+        and all(at >= 0 and size > 0 and at + size <= full for (at, size), full in zip(box, shape))
+        for box in boxes
+    )
+    elements = sum(math.prod(size for _, size in box) for box in boxes)
+    return inside and elements == math.prod(shape) and not _overlap(boxes)
+
+
+def _overlap(boxes: Iterable[tuple[tuple[int, int], ...]]) -> bool:
+    """Whether two boxes share an element. Boxes are sorted by their first axis, so that few pairs are compared."""
+    ordered = sorted(boxes)
+    for number, one in enumerate(ordered):
+        for other in ordered[number + 1 :]:
+            if one and other[0][0] >= one[0][0] + one[0][1]:
+                break
+            if all(a < b + m and b < a + n for (a, n), (b, m) in zip(one, other)):
+                return True
+    return False

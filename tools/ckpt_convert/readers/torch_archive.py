@@ -21,6 +21,7 @@ import torch
 
 from rlflow.errors import ConversionError, ExitCode
 from rlflow.storage.pickles import DAMAGE, ForbiddenName, Inert, InertUnpickler, Storage
+
 from .source import Record
 
 STORAGES = {

@@ -15,11 +15,11 @@ from typing import Any
 import torch
 
 from rlflow.errors import ConversionError, ExitCode
-from .torch_archive import Archive, damaged, explained
-from .arguments import described_layout, described_model
 from rlflow.storage.pickles import DAMAGE, DTYPES, Chunk, ForbiddenName, Inert, read_metadata
-from ..mapping.plan import tiles
-from .source import Content, Item, Record, Stored, identity_of
+
+from .arguments import described_layout, described_model
+from .source import Content, Item, Record, Stored, identity_of, tiles
+from .torch_archive import Archive, damaged, explained
 
 
 def locate(path: Path) -> Path:

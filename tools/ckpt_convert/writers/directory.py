@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from rlflow.errors import ConversionError, ExitCode
+
 from .journal import NAME as JOURNAL
 from .journal import Journal
 from .sink import BLOCK_BYTES, OutputFile, Sink

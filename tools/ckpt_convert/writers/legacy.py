@@ -7,12 +7,13 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from typing import Any
 
-from .torch_archive import Tensor, lay_out
-from ..mapping.plan import Target
 from rlflow.models.rules import Rule
-from .sink import Literals, OutputFile
 from rlflow.models.tables import EMBEDDING
+
+from ..mapping.plan import Target
 from ..mapping.to_megatron import Import
+from .sink import Literals, OutputFile
+from .torch_archive import Tensor, lay_out
 
 FILE = "model_optim_rng.pt"
 

@@ -19,10 +19,11 @@ from pathlib import Path
 import torch
 
 from rlflow.errors import ConversionError, ExitCode
-from . import checksum
 from rlflow.models.huggingface import INDEX_FILE, SINGLE_FILE
-from .journal import Journal
+
 from ..mapping.plan import Target
+from . import checksum
+from .journal import Journal
 
 BLOCK_BYTES = 2 << 20
 """Of output per block: in the cache between reading, checking and writing. A worker holds a few times as much."""

@@ -14,13 +14,14 @@ from typing import Any
 
 import torch
 
-from .torch_archive import ArchiveLayout, Tensor, lay_out, saved
-from ..mapping.rank_slices import Cut
 from rlflow.models.architecture import Architecture
-from ..mapping.plan import Piece, Target
 from rlflow.models.rules import Rule, Split
-from .sink import Literals, OutputFile
+
+from ..mapping.plan import Piece, Target
+from ..mapping.rank_slices import Cut
 from ..mapping.to_megatron import Import
+from .sink import Literals, OutputFile
+from .torch_archive import ArchiveLayout, Tensor, lay_out, saved
 
 FORMAT = {
     "sharded_backend": "torch_dist",

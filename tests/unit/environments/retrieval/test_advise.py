@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from rlflow.errors import ConfigError
-from rlflow_environments.retrieval.__main__ import main
 from rlflow_environments.retrieval.building.advising import Machine, advise, candidates
 from rlflow_environments.retrieval.commands.advise import count_passages, parse_size
 from rlflow_environments.retrieval.indices.cost import building_bytes, parse_kind, serving_bytes, stored_bytes
+from rlflow_environments.search.__main__ import main
 
 WIKI, DIMENSIONS = 21_015_324, 768
 

@@ -14,12 +14,12 @@ import pytest
 
 from rlflow.errors import ConfigError, DataError
 from rlflow_environments.retrieval.building import building
-from rlflow_environments.retrieval.__main__ import main
 from rlflow_environments.retrieval.building.building import BuildRequest, build_index
-from rlflow_environments.retrieval.encoders import NgramEncoder
 from rlflow_environments.retrieval.corpus import Corpus, write_corpus
-from rlflow_environments.retrieval.indices.folder import read_meta
+from rlflow_environments.retrieval.encoders import NgramEncoder
 from rlflow_environments.retrieval.indices import make_retriever
+from rlflow_environments.retrieval.indices.folder import read_meta
+from rlflow_environments.search.__main__ import main
 from tests.unit.environments.retrieval.search_corpora import passages
 
 PASSAGES = passages(500)
@@ -122,7 +122,7 @@ def test_kill_9_in_the_middle_loses_one_block_at_most(tmp_path):
     corpus = write_corpus(tmp_path / "corpus.jsonl", passages(9000))
     folder, straight = tmp_path / "killed", tmp_path / "straight"
     arguments = ["build", "--corpus", str(corpus), "--index", "torch", "--set", "dimensions=1024"]
-    command = [sys.executable, "-m", "rlflow_environments.search", *arguments, "--out", str(folder)]
+    command = [sys.executable, "-m", "rlflow_environments.retrieval", *arguments, "--out", str(folder)]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     progress = folder / "progress.json"
     while process.poll() is None and not (progress.is_file() and json.loads(progress.read_text())["encoded"]):
@@ -255,7 +255,7 @@ def test_memory_does_not_grow_with_the_embeddings(tmp_path):
     """Three times as many passages, 260 MB more of embeddings and as many more of index file: the peak is the same but for a
     fifth of the one."""
     code = (
-        "import resource, sys; from rlflow_environments.retrieval.__main__ import main\n"
+        "import resource, sys; from rlflow_environments.search.__main__ import main\n"
         "assert main(sys.argv[1:]) == 0; print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)"
     )
     peaks = {}

@@ -11,12 +11,12 @@ import pytest
 
 from rlflow.errors import ConfigError
 from rlflow_environments.retrieval.client.client import HttpRetriever
-from rlflow_environments.search.errors import RetrievalError
+from rlflow_environments.retrieval.client.servers import ServerPool, server_url
 from rlflow_environments.retrieval.corpus import Passage
+from rlflow_environments.retrieval.errors import RetrievalError
 from rlflow_environments.retrieval.indices import make_retriever
 from rlflow_environments.retrieval.server.discovery import DiscoveryFile, read_addresses
 from rlflow_environments.retrieval.server.listener import bind
-from rlflow_environments.retrieval.client.servers import ServerPool, server_url
 from tests.unit.environments.retrieval.scripted_server import CUT, HANG, Scripted, client
 from tests.unit.environments.retrieval.search_servers import serving
 

@@ -9,8 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from rlflow_environments.retrieval.coalescer import CoalescedSearch
-from rlflow_environments.search.errors import QueueFullError
 from rlflow_environments.retrieval.corpus import Passage
+from rlflow_environments.retrieval.errors import QueueFullError
 from rlflow_environments.retrieval.indices import Retriever
 
 

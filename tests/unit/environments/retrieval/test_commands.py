@@ -12,9 +12,10 @@ import pytest
 from rlflow.commands import cli
 from rlflow.commands.cli import metadata
 from rlflow.errors import ConfigError
-from rlflow_environments.retrieval.__main__ import main
-from rlflow_environments.retrieval.commands import COMMANDS, served
+from rlflow_environments.retrieval.commands import served
 from rlflow_environments.retrieval.server.loading import Source
+from rlflow_environments.search.__main__ import main
+from rlflow_environments.search.commands import COMMANDS
 from tests.unit.environments.retrieval.search_servers import search_server, write_corpus
 
 ENTRY = metadata.EntryPoint("search", "rlflow_environments.retrieval.commands:add", cli.PLUGINS)
@@ -37,7 +38,7 @@ def test_help_lists_every_command_without_importing_one(installed, capsys):
         cli.parse(["search", "--help"])
     shown = capsys.readouterr().out
     assert all(f"\n    {name} " in shown for name in COMMANDS)
-    code = "import sys; from rlflow_environments.retrieval.__main__ import main\ntry: main(['--help'])\nexcept SystemExit: pass\n"
+    code = "import sys; from rlflow_environments.search.__main__ import main\ntry: main(['--help'])\nexcept SystemExit: pass\n"
     code += "print([name for name in ('torch', 'numpy', 'transformers', 'faiss') if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "[]"

@@ -15,12 +15,12 @@ from transformers import AutoModel, AutoTokenizer
 
 from rlflow.errors import ConfigError, ModelError
 from rlflow_environments.retrieval.building.building import BuildRequest, build_index
+from rlflow_environments.retrieval.corpus import Corpus, Passage, write_corpus
 from rlflow_environments.retrieval.encoders import encoder_family, make_encoder
 from rlflow_environments.retrieval.encoders.rules import FAMILIES
 from rlflow_environments.retrieval.encoders.transformer import pool
-from rlflow_environments.retrieval.corpus import Corpus, Passage, write_corpus
-from rlflow_environments.retrieval.indices.folder import read_meta
 from rlflow_environments.retrieval.indices import make_retriever
+from rlflow_environments.retrieval.indices.folder import read_meta
 from tests.unit.environments.retrieval.search_models import WORDS, write_bert, write_modules
 
 

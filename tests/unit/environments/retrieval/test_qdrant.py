@@ -13,15 +13,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from rlflow.errors import ConfigError, DataError
-from rlflow_environments.retrieval.indices import qdrant_build
-from rlflow_environments.retrieval.__main__ import main
-from rlflow_environments.retrieval.encoders import NgramEncoder
-from rlflow_environments.search.errors import RetrievalError
 from rlflow_environments.retrieval.corpus import Corpus, write_corpus
-from rlflow_environments.retrieval.indices.qdrant_build import build_folder, fill, record_of
-from rlflow_environments.retrieval.indices import make_retriever
+from rlflow_environments.retrieval.encoders import NgramEncoder
+from rlflow_environments.retrieval.errors import RetrievalError
+from rlflow_environments.retrieval.indices import make_retriever, qdrant_build
 from rlflow_environments.retrieval.indices import qdrant_collections as collections
 from rlflow_environments.retrieval.indices.qdrant import QdrantRetriever
+from rlflow_environments.retrieval.indices.qdrant_build import build_folder, fill, record_of
+from rlflow_environments.search.__main__ import main
 from tests.unit.environments.retrieval.qdrant_stub import QdrantStub, serving
 from tests.unit.environments.retrieval.search_corpora import brute_force, passages
 

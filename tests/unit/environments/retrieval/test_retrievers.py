@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlflow.errors import ConfigError, DataError
-from rlflow_environments.retrieval.encoders import NgramEncoder, split_words
 from rlflow_environments.retrieval.corpus import Corpus, Passage, make_contents, write_corpus
+from rlflow_environments.retrieval.encoders import NgramEncoder, split_words
 from rlflow_environments.retrieval.indices import HybridIndex, make_retriever
 from rlflow_environments.retrieval.indices.faiss_index import FaissIndex, new_index
 from rlflow_environments.retrieval.indices.torch_index import TorchIndex

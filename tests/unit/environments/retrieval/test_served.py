@@ -7,16 +7,16 @@ import json
 
 import pytest
 
-from rlflow_environments.search import SearchEnvironment
 from rlflow_environments.retrieval.client.answers import page_request
 from rlflow_environments.retrieval.client.client import HttpRetriever
-from rlflow_environments.search.errors import ReplayMissError, RetrievalError
+from rlflow_environments.retrieval.client.trace import trace_id
 from rlflow_environments.retrieval.corpus import write_rows
+from rlflow_environments.retrieval.errors import ReplayMissError, RetrievalError
 from rlflow_environments.retrieval.server.loading import Source
 from rlflow_environments.retrieval.server.query_log import QueryLog
-from rlflow_environments.retrieval.client.trace import trace_id
-from tests.unit.environments.search.search_agents import converse
+from rlflow_environments.search import SearchEnvironment
 from tests.unit.environments.retrieval.search_servers import search_server, write_corpus, write_pages
+from tests.unit.environments.search.search_agents import converse
 
 KNOWN = "https://w/index.php?title=Alder_0"
 

@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from rlflow_environments.retrieval.__main__ import main
 from rlflow_environments.retrieval.corpus import Corpus, write_rows
+from rlflow_environments.search.__main__ import main
 from rlflow_environments.search.questions import read_tasks
 
 BASE = [

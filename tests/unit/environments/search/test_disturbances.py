@@ -8,9 +8,9 @@ import time
 import pytest
 
 from rlflow.errors import ConfigError
+from rlflow_environments.retrieval.corpus import Passage, write_rows
 from rlflow_environments.search import SearchEnvironment
 from rlflow_environments.search.disturbances import Disturbances
-from rlflow_environments.retrieval.corpus import Passage, write_rows
 from tests.unit.environments.search.search_agents import Shelf, converse
 
 QUESTIONS = [f"about noise{number}" for number in range(5)]

@@ -9,11 +9,11 @@ import pytest
 
 from rlflow import Environment
 from rlflow.errors import ConfigError, DataError
-from rlflow_environments.search import SearchEnvironment
-from rlflow_environments.retrieval.__main__ import main
 from rlflow_environments.retrieval.corpus import Passage, make_contents, write_corpus, write_rows
-from rlflow_environments.search.protocols.text import INVALID_ACTION, SEARCHES_SPENT
 from rlflow_environments.retrieval.indices import Retriever
+from rlflow_environments.search import SearchEnvironment
+from rlflow_environments.search.__main__ import main
+from rlflow_environments.search.protocols.text import INVALID_ACTION, SEARCHES_SPENT
 from rlflow_environments.search.rewards import RULES
 
 TEXTS = {

@@ -17,11 +17,11 @@ import pytest
 
 from rlflow.errors import ConfigError
 from rlflow.types import Task
-from rlflow_environments.search import SearchEnvironment, make_retriever
 from rlflow_environments.retrieval.corpus import Corpus, Passage
-from rlflow_environments.search.managed import check_recall, start_managed
 from rlflow_environments.retrieval.indices import Retriever
 from rlflow_environments.retrieval.server.listener import bind
+from rlflow_environments.search import SearchEnvironment, make_retriever
+from rlflow_environments.search.managed import check_recall, start_managed
 from tests.unit.environments.retrieval.search_servers import write_corpus
 
 
@@ -37,7 +37,7 @@ def until(true, seconds: float = 60.0):
 
 
 def start_server(*arguments: str) -> subprocess.Popen:
-    command = [sys.executable, "-m", "rlflow_environments.search", "serve", *arguments]
+    command = [sys.executable, "-m", "rlflow_environments.retrieval", "serve", *arguments]
     return subprocess.Popen(command, env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))})
 
 

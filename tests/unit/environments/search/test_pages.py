@@ -10,8 +10,8 @@ from rlflow.batching import make_batch
 from rlflow.errors import ConfigError
 from rlflow.rollout import Tokenizer
 from rlflow.types import StopReason
-from rlflow_environments.search import SearchEnvironment
 from rlflow_environments.retrieval.corpus import write_pages, write_rows
+from rlflow_environments.search import SearchEnvironment
 from rlflow_environments.search.protocols.asearcher import page_chunks
 from tests.unit.environments.search.search_agents import Shelf, converse, roll_out
 

@@ -10,8 +10,8 @@ from fixtures import tiny_tokenizer
 from rlflow.errors import ConfigError, ModelError
 from rlflow.rollout import Tokenizer
 from rlflow.types import StopReason
-from rlflow_environments.search import SearchEnvironment
 from rlflow_environments.retrieval.corpus import write_pages, write_rows
+from rlflow_environments.search import SearchEnvironment
 from rlflow_environments.search.protocols import PROTOCOLS, make_protocol
 from rlflow_environments.search.protocols.asearcher import IS_VALID, MAY_BE_INVALID, with_validity
 from tests.unit.environments.search.search_agents import Shelf, converse, roll_out

@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from rlflow.errors import ConfigError, DataError
-from rlflow_environments.retrieval.__main__ import main
 from rlflow_environments.retrieval.corpus import Corpus, Passage, make_contents, read_pages
+from rlflow_environments.retrieval.indices import make_retriever
+from rlflow_environments.search.__main__ import main
 from rlflow_environments.search.own_documents.candidates import Candidate, Hop, compose, find_facts
 from rlflow_environments.search.own_documents.documents import Document, read_documents
 from rlflow_environments.search.own_documents.english import blank_of, facts_of, names_in
@@ -20,7 +21,6 @@ from rlflow_environments.search.own_documents.passages import cut_passages, spli
 from rlflow_environments.search.own_documents.screening import retrievable, screen
 from rlflow_environments.search.own_documents.splitting import mixed, separate, validation_documents
 from rlflow_environments.search.questions import read_tasks
-from rlflow_environments.retrieval.indices import make_retriever
 from rlflow_environments.search.rewards.scoring import contains_gold
 from rlflow_environments.search.world.world import make_world
 

@@ -18,13 +18,13 @@ from rlflow.environment import Environment
 from rlflow.rollout import Rollout, Tokenizer
 from rlflow.trainer.base import Trainer
 from rlflow.types import Episode, Step, Task
-from rlflow_environments.search.world.demonstrations import Clumsiness, Demonstration, demonstrate, repeated_names
-from rlflow_environments.search.environment import SearchEnvironment
 from rlflow_environments.retrieval.corpus import Passage, make_contents, write_rows
+from rlflow_environments.retrieval.indices import Retriever
+from rlflow_environments.search.environment import SearchEnvironment
+from rlflow_environments.search.protocols.text import parse_action
+from rlflow_environments.search.world.demonstrations import Clumsiness, Demonstration, demonstrate, repeated_names
 from rlflow_environments.search.world.names import syllables
 from rlflow_environments.search.world.prose import RELATIONS
-from rlflow_environments.search.protocols.text import parse_action
-from rlflow_environments.retrieval.indices import Retriever
 from rlflow_environments.search.world.tiny_model import write_random_model, write_tokenizer
 from rlflow_environments.search.world.warm_up import Curriculum, to_trajectory
 from tests.unit.environments.search.search_solver import answers, read_facts

@@ -17,11 +17,11 @@ from pathlib import Path
 import pytest
 
 from rlflow.errors import ConfigError
-from rlflow_environments.search.environment import SearchEnvironment
 from rlflow_environments.retrieval.corpus import Corpus, read_pages
+from rlflow_environments.search.environment import SearchEnvironment
+from rlflow_environments.search.questions import read_tasks
 from rlflow_environments.search.world.names import fits, pool_of, syllables
 from rlflow_environments.search.world.prose import ADJECTIVES, NOUNS, OPENINGS, RELATIONS
-from rlflow_environments.search.questions import read_tasks
 from rlflow_environments.search.world.world import FILES, ensure_world, titles
 from tests.unit.environments.search.search_solver import Facts, answers, read_facts
 

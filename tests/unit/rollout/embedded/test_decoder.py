@@ -8,11 +8,11 @@ from fixtures import tiny_model
 from torch import Tensor
 
 from rlflow.errors import ModelError
+from rlflow.models.architecture import architecture
+from rlflow.models.huggingface import digest, iterate_weights, read_config
 from rlflow.rollout.embedded.cache import KeyValueCache
 from rlflow.rollout.embedded.decoder import Decoder
 from rlflow.rollout.embedded.pages import PAGE
-from rlflow.models.architecture import architecture
-from rlflow.models.huggingface import digest, iterate_weights, read_config
 
 CPU = torch.device("cpu")
 KINDS = [("qwen2", True), ("qwen2", False), ("qwen3", False), ("llama", False), ("mistral", False)]

@@ -10,10 +10,10 @@ import torch
 from fixtures import tiny_model
 
 from rlflow.errors import ConfigError, ModelError, RolloutError
+from rlflow.models.huggingface import digest, iterate_weights
 from rlflow.rollout.embedded.engine import EmbeddedEngine
 from rlflow.rollout.engine import Completion, Engine, Sampling
 from rlflow.rollout.tokenizer import Tokenizer
-from rlflow.models.huggingface import digest, iterate_weights
 
 
 def random_rows(lengths: list[int], seed: int = 0) -> list[list[int]]:

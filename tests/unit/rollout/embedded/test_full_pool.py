@@ -12,8 +12,8 @@ import torch
 from rlflow.errors import ConfigError, RolloutError
 from rlflow.rollout import Rollout, Tokenizer
 from rlflow.rollout.embedded.engine import EmbeddedEngine
-from rlflow.rollout.engine import Completion, Sampling
 from rlflow.rollout.embedded.pages import PAGE
+from rlflow.rollout.engine import Completion, Sampling
 from tests.unit.rollout.asking import Asking, all_trajectories
 from tests.unit.rollout.embedded.test_engine import assert_logprobs, random_rows, run
 

@@ -13,8 +13,8 @@ from fixtures import tiny_model
 
 from rlflow.errors import ConfigError
 from rlflow.rollout.embedded.engine import EmbeddedEngine
-from rlflow.rollout.engine import Completion, Sampling
 from rlflow.rollout.embedded.scheduler import Scheduler
+from rlflow.rollout.engine import Completion, Sampling
 from tests.unit.rollout.embedded.test_engine import random_rows
 
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from rlflow.components import BUILTIN, build, check_component, names, resolve
 from rlflow.errors import ConfigError
-from rlflow.config.components import BUILTIN, build, check_component, names, resolve
 
 SOURCE = """
 class Counter:

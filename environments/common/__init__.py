@@ -1,0 +1,1 @@
+"""What several environments share: an OpenAI-compatible endpoint, HTTP, JSON Lines, options."""

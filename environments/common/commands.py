@@ -1,0 +1,55 @@
+"""Command groups of plug-ins: one module per command, imported when the command is used.
+
+A command module has `add_arguments(parser) -> None` and `run(args) -> int`; its docstring is the command's description.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rlflow.errors import RLFlowError
+
+FORMATTER = argparse.RawDescriptionHelpFormatter
+Commands = Mapping[str, tuple[str, str]]
+"""Command -> (its line in the group's help, its module)."""
+
+
+def add_commands(parser: argparse.ArgumentParser, commands: Commands) -> None:
+    """Adds every command to the group's parser; none of their modules is imported yet."""
+    parser.set_defaults(run=lambda args: parser.print_help())
+    actions = parser.add_subparsers(title="actions", metavar="ACTION", parser_class=_LazyParser)
+    for name, (line, module) in commands.items():
+        actions.add_parser(name, help=line, formatter_class=FORMATTER, allow_abbrev=False).module = module
+
+
+def run_group(prog: str, description: str, commands: Commands, arguments: Sequence[str] | None = None) -> int:
+    """Runs a group as a program of its own; returns the exit status: 0, or the error's after an error that it prints in one
+    line."""
+    parser = argparse.ArgumentParser(prog=prog, description=description, formatter_class=FORMATTER)
+    add_commands(parser, commands)
+    args = parser.parse_args(arguments)
+    try:
+        return int(args.run(args) or 0)
+    except RLFlowError as problem:
+        print(f"rlflow: {type(problem).__name__}: {problem}", file=sys.stderr)
+        return problem.exit_code
+
+
+class _LazyParser(argparse.ArgumentParser):
+    """The parser of one command: it imports the command's module when it has to parse."""
+
+    module = ""
+    _loaded = False
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[argparse.Namespace, list[str]]:
+        if not self._loaded:
+            self._loaded = True
+            module = importlib.import_module(self.module)
+            self.description = module.__doc__
+            module.add_arguments(self)
+            self.set_defaults(run=module.run)
+        return super().parse_known_args(args, namespace)

@@ -1,0 +1,1 @@
+"""Index folders built from corpora, and advice on which index fits."""

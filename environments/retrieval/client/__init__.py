@@ -1,0 +1,1 @@
+"""Asking retrieval servers over HTTP: failover, retries, a cache that replays rollouts."""

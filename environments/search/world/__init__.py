@@ -1,0 +1,1 @@
+"""The embedded encyclopedia: a fictional world, its questions, demonstrations, and the shell of its starting policy."""

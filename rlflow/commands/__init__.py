@@ -1,0 +1,1 @@
+"""The command line `rlflow`: one file per command."""

@@ -1,0 +1,1 @@
+"""Configuration: YAML and overrides, the schema, named components, checks, and the batch plan."""

@@ -1,0 +1,179 @@
+"""Where a run's metrics go: metrics.jsonl, TensorBoard, Weights & Biases."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from rlflow.errors import CheckpointError, MissingPackageError
+
+
+class Sink(Protocol):
+    """Somewhere to write metrics to."""
+
+    def write(self, step: int, values: Mapping[str, float]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class MetricsLog:
+    """Writes each step's metrics to `<directory>/metrics.jsonl` and to further sinks.
+
+    On resume, records after `resumed_step` are dropped first, so that the file reads as if the run had never stopped.
+    """
+
+    def __init__(self, directory: str | Path, sinks: Sequence[Sink] = (), resumed_step: int | None = None) -> None:
+        self.sinks: list[Sink] = [JsonlSink(Path(directory) / "metrics.jsonl", resumed_step), *sinks]
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Writes one record. Values become plain floats; what is not finite is null in the file."""
+        plain = {name: float(value) for name, value in values.items()}
+        for sink in self.sinks:
+            sink.write(step, plain)
+
+    def close(self) -> None:
+        for sink in self.sinks:
+            sink.close()
+
+    def __enter__(self) -> MetricsLog:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class JsonlSink:
+    """One JSON object per line: step, time (Unix seconds), metrics. Each line is flushed whole."""
+
+    def __init__(self, path: Path, resumed_step: int | None = None) -> None:
+        if path.exists():
+            _drop_records_after(path, resumed_step)
+        self.file = path.open("a", encoding="utf-8")
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
+        self.file.write(json.dumps({"step": step, "time": round(time.time(), 3), **finite}) + "\n")
+        self.file.flush()
+
+    def close(self) -> None:
+        self.file.close()
+
+
+class TensorBoardSink:
+    """Writes scalars to `<directory>/tensorboard`. On resume TensorBoard hides what came after `resumed_step`."""
+
+    def __init__(self, directory: str | Path, resumed_step: int | None = None) -> None:
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError:
+            raise MissingPackageError(
+                "metrics.tensorboard: the package 'tensorboard' is not installed: pip install 'rlflow[tensorboard]'."
+            ) from None
+        purge_step = None if resumed_step is None else resumed_step + 1
+        self.writer = SummaryWriter(str(Path(directory) / "tensorboard"), purge_step=purge_step)
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        for name, value in values.items():
+            self.writer.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        self.writer.close()
+
+
+class WandbSink:
+    """Writes to a Weights & Biases run. `config` is uploaded: hand over the redacted one.
+
+    The run's id is kept in `<directory>/wandb/run_id.txt`; with `resumed` its curves go on. Weights & Biases never takes a
+    step back, so steps are a metric of their own: those made again after a resume are shown again, none is dropped."""
+
+    def __init__(
+        self, directory: str | Path, project: str, name: str, config: Mapping[str, Any], resumed: bool = False
+    ) -> None:
+        try:
+            import wandb
+        except ImportError:
+            raise MissingPackageError(
+                "metrics.wandb: the package 'wandb' is not installed: pip install 'rlflow[wandb]'."
+            ) from None
+        kept = Path(directory) / "wandb" / "run_id.txt"
+        known = kept.read_text(encoding="utf-8").strip() if resumed and kept.is_file() else ""
+        run_id = known or uuid.uuid4().hex
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        kept.write_text(run_id + "\n", encoding="utf-8")
+        options = {"project": project, "name": name, "dir": str(directory), "config": dict(config)}
+        self.run = wandb.init(id=run_id, resume="allow", **options)
+        self.run.define_metric("step")
+        self.run.define_metric("*", step_metric="step")
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        self.run.log({**values, "step": step})
+
+    def close(self) -> None:
+        self.run.finish()
+
+
+def make_sinks(
+    directory: str | Path,
+    *,
+    tensorboard: bool = False,
+    wandb: bool = False,
+    project: str = "rlflow",
+    name: str = "run",
+    config: Mapping[str, Any] | None = None,
+    resumed_step: int | None = None,
+) -> list[Sink]:
+    """The optional sinks that a configuration asks for.
+
+    Raises:
+        MissingPackageError: a sink's package is not installed.
+    """
+    sinks: list[Sink] = []
+    if tensorboard:
+        sinks.append(TensorBoardSink(directory, resumed_step))
+    if wandb:
+        sinks.append(WandbSink(directory, project, name, config or {}, resumed=resumed_step is not None))
+    return sinks
+
+
+def read_metrics(path: str | Path) -> list[dict[str, float]]:
+    """The records of a metrics.jsonl by ascending step, records of one step merged. Nulls are left out; so is a last
+    line that a kill cut short.
+
+    Raises:
+        CheckpointError: the file is missing, or a line other than the last is not JSON.
+    """
+    path = Path(path)
+    if not path.exists():
+        raise CheckpointError(f"{path}: no such file; expected the metrics.jsonl of a run directory.")
+    merged: dict[int, dict[str, float]] = {}
+    for record in _records(path):
+        values = {name: value for name, value in record.items() if value is not None}
+        merged.setdefault(int(record["step"]), {}).update(values)
+    return [merged[step] for step in sorted(merged)]
+
+
+def _records(path: Path) -> list[dict[str, Any]]:
+    lines = path.read_text(encoding="utf-8").splitlines()
+    records = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            records.append(json.loads(line))
+        except json.JSONDecodeError as error:
+            if number == len(lines):
+                break
+            raise CheckpointError(f"{path}:{number}: not JSON ({error.msg}); remove this line.") from None
+    return records
+
+
+def _drop_records_after(path: Path, step: int | None) -> None:
+    """Rewrites the file without records after `step` (None keeps all) and without a half-written last line."""
+    kept = [record for record in _records(path) if step is None or record["step"] <= step]
+    aside = path.with_name(path.name + ".partial")
+    aside.write_text("".join(json.dumps(record) + "\n" for record in kept), encoding="utf-8")
+    os.replace(aside, path)

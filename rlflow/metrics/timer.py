@@ -1,0 +1,41 @@
+"""Seconds and peak memory per phase of a training step."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from rlflow.metrics.memory import PeakMemory
+
+
+class PhaseTimer:
+    """Seconds and peak memory per phase of a step. Phases may be entered many times; they must not nest. `on_enter` is told
+    each phase's name as it begins, for a display."""
+
+    def __init__(self, on_enter: Callable[[str], object] | None = None) -> None:
+        self.on_enter = on_enter
+        self.seconds: dict[str, float] = {}
+        self.memory = PeakMemory()
+        self.started = time.perf_counter()
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Adds the seconds spent inside to the phase, also when it raises."""
+        start = time.perf_counter()
+        if self.on_enter is not None:
+            self.on_enter(name)
+        try:
+            with self.memory.measure(name):
+                yield
+        finally:
+            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
+
+    def take(self) -> dict[str, float]:
+        """`time/<phase>_s` and `memory/<phase>_gib` of every phase entered and `time/step_s` since the last call; starts anew."""
+        now = time.perf_counter()
+        taken = {f"time/{name}_s": seconds for name, seconds in self.seconds.items()}
+        taken["time/step_s"] = now - self.started
+        taken |= {f"memory/{name}_gib": peak for name, peak in self.memory.take().items()}
+        self.seconds, self.started = {}, now
+        return taken

@@ -1,0 +1,1 @@
+"""Which rectangles of source tensors make each target tensor, in either direction."""

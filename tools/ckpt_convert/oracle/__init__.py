@@ -1,0 +1,1 @@
+"""megatron-core's own model of every family: what a conversion is checked against."""
