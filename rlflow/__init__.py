@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rlflow.batching import make_batch
+    from rlflow.commands.check import check_environment
     from rlflow.config.schema import RunConfig, load_config
     from rlflow.environment import Environment
     from rlflow.loop import train
@@ -21,6 +22,7 @@ _HOMES = {
     "Rollout": "rlflow.rollout",
     "RunConfig": "rlflow.config.schema",
     "Trainer": "rlflow.trainer.base",
+    "check_environment": "rlflow.commands.check",
     "load_config": "rlflow.config.schema",
     "make_batch": "rlflow.batching",
     "train": "rlflow.loop",
@@ -44,6 +46,7 @@ __all__ = [
     "Task",
     "Trainer",
     "Trajectory",
+    "check_environment",
     "load_config",
     "make_batch",
     "train",

@@ -224,9 +224,9 @@ def _add_eval(commands: argparse._SubParsersAction) -> None:
 
 
 def run_eval(args: argparse.Namespace) -> int:
-    from rlflow.run import evaluate
+    from rlflow.commands import eval as evaluation
 
-    return int(evaluate.main(args) or 0)
+    return int(evaluation.main(args) or 0)
 
 
 # ---------------------------------------------------------------- env

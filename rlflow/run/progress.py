@@ -22,7 +22,7 @@ class Progress(Protocol):
     """Told what happens; shows it."""
 
     def phase(self, name: str, detail: str = "") -> None:
-        """What the run does from now on: a phase name of `rlflow.metrics.names.PHASES`, or free text such as "loading the model"."""
+        """What the run does from now on: a phase name (`metrics.names.PHASES`), or free text such as "loading the model"."""
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         """A step ended with these metrics."""

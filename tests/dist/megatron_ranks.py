@@ -157,7 +157,7 @@ def launch(directory: Path, jobs: list[dict[str, Any]], limit_s: float, main: Ca
     rendezvous = directory / "rendezvous"
     rendezvous.unlink(missing_ok=True)  # an earlier launch's file would name ranks that are gone
     # One process imports megatron-core (seconds), and every rank of every launch is forked from it.
-    multiprocessing.set_forkserver_preload(["rlflow.trainer.base.megatron"])
+    multiprocessing.set_forkserver_preload(["rlflow.trainer.megatron"])
     # Jobs go through a file: passed as arguments, every tensor would take a file descriptor, of which a fork server passes 256.
     torch.save(jobs, directory / "jobs.pt")
     arguments = (main, str(rendezvous), directory / "jobs.pt")

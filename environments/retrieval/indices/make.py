@@ -15,6 +15,7 @@ from rlflow_environments.retrieval.encoders.ngram import NgramEncoder
 from rlflow_environments.retrieval.indices.base import CorpusRetriever, Index, Retriever
 
 _PACKAGE = "rlflow_environments.retrieval"
+_CLIENT = f"{_PACKAGE}.client.client"
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,7 @@ _BACKENDS = {
     "torch": _Backend(f"{_PACKAGE}.indices.dense:torch_retriever", (NgramEncoder,)),
     "hybrid": _Backend(f"{_PACKAGE}.indices.make:hybrid_retriever"),
     "qdrant": _Backend(f"{_PACKAGE}.indices.qdrant:qdrant_retriever", (NgramEncoder,), brings_documents=True),
-    "http": _Backend(f"{_PACKAGE}.client.client:http_retriever", (f"{_PACKAGE}.client.client:HttpRetriever",), brings_documents=True),
+    "http": _Backend(f"{_CLIENT}:http_retriever", (f"{_CLIENT}:HttpRetriever",), brings_documents=True),
     "random": _Backend(f"{_PACKAGE}.indices.make:random_retriever"),
 }
 """A backend is imported when it is used. `dense` and `faiss` are the same."""

@@ -260,7 +260,7 @@ def test_losses_are_made_from_their_components():
     assert make_loss([{"name": "sft"}, {"name": "kl", "coefficient": 1}]) == SumLoss((SFTLoss(), KLLoss(1)))
     nested = [{"name": "sum", "losses": [{"name": "sft"}, {"name": "entropy", "coefficient": 0.1}]}]
     assert make_loss(nested) == SumLoss((SFTLoss(), EntropyLoss(0.1)))
-    assert make_loss([{"name": "rlflow.algorithms.losses.ppo_clip:SFTLoss"}]) == SFTLoss()
+    assert make_loss([{"name": "rlflow.algorithms.losses.sft:SFTLoss"}]) == SFTLoss()
 
 
 @pytest.mark.parametrize(

@@ -232,7 +232,8 @@ def test_out_is_replaced_only_when_asked_and_never_the_checkpoint(case: Any, tmp
 
 def test_full_disk_leaves_nothing(case: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     checkpoint, reference, out = case
-    monkeypatch.setattr("rlflow_tools.ckpt_convert.writers.sink.shutil.disk_usage", lambda path: shutil._ntuple_diskusage(9, 9, 0))
+    usage = "rlflow_tools.ckpt_convert.writers.sink.shutil.disk_usage"
+    monkeypatch.setattr(usage, lambda path: shutil._ntuple_diskusage(9, 9, 0))
     assert main(["to-hf", str(checkpoint), str(out), "--hf", str(reference)]) == 8
     assert not out.exists() and not (tmp_path / "out.partial").exists()
 

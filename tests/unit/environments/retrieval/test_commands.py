@@ -18,7 +18,7 @@ from rlflow_environments.search.__main__ import main
 from rlflow_environments.search.commands import COMMANDS
 from tests.unit.environments.retrieval.search_servers import search_server, write_corpus
 
-ENTRY = metadata.EntryPoint("search", "rlflow_environments.retrieval.commands:add", cli.PLUGINS)
+ENTRY = metadata.EntryPoint("search", "rlflow_environments.search.commands:add", cli.PLUGINS)
 
 
 @pytest.fixture

@@ -134,7 +134,8 @@ def test_equal_seeds_give_equal_bytes_in_any_process(tmp_path: Path) -> None:
         return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in directory.glob("*/*")}
 
     ensure_world(tmp_path / "here", **SMALL)
-    call = f"from rlflow_environments.search.world.world import ensure_world; ensure_world({str(tmp_path / 'there')!r}, **{SMALL})"
+    world = "rlflow_environments.search.world.world"
+    call = f"from {world} import ensure_world; ensure_world({str(tmp_path / 'there')!r}, **{SMALL})"
     environment = {**os.environ, "PYTHONHASHSEED": "17", "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
     subprocess.run([sys.executable, "-c", call], check=True, env=environment)
     ensure_world(tmp_path / "other", seed=8, **SMALL)
