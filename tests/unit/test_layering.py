@@ -31,7 +31,8 @@ ALLOWED: dict[str, set[str]] = {
     "run": {"cluster", "config", "rollout", "trainer", "algorithms", "environment", "models", "metrics", "storage", "components",
             *BASIS},
     "loop": {"run", "config", "rollout", "trainer", "algorithms", "batching", "metrics", *BASIS},
-    "commands": {"__init__", "loop", "run", "config", "rollout", "environment", "models", "metrics", "storage", "components", *BASIS},
+    "commands": {"__init__", "loop", "run", "config", "rollout", "environment", "models", "metrics", "storage", "components",
+                 *BASIS},
     "__main__": {"commands"},
     "__init__": {"loop", "commands", "config", "rollout", "trainer", "environment", "batching", *BASIS},  # under TYPE_CHECKING
 }  # fmt: skip
