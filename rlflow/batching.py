@@ -8,43 +8,79 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from rlflow.errors import ConfigError
-from rlflow.types import Batch, Segment, Trajectory
+from rlflow.errors import ConfigError, DataError
+from rlflow.types import SOURCES, Batch, Segment, StopReason, Trajectory
 
 
 def make_batch(trajectories: Sequence[Trajectory], *, min_width: int = 0) -> Batch:
     """A row per segment, right-padded to the longest segment or `min_width`; advantages and weights 0, to be filled.
 
-    Columns: rewards, group_mean, group_std, group_size (0: never stamped), trajectory (index into `trajectories`) and
-    logprobs_known, (B,) each; versions (B, T), -1 where nothing was sampled. Aborted trajectories get no row.
-    Position 0 is never trained: no token precedes it, so the policy has no probability for it.
+    Every field of `Batch` that trajectories know is there. Aborted trajectories get no row. Position 0 is never trained: no
+    token precedes it, so the policy has no probability for it. Raises DataError for a source that is not one of SOURCES.
     """
-    rows = [(index, segment) for index, one in enumerate(trajectories) if one.usable for segment in one.segments]
-    width = max([min_width, *(len(segment) for _, segment in rows)])
-    segments = [segment for _, segment in rows]
-    owners = [trajectories[index] for index, _ in rows]
+    rows = [
+        (index, part, segment)
+        for index, trajectory in enumerate(trajectories)
+        if trajectory.usable
+        for part, segment in enumerate(trajectory.segments)
+    ]
+    width = max([min_width, *(len(segment) for _, _, segment in rows)])
+    segments = [segment for _, _, segment in rows]
+    owners = [trajectories[index] for index, _, _ in rows]
     loss_mask = _pad([segment.loss_mask for segment in segments], width, torch.bool, 0)
     loss_mask[:, :1] = False
     tokens = _pad([segment.tokens for segment in segments], width, torch.int64, 0)
-    stats = [owner.group_stats or (0, 0.0, 0.0) for owner in owners]
     return Batch(
         tokens=tokens,
         loss_mask=loss_mask,
-        logprobs=_pad([_logprobs(one) for one in segments], width, torch.float32, 0).masked_fill_(~loss_mask, 0.0),
+        logprobs=_pad([_logprobs(segment) for segment in segments], width, torch.float32, 0).masked_fill_(~loss_mask, 0.0),
         advantages=torch.zeros(tokens.shape),
         weights=torch.zeros(tokens.shape),
         lengths=torch.tensor([len(segment) for segment in segments], dtype=torch.int64),
         temperatures=torch.tensor([owner.temperature for owner in owners], dtype=torch.float32),
-        columns={
-            "rewards": torch.tensor([owner.reward for owner in owners], dtype=torch.float32),
-            "group_size": torch.tensor([size for size, _, _ in stats], dtype=torch.int64),
-            "group_mean": torch.tensor([mean for _, mean, _ in stats], dtype=torch.float32),
-            "group_std": torch.tensor([std for _, _, std in stats], dtype=torch.float32),
-            "trajectory": torch.tensor([index for index, _ in rows], dtype=torch.int64),
-            "logprobs_known": torch.tensor([segment.logprobs is not None for segment in segments], dtype=torch.bool),
-            "versions": _pad([segment.versions for segment in segments], width, torch.int64, -1),
-        },
+        logprobs_known=torch.tensor([segment.logprobs is not None for segment in segments], dtype=torch.bool),
+        versions=_pad([segment.versions for segment in segments], width, torch.int64, -1),
+        trajectory=torch.tensor([index for index, _, _ in rows], dtype=torch.int64),
+        segment=torch.tensor([part for _, part, _ in rows], dtype=torch.int64),
+        **_facts(owners),
+        **_turns(rows, trajectories, tokens.shape),
     )
+
+
+def _facts(owners: Sequence[Trajectory]) -> dict[str, Tensor]:
+    """The (B,) fields of `Batch` that a row has from its trajectory and its group."""
+    stats = [owner.group_stats or (0, 0.0, 0.0) for owner in owners]
+    groups = {group: number for number, group in enumerate(dict.fromkeys(owner.group_id for owner in owners))}
+    reasons = {reason: place for place, reason in enumerate(StopReason)}
+    for owner in owners:
+        if owner.source not in SOURCES:
+            raise DataError(
+                f"trajectory of task '{owner.task_id}': expected a source out of {', '.join(SOURCES)}, found '{owner.source}'."
+            )
+    return {
+        "rewards": torch.tensor([owner.reward for owner in owners], dtype=torch.float32),
+        "group": torch.tensor([groups[owner.group_id] for owner in owners], dtype=torch.int64),
+        "group_size": torch.tensor([size for size, _, _ in stats], dtype=torch.int64),
+        "group_mean": torch.tensor([mean for _, mean, _ in stats], dtype=torch.float32),
+        "group_std": torch.tensor([std for _, _, std in stats], dtype=torch.float32),
+        "attempt": torch.tensor([owner.attempt for owner in owners], dtype=torch.int64),
+        "stop": torch.tensor([reasons[owner.stop] for owner in owners], dtype=torch.int64),
+        "source": torch.tensor([SOURCES.index(owner.source) for owner in owners], dtype=torch.int64),
+    }
+
+
+def _turns(
+    rows: Sequence[tuple[int, int, Segment]], trajectories: Sequence[Trajectory], shape: torch.Size
+) -> dict[str, Tensor]:
+    """The (B, T) fields of `Batch` that a token has from the turn that sampled it."""
+    number, rewards, durations_s = torch.full(shape, -1), torch.zeros(shape), torch.zeros(shape)
+    for row, (index, part, _) in enumerate(rows):
+        for place, turn in enumerate(trajectories[index].turns):
+            if turn.segment == part:
+                number[row, turn.start : turn.stop] = place
+                rewards[row, turn.start : turn.stop] = turn.reward
+                durations_s[row, turn.start : turn.stop] = turn.duration_s
+    return {"turn": number, "turn_rewards": rewards, "turn_durations_s": durations_s}
 
 
 def rows_with_advantage(batch: Batch) -> Batch:
@@ -80,7 +116,7 @@ def split_minibatches(batch: Batch, n: int, generator: torch.Generator) -> list[
         raise ConfigError(f"algorithm.minibatches_per_step: expected at least 1, found {n}")
     if n == 1:
         return [batch]
-    owners = batch.columns["trajectory"]
+    owners = batch.require("trajectory", "split_minibatches")
     names = owners.unique()
     shuffled = names[torch.randperm(len(names), generator=generator)]
     parts = torch.tensor_split(shuffled, max(1, min(n, len(names))))

@@ -1,4 +1,4 @@
-"""THE training loop: tasks -> rollouts -> advantages -> loss -> optimizer -> weights to the engine -> evaluation."""
+"""THE training loop: groups of attempts -> advantages -> loss -> optimizer -> weights to the engine -> evaluation."""
 
 from __future__ import annotations
 
@@ -8,19 +8,16 @@ from typing import Any
 
 import torch
 
-from rlflow.algorithms import token_weights
 from rlflow.batching import make_batch, rows_with_advantage, split_minibatches
 from rlflow.config.schema import RunConfig
 from rlflow.errors import RolloutError
-from rlflow.metrics.reductions import mean, mean_of, rollout_metrics
+from rlflow.metrics.reductions import mean, reduced, rollout_metrics
 from rlflow.metrics.timer import PhaseTimer
-from rlflow.rollout import Rollout
 from rlflow.run.algorithm import Algorithm
-from rlflow.run.evaluate import evaluate
 from rlflow.run.preflight import finished_summary, run_path
 from rlflow.run.run import Run
 from rlflow.trainer.base import Trainer
-from rlflow.types import Batch, Group, Task
+from rlflow.types import Batch, Group, Trajectory
 
 logger = logging.getLogger(__name__)
 
@@ -28,81 +25,81 @@ logger = logging.getLogger(__name__)
 def train(config: RunConfig) -> dict[str, Any]:
     """Runs a configured training from its start, or from its last checkpoint with `run.resume`; returns the summary.
 
-    Raises RLFlowError, in one line, for anything that the user can mend; before the first step whatever can be known by then.
+    Raises RLFlowError, in one line, for anything that the user can fix; before the first step whatever can be known by then.
     """
     finished = finished_summary(config) if config.run.resume else None
     if finished is not None:
-        logger.warning(
-            "%s: all %d steps are done, nothing is left to do; raise run.steps to go on",
-            run_path(config),
-            finished["steps"],
-        )
+        told = "%s: all %d steps are done, nothing is left to do; raise run.steps to go on"
+        logger.warning(told, run_path(config), finished["steps"])
         return finished
     with Run(config) as run:
-        if run.evaluation_due():
-            run.evaluate(evaluate)
-        while run.step < config.run.steps and not run.should_stop():
-            metrics, groups = training_step(
-                run.step, run.next_tasks(), run.rollout, run.trainer, run.algorithm, run.timer
-            )
+        run.evaluate_if_due()
+        for groups in run.groups():
+            metrics = training_step(run.step, groups, run.trainer, run.algorithm, run.timer)
+            with run.timer.phase("sync"):
+                run.rollout.load_weights(run.trainer.weights(), version=run.step + 1)
             run.finish_step(metrics, groups)
-            if run.evaluation_due():
-                run.evaluate(evaluate)
-            if run.checkpoint_due():
-                run.save()
-        return run.finish(evaluate)
+            run.evaluate_if_due()
+            run.save_if_due()
+        return run.finish()
 
 
 def training_step(
-    step: int, tasks: Sequence[Task], rollout: Rollout, trainer: Trainer, algorithm: Algorithm, timer: PhaseTimer
-) -> tuple[dict[str, float], list[Group]]:
-    """One step on the tasks, the engine's weights included; returns its metrics and what was collected."""
-    with timer.phase("rollout"):
-        groups = rollout.collect(tasks, step=step)
-        report = rollout.report
-    trajectories = [one for group in groups for one in group.trajectories]
-    usable = [one for one in trajectories if one.usable]
+    step: int, groups: Sequence[Group], trainer: Trainer, algorithm: Algorithm, timer: PhaseTimer
+) -> dict[str, float]:
+    """Every update of one step on the groups; returns its metrics. The engine's weights are the caller's matter."""
+    trajectories = [trajectory for group in groups for trajectory in group.trajectories]
+    usable = [trajectory for trajectory in trajectories if trajectory.usable]
     if not usable:
-        raise RolloutError(
-            f"step {step}: all {len(trajectories)} episodes were aborted; first: {trajectories[0].error}"
-        )
+        raise RolloutError(f"step {step}: all {len(trajectories)} episodes were aborted; first: {trajectories[0].error}")
     batch = make_batch(usable)
     with timer.phase("score"):
-        batch = add_scores(batch, trainer, algorithm)
+        batch = score_step(batch, trainer, algorithm.needs)
     advantages = algorithm.advantage(batch)
     batch = batch.replace(advantages=advantages[:, None] * batch.loss_mask if advantages.dim() == 1 else advantages)
     updates = []
-    with timer.phase("update"):
-        for epoch in range(algorithm.section.epochs_per_step):
-            shuffle = torch.Generator().manual_seed(hash((algorithm.seed, step, epoch)) & 0x7FFFFFFF)
-            for minibatch in split_minibatches(batch, algorithm.section.minibatches_per_step, shuffle):
-                weights = token_weights(minibatch, algorithm.section.aggregate, constant=rollout.response_budget)
-                minibatch = minibatch.replace(weights=weights)
+    for epoch in range(algorithm.epochs_per_step):
+        shuffle = torch.Generator().manual_seed(hash((algorithm.seed, step, epoch)) & 0x7FFFFFFF)
+        for minibatch in split_minibatches(batch, algorithm.minibatches_per_step, shuffle):
+            minibatch = minibatch.replace(weights=algorithm.aggregate(minibatch))
+            if algorithm.transforms:
+                with timer.phase("score"):
+                    minibatch = algorithm.transform(score_minibatch(minibatch, trainer, algorithm.needs))
+            with timer.phase("update"):
                 if algorithm.loss.vanishes_at_zero_advantage:
                     minibatch = rows_with_advantage(minibatch)
                 updates.append(trainer.update(minibatch, algorithm.loss))
-    with timer.phase("sync"):
-        rollout.load_weights(trainer.weights(), version=step + 1)
-    return {**step_metrics(trajectories, batch, updates), **report}, groups
+    return step_metrics(trajectories, batch, updates, algorithm)
 
 
-def add_scores(batch: Batch, trainer: Trainer, algorithm: Algorithm) -> Batch:
-    """The batch with the log-probs that the algorithm needs beside the behaviour policy's own."""
-    columns = {}
-    if algorithm.section.old_logprobs == "recompute":
-        columns["proximal_logprobs"] = trainer.score(batch)["logprobs"]
-    if algorithm.loss.needs_reference:
-        columns["reference_logprobs"] = trainer.score(batch, model="reference")["logprobs"]
-    return batch.replace(columns=columns)
+def score_step(batch: Batch, trainer: Trainer, needs: frozenset[str]) -> Batch:
+    """The batch with the log-probs that some component needs of the policy before the step's first update, and of frozen
+    models."""
+    if "proximal" in needs:
+        batch = batch.replace(proximal_logprobs=trainer.score(batch)["logprobs"])
+    if "reference" in needs:
+        batch = batch.replace(reference_logprobs=trainer.score(batch, model="reference")["logprobs"])
+    return batch
 
 
-def step_metrics(trajectories: Sequence[Any], batch: Batch, updates: Sequence[dict[str, float]]) -> dict[str, float]:
+def score_minibatch(minibatch: Batch, trainer: Trainer, needs: frozenset[str]) -> Batch:
+    """The minibatch with what some transform needs of the policy just before its update."""
+    want = [name for name, need in (("logprobs", "current"), ("entropy", "current_entropy")) if need in needs]
+    if not want:
+        return minibatch
+    scores = trainer.score(minibatch, want=want)
+    return minibatch.replace(current_logprobs=scores.get("logprobs"), current_entropy=scores.get("entropy"))
+
+
+def step_metrics(
+    trajectories: Sequence[Trajectory], batch: Batch, updates: Sequence[dict[str, float]], algorithm: Algorithm
+) -> dict[str, float]:
     """`train/` and `rollout/` metrics of one step; the log-prob gap is that of the first minibatch, before any update."""
-    metrics = {f"train/{name}": value for name, value in mean_of(updates).items()}
+    metrics = {f"train/{name}": value for name, value in reduced(updates, algorithm.loss.reductions).items()}
     metrics["train/lr"] = updates[-1]["lr"]
     metrics["train/logprob_gap"] = updates[0]["logprob_gap"]
     metrics["train/tokens"] = float(batch.loss_mask.sum())
     metrics["train/fed_tokens"] = float(batch.lengths.sum())
-    spreads = [one.group_stats[2] for one in trajectories if one.group_stats is not None]
+    spreads = [trajectory.group_stats[2] for trajectory in trajectories if trajectory.group_stats is not None]
     metrics["train/advantage_zero"] = mean([float(spread == 0) for spread in spreads])
     return {**metrics, **rollout_metrics(trajectories)}

@@ -7,11 +7,15 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Union
+from typing import Any, Literal, Union
 
 import torch
 from torch import Tensor
+
+from rlflow.errors import RLFlowError
 
 Message = dict[str, str]
 """A chat message: {"role": ..., "content": ...}."""
@@ -25,10 +29,6 @@ class StopReason(str, enum.Enum):
     MAX_TURNS = "max_turns"  # truncated: the turn limit
     MAX_TOKENS = "max_tokens"  # truncated: the token budget of the episode or of a turn
     ABORTED = "aborted"  # infrastructure failed; out of loss and group baseline
-
-    @property
-    def truncated(self) -> bool:
-        return self in (StopReason.MAX_TURNS, StopReason.MAX_TOKENS)
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,8 @@ class Trajectory:
     reward: float
     stop: StopReason
     metrics: dict[str, float] = field(default_factory=dict)
-    source: str = "local"
+    source: str = "local"  # one of SOURCES
+    attempt: int = 0  # which of its group's attempts this is
     temperature: float = 1.0
     group_stats: tuple[int, float, float] | None = None
     prompt: str = ""
@@ -134,21 +135,56 @@ class Group:
         return [trajectory for trajectory in self.trajectories if trajectory.usable]
 
 
+SOURCES = ("local", "external", "replay", "demonstration")
+"""Where a trajectory may come from: this run's own rollout, a peer's, an earlier step's, or a teacher's hand."""
+
+
 @dataclass
 class Batch:
-    """Rows are segments, right-padded. (B, T): tokens int64, loss_mask bool, logprobs / advantages / weights float32.
-    (B,): lengths int64 (tokens without padding), temperatures float32. `weights` is each token's share in the loss: it
-    sums to 1 over one optimizer step, all ranks together, and is 0 off the loss mask. `columns` holds further (B, T) or
-    (B,) tensors by name, e.g. reference_logprobs, proximal_logprobs, rewards, group_mean, group_std, group_size."""
+    """What an update is made from. Rows are segments, right-padded to T tokens; position t describes token t.
 
-    tokens: Tensor
-    loss_mask: Tensor
-    logprobs: Tensor
-    advantages: Tensor
-    weights: Tensor
-    lengths: Tensor
-    temperatures: Tensor
-    columns: dict[str, Tensor] = field(default_factory=dict)
+    The first seven fields every batch has; the others are there where `make_batch` or the training step filled them, and
+    `require` reads them. `weights` and `coefficients` both multiply a loss, token by token, but not the same one:
+    `weights` are each token's share in the mean, for every term; `coefficients` are importance corrections and keep-masks,
+    for policy-gradient kernels alone, so that KL, entropy and likelihood terms keep their own size.
+    """
+
+    tokens: Tensor  # (B, T) int64
+    loss_mask: Tensor  # (B, T) bool: sampled by the policy that is trained
+    logprobs: Tensor  # (B, T) nats, of the behaviour policy that sampled the token; 0 where not sampled or not known
+    advantages: Tensor  # (B, T)
+    weights: Tensor  # (B, T): sums to 1 over one optimizer step, all ranks together; 0 off the loss mask
+    lengths: Tensor  # (B,) int64, tokens without padding
+    temperatures: Tensor  # (B,) at which the row was sampled
+
+    # From the trajectories, by `make_batch`.
+    logprobs_known: Tensor | None = None  # (B,) bool: `logprobs` are those of the policy that sampled the row
+    versions: Tensor | None = None  # (B, T) int64: weight version that sampled the token, -1 elsewhere
+    rewards: Tensor | None = None  # (B,) return of the row's trajectory
+    group: Tensor | None = None  # (B,) int64: rows of one group have one number, from 0 in order of appearance
+    group_size: Tensor | None = None  # (B,) int64: usable attempts while the group was whole; 0: never stamped
+    group_mean: Tensor | None = None  # (B,) of the group's returns
+    group_std: Tensor | None = None  # (B,) of the group's returns, with Bessel's correction
+    trajectory: Tensor | None = None  # (B,) int64: index of the row's trajectory
+    attempt: Tensor | None = None  # (B,) int64: which attempt of its group the trajectory is
+    segment: Tensor | None = None  # (B,) int64: which segment of its trajectory the row is
+    turn: Tensor | None = None  # (B, T) int64: the trajectory's turn that sampled the token, from 0; -1 elsewhere
+    turn_rewards: Tensor | None = None  # (B, T) reward of the token's turn, on each of its tokens; 0 elsewhere
+    turn_durations_s: Tensor | None = None  # (B, T) seconds that the token's turn took, generation and environment
+    stop: Tensor | None = None  # (B,) int64: place of the trajectory's StopReason in `tuple(StopReason)`
+    source: Tensor | None = None  # (B,) int64: place of the trajectory's source in SOURCES
+
+    # From the trainer, where a component's `needs` says so. Nats.
+    proximal_logprobs: Tensor | None = None  # (B, T) of the policy before the step's first update, by the trainer
+    reference_logprobs: Tensor | None = None  # (B, T) of the frozen reference
+    current_logprobs: Tensor | None = None  # (B, T) of the policy just before this minibatch's update
+    current_entropy: Tensor | None = None  # (B, T) of the distribution sampled from, just before this minibatch's update
+
+    # From transforms.
+    coefficients: Tensor | None = None  # (B, T) factors on policy-gradient kernels, without gradient; None: all 1
+
+    extras: dict[str, Tensor] = field(default_factory=dict)
+    """(B, T) or (B,) tensors of a method's own, by name, before they are worth a field."""
 
     def __len__(self) -> int:
         return int(self.tokens.shape[0])
@@ -158,29 +194,92 @@ class Batch:
         """(B, T) bool: the tokens that an update computes log-probs for, sampled by the policy or with a weight."""
         return self.loss_mask | (self.weights != 0)
 
+    def require(self, name: str, who: str) -> Tensor:
+        """The optional field of that name. Raises RLFlowError where `who` reads it and nothing has filled it."""
+        value: Tensor | None = getattr(self, name)
+        if value is None:
+            raise RLFlowError(
+                f"{who}: the batch has no {name}, expected it {_FILLED.get(name, 'from make_batch')}. A component whose "
+                f"`needs` name it gets it from the training step."
+            )
+        return value
+
     def select(self, rows: Tensor | list[int]) -> Batch:
-        """The given rows, in that order, padding columns cut to the longest of them."""
+        """The given rows, in that order, padding cut to the longest of them."""
         index = torch.as_tensor(rows, dtype=torch.int64)
         width = int(self.lengths[index].max()) if len(index) else 0
+        return self.map(lambda value: value[index, :width] if value.dim() == 2 else value[index])
 
-        def pick(value: Tensor) -> Tensor:
-            return value[index, :width] if value.dim() == 2 else value[index]
+    def to(self, device: torch.device | str) -> Batch:
+        """The batch with every tensor on the device."""
+        return self.map(lambda value: value.to(device))
 
-        picked = {f.name: pick(getattr(self, f.name)) for f in dataclasses.fields(self) if f.name != "columns"}
-        return Batch(**picked, columns={name: pick(value) for name, value in self.columns.items()})
+    def map(self, change: Callable[[Tensor], Tensor]) -> Batch:
+        """The batch with every tensor that it has, `extras` included, put through `change`."""
+        values = {item.name: getattr(self, item.name) for item in dataclasses.fields(self) if item.name != "extras"}
+        changed = {name: None if value is None else change(value) for name, value in values.items()}
+        return Batch(**changed, extras={name: change(value) for name, value in self.extras.items()})
 
     def replace(self, **changes: Any) -> Batch:
-        """A copy with fields exchanged; `columns` are merged into the present ones."""
-        columns = {**self.columns, **changes.pop("columns", {})}
-        return dataclasses.replace(self, columns=columns, **changes)
+        """A copy with fields exchanged; `extras` are merged into the present ones."""
+        extras = {**self.extras, **changes.pop("extras", {})}
+        return dataclasses.replace(self, extras=extras, **changes)
+
+
+_FILLED = {
+    "proximal_logprobs": "from trainer.score(batch)['logprobs'] before the first update",
+    "reference_logprobs": "from trainer.score(batch, model='reference')['logprobs'], after trainer.snapshot('reference')",
+    "current_logprobs": "from trainer.score(minibatch)['logprobs'] before its update",
+    "current_entropy": "from trainer.score(minibatch, want=('entropy',))['entropy'] before its update",
+}
 
 
 @dataclass
 class PolicyOutput:
     """What the trainer computed with gradients for a batch, (B, T): position t describes token t; position 0, padding and
     what is not `Batch.trained` are 0. `entropy` is of the distribution that token t was drawn from (nats, at the row's
-    temperature)."""
+    temperature). Beyond `logprobs` there is what the loss `needs`."""
 
     logprobs: Tensor
     entropy: Tensor | None = None
     values: Tensor | None = None
+
+
+LossResult = tuple[Tensor, dict[str, Tensor]]
+Reduction = Literal["mean", "max", "sum"]
+
+
+class Loss(ABC):
+    """(PolicyOutput, Batch) -> per-token loss (B, T) to minimize, and detached metrics (B, T) by name.
+
+    A loss never sums or normalizes: `Batch.weights` does. A metric is reported as its mean under the weights,
+    sum(weights * metric) / sum(weights), or as `reductions` says.
+    """
+
+    needs: frozenset[str] = frozenset()
+    """What must be there beyond log-probs: `entropy` and `values` of PolicyOutput; `proximal` and `reference` log-probs of
+    the batch. The training step and the trainer fill exactly the union over all components."""
+
+    vanishes_at_zero_advantage: bool = False
+    """The loss and its gradient are 0 wherever the advantage is: rows without any advantage are left out of updates."""
+
+    reductions: Mapping[str, Reduction] = {}
+    """How metrics become one number, where that is not `mean`: `max` and `sum` over trained tokens."""
+
+    @abstractmethod
+    def __call__(self, output: PolicyOutput, batch: Batch) -> LossResult: ...
+
+
+@dataclass(frozen=True)
+class FunctionLoss(Loss):
+    """A plain function as a loss that needs log-probs only."""
+
+    function: Callable[[PolicyOutput, Batch], LossResult]
+
+    def __call__(self, output: PolicyOutput, batch: Batch) -> LossResult:
+        return self.function(output, batch)
+
+
+def as_loss(loss: Loss | Callable[[PolicyOutput, Batch], LossResult]) -> Loss:
+    """The loss itself; a plain function wrapped."""
+    return loss if isinstance(loss, Loss) else FunctionLoss(loss)

@@ -1,47 +1,121 @@
-"""What a loss term is, the sum of several, and the importance ratio that they share."""
+"""What the parts of an algorithm are: the seams at which a method is added in a small file of its own.
+
+    groups --Filter--> batch --Advantage--> minibatch --Transform--> Loss terms, summed, under the aggregate's weights
+
+A part says in `needs` what must be in the batch beyond what `make_batch` puts there, and the training step fills exactly the
+union: `proximal` and `reference` (log-probs, once per step), `current` and `current_entropy` (once per minibatch, just before
+its update). A part that remembers something returns it from `state_dict`; it is in the checkpoint.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from rlflow.errors import ConfigError, RLFlowError
-from rlflow.types import Batch, PolicyOutput
-
-LossResult = tuple[Tensor, dict[str, Tensor]]
-
+from rlflow.types import Batch, Group, Loss, LossResult, PolicyOutput, Reduction, Task
 
 MAX_LOG_RATIO = 20.0  # nats; exp(20) is 4.9e8, far beyond any clip and still finite when squared in float32
+Anchor = Literal["rollout", "proximal"]
+"""The log-probs that an importance ratio is taken against: the behaviour policy's own, as the engine reported them, or those
+that the trainer computes for the same tokens before the step's first update."""
 
 
-LossTerm = Callable[[PolicyOutput, Batch], LossResult]
+class Part(ABC):
+    """What every part of an algorithm other than a loss has; each has a default."""
+
+    needs: frozenset[str] = frozenset()
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run must know, as JSON-able values; {} where nothing is remembered."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restores `state_dict`."""
+
+
+class Filter(Part):
+    """[groups] -> those of them to train on. What it leaves out is replaced by fresh groups, as far as the step allows."""
+
+    @abstractmethod
+    def __call__(self, groups: list[Group]) -> list[Group]: ...
+
+
+class Curator(Part):
+    """Which of the tasks that are next in line are worth an attempt now; learns from what came of the others."""
+
+    @abstractmethod
+    def admits(self, task: Task) -> bool: ...
+
+    def observe(self, groups: Sequence[Group]) -> None:
+        """Called with every finished group, before any filter."""
+
+
+class Advantage(Part):
+    """Batch -> (B,) or (B, T): how much better an attempt, or a token, was than expected. A (B,) is spread over the row's
+    trained tokens."""
+
+    @abstractmethod
+    def __call__(self, batch: Batch) -> Tensor: ...
 
 
 @dataclass(frozen=True)
-class SumLoss:
+class FunctionAdvantage(Advantage):
+    """A plain function of the batch as an advantage."""
+
+    function: Callable[[Batch], Tensor]
+
+    def __call__(self, batch: Batch) -> Tensor:
+        return self.function(batch)
+
+
+class Transform(Part):
+    """Batch -> Batch, on the whole minibatch of an optimizer step and without gradients, so that what it decides does not
+    depend on micro-batches and ranks: importance corrections and keep-masks go to `coefficients`, row weights to `weights`."""
+
+    @abstractmethod
+    def __call__(self, batch: Batch) -> Batch: ...
+
+
+class Kernel(Loss):
+    """A policy-gradient term: importance corrections (`Batch.coefficients`) multiply it, and no other term of the loss."""
+
+    @abstractmethod
+    def kernel(self, output: PolicyOutput, batch: Batch) -> LossResult:
+        """The term before corrections."""
+
+    def __call__(self, output: PolicyOutput, batch: Batch) -> LossResult:
+        loss, metrics = self.kernel(output, batch)
+        return loss if batch.coefficients is None else loss * batch.coefficients, metrics
+
+
+@dataclass(frozen=True)
+class SumLoss(Loss):
     """The sum of several terms. Metrics of all of them; of two terms with the same metric, the first keeps the name."""
 
-    losses: tuple[LossTerm, ...]
-
-    @property
-    def needs_entropy(self) -> bool:
-        return any(getattr(loss, "needs_entropy", False) for loss in self.losses)
-
-    @property
-    def needs_reference(self) -> bool:
-        return any(getattr(loss, "needs_reference", False) for loss in self.losses)
-
-    @property
-    def vanishes_at_zero_advantage(self) -> bool:
-        return all(getattr(loss, "vanishes_at_zero_advantage", False) for loss in self.losses)
+    losses: tuple[Loss, ...]
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "losses", tuple(self.losses))
         if not self.losses:
             raise ConfigError("algorithm.losses: expected at least one loss, found none")
+
+    @property
+    def needs(self) -> frozenset[str]:  # type: ignore[override]
+        return frozenset().union(*(loss.needs for loss in self.losses))
+
+    @property
+    def vanishes_at_zero_advantage(self) -> bool:  # type: ignore[override]
+        return all(loss.vanishes_at_zero_advantage for loss in self.losses)
+
+    @property
+    def reductions(self) -> Mapping[str, Reduction]:  # type: ignore[override]
+        return {name: how for loss in reversed(self.losses) for name, how in loss.reductions.items()}
 
     def __call__(self, output: PolicyOutput, batch: Batch) -> LossResult:
         total, metrics = self.losses[0](output, batch)
@@ -51,19 +125,28 @@ class SumLoss:
         return total, metrics
 
 
-def _log_ratio(logprobs: Tensor, base: Tensor, mask: Tensor) -> Tensor:
-    """(B, T) logprobs - base on the mask, 0 off it, clamped to +-20 nats."""
+def log_ratio(logprobs: Tensor, base: Tensor, mask: Tensor) -> Tensor:
+    """(B, T) logprobs - base on the mask, 0 off it, clamped to +-20 nats.
+
+    The mask comes before any exp: what stands in a masked place can then reach neither value nor gradient (inf * 0 is nan).
+    """
     return torch.where(mask, logprobs - base, 0.0).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
-def _old_logprobs(batch: Batch) -> Tensor:
-    proximal = batch.columns.get("proximal_logprobs")
-    if proximal is not None:
-        return proximal
-    known = batch.columns.get("logprobs_known")
+def anchor_logprobs(batch: Batch, anchor: Anchor, who: str) -> Tensor:
+    """(B, T) log-probs of the policy that a ratio is taken against. Raises RLFlowError where they are not known."""
+    if anchor == "proximal":
+        return batch.require("proximal_logprobs", who)
+    known = batch.logprobs_known
     if known is not None and bool((batch.loss_mask & ~known[:, None]).any()):
         raise RLFlowError(
-            "loss ppo_clip: some rows come without the log-probs of the policy that sampled them: set "
-            "algorithm.old_logprobs: recompute, or fill columns['proximal_logprobs'] from trainer.score(batch)"
+            f"{who}: some rows come without the log-probs of the policy that sampled them: set anchor: proximal, so that the "
+            "trainer computes them"
         )
     return batch.logprobs
+
+
+def check_anchor(anchor: str, who: str) -> None:
+    """Raises ConfigError for an anchor that does not exist."""
+    if anchor not in ("rollout", "proximal"):
+        raise ConfigError(f"{who}: anchor must be rollout or proximal, found '{anchor}'")

@@ -13,7 +13,7 @@ from torch import Tensor
 from rlflow.cluster.session import LOOPBACK
 from rlflow.cluster.wire import pack, unpack_batch
 from rlflow.metrics.memory import PeakMemory
-from rlflow.trainer.base import Loss, Trainer
+from rlflow.trainer.base import LossFunction, Trainer
 
 
 class TrainerRank:
@@ -64,7 +64,7 @@ class TrainerRank:
             scores = self.trainer.score(unpack_batch(batch), model, want)
         return self._from_first({name: pack(value) for name, value in scores.items()})
 
-    def update(self, batch: dict[str, Any], loss: Loss) -> dict[str, float] | None:
+    def update(self, batch: dict[str, Any], loss: LossFunction) -> dict[str, float] | None:
         with self.memory.measure("update"):
             return self._from_first(self.trainer.update(unpack_batch(batch), loss))
 

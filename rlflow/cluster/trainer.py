@@ -21,9 +21,9 @@ from rlflow.cluster.session import RaySession, connect, first_line
 from rlflow.cluster.wire import pack_batch, unpack
 from rlflow.errors import ConfigError, RLFlowError
 from rlflow.metrics.memory import highest
-from rlflow.trainer.base import Loss, Trainer
+from rlflow.trainer.base import LossFunction, Trainer
 from rlflow.trainer.layout import Layout
-from rlflow.types import Batch
+from rlflow.types import Batch, Loss
 
 logger = logging.getLogger(__name__)
 
@@ -73,7 +73,7 @@ class RayTrainer(Trainer):
         scores = self._call("score", self._share(batch), model, tuple(want))
         return {name: unpack(value) for name, value in scores.items()}
 
-    def update(self, batch: Batch, loss: Loss) -> dict[str, float]:
+    def update(self, batch: Batch, loss: Loss | LossFunction) -> dict[str, float]:
         return self._call("update", self._share(batch), loss)
 
     def snapshot(self, name: str) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import torch
@@ -25,10 +24,13 @@ def unpack(packed: tuple[Any, str]) -> Tensor:
 
 
 def pack_batch(batch: Batch) -> dict[str, Any]:
-    fields = {f.name: pack(getattr(batch, f.name)) for f in dataclasses.fields(batch) if f.name != "columns"}
-    return {**fields, "columns": {name: pack(value) for name, value in batch.columns.items()}}
+    """The fields that the batch has, by name."""
+    fields = {name: value for name, value in vars(batch).items() if isinstance(value, Tensor)}
+    extras = {name: pack(value) for name, value in batch.extras.items()}
+    return {**{name: pack(value) for name, value in fields.items()}, "extras": extras}
 
 
 def unpack_batch(packed: dict[str, Any]) -> Batch:
-    columns = {name: unpack(value) for name, value in packed["columns"].items()}
-    return Batch(**{name: unpack(value) for name, value in packed.items() if name != "columns"}, columns=columns)
+    """What `pack_batch` packed."""
+    fields = {name: unpack(value) for name, value in packed.items() if name != "extras"}
+    return Batch(**fields, extras={name: unpack(value) for name, value in packed["extras"].items()})

@@ -1,5 +1,5 @@
 """Trainers: the interface, the Megatron trainer, and the reference trainer that tests hold it against."""
 
-from rlflow.trainer.base import Loss, Trainer
+from rlflow.trainer.base import LossFunction, Trainer
 
-__all__ = ["Loss", "Trainer"]
+__all__ = ["LossFunction", "Trainer"]

@@ -10,12 +10,10 @@ from typing import Any
 from torch import Tensor
 
 from rlflow.errors import ConfigError, did_you_mean
-from rlflow.types import Batch, PolicyOutput
+from rlflow.types import Batch, Loss, LossResult, PolicyOutput
 
-Loss = Callable[[PolicyOutput, Batch], tuple[Tensor, dict[str, Tensor]]]
-"""(PolicyOutput, Batch) -> per-token loss (B, T) and metrics, (B, T) each; a metric is reported as its mean
-under the weights, sum(weights * metric) / sum(weights): the same unit whatever the weights sum to.
-A loss with `needs_entropy = True` gets `PolicyOutput.entropy`."""
+LossFunction = Callable[[PolicyOutput, Batch], LossResult]
+"""(PolicyOutput, Batch) -> per-token loss (B, T) and metrics, (B, T) each. A `Loss` says besides what it `needs`."""
 
 
 class Trainer(ABC):
@@ -41,8 +39,9 @@ class Trainer(ABC):
         model: policy, or the name of a snapshot. want: logprobs, entropy."""
 
     @abstractmethod
-    def update(self, batch: Batch, loss: Loss) -> dict[str, float]:
-        """One optimizer step that minimizes sum(weights * loss). Returns loss, gradient_norm, lr and the loss's metrics."""
+    def update(self, batch: Batch, loss: Loss | LossFunction) -> dict[str, float]:
+        """One optimizer step that minimizes sum(weights * loss). Returns loss, gradient_norm, lr and the loss's metrics, each
+        reduced as the loss says: the mean under the weights, or the maximum or sum over the trained tokens."""
 
     @abstractmethod
     def snapshot(self, name: str) -> None:

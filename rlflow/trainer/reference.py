@@ -6,7 +6,6 @@ Simple rather than fast: whole logits, no packing, no parallelism. Nothing in it
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -26,10 +25,11 @@ from rlflow.errors import (
     did_you_mean,
 )
 from rlflow.storage.integrity import MANIFEST, find_damage, fingerprint, listed, read_sealed, reason, seal, table
-from rlflow.trainer.base import Loss, Trainer
+from rlflow.trainer.base import LossFunction, Trainer
 from rlflow.trainer.layout import Layout
+from rlflow.trainer.reducing import combine, finish_metrics, reduce_tokens
 from rlflow.trainer.schedule import learning_rate
-from rlflow.types import Batch, PolicyOutput
+from rlflow.types import Batch, Loss, PolicyOutput, as_loss
 
 FILES = ("policy.safetensors", "snapshots.safetensors", "optimizer.pt")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -137,36 +137,36 @@ class ReferenceTrainer(Trainer):
             raise ConfigError(f"trainer.score: can give logprobs and entropy, found {', '.join(unknown)}")
         result = {name: torch.zeros(batch.tokens.shape) for name in want}
         for rows in self._microbatches(batch):
-            part = _to(batch.select(rows), self.device)
-            output = self._forward(part, model, "entropy" in want)
+            part = batch.select(rows).to(self.device)
+            output = self._forward(part, model, frozenset(want))
             for name in want:
                 values = getattr(output, name)
                 result[name][torch.tensor(rows), : values.shape[1]] = values.float().cpu()
         return result
 
-    def update(self, batch: Batch, loss: Loss) -> dict[str, float]:
+    def update(self, batch: Batch, loss: Loss | LossFunction) -> dict[str, float]:
+        loss = as_loss(loss)
         if len(batch) == 0:
             raise RLFlowError(
                 "update: the batch has no rows; every trajectory of the step was aborted or filtered out."
             )
         self.optimizer.zero_grad(set_to_none=True)
-        needs_entropy = bool(getattr(loss, "needs_entropy", False))
-        sums: dict[str, float] = {"loss": 0.0}
+        totals: dict[str, float] = {"loss": 0.0}
         microbatches = self._microbatches(batch)
         for rows in microbatches:
-            part = _to(batch.select(rows), self.device)
-            output = self._forward(part, "policy", needs_entropy, wanted=part.trained)
+            part = batch.select(rows).to(self.device)
+            output = self._forward(part, "policy", loss.needs, wanted=part.trained)
             values, metrics = loss(output, part)
             total = (part.weights * values).sum()
             total.backward()
             for name, value in {**metrics, "loss": values.detach()}.items():
-                sums[name] = sums.get(name, 0.0) + (part.weights * value).sum(dtype=torch.float64).item()
-        share = float(batch.weights.sum()) or 1.0
-        sums = {name: value if name == "loss" else value / share for name, value in sums.items()}
+                found = reduce_tokens(value, part, loss.reductions.get(name, "mean"))
+                totals[name] = combine(totals.get(name), found, loss.reductions.get(name, "mean"))
+        totals = finish_metrics(totals, loss.reductions, batch)
         rate = learning_rate(self.updates, **self.schedule)
         norm = self._step(rate)
         counts = {"tokens": float(batch.lengths.sum()), "microbatches": float(len(microbatches))}
-        return {**sums, "gradient_norm": norm, "lr": rate, **counts}
+        return {**totals, "gradient_norm": norm, "lr": rate, **counts}
 
     def snapshot(self, name: str) -> None:
         if name == "policy":
@@ -226,7 +226,9 @@ class ReferenceTrainer(Trainer):
         [plan] = plan_microbatches(batch.lengths, self.tokens_per_microbatch)
         return [rows for rows in plan if rows]
 
-    def _forward(self, batch: Batch, model: str, entropy: bool, wanted: Tensor | None = None) -> PolicyOutput:
+    def _forward(
+        self, batch: Batch, model: str, want: frozenset[str], wanted: Tensor | None = None
+    ) -> PolicyOutput:
         """Log-probs of every real token (of those wanted) but the first, at the row's temperature. Rows are right-padded and
         attention is causal, so padding cannot reach a real token and needs no attention mask."""
         arguments = {"input_ids": batch.tokens, "use_cache": False}
@@ -235,7 +237,7 @@ class ReferenceTrainer(Trainer):
                 logits = self.model(**arguments).logits
             else:
                 logits = torch.func.functional_call(self.model, self._frozen(model), (), arguments).logits
-        return policy_output(logits, batch, entropy, wanted)
+        return policy_output(logits, batch, want, wanted)
 
     def _frozen(self, name: str) -> dict[str, Tensor]:
         if name not in self.snapshots:
@@ -316,8 +318,10 @@ def _quiet_transformers() -> Iterator[None]:
             messages.enable_progress_bar()
 
 
-def policy_output(logits: Tensor, batch: Batch, entropy: bool, wanted: Tensor | None = None) -> PolicyOutput:
-    """PolicyOutput from next-token logits (B, T, V): logits at t - 1 describe token t; position 0, padding and what is not
+def policy_output(
+    logits: Tensor, batch: Batch, want: frozenset[str], wanted: Tensor | None = None
+) -> PolicyOutput:
+    """Log-probs, and what is wanted besides, from next-token logits (B, T, V): logits at t - 1 describe token t; position 0, padding and what is not
     wanted (B, T) are 0.
 
     Logits are divided by the row's temperature; a temperature of 0 (greedy) counts as 1.
@@ -333,11 +337,6 @@ def policy_output(logits: Tensor, batch: Batch, entropy: bool, wanted: Tensor | 
     def place(values: Tensor) -> Tensor:
         return torch.where(real, torch.nn.functional.pad(values, (1, 0)), 0.0)
 
-    spread = place(-(log_softmax.exp() * log_softmax).sum(dim=-1)) if entropy else None
+    spread = place(-(log_softmax.exp() * log_softmax).sum(dim=-1)) if "entropy" in want else None
     return PolicyOutput(place(chosen), spread)
 
-
-def _to(batch: Batch, device: torch.device) -> Batch:
-    fields = {f.name: getattr(batch, f.name) for f in dataclasses.fields(batch) if f.name != "columns"}
-    moved = {name: value.to(device) for name, value in fields.items()}
-    return Batch(**moved, columns={name: value.to(device) for name, value in batch.columns.items()})

@@ -68,5 +68,5 @@ def to_trajectory(parts: Sequence[Part], encode: Encode) -> Trajectory:
 
 def row_weights(batch: Batch) -> Tensor:
     """(B, T) token weights that sum to 1, those outside the policy's own text counting half."""
-    shares = batch.loss_mask * torch.where(batch.columns["versions"] < 0, OBSERVATION_WEIGHT, 1.0)
+    shares = batch.loss_mask * torch.where(batch.require("versions", "warm-up") < 0, OBSERVATION_WEIGHT, 1.0)
     return shares / shares.sum()

@@ -26,8 +26,9 @@ def grpo(batch: Batch, std: Std = "sample", eps: float = 1e-6) -> Tensor:
             f"algorithm.advantage.std: expected one of {', '.join(get_args(Std))}, found '{std}'."
             f"{did_you_mean(str(std), get_args(Std))}"
         )
-    rewards, size = batch.columns["rewards"], batch.columns["group_size"]
-    mean, sample_std = batch.columns["group_mean"], batch.columns["group_std"]
+    who = "advantage grpo"
+    rewards, size = batch.require("rewards", who), batch.require("group_size", who)
+    mean, sample_std = batch.require("group_mean", who), batch.require("group_std", who)
     if bool((size < 1).any()):
         rows = (size < 1).nonzero().flatten().tolist()
         raise RLFlowError(

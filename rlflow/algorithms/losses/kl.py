@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Literal
 
 from torch import Tensor
 
-from rlflow.algorithms.base import LossResult, _log_ratio
-from rlflow.errors import ConfigError, RLFlowError
-from rlflow.types import Batch, PolicyOutput
+from rlflow.algorithms.base import log_ratio
+from rlflow.errors import ConfigError
+from rlflow.types import Batch, Loss, LossResult, PolicyOutput
 
 
 @dataclass(frozen=True)
-class KLLoss:
-    """coefficient * KL(policy || reference) per token, against columns["reference_logprobs"].
+class KLLoss(Loss):
+    """coefficient * KL(policy || reference) per token, against `Batch.reference_logprobs`.
 
     With x = reference log-prob - log-prob (clamped to +-20): k1 = -x, k2 = x^2 / 2, k3 = e^x - x - 1, the value
     clamped to +-clamp (joschu.net/blog/kl-approx.html; k3 is "low_var_kl"). Differentiated as a loss, k2 has the
@@ -23,8 +23,7 @@ class KLLoss:
     nats.
     """
 
-    needs_entropy: ClassVar[bool] = False
-    needs_reference: ClassVar[bool] = True
+    needs = frozenset({"reference"})
 
     coefficient: float
     estimator: Literal["k1", "k2", "k3"] = "k3"
@@ -35,12 +34,8 @@ class KLLoss:
             raise ConfigError(f"loss kl: estimator must be k1, k2 or k3, found '{self.estimator}'")
 
     def __call__(self, output: PolicyOutput, batch: Batch) -> LossResult:
-        if "reference_logprobs" not in batch.columns:
-            raise RLFlowError(
-                "loss kl: the batch has no column reference_logprobs: call trainer.snapshot('reference') early "
-                "and fill it with trainer.score(batch, model='reference')['logprobs']"
-            )
-        x = -_log_ratio(output.logprobs, batch.columns["reference_logprobs"], batch.loss_mask)
+        reference = batch.require("reference_logprobs", "loss kl")
+        x = -log_ratio(output.logprobs, reference, batch.loss_mask)
         values: dict[str, Callable[[], Tensor]] = {
             "k1": lambda: -x,
             "k2": lambda: x.square() / 2,

@@ -2,37 +2,38 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
 
-from rlflow.types import Batch, PolicyOutput
+from rlflow.types import Batch, Loss, LossResult, PolicyOutput, Reduction
 
 
 @dataclass(frozen=True)
-class Monitored:
+class Monitored(Loss):
     """The loss unchanged, with the metrics logprob_gap = |log-prob - behaviour log-prob| where the latter is known, which before
     the first update of an on-policy step is the gap between engine and trainer, and entropy, in nats per trained token."""
 
-    loss: Any
-
-    needs_entropy: ClassVar[bool] = True
+    loss: Loss
 
     @property
-    def needs_reference(self) -> bool:
-        return bool(getattr(self.loss, "needs_reference", False))
+    def needs(self) -> frozenset[str]:  # type: ignore[override]
+        return self.loss.needs | {"entropy"}
 
     @property
-    def vanishes_at_zero_advantage(self) -> bool:
-        return bool(getattr(self.loss, "vanishes_at_zero_advantage", False))
+    def vanishes_at_zero_advantage(self) -> bool:  # type: ignore[override]
+        return self.loss.vanishes_at_zero_advantage
 
-    def __call__(self, output: PolicyOutput, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
+    @property
+    def reductions(self) -> Mapping[str, Reduction]:  # type: ignore[override]
+        return self.loss.reductions
+
+    def __call__(self, output: PolicyOutput, batch: Batch) -> LossResult:
         loss, metrics = self.loss(output, batch)
         gap = torch.where(batch.loss_mask, output.logprobs.detach() - batch.logprobs, 0.0).abs()
-        known = batch.columns.get("logprobs_known")
-        if known is not None:
-            gap = gap * known[:, None]
+        if batch.logprobs_known is not None:
+            # Of rows that came without log-probs, the 0 that stands in their place says nothing about the engine.
+            gap = gap * batch.logprobs_known[:, None]
         assert output.entropy is not None
         return loss, {"logprob_gap": gap, "entropy": output.entropy.detach(), **metrics}

@@ -3,7 +3,7 @@ schedule, and what comes out on all ranks."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,12 +16,12 @@ from torch.distributed import ProcessGroup
 
 from rlflow.batching import plan_microbatches
 from rlflow.errors import RLFlowError
-from rlflow.trainer.base import Loss
 from rlflow.trainer.megatron.cpu import device, native
 from rlflow.trainer.megatron.logprobs import OutputLayer, token_logprobs
 from rlflow.trainer.megatron.packing import Feed, Share, pack, pad
 from rlflow.trainer.megatron.world import World
-from rlflow.types import Batch, PolicyOutput
+from rlflow.trainer.reducing import reduce_tokens
+from rlflow.types import Batch, Loss, PolicyOutput, Reduction
 
 
 @dataclass
@@ -71,26 +71,28 @@ def forward_backward(
     loss: Loss,
     total_tokens: int,
 ) -> dict[str, float]:
-    """Accumulates the gradients of sum(weights * loss) over all ranks; returns it as `loss`, and the sums of the metrics.
+    """Accumulates the gradients of sum(weights * loss) over all ranks; returns it as `loss`, and the metrics as they stand
+    before `finish_metrics`.
 
     The loss function gives Megatron N * sum(weights * loss), N = `total_tokens`, and its own tokens' number; Megatron
     divides the gradients by the all-reduced number, which is N (`calculate_per_token_loss`). Context-parallel ranks see the
     same loss of the same whole rows, each backpropagates through its own tokens, and the first of them counts the tokens."""
-    want_entropy = bool(getattr(loss, "needs_entropy", False))
 
     def reduce(microbatch: Microbatch, hidden: Tensor, layer: OutputLayer) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         batch = microbatch.batch
-        output = _policy_output(hidden, microbatch, layer, world.context_group, want_entropy, wanted=batch.trained)
+        output = _policy_output(hidden, microbatch, layer, world.context_group, loss.needs, wanted=batch.trained)
         per_token, metrics = loss(output, batch)
         _check_shapes({"loss": per_token, **metrics}, batch)
         share = (batch.weights * per_token).sum()
-        sums = {name: (batch.weights * metric.detach()).sum() for name, metric in metrics.items()}
+        sums = {
+            name: reduce_tokens(metric.detach(), batch, loss.reductions.get(name, "mean")) for name, metric in metrics.items()
+        }
         sums["loss"] = share.detach().clone()  # the schedules change the loss in place
         tokens = int(batch.lengths.sum()) if microbatch.rows and world.context_rank == 0 else 0
         return share * total_tokens, torch.tensor(tokens, dtype=torch.int, device=hidden.device), sums
 
     parts = _run(model, microbatches, reduce, forward_only=False)
-    return _summed(parts, world)
+    return _combined(parts, world, loss.reductions)
 
 
 @torch.no_grad()
@@ -107,7 +109,7 @@ def score(
     def collect(
         microbatch: Microbatch, hidden: Tensor, layer: OutputLayer
     ) -> tuple[Tensor, Tensor, tuple[list[int], dict[str, Tensor]]]:
-        output = _policy_output(hidden, microbatch, layer, world.context_group, "entropy" in want)
+        output = _policy_output(hidden, microbatch, layer, world.context_group, frozenset(want))
         values = {name: getattr(output, name) for name in want}
         nothing = torch.zeros((), device=hidden.device)
         return nothing, nothing.int(), (microbatch.rows, values)
@@ -128,9 +130,7 @@ def _take(batch: Batch, rows: list[int]) -> Batch:
     taken = batch.select(rows or [0])
     if not rows:
         taken = taken.replace(weights=torch.zeros_like(taken.weights))
-    fields = {name: value.to(device()) for name, value in vars(taken).items() if isinstance(value, Tensor)}
-    columns = {name: value.to(device()) for name, value in taken.columns.items()}
-    return taken.replace(**fields, columns=columns)
+    return taken.to(device())
 
 
 def _check_shapes(values: dict[str, Tensor], batch: Batch) -> None:
@@ -147,9 +147,10 @@ def _policy_output(
     microbatch: Microbatch,
     layer: OutputLayer,
     context_group: ProcessGroup,
-    want_entropy: bool,
+    want: frozenset[str],
     wanted: Tensor | None = None,
 ) -> PolicyOutput:
+    """What the heads on the last hidden states give: log-probs, and what is wanted besides."""
     batch = microbatch.batch
     logprobs, entropy = token_logprobs(
         hidden,
@@ -157,7 +158,7 @@ def _policy_output(
         batch.lengths,
         batch.temperatures,
         layer=layer,
-        want_entropy=want_entropy,
+        want_entropy="entropy" in want,
         places=microbatch.feed.places,
         context_group=context_group,
         wanted=wanted,
@@ -192,16 +193,22 @@ def _run(
     )
 
 
-def _summed(parts: list[dict[str, Tensor]], world: World) -> dict[str, float]:
-    """Sums over micro-batches and data-parallel ranks, known to every pipeline stage."""
+def _combined(parts: list[dict[str, Tensor]], world: World, reductions: Mapping[str, Reduction]) -> dict[str, float]:
+    """Metrics over micro-batches and data-parallel ranks, known to every pipeline stage: maxima, and sums of all others."""
     names = sorted(parts[0]) if parts else []
-    values = torch.zeros(len(names), dtype=torch.float64, device=device())
+    largest = torch.tensor([reductions.get(name) == "max" for name in names], device=device())
+    values = torch.where(largest, -torch.inf, 0.0).double()
     for part in parts:
         if sorted(part) != names:
             raise RLFlowError(f"loss: metrics differ between micro-batches, {names} and {sorted(part)}.")
-        values += torch.stack([part[name].double() for name in names])
+        found = torch.stack([part[name].double() for name in names])
+        values = torch.where(largest, torch.maximum(values, found), values + found)
     if world.data_parallel > 1 and world.last_stage:
+        maxima = values.clone()
         dist.all_reduce(values, group=world.data_group)
+        if bool(largest.any()):  # the same on every rank: a loss is
+            dist.all_reduce(maxima, op=dist.ReduceOp.MAX, group=world.data_group)
+            values = torch.where(largest, maxima, values)
     result = [dict(zip(names, values.tolist(), strict=True))]
     if world.pipeline_parallel > 1:
         dist.broadcast_object_list(result, world.stage_root(world.pipeline_parallel - 1), group=world.pipeline_group)

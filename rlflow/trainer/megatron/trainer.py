@@ -13,12 +13,13 @@ from torch import Tensor
 from rlflow.errors import ConfigError, DataError, RLFlowError, did_you_mean
 from rlflow.models.architecture import architecture
 from rlflow.models.huggingface import WeightFiles, read_config
-from rlflow.trainer.base import Loss, Trainer
+from rlflow.trainer.base import LossFunction, Trainer
 from rlflow.trainer.layout import Layout
 from rlflow.trainer.megatron import checkpoint, cpu, offload, optimizer, step, world
 from rlflow.trainer.megatron.model import RECOMPUTE, build_model, gather_weights, load_weights, named_parameters
+from rlflow.trainer.reducing import finish_metrics
 from rlflow.trainer.schedule import learning_rate
-from rlflow.types import Batch
+from rlflow.types import Batch, Loss, as_loss
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 SCORES = ("logprobs", "entropy")
@@ -102,7 +103,7 @@ class MegatronTrainer(Trainer):
             self.close()
             raise
 
-    def update(self, batch: Batch, loss: Loss) -> dict[str, float]:
+    def update(self, batch: Batch, loss: Loss | LossFunction) -> dict[str, float]:
         """One optimizer step. Besides `loss`, `gradient_norm`, `lr` and the loss's metrics: `tokens` (without padding) of the
         batch and `microbatches` per rank. Raises RLFlowError where loss or gradients are not finite; the weights stay."""
         if len(batch) == 0:
@@ -110,6 +111,7 @@ class MegatronTrainer(Trainer):
                 "update: the batch has no rows; every trajectory of the step was aborted or filtered out."
             )
         self._check(batch)
+        loss = as_loss(loss)
         tokens = int(batch.lengths.sum())
         microbatches = step.plan(batch, self._limits, self._world)
         rate = learning_rate(self._updates, **self._schedule)
@@ -123,9 +125,8 @@ class MegatronTrainer(Trainer):
             if self._release_gradients:
                 offload.release_gradients(self._model)
         self._updates += 1
-        share = float(batch.weights.sum()) or 1.0
         return {
-            **{name: value if name == "loss" else value / share for name, value in metrics.items()},
+            **finish_metrics(metrics, loss.reductions, batch),
             "gradient_norm": norm,
             "lr": rate,
             "tokens": float(tokens),

@@ -1,0 +1,20 @@
+"""Dr.GRPO's constant: no length in the denominator."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from rlflow.algorithms.aggregates.means import owners
+from rlflow.errors import ConfigError
+from rlflow.types import Batch
+
+
+def constant(batch: Batch, tokens: int) -> Tensor:
+    """(B, T) 1 / (trajectories * tokens) for every trained token, so that length earns nothing (arXiv 2503.20783).
+
+    tokens: the most that an attempt may generate; a run gives its own limit. The sum is the mean use of that budget, at
+    most 1. Raises ConfigError for a budget below 1.
+    """
+    if tokens < 1:
+        raise ConfigError(f"algorithm.aggregate: constant needs the most tokens that an attempt may generate, found {tokens}")
+    return (batch.loss_mask.double() / (max(1, len(owners(batch).unique())) * tokens)).float()

@@ -1,0 +1,38 @@
+"""How a loss's metrics (B, T) become one number: the same in every trainer, whatever the micro-batches and ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from rlflow.types import Batch, Reduction
+
+
+def reduce_tokens(metric: Tensor, batch: Batch, how: Reduction) -> Tensor:
+    """One number for a micro-batch: sum(weights * metric), or the maximum or sum over the trained tokens (-inf or 0 of none)."""
+    if how == "mean":
+        return (batch.weights * metric).sum(dtype=torch.float64)
+    trained = batch.weights != 0
+    if how == "max":
+        return torch.where(trained, metric, -torch.inf).amax().double()
+    return torch.where(trained, metric, 0.0).sum(dtype=torch.float64)
+
+
+def combine(total: float | None, found: Tensor, how: Reduction) -> float:
+    """The number of the micro-batches so far and of one more."""
+    value = float(found)
+    if total is None:
+        return value
+    return max(total, value) if how == "max" else total + value
+
+
+def finish_metrics(totals: Mapping[str, float], reductions: Mapping[str, Reduction], batch: Batch) -> dict[str, float]:
+    """The metrics of the whole batch: means are divided by the sum of the weights, so that their unit does not depend on it;
+    `loss` is the minimized sum itself."""
+    share = float(batch.weights.sum()) or 1.0
+    return {
+        name: value if name == "loss" or reductions.get(name, "mean") != "mean" else value / share
+        for name, value in totals.items()
+    }
