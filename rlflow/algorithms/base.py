@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from rlflow.errors import ConfigError, RLFlowError
-from rlflow.types import Batch, Group, Loss, LossResult, PolicyOutput, Reduction, Task
+from rlflow.types import Batch, Group, Loss, LossResult, PolicyOutput, Reduction, Task, as_loss
 
 MAX_LOG_RATIO = 20.0  # nats; exp(20) is 4.9e8, far beyond any clip and still finite when squared in float32
 Anchor = Literal["rollout", "proximal"]
@@ -26,7 +26,7 @@ Anchor = Literal["rollout", "proximal"]
 that the trainer computes for the same tokens before the step's first update."""
 
 
-class Part(ABC):
+class Part(ABC):  # noqa: B024 -- every kind of part adds its own call
     """What every part of an algorithm other than a loss has; each has a default."""
 
     needs: frozenset[str] = frozenset()
@@ -37,6 +37,21 @@ class Part(ABC):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restores `state_dict`."""
+
+
+@dataclass(frozen=True)
+class FunctionPart(Part):
+    """A plain function as a part that needs nothing further and remembers nothing."""
+
+    function: Callable[[Any], Any]
+
+    def __call__(self, value: Any) -> Any:
+        return self.function(value)
+
+
+def as_part(part: Any) -> Any:
+    """The part itself; a plain function wrapped."""
+    return part if isinstance(part, Part) else FunctionPart(part)
 
 
 class Filter(Part):
@@ -62,16 +77,6 @@ class Advantage(Part):
 
     @abstractmethod
     def __call__(self, batch: Batch) -> Tensor: ...
-
-
-@dataclass(frozen=True)
-class FunctionAdvantage(Advantage):
-    """A plain function of the batch as an advantage."""
-
-    function: Callable[[Batch], Tensor]
-
-    def __call__(self, batch: Batch) -> Tensor:
-        return self.function(batch)
 
 
 class Transform(Part):
@@ -101,7 +106,7 @@ class SumLoss(Loss):
     losses: tuple[Loss, ...]
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "losses", tuple(self.losses))
+        object.__setattr__(self, "losses", tuple(as_loss(loss) for loss in self.losses))
         if not self.losses:
             raise ConfigError("algorithm.losses: expected at least one loss, found none")
 

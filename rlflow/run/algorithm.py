@@ -1,29 +1,112 @@
-"""The algorithm section of a configuration, resolved."""
+"""The algorithm section of a configuration, resolved into its parts."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from rlflow.algorithms import make_advantage, make_loss
+from rlflow.algorithms.base import Advantage, Curator, Filter, Part, SumLoss, Transform, as_part
 from rlflow.algorithms.losses.monitored import Monitored
-from rlflow.config.schema import AlgorithmSection, RunConfig
-from rlflow.types import Batch
+from rlflow.components import ADVANTAGE, AGGREGATE, CURATOR, FILTER, LOSS, TRANSFORM
+from rlflow.config.schema import RunConfig
+from rlflow.errors import CheckpointError, ConfigError
+from rlflow.types import Batch, Group, Loss
 
 
 @dataclass
 class Algorithm:
-    """The algorithm section, resolved: Batch -> advantages, the loss, and how tokens are weighed."""
+    """What the training step asks, in this order: filters, advantage, aggregate, transforms, loss."""
 
-    section: AlgorithmSection
-    advantage: Callable[[Batch], Tensor]
-    loss: Any
+    advantage: Advantage
+    loss: Loss
+    aggregate: Callable[[Batch], Tensor]
+    filters: Sequence[Filter] = ()
+    transforms: Sequence[Transform] = ()
+    curator: Curator | None = None
+    minibatches_per_step: int = 1
+    epochs_per_step: int = 1
     seed: int = 0  # of the split into minibatches
 
     @classmethod
-    def from_config(cls, config: RunConfig) -> Algorithm:
+    def from_config(cls, config: RunConfig, response_budget: int) -> Algorithm:
+        """The parts that the configuration names. response_budget: the most tokens that an attempt may generate."""
         section = config.algorithm
-        return cls(section, make_advantage(section.advantage), Monitored(make_loss(section.losses)), config.run.seed)
+        return cls(
+            advantage=make_advantage(section.advantage),
+            loss=Monitored(make_loss(section.losses)),
+            aggregate=AGGREGATE.build(section.aggregate, "algorithm.aggregate", tokens=response_budget),
+            filters=[as_part(made) for made in _all(FILTER, section.filters, "algorithm.filters")],
+            transforms=[as_part(made) for made in _all(TRANSFORM, section.transforms, "algorithm.transforms")],
+            curator=None if config.data.curator is None else CURATOR.build(config.data.curator, "data.curator"),
+            minibatches_per_step=section.minibatches_per_step,
+            epochs_per_step=section.epochs_per_step,
+            seed=config.run.seed,
+        )
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """What the batch must hold beyond what trajectories know: the union over all parts."""
+        parts = [part.needs for part in (self.advantage, *self.filters, *self.transforms)]
+        return frozenset().union(self.loss.needs, *parts)
+
+    def admit(self, groups: list[Group]) -> list[Group]:
+        """The groups to train on: tells the curator of all, and passes them through the filters."""
+        if self.curator is not None:
+            self.curator.observe(groups)
+        for keep in self.filters:
+            groups = keep(groups)
+        return groups
+
+    @torch.no_grad()
+    def transform(self, batch: Batch) -> Batch:
+        """The minibatch after every transform, in order."""
+        for change in self.transforms:
+            batch = change(batch)
+        return batch
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the parts remember, by their place in the section; parts that remember nothing are left out."""
+        return {place: state for place, part in self._parts() if (state := part.state_dict())}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restores `state_dict`. Raises CheckpointError where a part of the checkpoint is not in this algorithm."""
+        parts = dict(self._parts())
+        unknown = sorted(set(state) - set(parts))
+        if unknown:
+            raise CheckpointError(
+                f"the checkpoint holds the memory of {unknown[0]}, which this configuration does not have; resume with the "
+                "algorithm section that the run was started with."
+            )
+        for place, remembered in state.items():
+            parts[place].load_state_dict(remembered)
+
+    def _parts(self) -> Iterator[tuple[str, Part]]:
+        yield "advantage", self.advantage
+        yield from ((f"filters.{place}", part) for place, part in enumerate(self.filters))
+        yield from ((f"transforms.{place}", part) for place, part in enumerate(self.transforms))
+        if self.curator is not None:
+            yield "curator", self.curator
+
+
+def make_loss(components: Sequence[Any]) -> Loss:
+    """The sum of the named losses, or the only one alone: [{name: ppo_clip, clip_high: 0.28}, {name: kl, coefficient: 1}].
+
+    Raises ConfigError for an unknown name or keyword, or a value out of range.
+    """
+    if not components:
+        raise ConfigError("algorithm.losses: expected at least one loss, found none; try [ppo_clip]")
+    losses = _all(LOSS, components, "algorithm.losses")
+    return losses[0] if len(losses) == 1 else SumLoss(tuple(losses))
+
+
+def make_advantage(component: Any) -> Advantage:
+    """The named advantage: grpo, or {name: grpo, std: none}. Raises as make_loss."""
+    return as_part(ADVANTAGE.build(component, "algorithm.advantage"))
+
+
+def _all(kind: Any, components: Sequence[Any], where: str) -> list[Any]:
+    return [kind.build(component, f"{where}[{place}]") for place, component in enumerate(components)]

@@ -321,8 +321,8 @@ def _quiet_transformers() -> Iterator[None]:
 def policy_output(
     logits: Tensor, batch: Batch, want: frozenset[str], wanted: Tensor | None = None
 ) -> PolicyOutput:
-    """Log-probs, and what is wanted besides, from next-token logits (B, T, V): logits at t - 1 describe token t; position 0, padding and what is not
-    wanted (B, T) are 0.
+    """Log-probs, and what is wanted besides, from next-token logits (B, T, V): logits at t - 1 describe token t; position 0,
+    padding and what is not wanted (B, T) are 0.
 
     Logits are divided by the row's temperature; a temperature of 0 (greedy) counts as 1.
     """

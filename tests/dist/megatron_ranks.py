@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from rlflow.models.huggingface import digest
-from rlflow.types import Batch, PolicyOutput
+from rlflow.types import Batch, Loss, PolicyOutput
 
 RANKS = 4
 UPDATES = 3
@@ -47,10 +47,10 @@ def make_batch(vocab: int, rows: int = 11, width: int = 32, seed: int = 3) -> Ba
     )
 
 
-class PolicyGradientWithEntropy:
+class PolicyGradientWithEntropy(Loss):
     """-A log p - 0.1 H, so that the gradients of both outputs are exercised; reports the entropy."""
 
-    needs_entropy = True
+    needs = frozenset({"entropy"})
 
     def __call__(self, output: PolicyOutput, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
         loss = -batch.advantages * output.logprobs - 0.1 * output.entropy

@@ -42,4 +42,4 @@ def test_engine_and_trainer_agree_on_every_sampled_token_also_after_new_weights(
             assert int(batch.loss_mask.sum()) > 100
             gap = (trainer.score(batch)["logprobs"] - batch.logprobs)[batch.loss_mask].abs()
             assert gap.max() <= 2e-5
-            assert torch.equal(batch.loss_mask, batch.columns["versions"] == version)
+            assert torch.equal(batch.loss_mask, batch.versions == version)

@@ -29,14 +29,14 @@ def test_rows_are_segments_and_describe_their_trajectory():
     assert batch.tokens.tolist() == [[10, 11, 12, 13, 0, 0], [10, 11, 12, 13, 14, 15], [10, 11, 12, 0, 0, 0]]
     assert batch.loss_mask.int().tolist() == [[0, 0, 1, 1, 0, 0], [0, 0, 1, 1, 1, 1], [0, 0, 1, 0, 0, 0]]
     assert batch.logprobs.tolist() == [[0, 0, -2, -3, 0, 0], [0, 0, -2, -3, -4, -5], [0] * 6]
-    assert batch.columns["versions"].tolist() == [[-1, -1, 3, 3, -1, -1], [-1, -1, 3, 3, 3, 3], [-1, -1, 3, -1, -1, -1]]
+    assert batch.versions.tolist() == [[-1, -1, 3, 3, -1, -1], [-1, -1, 3, 3, 3, 3], [-1, -1, 3, -1, -1, -1]]
     assert batch.lengths.tolist() == [4, 6, 3]
-    assert batch.columns["trajectory"].tolist() == [0, 0, 1]
-    assert batch.columns["rewards"].tolist() == [1.0, 1.0, 0.0]
-    assert batch.columns["group_size"].tolist() == [4, 4, 4]
-    assert batch.columns["group_mean"].tolist() == [0.25] * 3
-    assert batch.columns["group_std"].tolist() == [0.5] * 3
-    assert batch.columns["logprobs_known"].tolist() == [True, True, False]
+    assert batch.trajectory.tolist() == [0, 0, 1]
+    assert batch.rewards.tolist() == [1.0, 1.0, 0.0]
+    assert batch.group_size.tolist() == [4, 4, 4]
+    assert batch.group_mean.tolist() == [0.25] * 3
+    assert batch.group_std.tolist() == [0.5] * 3
+    assert batch.logprobs_known.tolist() == [True, True, False]
     assert batch.temperatures.tolist() == pytest.approx([0.7] * 3)
     assert not batch.weights.any() and not batch.advantages.any()
 
@@ -57,7 +57,7 @@ def test_rows_with_advantage_keep_their_weights_and_order():
 def test_aborted_trajectories_get_no_row_and_keep_their_index():
     batch = make_batch([trajectory(segment(4), stop=StopReason.ABORTED), trajectory(segment(5))])
     assert batch.lengths.tolist() == [5]
-    assert batch.columns["trajectory"].tolist() == [1]
+    assert batch.trajectory.tolist() == [1]
 
 
 def test_a_token_without_a_predecessor_is_never_trained():
@@ -170,7 +170,7 @@ def test_minibatches_keep_trajectories_whole_and_draw_every_row_once(seed):
     owners = [trajectory(*[segment(3 + index % 4) for _ in range(1 + index % 3)]) for index in range(10)]
     batch = make_batch(owners)
     parts = split_minibatches(batch, 3, torch.Generator().manual_seed(seed))
-    drawn = [set(part.columns["trajectory"].tolist()) for part in parts]
+    drawn = [set(part.trajectory.tolist()) for part in parts]
     assert sorted(len(names) for names in drawn) == [3, 3, 4]
     assert set.union(*drawn) == set(range(10)) and sum(map(len, drawn)) == 10
     assert sum(len(part) for part in parts) == len(batch)
@@ -183,7 +183,7 @@ def test_minibatches_follow_the_generator():
 
     def draw(seed: int) -> list[list[int]]:
         parts = split_minibatches(batch, 2, torch.Generator().manual_seed(seed))
-        return [part.columns["trajectory"].tolist() for part in parts]
+        return [part.trajectory.tolist() for part in parts]
 
     assert draw(1) == draw(1)
     assert draw(1) != draw(2)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from rlflow.types import Batch, Loss, LossResult, PolicyOutput, Reduction
+from rlflow.types import Batch, Loss, LossResult, PolicyOutput, Reduction, as_loss
 
 
 @dataclass(frozen=True)
@@ -16,6 +16,9 @@ class Monitored(Loss):
     the first update of an on-policy step is the gap between engine and trainer, and entropy, in nats per trained token."""
 
     loss: Loss
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "loss", as_loss(self.loss))
 
     @property
     def needs(self) -> frozenset[str]:  # type: ignore[override]

@@ -28,12 +28,10 @@ def batch_of(*groups: list[float]) -> Batch:
         weights=zeros,
         lengths=torch.full((rows,), 3),
         temperatures=torch.ones(rows),
-        columns={
-            "rewards": torch.tensor(rewards),
-            "group_size": torch.tensor([size for size, _, _ in stats]),
-            "group_mean": torch.tensor([mean for _, mean, _ in stats]),
-            "group_std": torch.tensor([std for _, _, std in stats]),
-        },
+        rewards=torch.tensor(rewards),
+        group_size=torch.tensor([size for size, _, _ in stats]),
+        group_mean=torch.tensor([mean for _, mean, _ in stats]),
+        group_std=torch.tensor([std for _, _, std in stats]),
     )
 
 
@@ -63,8 +61,8 @@ def test_equal_rewards_and_groups_of_one_teach_exactly_nothing(reward, std):
 @pytest.mark.parametrize("std", ["sample", "population", "none"])
 def test_rounding_in_the_statistics_of_equal_rewards_is_not_magnified(std):
     batch = batch_of([0.1] * 7)
-    batch.columns["group_mean"] = torch.nextafter(batch.columns["group_mean"], torch.tensor(1.0))
-    batch.columns["group_std"] = torch.full((7,), 8e-9)
+    batch.group_mean = torch.nextafter(batch.group_mean, torch.tensor(1.0))
+    batch.group_std = torch.full((7,), 8e-9)
     assert grpo(batch, std=std).tolist() == [0.0] * 7
 
 
@@ -92,7 +90,7 @@ def test_dropping_rows_leaves_the_advantage_of_the_others():
 
 def test_missing_group_statistics_are_named():
     batch = batch_of([1.0, 0.0])
-    batch.columns["group_size"] = torch.tensor([2, 0])
+    batch.group_size = torch.tensor([2, 0])
     with pytest.raises(RLFlowError, match=r"1 of 2 rows \(first: row 1\) lack group statistics"):
         grpo(batch)
 

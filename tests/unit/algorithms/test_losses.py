@@ -40,7 +40,7 @@ def batch_of(old: Tensor, advantages: Tensor, mask: Tensor | None = None, **colu
         weights=torch.zeros(rows, width),
         lengths=torch.full((rows,), width),
         temperatures=torch.ones(rows),
-        columns=columns,
+        **columns,
     )
     return batch.replace(weights=token_weights(batch))
 
@@ -96,16 +96,48 @@ def test_on_policy_the_gradient_is_the_advantage(loss):
 
 def test_recomputed_log_probs_replace_the_engines():
     batch = batch_of(torch.full((1, 2), -5.0), torch.ones(1, 2), proximal_logprobs=torch.full((1, 2), -1.0))
-    _, metrics = PPOClipLoss()(PolicyOutput(torch.full((1, 2), -1.0)), batch)
-    assert metrics["ratio"].tolist() == [[1.0, 1.0]]
+    output = PolicyOutput(torch.full((1, 2), -1.0))
+    assert PPOClipLoss(anchor="proximal")(output, batch)[1]["ratio"].tolist() == [[1.0, 1.0]]
+    assert PPOClipLoss(anchor="proximal").needs == {"proximal"} and not PPOClipLoss().needs
+    ratio = PPOClipLoss()(output, batch)[1]["ratio"]  # the anchor decides, not what happens to be in the batch
+    torch.testing.assert_close(ratio, torch.full((1, 2), math.exp(4.0)))
 
 
 def test_rows_without_behaviour_log_probs_are_refused_unless_recomputed():
     batch = batch_of(torch.zeros(2, 2), torch.ones(2, 2), logprobs_known=torch.tensor([True, False]))
     output = PolicyOutput(torch.zeros(2, 2))
-    with pytest.raises(RLFlowError, match="recompute"):
+    with pytest.raises(RLFlowError, match="anchor: proximal"):
         PPOClipLoss()(output, batch)
-    PPOClipLoss()(output, batch.replace(columns={"proximal_logprobs": torch.zeros(2, 2)}))
+    with pytest.raises(RLFlowError, match="no proximal_logprobs"):
+        PPOClipLoss(anchor="proximal")(output, batch)
+    PPOClipLoss(anchor="proximal")(output, batch.replace(proximal_logprobs=torch.zeros(2, 2)))
+
+
+def test_coefficients_multiply_kernels_and_no_other_term():
+    """Importance corrections must not rescale KL or entropy."""
+    batch = batch_of(torch.zeros(1, 3), torch.ones(1, 3), reference_logprobs=torch.full((1, 3), -0.5))
+    output = PolicyOutput(torch.full((1, 3), -0.1), torch.ones(1, 3))
+    corrected = batch.replace(coefficients=torch.tensor([[2.0, 0.0, 1.0]]))
+    for term in (KLLoss(0.1), EntropyLoss(0.1), SFTLoss()):
+        torch.testing.assert_close(term(output, corrected)[0], term(output, batch)[0])
+    kernel, plain = PPOClipLoss()(output, corrected)[0], PPOClipLoss()(output, batch)[0]
+    torch.testing.assert_close(kernel, plain * torch.tensor([[2.0, 0.0, 1.0]]))
+    whole = SumLoss((PPOClipLoss(), KLLoss(0.1)))
+    torch.testing.assert_close(whole(output, corrected)[0], kernel + KLLoss(0.1)(output, batch)[0])
+
+
+def test_old_kl_is_the_k3_estimate_against_the_old_policy():
+    """x = log-prob - old log-prob = 0.5: e^x - 1 - x; off the mask it is 0."""
+    batch = batch_of(torch.full((1, 2), -1.5), torch.ones(1, 2), torch.tensor([[True, False]]))
+    old_kl = PPOClipLoss()(PolicyOutput(torch.full((1, 2), -1.0)), batch)[1]["old_kl"]
+    torch.testing.assert_close(old_kl, torch.tensor([[math.exp(0.5) - 1.5, 0.0]]))
+
+
+def test_the_log_prob_gap_leaves_out_rows_whose_log_probs_nobody_knows():
+    batch = batch_of(torch.full((2, 1), -1.0), torch.ones(2, 1), logprobs_known=torch.tensor([True, False]))
+    output = PolicyOutput(torch.full((2, 1), -1.25), torch.ones(2, 1))
+    gap = Monitored(SFTLoss())(output, batch)[1]["logprob_gap"]
+    assert gap.tolist() == [[0.25], [0.0]]
 
 
 @pytest.mark.parametrize(
@@ -153,7 +185,7 @@ def test_entropy_is_rewarded_and_must_be_given():
     batch = batch_of(torch.zeros(1, 2), torch.zeros(1, 2), torch.tensor([[False, True]]))
     loss, metrics = EntropyLoss(0.5)(PolicyOutput(torch.zeros(1, 2), torch.tensor([[9.0, 2.0]])), batch)
     assert loss.tolist() == [[0.0, -1.0]] and metrics["entropy"].tolist() == [[0.0, 2.0]]
-    with pytest.raises(RLFlowError, match="needs_entropy"):
+    with pytest.raises(RLFlowError, match="needs"):
         EntropyLoss(0.5)(PolicyOutput(torch.zeros(1, 2)), batch)
 
 
@@ -228,8 +260,9 @@ def test_a_sum_adds_terms_and_asks_for_what_any_of_them_needs():
     values, metrics = EVERY_TERM(output, batch)
     assert float(values) == pytest.approx(sum(float(term(output, batch)[0]) for term in EVERY_TERM.losses))
     assert {"ratio", "clip_fraction", "kl", "entropy", "nll"} <= set(metrics)
-    assert EVERY_TERM.needs_entropy and EVERY_TERM.needs_reference
-    assert not SumLoss((PPOClipLoss(), SFTLoss())).needs_entropy
+    assert EVERY_TERM.needs == {"entropy", "reference"}
+    assert not SumLoss((PPOClipLoss(), SFTLoss())).needs
+    assert Monitored(SFTLoss()).needs == {"entropy"}
 
 
 @pytest.mark.parametrize("term", [PPOClipLoss(), PPOClipLoss(clip_low=0.1, clip_high=0.3, dual_clip=3.0)])

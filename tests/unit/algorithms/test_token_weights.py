@@ -21,7 +21,7 @@ def batch_of(tokens_per_row: list[int], owners: list[int] | None = None, width: 
         weights=zeros,
         lengths=torch.full((len(tokens_per_row),), width),
         temperatures=torch.ones(len(tokens_per_row)),
-        columns={} if owners is None else {"trajectory": torch.tensor(owners)},
+        trajectory=None if owners is None else torch.tensor(owners),
     )
 
 

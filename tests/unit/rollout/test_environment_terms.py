@@ -97,7 +97,7 @@ def test_a_group_reduced_to_one_usable_attempt_has_advantage_zero(qwen: Path, to
     assert [len(group.usable) for group in groups] == [1, 4]
     batch = make_batch([one for group in groups for one in group.trajectories])
     advantages = grpo(batch)
-    assert len(batch) == 5 and advantages[0] == 0.0 and float(batch.columns["rewards"][0]) > 0
+    assert len(batch) == 5 and advantages[0] == 0.0 and float(batch.rewards[0]) > 0
     assert advantages[1:].abs().max() > 0
 
 

@@ -140,7 +140,7 @@ def test_minibatches_are_split_by_the_runs_seed(model: Path, tmp_path: Path) -> 
             update = run.trainer.update
 
             def record(batch: Any, loss: Any, seen: Any = seen, update: Any = update) -> Any:
-                seen.append(batch.columns["trajectory"].tolist())
+                seen.append(batch.trajectory.tolist())
                 return update(batch, loss)
 
             run.trainer.update = record  # type: ignore[method-assign]
@@ -172,14 +172,14 @@ def test_every_minibatch_of_every_epoch_compares_with_the_policy_before_the_step
         assert all(torch.equal(old.setdefault(trajectory, value), value) for trajectory, value in rows)
     for part in batches:
         assert float(part.weights.sum()) == pytest.approx(1.0)
-        gap = (part.columns["proximal_logprobs"] - part.logprobs)[part.loss_mask].abs()
+        gap = (part.proximal_logprobs - part.logprobs)[part.loss_mask].abs()
         assert float(gap.mean()) < 1e-5  # on-policy: the engine's own
     assert metrics["train/logprob_gap"] < 1e-5  # of the first minibatch only: later ones are another policy's
 
 
 def _rows(batch: Batch, column: str) -> list[tuple[int, torch.Tensor]]:
     values, lengths = batch.columns[column], batch.lengths.tolist()
-    return [(int(one), values[row, : lengths[row]]) for row, one in enumerate(batch.columns["trajectory"])]
+    return [(int(one), values[row, : lengths[row]]) for row, one in enumerate(batch.trajectory)]
 
 
 def test_a_bfloat16_run_ends_with_a_checked_export(model: Path, tmp_path: Path) -> None:

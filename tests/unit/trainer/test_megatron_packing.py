@@ -15,7 +15,7 @@ from rlflow.trainer.base import Trainer
 from rlflow.trainer.megatron.context import held_pieces, held_positions
 from rlflow.trainer.megatron.layers import _attend
 from rlflow.trainer.megatron.packing import Share, pack, pad
-from rlflow.types import Batch, PolicyOutput
+from rlflow.types import Batch, Loss, PolicyOutput
 from tests.unit.trainer.batches import VOCAB
 
 LENGTHS = [20, 3, 1, 7, 20, 5, 2, 11]
@@ -37,10 +37,10 @@ def make_batch(seed: int = 0, lengths: list[int] = LENGTHS) -> Batch:
     )
 
 
-class RowRatioWithEntropy:
+class RowRatioWithEntropy(Loss):
     """A loss that needs whole rows (GSPO's sequence ratio, arXiv 2507.18071) and both outputs."""
 
-    needs_entropy = True
+    needs = frozenset({"entropy"})
 
     def __call__(self, output: PolicyOutput, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
         count = batch.loss_mask.sum(1, keepdim=True).clamp(min=1)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from rlflow.algorithms import EntropyLoss, KLLoss, PPOClipLoss, SumLoss
 from rlflow.trainer.base import Trainer
-from rlflow.types import Batch, PolicyOutput
+from rlflow.types import Batch, Loss, PolicyOutput
 
 VOCAB = 101
 ROWS, WIDTH = 5, 16
@@ -34,14 +34,14 @@ def make_batch(seed: int) -> Batch:
         weights=sampled / sampled.sum(),
         lengths=lengths,
         temperatures=torch.full((ROWS,), 0.9),
-        columns={"reference_logprobs": -4 - torch.rand(ROWS, WIDTH, generator=draw)},
+        reference_logprobs=-4 - torch.rand(ROWS, WIDTH, generator=draw),
     )
 
 
-class Watched:
+class Watched(Loss):
     """A loss that notes the gradient which reaches each output."""
 
-    needs_entropy = True
+    needs = frozenset({"entropy"})
 
     def __init__(self) -> None:
         self.loss = SumLoss((PPOClipLoss(), KLLoss(0.1), EntropyLoss(0.1)))
@@ -87,7 +87,7 @@ def test_what_the_engine_recorded_for_observations_changes_nothing(model: Path, 
     other = batch.replace(
         logprobs=elsewhere(batch.logprobs),
         advantages=elsewhere(batch.advantages),
-        columns={"reference_logprobs": elsewhere(batch.columns["reference_logprobs"])},
+        reference_logprobs=elsewhere(batch.reference_logprobs),
     )
     packing = trainer._limits.packed
     first, second = (Trainer.from_pretrained(model, lr=1e-3, packing=packing) for _ in range(2))

@@ -133,16 +133,14 @@ def make_wider(batch: Batch, width: int) -> Batch:
     def widen(value: Tensor) -> Tensor:
         return torch.nn.functional.pad(value, (0, width - value.shape[1])) if value.dim() == 2 else value
 
-    columns = {name: widen(value) for name, value in batch.columns.items()}
-    fields = ("tokens", "loss_mask", "logprobs", "advantages", "weights")
-    return batch.replace(**{name: widen(getattr(batch, name)) for name in fields}, columns=columns)
+    return batch.map(widen)
 
 
 def test_a_snapshot_stays_while_the_policy_moves(model_path, batch):
     trainer = ReferenceTrainer(model_path, lr=1e-2)
     trainer.snapshot("reference")
     before = trainer.score(batch)["logprobs"]
-    anchored = batch.replace(columns={"reference_logprobs": before})
+    anchored = batch.replace(reference_logprobs=before)
     report = trainer.update(anchored, SumLoss((SFTLoss(), KLLoss(0.1))))
     assert report["kl"] == pytest.approx(0.0, abs=1e-6)
     assert torch.equal(trainer.score(batch, model="reference")["logprobs"], before)
