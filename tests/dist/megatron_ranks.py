@@ -51,10 +51,12 @@ class PolicyGradientWithEntropy(Loss):
     """-A log p - 0.1 H, so that the gradients of both outputs are exercised; reports the entropy."""
 
     needs = frozenset({"entropy"})
+    reductions = {"highest_entropy": "max", "tokens_seen": "sum"}
 
     def __call__(self, output: PolicyOutput, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
         loss = -batch.advantages * output.logprobs - 0.1 * output.entropy
-        return loss, {"entropy": output.entropy}
+        entropy = output.entropy
+        return loss, {"entropy": entropy, "highest_entropy": entropy, "tokens_seen": torch.ones_like(entropy)}
 
 
 def gathered_logits(trainer: Any, batch: Batch) -> Tensor:

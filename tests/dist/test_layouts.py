@@ -202,7 +202,7 @@ def check(case: str, result: dict[str, Any], expected: dict[str, Any], directory
 
 
 def check_metrics(got: dict[str, float], wanted: dict[str, float]) -> None:
-    for metric in ("loss", "gradient_norm", "entropy", "lr", "tokens"):
+    for metric in ("loss", "gradient_norm", "entropy", "highest_entropy", "tokens_seen", "lr", "tokens"):
         assert got[metric] == pytest.approx(wanted[metric], rel=1e-5, abs=1e-7), metric
 
 

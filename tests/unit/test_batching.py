@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from rlflow.batching import make_batch, plan_microbatches, rows_with_advantage, split_minibatches
-from rlflow.errors import ConfigError
-from rlflow.types import Segment, StopReason, Trajectory
+from rlflow.errors import ConfigError, DataError, RLFlowError
+from rlflow.types import SOURCES, Segment, StopReason, Trajectory, Turn
 
 
 def segment(length: int, first: int = 2, logprobs: bool = True) -> Segment:
@@ -39,6 +39,43 @@ def test_rows_are_segments_and_describe_their_trajectory():
     assert batch.logprobs_known.tolist() == [True, True, False]
     assert batch.temperatures.tolist() == pytest.approx([0.7] * 3)
     assert not batch.weights.any() and not batch.advantages.any()
+
+
+def test_rows_know_their_group_attempt_segment_stop_and_source():
+    first = trajectory(segment(4), segment(6))
+    second = trajectory(segment(3), stop=StopReason.MAX_TURNS)
+    other = trajectory(segment(3))
+    second.attempt, other.group_id, other.source = 1, "h", "external"
+    batch = make_batch([first, second, other])
+    assert batch.group.tolist() == [0, 0, 0, 1]
+    assert batch.attempt.tolist() == [0, 0, 1, 0]
+    assert batch.segment.tolist() == [0, 1, 0, 0]
+    assert [tuple(StopReason)[place].value for place in batch.stop] == ["terminated"] * 2 + ["max_turns", "terminated"]
+    assert [SOURCES[place] for place in batch.source] == ["local"] * 3 + ["external"]
+    other.source = "elsewhere"
+    with pytest.raises(DataError, match="expected a source out of local, external, .*, found 'elsewhere'"):
+        make_batch([other])
+
+
+def test_tokens_know_the_turn_that_sampled_them():
+    one = trajectory(segment(6), segment(4))
+    one.turns = [Turn(0, 1, 3, 0.5, 2.0), Turn(0, 4, 6, -1.0, 1.0), Turn(1, 2, 4, 3.0, 0.25)]
+    batch = make_batch([one])
+    assert batch.turn.tolist() == [[-1, 0, 0, -1, 1, 1], [-1, -1, 2, 2, -1, -1]]
+    assert batch.turn_rewards.tolist() == [[0, 0.5, 0.5, 0, -1, -1], [0, 0, 3, 3, 0, 0]]
+    assert batch.turn_durations_s.tolist() == [[0, 2, 2, 0, 1, 1], [0, 0, 0.25, 0.25, 0, 0]]
+
+
+def test_rows_are_selected_with_every_field_that_is_there():
+    batch = make_batch([trajectory(segment(4)), trajectory(segment(6)), trajectory(segment(3), reward=0.0)])
+    batch = batch.replace(reference_logprobs=torch.rand(3, 6), extras={"mine": torch.arange(3)})
+    part = batch.select([2, 0])
+    assert part.tokens.shape == part.turn.shape == part.reference_logprobs.shape == (2, 4)
+    assert torch.equal(part.reference_logprobs, batch.reference_logprobs[[2, 0], :4])
+    assert part.rewards.tolist() == [0.0, 1.0] and part.extras["mine"].tolist() == [2, 0]
+    assert part.proximal_logprobs is None
+    with pytest.raises(RLFlowError, match="loss mine: the batch has no proximal_logprobs, expected it from trainer.score"):
+        part.require("proximal_logprobs", "loss mine")
 
 
 def test_rows_with_advantage_keep_their_weights_and_order():

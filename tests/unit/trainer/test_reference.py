@@ -14,7 +14,7 @@ from rlflow.batching import make_batch, rows_with_advantage
 from rlflow.errors import CheckpointError, ConfigError, ModelError, RLFlowError
 from rlflow.trainer.base import Trainer
 from rlflow.trainer.reference import ReferenceTrainer
-from rlflow.types import Batch, Segment, StopReason, Trajectory
+from rlflow.types import Batch, Loss, LossResult, PolicyOutput, Segment, StopReason, Trajectory
 from tests.fixtures import tiny_model
 
 LENGTHS = (7, 12, 3, 9)
@@ -127,6 +127,29 @@ def test_updates_are_invariant_to_micro_batches_and_padding(model_path, batch):
             assert again[name] == pytest.approx(report[name], rel=1e-5, abs=1e-7), name
         for (_, one), (_, two) in zip(whole.weights(), other.weights(), strict=True):
             torch.testing.assert_close(one, two, atol=1e-6, rtol=0)
+
+
+class Reduced(Loss):
+    """A loss whose metrics are a mean, a maximum and a count."""
+
+    reductions = {"largest": "max", "count": "sum"}
+
+    def __call__(self, output: PolicyOutput, batch: Batch) -> LossResult:
+        size = output.logprobs.detach().abs()
+        return -output.logprobs, {"size": size, "largest": size, "count": torch.ones_like(size)}
+
+
+@pytest.mark.parametrize("tokens_per_microbatch", [8, 4096])
+def test_metrics_are_means_maxima_or_counts_whatever_the_micro_batches(model_path, batch, tokens_per_microbatch):
+    """Against arithmetic over the whole batch; a token without weight counts in none of them."""
+    trainer = ReferenceTrainer(model_path, tokens_per_microbatch=tokens_per_microbatch)
+    weights = batch.weights * (torch.arange(batch.weights.numel()).view(batch.weights.shape) % 3 > 0)
+    part = batch.replace(weights=weights)
+    size, trained = trainer.score(part)["logprobs"].abs(), weights != 0
+    report = trainer.update(part, Reduced())
+    assert report["size"] == pytest.approx(float((weights * size).sum() / weights.sum()), rel=1e-5)
+    assert report["largest"] == pytest.approx(float(size[trained].max()), rel=1e-5)
+    assert report["count"] == int(trained.sum())
 
 
 def make_wider(batch: Batch, width: int) -> Batch:
