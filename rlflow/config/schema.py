@@ -5,12 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from rlflow.config import loading as configuration
-
-Component = dict[str, Any]
-"""A named component and its constructor keywords, e.g. {name: grpo, std: sample}. Its schema is the constructor's signature."""
+from rlflow.values import Component
 
 
 @dataclass

@@ -3,3 +3,9 @@
 from rlflow.trainer.base import Loss, Trainer
 
 __all__ = ["Loss", "Trainer"]
+
+BUILT_IN = {
+    "megatron": "rlflow.trainer.megatron:MegatronTrainer",
+    "reference": "rlflow.trainer.reference:ReferenceTrainer",
+}
+"""Backends: name -> `module:Name`."""
