@@ -1,164 +1,229 @@
-"""Names -> objects: a built-in table, entry points of installed packages, `package.module:Name` and `file.py:Name`."""
+"""Named components: names -> classes and functions, checked against their signatures, and made.
+
+Every kind of component knows the names of its own package (`BUILT_IN` there), those of installed packages (the entry-point
+group `rlflow.<kind>s`), `package.module:Name` and `file.py:Name`. A component is {name: ..., keyword: value}, or the bare name.
+"""
 
 from __future__ import annotations
 
 import difflib
+import functools
 import importlib
 import importlib.util
 import inspect
 import sys
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from rlflow.errors import ConfigError, did_you_mean
+from rlflow.values import checked, hints_of, show
 
-BUILTIN: dict[str, dict[str, str]] = {
-    "environment": {},
-    "engine": {"embedded": "rlflow.rollout.embedded.engine:EmbeddedEngine"},
-}
-"""Kind -> name -> where. Plug-ins add to a kind through the entry-point group `rlflow.<kind>s`. Losses and advantages are
-resolved by `rlflow.algorithms`."""
+KEYWORDS = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
 
-def names(kind: str) -> list[str]:
-    """Every name known for a kind, built-in ones first."""
-    _check_kind(kind)
-    return [*BUILTIN[kind], *sorted(set(_entry_points(kind)) - set(BUILTIN[kind]))]
+@dataclass(frozen=True)
+class Kind:
+    """One kind of component.
 
+    package: the module whose `BUILT_IN` maps names to `module:Name`. call: the leading parameters of a function that it gets with
+    each call, such as the batch of an advantage; a component that is a function is made by binding the others. reserved: what the
+    caller fills and a configuration cannot."""
 
-def resolve(kind: str, name: str) -> Any:
-    """The class or function behind a name, a `package.module:Name` or a `file.py:Name`.
+    name: str
+    package: str = ""
+    call: int = 0
+    reserved: tuple[str, ...] = ()
 
-    Raises:
-        ConfigError: the name is not known, or what it points to cannot be imported.
-    """
-    _check_kind(kind)
-    if not isinstance(name, str) or not name:
-        raise ConfigError(f"{kind}: expected a name, found {name!r}. Known: {_known(kind)}.")
-    if ":" in name:
-        return _load(kind, name)
-    if name in BUILTIN[kind]:
-        return _load(kind, BUILTIN[kind][name])
-    entry = _entry_points(kind).get(name)
-    if entry is not None:
-        return _load(kind, entry.value)
-    raise ConfigError(
-        f"{kind}: unknown name '{name}'.{did_you_mean(name, names(kind))} Known: {_known(kind)}, or "
-        "package.module:Name, or file.py:Name."
-    )
+    @property
+    def group(self) -> str:
+        """Of the entry points: rlflow.environments, rlflow.losses."""
+        return f"rlflow.{self.name}{'es' if self.name.endswith('s') else 's'}"
 
+    def names(self) -> list[str]:
+        """Every known name, built-in ones first."""
+        return [*self._built_in(), *sorted(set(self._installed()) - set(self._built_in()))]
 
-def build(kind: str, component: Mapping[str, Any], **offered: Any) -> Any:
-    """The object of a component: its class or factory called with the component's keywords. `offered` values fill
-    parameters that the component leaves open, where the constructor has them.
-
-    Raises:
-        ConfigError: no or unknown name, a keyword that the constructor does not take, a required one missing.
-    """
-    target, keywords = check_component(kind, component, tuple(offered))
-    accepted = inspect.signature(target).parameters
-    for key, value in offered.items():
-        if key in accepted and key not in keywords:
-            keywords[key] = value
-    return target(**keywords)
-
-
-def check_component(
-    kind: str, component: Mapping[str, Any], offered: tuple[str, ...] = ()
-) -> tuple[Callable[..., Any], dict[str, Any]]:
-    """(class or function, keywords) of a component, checked against the signature; nothing is constructed."""
-    if not isinstance(component, Mapping) or "name" not in component:
-        raise ConfigError(f"{kind}: expected a mapping with 'name', found {component!r}. Known names: {_known(kind)}.")
-    name = component["name"]
-    target = resolve(kind, name)
-    keywords = {str(key): value for key, value in component.items() if key != "name"}
-    parameters = inspect.signature(target).parameters
-    takes_any = any(item.kind is inspect.Parameter.VAR_KEYWORD for item in parameters.values())
-    by_keyword = [
-        key
-        for key, item in parameters.items()
-        if item.kind in (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    ]
-    for key in keywords:
-        if key not in by_keyword and not takes_any:
+    def locate(self, name: str, where: str | None = None) -> str:
+        """The `module:Name` or `file.py:Name` behind a name; nothing is imported. Raises ConfigError for an unknown name."""
+        where = where or self.name
+        if not isinstance(name, str) or not name:
+            raise ConfigError(f"{where}: expected a name, found {name!r}. Known: {self._known()}.")
+        if ":" in name:
+            return name
+        found = self._built_in().get(name) or self._installed().get(name)
+        if found is None:
             raise ConfigError(
-                f"{kind} '{name}': unknown keyword '{key}'.{did_you_mean(key, by_keyword)} "
-                f"It takes: {', '.join(by_keyword) or 'nothing'}."
+                f"{where}: unknown name '{name}'.{did_you_mean(name, self.names())} Known: {self._known()}, or "
+                "package.module:Name, or file.py:Name."
             )
-    missing = [
-        key
-        for key in by_keyword
-        if parameters[key].default is inspect.Parameter.empty and key not in keywords and key not in offered
-    ]
-    if missing:
-        raise ConfigError(
-            f"{kind} '{name}': missing keyword{'s' if len(missing) > 1 else ''} {', '.join(missing)}; "
-            f"it takes: {', '.join(by_keyword)}."
-        )
-    return target, keywords
+        return found
+
+    def resolve(self, name: str, where: str | None = None) -> Any:
+        """The class or function behind a name. Raises ConfigError: the name is not known, or what it points to cannot be
+        imported."""
+        return _load(where or self.name, self.locate(name, where))
+
+    def component(self, component: Any, where: str | None = None) -> dict[str, Any]:
+        """A bare name as {name: ...}, and a copy of a mapping. Raises ConfigError for anything else, and without a name."""
+        if isinstance(component, str):
+            return {"name": component}
+        if not isinstance(component, Mapping) or "name" not in component:
+            raise ConfigError(
+                f"{where or self.name}: expected a name or a mapping with 'name', found {show(component)}. "
+                f"Known names: {self._known()}."
+            )
+        return {str(key): value for key, value in component.items()}
+
+    def check(
+        self, component: Any, offered: Sequence[str] = (), where: str | None = None
+    ) -> tuple[Callable[..., Any], dict[str, Any]]:
+        """(class or function, keywords) of a component, checked against the signature; nothing is constructed.
+
+        Raises:
+            ConfigError: no or unknown name, a keyword that the signature does not have, one of another type, a required one
+                missing.
+        """
+        where = where or self.name
+        keywords = self.component(component, where)
+        name = keywords.pop("name")
+        target = self.resolve(name, where)
+        known = {key: schema for key, schema in self._keywords(target, where).items() if key not in self.reserved}
+        open_ended = _takes_any(target)
+        for key, value in keywords.items():
+            if key in known:
+                keywords[key] = checked(known[key].annotation, value, f"{where}.{key}")
+            elif not open_ended or key in self.reserved:
+                raise ConfigError(
+                    f"{where} '{name}': unknown keyword '{key}'.{did_you_mean(key, known)} "
+                    f"It takes: {', '.join(known) or 'nothing'}."
+                )
+        needed = [key for key, parameter in known.items() if parameter.default is parameter.empty]
+        missing = [key for key in needed if key not in keywords and key not in offered]
+        if missing:
+            raise ConfigError(
+                f"{where} '{name}': missing keyword{'s' if len(missing) > 1 else ''} {', '.join(missing)}; "
+                f"it takes: {', '.join(known)}."
+            )
+        return target, keywords
+
+    def complete(self, component: Any, where: str | None = None, **offered: Any) -> tuple[Callable[..., Any], dict[str, Any]]:
+        """As `check`, with the offered values in the parameters that the component leaves open."""
+        target, keywords = self.check(component, tuple(offered), where)
+        accepted = inspect.signature(target).parameters
+        return target, {**{key: value for key, value in offered.items() if key in accepted}, **keywords}
+
+    def build(self, component: Any, where: str | None = None, **offered: Any) -> Any:
+        """The object of a component: its class, or function, called with the component's keywords; a function of a kind that is
+        called later (`call`) with its keywords bound. Raises ConfigError as `check`."""
+        target, keywords = self.complete(component, where, **offered)
+        if self.call and not isinstance(target, type):
+            return functools.partial(target, **keywords)
+        return target(**keywords)
+
+    def _keywords(self, target: Callable[..., Any], where: str) -> dict[str, inspect.Parameter]:
+        """Keyword -> parameter with its evaluated annotation, those of `takes` included."""
+        found: dict[str, inspect.Parameter] = {}
+        for schema in (target, *getattr(target, "takes", ())):
+            hints, parameters = hints_of(schema), list(_signature(schema, where).parameters.values())
+            for parameter in parameters[self.call if schema is target and not isinstance(target, type) else 0 :]:
+                if parameter.kind in KEYWORDS:
+                    found.setdefault(parameter.name, parameter.replace(annotation=hints.get(parameter.name, Any)))
+        return found
+
+    def _built_in(self) -> Mapping[str, str]:
+        return importlib.import_module(self.package).BUILT_IN if self.package else {}
+
+    def _installed(self) -> dict[str, str]:
+        return {entry.name: entry.value for entry in metadata.entry_points(group=self.group)}
+
+    def _known(self) -> str:
+        return ", ".join(self.names()) or "none installed"
 
 
-def _check_kind(kind: str) -> None:
-    if kind not in BUILTIN:
-        raise ValueError(f"unknown kind of component '{kind}'; kinds: {', '.join(BUILTIN)}")
+ENVIRONMENT = Kind("environment")
+ENGINE = Kind("engine", "rlflow.rollout")
+TRAINER = Kind("trainer", "rlflow.trainer")
+ADVANTAGE = Kind("advantage", "rlflow.algorithms.advantages", call=1)
+LOSS = Kind("loss", "rlflow.algorithms.losses")
+TRANSFORM = Kind("transform", "rlflow.algorithms.transforms", call=1)
+FILTER = Kind("filter", "rlflow.algorithms.filters", call=1)
+AGGREGATE = Kind("aggregate", "rlflow.algorithms.aggregates", call=1)
+CURATOR = Kind("curator", "rlflow.algorithms.curators")
+"""The kinds of the core. A plug-in declares its own with the same class."""
 
 
-def _entry_points(kind: str) -> dict[str, metadata.EntryPoint]:
-    return {entry.name: entry for entry in metadata.entry_points(group=f"rlflow.{kind}s")}
+def takes(*schemas: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Marks a function whose `**options` are the keywords of these signatures."""
+
+    def mark(function: Callable[..., Any]) -> Callable[..., Any]:
+        function.takes = schemas  # type: ignore[attr-defined]
+        return function
+
+    return mark
 
 
-def _known(kind: str) -> str:
-    return ", ".join(names(kind)) or "none installed"
+def _takes_any(target: Callable[..., Any]) -> bool:
+    parameters = inspect.signature(target).parameters.values()
+    return not hasattr(target, "takes") and any(item.kind is item.VAR_KEYWORD for item in parameters)
 
 
-def _load(kind: str, reference: str) -> Any:
+def _signature(target: Any, where: str) -> inspect.Signature:
+    try:
+        return inspect.signature(target)
+    except (TypeError, ValueError):
+        raise ConfigError(f"{where}: expected a class or a function, found {show(target)}.") from None
+
+
+def _load(where: str, reference: str) -> Any:
     """The attribute behind `package.module:Name` or `path/file.py:Name`."""
     module_name, _, attribute = reference.rpartition(":")
     if not module_name or not attribute:
-        raise ConfigError(f"{kind}: '{reference}': expected package.module:Name or file.py:Name.")
-    module = (
-        _load_file(kind, Path(module_name)) if module_name.endswith(".py") else _import(kind, module_name, reference)
-    )
+        raise ConfigError(f"{where}: '{reference}': expected package.module:Name or file.py:Name.")
+    if module_name.endswith(".py"):
+        module = _load_file(where, Path(module_name))
+    else:
+        module = _import(where, module_name, reference)
     found: Any = module
     for part in attribute.split("."):
         if not hasattr(found, part):
             public = [name for name in dir(found) if not name.startswith("_")]
             close = difflib.get_close_matches(part, public, n=1)
             raise ConfigError(
-                f"{kind}: '{reference}': {module_name} has no '{part}'."
+                f"{where}: '{reference}': {module_name} has no '{part}'."
                 + (f" Did you mean '{close[0]}'?" if close else "")
             )
         found = getattr(found, part)
     return found
 
 
-def _import(kind: str, module_name: str, reference: str) -> ModuleType:
+def _import(where: str, module_name: str, reference: str) -> ModuleType:
     try:
         return importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         if error.name and (module_name == error.name or module_name.startswith(error.name + ".")):
             raise ConfigError(
-                f"{kind}: '{reference}': no module '{error.name}'; install the package or start in the "
+                f"{where}: '{reference}': no module '{error.name}'; install the package or start in the "
                 "directory that holds it."
             ) from None
-        raise ConfigError(f"{kind}: '{reference}' needs the package '{error.name}', which is not installed.") from error
+        raise ConfigError(f"{where}: '{reference}' needs the package '{error.name}', which is not installed.") from error
 
 
-def _load_file(kind: str, path: Path) -> ModuleType:
+def _load_file(where: str, path: Path) -> ModuleType:
     """The module of a file, imported once per resolved path (pickle and dataclasses look it up in `sys.modules`)."""
     path = path.resolve()
     if not path.is_file():
-        raise ConfigError(f"{kind}: {path}: no such file; expected file.py:Name.")
+        raise ConfigError(f"{where}: {path}: no such file; expected file.py:Name.")
     name = f"rlflow_file_{path.stem}_{zlib.crc32(str(path).encode()):08x}"
     if name in sys.modules:
         return sys.modules[name]
     specification = importlib.util.spec_from_file_location(name, path)
     if specification is None or specification.loader is None:
-        raise ConfigError(f"{kind}: {path}: not a Python file.")
+        raise ConfigError(f"{where}: {path}: not a Python file.")
     module = importlib.util.module_from_spec(specification)
     sys.modules[name] = module
     try:

@@ -1,22 +1,39 @@
-"""Advantages, token weights and losses: pure tensor code over a Batch. Torch only."""
+"""Advantages, token weights and losses: pure tensor code over a Batch. Torch only; methods are imported when first used."""
 
-from rlflow.algorithms.advantages.grpo import grpo
-from rlflow.algorithms.base import SumLoss
-from rlflow.algorithms.components import make_advantage, make_loss
-from rlflow.algorithms.losses.entropy import EntropyLoss
-from rlflow.algorithms.losses.kl import KLLoss
-from rlflow.algorithms.losses.ppo_clip import PPOClipLoss
-from rlflow.algorithms.losses.sft import SFTLoss
-from rlflow.algorithms.token_weights import token_weights
+from __future__ import annotations
 
-__all__ = [
-    "EntropyLoss",
-    "KLLoss",
-    "PPOClipLoss",
-    "SFTLoss",
-    "SumLoss",
-    "grpo",
-    "make_advantage",
-    "make_loss",
-    "token_weights",
-]
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rlflow.algorithms.advantages.grpo import grpo
+    from rlflow.algorithms.aggregates.means import token_mean
+    from rlflow.algorithms.aggregates.means import token_mean as token_weights
+    from rlflow.algorithms.base import SumLoss
+    from rlflow.algorithms.losses.entropy import EntropyLoss
+    from rlflow.algorithms.losses.kl import KLLoss
+    from rlflow.algorithms.losses.ppo_clip import PPOClipLoss
+    from rlflow.algorithms.losses.sft import SFTLoss
+
+__all__ = ["EntropyLoss", "KLLoss", "PPOClipLoss", "SFTLoss", "SumLoss", "grpo", "token_mean", "token_weights"]
+
+_HOMES = {
+    "EntropyLoss": "losses.entropy:EntropyLoss",
+    "KLLoss": "losses.kl:KLLoss",
+    "PPOClipLoss": "losses.ppo_clip:PPOClipLoss",
+    "SFTLoss": "losses.sft:SFTLoss",
+    "SumLoss": "base:SumLoss",
+    "grpo": "advantages.grpo:grpo",
+    "token_mean": "aggregates.means:token_mean",
+    "token_weights": "aggregates.means:token_mean",  # the usual weights of a script that does not choose
+}
+
+
+def __getattr__(name: str) -> Any:
+    """The public name from its module (PEP 562): whoever asks for the names of the methods need not import them."""
+    if name not in _HOMES:
+        raise AttributeError(f"module '{__name__}' has no attribute '{name}'")
+    module, _, attribute = _HOMES[name].partition(":")
+    value = getattr(importlib.import_module(f"{__name__}.{module}"), attribute)
+    globals()[name] = value
+    return value

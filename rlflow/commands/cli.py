@@ -291,15 +291,13 @@ def run_env_new(args: argparse.Namespace) -> int:
 
 
 def _build_environment(args: argparse.Namespace):
-    from rlflow.components import build
+    from rlflow.components import ENVIRONMENT
     from rlflow.config.loading import load_config
     from rlflow.config.schema import RunConfig
 
     overrides = [f"environment.{pair}" for pair in args.set]
-    return build(
-        "environment",
-        load_config(args.config, [f"environment.name={_quoted(args.name)}", *overrides], RunConfig).environment,
-    )
+    config = load_config(args.config, [f"environment.name={_quoted(args.name)}", *overrides], RunConfig)
+    return ENVIRONMENT.build(config.environment)
 
 
 def run_env_check(args: argparse.Namespace) -> int:

@@ -7,16 +7,13 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from rlflow.algorithms import make_advantage, make_loss
-from rlflow.components import check_component
+from rlflow.components import ADVANTAGE, AGGREGATE, CURATOR, ENGINE, ENVIRONMENT, FILTER, LOSS, TRANSFORM
 from rlflow.config.schema import RunConfig
 from rlflow.errors import ConfigError, did_you_mean
 from rlflow.trainer.layout import Layout
 
 CHOICES = {
     "model.dtype": ("float32", "bfloat16"),
-    "algorithm.aggregate": ("token_mean", "sequence_mean", "trajectory_mean", "constant"),
-    "algorithm.old_logprobs": ("rollout", "recompute"),
     "trainer.backend": ("megatron", "reference"),
     "trainer.recompute": ("none", "selective", "full"),
     "trainer.lr_schedule": ("constant", "cosine", "linear"),
@@ -91,11 +88,10 @@ def check_config(config: RunConfig, components: bool = True) -> None:
         raise ConfigError(
             f"run.name: expected a name for a directory (letters, digits, . _ -), found '{config.run.name}'."
         )
-    make_loss(config.algorithm.losses)
-    make_advantage(config.algorithm.advantage)
+    _check_components(config)
     if components:
-        check_component("engine", config.rollout.engine, _ENGINE_GETS)
-        check_component("environment", config.environment)
+        ENGINE.check(config.rollout.engine, _ENGINE_GETS, "rollout.engine")
+        ENVIRONMENT.check(config.environment)
 
 
 def _value(config: RunConfig, key: str) -> Any:
@@ -173,3 +169,15 @@ def _check_layout(config: RunConfig) -> None:
     layout.data_parallel(ranks)
 
 
+def _check_components(config: RunConfig) -> None:
+    if not config.algorithm.losses:
+        raise ConfigError("algorithm.losses: expected at least one loss, found none; try [ppo_clip]")
+    for index, loss in enumerate(config.algorithm.losses):
+        LOSS.build(loss, f"algorithm.losses[{index}]")  # a loss checks its own limits when it is made
+    ADVANTAGE.check(config.algorithm.advantage, where="algorithm.advantage")
+    AGGREGATE.check(config.algorithm.aggregate, ("tokens",), "algorithm.aggregate")
+    for kind, name in ((FILTER, "filters"), (TRANSFORM, "transforms")):
+        for index, component in enumerate(getattr(config.algorithm, name)):
+            kind.check(component, where=f"algorithm.{name}[{index}]")
+    if config.data.curator is not None:
+        CURATOR.check(config.data.curator, where="data.curator")

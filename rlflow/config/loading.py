@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
-import types
 import typing
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any, TypeVar
 import yaml
 
 from rlflow.errors import ConfigError, did_you_mean
+from rlflow.values import Named, checked, show
 
 T = TypeVar("T")
 REDACTED = "***"
@@ -66,7 +66,8 @@ def load_config(path: str | Path | None, overrides: Sequence[str], schema: type[
         for source, content in _read_files(Path(path), ()):
             draft.merge(draft.raw, content, source, ())
     # Names first: `environment.top_k=5 environment.name=search` must mean the same in either order.
-    for override in sorted(overrides, key=lambda text: not text.split("=")[0].endswith(".name")):
+    # Names first: `environment.top_k=5 environment=search` must mean the same in either order.
+    for override in sorted(overrides, key=lambda text: not draft.chooses(text)):
         draft.override(override)
     return typing.cast(T, draft.build(schema, draft.raw, ()))
 
@@ -125,7 +126,7 @@ def _read_files(path: Path, chain: tuple[Path, ...]) -> Iterator[tuple[str, dict
     base = content.pop("base", None)
     if base is not None:
         if not isinstance(base, str):
-            raise ConfigError(f"{path}: base: expected a file name (text), found {_show(base)}.")
+            raise ConfigError(f"{path}: base: expected a file name (text), found {show(base)}.")
         yield from _read_files(path.parent / base, (*chain, path.resolve()))
     yield str(path), content
 
@@ -144,7 +145,7 @@ def _read_yaml(path: Path) -> dict[str, Any]:
     if content is None:
         return {}
     if not isinstance(content, dict):
-        raise ConfigError(f"{path}: expected sections such as 'trainer:', found {_show(content)}.")
+        raise ConfigError(f"{path}: expected sections such as 'trainer:', found {show(content)}.")
     return content
 
 
@@ -165,6 +166,7 @@ class _Draft:
         self.raw = raw
         self.origins: dict[str, str] = {}
         self.sections = set(_sections(schema, ()))
+        self.components = set(_components(schema, ()))
 
     def merge(self, into: dict[str, Any], new: dict[str, Any], source: str, path: tuple[str, ...]) -> None:
         """Merges mappings in place. A component with another `name` is another component and starts from nothing."""
@@ -172,11 +174,26 @@ class _Draft:
             into.clear()
         for key, value in new.items():
             here = (*path, str(key))
+            value = self.named(here, value)
             self.origins[".".join(here)] = source
             if isinstance(value, dict) and isinstance(into.get(key), dict):
                 self.merge(into[key], value, source, here)
             else:
                 into[key] = value
+
+    def named(self, path: tuple[str, ...], value: Any) -> Any:
+        """The value, with a bare name of a component, or in a list of them, as {name: ...}."""
+        if path in self.components and isinstance(value, list):
+            return [{"name": entry} if isinstance(entry, str) else entry for entry in value]
+        return {"name": value} if isinstance(value, str) and self.holds_component(path) else value
+
+    def holds_component(self, path: tuple[str, ...]) -> bool:
+        return path in self.components or (path[:-1] in self.components and path[-1].isdigit())
+
+    def chooses(self, override: str) -> bool:
+        """Whether an override says which component it is: `environment=search`, `algorithm.losses.0.name=kl`."""
+        path = tuple(override.partition("=")[0].strip().split("."))
+        return path[-1] == "name" or self.holds_component(path)
 
     def override(self, text: str) -> None:
         """Applies one `section.key=value`; missing mappings on the way are made, list positions must exist."""
@@ -195,18 +212,18 @@ class _Draft:
                 self.origins[".".join(path[: depth + 1])] = COMMAND_LINE
             node = _child(node, part, path[: depth + 1])
         if isinstance(node, list):
-            node[_index(node, path[-1], path)] = value
+            node[_index(node, path[-1], path)] = self.named(path, value)
         elif isinstance(node, dict):
             self.merge(node, {path[-1]: value}, COMMAND_LINE, path[:-1])
         else:
-            raise ConfigError(f"{COMMAND_LINE}: {key}: '{'.'.join(path[:-1])}' is {_show(node)}, it has no keys.")
+            raise ConfigError(f"{COMMAND_LINE}: {key}: '{'.'.join(path[:-1])}' is {show(node)}, it has no keys.")
         self.origins[".".join(path)] = COMMAND_LINE
 
     def build(self, cls: Any, raw: Any, path: tuple[str, ...]) -> Any:
         """The dataclass `cls` from a mapping, every key and type checked."""
         if not isinstance(raw, dict):
-            raise ConfigError(f"{self.where(path)}: expected a section with keys, found {_show(raw)}.")
-        hints = typing.get_type_hints(cls)
+            raise ConfigError(f"{self.where(path)}: expected a section with keys, found {show(raw)}.")
+        hints = typing.get_type_hints(cls, include_extras=True)
         fields = {item.name: hints[item.name] for item in dataclasses.fields(cls)}
         for key in raw:
             if key not in fields:
@@ -214,40 +231,10 @@ class _Draft:
                 raise ConfigError(f"{self.where(here)}: unknown key.{_suggest(here, list(fields), self.schema)}")
         values = {}
         for key, value in raw.items():
-            convert = self.build if dataclasses.is_dataclass(fields[key]) else self.convert
-            values[key] = convert(fields[key], value, (*path, key))
+            here = (*path, key)
+            section = dataclasses.is_dataclass(fields[key])
+            values[key] = self.build(fields[key], value, here) if section else checked(fields[key], value, self.where(here))
         return cls(**values)
-
-    def convert(self, hint: Any, value: Any, path: tuple[str, ...]) -> Any:
-        """The value as the annotated type. int -> float is the only conversion; a bool is never a number.
-
-        Raises:
-            ConfigError: with the key, what was expected and what was found.
-        """
-        origin, arguments = typing.get_origin(hint), typing.get_args(hint)
-        if hint is Any or (hint is type(None) and value is None) or (origin is typing.Literal and value in arguments):
-            return value
-        if origin in (typing.Union, types.UnionType):
-            return self.convert_union(hint, value, path)
-        if origin in (list, tuple) and isinstance(value, (list, tuple)):
-            item = arguments[0] if arguments else Any
-            return origin(self.convert(item, entry, (*path, str(index))) for index, entry in enumerate(value))
-        if hint is float and isinstance(value, (int, float)) and not isinstance(value, bool):
-            return float(value)
-        if hint is int and isinstance(value, int) and not isinstance(value, bool):
-            return value
-        if (hint in (str, bool) and isinstance(value, hint)) or ((origin or hint) is dict and isinstance(value, dict)):
-            return value
-        raise ConfigError(f"{self.where(path)}: expected {_describe(hint)}, found {_show(value)}.")
-
-    def convert_union(self, hint: Any, value: Any, path: tuple[str, ...]) -> Any:
-        for kind in typing.get_args(hint):
-            try:
-                return self.convert(kind, value, path)
-            except ConfigError:
-                continue
-        expected = " or ".join(_describe(kind) for kind in typing.get_args(hint))
-        raise ConfigError(f"{self.where(path)}: expected {expected}, found {_show(value)}.")
 
     def where(self, path: tuple[str, ...]) -> str:
         """`file: section.key`, the file being the one that set the key or the nearest key above it."""
@@ -265,12 +252,21 @@ def _sections(schema: Any, path: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
             yield from _sections(hint, (*path, name))
 
 
+def _components(schema: Any, path: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
+    """The keys that hold a component or a list of them."""
+    for name, hint in typing.get_type_hints(schema, include_extras=True).items():
+        if dataclasses.is_dataclass(hint):
+            yield from _components(hint, (*path, name))
+        elif any(Named in getattr(kind, "__metadata__", ()) for kind in (hint, *typing.get_args(hint))):
+            yield (*path, name)
+
+
 def _child(node: Any, part: str, path: tuple[str, ...]) -> Any:
     if isinstance(node, list):
         return node[_index(node, part, path)]
     if isinstance(node, dict):
         return node[part]
-    raise ConfigError(f"{COMMAND_LINE}: {'.'.join(path)}: '{'.'.join(path[:-1])}' is {_show(node)}, it has no keys.")
+    raise ConfigError(f"{COMMAND_LINE}: {'.'.join(path)}: '{'.'.join(path[:-1])}' is {show(node)}, it has no keys.")
 
 
 def _index(node: list[Any], part: str, path: tuple[str, ...]) -> int:
@@ -294,23 +290,3 @@ def _suggest(path: tuple[str, ...], siblings: list[str], root: type) -> str:
     if same:
         return f" Did you mean '{same[0]}'?"
     return f" Known keys{' of ' + '.'.join(path[:-1]) if path[:-1] else ''}: {', '.join(siblings)}."
-
-
-def _describe(hint: Any) -> str:
-    names = {int: "a whole number", float: "a number", str: "text", bool: "true or false", type(None): "null"}
-    if hint in names:
-        return names[hint]
-    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
-    if origin is typing.Literal:
-        return "one of " + ", ".join(str(choice) for choice in arguments)
-    if origin in (list, tuple):
-        return f"a list ([a, b]) of {_describe(arguments[0])}" if arguments else "a list"
-    return "a mapping with keys ({name: ...})" if (origin or hint) is dict else str(hint)
-
-
-def _show(value: Any) -> str:
-    if value is None:
-        return "null (nothing)"
-    kinds = {str: "text", bool: "true/false", int: "whole number", float: "number", dict: "mapping", list: "list"}
-    text = repr(value) if not isinstance(value, bool) else str(value).lower()
-    return f"{text if len(text) <= 60 else text[:57] + '...'} ({kinds.get(type(value), type(value).__name__)})"

@@ -5,12 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from rlflow.config import loading as configuration
-
-Component = dict[str, Any]
-"""A named component and its constructor keywords, e.g. {name: grpo, std: sample}. Its schema is the constructor's signature."""
+from rlflow.values import Component
 
 
 @dataclass
@@ -40,6 +37,7 @@ class DataSection:
     val_split: str = "val"
     max_prompt_tokens: int = 4096  # longer prompts are dropped and counted
     shuffle: bool = True
+    curator: Component | None = None  # which tasks are worth an attempt now; None: every one, in its turn
 
 
 @dataclass
@@ -60,8 +58,9 @@ class RolloutSection:
 class AlgorithmSection:
     advantage: Component = field(default_factory=lambda: {"name": "grpo"})
     losses: list[Component] = field(default_factory=lambda: [{"name": "ppo_clip"}])  # summed
-    aggregate: str = "token_mean"  # token_mean | sequence_mean | trajectory_mean | constant
-    old_logprobs: str = "rollout"  # rollout: the engine's; recompute: the trainer's, before the first minibatch
+    aggregate: Component = field(default_factory=lambda: {"name": "token_mean"})
+    filters: list[Component] = field(default_factory=list)  # of a step's groups, in order
+    transforms: list[Component] = field(default_factory=list)  # of each minibatch, in order
     minibatches_per_step: int = 1
     epochs_per_step: int = 1
 

@@ -35,7 +35,7 @@ METRICS: dict[str, Metric] = {
     "train/lr": Metric("1", "learning rate of the step's last minibatch"),
     "train/clip_fraction": Metric("share", "of trained tokens whose ratio was clipped"),
     "train/ratio": Metric(
-        "1", "mean importance ratio, policy / old policy (algorithm.old_logprobs), over trained tokens"
+        "1", "mean importance ratio, policy / old policy (the kernel's anchor), over trained tokens"
     ),
     "train/old_kl": Metric("nats/token", "KL(old policy || policy), the same two (k3 estimator)"),
     "train/policy_loss": Metric("nats", "the clipped policy-gradient term alone"),

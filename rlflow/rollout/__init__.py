@@ -7,3 +7,6 @@ from rlflow.rollout.rollout import Rollout
 from rlflow.rollout.tokenizer import Tokenizer
 
 __all__ = ["Completion", "Engine", "Rollout", "Sampling", "Tokenizer"]
+
+BUILT_IN = {"embedded": "rlflow.rollout.embedded.engine:EmbeddedEngine"}
+"""Engines: name -> `module:Name`."""

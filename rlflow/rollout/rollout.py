@@ -14,6 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
+from rlflow.components import ENGINE
 from rlflow.environment import Environment
 from rlflow.errors import ConfigError, RolloutError
 from rlflow.models.huggingface import digest
@@ -90,21 +91,17 @@ class Rollout:
         path: str | Path,
         environment: Environment,
         *,
-        engine: Mapping[str, Any] | None = None,
+        engine: str | Mapping[str, Any] = "embedded",
         trust_remote_code: bool = False,
         **options: Any,
     ) -> Rollout:
-        """A Rollout over the embedded engine and the tokenizer of a HuggingFace directory. engine: keywords of
-        `EmbeddedEngine`; options: keywords of `Rollout`."""
-        from rlflow.rollout.embedded.engine import EmbeddedEngine
-
+        """A Rollout over an engine and the tokenizer of a HuggingFace directory. engine: its name, or its keywords, the name
+        left out for the embedded one; options: keywords of `Rollout`."""
         tokenizer = Tokenizer.from_pretrained(path, trust_remote_code)
         shared: dict[str, Any] = {key: options[key] for key in ("seed", "deterministic") if key in options}
-        keywords: dict[str, Any] = {**shared, **(engine or {})}
-        name = keywords.pop("name", "embedded")
-        if name != "embedded":
-            raise ConfigError(f"rollout.engine.name: unknown engine '{name}'; expected 'embedded'.")
-        return cls(EmbeddedEngine(path, tokenizer, **keywords), environment, tokenizer, **options)
+        component = engine if isinstance(engine, str) else {"name": "embedded", **engine}
+        made = ENGINE.build(component, path=path, tokenizer=tokenizer, **shared)
+        return cls(made, environment, tokenizer, **options)
 
     @property
     def max_total_tokens(self) -> int:

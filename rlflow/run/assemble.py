@@ -7,7 +7,7 @@ import logging
 from typing import Any
 
 from rlflow.cluster.trainer import RayTrainer
-from rlflow.components import build
+from rlflow.components import ENGINE, ENVIRONMENT
 from rlflow.config.schema import RunConfig
 from rlflow.environment import Environment
 from rlflow.errors import ConfigError, DataError
@@ -23,7 +23,7 @@ def make_rollout(config: RunConfig) -> Rollout:
     """The rollout of a configuration over a new engine and environment; the caller closes it."""
     section = config.rollout
     tokenizer = Tokenizer.from_pretrained(config.model.path, trust_remote_code=config.model.trust_remote_code)
-    environment: Environment = build("environment", config.environment)
+    environment: Environment = ENVIRONMENT.build(config.environment)
     offered: dict[str, Any] = {
         "path": config.model.path,
         "tokenizer": tokenizer,
@@ -34,7 +34,7 @@ def make_rollout(config: RunConfig) -> Rollout:
         "trust_remote_code": config.model.trust_remote_code,
     }
     rollout = Rollout(
-        build("engine", section.engine, **offered),
+        ENGINE.build(section.engine, "rollout.engine", **offered),
         environment,
         tokenizer,
         samples_per_prompt=section.samples_per_prompt,

@@ -3,3 +3,9 @@
 from rlflow.trainer.base import LossFunction, Trainer
 
 __all__ = ["LossFunction", "Trainer"]
+
+BUILT_IN = {
+    "megatron": "rlflow.trainer.megatron:MegatronTrainer",
+    "reference": "rlflow.trainer.reference:ReferenceTrainer",
+}
+"""Backends: name -> `module:Name`."""

@@ -98,7 +98,7 @@ def trained(
         for batch in demo.batches:
             batch = add_scores(batch, trainer, algorithm)
             batch = batch.replace(advantages=algorithm.advantage(batch)[:, None] * batch.loss_mask)
-            batch = batch.replace(weights=token_weights(batch, config.algorithm.aggregate))
+            batch = batch.replace(weights=token_weights(batch))
             metrics.append(trainer.update(batch, algorithm.loss))
             observe(trainer)
         return metrics, dict(trainer.weights())

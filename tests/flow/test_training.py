@@ -164,7 +164,7 @@ def test_backends_follow_the_same_curve(model: Path, tmp_path: Path) -> None:
     for backend in ("megatron", "reference"):
         options = [f"trainer.backend={backend}", "run.steps=6", "evaluation.every_steps=3", "run.deterministic=true",
                    "algorithm.losses=[{name: ppo_clip}, {name: kl, coefficient: 0.01}, {name: entropy, coefficient: 0.01}]",
-                   "algorithm.old_logprobs=recompute", "algorithm.minibatches_per_step=2", "trainer.eps=1e-4",
+                   "algorithm.losses.0.anchor=proximal", "algorithm.minibatches_per_step=2", "trainer.eps=1e-4",
                    "trainer.lr_schedule=cosine", "trainer.weight_decay=0.05", "checkpoint.export=false"]  # fmt: skip
         runs[backend] = Finished.of(letters_config(model, tmp_path / backend, *options)).records
     for step, (one, other) in enumerate(zip(*runs.values(), strict=True)):
@@ -251,7 +251,7 @@ def test_what_the_environment_wrote_has_no_gradient(recorded: tuple[RunConfig, R
     results = []
     for one in (batch, spoiled):
         fresh = Trainer.from_pretrained(config.model.path, backend="reference", lr=1e-3)
-        weighed = one.replace(weights=token_weights(one, config.algorithm.aggregate))
+        weighed = one.replace(weights=token_weights(one))
         results.append((fresh.update(weighed, algorithm.loss), dict(fresh.weights())))
     assert results[0][0] == results[1][0]
     assert all(torch.equal(tensor, results[1][1][name]) for name, tensor in results[0][1].items())

@@ -53,7 +53,7 @@ def test_rows_know_their_group_attempt_segment_stop_and_source():
     assert [tuple(StopReason)[place].value for place in batch.stop] == ["terminated"] * 2 + ["max_turns", "terminated"]
     assert [SOURCES[place] for place in batch.source] == ["local"] * 3 + ["external"]
     other.source = "elsewhere"
-    with pytest.raises(DataError, match="expected a source out of local, external, .*, found 'elsewhere'"):
+    with pytest.raises(DataError, match=r"expected a source out of local, external, .*, found 'elsewhere'"):
         make_batch([other])
 
 
@@ -74,7 +74,7 @@ def test_rows_are_selected_with_every_field_that_is_there():
     assert torch.equal(part.reference_logprobs, batch.reference_logprobs[[2, 0], :4])
     assert part.rewards.tolist() == [0.0, 1.0] and part.extras["mine"].tolist() == [2, 0]
     assert part.proximal_logprobs is None
-    with pytest.raises(RLFlowError, match="loss mine: the batch has no proximal_logprobs, expected it from trainer.score"):
+    with pytest.raises(RLFlowError, match=r"loss mine: the batch has no proximal_logprobs, expected it from trainer\.score"):
         part.require("proximal_logprobs", "loss mine")
 
 

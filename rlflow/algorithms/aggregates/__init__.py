@@ -1,10 +1,12 @@
 """Aggregates: each token's share in the loss of one optimizer step, (B, T) float32, 0 off the loss mask. The whole difference
-between a mean over tokens, over sequences or over trajectories, and Dr.GRPO's constant."""
+between a mean over tokens, over sequences or over trajectories, and Dr.GRPO's constant. One small file per idea."""
+
+from __future__ import annotations
 
 BUILT_IN = {
-    "token_mean": f"{__name__}.means:token_mean",
-    "sequence_mean": f"{__name__}.means:sequence_mean",
-    "trajectory_mean": f"{__name__}.means:trajectory_mean",
-    "constant": f"{__name__}.constant:constant",
+    "token_mean": "rlflow.algorithms.aggregates.means:token_mean",
+    "sequence_mean": "rlflow.algorithms.aggregates.means:sequence_mean",
+    "trajectory_mean": "rlflow.algorithms.aggregates.means:trajectory_mean",
+    "constant": "rlflow.algorithms.aggregates.constant:constant",
 }
-"""Name -> where."""
+"""Name -> `module:Name`."""

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rlflow.algorithms import grpo, make_advantage
+from rlflow.algorithms import grpo
 from rlflow.errors import ConfigError, RLFlowError
+from rlflow.run.algorithm import make_advantage
 from rlflow.types import Batch
 
 
@@ -106,8 +107,8 @@ def test_an_advantage_is_made_from_its_component():
         ({"name": "gpro"}, "Did you mean 'grpo'"),
         ({"name": "grpo", "stdd": "none"}, "Did you mean 'std'"),
         ({"name": "grpo", "eps": "tiny"}, "expected a number, found 'tiny'"),
-        ({"name": "grpo", "batch": 1}, "takes std, eps; found 'batch'"),
-        ({"name": "no.such:thing"}, "cannot import 'no.such:thing'"),
+        ({"name": "grpo", "batch": 1}, "unknown keyword 'batch'. It takes: std, eps"),
+        ({"name": "no.such:thing"}, "'no.such:thing': no module 'no'"),
     ],
 )
 def test_a_wrong_component_is_a_config_error(component, message):

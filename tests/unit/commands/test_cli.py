@@ -20,7 +20,7 @@ from rlflow.commands.doctor import JOBS, TESTED, diagnose, job_row, package_row,
 from rlflow.commands.play import find_task, play, read_response
 from rlflow.commands.scaffold import write_environment
 from rlflow.commands.show import printable
-from rlflow.components import build
+from rlflow.components import ENVIRONMENT
 from rlflow.errors import ConfigError
 from rlflow.run.directory import RunDirectory
 from rlflow.storage.files import write_json, write_text
@@ -120,7 +120,7 @@ def test_a_scaffolded_environment_is_short_keeps_the_contract_and_passes_its_own
     source, test, reference = write_environment("word_game", tmp_path)
     assert len(source.read_text().splitlines()) <= 30
     assert [node.name for node in ast.parse(source.read_text()).body if isinstance(node, ast.ClassDef)] == ["WordGame"]
-    report = check_environment(build("environment", {"name": reference}), episodes=8)
+    report = check_environment(ENVIRONMENT.build({"name": reference}), episodes=8)
     assert report.passed, str(report)
     done = subprocess.run([sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(test)], cwd=tmp_path,
                           env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True)  # fmt: skip
@@ -156,7 +156,7 @@ def test_env_check_prints_problems_and_exits_1(tmp_path: Path, capsys: pytest.Ca
 
 def test_a_person_plays_to_the_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     _, _, reference = write_environment("guess", tmp_path)
-    environment = build("environment", {"name": reference})
+    environment = ENVIRONMENT.build({"name": reference})
     assert play(environment, task="train-7", source=io.StringIO("5\n\n8\n\nI say\n7\n\n"), color="never") == 0
     out = capsys.readouterr().out
     assert out.index("higher") < out.index("lower") < out.index("terminated after 3 turns, return 1")
@@ -164,7 +164,7 @@ def test_a_person_plays_to_the_end(tmp_path: Path, capsys: pytest.CaptureFixture
 
 def test_leaving_and_the_turn_limit_end_a_game(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     _, _, reference = write_environment("guess", tmp_path)
-    environment = build("environment", {"name": reference})
+    environment = ENVIRONMENT.build({"name": reference})
     play(environment, source=io.StringIO(""), color="never")
     assert "left after 0 turns" in capsys.readouterr().out
     play(environment, task="train-7", max_turns=2, source=io.StringIO("0\n\n" * 9), color="never")

@@ -83,6 +83,17 @@ def test_another_component_name_drops_the_keywords_of_the_first_in_any_order(tmp
     assert load_run_config(file, ["environment.name=search"]).environment == {"name": "search", "corpus": "c.jsonl"}
 
 
+def test_a_bare_name_is_a_component_everywhere(tmp_path: Path) -> None:
+    file = write(tmp_path / "c.yaml", "environment: guess\nalgorithm: {advantage: rloo, losses: [sft, {name: kl, clamp: 3}]}\n")
+    config = load_run_config(file, ["rollout.engine=other", "algorithm.losses.0=ppo_clip", "algorithm.losses.0.clip_low=.1"])
+    assert config.environment == {"name": "guess"} and config.rollout.engine == {"name": "other"}
+    assert config.algorithm.advantage == {"name": "rloo"}
+    assert config.algorithm.losses == [{"name": "ppo_clip", "clip_low": 0.1}, {"name": "kl", "clamp": 3}]
+    for overrides in (["environment=new", "environment.highest=3"], ["environment.highest=3", "environment=new"]):
+        assert load_run_config(file, overrides).environment == {"name": "new", "highest": 3}
+    assert load_run_config(file, ["algorithm.losses=[sft]"]).algorithm.losses == [{"name": "sft"}]
+
+
 def test_a_run_name_is_no_component_name() -> None:
     assert load_run_config(None, ["run.seed=3", "run.name=other"]).run.seed == 3
 

@@ -28,7 +28,7 @@ def test_qwen_recipe_has_the_values_of_the_published_one() -> None:
     assert (rollout.prompts_per_step, rollout.samples_per_prompt, algorithm.minibatches_per_step) == (512, 4, 2)
     assert (rollout.max_total_tokens, config.data.max_prompt_tokens, rollout.max_response_tokens) == (7096, 4096, 3000)
     assert (rollout.max_observation_tokens, config.environment["top_k"], rollout.temperature) == (500, 3, 1.0)
-    assert algorithm.old_logprobs == "recompute"
+    assert algorithm.losses[0]["anchor"] == "proximal"
     assert [loss["name"] for loss in algorithm.losses] == ["ppo_clip", "kl"]
     assert (algorithm.losses[0]["clip_low"], algorithm.losses[1]["coefficient"]) == (0.2, 0.001)
     assert (trainer.lr, trainer.beta1, trainer.beta2, trainer.eps) == (1e-6, 0.9, 0.95, 1e-5)

@@ -168,5 +168,5 @@ def test_no_tasks_give_no_groups_and_wrong_options_are_named(qwen: Path, tokeniz
         assert rollout.collect([]) == []
     with pytest.raises(ConfigError, match=r"rollout\.max_turns: expected at least 1, found 0"):
         make(qwen, tokenizer, Asking(), max_turns=0)
-    with pytest.raises(ConfigError, match="unknown engine 'vlm'"):
+    with pytest.raises(ConfigError, match="engine: unknown name 'vlm'"):
         Rollout.from_pretrained(qwen, Asking(), engine={"name": "vlm"})

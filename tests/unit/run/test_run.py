@@ -151,7 +151,8 @@ def test_minibatches_are_split_by_the_runs_seed(model: Path, tmp_path: Path) -> 
 
 
 def test_every_minibatch_of_every_epoch_compares_with_the_policy_before_the_step(model: Path, tmp_path: Path) -> None:
-    values = ("algorithm.minibatches_per_step=2", "algorithm.epochs_per_step=3", "algorithm.old_logprobs=recompute",
+    values = ("algorithm.minibatches_per_step=2", "algorithm.epochs_per_step=3",
+              "algorithm.losses=[{name: ppo_clip, anchor: proximal}]",
               "evaluation.at_start=false", "trainer.weight_decay=0.5", EVERY_ROW_LEARNS)  # fmt: skip
     with Run(letters_config(model, tmp_path, *TINY, *values)) as run:
         batches: list[Batch] = []
@@ -178,7 +179,7 @@ def test_every_minibatch_of_every_epoch_compares_with_the_policy_before_the_step
 
 
 def _rows(batch: Batch, column: str) -> list[tuple[int, torch.Tensor]]:
-    values, lengths = batch.columns[column], batch.lengths.tolist()
+    values, lengths = getattr(batch, column), batch.lengths.tolist()
     return [(int(one), values[row, : lengths[row]]) for row, one in enumerate(batch.trajectory)]
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import Tensor
 
-from rlflow.algorithms import token_weights
+from rlflow.components import AGGREGATE
 from rlflow.errors import ConfigError
 from rlflow.types import Batch
 
@@ -23,6 +24,11 @@ def batch_of(tokens_per_row: list[int], owners: list[int] | None = None, width: 
         temperatures=torch.ones(len(tokens_per_row)),
         trajectory=None if owners is None else torch.tensor(owners),
     )
+
+
+def token_weights(batch: Batch, how: str, constant: int = 8) -> Tensor:
+    """The weights of the named aggregate, as a run makes them."""
+    return AGGREGATE.build(how, tokens=constant)(batch)
 
 
 MEANS = ["token_mean", "sequence_mean", "trajectory_mean"]
@@ -76,6 +82,8 @@ def test_weights_ignore_padding_and_permute_with_rows(how):
 
 def test_wrong_names_and_a_missing_constant_are_config_errors():
     with pytest.raises(ConfigError, match="Did you mean 'token_mean'"):
-        token_weights(batch_of([1]), "token_means")  # type: ignore[arg-type]
+        token_weights(batch_of([1]), "token_means")
     with pytest.raises(ConfigError, match="the most tokens"):
-        token_weights(batch_of([1]), "constant")
+        token_weights(batch_of([1]), "constant", constant=0)
+    with pytest.raises(ConfigError, match="missing keyword tokens"):
+        AGGREGATE.build("constant")

@@ -1,0 +1,172 @@
+"""One value against its annotation: the check of every key of a configuration and every keyword of a component.
+
+Ranges stand at the annotation: `lr: PositiveFloat`, `share: Annotated[float, Range(0, 1)]`.
+"""
+
+from __future__ import annotations
+
+import math
+import types
+import typing
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+from rlflow.errors import ConfigError, did_you_mean
+
+
+@dataclass(frozen=True)
+class Range:
+    """The numbers from `low` to `high`; `above` and `below` are bounds that are not reached themselves."""
+
+    low: float = -math.inf
+    high: float = math.inf
+    above: float = -math.inf
+    below: float = math.inf
+
+    def __contains__(self, value: float) -> bool:
+        return math.isfinite(value) and self.low <= value <= self.high and self.above < value < self.below
+
+    def __str__(self) -> str:
+        bounds = (("above", self.above), ("from", self.low), ("to", self.high), ("below", self.below))
+        return " ".join(f"{word} {bound:g}" for word, bound in bounds if math.isfinite(bound))
+
+
+PositiveInt = Annotated[int, Range(above=0)]
+NonNegativeInt = Annotated[int, Range(0)]
+PositiveFloat = Annotated[float, Range(above=0)]
+NonNegativeFloat = Annotated[float, Range(0)]
+Share = Annotated[float, Range(0, 1)]
+
+
+class Named:
+    """Marks a mapping that is a component: a bare name stands for {name: ...}."""
+
+
+Component = Annotated[dict[str, Any], Named]
+"""A named component and its constructor keywords, e.g. {name: grpo, std: sample}. Its schema is the constructor's signature."""
+
+
+def checked(hint: Any, value: Any, where: str) -> Any:
+    """The value as the annotated type. int -> float and name -> component are the only conversions; a bool is never a number, a
+    number is finite. Annotations other than those of plain data (classes, callables, type variables) hold for every value.
+
+    Raises:
+        ConfigError: with `where`, what was expected and what was found.
+    """
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin is Annotated:
+        return _checked_annotated(hint, value, where)
+    if origin in (typing.Union, types.UnionType):
+        return _checked_union(hint, value, where)
+    if origin is Literal:
+        if any(value == choice and type(value) is type(choice) for choice in arguments):
+            return value
+        raise _unexpected(hint, value, where)
+    if (origin or hint) in (list, tuple, Sequence):
+        if not isinstance(value, (list, tuple)):
+            raise _unexpected(hint, value, where)
+        item = arguments[0] if arguments else Any
+        items = [checked(item, entry, f"{where}[{index}]") for index, entry in enumerate(value)]
+        return tuple(items) if (origin or hint) is tuple else items
+    if hint is float and _is_number(value) and math.isfinite(value):
+        return float(value)
+    if _is_plain(hint) and not _holds(origin or hint, value):
+        raise _unexpected(hint, value, where)
+    return value
+
+
+def hints_of(target: Callable[..., Any]) -> dict[str, Any]:
+    """Parameter -> annotation of a function or of a class's constructor; Any for what cannot be evaluated, such as a name that is
+    imported for type checking only."""
+    function = target.__init__ if isinstance(target, type) else target  # type: ignore[misc]
+    while hasattr(function, "__wrapped__"):
+        function = function.__wrapped__
+    scope = getattr(function, "__globals__", {})
+    return {name: _evaluated(text, scope) for name, text in getattr(function, "__annotations__", {}).items()}
+
+
+def describe(hint: Any) -> str:
+    """What an annotation expects, in words."""
+    names = {int: "a whole number", float: "a number", str: "text", bool: "true or false", type(None): "null"}
+    if hint in names:
+        return names[hint]
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin is Annotated:
+        if Named in hint.__metadata__:
+            return "a name, or a mapping with one ({name: ...})"
+        ranges = [str(item) for item in hint.__metadata__ if isinstance(item, Range)]
+        return " ".join([describe(arguments[0]), *ranges])
+    if origin in (typing.Union, types.UnionType):
+        return " or ".join(dict.fromkeys(describe(kind) for kind in arguments))
+    if origin is Literal:
+        return "one of " + ", ".join(str(choice) for choice in arguments)
+    if (origin or hint) in (list, tuple, Sequence):
+        return f"a list ([a, b]) of {describe(arguments[0])}" if arguments else "a list"
+    if (origin or hint) in (dict, Mapping):
+        return "a mapping with keys ({name: ...})"
+    return getattr(hint, "__name__", str(hint))
+
+
+def show(value: Any) -> str:
+    """A value as found, with its kind."""
+    if value is None:
+        return "null (nothing)"
+    kinds = {str: "text", bool: "true/false", int: "whole number", float: "number", dict: "mapping", list: "list"}
+    text = repr(value) if not isinstance(value, bool) else str(value).lower()
+    return f"{text if len(text) <= 60 else text[:57] + '...'} ({kinds.get(type(value), type(value).__name__)})"
+
+
+def _checked_annotated(hint: Any, value: Any, where: str) -> Any:
+    base, *_ = typing.get_args(hint)
+    if Named in hint.__metadata__ and isinstance(value, str):
+        return {"name": value}
+    ranges = [item for item in hint.__metadata__ if isinstance(item, Range)]
+    if _is_number(value) and any(value not in item for item in ranges):
+        raise _unexpected(hint, value, where)
+    try:
+        return checked(base, value, where)
+    except ConfigError as problem:  # of an entry of a list, say: that place is the better one
+        raise (_unexpected(hint, value, where) if str(problem).startswith(f"{where}:") else problem) from None
+
+
+def _checked_union(hint: Any, value: Any, where: str) -> Any:
+    for kind in typing.get_args(hint):
+        try:
+            return checked(kind, value, where)
+        except ConfigError:
+            continue
+    raise _unexpected(hint, value, where)
+
+
+def _unexpected(hint: Any, value: Any, where: str) -> ConfigError:
+    origin, choices = typing.get_origin(hint), typing.get_args(hint)
+    hint_words = did_you_mean(value, map(str, choices)) if origin is Literal and isinstance(value, str) else ""
+    expected = describe(hint)
+    if _is_number(value) and not math.isfinite(value) and expected == "a number":
+        expected = "a finite number"
+    return ConfigError(f"{where}: expected {expected}, found {show(value)}.{hint_words}")
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _is_plain(hint: Any) -> bool:
+    return (typing.get_origin(hint) or hint) in (str, bool, int, float, dict, Mapping, type(None))
+
+
+def _holds(kind: Any, value: Any) -> bool:
+    if kind is int:
+        return isinstance(value, int) and not isinstance(value, bool)
+    return kind is not float and isinstance(value, Mapping if kind is dict else kind)
+
+
+def _evaluated(annotation: Any, scope: Mapping[str, Any]) -> Any:
+    if not isinstance(annotation, str):
+        return annotation
+    holder = types.SimpleNamespace(__annotations__={"value": annotation})
+    try:
+        return typing.get_type_hints(holder, globalns=dict(scope), include_extras=True)["value"]
+    except (NameError, AttributeError, TypeError, SyntaxError):
+        return Any
