@@ -14,8 +14,8 @@ from rlflow.errors import RolloutError
 from rlflow.metrics.reductions import mean, reduced, rollout_metrics
 from rlflow.metrics.timer import PhaseTimer
 from rlflow.run.algorithm import Algorithm
+from rlflow.run.open import open_run
 from rlflow.run.preflight import finished_summary, run_path
-from rlflow.run.run import Run
 from rlflow.trainer.base import Trainer
 from rlflow.types import Batch, Group, Trajectory
 
@@ -32,15 +32,18 @@ def train(config: RunConfig) -> dict[str, Any]:
         told = "%s: all %d steps are done, nothing is left to do; raise run.steps to go on"
         logger.warning(told, run_path(config), finished["steps"])
         return finished
-    with Run(config) as run:
-        run.evaluate_if_due()
+    with open_run(config) as run:
+        if run.evaluation_due():
+            run.evaluate()
         for groups in run.groups():
             metrics = training_step(run.step, groups, run.trainer, run.algorithm, run.timer)
             with run.timer.phase("sync"):
                 run.rollout.load_weights(run.trainer.weights(), version=run.step + 1)
             run.finish_step(metrics, groups)
-            run.evaluate_if_due()
-            run.save_if_due()
+            if run.evaluation_due():
+                run.evaluate()
+            if run.checkpoint_due():
+                run.save()
         return run.finish()
 
 

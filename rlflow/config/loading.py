@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import re
 import typing
 from collections.abc import Iterator, Sequence
@@ -13,6 +12,7 @@ from typing import Any, TypeVar
 import yaml
 
 from rlflow.errors import ConfigError, did_you_mean
+from rlflow.storage.files import write_text
 from rlflow.values import Named, checked, show
 
 T = TypeVar("T")
@@ -79,10 +79,7 @@ def to_dict(config: Any) -> dict[str, Any]:
 
 def save_config(config: Any, path: str | Path) -> None:
     """Writes the resolved configuration as YAML that `load_config` reads again, secrets replaced by `***`."""
-    path = Path(path)
-    aside = path.with_name(path.name + ".partial")
-    aside.write_text(config_text(config), encoding="utf-8")
-    os.replace(aside, path)
+    write_text(path, config_text(config))
 
 
 def config_text(config: Any) -> str:
