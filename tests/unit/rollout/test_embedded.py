@@ -14,6 +14,7 @@ from rlflow.rollout.embedded import EmbeddedEngine
 from rlflow.rollout.engine import Completion, Engine, Sampling
 from rlflow.rollout.tokenizer import Tokenizer
 from rlflow.weights.hf import digest, iterate_weights
+from tests import rounding
 
 
 def random_rows(lengths: list[int], seed: int = 0) -> list[list[int]]:
@@ -29,19 +30,17 @@ def run(*coroutines: Coroutine[Any, Any, Completion]) -> list[Completion]:
 
 
 def reference_logprobs(path: Path, prompt: list[int], tokens: list[int], temperature: float = 1.0) -> torch.Tensor:
-    """(len(tokens), vocab) log-probs that transformers gives for the positions of `tokens`, at the temperature."""
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(str(path), dtype=torch.float32)
-    with torch.no_grad():
-        logits = model(torch.tensor([prompt + tokens])).logits[0]
-    return (logits[len(prompt) - 1 : -1] / temperature).log_softmax(-1)
+    """(len(tokens), vocab) log-probs that transformers gives for the positions of `tokens`, at the temperature, in float64."""
+    (exact,), _ = rounding.logprobs(path, [prompt + tokens], temperature)
+    return exact[len(prompt) - 1 : -1]
 
 
 def assert_logprobs(path: Path, prompt: list[int], completion: Completion, temperature: float = 1.0) -> None:
-    expected = reference_logprobs(path, prompt, completion.tokens, temperature)
-    chosen = expected.gather(-1, torch.tensor(completion.tokens)[:, None])[:, 0]
-    assert (chosen - torch.tensor(completion.logprobs)).abs().max() <= 1e-5
+    """Those of transformers, up to the rounding of float32."""
+    row = prompt + completion.tokens
+    (exact,), bound = rounding.logprobs(path, [row], temperature)
+    chosen = exact[len(prompt) - 1 : -1].gather(-1, torch.tensor(completion.tokens)[:, None])[:, 0]
+    assert (chosen - torch.tensor(completion.logprobs)).abs().max() <= bound
 
 
 def test_it_implements_the_protocol(qwen: Path) -> None:
