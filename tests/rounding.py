@@ -16,6 +16,7 @@ from __future__ import annotations
 import copy
 import functools
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,9 @@ import torch
 from torch import Tensor
 
 from rlflow.rollout.sampling import uniforms
+from rlflow.trainer import Loss
+from rlflow.trainer.reference import ReferenceTrainer
+from rlflow.types import Batch
 
 MOVED = 2.0**-20
 """By which share weights are moved (standard deviation): far above the rounding of float64, and small enough to be linear."""
@@ -107,3 +111,55 @@ def _bound(path: Path, rows: list[list[int]], results: list[tuple[Tensor, Tensor
     condition = max(float((other - exact).abs().max()) for exact, other in results) / MOVED
     longest = max(parameter.shape[-1] for parameter in _models(path)[0].parameters())
     return accumulated(max(longest, *map(len, rows))) * condition
+
+
+class Updates:
+    """What rounding may do to a few updates from the same start with Adam, derived from the same updates in float64.
+
+    A step is lr m / (sqrt(v) + eps), with m an average of the gradients so far and sqrt(v) a root mean square of them. Gradients
+    that are off by d, as the condition says, move both by d at most, and |m| <= r sqrt(v) (Cauchy and Schwarz; r is 1.001 after
+    three updates), so a step is off by at most (1 + r) d / (sqrt(v) + eps) learning rates; and never by more than 2 r. That is
+    nothing where the gradient is large, and much where it is as small as its own rounding: in biases of keys, which shift all
+    scores of a query alike but for the rotary embedding, whose slow parts barely turn within a short row."""
+
+    def __init__(self, make: Callable[[], ReferenceTrainer], batch: Batch, loss: Loss, updates: int) -> None:
+        exact, other = make(), make()
+        for trainer in (exact, other):
+            trainer.model.double()
+        moved(other.model)
+        self.lr, self.eps = exact.schedule["lr"], exact.optimizer.defaults["eps"]
+        self.betas = exact.optimizer.defaults["betas"]
+        self.norm_bounds: list[float] = []
+        self._gradients: dict[str, list[Tensor]] = {}
+        self._bounds: dict[str, list[float]] = {}
+        off = accumulated(batch.tokens.numel()) / MOVED  # a gradient is a sum over tokens, the longest sum of all
+        for _ in range(updates):
+            norm, _ = (trainer.update(batch, loss)["gradient_norm"] for trainer in (exact, other))
+            differences = []
+            for (name, one), two in zip(exact.model.named_parameters(), other.model.parameters()):
+                assert one.grad is not None and two.grad is not None
+                self._gradients.setdefault(name, []).append(one.grad.clone())
+                differences.append((one.grad - two.grad).flatten())
+                self._bounds.setdefault(name, []).append(off * float(differences[-1].abs().max()))
+            difference = torch.cat(differences)  # of gradients that were clipped to 1 (or are shorter)
+            own = accumulated(len(difference)) / 2  # of a sum of squares, of which the norm is the root
+            self.norm_bounds.append(max(norm, 1.0) * (off * float(difference.norm()) + own))
+
+    def most_apart(self, name: str, weight: Tensor) -> Tensor:
+        """Of every element, how far two runs in float32 may be from each other after the updates."""
+        gradients, bounds = torch.stack(self._gradients[name]), self._bounds[name]
+        apart = torch.zeros_like(gradients[0])
+        for done in range(1, len(bounds) + 1):
+            first, second = (self._shares(beta, done) for beta in self.betas)
+            most = float((first.square() / second).sum().sqrt())  # r
+            size = (second[:, None] * gradients[:done].flatten(1).square()).sum(0).sqrt().view_as(apart) + self.eps
+            apart += (2 * (1 + most) * max(bounds[:done]) / size).clamp(max=2 * most)
+        # Weight decay and the difference round the weight, half a dozen operations the step.
+        rounded = 2 * len(bounds) * torch.finfo(torch.float32).eps * (weight.abs() + 6 * self.lr)
+        return self.lr * apart + rounded
+
+    @staticmethod
+    def _shares(beta: float, updates: int) -> Tensor:
+        """The share of each of the gradients in a mean that forgets by `beta`, without the bias of its start."""
+        powers = beta ** torch.arange(updates - 1, -1, -1, dtype=torch.float64)
+        return powers / powers.sum()
