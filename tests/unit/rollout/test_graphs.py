@@ -104,7 +104,7 @@ def test_graphs_are_refused_where_there_is_no_gpu(qwen: Path) -> None:
 @pytest.mark.parametrize("family", ["qwen2", "qwen3"])
 def test_cuda_graphs_give_what_eager_steps_give(tmp_path: Path, family: str) -> None:
     torch.backends.cuda.matmul.allow_tf32 = False
-    path = tiny_model(tmp_path, family, scale=0.2)
+    path = tiny_model(tmp_path, family, scale=0.2, seed=3)  # weights with which no choice is within rounding
     eager = EmbeddedEngine(path, device="cuda", cuda_graphs=False, max_tokens=512)
     graphs = EmbeddedEngine(path, device="cuda", cuda_graphs=True, max_tokens=512)
     for _ in range(2):
