@@ -77,6 +77,11 @@ def margin(path: Path, prompt: list[int], tokens: list[int], temperature: float,
     return float(torch.minimum(drawn - ends.gather(-1, chosen), ends.gather(-1, chosen + 1) - drawn).min()) / bound
 
 
+def rows_of(batch: Batch) -> list[list[int]]:
+    """The tokens of a batch without padding."""
+    return [row[:length].tolist() for row, length in zip(batch.tokens, batch.lengths.tolist()) if length]
+
+
 def moved(model: torch.nn.Module, seed: int = 0) -> None:
     """Moves every parameter at random by the share MOVED of itself, in place."""
     draw = torch.Generator().manual_seed(seed)
@@ -90,7 +95,8 @@ def _models(path: Path) -> tuple[Any, Any]:
     """The model of a directory in float64, and a copy whose weights were moved."""
     from transformers import AutoModelForCausalLM
 
-    exact = AutoModelForCausalLM.from_pretrained(str(path), dtype=torch.float64)
+    # transformers' grouped products of experts know no float64.
+    exact = AutoModelForCausalLM.from_pretrained(str(path), dtype=torch.float64, experts_implementation="eager")
     other = copy.deepcopy(exact)
     moved(other)
     return exact, other

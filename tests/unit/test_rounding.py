@@ -26,7 +26,7 @@ def farthest(found: list[Tensor], exact: list[Tensor]) -> float:
 
 
 @pytest.mark.parametrize("scale", [0.1, 0.2])
-@pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama", "mistral"])
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama", "mistral", "qwen3_moe", "deepseek_v3"])
 def test_float32_is_within_the_bounds_and_bfloat16_far_outside(tmp_path: Path, family: str, scale: float) -> None:
     """About 0.1 of the bound in float32, whatever the family and the size of its weights; 2500 times it in bfloat16."""
     path = tiny_model(tmp_path, family, tokenizer=False, scale=scale)

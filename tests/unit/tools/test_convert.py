@@ -21,12 +21,13 @@ from torch.distributed import checkpoint as torch_checkpoint
 
 from rlflow.errors import ConversionError, RLFlowError
 from rlflow.trainer import Trainer
-from rlflow.trainer.export import check_export
+from rlflow.trainer.export import _random_batch, check_export
 from rlflow.weights.convert import Options, to_huggingface
 from rlflow.weights.families import architecture, placed_rules
 from rlflow.weights.hf import WeightFiles, digest, iterate_weights, read_config
 from rlflow.weights.split import shard
 from rlflow.weights.verify import verify_export
+from tests import rounding
 from tools.ckpt_convert.command import main
 
 VOCAB = 301
@@ -71,7 +72,8 @@ def test_export_has_the_trainers_weights_and_computes_what_it_does(name: str, ma
     assert digest(iterate_weights(tmp_path / "out")) == digest(iterate_weights(model)), "not bitwise equal"
     assert manifest["source"]["iteration"] == 7
     trainer = Trainer.from_pretrained(model)
-    assert check_export(trainer, tmp_path / "out") <= 1e-5
+    _, bound = rounding.logprobs(model, rounding.rows_of(_random_batch(VOCAB)), temperature=1.0)  # of each side
+    assert check_export(trainer, tmp_path / "out") <= 2 * bound
     trainer.close()
 
 

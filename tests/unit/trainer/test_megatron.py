@@ -136,8 +136,7 @@ def test_an_update_describes_trained_tokens_only_and_a_score_all(make: Any, mode
     scores = trainer.score(batch)["logprobs"]
     trainer.update(batch, watch)
     assert (scores != 0).sum() == int((batch.lengths - 1).sum())
-    rows = [row[:length].tolist() for row, length in zip(batch.tokens, batch.lengths.tolist())]
-    _, bound = rounding.logprobs(model, rows, temperature=0.8)
+    _, bound = rounding.logprobs(model, rounding.rows_of(batch), temperature=0.8)
     torch.testing.assert_close(seen[0], scores * batch.loss_mask, atol=2 * bound, rtol=0)
 
 
