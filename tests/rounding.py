@@ -9,7 +9,8 @@ are off by so much do to the result is the model's condition. It is measured in 
     |result - exact result|  <=  sqrt(n) u * max |exact result of moved weights - exact result| / how far they were moved
 
 Every weight is moved at random, n is the longest sum, and two results in float32 may be twice as far from each other. What
-sums in blocks, as all libraries do, stays well below: at a tenth of it (tests/unit/test_rounding.py).
+sums in blocks, as all libraries do, stays well below: at a tenth of it (tests/unit/test_rounding.py). It is a bound in
+probability, as sqrt(n) is; the certain one, with n u, is ten times as far.
 
 What is exact needs no bound: equal batches, layouts and numbers give equal bits, and a choice whose `margin` is above 1 falls
 alike whatever the rounding."""
