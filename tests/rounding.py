@@ -27,8 +27,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlflow.rollout.sampling import uniforms
-from rlflow.trainer import Loss
+from rlflow.rollout.embedded.sampling import uniforms
+from rlflow.trainer.base import Loss
 from rlflow.trainer.reference import ReferenceTrainer
 from rlflow.types import Batch
 
