@@ -16,6 +16,7 @@ from torch import Tensor
 from rlflow.errors import ConversionError, ExitCode, ModelError
 from rlflow.models.architecture import Architecture, huggingface_shapes, stored_architecture
 from rlflow.models.huggingface import companions_digest, copy_files, read_config, with_dtype
+from rlflow.storage.integrity import EXPORT_MANIFEST
 
 from .mapping.plan import Plan, Target
 from .mapping.to_huggingface import Export, make_export
@@ -23,7 +24,7 @@ from .readers.formats import open_source
 from .readers.source import Source
 from .stream import check_equal, copy, copy_tensors
 from .verify import check_inverse, verify_export
-from .writers.directory import MANIFEST, Writing, check_output, write_directory
+from .writers.directory import Writing, check_output, write_directory
 from .writers.sink import Sink, layout_digest, safetensors_files
 
 Progress = Callable[[int, int], None]
@@ -121,7 +122,7 @@ def to_huggingface(
 
 def current_export(path: str | Path, out: str | Path, reference: str | Path) -> bool:
     """Whether `out` is what `to_huggingface` would write now: same checkpoint, same reference, whole, options as default."""
-    if not (Path(out) / MANIFEST).is_file():
+    if not (Path(out) / EXPORT_MANIFEST).is_file():
         return False
     try:
         manifest = verify_export(out)

@@ -27,7 +27,7 @@ from megatron.core.dist_checkpointing.strategies.torch import (
 from torch.distributed.checkpoint import FileSystemWriter, SavePlan, SavePlanner
 
 from rlflow.errors import StorageError
-from rlflow.storage.integrity import Fingerprint, fingerprint, reason
+from rlflow.storage.integrity import Fingerprint, error_reason, fingerprint
 from rlflow.trainer.megatron.cpu import device
 
 logger = logging.getLogger(__name__)
@@ -70,7 +70,7 @@ class Writing:
             self._outcome = self._writer.write()
         except FAILURES as error:
             logger.debug("writing %s failed", self.path, exc_info=True)
-            self._failure = reason(error)
+            self._failure = error_reason(error)
 
     def finished_everywhere(self) -> bool:
         """Whether every rank has written its part, or failed to. A collective."""
@@ -78,7 +78,7 @@ class Writing:
         dist.all_reduce(finished, dist.ReduceOp.MIN)
         return bool(finished)
 
-    def finish(self, seal: Callable[[dict[str, Fingerprint]], None]) -> None:
+    def finish(self, seal: Callable[[dict[str, Fingerprint]], object]) -> None:
         """Waits for all ranks; then the first one writes the tables and calls `seal` with every file's fingerprint.
 
         A collective. Raises StorageError on all ranks where any of them failed."""
@@ -102,7 +102,7 @@ class Writing:
                 files[name] = fingerprint(self.path / name)
             seal(files)
         except FAILURES as error:
-            return [reason(error)]
+            return [error_reason(error)]
         return []
 
 
@@ -131,7 +131,7 @@ def prepare_folder(path: Path, own_files: tuple[str, ...]) -> None:
             for file in (file for pattern in own_files for file in path.glob(pattern)):
                 file.unlink()
         except OSError as error:
-            failures = [reason(error)]
+            failures = [error_reason(error)]
     _raise_everywhere(path, failures)
 
 

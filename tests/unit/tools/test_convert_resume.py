@@ -114,6 +114,13 @@ def test_blocks_that_the_disk_lost_are_copied_again(made: Path, killed: Path) ->
     assert contents(killed) == contents(killed.with_name("whole"))
 
 
+def test_a_manifest_of_the_killed_conversion_is_not_taken_for_an_output(made: Path, killed: Path) -> None:
+    for name in ("manifest.json", "manifest.json.17.42.partial"):
+        (killed.with_name("out.partial") / name).write_text("{")
+    to_huggingface(made / "step", killed, made / "hf", RESUME)
+    assert contents(killed) == contents(killed.with_name("whole"))
+
+
 def test_another_conversion_is_not_continued(made: Path, killed: Path, tmp_path: Path) -> None:
     partial = killed.with_name("out.partial")
     there = contents(partial)

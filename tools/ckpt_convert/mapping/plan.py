@@ -166,5 +166,3 @@ def _lies_inside(target: Target, piece: Piece) -> bool:
     _, (_, columns) = _box(target, piece)
     rows = piece.view.shape[0]
     return 0 <= piece.source_row <= rows - piece.rows and 0 <= piece.source_column <= piece.view.columns - columns
-
-

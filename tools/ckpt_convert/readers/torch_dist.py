@@ -14,7 +14,8 @@ from typing import Any
 
 import torch
 
-from rlflow.errors import ConversionError, ExitCode
+from rlflow.errors import ConversionError, DamagedCheckpointError, ExitCode
+from rlflow.storage.integrity import TRAINER_MANIFEST, read_fingerprints, read_sealed
 from rlflow.storage.pickles import DAMAGE, DTYPES, Chunk, ForbiddenName, Inert, read_metadata
 
 from .arguments import described_layout, described_model
@@ -80,19 +81,21 @@ class TorchDist:
 
     @cached_property
     def manifest(self) -> dict[str, Any]:
-        """rlflow's own trainer.json: step, layout, model. Empty where another program wrote the checkpoint."""
-        file = self.path / "trainer.json"
+        """rlflow's own manifest: step, layout, model. Empty where another program wrote the checkpoint."""
+        file = self.path / TRAINER_MANIFEST
         if not file.is_file():
             return {}
         try:
-            value = json.loads(file.read_text())
-            sizes = {str(name): int(size) for name, size in value["files"].items()}
+            value = read_sealed(file)
+            files = read_fingerprints(value)
             if not isinstance(value["model"], dict) or not isinstance(value["layout"], dict):
                 raise ValueError("model and layout are objects there")
+        except DamagedCheckpointError as error:
+            raise ConversionError(str(error), ExitCode.DAMAGED) from None
         except DAMAGE as error:
             raise damaged(file, error) from None
-        for name, size in sizes.items():
-            self._check_file(name, size, exact=True)
+        for name, wanted in files.items():
+            self._check_file(name, wanted.size, exact=True)
         return value
 
     @cached_property
@@ -131,7 +134,9 @@ class TorchDist:
     def identity(self) -> dict[str, Any]:
         """See `Source.identity`."""
         tables = [
-            name for name in (".metadata", "metadata.json", "common.pt", "trainer.json") if (self.path / name).is_file()
+            name
+            for name in (".metadata", "metadata.json", "common.pt", TRAINER_MANIFEST)
+            if (self.path / name).is_file()
         ]
         return identity_of(self.path, {item.file for one in self.tensors.values() for item in one.items}, tables)
 

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import hashlib
-import json
 import shutil
-import zlib
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -15,14 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from rlflow.errors import ConversionError, ExitCode
-from rlflow.storage.files import partial_path, replace_directory, restore_replaced
+from rlflow.storage.files import clear_partials, partial_path, replace_directory, restore_replaced
+from rlflow.storage.integrity import EXPORT_MANIFEST, Fingerprint, fingerprint, write_manifest
 
 from .journal import NAME as JOURNAL
 from .journal import Journal
-from .sink import BLOCK_BYTES, OutputFile, Sink
+from .sink import OutputFile, Sink
 
-MANIFEST = "manifest.json"
-"""Of an output: where it came from, and size and checksum of every other file."""
 VERIFICATIONS = ("fast", "full", "none")
 
 
@@ -50,7 +46,7 @@ def check_output(out: Path, source: Path | None, reference: Path, overwrite: boo
         return
     if not overwrite:
         raise ConversionError(f"{out}: exists; choose another directory or pass --overwrite.", ExitCode.OUTPUT_EXISTS)
-    ours = (out / "config.json").is_file() or (out / MANIFEST).is_file()
+    ours = (out / "config.json").is_file() or (out / EXPORT_MANIFEST).is_file()
     if out.is_symlink() or not out.is_dir() or (any(out.iterdir()) and not ours):
         raise ConversionError(
             f"{out}: is not a model directory (no config.json), so --overwrite does not replace it; choose another.",
@@ -77,9 +73,8 @@ def write_directory(
             fill(sink)
             checksums = sink.finish(writing.workers, writing.verify != "none")
         complete(partial)
-        listed = _listed(partial, checksums, writing)
-        manifest = {**record, "verified": writing.verify, "files": listed}
-        (partial / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")
+        written = _fingerprints(partial, checksums, writing)
+        manifest = write_manifest(partial / EXPORT_MANIFEST, {**record, "verified": writing.verify}, written)
         journal.remove()
         replace_directory(partial, out)
     return manifest
@@ -130,36 +125,25 @@ def _empty(directory: Path) -> None:
             one.unlink()
 
 
-def _listed(directory: Path, checksums: dict[str, int], writing: Writing) -> dict[str, dict[str, Any]]:
-    """{file: size and checksums} of a directory. With verify=full the files are read for their sha256, in parallel."""
-    names = sorted(
-        file.relative_to(directory).as_posix()
-        for file in directory.rglob("*")
-        if file.is_file() and file.name != JOURNAL
-    )
+def _fingerprints(directory: Path, checksums: dict[str, int], writing: Writing) -> dict[str, Fingerprint]:
+    """{file: what it looks like} of a directory. checksums: CRC-32 by file of what was written block by block; with
+    verify=full these files are read again too. Raises ConversionError (4) where one has other bytes."""
+    full = writing.verify == "full"
+
+    def look(name: str) -> Fingerprint:
+        file = directory / name
+        if name in checksums and not full:
+            return Fingerprint(file.stat().st_size, f"{checksums[name]:08x}")
+        found = fingerprint(file, sha256=full)
+        if name in checksums and int(found.crc32, 16) != checksums[name]:
+            raise ConversionError(
+                f"{file}: reads back differently than it was written; the disk or the memory is faulty.",
+                ExitCode.DAMAGED,
+            )
+        return found
+
+    clear_partials(directory)  # of a manifest that a killed conversion was writing
+    files = (file for file in directory.rglob("*") if file.is_file())
+    names = sorted({file.relative_to(directory).as_posix() for file in files} - {JOURNAL, EXPORT_MANIFEST})
     with ThreadPoolExecutor(writing.workers) as pool:
-        hashes = (
-            pool.map(lambda name: sha256(directory / name), names) if writing.verify == "full" else [None] * len(names)
-        )
-        found = {}
-        for name, digest in zip(names, hashes):
-            crc = checksums[name] if name in checksums else crc32(directory / name)
-            found[name] = {"bytes": (directory / name).stat().st_size, "crc32": f"{crc:08x}"}
-            if digest:
-                found[name]["sha256"] = digest
-    return found
-
-
-def crc32(file: Path) -> int:
-    """The CRC-32 of a file's content."""
-    found = 0
-    with file.open("rb") as stream:
-        while block := stream.read(BLOCK_BYTES):
-            found = zlib.crc32(block, found)
-    return found
-
-
-def sha256(file: Path) -> str:
-    """The sha256 of a file's content: 64 hex digits."""
-    with file.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
+        return dict(zip(names, pool.map(look, names)))
