@@ -111,9 +111,9 @@ def run(job: Job) -> None:
 
     from rlflow.trainer.megatron.cpu import adapted, without_transformer_engine
 
-    layout = oracle.Layout(_padded(job), job.tensor, job.pipeline, job.virtual, job.expert, job.expert_tensor)
+    layout = oracle.OracleLayout(_padded(job), job.tensor, job.pipeline, job.virtual, job.expert, job.expert_tensor)
     with adapted(), without_transformer_engine():
-        oracle.join(layout)
+        oracle.initialize_ranks(layout)
         chunks = oracle.build(job.config, layout, job.dtype)
         if job.load_from is not None:
             result = {"wrong": _load_and_compare(job, chunks)}
@@ -124,7 +124,7 @@ def run(job: Job) -> None:
         if torch.distributed.get_rank() == 0:
             torch.save(result, job.result)
         torch.distributed.barrier()
-        oracle.leave()
+        oracle.destroy_ranks()
 
 
 def _padded(job: Job) -> int:

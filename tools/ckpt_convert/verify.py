@@ -19,7 +19,7 @@ from rlflow.storage.integrity import EXPORT_MANIFEST, Fingerprint, find_damage, 
 
 from .mapping.plan import View
 from .mapping.to_huggingface import Export
-from .readers.source import Source
+from .readers.source import TensorSource
 
 READ_BYTES = 4 << 20
 
@@ -59,10 +59,10 @@ def verify_export(path: str | Path, workers: int = 2) -> dict[str, Any]:
     return manifest
 
 
-def check_inverse(source: Source, export: Export, directory: Path) -> None:
+def check_inverse(source: TensorSource, export: Export, directory: Path) -> None:
     """Raises ConversionError (4) unless the written tensors, mapped back to Megatron's, are the checkpoint's bytes.
 
-    Maps whole tensors with the trainer's own `split.shard`, not with the rectangles that wrote them, and checks the
+    Maps whole tensors with the trainer's own `models.sharding.shard`, not with the rectangles that wrote them, and checks the
     checksums that the checkpoint's archives hold. Memory: a few times the largest tensor."""
     check_records(source)
     files = WeightFiles(directory)
@@ -82,8 +82,8 @@ def check_inverse(source: Source, export: Export, directory: Path) -> None:
                 )
 
 
-def check_records(source: Source) -> None:
-    """Raises ConversionError (4) where bytes of a source are not what its checksums say, those of single items apart."""
+def check_records(source: TensorSource) -> None:
+    """Raises ConversionError (4) where bytes of a source are not what its checksums say, those of single chunks apart."""
     for name, record in source.records():
         found = 0
         with (source.path / name).open("rb") as stream:
@@ -98,23 +98,24 @@ def check_records(source: Source) -> None:
             )
 
 
-def _stored_parts(source: Source, view: View) -> Iterator[tuple[Tensor, int, int]]:
+def _stored_parts(source: TensorSource, view: View) -> Iterator[tuple[Tensor, int, int]]:
     """(matrix, first row, first column) of every chunk of a view."""
-    for one in view.rectangles():
-        content = source.content(view.stored, one.item)
-        with (source.path / one.item.file).open("rb") as stream:
+    for rectangle in view.rectangles():
+        content = source.content(view.stored, rectangle.chunk)
+        with (source.path / rectangle.chunk.file).open("rb") as stream:
             stream.seek(content.start)
             data = bytearray(stream.read(content.bytes))
         if len(data) != content.bytes or (content.crc32 is not None and zlib.crc32(data) != content.crc32):
             raise ConversionError(
-                f"{source.path / one.item.file}: '{view.stored.name}' at byte {content.start} is damaged (checksum); "
+                f"{source.path / rectangle.chunk.file}: '{view.stored.name}' at byte {content.start} is damaged (checksum); "
                 "copy it again or use an earlier checkpoint.",
                 ExitCode.DAMAGED,
             )
         whole = torch.frombuffer(data, dtype=view.stored.dtype)
-        yield whole[one.skipped : one.skipped + one.rows * one.columns].view(one.rows, one.columns), one.row, one.column
+        elements = whole[rectangle.skipped : rectangle.skipped + rectangle.rows * rectangle.columns]
+        yield elements.view(rectangle.rows, rectangle.columns), rectangle.row, rectangle.column
 
 
-def _same_bytes(one: Tensor, other: Tensor) -> bool:
-    views = [tensor.contiguous().view(-1).view(torch.uint8) for tensor in (one, other)]
-    return one.shape == other.shape and torch.equal(*views)
+def _same_bytes(first: Tensor, second: Tensor) -> bool:
+    views = [tensor.contiguous().view(-1).view(torch.uint8) for tensor in (first, second)]
+    return first.shape == second.shape and torch.equal(*views)

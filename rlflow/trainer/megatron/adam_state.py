@@ -102,34 +102,34 @@ def _all_held(optimizer: MegatronOptimizer, parameters: ShardedStateDict) -> Ite
     """(name, state) of every parameter, in the same order on all data-parallel ranks."""
     names = {id(entry.data): name for name, entry in parameters.items() if isinstance(entry, ShardedBase)}
     owner = itertools.count()
-    for one in getattr(optimizer, "chained_optimizers", [optimizer]):
-        if not one.config.use_distributed_optimizer:
-            for parameter in _parameters(one):
+    for inner in getattr(optimizer, "chained_optimizers", [optimizer]):
+        if not inner.config.use_distributed_optimizer:
+            for parameter in _parameters(inner):
                 name = names[id(parameter)]
-                yield name, Held(parameters[name], parameter, _whole(one, parameter))
+                yield name, Held(parameters[name], parameter, _whole(inner, parameter))
             continue
-        group = one.data_parallel_group
-        for buffer in one.buffers:
+        group = inner.data_parallel_group
+        for buffer in inner.buffers:
             for parameter, place in buffer.param_index_map.items():
                 name, cuts = names[id(parameter)], _cuts(buffer, place, group.size())
                 mine = cuts[group.rank()] < cuts[group.rank() + 1]
-                tensors = _renamed(one._get_main_param_and_optimizer_states(parameter)) if mine else {}
+                tensors = _renamed(inner._get_main_param_and_optimizer_states(parameter)) if mine else {}
                 yield name, Held(parameters[name], parameter, tensors, cuts, next(owner) % group.size(), group)
 
 
-def _parameters(one: MegatronOptimizer) -> Iterator[Parameter]:
+def _parameters(optimizer: MegatronOptimizer) -> Iterator[Parameter]:
     """The model's parameters that the plain optimizer trains, in its order."""
-    groups = getattr(one, "float16_groups", None)
+    groups = getattr(optimizer, "float16_groups", None)
     if groups is None:
-        yield from one.get_parameters()
+        yield from optimizer.get_parameters()
         return
-    for half, full in zip(groups, one.fp32_from_fp32_groups, strict=True):
+    for half, full in zip(groups, optimizer.fp32_from_fp32_groups, strict=True):
         yield from itertools.chain(half, full)
 
 
-def _whole(one: MegatronOptimizer, parameter: Parameter) -> dict[str, Tensor]:
+def _whole(optimizer: MegatronOptimizer, parameter: Parameter) -> dict[str, Tensor]:
     main = parameter if parameter.dtype is torch.float32 else parameter.main_param  # type: ignore[attr-defined]
-    return _renamed({"param": main, **one.optimizer.state[main]})
+    return _renamed({"param": main, **optimizer.optimizer.state[main]})
 
 
 def _renamed(tensors: dict[str, Tensor]) -> dict[str, Tensor]:

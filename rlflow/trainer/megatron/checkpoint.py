@@ -30,7 +30,7 @@ from rlflow.trainer.megatron import adam_state, writing
 from rlflow.trainer.megatron.model import named_parameters, prefixed
 from rlflow.trainer.megatron.optimizer import set_updates
 from rlflow.trainer.megatron.world import World
-from rlflow.trainer.megatron.writing import Writing
+from rlflow.trainer.megatron.writing import OngoingWrite
 
 OWN_FILES = ("*.distcp", ".metadata", "metadata.json", "common.pt", TRAINER_MANIFEST)
 FORMAT = 3
@@ -55,7 +55,7 @@ class PendingSave:
     """A save that the ranks have begun; `finish` makes it a checkpoint."""
 
     path: Path
-    files: Writing
+    files: OngoingWrite
     content: dict[str, Any]
 
     def finish(self) -> None:

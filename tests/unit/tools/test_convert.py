@@ -76,7 +76,8 @@ def test_export_has_the_trainers_weights_and_computes_what_it_does(name: str, ma
 
 
 def test_output_does_not_depend_on_workers(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rlflow_tools.ckpt_convert.writers.sink.BLOCK_BYTES", 1000)  # blocks that begin within query groups
+    # Blocks that begin within query groups.
+    monkeypatch.setattr("rlflow_tools.ckpt_convert.writers.output_files.BLOCK_BYTES", 1000)
     for workers in (1, 5):
         options = Options(workers=workers, shard_bytes=100_000, verify="full")
         to_huggingface(made / "qwen2" / "step", tmp_path / str(workers), made / "qwen2" / "hf", options)
@@ -232,7 +233,7 @@ def test_out_is_replaced_only_when_asked_and_never_the_checkpoint(case: Any, tmp
 
 def test_full_disk_leaves_nothing(case: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     checkpoint, reference, out = case
-    usage = "rlflow_tools.ckpt_convert.writers.sink.shutil.disk_usage"
+    usage = "rlflow_tools.ckpt_convert.writers.output_files.shutil.disk_usage"
     monkeypatch.setattr(usage, lambda path: shutil._ntuple_diskusage(9, 9, 0))
     assert main(["to-hf", str(checkpoint), str(out), "--hf", str(reference)]) == 8
     assert not out.exists() and not (tmp_path / "out.partial").exists()

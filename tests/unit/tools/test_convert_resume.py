@@ -55,7 +55,7 @@ def killed(halfway: Path, tmp_path: Path) -> Path:
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rlflow_tools.ckpt_convert.writers.sink.BLOCK_BYTES", BLOCK_BYTES)
+    monkeypatch.setattr("rlflow_tools.ckpt_convert.writers.output_files.BLOCK_BYTES", BLOCK_BYTES)
 
 
 def kill(made: Path, place: Path, kills: int, seed: int) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from rlflow_tools.ckpt_convert.readers.torch_archive import Archive
 from rlflow_tools.ckpt_convert.writers import torch_archive as archive_layout
-from rlflow_tools.ckpt_convert.writers.torch_archive import ALIGNMENT, Tensor, lay_out, saved
+from rlflow_tools.ckpt_convert.writers.torch_archive import ALIGNMENT, TensorStandIn, archive_bytes, lay_out
 
 CONTENT = {
     "a": torch.arange(15.0).view(3, 5),
@@ -21,7 +21,7 @@ CONTENT = {
 }
 VALUE = {
     "args": argparse.Namespace(tensor_model_parallel_size=2, params_dtype=torch.bfloat16),
-    "model": {**{name: Tensor(name, tuple(one.shape), one.dtype) for name, one in CONTENT.items()}, "extra": None},
+    "model": {**{name: TensorStandIn(name, tuple(one.shape), one.dtype) for name, one in CONTENT.items()}, "extra": None},
 }
 
 
@@ -49,7 +49,7 @@ def test_torch_and_zipfile_read_the_archive(large: int, monkeypatch: pytest.Monk
 
 
 def test_value_without_tensors_is_what_torch_saves() -> None:
-    assert torch.load(io.BytesIO(saved([None])), weights_only=True) == [None]
+    assert torch.load(io.BytesIO(archive_bytes([None])), weights_only=True) == [None]
 
 
 def test_reader_finds_windows_of_a_shared_buffer(tmp_path: Path) -> None:

@@ -42,12 +42,12 @@ def _shift(length: int) -> int:
     return result
 
 
-def _multiply(one: int, other: int) -> int:
+def _multiply(left: int, right: int) -> int:
     """The product of two polynomials over GF(2) modulo the polynomial; the highest bit is the constant term."""
     product = 0
-    while one:
-        if one & ONE:
-            product ^= other
-        one = one << 1 & 0xFFFFFFFF
-        other = other >> 1 ^ (POLYNOMIAL if other & 1 else 0)
+    while left:
+        if left & ONE:
+            product ^= right
+        left = left << 1 & 0xFFFFFFFF
+        right = right >> 1 ^ (POLYNOMIAL if right & 1 else 0)
     return product

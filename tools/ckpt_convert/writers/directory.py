@@ -17,13 +17,13 @@ from rlflow.storage.integrity import EXPORT_MANIFEST, Fingerprint, fingerprint, 
 
 from .journal import NAME as JOURNAL
 from .journal import Journal
-from .sink import OutputFile, Sink
+from .output_files import OutputFile, OutputFiles
 
 VERIFICATIONS = ("fast", "full", "none")
 
 
 @dataclass(frozen=True)
-class Writing:
+class WriteOptions:
     """How to write. verify: one of VERIFICATIONS. resume: continue what a killed conversion left, and keep what a
     failure leaves."""
 
@@ -39,8 +39,8 @@ def check_output(out: Path, source: Path | None, reference: Path, overwrite: boo
     place = out.resolve()
     if source is not None and (place == source.resolve() or source.resolve() in place.parents):
         raise ConversionError(f"{out}: lies in the checkpoint; choose another directory.", ExitCode.OUTPUT_EXISTS)
-    for name, one in (("checkpoint", source), ("reference", reference)):
-        if one is not None and (place == one.resolve() or place in one.resolve().parents):
+    for name, path in (("checkpoint", source), ("reference", reference)):
+        if path is not None and (place == path.resolve() or place in path.resolve().parents):
             raise ConversionError(f"{out}: holds the {name}; choose another directory.", ExitCode.OUTPUT_EXISTS)
     if not out.exists() and not out.is_symlink():
         return
@@ -57,21 +57,21 @@ def check_output(out: Path, source: Path | None, reference: Path, overwrite: boo
 def write_directory(
     out: Path,
     files: Sequence[OutputFile],
-    writing: Writing,
+    writing: WriteOptions,
     *,
     key: dict[str, Any],
-    fill: Callable[[Sink], None],
+    fill: Callable[[OutputFiles], None],
     complete: Callable[[Path], None],
     record: dict[str, Any],
 ) -> dict[str, Any]:
     """Writes a directory and returns its manifest: `record`, and size and checksums of every file.
 
-    fill: writes the blocks of `files` into the sink. complete: adds the other files to the partial directory. key: what
+    fill: writes the blocks of `files` into the outputs. complete: adds the other files to the partial directory. key: what
     a resumed conversion must agree in. On failure `out` is as it was. Raises ConversionError."""
     with _partial(out, key, writing.resume) as (partial, journal):
-        with Sink(partial, files, journal) as sink:
-            fill(sink)
-            checksums = sink.finish(writing.workers, writing.verify != "none")
+        with OutputFiles(partial, files, journal) as outputs:
+            fill(outputs)
+            checksums = outputs.finish(writing.workers, writing.verify != "none")
         complete(partial)
         written = _fingerprints(partial, checksums, writing)
         manifest = write_manifest(partial / EXPORT_MANIFEST, {**record, "verified": writing.verify}, written)
@@ -118,14 +118,14 @@ def _explained(partial: Path) -> Iterator[None]:
 
 
 def _empty(directory: Path) -> None:
-    for one in directory.iterdir():
-        if one.is_dir() and not one.is_symlink():
-            shutil.rmtree(one)
-        elif one.name != JOURNAL:
-            one.unlink()
+    for entry in directory.iterdir():
+        if entry.is_dir() and not entry.is_symlink():
+            shutil.rmtree(entry)
+        elif entry.name != JOURNAL:
+            entry.unlink()
 
 
-def _fingerprints(directory: Path, checksums: dict[str, int], writing: Writing) -> dict[str, Fingerprint]:
+def _fingerprints(directory: Path, checksums: dict[str, int], writing: WriteOptions) -> dict[str, Fingerprint]:
     """{file: what it looks like} of a directory. checksums: CRC-32 by file of what was written block by block; with
     verify=full these files are read again too. Raises ConversionError (4) where one has other bytes."""
     full = writing.verify == "full"

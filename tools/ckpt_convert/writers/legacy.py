@@ -12,8 +12,8 @@ from rlflow.models.tables import EMBEDDING
 
 from ..mapping.plan import Target
 from ..mapping.to_megatron import Import
-from .sink import Literals, OutputFile
-from .torch_archive import Tensor, lay_out
+from .output_files import Literals, OutputFile
+from .torch_archive import TensorStandIn, lay_out
 
 FILE = "model_optim_rng.pt"
 
@@ -43,13 +43,13 @@ def _rank_file(
     targets: dict[str, Target] = {}
     value: dict[str, Any] = dict(common)
     for chunk in range(work.layout.virtual):
-        state: OrderedDict[str, Tensor | None] = OrderedDict()
+        state: OrderedDict[str, TensorStandIn | None] = OrderedDict()
         for name, rule, layer in _held(work, pipeline, chunk, expert):
             part = work.part(rule, layer, tensor)
             columns = part.shape[1] if len(part.shape) > 1 else 1
             label = f"{path}:{chunk}:{name}"
-            targets[label] = Target(label, part.shape, work.dtype_of(rule, layer), columns, part.pieces)
-            state[name] = Tensor(label, part.shape, targets[label].dtype)
+            targets[label] = Target(label, part.shape, work.dtype_of(rule, layer), columns, part.tiles)
+            state[name] = TensorStandIn(label, part.shape, targets[label].dtype)
             state.update(_extra_state(work, name))
         value["model" if work.layout.virtual == 1 else f"model{chunk}"] = state
     archive = lay_out(value)
