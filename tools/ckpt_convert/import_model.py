@@ -26,9 +26,9 @@ from .readers.source import TensorSource
 from .stream import Reader, check_equal, copy
 from .verify import check_records
 from .writers.directory import WriteOptions, check_output, write_directory
-from .writers.legacy import legacy_common, rank_files
+from .writers.legacy import legacy_common, legacy_files
 from .writers.output_files import OutputFile, OutputFiles, layout_digest
-from .writers.torch_dist import dist_files
+from .writers.torch_dist import torch_dist_files
 
 FORMATS = ("torch_dist", "torch")
 FOLDER = "release"
@@ -68,9 +68,11 @@ def prepare_import(path: str | Path, options: ImportOptions) -> tuple[Import, li
     work = make_import(HuggingFace(path), model, options.layout, DTYPES[options.dtype], predicted)
     args = argparse.Namespace(**arguments_of(config, model, options.layout, work.dtype_of(EMBEDDING, 0)))
     if options.format == "torch":
-        files = rank_files(work, FOLDER, legacy_common(args))
+        files = legacy_files(work, FOLDER, legacy_common(args))
     else:
-        files = dist_files(work, FOLDER, {"args": args, "iteration": 0, "checkpoint_version": 3.0}, options.shard_bytes)
+        files = torch_dist_files(
+            work, FOLDER, {"args": args, "iteration": 0, "checkpoint_version": 3.0}, options.shard_bytes
+        )
     Plan(tuple(target for file in files for target, _ in file.places)).check()
     word = FOLDER.encode()
     return work, [*files, OutputFile(TRACKER, len(word), (), ((0, word),))]

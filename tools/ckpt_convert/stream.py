@@ -31,7 +31,9 @@ INFINITE = {
 ones, -Inf and the other NaNs those from the second on. Two passes without a temporary array (IEEE 754 ordering)."""
 
 
-def copy(source: TensorSource, blocks: Sequence[RowBlock], outputs: OutputFiles, workers: int, progress: Progress) -> None:
+def copy(
+    source: TensorSource, blocks: Sequence[RowBlock], outputs: OutputFiles, workers: int, progress: Progress
+) -> None:
     """Copies blocks in `workers` threads; progress is called with the bytes of each, by one thread at a time.
 
     Raises ConversionError for a damaged source (4), NaN or Inf in the weights (4), a full disk (8)."""
@@ -66,7 +68,9 @@ def copy_tensors(weights: Iterable[tuple[str, Tensor]], outputs: OutputFiles, or
 
     Raises ConversionError for a name that is not in the plan, twice or missing (6), a shape or dtype (7), NaN or Inf (4)."""
     places = {
-        target.name: (number, target, start) for number, file in enumerate(outputs.files) for target, start in file.places
+        target.name: (number, target, start)
+        for number, file in enumerate(outputs.files)
+        for target, start in file.places
     }
     for name, tensor in weights:
         if name not in places:

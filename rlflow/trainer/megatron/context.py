@@ -1,7 +1,7 @@
 """Context parallelism: every row is cut into 2R chunks, of which rank r of R holds chunks r and 2R - 1 - r.
 
-In that order (zigzag) causal attention costs every rank the same. Megatron's rotary embedding and Transformer Engine's
-attention expect it; both cut packed rows one by one.
+In that order (zigzag; megatron-core, utils.py, get_batch_on_this_cp_rank) causal attention costs every rank the same.
+Megatron's rotary embedding and Transformer Engine's attention expect it; both cut packed rows one by one.
 """
 
 from __future__ import annotations

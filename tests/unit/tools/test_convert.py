@@ -81,11 +81,11 @@ def test_output_does_not_depend_on_workers(made: Path, tmp_path: Path, monkeypat
     for workers in (1, 5):
         options = Options(workers=workers, shard_bytes=100_000, verify="full")
         to_huggingface(made / "qwen2" / "step", tmp_path / str(workers), made / "qwen2" / "hf", options)
-    one, five = ({file.name: file.read_bytes() for file in (tmp_path / name).iterdir()} for name in ("1", "5"))
-    assert one == five
+    single, five = ({file.name: file.read_bytes() for file in (tmp_path / name).iterdir()} for name in ("1", "5"))
+    assert single == five
     assert len(WeightFiles(tmp_path / "1")) == len(WeightFiles(made / "qwen2" / "hf"))
-    assert {"tokenizer.json", "model.safetensors.index.json", "manifest.json"} <= set(one)
-    assert "model.safetensors" not in one
+    assert {"tokenizer.json", "model.safetensors.index.json", "manifest.json"} <= set(single)
+    assert "model.safetensors" not in single
 
 
 def test_cast_rounds_as_torch_does(made: Path, tmp_path: Path) -> None:

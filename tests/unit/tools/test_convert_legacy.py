@@ -115,7 +115,7 @@ BAD: dict[str, tuple[int, str, Callable[[Path], None]]] = {
     "missing stage": (
         3,
         "pipeline parallel 2",
-        lambda path: [shutil.rmtree(one) for one in path.glob("release/*_001")] and None,
+        lambda path: [shutil.rmtree(directory) for directory in path.glob("release/*_001")] and None,
     ),
     "truncated": (4, "damaged", truncate),
     "not an archive": (
@@ -186,7 +186,7 @@ def test_two_numbers_are_tensor_and_expert_where_there_is_no_pipeline(tmp_path: 
     model = tiny_model(tmp_path / "hf", "qwen3_moe", tokenizer=False)
     layout = CheckpointLayout(tensor=1, expert=2)
     to_megatron(model, tmp_path / "megatron", ImportOptions(layout=layout, format="torch"))
-    assert sorted(one.name for one in (tmp_path / "megatron" / "release").iterdir()) == [
+    assert sorted(path.name for path in (tmp_path / "megatron" / "release").iterdir()) == [
         "mp_rank_00_000",
         "mp_rank_00_001",
     ]

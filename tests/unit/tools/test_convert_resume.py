@@ -164,7 +164,7 @@ def test_the_manifest_names_no_path_and_checks_out(made: Path, tmp_path: Path, c
     text = (tmp_path / "out" / "manifest.json").read_text()
     assert str(made) not in text and str(tmp_path) not in text
     assert report["source"]["iteration"] == 7 and len(report["source"]["headers"]) == 64
-    assert all({"bytes", "crc32", "sha256"} == set(one) for one in report["files"].values())
+    assert all({"bytes", "crc32", "sha256"} == set(entry) for entry in report["files"].values())
     assert main(["verify", str(tmp_path / "out")]) == 0
 
 

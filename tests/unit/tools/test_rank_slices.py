@@ -1,4 +1,4 @@
-"""The rectangles that an import copies are what `split.shard` computes with tensors."""
+"""The rectangles that an import copies are what `models.sharding.shard` computes with tensors."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from rlflow.models.sharding import shard
 
 def assembled(rule: Rule, tensors: dict[str, Tensor], model: Architecture, rank: int, ranks: int) -> Tensor:
     """The part of a rank, put together as the plan says."""
-    views = [View(StoredTensor(name, tuple(one.shape), one.dtype, ())) for name, one in tensors.items()]
+    views = [View(StoredTensor(name, tuple(tensor.shape), tensor.dtype, ())) for name, tensor in tensors.items()]
     part = rank_slice(rule, views, model, rank, ranks, padded_vocab(model.vocab, ranks))
     columns = part.shape[1] if len(part.shape) > 1 else 1
     target = Target(rule.megatron, part.shape, torch.float32, columns, part.tiles)

@@ -148,11 +148,11 @@ def test_output_does_not_depend_on_workers_and_block_size(
         monkeypatch.setattr("rlflow_tools.ckpt_convert.writers.output_files.BLOCK_BYTES", block)
         options = ImportOptions(layout=CheckpointLayout(2), format=saved, workers=workers)
         to_megatron(model, tmp_path / str(workers), options)
-    one, five = (
+    single, five = (
         {file.relative_to(tmp_path / name).as_posix(): file.read_bytes() for file in (tmp_path / name).rglob("*.*")}
         for name in ("1", "5")
     )
-    assert one == five and len(one) >= 4
+    assert single == five and len(single) >= 4
 
 
 def test_existing_output_is_replaced_only_when_asked(model: Path, tmp_path: Path, capsys: Any) -> None:

@@ -17,10 +17,11 @@ from ..readers.source import StoredTensor, TensorSource
 from .plan import View
 
 GATE, UP = "linear_fc1.weight_w", "linear_fc1.weight_v"
-"""With `singleton_local_shards`, Megatron keeps the two halves of fc1 apart."""
+"""With `singleton_local_shards`, Megatron keeps the two halves of fc1 apart (megatron-core, transformer/mlp.py,
+apply_swiglu_sharded_factory)."""
 
 
-def find(
+def find_view(
     source: TensorSource, tensors: Mapping[str, StoredTensor], rule: Rule, layer: int, model: Architecture
 ) -> View:
     """The place of a rule's tensor for a layer. Raises ConversionError (7) where there is none or a stack has another
@@ -66,7 +67,7 @@ def _names(rule: Rule, model: Architecture) -> Iterator[tuple[str, tuple[int, ..
     yield rule.megatron.replace("{e}", str(rule.expert)), (), ()
 
 
-def joined(tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
+def join_gate_up(tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
     """The tensors, with the halves of an fc1 that are kept apart as one tensor under its usual name."""
     result = dict(tensors)
     for name, gate in tensors.items():

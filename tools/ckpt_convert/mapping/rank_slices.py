@@ -33,7 +33,9 @@ def rank_slice(rule: Rule, views: Sequence[View], model: Architecture, rank: int
     if rule.split is Split.QKV:
         return _groups(views, model, rank, ranks)
     tiles, at = [], 0
-    for view in views:  # COLUMN, GATE_UP
+    # COLUMN, and GATE_UP: a rank has its gate rows, then its up rows, as its MLP cuts its own output of fc1 in two
+    # (megatron-core, transformer/mlp.py, MLP.forward).
+    for view in views:
         height = view.shape[0] // ranks
         tiles.append(Tile(at, height, view, rank * height))
         at += height
@@ -41,6 +43,7 @@ def rank_slice(rule: Rule, views: Sequence[View], model: Architecture, rank: int
 
 
 def _vocabulary(view: View, rank: int, height: int) -> RankSlice:
+    """`height` rows of the padded vocabulary: the last ranks have rows of zeros, or nothing else."""
     first = rank * height
     real = max(0, min(height, view.shape[0] - first))
     tiles = [Tile(0, real, view, first)] if real else []
@@ -49,7 +52,8 @@ def _vocabulary(view: View, rank: int, height: int) -> RankSlice:
 
 
 def _groups(views: Sequence[View], model: Architecture, rank: int, ranks: int) -> RankSlice:
-    """Per query group: its queries, its key, its value."""
+    """Per query group: its queries, its key, its value, as megatron-core, transformer/attention.py,
+    SelfAttention.get_query_key_value_tensors takes them apart."""
     sizes = (model.heads // model.groups * model.head_dim, model.head_dim, model.head_dim)
     mine = range(rank * model.groups // ranks, (rank + 1) * model.groups // ranks)
     tiles, at = [], 0

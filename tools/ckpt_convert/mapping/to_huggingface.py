@@ -14,13 +14,14 @@ from rlflow.models.rules import Rule, Split
 from rlflow.models.tables import OUTPUT
 
 from ..readers.source import StoredTensor, TensorSource
-from .find import find, joined
+from .find import find_view, join_gate_up
 from .plan import Equal, Plan, Target, Tile, View
 
 NOT_WEIGHTS = ("optimizer.", "chained_", "snapshot.", "rng", "opt_param_scheduler", "rerun_state_machine")
 """Keys of what else a checkpoint holds: optimizer state, rlflow's reference snapshots, generators, schedulers."""
 MOST_PADDING = 8192
-"""Rows that a padded vocabulary may have more than config.json: Megatron pads to a multiple of 128 * ranks."""
+"""Rows that a padded vocabulary may have more than config.json: Megatron-LM pads to a multiple of 128 * ranks by default
+(`make_vocab_size_divisible_by`), so this is 64 tensor-parallel ranks."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,7 @@ def make_export(source: TensorSource, model: Architecture, dtype: torch.dtype | 
     Raises ConversionError for a checkpoint without weights (10), with tensors that have no mapping (6), or of another
     model than config.json describes (7). Every source tensor is used once and every target made."""
     _check_described(source, model)
-    left = joined({name: stored for name, stored in source.tensors.items() if not name.startswith(NOT_WEIGHTS)})
+    left = join_gate_up({name: stored for name, stored in source.tensors.items() if not name.startswith(NOT_WEIGHTS)})
     if not left:
         raise ConversionError(
             f"{source.path}: holds no weights, only {len(source.tensors)} tensors of optimizer state.",
@@ -48,7 +49,7 @@ def make_export(source: TensorSource, model: Architecture, dtype: torch.dtype | 
     targets: list[Target] = []
     sources: list[tuple[Rule, int, View]] = []
     for rule, layer in placed_rules(model):
-        view = find(source, left, rule, layer, model)
+        view = find_view(source, left, rule, layer, model)
         _check_shape(source, rule, view, model)
         used[view.stored.name] = used.get(view.stored.name, 0) + math.prod(view.shape)
         sources.append((rule, layer, view))

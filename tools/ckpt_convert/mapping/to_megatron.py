@@ -67,7 +67,7 @@ class Import:
         """The embedding's copy on the last of several pipeline stages."""
         return [(TIED_OUTPUT, 0)] if self.model.tied and self.layout.pipeline > 1 else []
 
-    def part(self, rule: Rule, layer: int, rank: int) -> RankSlice:
+    def rank_slice(self, rule: Rule, layer: int, rank: int) -> RankSlice:
         """A tensor-parallel rank's part of a tensor."""
         rows = self.layout.rows(self.model.vocab)
         return rank_slice(rule, self._views(rule, layer), self.model, rank, self.layout.tensor, rows)

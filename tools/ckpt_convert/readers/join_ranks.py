@@ -97,7 +97,7 @@ def _concatenated(name: str, parts: Sequence[RankTensor], split: Split) -> Store
 def _split(name: str, fused: bool) -> Split:
     """How a tensor of this name is cut; REPLICATED for names that no table has, which the plan then refuses."""
     split = _splits().get(NUMBER.sub("#", name), Split.REPLICATED)
-    if split is Split.LATENT:
+    if split is Split.LATENT:  # parallel_mode "duplicated" (megatron-core, transformer/multi_latent_attention.py)
         return Split.REPLICATED if fused else Split.COLUMN
     return split
 

@@ -19,12 +19,10 @@ from .journal import NAME as JOURNAL
 from .journal import Journal
 from .output_files import OutputFile, OutputFiles
 
-VERIFICATIONS = ("fast", "full", "none")
-
 
 @dataclass(frozen=True)
 class WriteOptions:
-    """How to write. verify: one of VERIFICATIONS. resume: continue what a killed conversion left, and keep what a
+    """How to write. verify: `fast`, `full` or `none`. resume: continue what a killed conversion left, and keep what a
     failure leaves."""
 
     workers: int = 4

@@ -238,7 +238,7 @@ class OutputFiles:
         parts: dict[str, list[tuple[int, int]]] = {}
         for block in self.blocks():
             parts.setdefault(block.target.name, []).append((self.written[block.file, block.offset], block.size))
-        return {name: checksum.join(found) for name, found in parts.items()}
+        return {name: checksum.combine(found) for name, found in parts.items()}
 
     def _of_file(self, number: int) -> int:
         """The CRC-32 of a file, from those of its blocks and literals."""
@@ -248,9 +248,9 @@ class OutputFiles:
             parts += [(block.offset, self.written[block.file, block.offset], block.size) for block in blocks]
         joined, at = [], 0
         for offset, found, length in [*sorted(parts), (self.files[number].size, 0, 0)]:
-            joined += [(checksum.of_zeros(offset - at), offset - at), (found, length)]
+            joined += [(checksum.crc32_of_zeros(offset - at), offset - at), (found, length)]
             at = offset + length
-        return checksum.join(joined)
+        return checksum.combine(joined)
 
 
 def row_blocks(file: int, target: Target, start: int) -> Iterator[RowBlock]:

@@ -88,7 +88,7 @@ class ArchiveLayout:
         return [*found, (at, directory + _end(len(self.entries), at, len(directory)))]
 
 
-def lay_out(value: Any) -> ArchiveLayout:
+def lay_out_archive(value: Any) -> ArchiveLayout:
     """The archive that torch.save would write of a value whose tensors are `TensorStandIn`s."""
     tensors: list[TensorStandIn] = []
     contents: list[tuple[str, bytes | TensorStandIn]] = [
@@ -111,7 +111,7 @@ def lay_out(value: Any) -> ArchiveLayout:
 
 def archive_bytes(value: Any) -> bytes:
     """The archive of a value without tensors."""
-    layout = lay_out(value)
+    layout = lay_out_archive(value)
     content = bytearray(layout.size)
     for at, data in layout.literals({}):
         content[at : at + len(data)] = data

@@ -21,7 +21,7 @@ from ..mapping.plan import Target, Tile
 from ..mapping.rank_slices import RankSlice
 from ..mapping.to_megatron import Import
 from .output_files import Literals, OutputFile
-from .torch_archive import ArchiveLayout, TensorStandIn, archive_bytes, lay_out
+from .torch_archive import ArchiveLayout, TensorStandIn, archive_bytes, lay_out_archive
 
 FORMAT = {
     "sharded_backend": "torch_dist",
@@ -41,7 +41,7 @@ class OutputChunk:
     target: Target
 
 
-def dist_files(work: Import, folder: str, common: dict[str, Any], chunk_bytes: int) -> list[OutputFile]:
+def torch_dist_files(work: Import, folder: str, common: dict[str, Any], chunk_bytes: int) -> list[OutputFile]:
     """All files of the checkpoint below `folder`; data files with at most `chunk_bytes` of tensors, or one tensor."""
     chunks = [chunk for rule, layer in work.rules() for chunk in _chunks(work, rule, layer)]
     groups: list[list[OutputChunk]] = [[]]
@@ -57,7 +57,7 @@ def dist_files(work: Import, folder: str, common: dict[str, Any], chunk_bytes: i
     files = []
     for number, group in enumerate(groups):
         files.append(_data_file(folder, f"__{number}_0.distcp", group, states if number == 0 else [], tables))
-    common = {**common, "content_metadata": {"non_homogeneous_layers": numbered(work.model)}}
+    common = {**common, "content_metadata": {"non_homogeneous_layers": has_numbered_layers(work.model)}}
     return [
         *files,
         _literal(f"{folder}/.metadata", tables.pickled()),
@@ -66,8 +66,9 @@ def dist_files(work: Import, folder: str, common: dict[str, Any], chunk_bytes: i
     ]
 
 
-def numbered(model: Architecture) -> bool:
-    """Whether layers have keys of their own: Megatron stacks them only where all are of one kind."""
+def has_numbered_layers(model: Architecture) -> bool:
+    """Whether layers have keys of their own: Megatron stacks them only where all are of one kind (megatron-core,
+    transformer/transformer_block.py, TransformerBlock.sharded_state_dict)."""
     return model.experts is not None and len(set(model.experts.sparse)) > 1
 
 
@@ -78,9 +79,11 @@ def _chunks(work: Import, rule: Rule, layer: int) -> Iterator[OutputChunk]:
     ranks = 1 if rule.split in (Split.REPLICATED, Split.LATENT) else work.layout.tensor
     axis = 1 if rule.split is Split.ROW else 0
     for rank in range(ranks):
-        boxes = _boxes(rule, work.part(rule, layer, rank))
+        boxes = _boxes(rule, work.rank_slice(rule, layer, rank))
         for number, (sizes, tiles) in enumerate(boxes):
             inner = [0] * len(sizes)
+            # Of GATE_UP all ranks' gate rows come first, then all up rows, so that the tensor loads at any number of ranks
+            # (megatron-core, transformer/mlp.py, apply_swiglu_sharded_factory).
             inner[axis] = (number * ranks + rank) * sizes[axis]
             whole = (*sizes[:axis], sizes[axis] * ranks * len(boxes), *sizes[axis + 1 :])
             offsets = (*lead, *inner)
@@ -102,7 +105,7 @@ def _key(work: Import, rule: Rule, layer: int) -> tuple[str, tuple[int, ...], tu
     name = _stored_name(work, rule)
     lead: tuple[int, ...] = ()
     heights: tuple[int, ...] = ()
-    if rule.per_layer and not numbered(work.model):
+    if rule.per_layer and not has_numbered_layers(work.model):
         name, lead, heights = name.replace("{i}.", ""), (layer,), (work.model.layers,)
     if rule.expert is not None and work.model.experts is not None:
         name = name.replace("experts.local_experts.{e}.", "experts.experts.")
@@ -128,6 +131,8 @@ def _extra_states(work: Import) -> list[str]:
         modules = [key.rpartition(".")[0]]
         if key.endswith("linear_proj.weight"):
             modules.append(modules[0].replace("linear_proj", "core_attention"))
+        # As ShardedObject.unique_key spells it; without stacks it is object 0 of 1 (megatron-core,
+        # dist_checkpointing/mapping.py and transformer/utils.py, make_sharded_object_for_checkpoint).
         shard = f"shard_{'.'.join(map(str, lead)) or 0}_{'.'.join(map(str, heights)) or 1}"
         if rule.per_layer or "layernorm" in key:
             found.update({f"{module}._extra_state/{shard}": None for module in modules})
@@ -143,7 +148,7 @@ def _data_file(
     at = 0
     for chunk in chunks:
         target = chunk.target
-        archive = lay_out(TensorStandIn(target.name, target.shape, target.dtype))
+        archive = lay_out_archive(TensorStandIn(target.name, target.shape, target.dtype))
         archives.append((at, archive))
         places.append((target, at + archive.places()[target.name]))
         tables.add(chunk, name, at, archive.size)
