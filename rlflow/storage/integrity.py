@@ -58,9 +58,9 @@ def find_damage(directory: Path, expected: Mapping[str, Fingerprint], names: Ite
         if found.size != wanted.size:
             return f"{directory / name}: {found.size} bytes, {wanted.size} bytes expected"
         if found != wanted:
-            kind = "crc32" if found.crc32 != wanted.crc32 else "sha256"
-            pair = getattr(found, kind), getattr(wanted, kind)
-            return f"{directory / name}: damaged, its {kind} is {pair[0]}, {pair[1]} was written"
+            differing = zip(found[1:], wanted[1:])
+            present, written = next((first, second) for first, second in differing if first != second)
+            return f"{directory / name}: damaged, its checksum is {present}, {written} was written"
     return None
 
 
