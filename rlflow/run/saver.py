@@ -10,8 +10,8 @@ from typing import Any
 
 from rlflow.errors import StorageError
 from rlflow.run.checkpoints import STATE, TRAINER, Checkpoints
-from rlflow.storage.files import plain, write_json
-from rlflow.storage.integrity import seal
+from rlflow.storage.files import plain
+from rlflow.storage.integrity import write_sealed
 from rlflow.trainer.base import Trainer
 
 logger = logging.getLogger(__name__)
@@ -61,7 +61,7 @@ class Saver:
 
     def _commit(self) -> None:
         step, state = self._pending or (0, {})
-        write_state(self.checkpoints.begun(step), state)
+        write_state(self.checkpoints.partial_path(step), state)
         self.checkpoints.commit(step, self.keep)
         self._pending = None
 
@@ -79,10 +79,10 @@ class Saver:
             )
             reason = str(error).removesuffix(".")
             raise StorageError(
-                f"saving step {step}: {reason}. {left}; free some space, or mend what is named, and continue with --resume"
+                f"saving step {step}: {reason}. {left}; free some space, or fix what is named, and continue with --resume"
             ) from error
 
 
 def write_state(checkpoint: Path, state: dict[str, Any]) -> None:
     """Writes the run's part of a checkpoint, sealed."""
-    write_json(checkpoint / STATE, seal(plain(state)))
+    write_sealed(checkpoint / STATE, state)

@@ -15,7 +15,7 @@ from rlflow.errors import CheckpointError, ConfigError, DamagedCheckpointError
 from rlflow.run.checkpoints import STATE, TRAINER, Checkpoints, read_state
 from rlflow.run.saver import write_state
 from rlflow.storage.files import write_json
-from rlflow.storage.integrity import MANIFEST, fingerprint, seal, table
+from rlflow.storage.integrity import TRAINER_MANIFEST, fingerprint, write_manifest
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -25,8 +25,8 @@ def write(checkpoints: Checkpoints, step: int, keep: int | None = None) -> None:
     path = checkpoints.begin(step)
     (path / TRAINER).mkdir()
     (path / TRAINER / "weights").write_text(f"weights {step}")
-    manifest = {"step": step, **table({"weights": fingerprint(path / TRAINER / "weights")})}
-    write_json(path / TRAINER / MANIFEST, seal(manifest))
+    files = {"weights": fingerprint(path / TRAINER / "weights")}
+    write_manifest(path / TRAINER / TRAINER_MANIFEST, {"step": step}, files)
     write_state(path, {"step": step})
     checkpoints.commit(step, keep)
 
@@ -81,7 +81,7 @@ def test_saving_a_step_again_replaces_it(checkpoints: Checkpoints) -> None:
 
 def test_a_kill_while_replacing_loses_nothing(checkpoints: Checkpoints) -> None:
     write(checkpoints, 1)
-    os.replace(checkpoints.path(1), checkpoints.folder / "step_000001.old")  # the state between the two renames
+    os.replace(checkpoints.path(1), checkpoints.folder / "step_000001.replaced")  # the state between the two renames
     checkpoints.clean()
     assert checkpoints.steps() == [1] and checkpoints.find_damage(1) is None
 
