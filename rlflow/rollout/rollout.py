@@ -19,7 +19,7 @@ from rlflow.errors import ConfigError, RolloutError
 from rlflow.models.huggingface import digest
 from rlflow.rollout.deterministic import Rounds
 from rlflow.rollout.engine import Engine
-from rlflow.rollout.episodes import Attempt, EpisodePlayer, Generate, Limits
+from rlflow.rollout.episodes import Attempt, EpisodeLimits, EpisodePlayer, Generate
 from rlflow.rollout.event_loop import LoopThread
 from rlflow.rollout.tokenizer import Tokenizer
 from rlflow.types import Group, Task, Trajectory
@@ -68,7 +68,7 @@ class Rollout:
         self.deterministic = deterministic
         self.verify_weights = verify_weights
         self.version = 0
-        self._limits = Limits(
+        self._limits = EpisodeLimits(
             max_turns,
             max_response_tokens,
             min([max_total_tokens, *(getattr(engine, "max_tokens", max_total_tokens) for engine in self.engines)]),
@@ -207,7 +207,7 @@ class Rollout:
                 attempts.append(Attempt(task, group_id, request_id, _seeds(self.seed, group_id, number)))
         return attempts
 
-    async def _play(self, attempts: list[Attempt], limits: Limits, groups: int) -> list[Trajectory]:
+    async def _play(self, attempts: list[Attempt], limits: EpisodeLimits, groups: int) -> list[Trajectory]:
         """All trajectories, in the order of the attempts: lanes on every engine take one attempt after another."""
         player = EpisodePlayer(self.environment, self.tokenizer, limits, self._threads)
         finished: list[Trajectory | None] = [None] * len(attempts)

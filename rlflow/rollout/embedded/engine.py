@@ -13,13 +13,13 @@ from torch import Tensor
 from rlflow.errors import ConfigError, RolloutError, did_you_mean
 from rlflow.models.architecture import architecture
 from rlflow.models.huggingface import digest, iterate_weights, read_config
+from rlflow.rollout.embedded.block_manager import BLOCK_SIZE, blocks_for
 from rlflow.rollout.embedded.cache import KeyValueCache
 from rlflow.rollout.embedded.decoder import Decoder
 from rlflow.rollout.embedded.graphs import CudaCapture
-from rlflow.rollout.embedded.pages import PAGE, pages_for
 from rlflow.rollout.embedded.sampling import Decoding, StopTable
-from rlflow.rollout.embedded.scheduler import Scheduler, Statistics
-from rlflow.rollout.embedded.slots import Request
+from rlflow.rollout.embedded.scheduler import EngineStatistics, Scheduler
+from rlflow.rollout.embedded.slots import SequenceState
 from rlflow.rollout.engine import Completion, Sampling
 from rlflow.rollout.tokenizer import Tokenizer
 
@@ -62,7 +62,7 @@ class EmbeddedEngine:
                 f"engine.dtype: expected one of {', '.join(DTYPES)}, found '{dtype}'.{did_you_mean(dtype, DTYPES)}"
             )
         _check_sizes(max_concurrency=max_concurrency, prefill_tokens=prefill_tokens, max_tokens=max_tokens)
-        _check_sizes(PAGE, kv_tokens=kv_tokens)
+        _check_sizes(BLOCK_SIZE, kv_tokens=kv_tokens)
         self.path = Path(path)
         self.dtype = DTYPES[dtype]
         self.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
@@ -74,19 +74,19 @@ class EmbeddedEngine:
         self._model = Decoder(shape, self.dtype, self.device)
         self._model.load(iterate_weights(path))
         self.max_tokens = min(max_tokens or shape.max_positions, shape.max_positions)
-        pages = max_concurrency * pages_for(self.max_tokens)
+        blocks = max_concurrency * blocks_for(self.max_tokens)
         if kv_tokens is not None:
-            pages = min(pages, kv_tokens // PAGE)
+            blocks = min(blocks, kv_tokens // BLOCK_SIZE)
         else:
-            pages = min(pages, _free_bytes(self.device) // 2 // KeyValueCache.page_bytes(shape, self.dtype))
-        self.max_tokens = min(self.max_tokens, pages * PAGE)
+            blocks = min(blocks, _free_bytes(self.device) // 2 // KeyValueCache.block_bytes(shape, self.dtype))
+        self.max_tokens = min(self.max_tokens, blocks * BLOCK_SIZE)
         self._tokenizer = tokenizer
         self._stops = StopTable(shape.vocab, self._load_tokenizer, self.device)
         self._scheduler = Scheduler(
             self._model,
             self._stops,
             max_concurrency,
-            pages=pages,
+            blocks=blocks,
             max_tokens=self.max_tokens,
             prefill_tokens=prefill_tokens,
             by_id=deterministic,
@@ -107,7 +107,7 @@ class EmbeddedEngine:
         self._check(tokens, sampling, request_id)
         seed = sampling.seed if sampling.seed is not None else hash((self._seed, self._arrivals))
         self._arrivals += 1
-        request = Request(
+        request = SequenceState(
             tokens=list(tokens),
             sampling=sampling,
             id=request_id,
@@ -142,7 +142,7 @@ class EmbeddedEngine:
         return self._scheduler.version
 
     @property
-    def statistics(self) -> Statistics:
+    def statistics(self) -> EngineStatistics:
         """Counts of steps and tokens since the start."""
         return self._scheduler.statistics
 
