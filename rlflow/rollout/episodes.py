@@ -41,12 +41,13 @@ class EpisodeLimits:
 
 @dataclass(frozen=True)
 class Attempt:
-    """Which episode to play. seeds: one per turn."""
+    """Which episode to play. seeds: one per turn. number: which of its group."""
 
     task: Task
     group_id: str
     request_id: str
     seeds: Callable[[int], int]
+    number: int = 0
 
 
 @dataclass
@@ -160,8 +161,8 @@ class EpisodePlayer:
         self, episode: Episode, state: EpisodeState, completion: Completion, start: int, started: float
     ) -> Step:
         """Writes the response down, gives its text to the environment, and books what that answered."""
-        if completion.stop == "aborted":
-            raise RolloutError("the engine aborted the request.")
+        if completion.interrupted:
+            raise RolloutError(f"the engine ended the request before it was complete: it was {completion.stop}.")
         stop = start + len(completion.tokens)
         state.spans.append(TokenSpan(completion.tokens, completion))
         state.response_tokens += len(completion.tokens)

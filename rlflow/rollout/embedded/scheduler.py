@@ -6,7 +6,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
 
 from rlflow.rollout.embedded.block_manager import BLOCK_SIZE, BlockManager, blocks_for, prefix_keys
 from rlflow.rollout.embedded.cache import KeyValueCache
@@ -14,7 +13,7 @@ from rlflow.rollout.embedded.decoder import Decoder
 from rlflow.rollout.embedded.model_runner import ModelRunner, PrefillChunk
 from rlflow.rollout.embedded.sampling import END_TOKEN, StopTable
 from rlflow.rollout.embedded.slots import SequenceState, Slots
-from rlflow.rollout.engine import Completion
+from rlflow.rollout.engine import Completion, Stop
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +39,8 @@ class Scheduler:
     """Sequences wait, then run in a slot: first they prefill, then they decode, one token a step.
 
     When the pool of blocks is full, the younger gives way: a slot that is held for an episode's next turn, or a running
-    sequence, loses its blocks and computes them again later. The oldest always finds room, so all of them finish.
+    sequence, loses its blocks and computes them again later. The oldest always finds room, so all of them finish. A lower
+    priority number goes before age.
 
     blocks: size of the pool. max_tokens: of a prompt and its completion, no more than the pool holds. prefill_tokens: most
     prompt tokens in a step. by_id: admission in the order of the ids, not of the arrival. capture: of decode steps, see
@@ -109,7 +109,7 @@ class Scheduler:
             self._decode()
         self.statistics.steps += 1
 
-    def end(self, sequence: SequenceState, stop: Literal["stop", "length", "aborted"]) -> None:
+    def end(self, sequence: SequenceState, stop: Stop) -> None:
         """Completes a sequence, wherever it is, with what it has."""
         tokens, logprobs, versions = self._slots.sampled(sequence.slot) if sequence.slot >= 0 else ([], [], [])
         if not sequence.future.done():
@@ -147,12 +147,12 @@ class Scheduler:
     # --- admission ----------------------------------------------------------------------------------------------------
 
     def _admit(self) -> None:
-        """Gives slots to waiting sequences: first to those that continue an episode, since theirs is there already."""
+        """Gives slots to waiting sequences by priority; among equals first to those that continue an episode, since theirs
+        is there already, then in the order of their arrival (or ids)."""
         if self._by_id:
             self.waiting.sort(key=lambda sequence: sequence.id or "")
-        continuing = [sequence for sequence in self.waiting if self._slots.held_by(sequence.id) is not None]
-        fresh = [sequence for sequence in self.waiting if self._slots.held_by(sequence.id) is None]
-        for sequence in continuing + fresh:
+        fresh = {sequence: self._slots.held_by(sequence.id) is None for sequence in self.waiting}
+        for sequence in sorted(self.waiting, key=lambda sequence: (sequence.priority, fresh[sequence])):
             if not self._slots.available():
                 break
             self._place(sequence)
@@ -195,7 +195,7 @@ class Scheduler:
         """What to compute now, `budget` tokens at most, the oldest episodes first; none passes one that finds no room."""
         chunks: list[PrefillChunk] = []
         coming: set[int] = set()  # keys of the prefixes that the chunks compute
-        for slot in self._by_age(self._prefilling):
+        for slot in self._by_rank(self._prefilling):
             if budget <= 0:
                 break
             tokens = self._tokens(slot)
@@ -265,7 +265,7 @@ class Scheduler:
     def _decode(self) -> None:
         """One token for every sequence that decodes and finds room."""
         slots = self._slots
-        for slot in self._by_age(self._decoding):
+        for slot in self._by_rank(self._decoding):
             if slot not in self._decoding:
                 continue  # it gave way to an older one
             if blocks_for(slots.length[slot]) > len(slots.blocks[slot]):
@@ -296,8 +296,8 @@ class Scheduler:
 
     # --- room ---------------------------------------------------------------------------------------------------------
 
-    def _by_age(self, slots: set[int]) -> list[int]:
-        return sorted(slots, key=lambda slot: self._slots.age[slot])
+    def _by_rank(self, slots: set[int]) -> list[int]:
+        return sorted(slots, key=lambda slot: self._slots.rank[slot])
 
     def _make_room(self, count: int, slot: int) -> bool:
         """Whether there are `count` free blocks for the slot, after others gave way where they must: see `_victim`."""
@@ -322,12 +322,12 @@ class Scheduler:
         """The slot that gives its blocks to another one: one that is held and longest unused, else the youngest that runs
         and is younger. The patient, for whom others will make room in time, take from younger held ones only."""
         slots = self._slots
-        age = slots.age[slot]
-        held = [other for other in slots.held() if slots.blocks[other] and (not patient or slots.age[other] > age)]
+        rank = slots.rank[slot]
+        held = [other for other in slots.held() if slots.blocks[other] and (not patient or slots.rank[other] > rank)]
         if held:
             return held[0]
-        running = [other for other in self.running if slots.blocks[other] and slots.age[other] > age]
-        return None if patient or not running else max(running, key=lambda other: slots.age[other])
+        running = [other for other in self.running if slots.blocks[other] and slots.rank[other] > rank]
+        return None if patient or not running else max(running, key=lambda other: slots.rank[other])
 
     def _preempt(self, slot: int) -> None:
         """Takes the blocks of a running sequence, which goes on when it has computed them again."""

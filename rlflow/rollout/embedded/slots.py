@@ -24,6 +24,7 @@ class SequenceState:
     stop_row: int
     seed: int
     future: asyncio.Future[Completion]
+    priority: int = 0  # lower first
     slot: int = -1
     started: bool = False  # something of it was computed
 
@@ -35,7 +36,8 @@ class Slots:
     On the device: `tokens`, `logprobs`, `versions` (rows, width), the columns being positions (the latter two from a
     prompt's end on); `lengths`, `seeds`, `temperatures`, `stop_rows` (rows,); `block_tables` (rows, blocks).
     On the host, a list entry per slot: `length` (tokens in the slot), `origin` (of them prompt), `limit` (most tokens),
-    `cached` (of the tokens, how many have keys and values), `blocks` (held) and `age` (order of the episodes' starts).
+    `cached` (of the tokens, how many have keys and values), `blocks` (held) and `rank` (who goes first and
+    keeps its blocks longest: lower priorities, then episodes that started earlier).
     """
 
     def __init__(self, count: int, block_manager: BlockManager, device: torch.device) -> None:
@@ -58,7 +60,7 @@ class Slots:
         self.limit = [0] * (count + 1)
         self.cached = [0] * (count + 1)
         self.blocks: list[list[int]] = [[] for _ in range(count + 1)]
-        self.age = [0] * (count + 1)
+        self.rank = [(0, 0)] * (count + 1)
         self._episodes = 0
         self._free = list(range(count))
         self._held: dict[int, None] = {}  # in the order of their last use
@@ -100,7 +102,7 @@ class Slots:
             self._disown(slot)
             self.drop_blocks(slot)
             self._episodes += 1
-            self.age[slot] = self._episodes
+            self.rank[slot] = (0, self._episodes)
         self._held.pop(slot, None)
         if owner is not None:
             self._slot_of[owner] = slot
@@ -140,6 +142,7 @@ class Slots:
         self.set_length(slot, count)
         self.origin[slot] = count
         self.limit[slot] = limit
+        self.rank[slot] = (sequence.priority, self.rank[slot][1])
         self.seeds[slot] = sequence.seed
         self.temperatures[slot] = sequence.sampling.temperature
         self.stop_rows[slot] = sequence.stop_row
