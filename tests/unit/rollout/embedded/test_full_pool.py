@@ -167,6 +167,29 @@ def test_histories_of_idle_episodes_give_way_and_are_computed_again(qwen: Path) 
     assert_logprobs(qwen, turn, second)
 
 
-def test_a_pool_of_less_than_a_page_is_refused(qwen: Path) -> None:
+def test_the_more_urgent_keeps_its_blocks_though_it_came_later(qwen: Path) -> None:
+    prompts = random_rows([30, 40])
+
+    async def order(priorities: tuple[int, int]) -> list[int]:
+        engine = EmbeddedEngine(qwen, kv_tokens=5 * BLOCK_SIZE)  # both together grow to 7 blocks
+        ended: list[int] = []
+
+        async def ask(index: int) -> None:
+            done = await engine.generate(prompts[index], Sampling(60, seed=index), f"{index}", priorities[index])
+            assert_logprobs(qwen, prompts[index], done)
+            ended.append(index)
+
+        first = asyncio.ensure_future(ask(0))
+        while engine.statistics.decoded < 3:
+            await asyncio.sleep(0)
+        await asyncio.gather(first, ask(1))
+        assert engine.statistics.preempted == 1
+        return ended
+
+    assert asyncio.run(order((0, 0))) == [0, 1]
+    assert asyncio.run(order((0, -1))) == [1, 0]
+
+
+def test_a_pool_of_less_than_a_block_is_refused(qwen: Path) -> None:
     with pytest.raises(ConfigError, match=r"engine\.kv_tokens: expected at least 32, found 31"):
         EmbeddedEngine(qwen, kv_tokens=31)
