@@ -89,7 +89,9 @@ class EpisodeState:
 class EpisodePlayer:
     """Plays episodes of one environment; everything about an episode is in its EpisodeState."""
 
-    def __init__(self, environment: Environment, tokenizer: Tokenizer, limits: EpisodeLimits, threads: Executor) -> None:
+    def __init__(
+        self, environment: Environment, tokenizer: Tokenizer, limits: EpisodeLimits, threads: Executor
+    ) -> None:
         self._environment = environment
         self._tokenizer = tokenizer
         self._limits = limits
@@ -117,9 +119,7 @@ class EpisodePlayer:
         finally:
             await self._call(self._environment.close, episode)
 
-    async def _turns(
-        self, attempt: Attempt, episode: Episode, state: EpisodeState, generate: Generate
-    ) -> StopReason:
+    async def _turns(self, attempt: Attempt, episode: Episode, state: EpisodeState, generate: Generate) -> StopReason:
         limits = self._limits
         self._begin(episode.task, state)
         stop_strings = self._environment.stop

@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 import hashlib
 import itertools
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -86,6 +87,7 @@ class Rollout:
         self._repetitions: dict[int, Counter[str]] = {}  # of tasks, by step
         self._in_flight: list[Submission] = []
         self._turn = asyncio.Lock()  # deterministic collections take turns
+        self._lock = threading.Lock()  # any thread may submit
         self._loop: LoopThread | None = None
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="rlflow-environment")
 
@@ -147,11 +149,12 @@ class Rollout:
         samples = self.samples_per_prompt if samples_per_prompt is None else samples_per_prompt
         _check_positive(samples_per_prompt=samples)
         share = self.max_aborted_share if max_aborted_share is None else max_aborted_share
-        submission = Submission(self._attempts(tasks, step, samples), share)
         player = EpisodePlayer(self.environment, self.tokenizer, limits, self._threads)
         turn = self._turn if self.deterministic else None
-        submission.start(self._thread(), self.engines, player, priority=priority, turn=turn)
-        self._in_flight = [*(earlier for earlier in self._in_flight if not earlier.ended), submission]
+        with self._lock:
+            submission = Submission(self._attempts(tasks, step, samples), share)
+            submission.start(self._thread(), self.engines, player, priority=priority, turn=turn)
+            self._in_flight = [*(earlier for earlier in self._in_flight if not earlier.ended), submission]
         return submission
 
     def collect(

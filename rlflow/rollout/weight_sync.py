@@ -135,7 +135,9 @@ async def run_probe(engine: Engine, probe: WeightProbe, version: int) -> list[Co
         engine.release(f"weight probe {index}")
     versions = sorted({found for completion in completions for found in completion.versions})
     if versions != [version]:
-        raise RolloutError(f"weight sync: the engine was given version {version} and sampled its probe from {versions}.")
+        raise RolloutError(
+            f"weight sync: the engine was given version {version} and sampled its probe from {versions}."
+        )
     return completions
 
 

@@ -97,9 +97,7 @@ class KeyValueCache:
         calls = []
         for rows in _similar(lengths, counts):
             chosen = order[rows]
-            calls.append(
-                self._prefilling_call(rows, tables, [parts[i] for i in chosen], [offsets[i] for i in chosen])
-            )
+            calls.append(self._prefilling_call(rows, tables, [parts[i] for i in chosen], [offsets[i] for i in chosen]))
         index = torch.cat(places)
         heads, dim = self._model.heads, self._model.head_dim
 

@@ -31,7 +31,9 @@ class DecodeGraphs:
     capture: records a function's kernels and returns what replays them; `capture_cuda_graph`, or in tests a function
     that returns its argument. The tables of the slots must never be widened after the first step."""
 
-    def __init__(self, slots: Slots, step: DecodeStep, capture: Callable[[Callable[[], None]], Callable[[], None]]) -> None:
+    def __init__(
+        self, slots: Slots, step: DecodeStep, capture: Callable[[Callable[[], None]], Callable[[], None]]
+    ) -> None:
         self._slots = slots
         self._step = step
         self._capture = capture

@@ -320,14 +320,16 @@ class Scheduler:
 
     def _victim(self, slot: int, patient: bool) -> int | None:
         """The slot that gives its blocks to another one: one that is held and longest unused, else the youngest that runs
-        and is younger. The patient, for whom others will make room in time, take from younger held ones only."""
+        and is younger. The patient, for whom others will make room in time, take from younger held ones and from the less
+        urgent only."""
         slots = self._slots
         rank = slots.rank[slot]
         held = [other for other in slots.held() if slots.blocks[other] and (not patient or slots.rank[other] > rank)]
         if held:
             return held[0]
         running = [other for other in self.running if slots.blocks[other] and slots.rank[other] > rank]
-        return None if patient or not running else max(running, key=lambda other: slots.rank[other])
+        last = max(running, key=lambda other: slots.rank[other], default=None)
+        return None if last is None or (patient and slots.rank[last][0] == rank[0]) else last
 
     def _preempt(self, slot: int) -> None:
         """Takes the blocks of a running sequence, which goes on when it has computed them again."""

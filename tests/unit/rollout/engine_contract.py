@@ -69,9 +69,7 @@ class EngineContract:
         assert together[0].tokens == together[5].tokens != together[1].tokens
 
     def test_greedy_needs_no_seed(self, make: Make) -> None:
-        first, second = (
-            run(make().generate(PROMPT, Sampling(8, temperature=0.0, seed=seed))) for seed in (None, 5)
-        )
+        first, second = (run(make().generate(PROMPT, Sampling(8, temperature=0.0, seed=seed))) for seed in (None, 5))
         assert first.tokens == second.tokens
 
     def test_a_stop_string_ends_with_the_token_that_completes_it(self, make: Make, tokenizer: Tokenizer) -> None:

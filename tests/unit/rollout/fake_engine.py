@@ -63,7 +63,9 @@ class FakeEngine(Engine):
         self._check(tokens, request_id)
         request = FakeRequest(request_id, priority)
         completion = Completion([], [], [], "length")
-        room = sampling.max_tokens if self.max_tokens is None else min(sampling.max_tokens, self.max_tokens - len(tokens))
+        room = (
+            sampling.max_tokens if self.max_tokens is None else min(sampling.max_tokens, self.max_tokens - len(tokens))
+        )
         self._waiting.append(request)
         try:
             while request.stop is None and not self._admit(request):

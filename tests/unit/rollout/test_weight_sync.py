@@ -144,7 +144,9 @@ def test_a_probe_finds_other_weights_and_its_tolerance_is_the_callers(tokenizer:
             self.version = version
 
     with over(Stale(tokenizer, hashes_weights=False), tokenizer) as rollout:
-        with pytest.raises(RolloutError, match=r"differ by .* nats on a token of the probe, more than its tolerance of 0\.001"):
+        with pytest.raises(
+            RolloutError, match=r"differ by .* nats on a token of the probe, more than its tolerance of 0\.001"
+        ):
             rollout.load_weights(PAIRS, version=1, probe=probe(PAIRS))
     with over(FakeEngine(tokenizer, hashes_weights=False), tokenizer) as rollout:
         rollout.load_weights(PAIRS, version=1, probe=probe(PAIRS, off=0.05, tolerance=0.1))

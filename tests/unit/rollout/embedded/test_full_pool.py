@@ -190,6 +190,28 @@ def test_the_more_urgent_keeps_its_blocks_though_it_came_later(qwen: Path) -> No
     assert asyncio.run(order((0, -1))) == [1, 0]
 
 
+def test_an_urgent_prompt_takes_its_blocks_from_those_that_run(qwen: Path) -> None:
+    prompts = random_rows([70, 60])
+
+    async def order(priority: int) -> list[int]:
+        engine = EmbeddedEngine(qwen, kv_tokens=4 * BLOCK_SIZE)  # the first grows to 4 blocks, the second starts with 2
+        ended: list[int] = []
+
+        async def ask(index: int, count: int, urgency: int) -> None:
+            done = await engine.generate(prompts[index], Sampling(count, seed=index), None, urgency)
+            assert_logprobs(qwen, prompts[index], done)
+            ended.append(index)
+
+        first = asyncio.ensure_future(ask(0, 50, 0))
+        while engine.statistics.decoded < 3:
+            await asyncio.sleep(0)
+        await asyncio.gather(first, ask(1, 20, priority))
+        return ended
+
+    assert asyncio.run(order(0)) == [0, 1]
+    assert asyncio.run(order(-1)) == [1, 0]
+
+
 def test_a_pool_of_less_than_a_block_is_refused(qwen: Path) -> None:
     with pytest.raises(ConfigError, match=r"engine\.kv_tokens: expected at least 32, found 31"):
         EmbeddedEngine(qwen, kv_tokens=31)
