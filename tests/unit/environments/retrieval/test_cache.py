@@ -129,7 +129,7 @@ def test_a_failure_aborts_the_episode_and_its_text_reaches_nobody():
     from concurrent.futures import ThreadPoolExecutor
 
     from rlflow.rollout.engine import Completion
-    from rlflow.rollout.episodes import Attempt, EpisodePlayer, Limits
+    from rlflow.rollout.episodes import Attempt, EpisodeLimits, EpisodePlayer
 
     class Bytes:
         eos_ids = (0,)
@@ -149,7 +149,7 @@ def test_a_failure_aborts_the_episode_and_its_text_reaches_nobody():
 
     server = Scripted(500, 500)
     with serving(server) as url, ThreadPoolExecutor(1) as threads:
-        limits = Limits(3, 100, 1000, None, 1.0, False)
+        limits = EpisodeLimits(3, 100, 1000, None, 1.0, False)
         player = EpisodePlayer(environment(url), Bytes(), limits, threads)
         attempt = Attempt(Task("t", "Question?", ["x"]), "g", "r", lambda turn: turn)
         trajectory = asyncio.run(player.play(attempt, generate))

@@ -10,9 +10,9 @@ from torch import Tensor
 from rlflow.errors import ModelError
 from rlflow.models.architecture import architecture
 from rlflow.models.huggingface import digest, iterate_weights, read_config
+from rlflow.rollout.embedded.block_manager import BLOCK_SIZE
 from rlflow.rollout.embedded.cache import KeyValueCache
 from rlflow.rollout.embedded.decoder import Decoder
-from rlflow.rollout.embedded.pages import PAGE
 from tests import rounding
 
 CPU = torch.device("cpu")
@@ -38,14 +38,14 @@ def random_rows(lengths: list[int]) -> list[list[int]]:
 
 
 class Paged:
-    """A decoder with a cache of 8 sequences, whose pages are scattered over the pool."""
+    """A decoder with a cache of 8 sequences, whose blocks are scattered over the pool."""
 
     def __init__(self, decoder: Decoder) -> None:
         self.decoder = decoder
         self.cache = KeyValueCache(decoder.architecture, 8 * 16 + 1, torch.float32, CPU)
         order = torch.randperm(8 * 16, generator=torch.Generator().manual_seed(1))
         self.tables = 1 + order.view(8, 16)
-        decoder.reserve(16 * PAGE)
+        decoder.reserve(16 * BLOCK_SIZE)
 
     def prefill(self, rows: list[list[int]], slots: list[int], starts: list[int]) -> Tensor:
         """Logits of the new tokens of the rows, whose first `starts` tokens are cached already."""
@@ -124,8 +124,8 @@ def test_memory_of_the_pool_is_touched_only_where_it_is_used(qwen: Path) -> None
     psutil = pytest.importorskip("psutil")
     decoder = load(qwen)
     before = psutil.Process().memory_info().rss
-    pages = (1 << 30) // KeyValueCache.page_bytes(decoder.architecture, torch.float32)
-    cache = KeyValueCache(decoder.architecture, pages, torch.float32, CPU)
+    blocks = (1 << 30) // KeyValueCache.block_bytes(decoder.architecture, torch.float32)
+    cache = KeyValueCache(decoder.architecture, blocks, torch.float32, CPU)
     cache.clear(3)
     assert psutil.Process().memory_info().rss - before < 1 << 27  # of 1 GiB
 

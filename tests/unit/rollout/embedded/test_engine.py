@@ -222,7 +222,7 @@ def test_weights_change_between_two_tokens_of_a_request_in_flight(qwen: Path, ot
     turn = prompt + completion.tokens + [7, 8, 9]
     (next_turn,) = run(engine.generate(turn, Sampling(5, seed=6), "episode"))
     assert_logprobs(other_qwen, turn, next_turn)
-    assert engine.weights_digest() == digest(iterate_weights(other_qwen))
+    assert asyncio.run(engine.weights_digest()) == digest(iterate_weights(other_qwen))
 
 
 def test_a_kept_turn_is_recomputed_after_new_weights(qwen: Path, other_qwen: Path) -> None:
@@ -352,7 +352,7 @@ def test_equal_inputs_give_equal_bits(qwen: Path) -> None:
 
 def test_bfloat16_weights_hash_to_what_was_sent_in_that_type(qwen: Path) -> None:
     engine = EmbeddedEngine(qwen, dtype="bfloat16")
-    assert engine.weights_digest() == digest((name, tensor.bfloat16()) for name, tensor in iterate_weights(qwen))
+    assert asyncio.run(engine.weights_digest()) == digest((name, tensor.bfloat16()) for name, tensor in iterate_weights(qwen))
     (completion,) = run(engine.generate([5, 6, 7], Sampling(6, temperature=0.0)))
     expected = reference_logprobs(qwen, [5, 6, 7], completion.tokens)
     chosen = expected.gather(-1, torch.tensor(completion.tokens)[:, None])[:, 0]

@@ -39,7 +39,7 @@ def recording_engine(path: Path, recorder: Recorder, **options: int) -> Embedded
         engine._model,
         engine._stops,
         engine.max_concurrency,
-        pages=old.pool.count,
+        blocks=old.block_manager.count,
         max_tokens=512,
         prefill_tokens=8192,
         by_id=False,
@@ -82,7 +82,7 @@ def test_recorded_steps_give_what_steps_that_run_anew_give(qwen: Path, options: 
     recorder = Recorder()
     engine = recording_engine(qwen, recorder, **options)
     assert_equal(qwen, episodes(engine, 7), episodes(EmbeddedEngine(qwen, **options), 7))
-    assert 1 < recorder.recorded <= 4 * 4  # rows 1, 2, 4, 8 times pages 1, 2, 4, 8
+    assert 1 < recorder.recorded <= 4 * 4  # rows 1, 2, 4, 8 times blocks 1, 2, 4, 8
     recorded = recorder.recorded
     assert_equal(qwen, episodes(engine, 7), episodes(EmbeddedEngine(qwen, **options), 7))
     assert recorder.recorded == recorded
