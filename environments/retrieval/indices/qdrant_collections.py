@@ -17,13 +17,14 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 
 from rlflow.errors import ConfigError, DataError
+from rlflow_environments.common.http import GaveUp, Retryable, RetryPolicy, check_status
 from rlflow_environments.common.options import check_options
 from rlflow_environments.retrieval.errors import RetrievalError
 from rlflow_environments.retrieval.indices.base import missing
 
 HNSW_M, HNSW_EF_CONSTRUCT = 32, 512
 _FULL_SCAN_KB = 10_000  # Qdrant's default: smaller segments are scanned
-_RETRIED_STATUS = (429, 500, 502, 503, 504)
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.2, 8.0
 
 T = TypeVar("T")
 
@@ -303,28 +304,26 @@ def call(request: Callable[[], T], where: str, name: str, tries: int) -> T:
     import grpc
     from qdrant_client.http.exceptions import ResponseHandlingException, UnexpectedResponse
 
-    problem: Exception
-    for attempt in range(tries):
-        if attempt:
-            time.sleep(random.Random().uniform(0.5, 1.0) * min(8.0, 0.1 * 2**attempt))
+    def attempt() -> T:
         try:
             return request()
         except UnexpectedResponse as error:
             _refused(error.status_code, where, name, error.reason_phrase)
-            if error.status_code not in _RETRIED_STATUS:
-                raise RetrievalError(
-                    f"{where}, collection '{name}': {error.status_code} {error.reason_phrase}."
-                ) from None
-            problem = error
+            check_status("", error.status_code or 500, error.headers, error.reason_phrase)
+            raise RetrievalError(f"{where}, collection '{name}': {error.status_code} {error.reason_phrase}.") from None
         except grpc.RpcError as error:
             _refused(_HTTP_OF_GRPC.get(error.code().name, 500), where, name, error.details())
-            problem = error
+            raise Retryable(str(error)) from None
         except ResponseHandlingException as error:
-            problem = error
+            raise Retryable(str(error)) from None
         except ValueError as error:  # local mode
             raise DataError(f"{where}, collection '{name}': {error}.") from None
-    reason = " ".join(str(problem).split())[:200]
-    raise RetrievalError(f"{where}, collection '{name}': no answer after {tries} tries ({reason}).")
+
+    try:
+        return RetryPolicy(tries, FIRST_PAUSE_S, LONGEST_PAUSE_S).call(attempt, random.Random())
+    except GaveUp as end:
+        reason = " ".join(str(end.last).split())[:200]
+        raise RetrievalError(f"{where}, collection '{name}': no answer after {tries} tries ({reason}).") from None
 
 
 _HTTP_OF_GRPC = {"UNAUTHENTICATED": 401, "PERMISSION_DENIED": 403, "NOT_FOUND": 404}

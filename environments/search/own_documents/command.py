@@ -119,5 +119,6 @@ def _model(args: argparse.Namespace, request: Request, progress: Progress) -> Co
         timeout_s=args.timeout_s,
         tries=args.tries,
         cache=Path(args.out).expanduser() / "answers.jsonl",
+        name_of=lambda name: "--endpoint" if name == "url" else f"--{name.replace('_', '-')}",
     )
     return ask_model(endpoint, request, progress)

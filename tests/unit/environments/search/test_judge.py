@@ -49,7 +49,7 @@ def _judge(url: str, answer: str | None = "Lutetia", **options):
 
 @pytest.fixture(autouse=True)
 def no_long_pauses(monkeypatch):
-    monkeypatch.setattr(judging, "LONGEST_PAUSE_S", 0.01)
+    monkeypatch.setattr(judging, "PAUSE_S", 0.01)
 
 
 @pytest.mark.parametrize(("reply", "value"), [(RIGHT, 1.0), (WRONG, 0.0), (f"{RIGHT} No: {WRONG}", 0.0)])
@@ -97,7 +97,7 @@ def test_replies_that_cannot_be_read_are_a_status_and_no_error():
 
 
 def test_an_endpoint_that_stays_down_is_an_error_and_no_verdict():
-    with serving(Endpoint(500, 500)) as url, pytest.raises(JudgeError, match="no verdict after 2 attempts; last: status 500"):
+    with serving(Endpoint(500, 500)) as url, pytest.raises(JudgeError, match="no answer after 2 attempts; last: status 500"):
         _judge(url, tries=2)
     with pytest.raises(JudgeError, match="ConnectError"):
         _judge("http://127.0.0.1:9", tries=2)
