@@ -32,6 +32,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 import psutil  # noqa: E402
 from http_load import Figures, measure  # noqa: E402 -- the folder of this script is no package
 
+from rlflow.storage.files import replacing  # noqa: E402
+
 DIMENSIONS = 384
 WORDS_PER_QUERY = 8
 TOP_K = 3
@@ -87,16 +89,13 @@ def vocabulary() -> list[str]:
 def make_corpus(path: Path, size: int) -> Path:
     """Passages of 60 words in Zipf's distribution, written once."""
     if not path.is_file():
-        path.parent.mkdir(parents=True, exist_ok=True)
         words, generator = vocabulary(), random.Random(2)
         weights = [1 / rank for rank in range(10, 10 + len(words))]
-        aside = path.with_suffix(".partial")
-        with aside.open("w", encoding="utf-8") as file:
+        with replacing(path) as aside, aside.open("w", encoding="utf-8") as file:
             for row in range(size):
                 title, *body = generator.choices(words, weights, k=62)
                 contents = f'"{title} {row}"\n{" ".join(body)}.'
                 file.write(json.dumps({"id": str(row), "contents": contents, "url": f"doc://{row}"}) + "\n")
-        aside.replace(path)
     return path
 
 

@@ -6,7 +6,6 @@ import gzip
 import hashlib
 import json
 import logging
-import os
 import shutil
 import zlib
 from collections.abc import Callable, Sequence
@@ -17,6 +16,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from rlflow.errors import ConfigError, DataError, MissingPackageError, RLFlowError, StorageError
+from rlflow.storage.files import clear_partials, replace_file, replacing, write_text
 
 logger = logging.getLogger(__name__)
 
@@ -218,9 +218,7 @@ class _Ledger:
 
     def note(self, file: Path, identity: str) -> None:
         self._known[self._name(file)] = [identity, *_stamp(file)]
-        aside = self._path.with_name(f"{self._path.name}.partial")
-        aside.write_text(json.dumps(self._known, indent=1), encoding="utf-8")
-        aside.replace(self._path)
+        write_text(self._path, json.dumps(self._known, indent=1))
 
     def _name(self, file: Path) -> str:
         return file.relative_to(self._path.parent).as_posix()
@@ -251,7 +249,7 @@ def _fetch(hub: _Hub, one: RemoteFile, folder: Path, ledger: _Ledger, say: Calla
         hub.fetch(one, partial)
         problem = _difference(partial, one) or ""
         if not problem:
-            partial.replace(file)
+            replace_file(partial, file)
             ledger.note(file, identity)
             say(f"{file}: {one.size:,} bytes, {'SHA-256' if one.sha256 else 'size'} as released")
             return
@@ -299,19 +297,17 @@ def _join(
     say: Callable[[str], None],
 ) -> Path:
     """Puts the parts behind each other, in the order of their names; without `keep_parts` each goes once it is copied."""
-    aside = target.with_name(f"{target.name}.partial")
     ordered = sorted(parts, key=lambda one: one.name)
-    with aside.open("wb") as joined:
-        for one in ordered:
-            say(f"{target}: adding {one.name}")
-            with (folder / one.name).open("rb") as part:
-                shutil.copyfileobj(part, joined, _BLOCK)
-        joined.flush()
-        os.fsync(joined.fileno())
     expected = sum(one.size for one in ordered)
-    if aside.stat().st_size != expected:
-        raise DataError(f"{aside}: expected {expected:,} bytes, found {aside.stat().st_size:,}. Try again.")
-    aside.replace(target)
+    clear_partials(target.parent)  # what a kill left has the size of an index
+    with replacing(target) as aside:
+        with aside.open("wb") as joined:
+            for one in ordered:
+                say(f"{target}: adding {one.name}")
+                with (folder / one.name).open("rb") as part:
+                    shutil.copyfileobj(part, joined, _BLOCK)
+        if aside.stat().st_size != expected:
+            raise DataError(f"{target}: expected {expected:,} bytes, found {aside.stat().st_size:,}. Try again.")
     ledger.note(target, _identity(parts))
     if not keep_parts:
         for one in ordered:
@@ -326,13 +322,11 @@ def _unpacked(packed: Path, ledger: _Ledger, say: Callable[[str], None]) -> Path
     if ledger.holds(target, identity):
         return target
     say(f"{target}: unpacking")
-    aside = target.with_name(f"{target.name}.partial")
+    clear_partials(target.parent)
     try:
-        with gzip.open(packed) as source, aside.open("wb") as out:
+        with replacing(target) as aside, gzip.open(packed) as source, aside.open("wb") as out:
             shutil.copyfileobj(source, out, _BLOCK)
     except (OSError, EOFError, zlib.error) as problem:
-        aside.unlink(missing_ok=True)
         raise DataError(f"{packed}: cannot be unpacked: {problem}. Remove it and try again.") from None
-    aside.replace(target)
     ledger.note(target, identity)
     return target

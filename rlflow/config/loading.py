@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import re
 import types
 import typing
@@ -14,6 +13,7 @@ from typing import Any, TypeVar
 import yaml
 
 from rlflow.errors import ConfigError, did_you_mean
+from rlflow.storage.files import write_text
 
 T = TypeVar("T")
 REDACTED = "***"
@@ -78,10 +78,7 @@ def to_dict(config: Any) -> dict[str, Any]:
 
 def save_config(config: Any, path: str | Path) -> None:
     """Writes the resolved configuration as YAML that `load_config` reads again, secrets replaced by `***`."""
-    path = Path(path)
-    aside = path.with_name(path.name + ".partial")
-    aside.write_text(config_text(config), encoding="utf-8")
-    os.replace(aside, path)
+    write_text(path, config_text(config))
 
 
 def config_text(config: Any) -> str:

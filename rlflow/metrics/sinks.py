@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import time
 import uuid
 from collections.abc import Mapping, Sequence
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from rlflow.errors import CheckpointError, MissingPackageError
+from rlflow.storage.files import write_text
 
 
 class Sink(Protocol):
@@ -174,6 +174,4 @@ def _records(path: Path) -> list[dict[str, Any]]:
 def _drop_records_after(path: Path, step: int | None) -> None:
     """Rewrites the file without records after `step` (None keeps all) and without a half-written last line."""
     kept = [record for record in _records(path) if step is None or record["step"] <= step]
-    aside = path.with_name(path.name + ".partial")
-    aside.write_text("".join(json.dumps(record) + "\n" for record in kept), encoding="utf-8")
-    os.replace(aside, path)
+    write_text(path, "".join(json.dumps(record) + "\n" for record in kept))

@@ -1,7 +1,7 @@
 """The checkpoints of one run, and how one comes to be: written aside, brought to disk, renamed.
 
 step_000050/            state.json (the run's part, sealed) and trainer/ (what the trainer saved)
-step_000050.partial/    being written, or half removed; `.old`: being replaced
+step_000050.partial/    being written, or half removed; `.replaced`: being replaced
 step_000050.aside/      newer than the checkpoint that the run was resumed from by `run.resume_step`; read by nobody
 """
 
@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from rlflow.errors import ConfigError, DamagedCheckpointError
+from rlflow.storage.files import PARTIAL, REPLACED, partial_path, remove_directory, replace_directory, restore_replaced
 from rlflow.storage.integrity import MANIFEST, find_damage, listed, read_sealed
 
 STATE = "state.json"
@@ -54,35 +55,25 @@ class Checkpoints:
 
     def begin(self, step: int) -> Path:
         """An empty directory to write the checkpoint into; `commit` gives it its name."""
-        partial = self.begun(step)
+        partial = self.partial_path(step)
         self.clean()
         partial.mkdir(parents=True)
         return partial
 
     def commit(self, step: int, keep: int | None = None) -> None:
         """Brings what was begun to disk and gives it its name; only then the oldest ones go, so that `keep` are left."""
-        final, partial = self.path(step), self.begun(step)
-        _sync_tree(partial)
-        displaced = final.with_name(final.name + ".old")
-        if final.exists():
-            os.replace(final, displaced)
-        os.replace(partial, final)
-        _sync(final.parent)
-        if displaced.exists():
-            _remove(displaced)
+        final, partial = self.path(step), self.partial_path(step)
+        replace_directory(partial, final)
         older = [other for other in self.steps() if other < step]
         for old in older[: max(0, len(older) + 1 - keep)] if keep else []:
-            _remove(self.path(old))
+            remove_directory(self.path(old))
 
     def clean(self) -> None:
         """Clears what a kill left half written or half removed; a checkpoint caught while being replaced is put back."""
-        for entry in self.folder.glob("*.partial"):
+        for entry in self.folder.glob(f"*{PARTIAL}"):
             shutil.rmtree(entry, ignore_errors=True)
-        for entry in self.folder.glob("*.old"):
-            if entry.with_suffix("").exists():
-                _remove(entry)
-            else:
-                os.replace(entry, entry.with_suffix(""))
+        for entry in self.folder.glob(f"*{REPLACED}"):
+            restore_replaced(entry.with_suffix(""))
 
     def set_aside_after(self, step: int) -> list[Path]:
         """Renames the checkpoints after `step`, which the run has been taken back to; returns their new names."""
@@ -114,34 +105,11 @@ class Checkpoints:
             return str(error)
         return find_damage(path / TRAINER, listed(manifest))
 
-    def begun(self, step: int) -> Path:
+    def partial_path(self, step: int) -> Path:
         """Where the checkpoint of a step is until it is complete."""
-        return self.path(step).with_name(self.path(step).name + ".partial")
+        return partial_path(self.path(step))
 
 
 def read_state(checkpoint: Path) -> dict[str, Any]:
     """The run's part of a checkpoint. Raises DamagedCheckpointError."""
     return read_sealed(checkpoint / STATE)
-
-
-def _remove(directory: Path) -> None:
-    """Renames to `.partial` first, so that a kill in the middle never leaves half a checkpoint under a good name."""
-    doomed = directory.with_name(directory.name + ".partial")
-    shutil.rmtree(doomed, ignore_errors=True)
-    os.replace(directory, doomed)
-    shutil.rmtree(doomed)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _sync_tree(directory: Path) -> None:
-    for folder, _, files in os.walk(directory):
-        for name in files:
-            _sync(Path(folder) / name)
-        _sync(Path(folder))

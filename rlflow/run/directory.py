@@ -22,12 +22,13 @@ from typing import Any
 
 from rlflow.errors import ConfigError
 from rlflow.run.checkpoints import Checkpoints
+from rlflow.storage.files import PARTIAL, clear_partials
 
 logger = logging.getLogger(__name__)
 
 LAYOUT = ("config.yaml", "metrics.jsonl", "checkpoints", "export", "trajectories", "evaluations", "progress.png",
           "summary.json", "log.txt", "tensorboard", "wandb")  # fmt: skip
-STARTED = {"config.yaml", "config.yaml.partial", "log.txt", "metrics.jsonl", "metrics.jsonl.partial", "tensorboard", "wandb"}
+STARTED = {"config.yaml", "log.txt", "metrics.jsonl", "tensorboard", "wandb"}
 """What a run may have written before its first metrics."""
 
 
@@ -57,6 +58,8 @@ class RunDirectory:
         if overwrite or not begun:
             run._remove_run()
         run.saved.clean()
+        for folder in (run.path, run.path / "trajectories", run.path / "evaluations"):
+            clear_partials(folder)
         if resume and run.latest_checkpoint() is None:
             logger.warning("resume: no checkpoint in %s, the run starts at step 0", run.path)
         return run
@@ -159,7 +162,7 @@ class RunDirectory:
 
     def _present(self) -> list[str]:
         names = sorted(entry.name for entry in self.path.iterdir()) if self.path.is_dir() else []
-        return [name for name in names if name != "run.lock"]
+        return [name for name in names if name != "run.lock" and not name.endswith(PARTIAL)]
 
     def _begun(self, present: Sequence[str]) -> bool:
         """Whether there is more than what a start writes before its first metrics: such a rest is in nobody's way."""

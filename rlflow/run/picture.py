@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 from rlflow.errors import MissingPackageError
 from rlflow.metrics.names import PHASES
 from rlflow.metrics.sinks import read_metrics
+from rlflow.storage.files import replacing
 
 _INK, _QUIET, _GRID = "#1f2933", "#7b8794", "#e4e7eb"
 _BLUE, _ORANGE, _BAND = "#1f6fb2", "#d9730d", "#1f6fb2"
@@ -62,9 +62,8 @@ def render_picture(metrics_jsonl: str | Path, path: str | Path, title: str = "Tr
         figure.align_ylabels()
         figure.text(0.035, 0.945, title, fontsize=17, fontweight="bold", va="center")
         figure.text(0.035, 0.9, _subtitle(records), fontsize=11, color=_QUIET, va="center")
-        aside = Path(f"{path}.partial")
-        figure.savefig(aside, format="png")
-        os.replace(aside, path)
+        with replacing(path, durable=False) as aside:
+            figure.savefig(aside, format="png")
     return True
 
 

@@ -61,7 +61,7 @@ class Saver:
 
     def _commit(self) -> None:
         step, state = self._pending or (0, {})
-        write_state(self.checkpoints.begun(step), state)
+        write_state(self.checkpoints.partial_path(step), state)
         self.checkpoints.commit(step, self.keep)
         self._pending = None
 
@@ -79,7 +79,7 @@ class Saver:
             )
             reason = str(error).removesuffix(".")
             raise StorageError(
-                f"saving step {step}: {reason}. {left}; free some space, or mend what is named, and continue with --resume"
+                f"saving step {step}: {reason}. {left}; free some space, or fix what is named, and continue with --resume"
             ) from error
 
 

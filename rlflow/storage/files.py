@@ -1,31 +1,156 @@
-"""Text and JSON files that are written whole or not at all."""
+"""Files and directories that are written whole or not at all: aside, brought to disk, renamed.
+
+<name>.<process>.<thread>.partial    being written by `replacing`; a kill leaves it behind, no reader takes it for whole
+<name>.partial                       being written by a caller that continues it after a kill
+<name>.replaced                      a directory that is being exchanged for a new one, or removed
+"""
 
 from __future__ import annotations
 
 import json
 import math
 import os
+import shutil
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from rlflow.errors import CheckpointError
 
+PARTIAL = ".partial"
+REPLACED = ".replaced"
 
-def write_text(path: str | Path, text: str) -> None:
-    """Writes the file aside, syncs it to disk and renames it: a kill leaves the old file or the new one, never half of one."""
+
+@contextmanager
+def replacing(path: str | Path, *, durable: bool = True) -> Iterator[Path]:
+    """Gives a path of its own beside `path` to write a file to; it takes the place of `path` when the block ends well.
+
+    A kill or an error leaves the old file or none, never half of one. durable: the new one also survives a power cut; leave
+    it out only for what can be made again, since it costs milliseconds. Folders are made. Raises OSError."""
+    with _aside(Path(path)) as aside:
+        yield aside
+        replace_file(aside, path, durable=durable)
+
+
+@contextmanager
+def replacing_directory(path: str | Path, *, keep_existing: bool = False) -> Iterator[Path]:
+    """Gives an empty directory beside `path` to fill; it takes the place of `path` when the block ends well.
+
+    keep_existing: for contents that are the same whoever makes them; another process's directory stays and this one goes.
+    Raises OSError."""
     path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_name(path.name + ".partial")
-    with aside.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(aside, path)
+    restore_replaced(path)
+    with _aside(path) as aside:
+        aside.mkdir()
+        yield aside
+        try:
+            replace_directory(aside, path, keep_existing=keep_existing)
+        except OSError:
+            if not (keep_existing and path.is_dir()):
+                raise
+
+
+def write_text(path: str | Path, text: str, *, durable: bool = True) -> None:
+    """Writes UTF-8 text with `replacing`, line ends as they are."""
+    with replacing(path, durable=durable) as aside:
+        aside.write_bytes(text.encode())
 
 
 def write_json(path: str | Path, value: Any) -> None:
-    """Writes one JSON document as `write_text` does. Numbers that are not finite become null."""
+    """Writes one JSON document with `replacing`. Numbers that are not finite become null."""
     write_text(path, json.dumps(plain(value), indent=2, ensure_ascii=False) + "\n")
+
+
+def partial_path(path: str | Path) -> Path:
+    """Where a file or directory is until it is complete, if whoever writes it continues it after a kill."""
+    return Path(f"{path}{PARTIAL}")
+
+
+def replace_file(partial: Path, path: str | Path, *, durable: bool = True) -> None:
+    """Gives a finished file its name, in place of one that stands there. durable: see `replacing`."""
+    if durable:
+        sync(partial)
+    os.replace(partial, path)
+    if durable:
+        sync(Path(path).absolute().parent)
+
+
+def replace_directory(partial: Path, path: Path, *, keep_existing: bool = False) -> None:
+    """Gives a finished directory its name, in place of one that stands there; all its files reach the disk first.
+
+    A kill between the two renames leaves the old directory as `.replaced`: `restore_replaced` puts it back."""
+    sync_tree(partial)
+    replaced = _replaced_path(path)
+    if path.exists() and not keep_existing:
+        shutil.rmtree(replaced, ignore_errors=True)
+        os.replace(path, replaced)
+    os.replace(partial, path)
+    sync(path.absolute().parent)
+    shutil.rmtree(replaced, ignore_errors=True)
+
+
+def restore_replaced(path: Path) -> None:
+    """Clears up after a kill within `replace_directory` or `remove_directory`: `path` is put back where it is missing."""
+    replaced = _replaced_path(path)
+    if path.exists():
+        shutil.rmtree(replaced, ignore_errors=True)
+    elif replaced.exists():
+        os.replace(replaced, path)
+
+
+def remove_directory(path: Path) -> None:
+    """Removes a directory. It is renamed first: a kill in the middle leaves no half of it under a good name."""
+    doomed = partial_path(path)
+    shutil.rmtree(doomed, ignore_errors=True)
+    os.replace(path, doomed)
+    shutil.rmtree(doomed)
+
+
+def clear_partials(folder: Path) -> None:
+    """Removes what a kill within `replacing` or `replacing_directory` left in a folder that nobody else writes to."""
+    for entry in folder.glob(f"*.[0-9]*.[0-9]*{PARTIAL}"):
+        _remove(entry)
+
+
+def sync_tree(directory: Path) -> None:
+    """Brings a directory to disk, with all that is in it."""
+    for folder, _, files in os.walk(directory):
+        for name in files:
+            sync(Path(folder) / name)
+        sync(Path(folder))
+
+
+def sync(path: Path) -> None:
+    """Brings a file's content, or a directory's list of names, to disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)  # of the file, whoever wrote it: not only of what went through this descriptor
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def _aside(path: Path) -> Iterator[Path]:
+    """A name beside `path` that no other process or thread writes to; what is under it at the end is removed."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    aside = partial_path(f"{path}.{os.getpid()}.{threading.get_ident()}")
+    try:
+        yield aside
+    finally:
+        _remove(aside)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _replaced_path(path: Path) -> Path:
+    return path.with_name(path.name + REPLACED)
 
 
 def read_json(path: str | Path) -> Any:

@@ -81,7 +81,7 @@ def test_saving_a_step_again_replaces_it(checkpoints: Checkpoints) -> None:
 
 def test_a_kill_while_replacing_loses_nothing(checkpoints: Checkpoints) -> None:
     write(checkpoints, 1)
-    os.replace(checkpoints.path(1), checkpoints.folder / "step_000001.old")  # the state between the two renames
+    os.replace(checkpoints.path(1), checkpoints.folder / "step_000001.replaced")  # the state between the two renames
     checkpoints.clean()
     assert checkpoints.steps() == [1] and checkpoints.find_damage(1) is None
 

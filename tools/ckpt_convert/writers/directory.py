@@ -6,7 +6,6 @@ import contextlib
 import errno
 import hashlib
 import json
-import os
 import shutil
 import zlib
 from collections.abc import Callable, Iterator, Sequence
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from rlflow.errors import ConversionError, ExitCode
+from rlflow.storage.files import partial_path, replace_directory, restore_replaced
 
 from .journal import NAME as JOURNAL
 from .journal import Journal
@@ -81,18 +81,17 @@ def write_directory(
         manifest = {**record, "verified": writing.verify, "files": listed}
         (partial / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")
         journal.remove()
-        _replace(partial, out)
+        replace_directory(partial, out)
     return manifest
 
 
 @contextlib.contextmanager
 def _partial(out: Path, key: dict[str, Any], resume: bool) -> Iterator[tuple[Path, Journal]]:
     """`<out>.partial` with its journal. It stays after an interruption, or with `resume`; any other failure removes it."""
-    partial, replaced = out.with_name(out.name + ".partial"), _replaced(out)
+    partial = partial_path(out)
     with _explained(partial):
         partial.mkdir(parents=True, exist_ok=True)
-        if replaced.exists() and not out.exists():  # killed between the two renames of `_replace`
-            replaced.rename(out)
+        restore_replaced(out)
     with _explained(partial), contextlib.closing(Journal.open(partial)) as journal:
         if resume:
             journal.resume(key)
@@ -164,28 +163,3 @@ def sha256(file: Path) -> str:
     """The sha256 of a file's content: 64 hex digits."""
     with file.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
-
-
-def _replaced(out: Path) -> Path:
-    return out.with_name(out.name + ".replaced")
-
-
-def _replace(partial: Path, out: Path) -> None:
-    """Renames a finished directory to its name, in place of one that stands there; its files reach the disk first."""
-    for one in (*partial.rglob("*"), partial):
-        _sync(one)
-    replaced = _replaced(out)
-    shutil.rmtree(replaced, ignore_errors=True)
-    if out.exists():
-        out.rename(replaced)
-    partial.rename(out)
-    _sync(out.absolute().parent)
-    shutil.rmtree(replaced, ignore_errors=True)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
