@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, overload
 
 from rlflow.errors import DataError
+from rlflow.storage.files import replacing
 from rlflow_environments.common.jsonl import BadRow, existing, kind_of, parse_object, records, refuse, text_of
 
 
@@ -129,14 +130,10 @@ def read_pages(path: str | Path) -> dict[str, str]:
 
 def write_rows(path: str | Path, rows: Iterable[Mapping[str, Any]]) -> Path:
     """Writes one JSON object per line, aside and renamed, so that no reader ever sees half a file; returns the path."""
-    target = Path(path)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    aside = target.with_name(f"{target.name}.{os.getpid()}.partial")
-    with aside.open("w", encoding="utf-8", newline="\n") as file:
+    with replacing(path, durable=False) as aside, aside.open("w", encoding="utf-8", newline="\n") as file:
         for row in rows:
             file.write(json.dumps(row, ensure_ascii=False) + "\n")
-    aside.replace(target)
-    return target
+    return Path(path)
 
 
 def write_corpus(path: str | Path, passages: Iterable[Passage]) -> Path:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import hashlib
 import logging
 import mmap
-import os
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import BinaryIO
 import numpy as np
 
 from rlflow.errors import DataError
+from rlflow.storage.files import replacing
 
 logger = logging.getLogger(__name__)
 
@@ -58,16 +58,12 @@ def map_offsets(path: Path, data: mmap.mmap, check: Check, progress: Progress) -
     known = _read(kept, header)
     if known is not None:
         return known
-    aside = path.with_name(f"{path.name}.offsets.{os.getpid()}.partial")
     try:
-        with aside.open("wb") as file:
+        with replacing(kept, durable=False) as aside, aside.open("wb") as file:
             _write(file, path, data, header, check, progress)
-        aside.replace(kept)
         return _map(kept)
     except OSError as problem:
         logger.warning("%s cannot be written (%s): the offsets are made again at every start", kept, problem)
-    finally:
-        aside.unlink(missing_ok=True)
     with tempfile.NamedTemporaryFile(prefix="rlflow-offsets-") as temporary:
         _write(temporary, path, data, header, check, progress)  # type: ignore[arg-type]
         return _map(Path(temporary.name))

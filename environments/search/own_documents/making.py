@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rlflow.errors import ConfigError, DataError
+from rlflow.storage.files import write_json
 from rlflow_environments.retrieval.corpus import Corpus, Passage, write_corpus, write_pages, write_rows
 from rlflow_environments.retrieval.indices import make_retriever
 from rlflow_environments.search.own_documents.candidates import Candidate, compose, find_facts
@@ -162,7 +162,7 @@ def _write_report(path: Path, report: Report, request: Request) -> None:
         "val": dict(report.val),
         "request": asdict(request),
     }
-    path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    write_json(path, content)
 
 
 def _check_enough(report: Report, folder: Path) -> None:

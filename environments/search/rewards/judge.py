@@ -12,6 +12,7 @@ import threading
 from pathlib import Path
 
 from rlflow.errors import ConfigError
+from rlflow.storage.files import write_text
 from rlflow_environments.common.endpoint import (
     ChatEndpoint,
     EndpointError,
@@ -134,10 +135,7 @@ class Judge:
         with self._lock:
             self._known[key] = verdict
         if self._folder is not None:
-            self._folder.mkdir(parents=True, exist_ok=True)
-            aside = self._folder / f"{key}.{os.getpid()}.{threading.get_ident()}.partial"
-            aside.write_text(json.dumps({"correct": verdict}) + "\n", encoding="utf-8")
-            aside.replace(self._folder / f"{key}.json")
+            write_text(self._folder / f"{key}.json", json.dumps({"correct": verdict}) + "\n", durable=False)
 
 
 def read_verdict(reply: str) -> bool:

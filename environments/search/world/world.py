@@ -10,16 +10,15 @@ import hashlib
 import itertools
 import json
 import logging
-import os
 import random
 import re
-import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
 from rlflow.errors import ConfigError
+from rlflow.storage.files import replacing_directory
 from rlflow_environments.retrieval.corpus import Passage, make_contents, write_corpus, write_pages, write_rows
 from rlflow_environments.search.protocols.text import render_prompt
 from rlflow_environments.search.world import prose
@@ -271,20 +270,12 @@ def ensure_world(
     if folder.is_dir():
         return paths
     contents = make_world(**arguments)
-    aside = folder.with_name(f"{folder.name}.{os.getpid()}.partial")
-    shutil.rmtree(aside, ignore_errors=True)
-    aside.mkdir(parents=True)
-    for name, rows in contents.items():
-        write = {"corpus": write_corpus, "pages": write_pages}.get(name, write_rows)
-        write(aside / FILES[name], rows)
-    write_rows(aside / "manifest.json", [arguments])
-    try:
-        aside.replace(folder)
-        logger.info("wrote the world of seed %d to %s", seed, folder)
-    except OSError:
-        shutil.rmtree(aside)
-        if not folder.is_dir():  # else another process was faster
-            raise
+    with replacing_directory(folder, keep_existing=True) as aside:
+        for name, rows in contents.items():
+            write = {"corpus": write_corpus, "pages": write_pages}.get(name, write_rows)
+            write(aside / FILES[name], rows)
+        write_rows(aside / "manifest.json", [arguments])
+    logger.info("the world of seed %d is in %s", seed, folder)
     return paths
 
 
