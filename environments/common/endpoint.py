@@ -123,9 +123,9 @@ class ChatEndpoint:
         except EndpointRefusedError:
             raise
         except EndpointError as problem:
-            again = "Give the command again when the endpoint is back: it goes on where it stopped."
+            again = "Give the command again when the endpoint is back: it resumes where it stopped."
             raise EndpointError(f"{problem} {again}") from None
-        finally:  # after an error or Ctrl-C: what has not begun is not asked any more, what is under way is kept
+        finally:  # after an error or Ctrl-C: requests that wait are dropped, answers under way are kept
             for future in futures:
                 future.cancel()
             wait(futures)

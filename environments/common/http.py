@@ -74,7 +74,7 @@ class Retryable(Exception):
 
 
 class GaveUp(Exception):
-    """No attempt succeeded. attempts: how many were begun. last: why the last one failed; None if none came to its end."""
+    """No attempt succeeded. attempts: how many were made. last: why the last one failed; None if none came to its end."""
 
     def __init__(self, attempts: int, spent_s: float, last: Retryable | None) -> None:
         super().__init__(f"{attempts} attempts in {spent_s:.1f} s; last: {last}")

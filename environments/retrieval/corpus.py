@@ -110,22 +110,7 @@ def parse_passage(record: bytes, row: int, path: str | Path) -> Passage:
     try:
         return _passage(parse_object(record), row)
     except BadRow as problem:
-        raise DataError(f"{path}: row {row}: {problem}. Mend or remove it.") from None
-
-
-def read_pages(path: str | Path) -> dict[str, str]:
-    """{url: contents} of a pages.jsonl. Raises DataError: missing or empty file, bad rows (all are counted)."""
-    file = existing(path, "pages")
-    pages: dict[str, str] = {}
-    bad: list[tuple[str, str]] = []
-    for line, _, record in records(file.read_bytes()):
-        try:
-            row = parse_object(record)
-            pages[text_of(row, "url")] = text_of(row, "contents")
-        except BadRow as problem:
-            bad.append((f"line {line}", str(problem)))
-    refuse(file, "pages", bad, len(pages))
-    return pages
+        raise DataError(f"{path}: row {row}: {problem}. Fix or remove it.") from None
 
 
 def write_rows(path: str | Path, rows: Iterable[Mapping[str, Any]]) -> Path:

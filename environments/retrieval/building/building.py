@@ -7,7 +7,7 @@ import logging
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ import numpy as np
 
 from rlflow.errors import ConfigError, DataError
 from rlflow.storage.files import clear_partials, partial_path, replace_file, replacing, write_json
+from rlflow_environments.common.progress import StageProgress
 from rlflow_environments.retrieval.corpus import Passage
 from rlflow_environments.retrieval.encoders import Encoder, NgramEncoder, make_encoder
 from rlflow_environments.retrieval.indices.dense import BLOCK, training_rows
@@ -39,8 +40,6 @@ from rlflow_environments.retrieval.indices.folder import (
 logger = logging.getLogger(__name__)
 
 _COPIED = 32 << 20  # bytes of vectors moved at a time
-Report = Callable[[str, int, int], None]
-"""Called with (stage, done, total) as a build goes on."""
 
 
 @dataclass(frozen=True)
@@ -57,11 +56,12 @@ class BuildRequest:
     checkpoint_s: float = 600.0
 
 
-def build_index(corpus: Sequence[Passage], folder: Path, request: BuildRequest, report: Report) -> IndexMeta:
+def build_index(corpus: Sequence[Passage], folder: Path, request: BuildRequest, report: StageProgress) -> IndexMeta:
     """Builds `folder` and returns what it holds; nothing is done where that is built already, and a build that was killed goes
     on.
 
-    corpus: of a file, with its `path`. Raises ConfigError, DataError: the folder holds or began something else, disk full.
+    corpus: of a file, with its `path`.
+    Raises ConfigError, DataError: the folder holds something else, or its beginning; the disk is full.
     """
     if request.dtype not in EMBEDDINGS:
         raise ConfigError(f"dtype: expected one of {', '.join(EMBEDDINGS)}, found '{request.dtype}'.")
@@ -101,7 +101,7 @@ def build_index(corpus: Sequence[Passage], folder: Path, request: BuildRequest, 
 
 
 def _build_bm25(
-    corpus: Sequence[Passage], stamp: Mapping[str, Any], folder: Path, request: BuildRequest, report: Report
+    corpus: Sequence[Passage], stamp: Mapping[str, Any], folder: Path, request: BuildRequest, report: StageProgress
 ) -> IndexMeta:
     from rlflow_environments.retrieval.indices.lexical import BM25Index
 
@@ -117,7 +117,7 @@ def _build_bm25(
     return meta
 
 
-def _counted(corpus: Sequence[Passage], report: Report) -> Iterator[Passage]:
+def _counted(corpus: Sequence[Passage], report: StageProgress) -> Iterator[Passage]:
     for row in range(len(corpus)):
         if row % BLOCK == 0:
             report("counting words", row, len(corpus))
@@ -125,7 +125,7 @@ def _counted(corpus: Sequence[Passage], report: Report) -> Iterator[Passage]:
 
 
 def _encoder(
-    corpus: Sequence[Passage], folder: Path, request: BuildRequest, stamp: Mapping[str, Any], report: Report
+    corpus: Sequence[Passage], folder: Path, request: BuildRequest, stamp: Mapping[str, Any], report: StageProgress
 ) -> Encoder:
     """The encoder; the word counts of the built-in one are taken from the folder where a build of the same corpus left them."""
     component = {"name": request.encoder} if isinstance(request.encoder, str) else dict(request.encoder)
@@ -174,8 +174,8 @@ def _begin(folder: Path, meta: IndexMeta, dtype: str) -> None:
             raise DataError(f"{folder}: holds {', '.join(strange)} that no build here made. Give an empty folder.")
         write_json(path, {"wanted": wanted, "encoded": 0})
         return
-    begun = read_progress(folder)["wanted"]
-    differs = [key for key in wanted if begun.get(key) != wanted[key]]
+    unfinished = read_progress(folder)["wanted"]
+    differs = [key for key in wanted if unfinished.get(key) != wanted[key]]
     if differs:
         raise DataError(
             f"{folder}: an unfinished build of something else is here (other {', '.join(differs)}). Give another folder, or "
@@ -184,7 +184,7 @@ def _begin(folder: Path, meta: IndexMeta, dtype: str) -> None:
 
 
 def _encode(
-    corpus: Sequence[Passage], encoder: Encoder, folder: Path, request: BuildRequest, report: Report
+    corpus: Sequence[Passage], encoder: Encoder, folder: Path, request: BuildRequest, report: StageProgress
 ) -> _Vectors:
     """What is in the file that this writes, block by block; each is on disk before it is noted as done."""
     whole = folder / EMBEDDINGS[request.dtype]
@@ -242,7 +242,7 @@ class _Vectors:
         return mapped[np.asarray(rows)].astype(np.float32)
 
 
-def _write_flat(vectors: _Vectors, path: Path, report: Report) -> None:
+def _write_flat(vectors: _Vectors, path: Path, report: StageProgress) -> None:
     """The file that faiss would write for IndexFlatIP, without the index in memory."""
     _check_space(path, 4 * vectors.count * vectors.dimensions)
     with replacing(path) as aside, aside.open("wb") as file:
@@ -252,8 +252,8 @@ def _write_flat(vectors: _Vectors, path: Path, report: Report) -> None:
             file.write(block.astype("<f4", copy=False).data)
 
 
-def _write_index(vectors: _Vectors, folder: Path, request: BuildRequest, report: Report) -> None:
-    """Trains and fills an index in memory; a copy of it is written from time to time, and read back by a build that goes on."""
+def _write_index(vectors: _Vectors, folder: Path, request: BuildRequest, report: StageProgress) -> None:
+    """Trains and fills an index in memory; a copy of it is written from time to time, and read back by a build that resumes."""
     faiss = import_faiss()
     aside = partial_path(folder / INDEX)
     if aside.is_file():

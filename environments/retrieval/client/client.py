@@ -33,7 +33,7 @@ LONGEST_PAUSE_S = 2.0
 KEEPALIVE_S = 4.0  # below the 5 s after which uvicorn closes an idle connection
 POLL_S = 0.3
 CLOSE_S = 2.0
-TELL_EVERY_S = 10.0
+REPORT_EVERY_S = 10.0
 
 T = TypeVar("T")
 
@@ -67,7 +67,7 @@ class HttpRetriever(AsyncRetriever):
         again whenever a server fails. timeout_s: of a search, all attempts and pauses together; tries: attempts, the first
         included, each of at most attempt_timeout_s. connections: open at the same time; further searches wait, within their
         deadline. wait_s: for a first server to be ready. cache: {directory, mode}, see `cache.MODES`. identity: of the index,
-        for the cache, where the server does not tell it. headers: sent with every request. seed: of pauses and choices.
+        for the cache, where the server does not say it. headers: sent with every request. seed: of pauses and choices.
         Raises ConfigError, MissingPackageError.
         """
         _check_numbers(timeout_s=timeout_s, attempt_timeout_s=attempt_timeout_s, tries=tries, connections=connections)
@@ -209,7 +209,7 @@ class HttpRetriever(AsyncRetriever):
 
     async def _wait_until_ready(self, wait_s: float) -> None:
         """Returns when a server says that it can answer. Raises ConfigError where none does in time."""
-        start = told = time.monotonic()
+        start = reported = time.monotonic()
         while True:
             state = await self._state()
             if state is None:
@@ -218,10 +218,10 @@ class HttpRetriever(AsyncRetriever):
             if now - start >= wait_s:
                 raise ConfigError(
                     f"retriever http: no server is ready after {wait_s:g} s ({self._where}): {state}. Start one with "
-                    "`rlflow search serve`, mend the address, or wait longer with wait_s."
+                    "`rlflow search serve`, fix the address, or wait longer with wait_s."
                 )
-            if now - told >= TELL_EVERY_S:
-                told = now
+            if now - reported >= REPORT_EVERY_S:
+                reported = now
                 logger.warning("waiting for a retrieval server (%.0f s): %s", now - start, state)
             await asyncio.sleep(min(POLL_S, max(0.0, start + wait_s - now)))
 

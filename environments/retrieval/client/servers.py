@@ -57,7 +57,7 @@ class ServerPool:
         return chosen
 
     def release(self, url: str, failed: bool) -> None:
-        """Books the end of a request."""
+        """Records the end of a request."""
         server = self._servers.get(url)
         if server is None:  # it left the list in the meantime
             return

@@ -87,11 +87,6 @@ def bm25_bytes(corpus_bytes: int) -> float:
     return _BM25_BYTES_PER_CORPUS_BYTE * corpus_bytes
 
 
-def corpus_bytes_in_memory(count: int) -> float:
-    """Offsets of a memory-mapped corpus."""
-    return 16.0 * count
-
-
 def readable(size: float) -> str:
     """Bytes for a person: 64.6 GB."""
     for unit in ("B", "kB", "MB", "GB"):

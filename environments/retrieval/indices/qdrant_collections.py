@@ -19,6 +19,7 @@ import numpy as np
 from rlflow.errors import ConfigError, DataError
 from rlflow_environments.common.http import GaveUp, Retryable, RetryPolicy, check_status
 from rlflow_environments.common.options import check_options
+from rlflow_environments.common.progress import StageProgress
 from rlflow_environments.retrieval.errors import RetrievalError
 from rlflow_environments.retrieval.indices.base import missing
 
@@ -69,7 +70,7 @@ class Collection(Protocol):
 
     def upsert(self, ids: Sequence[int], vectors: np.ndarray, payloads: Sequence[Mapping[str, Any]]) -> None: ...
 
-    def settle(self, report: Callable[[str, int, int], None]) -> None:
+    def settle(self, report: StageProgress) -> None:
         """Builds what speeds up searches, and waits for it."""
 
     def close(self) -> None: ...
@@ -134,7 +135,7 @@ class ClientCollection:
         batch = models.Batch(ids=list(ids), vectors=vectors.tolist(), payloads=[dict(payload) for payload in payloads])
         self._call(lambda: self._client.upsert(self._name, batch, wait=True))
 
-    def settle(self, report: Callable[[str, int, int], None]) -> None:
+    def settle(self, report: StageProgress) -> None:
         """See Collection. A server optimizes by itself."""
         while (
             str(getattr(status := self._call(lambda: self._client.get_collection(self._name)).status, "value", status))
@@ -144,7 +145,7 @@ class ClientCollection:
             time.sleep(1.0)
 
     def close(self) -> None:
-        """Lets go of the connection or of the folder."""
+        """Closes the connection or of the folder."""
         self._client.close()
 
     def _call(self, request: Callable[[], T]) -> T:
@@ -208,14 +209,14 @@ class EdgeCollection:
         self._shard.update(qdrant_edge.UpdateOperation.upsert_points(points))
         self._shard.flush()
 
-    def settle(self, report: Callable[[str, int, int], None]) -> None:
+    def settle(self, report: StageProgress) -> None:
         """See Collection."""
         report("indexing", 0, 1)
         self._shard.optimize()
         self._shard.flush()
 
     def close(self) -> None:
-        """Lets go of the folder."""
+        """Closes the folder."""
         self._shard.close()
 
 

@@ -17,6 +17,7 @@ import numpy as np
 
 from rlflow.errors import DataError
 from rlflow.storage.files import replacing
+from rlflow_environments.common.jsonl import existing, records
 
 logger = logging.getLogger(__name__)
 
@@ -25,8 +26,8 @@ ENTRY = np.dtype([("start", "<u8"), ("length", "<u4"), ("whole", "u1")])
 
 Check = Callable[[bytes, int], bool]
 """(record, row) -> whether it can be sent as it is. Raises DataError for a record that is no use at all."""
-Progress = Callable[[float], None]
-"""Told how much is done, from 0 to 1."""
+ShareProgress = Callable[[float], None]
+"""Called with the share that is done, from 0 to 1."""
 
 _MAGIC = b"rlflow offsets 1"
 _HEADER = np.dtype([("magic", "S16"), ("size", "<u8"), ("modified", "<i8"), ("count", "<u8"), ("sha256", "S64")])
@@ -37,16 +38,14 @@ _HASHED = 1 << 24  # bytes at a time
 
 def map_file(path: str | Path, what: str) -> tuple[Path, mmap.mmap]:
     """(path, its bytes, mapped). Raises DataError: no such file, or an empty one."""
-    file = Path(path).expanduser()
-    if not file.is_file():
-        raise DataError(f"{file}: expected the {what} as a .jsonl file, found none there. Give the path of an existing file.")
+    file = existing(path, what)
     if not file.stat().st_size:
         raise DataError(f"{file}: expected the {what}, one JSON object per line, found an empty file.")
     with file.open("rb") as opened:
         return file, mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ)
 
 
-def map_offsets(path: Path, data: mmap.mmap, check: Check, progress: Progress) -> tuple[np.ndarray, str]:
+def map_offsets(path: Path, data: mmap.mmap, check: Check, progress: ShareProgress) -> tuple[np.ndarray, str]:
     """The entries of a file, (records,) of ENTRY, and its SHA-256: from `<file>.offsets` if that is of the file's present
     state, else made.
 
@@ -89,7 +88,7 @@ def _map(path: Path) -> tuple[np.ndarray, str]:
 
 
 def _write(
-    file: BinaryIO, path: Path, data: mmap.mmap, header: np.ndarray, check: Check, progress: Progress
+    file: BinaryIO, path: Path, data: mmap.mmap, header: np.ndarray, check: Check, progress: ShareProgress
 ) -> None:
     """Header and entries; count and hash come last."""
     file.write(header.tobytes())
@@ -119,14 +118,7 @@ def _write(
 
 def lines(data: mmap.mmap) -> Iterator[tuple[int, bytes]]:
     """(offset, record) of every line that is not blank, without surrounding blanks and byte order mark."""
-    start, end = 0, len(data)
-    while start < end:
-        stop = data.find(b"\n", start)
-        stop = end if stop < 0 else stop
-        line = data[start:stop]
-        if start == 0:
-            line = line.removeprefix(b"\xef\xbb\xbf")
-        record = line.strip()
+    for _, start, line in records(data):
+        record = (line if start else line.removeprefix(b"\xef\xbb\xbf")).strip()
         if record:
-            yield stop - len(line) + line.index(record), record
-        start = stop + 1
+            yield start + line.index(record), record

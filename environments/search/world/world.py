@@ -115,11 +115,11 @@ def _relate(generator: random.Random, made: dict[str, list[Entity]], names: Name
         city.facts = {"river": generator.choice(rivers).name, "country": country.name}
         country.facts.setdefault("capital", city.name)
     couples = people[: len(people) // 2 * 2]
-    for one, other in zip(couples[::2], couples[1::2], strict=True):
-        one.facts["spouse"], other.facts["spouse"] = other.name, one.name
+    for person, spouse in zip(couples[::2], couples[1::2], strict=True):
+        person.facts["spouse"], spouse.facts["spouse"] = spouse.name, person.name
     for person in people:
         unfit = (person.name, person.facts.get("spouse"))
-        teachers = [one for one in generator.sample(people, min(3, len(people))) if one.name not in unfit]
+        teachers = [teacher for teacher in generator.sample(people, min(3, len(people))) if teacher.name not in unfit]
         person.facts["birthplace"] = generator.choice(cities).name
         if teachers:
             person.facts["teacher"] = teachers[0].name
@@ -208,16 +208,16 @@ def comparison_questions(half: Half, generator: random.Random) -> Iterator[Quest
     while True:
         relation, kind = generator.choice(relations)
         entities = half.of(kind)
-        one = generator.choice(entities)
+        entity = generator.choice(entities)
         same = generator.random() < 0.5
-        others = [e for e in entities if e is not one and (e.facts[relation] == one.facts[relation]) == same]
+        others = [e for e in entities if e is not entity and (e.facts[relation] == entity.facts[relation]) == same]
         if not others:
             if len(entities) < 2:
                 return
             continue
         other = generator.choice(others)
-        text = generator.choice(prose.COMPARISONS[relation]).format(a=_the(one.name), b=_the(other.name))
-        chain = tuple((e.name, relation, e.facts[relation]) for e in (one, other))
+        text = generator.choice(prose.COMPARISONS[relation]).format(a=_the(entity.name), b=_the(other.name))
+        chain = tuple((e.name, relation, e.facts[relation]) for e in (entity, other))
         yield Question(text, "yes" if same else "no", "comparison", chain)
 
 
