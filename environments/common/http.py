@@ -112,7 +112,7 @@ class _Attempts:
 
 
 def backoff_s(first_s: float, longest_s: float, failures: int) -> float:
-    """Seconds after so many failures in a row (from 1): they double from the first on, up to the longest."""
+    """The pause after a number of failures in a row (from 1), in seconds: it doubles from `first_s` on, up to `longest_s`."""
     return min(longest_s, first_s * 2.0 ** min(failures - 1, 60))
 
 

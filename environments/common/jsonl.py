@@ -1,4 +1,4 @@
-"""Rows of the field's files: JSON objects one per line, and what is said about the bad ones.
+"""Rows of the field's files: JSON objects one per line, and errors about the bad ones.
 
 A record ends at a newline byte and nowhere else (text may hold U+2028 and the like); blank lines are skipped.
 """

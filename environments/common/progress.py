@@ -1,4 +1,4 @@
-"""How far a long piece of work is, shown to whoever waits for it."""
+"""The progress of long work, shown on the terminal."""
 
 from __future__ import annotations
 

@@ -149,7 +149,7 @@ class HttpRetriever(AsyncRetriever):
 
         async def attempt(deadline: float) -> T:
             nonlocal failed
-            async with self._slots:  # waiting for a connection is nobody's failure
+            async with self._slots:  # waiting for a connection does not count as a failed attempt
                 failed = url = self._pool.take(failed)
                 if url is None:
                     raise Retryable(f"no server is listed in {self._where}")
@@ -179,7 +179,7 @@ class HttpRetriever(AsyncRetriever):
             failed = problem.server_failed
             raise
         except NotASearchServer as problem:
-            # A discovery file may outlive its server, and its port may be somebody else's by now.
+            # A discovery file may outlive its server, and another program may have its port by now.
             if self._pool.others(url):
                 raise Retryable(str(problem)) from None
             raise ConfigError(f"retriever http: {problem}. Give the address of a retrieval server.") from None

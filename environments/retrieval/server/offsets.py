@@ -25,7 +25,7 @@ ENTRY = np.dtype([("start", "<u8"), ("length", "<u4"), ("whole", "u1")])
 """Of one record: where it starts, its bytes without surrounding blanks, 1 if it can be sent to a client as it is."""
 
 Check = Callable[[bytes, int], bool]
-"""(record, row) -> whether it can be sent as it is. Raises DataError for a record that is no use at all."""
+"""(record, row) -> whether it can be sent as it is. Raises DataError for a record that cannot be used."""
 ShareProgress = Callable[[float], None]
 """Called with the share that is done, from 0 to 1."""
 

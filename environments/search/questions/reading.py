@@ -179,7 +179,7 @@ def _detect(path: Path, what: str, rows: Sequence[Mapping[str, Any]]) -> RowForm
             logger.debug("%s: %s in the layout %s", path, what, fitting.name)
             return fitting
     if not rows:
-        return ROW_FORMATS["plain"]  # what is wrong with each row is said next
+        return ROW_FORMATS["plain"]  # its reader then reports what is wrong with each row
     looked_for = ", ".join(layout.described() for layout in ROW_FORMATS.values())
     found = ", ".join(f"{key} ({kind_of(value)})" for key, value in rows[0].items()) or "nothing"
     raise DataError(
