@@ -65,11 +65,11 @@ def test_equal_runs_write_equal_bytes_in_any_order(tmp_path):
         for name, queries in (("one", ["a", "\ud83d", "c"]), ("two", ["c", "a", "\ud83d", "a"])):
             recorded(url, tmp_path / name, queries)
             time.sleep(0.01)
-    one, two = (
+    first, second = (
         {str(path.relative_to(tmp_path / name)): path.read_bytes() for path in sorted((tmp_path / name).rglob("*.json"))}
         for name in ("one", "two")
     )
-    assert one == two and len(one) == 4
+    assert first == second and len(first) == 4
     assert SearchCache(tmp_path / "one", "replay").digest() == SearchCache(tmp_path / "two", "replay").digest()
 
 

@@ -37,9 +37,9 @@ def test_concurrent_requests_share_batches_and_nothing_else():
         responses = concurrently(url, bodies)
     for body, response in zip(bodies, responses, strict=True):
         hits = response.json()["result"]
-        documents = [[e["document"] if body["return_scores"] else e for e in one] for one in hits]
+        documents = [[e["document"] if body["return_scores"] else e for e in hits_of_query] for hits_of_query in hits]
         expected = [[f"{query}/{rank}" for rank in range(body["topk"])] for query in body["queries"]]
-        assert [[document["id"] for document in one] for one in documents] == expected
+        assert [[document["id"] for document in hits_of_query] for hits_of_query in documents] == expected
     assert len(retriever.batches) < 60
 
 
