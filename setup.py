@@ -92,6 +92,8 @@ setup(
     entry_points={
         "console_scripts": ["rlflow = rlflow.commands.cli:main"],
         "rlflow.environments": ["search = rlflow_environments.search:SearchEnvironment"],
+        "rlflow.options": ["search = rlflow_environments.search.plug_in:OPTIONS"],
+        "rlflow.jobs": ["search = rlflow_environments.search.plug_in:JOBS"],
         "rlflow.commands": [
             "convert = rlflow_tools.ckpt_convert.command:add",
             "search = rlflow_environments.search.commands:add",

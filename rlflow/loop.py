@@ -12,7 +12,8 @@ from rlflow.algorithms import token_weights
 from rlflow.batching import make_batch, rows_with_advantage, split_minibatches
 from rlflow.config.schema import RunConfig
 from rlflow.errors import RolloutError
-from rlflow.metrics.reductions import mean, mean_of, rollout_metrics
+from rlflow.metrics.names import Metrics
+from rlflow.metrics.reductions import mean, rollout_metrics, update_metrics
 from rlflow.metrics.timer import PhaseTimer
 from rlflow.rollout import Rollout
 from rlflow.run.algorithm import Algorithm
@@ -83,7 +84,7 @@ def training_step(
                 updates.append(trainer.update(minibatch, algorithm.loss))
     with timer.phase("sync"):
         rollout.load_weights(trainer.weights(), version=step + 1)
-    return {**step_metrics(trajectories, batch, updates), **report}, groups
+    return {**step_metrics(trajectories, batch, updates, rollout.environment.metrics), **report}, groups
 
 
 def add_scores(batch: Batch, trainer: Trainer, algorithm: Algorithm) -> Batch:
@@ -96,13 +97,15 @@ def add_scores(batch: Batch, trainer: Trainer, algorithm: Algorithm) -> Batch:
     return batch.replace(columns=columns)
 
 
-def step_metrics(trajectories: Sequence[Any], batch: Batch, updates: Sequence[dict[str, float]]) -> dict[str, float]:
+def step_metrics(
+    trajectories: Sequence[Any], batch: Batch, updates: Sequence[dict[str, float]], registered: Metrics
+) -> dict[str, float]:
     """`train/` and `rollout/` metrics of one step; the log-prob gap is that of the first minibatch, before any update."""
-    metrics = {f"train/{name}": value for name, value in mean_of(updates).items()}
+    metrics = update_metrics(updates)
     metrics["train/lr"] = updates[-1]["lr"]
     metrics["train/logprob_gap"] = updates[0]["logprob_gap"]
     metrics["train/tokens"] = float(batch.loss_mask.sum())
     metrics["train/fed_tokens"] = float(batch.lengths.sum())
     spreads = [one.group_stats[2] for one in trajectories if one.group_stats is not None]
     metrics["train/advantage_zero"] = mean([float(spread == 0) for spread in spreads])
-    return {**metrics, **rollout_metrics(trajectories)}
+    return {**metrics, **rollout_metrics(trajectories, registered)}

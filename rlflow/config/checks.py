@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from rlflow.algorithms import make_advantage, make_loss
-from rlflow.components import check_component
+from rlflow.components import check_component, names
 from rlflow.config.schema import RunConfig
 from rlflow.errors import ConfigError, did_you_mean
 from rlflow.trainer.layout import Layout
@@ -95,7 +95,20 @@ def check_config(config: RunConfig, components: bool = True) -> None:
     make_advantage(config.algorithm.advantage)
     if components:
         check_component("engine", config.rollout.engine, _ENGINE_GETS)
+        environment_name(config)
         check_component("environment", config.environment)
+
+
+def environment_name(config: RunConfig) -> str:
+    """The environment that the configuration names. Raises ConfigError where it names none."""
+    name = config.environment.get("name")
+    if not name:
+        installed = ", ".join(names("environment")) or "none"
+        raise ConfigError(
+            "environment.name: expected an environment, found none; set environment.name or give --env NAME. Installed: "
+            f"{installed}; or package.module:Class, or file.py:Class."
+        )
+    return str(name)
 
 
 def _value(config: RunConfig, key: str) -> Any:

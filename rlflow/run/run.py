@@ -18,6 +18,8 @@ from rlflow.config.loading import redact, save_config, to_dict
 from rlflow.config.schema import RunConfig
 from rlflow.errors import DamagedCheckpointError, RLFlowError, StorageError
 from rlflow.metrics.memory import highest
+from rlflow.metrics.names import leading_score, save_registered
+from rlflow.metrics.reductions import step_shares
 from rlflow.metrics.sinks import MetricsLog, make_sinks
 from rlflow.metrics.timer import PhaseTimer
 from rlflow.rollout import Rollout
@@ -122,8 +124,9 @@ class Run:
         return StorageError(f"{where}: {error.strerror}; {left}. Free some space and continue with --resume")
 
     def _build_rollout(self, stack: ExitStack) -> None:
-        self.progress.phase("preparing", "data, search index and engine")
+        self.progress.phase("preparing", "environment and engine")
         self.rollout = make_rollout(self.config)
+        self.progress.registered = self.rollout.environment.metrics
         stack.callback(self.rollout.close)
         self.train_tasks, self.prompts_dropped = fitting_tasks(self.rollout, self.config.data.train_split, self.config)
         self.val_tasks, _ = fitting_tasks(self.rollout, self.config.data.val_split, self.config)
@@ -146,6 +149,7 @@ class Run:
         log.flush()
         log.flushLevel = logging.DEBUG  # from now on every record is written at once
         save_config(self.config, self.directory.config)
+        save_registered(self.directory.environment_metrics, self.rollout.environment.metrics)
 
     def _resume(self) -> None:
         if self.algorithm.loss.needs_reference:
@@ -206,7 +210,8 @@ class Run:
         if limit is not None and self._seconds() > limit * 60:
             logger.info("stopping: run.max_minutes = %g is over", limit)
             return True
-        score = self.last_evaluation.get("eval/exact_match", self.last_evaluation.get("eval/reward"))
+        leading = leading_score(self.rollout.environment.metrics, self.last_evaluation, "eval")
+        score = self.last_evaluation.get(f"eval/{leading}")
         return target is not None and score is not None and score >= target
 
     def _seconds(self) -> float:
@@ -220,8 +225,7 @@ class Run:
         metrics = {**metrics, **measured, "data/prompts_dropped": float(self.prompts_dropped)}
         position = self.step * self.config.rollout.prompts_per_step
         metrics["data/epoch"] = position / len(self.train_tasks)
-        if "time/search_s" in metrics:
-            metrics["time/search_share"] = metrics["time/search_s"] / metrics["time/step_s"]
+        metrics |= step_shares(metrics, self.rollout.environment.metrics)
         metrics["speed/tokens_per_s"] = metrics["train/fed_tokens"] / metrics["time/step_s"]
         self.metrics.log(self.step, metrics)
         self.progress.step(self.step, metrics)
@@ -319,7 +323,8 @@ class Run:
         return gap
 
     def _draw(self) -> bool:
-        return render_picture(self.directory.metrics, self.directory.picture, title=self.config.run.name)
+        title, registered = self.config.run.name, self.rollout.environment.metrics
+        return render_picture(self.directory.metrics, self.directory.picture, title, registered)
 
 
 class _LogFile(logging.FileHandler):

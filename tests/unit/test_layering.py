@@ -20,7 +20,7 @@ ALLOWED: dict[str, set[str]] = {
     "storage": {"errors"},
     "models": {"storage", "errors"},
     "metrics": {"storage", "errors"},
-    "environment": BASIS,
+    "environment": {"metrics", *BASIS},
     "batching": BASIS,
     "algorithms": BASIS,
     "rollout": {"environment", "models", "matmul", "components", *BASIS},
@@ -34,7 +34,7 @@ ALLOWED: dict[str, set[str]] = {
     "commands": {"__init__", "loop", "run", "config", "rollout", "environment", "models", "metrics", "storage", "components",
                  *BASIS},
     "__main__": {"commands"},
-    "__init__": {"loop", "commands", "config", "rollout", "trainer", "environment", "batching", *BASIS},  # under TYPE_CHECKING
+    "__init__": {"loop", "commands", "metrics", "config", "rollout", "trainer", "environment", "batching", *BASIS},  # under TYPE_CHECKING
 }  # fmt: skip
 
 # Heavy or optional packages, and the only places that may import them.
