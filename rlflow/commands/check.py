@@ -7,13 +7,13 @@ import copy
 import inspect
 import math
 import random
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
 from rlflow.environment import Environment
-from rlflow.metrics.names import Metric
+from rlflow.metrics.names import Metric, scores
 from rlflow.types import Episode, Step, Task
 
 Agent = Callable[[Task, int], str]
@@ -118,10 +118,13 @@ class _Audit:
             self.breach("stop", f"stop: expected a tuple of non-empty strings, found {stop!r}")
 
     def check_registered(self) -> None:
-        for name, metric in self.environment.metrics.items():
+        registered = self.environment.metrics
+        if not isinstance(registered, Mapping):
+            self.breach("metrics", f"metrics: expected a mapping of names to rlflow.Metric, found {type(registered).__name__}")
+            return
+        for name, metric in registered.items():
             if not isinstance(metric, Metric):
-                text = f"metrics['{name}']: expected an rlflow.Metric, found {type(metric).__name__}"
-                self.breach("metrics", text)
+                self.breach("metric type", f"metrics['{name}']: expected an rlflow.Metric, found {type(metric).__name__}")
             elif metric.score and "/" in name:
                 self.breach("score", f"metrics['{name}']: a score is a number of an episode; give its name without a section")
 
@@ -272,7 +275,7 @@ class _Audit:
         names = sorted({name for play in done for name in play.metrics})
         for name in names:
             reporting = sum(name in play.metrics for play in done)
-            if reporting < len(done):
+            if reporting < len(done) and name not in scores(self.environment.metrics):
                 text = f"metric '{name}' is reported by {reporting} of {len(done)} episodes: its mean is over those"
                 self.report.notes.append(text)
         self.report.facts += [
