@@ -93,6 +93,8 @@ setup(
         "console_scripts": ["rlflow = rlflow.commands.cli:main"],
         "rlflow.environments": ["search = rlflow_environments.search:SearchEnvironment"],
         "rlflow.converters": ["megatron = rlflow_tools.ckpt_convert.converter"],
+        "rlflow.options": ["search = rlflow_environments.search.plug_in:OPTIONS"],
+        "rlflow.jobs": ["search = rlflow_environments.search.plug_in:JOBS"],
         "rlflow.commands": [
             "convert = rlflow_tools.ckpt_convert.command:add",
             "search = rlflow_environments.search.commands:add",

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from rlflow.config.schema import RunConfig, load_config
     from rlflow.environment import Environment
     from rlflow.loop import train
+    from rlflow.metrics.names import Metric
     from rlflow.rollout import Rollout
     from rlflow.trainer.base import Trainer
     from rlflow.types import Batch, Episode, Group, PolicyOutput, Segment, Step, StopReason, Task, Trajectory
@@ -19,6 +20,7 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "Environment": "rlflow.environment",
+    "Metric": "rlflow.metrics.names",
     "Rollout": "rlflow.rollout",
     "RunConfig": "rlflow.config.schema",
     "Trainer": "rlflow.trainer.base",
@@ -37,6 +39,7 @@ __all__ = [
     "Environment",
     "Episode",
     "Group",
+    "Metric",
     "PolicyOutput",
     "Rollout",
     "RunConfig",

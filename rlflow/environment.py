@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from rlflow.errors import ConfigError
+from rlflow.metrics.names import Metric
 from rlflow.types import Episode, Step, Task
 
 
@@ -28,6 +30,21 @@ class Environment(ABC):
     frame: tuple[str, str] = ("", "")
     """What stands at the least before and after the content of an observation. Where `rollout.max_observation_tokens` cuts one
     that ends with the latter, the end stays; a limit that is too small for both is an error at the start."""
+
+    metrics: Mapping[str, Metric] = {}
+    """What the numbers of `Step.metrics` (by their names) and of `report` (`section/name`) are: see `Metric`. One that is not
+    here is a mean over the episodes that report it."""
+
+    @classmethod
+    def evaluation_options(cls, path: str) -> dict[str, Any]:
+        """The constructor keywords with which `tasks("val")` are those of the data at `path` (`rlflow eval --data PATH`).
+
+        Raises ConfigError where such an environment takes no data.
+        """
+        raise ConfigError(
+            f"--data: the environment {cls.__name__} takes no data (it has no evaluation_options), found {path}; leave --data "
+            "out, and set what the environment takes with environment.KEY=VALUE."
+        )
 
     @abstractmethod
     def tasks(self, split: str) -> Sequence[Task]:

@@ -11,7 +11,7 @@ import torch
 from rlflow.batching import make_batch, rows_with_advantage, split_minibatches
 from rlflow.config.schema import RunConfig
 from rlflow.errors import RolloutError
-from rlflow.metrics.reductions import mean, reduced, rollout_metrics
+from rlflow.metrics.reductions import mean, update_metrics
 from rlflow.metrics.timer import PhaseTimer
 from rlflow.run.algorithm import Algorithm
 from rlflow.run.open import open_run
@@ -97,12 +97,12 @@ def score_minibatch(minibatch: Batch, trainer: Trainer, needs: frozenset[str]) -
 def step_metrics(
     trajectories: Sequence[Trajectory], batch: Batch, updates: Sequence[dict[str, float]], algorithm: Algorithm
 ) -> dict[str, float]:
-    """`train/` and `rollout/` metrics of one step; the log-prob gap is that of the first minibatch, before any update."""
-    metrics = {f"train/{name}": value for name, value in reduced(updates, algorithm.loss.reductions).items()}
+    """`train/` metrics of one step; the log-prob gap is that of the first minibatch, before any update."""
+    metrics = update_metrics(updates, algorithm.loss.reductions)
     metrics["train/lr"] = updates[-1]["lr"]
     metrics["train/logprob_gap"] = updates[0]["logprob_gap"]
     metrics["train/tokens"] = float(batch.loss_mask.sum())
     metrics["train/fed_tokens"] = float(batch.lengths.sum())
     spreads = [trajectory.group_stats[2] for trajectory in trajectories if trajectory.group_stats is not None]
     metrics["train/advantage_zero"] = mean([float(spread == 0) for spread in spreads])
-    return {**metrics, **rollout_metrics(trajectories)}
+    return metrics

@@ -13,6 +13,7 @@ from rlflow.types import Episode, Observation, Step, Task
 from rlflow_environments.retrieval.indices import Retriever
 from rlflow_environments.search.disturbances import make_disturbances
 from rlflow_environments.search.lookups import Lookups
+from rlflow_environments.search.metrics import METRICS
 from rlflow_environments.search.protocols import Call, Result, Shown, make_protocol
 from rlflow_environments.search.protocols.text import check_prompt_template
 from rlflow_environments.search.questions import QuestionSource
@@ -36,6 +37,13 @@ class SearchEnvironment(Environment):
     passage that the policy was shown), score_<rule> of every rule that can reward, and `hops` where the question's row has it.
     The scores read the policy's own text only. A failing retriever aborts the episode; its error never becomes text.
     """
+
+    metrics = METRICS
+
+    @classmethod
+    def evaluation_options(cls, path: str) -> dict[str, Any]:
+        """The validation questions are those at `path`; the training questions, which an evaluation never asks, are not read."""
+        return {"val": path, "train": None}
 
     def __init__(
         self,

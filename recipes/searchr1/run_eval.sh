@@ -55,9 +55,7 @@ while [ $# -gt 0 ]; do
     --out=*) arguments+=(--out "$(realpath -m "${1#*=}")"); shift ;;
     --model=*) model=$(rlflow_path "${1#*=}"); shift ;;
     --hf=*) arguments+=(--hf "$(rlflow_path "${1#*=}")"); shift ;;
-    --data=*) arguments+=(--data "$(rlflow_path "${1#*=}")"); shift ;;
-    --data=*) arguments+=(--data "$(rlflow_path "${1#*=}")"); shift ;;
-    --corpus=*) overrides+=("environment.corpus=$(rlflow_path "${1#*=}")"); shift ;;
+    --data=* | --corpus=*) arguments+=("${1%%=*}" "$(rlflow_path "${1#*=}")"); shift ;;
     -*) arguments+=("$1"); shift ;;
     *=*) overrides+=("$1"); shift ;;
     *) rlflow_fail "unexpected argument '$1'; overrides are section.key=value, see --help" ;;

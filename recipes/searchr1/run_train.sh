@@ -65,9 +65,8 @@ while [ $# -gt 0 ]; do
         set -- "$name=$value" "$@"
         ;;
     --config=*) config=$(rlflow_path "${1#*=}"); shift ;;
-    --model=*) arguments+=(--model "$(rlflow_path "${1#*=}")"); shift ;;
+    --model=* | --corpus=*) arguments+=("${1%%=*}" "$(rlflow_path "${1#*=}")"); shift ;;
     --train-data=* | --val-data=*) own_data=1 arguments+=("${1%%=*}" "$(rlflow_path "${1#*=}")"); shift ;;
-    --corpus=*) overrides+=("environment.corpus=$(rlflow_path "${1#*=}")"); shift ;;
     --short) short=1; shift ;;
     -*) arguments+=("$1"); shift ;;
     *=*) overrides+=("$1"); shift ;;

@@ -7,21 +7,22 @@ import copy
 import inspect
 import math
 import random
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
 from rlflow.environment import Environment
+from rlflow.metrics.names import Metric, scores
 from rlflow.types import Episode, Step, Task
 
 Agent = Callable[[Task, int], str]
 """(task, turn) -> response. Pure, so that an episode can be played again."""
-_ODD_TEXTS = ("", " \n", "ü漢字🙂 \u202e\x00", "<answer></answer><search>", "x" * 5000)
+_ODD_TEXTS = ("", " \n", "ü漢字🙂 \u202e\x00", "<answer></answer><tool>", "x" * 5000)
 
 
 @dataclass
-class Report:
+class ContractReport:
     """problems: what breaks the contract. notes: what is allowed but worth knowing. facts: what was seen."""
 
     problems: list[str] = field(default_factory=list)
@@ -52,7 +53,7 @@ class Play:
     failed: bool = False
 
 
-def check_environment(environment: Environment, *, episodes: int = 32, max_turns: int = 16, seed: int = 0) -> Report:
+def check_environment(environment: Environment, *, episodes: int = 32, max_turns: int = 16, seed: int = 0) -> ContractReport:
     """Plays `episodes` episodes with each agent and reports every breach of the contract once, with how often it was seen.
 
     Also works inside a running event loop (notebooks): then in a thread of its own.
@@ -70,14 +71,15 @@ class _Audit:
     def __init__(self, environment: Environment, episodes: int, max_turns: int, seed: int) -> None:
         self.environment, self.episodes, self.max_turns, self.seed = environment, episodes, max_turns, seed
         self.breaches: dict[str, tuple[str, int]] = {}
-        self.report = Report()
+        self.report = ContractReport()
 
-    async def run(self) -> Report:
+    async def run(self) -> ContractReport:
         if not isinstance(self.environment, Environment):
             found = type(self.environment).__name__
             self.breach("type", f"expected an instance of rlflow.Environment, found {found}: derive the class from it")
             return self.finish()
         self.check_stop_strings()
+        self.check_registered()
         train, val = await self.check_tasks("train"), await self.check_tasks("val")
         if train and not val:
             self.report.notes.append("tasks('val') is empty: nothing can be evaluated")
@@ -92,7 +94,7 @@ class _Audit:
         first, count = self.breaches.get(kind, (text, 0))
         self.breaches[kind] = (first, count + 1)
 
-    def finish(self) -> Report:
+    def finish(self) -> ContractReport:
         self.report.problems = [
             text + (f" ({count} times)" if count > 1 else "") for text, count in self.breaches.values()
         ]
@@ -114,6 +116,17 @@ class _Audit:
         stop = self.environment.stop
         if isinstance(stop, str) or not all(isinstance(text, str) and text for text in stop):
             self.breach("stop", f"stop: expected a tuple of non-empty strings, found {stop!r}")
+
+    def check_registered(self) -> None:
+        registered = self.environment.metrics
+        if not isinstance(registered, Mapping):
+            self.breach("metrics", f"metrics: expected a mapping of names to rlflow.Metric, found {type(registered).__name__}")
+            return
+        for name, metric in registered.items():
+            if not isinstance(metric, Metric):
+                self.breach("metric type", f"metrics['{name}']: expected an rlflow.Metric, found {type(metric).__name__}")
+            elif metric.score and "/" in name:
+                self.breach("score", f"metrics['{name}']: a score is a number of an episode; give its name without a section")
 
     # ------------------------------------------------------------ tasks
 
@@ -262,7 +275,7 @@ class _Audit:
         names = sorted({name for play in done for name in play.metrics})
         for name in names:
             reporting = sum(name in play.metrics for play in done)
-            if reporting < len(done):
+            if reporting < len(done) and name not in scores(self.environment.metrics):
                 text = f"metric '{name}' is reported by {reporting} of {len(done)} episodes: its mean is over those"
                 self.report.notes.append(text)
         self.report.facts += [

@@ -8,9 +8,14 @@ import platform
 import shutil
 import subprocess
 import sys
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from importlib import metadata
 
+from rlflow.commands.options import Commands, add_command
+
+PLUG_INS = "rlflow.jobs"
+"""Entry-point group of sequences of `Job`."""
 TESTED = {
     "torch": "2.13.0",
     "megatron-core": "0.16.1",
@@ -22,26 +27,23 @@ TESTED = {
     "psutil": "7.2.2",
     "rich": "15.0.0",
     "matplotlib": "3.11.2",
-    "faiss-cpu": "1.15.1",
-    "bm25s": "0.3.16",
-    "aiohttp": "3.14.5",
-    "fastapi": "0.165.0",
-    "uvicorn": "0.54.0",
     "ray": "2.60.0",
     "tensorboard": "2.21.0",
 }
-"""Versions that were tested together (constraints/cpu.txt)."""
+"""Versions of the core's packages that were tested together (constraints/cpu.txt)."""
 EXACT = {"megatron-core"}  # its behaviour without CUDA is adapted to one version
 
 
 @dataclass(frozen=True)
 class Job:
-    """Something a user wants to do, the packages it takes (any of `a|b`), and how they are installed."""
+    """Something a user wants to do, the packages it takes (any of `a|b`), and how they are installed. tested: versions that were
+    tested together, of packages that the core's table does not have."""
 
     name: str
     packages: tuple[str, ...]
     install: str
     gpu: bool = False
+    tested: Mapping[str, str] = field(default_factory=dict)
 
 
 JOBS = (
@@ -50,13 +52,6 @@ JOBS = (
         ("torch", "megatron-core", "transformers", "safetensors", "numpy", "PyYAML"),
         "pip install rlflow",
     ),
-    Job("search environment", ("faiss-cpu|faiss-gpu", "bm25s"), "pip install 'rlflow[search]'"),
-    Job(
-        "retrieval server",
-        ("faiss-cpu|faiss-gpu", "bm25s", "aiohttp", "fastapi", "uvicorn", "uvloop", "orjson", "prometheus-client"),
-        "pip install 'rlflow[search]'",
-    ),
-    Job("search with Qdrant", ("qdrant-client", "qdrant-edge-py"), "pip install 'rlflow[qdrant]'"),
     Job("live display, picture", ("rich", "matplotlib"), "pip install rich matplotlib"),
     Job("several ranks", ("ray",), "pip install 'rlflow[ray]'"),
     Job("train on GPU", ("torch", "megatron-core", "transformers", "safetensors"), "pip install rlflow", gpu=True),
@@ -64,6 +59,29 @@ JOBS = (
     Job("TensorBoard", ("tensorboard",), "pip install 'rlflow[tensorboard]'"),
     Job("Weights & Biases", ("wandb",), "pip install 'rlflow[wandb]'"),
 )
+
+
+def add(commands: Commands) -> None:
+    """Adds the command."""
+    add_command(
+        commands,
+        "doctor",
+        lambda args: diagnose(),
+        "what is installed, what works together, what is missing for which job",
+        "Prints versions against the tested ones, hardware, and for each job what is missing, with the command that\n"
+        "installs it. The last line is the verdict; the exit code is 1 when training on this machine is not possible.",
+    )
+
+
+def all_jobs() -> list[Job]:
+    """The core's jobs and those of the plug-ins."""
+    entries = sorted(metadata.entry_points(group=PLUG_INS), key=lambda entry: entry.name)
+    return [*JOBS, *(job for entry in entries for job in entry.load())]
+
+
+def versions_tested() -> dict[str, str]:
+    """Package -> version, the plug-ins' included."""
+    return {**TESTED, **{name: version for job in all_jobs() for name, version in job.tested.items()}}
 
 
 def diagnose() -> int:
@@ -81,7 +99,7 @@ def diagnose() -> int:
         )
     )
     print()
-    print(_table([("job", "ready", "missing", "install with"), *(job_row(job, installed, bool(gpus)) for job in JOBS)]))
+    print(_table([("job", "ready", "missing", "install with"), *(job_row(job, installed, bool(gpus)) for job in all_jobs())]))
     print()
     text, ready = verdict(installed, bool(gpus))
     print(text)
@@ -90,8 +108,8 @@ def diagnose() -> int:
 
 def package_names() -> list[str]:
     """Every package of a job, in order; of alternatives the installed one, else the first."""
-    chosen: dict[str, None] = dict.fromkeys(TESTED)
-    for job in JOBS:
+    chosen: dict[str, None] = dict.fromkeys(versions_tested())
+    for job in all_jobs():
         for package in job.packages:
             options = package.split("|")
             chosen.setdefault(next((name for name in options if installed_version(name)), options[0]))
@@ -107,7 +125,7 @@ def installed_version(package: str) -> str | None:
 
 
 def package_row(name: str, version: str | None) -> tuple[str, str, str, str]:
-    tested = TESTED.get(name)
+    tested = versions_tested().get(name)
     if version is None:
         return (name, "-", tested or "-", "")
     if tested is None:
@@ -151,12 +169,7 @@ def verdict(installed: dict[str, str | None], gpu: bool) -> tuple[str, bool]:
         wanted = ", ".join(f"{name}=={TESTED[name]}" for name in exact)
         return f"verdict: training on CPU was tested with another version only; pip install {wanted}.", True
     where = "GPU and CPU" if gpu else "CPU"
-    search = (
-        ""
-        if not missing_packages(jobs["search environment"], installed)
-        else "; the search environment needs rlflow[search]"
-    )
-    return f"verdict: ready to train on {where}{search}.", True
+    return f"verdict: ready to train on {where}.", True
 
 
 def machine_rows(gpus: list[str]) -> list[tuple[str, str]]:

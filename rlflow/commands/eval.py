@@ -2,84 +2,152 @@
 
 from __future__ import annotations
 
-import json
+import argparse
 import sys
-from argparse import Namespace
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from rlflow.config.checks import check_config
-from rlflow.config.schema import RunConfig, load_config
+from rlflow.commands.options import Commands, add_command, add_options, option_overrides
 from rlflow.errors import ConfigError
-from rlflow.metrics.reductions import mean
-from rlflow.run.assemble import fitting_tasks, make_rollout
-from rlflow.run.evaluate import evaluate, evaluation_metrics
-from rlflow.run.model_directory import ModelDirectory, model_directory
-from rlflow.run.progress import evaluation_line
-from rlflow.run.trajectories import write_trajectories
-from rlflow.storage.files import write_json
-from rlflow.types import Group, Trajectory
+from rlflow.metrics.names import Metrics, label, scores, shown
+
+if TYPE_CHECKING:
+    from rlflow.config.schema import RunConfig
+    from rlflow.run.model_directory import ModelDirectory
 
 
-def metrics_by_set(groups: Sequence[Group]) -> dict[str, dict[str, float]]:
-    """{set: evaluation_metrics} of the evaluation sets that the tasks name (`metadata["set"]`); empty for a single set."""
-    by_set: dict[str, list[Trajectory]] = {}
-    for group in groups:
-        by_set.setdefault(str(group.task.metadata.get("set", "")), []).extend(group.trajectories)
-    return {name: evaluation_metrics(one) for name, one in by_set.items()} if len(by_set) > 1 else {}
+def add(commands: Commands) -> None:
+    """Adds the command."""
+    parser = add_command(
+        commands,
+        "eval",
+        run,
+        "evaluate a model: a HuggingFace directory, a run, or a checkpoint",
+        "Lets a model attempt the validation tasks of an environment, reports its scores with 95% intervals and the\n"
+        "environment's other metrics, and writes every trajectory. A task that failed for infrastructure is reported apart.",
+        "examples:\n"
+        "  rlflow eval --model runs/my-run/export\n"
+        "  rlflow eval --model runs/my-run/checkpoints/step_000100     # converted to step_000100.hf first\n"
+        "  rlflow eval --model Qwen2.5-3B --config my.yaml --data tasks.jsonl --questions 500\n",
+    )
+    parser.add_argument(
+        "--model",
+        metavar="PATH",
+        required=True,
+        help="HuggingFace directory (e.g. a run's export/), a run (its newest checkpoint) or a Megatron checkpoint",
+    )
+    parser.add_argument(
+        "--hf", metavar="PATH", help="config and tokenizer for a checkpoint (default: its run's model.path)"
+    )
+    parser.add_argument("--data", metavar="PATH", help="validation tasks, in a form that the environment reads")
+    parser.add_argument(
+        "--config", metavar="FILE", help="YAML configuration: environment and rollout sections are used"
+    )
+    parser.add_argument("--out", metavar="DIR", help="where to write summary.json and trajectories.jsonl")
+    parser.add_argument("--questions", type=int, metavar="N", help="only the first N tasks")
+    parser.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0 is greedy (default)")
+    parser.add_argument("--samples", type=int, default=1, metavar="N", help="attempts per task (default 1)")
+    add_options(parser, "eval")
 
 
-def mean_over_sets(by_set: Mapping[str, Mapping[str, float]], name: str) -> float | None:
-    """The unweighted mean over sets that the field reports; None where no set has the metric."""
-    values = [metrics[f"eval/{name}"] for metrics in by_set.values() if f"eval/{name}" in metrics]
-    return mean(values) if values else None
+def run(args: argparse.Namespace) -> int:
+    """Prints the scores of a model directory and writes summary.json and trajectories.jsonl."""
+    from rlflow_tools.ckpt_convert.model_directory import model_directory
+
+    from rlflow.config.checks import check_config
+    from rlflow.metrics.names import save_registered
+    from rlflow.run.assemble import fitting_tasks, make_rollout
+    from rlflow.run.directory import RunDirectory
+    from rlflow.run.evaluate import evaluate, metrics_by_set
+    from rlflow.run.trajectories import write_trajectories
+    from rlflow.storage.files import write_json
+
+    _check_numbers(args)
+    with model_directory(args.model, args.hf, lambda text: print(text, file=sys.stderr)) as model:
+        config = evaluation_config(args, model)
+        check_config(config)
+        out = Path(args.out or Path("runs") / f"eval-{model.name}")
+        with make_rollout(config) as rollout:
+            registered = rollout.environment.metrics
+            tasks, dropped = fitting_tasks(rollout, config.data.val_split, config)
+            tasks = tasks[: args.questions]
+            attempts = f"{args.samples} attempt(s) each, temperature {args.temperature:g}"
+            print(f"{len(tasks)} tasks, {attempts}", file=sys.stderr)
+            result = evaluate(rollout, tasks, samples_per_prompt=args.samples, temperature=args.temperature)
+    write_trajectories(out / "trajectories.jsonl", result.groups)
+    save_registered(RunDirectory(out).environment_metrics, registered)
+    by_set = metrics_by_set(result.groups, registered)
+    summary = {"model": str(args.model), "temperature": args.temperature, "prompts_dropped": dropped, **result.metrics}
+    means = _means_over_sets(by_set, registered)
+    if by_set:
+        summary |= {"sets": by_set, **{f"{name}_mean_over_sets": value for name, value in means.items()}}
+    write_json(out / "summary.json", summary)
+    _print_scores(result.metrics, by_set, means, registered)
+    print(f"wrote {out / 'summary.json'} and {out / 'trajectories.jsonl'}")
+    return 0
 
 
-def main(args: Namespace) -> int:
-    """`rlflow eval`: prints the scores of a model directory and writes summary.json and trajectories.jsonl."""
+def _check_numbers(args: argparse.Namespace) -> None:
     for option, value in (("--questions", args.questions), ("--samples", args.samples)):
         if value is not None and value < 1:
             raise ConfigError(f"{option}: expected at least 1, found {value}.")
     if not args.temperature >= 0:
         raise ConfigError(f"--temperature: expected 0 (greedy) or more, found {args.temperature}.")
-    with model_directory(args.model, args.hf, lambda text: print(text, file=sys.stderr)) as model:
-        config = _evaluation_config(args, model)
-        check_config(config)
-        out = Path(args.out or Path("runs") / f"eval-{model.name}")
-        with make_rollout(config) as rollout:
-            tasks, dropped = fitting_tasks(rollout, config.data.val_split, config)
-            tasks = tasks[: args.questions]
-            print(
-                f"{len(tasks)} questions, {args.samples} attempt(s) each, temperature {args.temperature:g}",
-                file=sys.stderr,
-            )
-            result = evaluate(rollout, tasks, samples_per_prompt=args.samples, temperature=args.temperature)
-    write_trajectories(out / "trajectories.jsonl", result.groups)
-    by_set = metrics_by_set(result.groups)
-    summary = {"model": str(args.model), "temperature": args.temperature, "prompts_dropped": dropped, **result.metrics}
-    if by_set:
-        summary["sets"] = by_set
-        summary["exact_match_mean_over_sets"] = mean_over_sets(by_set, "exact_match")
-    write_json(out / "summary.json", summary)
-    for name, metrics in by_set.items():
-        print(f"{name + ':':17}{evaluation_line(metrics)}")
-    if by_set and summary["exact_match_mean_over_sets"] is not None:
-        print(f"{'mean over sets:':17}EM {summary['exact_match_mean_over_sets']:.3f}")
-    print(f"{'all questions:':17}{evaluation_line(result.metrics)}" if by_set else evaluation_line(result.metrics))
-    for name in ("searches", "turns", "response_tokens"):
-        if f"eval/{name}" in result.metrics:
-            print(f"{name.replace('_', ' ')} per question: {result.metrics[f'eval/{name}']:.2f}")
-    print(f"wrote {out / 'summary.json'} and {out / 'trajectories.jsonl'}")
-    return 0
 
 
-def _evaluation_config(args: Namespace, model: ModelDirectory) -> RunConfig:
+def _means_over_sets(by_set: Mapping[str, Mapping[str, float]], registered: Metrics) -> dict[str, float]:
+    """{name: unweighted mean over the evaluation sets} of the first score, where a set has it."""
+    from rlflow.run.evaluate import mean_over_sets
+
+    means = {name: mean_over_sets(by_set, name) for name in scores(registered)[:1]}
+    return {name: value for name, value in means.items() if value is not None}
+
+
+def _print_scores(
+    metrics: Mapping[str, float],
+    by_set: Mapping[str, Mapping[str, float]],
+    means: Mapping[str, float],
+    registered: Metrics,
+) -> None:
+    from rlflow.run.progress import evaluation_line, shown_names
+
+    for name, values in by_set.items():
+        print(f"{name + ':':17}{evaluation_line(values, registered)}")
+    for name, value in means.items():
+        print(f"{'mean over sets:':17}{shown(name, registered[name], value)}")
+    line = evaluation_line(metrics, registered)
+    print(f"{'all tasks:':17}{line}" if by_set else line)
+    for name in (*shown_names(registered), "turns", "response_tokens"):
+        if f"eval/{name}" in metrics:
+            print(f"{label(name)} per task: {metrics[f'eval/{name}']:.2f}")
+
+
+def evaluation_config(args: argparse.Namespace, model: ModelDirectory) -> RunConfig:
     """The configuration of the evaluation: --config, else that of the run that the model comes from, else the defaults."""
-    overrides = list(args.overrides)
+    from rlflow.config.schema import load_config
+
+    config = load_config(args.config or model.config, option_overrides(args, "eval"))
     if args.data:
-        overrides += [f"environment.val={json.dumps(args.data)}", "environment.train=null"]
-    if args.corpus:
-        overrides.append(f"environment.corpus={json.dumps(args.corpus)}")  # as YAML text, whatever the name looks like
-    config = load_config(args.config or model.config, overrides)
+        config.environment |= data_options(config, args.data)
     config.model.path = str(model.path)
     return config
+
+
+def data_options(config: RunConfig, path: str) -> dict[str, Any]:
+    """What the data at `path` mean to the environment, as its constructor keywords.
+
+    Raises ConfigError where the environment takes no data.
+    """
+    from rlflow.components import ENVIRONMENT
+    from rlflow.config.checks import environment_name
+    from rlflow.environment import Environment
+
+    name = environment_name(config)
+    target = ENVIRONMENT.resolve(name)
+    if not (isinstance(target, type) and issubclass(target, Environment)):
+        raise ConfigError(
+            f"--data: the environment {name} is made by a function, which takes no data by itself, found {path}; leave --data "
+            "out, and set what it takes with environment.KEY=VALUE."
+        )
+    return target.evaluation_options(path)

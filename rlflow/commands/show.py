@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
+from rlflow.commands.options import Commands, add_command
 from rlflow.errors import ConfigError
+from rlflow.metrics.names import Metrics, label, leading_score, load_registered, scores
 from rlflow.metrics.sinks import read_metrics
 from rlflow.run.directory import RunDirectory
 from rlflow.run.progress import clock, evaluation_line, headline, sparkline
@@ -16,6 +19,39 @@ from rlflow.run.trajectories import read_trajectories
 from rlflow.storage.files import read_json
 
 _CODES = {"bold": "1", "dim": "2", "policy": "36", "good": "32", "bad": "31", "warn": "33"}
+
+
+def add(commands: Commands) -> None:
+    """Adds the command."""
+    parser = add_command(
+        commands,
+        "show",
+        run,
+        "show a run: summary and trajectories",
+        "Prints a run's summary and sampled episodes: what the policy wrote, what the environment answered (dim),\n"
+        "the reward. RUN is a run directory or a .jsonl of trajectories.",
+        "examples:\n  rlflow show runs/my-run\n  rlflow show runs/my-run --step 20 --trajectories 5 --failed\n"
+        "  rlflow show runs/my-run --eval --solved | less -R\n",
+    )
+    parser.add_argument("path", metavar="RUN")
+    parser.add_argument(
+        "--step", type=int, metavar="N", help="episodes of this step (default: the last that was written)"
+    )
+    parser.add_argument("--eval", action="store_true", help="episodes of the evaluation instead of training")
+    parser.add_argument("--trajectories", type=int, default=3, metavar="K", help="how many (default 3)")
+    kind = parser.add_mutually_exclusive_group()
+    solved = "first score is 1, or without a score the reward positive"
+    kind.add_argument("--failed", action="store_true", help="only episodes that did not solve their task")
+    kind.add_argument("--solved", action="store_true", help=f"only episodes that did: the {solved}")
+    parser.add_argument("--color", choices=("auto", "always", "never"), default="auto")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prints the run."""
+    chosen = "failed" if args.failed else "solved" if args.solved else "all"
+    return show(
+        args.path, step=args.step, evaluation=args.eval, count=args.trajectories, chosen=chosen, color=args.color
+    )
 
 
 class Paint:
@@ -50,9 +86,11 @@ def show(
     paint, path = Paint(color), Path(path)
     if path.is_file():
         episodes_file = path
+        registered = _registered_beside(path)
     else:
         run = RunDirectory.open(path)
-        print(summary_text(run, paint))
+        registered = load_registered(run.environment_metrics)
+        print(summary_text(run, registered, paint))
         if count <= 0:
             return 0
         found = _episodes_file(run, step, evaluation)
@@ -61,18 +99,24 @@ def show(
             return 0
         episodes_file = found
     records = read_trajectories(episodes_file)
-    picked = [record for record in records if chosen == "all" or solved(record) == (chosen == "solved")]
+    picked = [record for record in records if chosen == "all" or solved(record, registered) == (chosen == "solved")]
     what = "episodes" if chosen == "all" else f"{chosen} episodes"
     print(paint(f"\n{episodes_file}: {min(count, len(picked))} of {len(picked)} {what}, {len(records)} in all", "dim"))
     for record in picked[:count]:
-        print("\n" + episode_text(record, paint))
+        print("\n" + episode_text(record, registered, paint))
     return 0
 
 
-def solved(record: Mapping[str, Any]) -> bool:
-    """Whether an episode got its exact match, or, where there is no such metric, a positive reward."""
-    match = record["metrics"].get("exact_match")
-    return bool(match == 1 if match is not None else (record["reward"] or 0) > 0)
+def _registered_beside(episodes_file: Path) -> Metrics:
+    """What the environment of a file of episodes registered; the file lies in the run directory or one folder below."""
+    here, above = (RunDirectory(folder).environment_metrics for folder in episodes_file.absolute().parents[:2])
+    return load_registered(here) or load_registered(above)
+
+
+def solved(record: Mapping[str, Any], registered: Metrics) -> bool:
+    """Whether the first score of an episode is 1, or, where it has none, its reward positive."""
+    values = [record["metrics"][name] for name in scores(registered) if name in record["metrics"]]
+    return bool(values[0] == 1 if values else (record["reward"] or 0) > 0)
 
 
 def _episodes_file(run: RunDirectory, step: int | None, evaluation: bool) -> Path | None:
@@ -93,21 +137,21 @@ def _shorten(steps: Sequence[int]) -> str:
     return ", ".join(map(str, steps if len(steps) <= 8 else [*steps[:4], "...", *steps[-3:]]))
 
 
-def summary_text(run: RunDirectory, paint: Paint) -> str:
+def summary_text(run: RunDirectory, registered: Metrics, paint: Paint) -> str:
     """What the run is, how far it came and what is in its directory."""
     lines = [paint(str(run.path), "bold")]
     records = read_metrics(run.metrics) if run.metrics.is_file() else []
     trained = [record for record in records if "train/reward" in record]
-    evaluated = [record for record in records if "eval/exact_match" in record or "eval/reward" in record]
+    evaluated = [record for record in records if f"eval/{leading_score(registered, record, 'eval')}" in record]
     if trained:
         seconds = sum(record.get("time/step_s", 0.0) for record in trained)
-        lines.append(f"step {int(trained[-1]['step'])} after {clock(seconds)}   " + "  ".join(headline(trained[-1])))
-        for name, label in (("train/reward", "reward"), ("train/exact_match", "exact match")):
-            values = [record[name] for record in trained if name in record]
+        lines.append(f"step {int(trained[-1]['step'])} after {clock(seconds)}   " + "  ".join(headline(trained[-1], registered)))
+        for name in ("reward", *scores(registered)[:1]):
+            values = [record[f"train/{name}"] for record in trained if f"train/{name}" in record]
             if values and (spark := sparkline(values)):
-                lines.append(f"{label:<12} {values[0]:.3f} {paint(spark, 'policy')} {values[-1]:.3f}")
+                lines.append(f"{label(name):<12} {values[0]:.3f} {paint(spark, 'policy')} {values[-1]:.3f}")
     for record in evaluated if len(evaluated) <= 3 else [evaluated[0], *evaluated[-2:]]:
-        lines.append(f"eval at {int(record['step']):<5}{evaluation_line(record)}")
+        lines.append(f"eval at {int(record['step']):<5}{evaluation_line(record, registered)}")
     if not records:
         lines.append(paint("no step has been finished yet", "dim"))
     if run.summary.is_file():
@@ -128,7 +172,7 @@ def _value(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
-def episode_text(record: Mapping[str, Any], paint: Paint) -> str:
+def episode_text(record: Mapping[str, Any], registered: Metrics, paint: Paint) -> str:
     """One episode: prompt and observations dim, responses in colour, then reward, end and token counts."""
     title = f"{record['task_id']} · attempt {record['attempt'] + 1}"
     rule = "─" * max(4, 78 - len(title))
@@ -138,7 +182,7 @@ def episode_text(record: Mapping[str, Any], paint: Paint) -> str:
         if turn["observation"]:
             lines.append(paint(_prompt(turn["observation"]).strip("\n"), "dim"))
     reward = record["reward"] if record["reward"] is not None else float("nan")
-    outcome = paint(f"reward {reward:g}", "good" if solved(record) else "bad", "bold")
+    outcome = paint(f"reward {reward:g}", "good" if solved(record, registered) else "bad", "bold")
     ended = "terminated" if record["stop"] == "terminated" else paint(f"{record['stop'].upper()}", "warn")
     expected = f"  expected {_answer(record['answer'])}" if record.get("answer") not in (None, "") else ""
     numbers = {

@@ -73,8 +73,8 @@ def _run_lines(config: RunConfig) -> list[tuple[str, str]]:
     run, evaluation, checkpoint = config.run, config.evaluation, config.checkpoint
     trajectories = run.steps * config.rollout.prompts_per_step * config.rollout.samples_per_prompt
     minutes = f"; ends after {run.max_minutes:g} minutes" if run.max_minutes else ""
-    target = f"; ends when eval/exact_match reaches {run.target:g}" if run.target is not None else ""
-    questions = "all questions" if evaluation.questions is None else _count(evaluation.questions, "question")
+    target = f"; ends when the evaluation reaches {run.target:g}" if run.target is not None else ""
+    questions = "all tasks" if evaluation.questions is None else _count(evaluation.questions, "task")
     return [
         ("run", f"{_count(run.steps, 'step')} = {trajectories:,} trajectories{minutes}{target}"),
         (

@@ -91,7 +91,20 @@ def check_config(config: RunConfig, components: bool = True) -> None:
     _check_components(config)
     if components:
         ENGINE.check(config.rollout.engine, _ENGINE_GETS, "rollout.engine")
+        environment_name(config)
         ENVIRONMENT.check(config.environment)
+
+
+def environment_name(config: RunConfig) -> str:
+    """The environment that the configuration names. Raises ConfigError where it names none."""
+    name = config.environment.get("name")
+    if not name:
+        installed = ", ".join(ENVIRONMENT.names()) or "none"
+        raise ConfigError(
+            "environment.name: expected an environment, found none; set environment.name or give --env NAME. Installed: "
+            f"{installed}; or package.module:Class, or file.py:Class."
+        )
+    return str(name)
 
 
 def _value(config: RunConfig, key: str) -> Any:

@@ -65,8 +65,7 @@ def load_config(path: str | Path | None, overrides: Sequence[str], schema: type[
     if path is not None:
         for source, content in _read_files(Path(path), ()):
             draft.merge(draft.raw, content, source, ())
-    # Names first: `environment.top_k=5 environment.name=search` must mean the same in either order.
-    # Names first: `environment.top_k=5 environment=search` must mean the same in either order.
+    # Names first: `environment.size=5 environment=mine` must mean the same in either order.
     for override in sorted(overrides, key=lambda text: not draft.chooses(text)):
         draft.override(override)
     return typing.cast(T, draft.build(schema, draft.raw, ()))

@@ -1,19 +1,58 @@
-"""Metric names with their units and meanings: one table. A name is `section/name`; an environment's own metrics
-appear as `rollout/<name>` and `eval/<name>`."""
+"""Metric names with their units and meanings: the core's table, and what an environment registers of its own.
+
+A name is `section/name`. A metric of an environment's episodes is registered without a section: it is logged as
+`rollout/<name>` (a score as `train/<name>`) and `eval/<name>`. With a section it is one of `Environment.report`.
+"""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
 
-SCORES = ("exact_match", "f1")  # of an episode, whatever the environment
-
+from rlflow.errors import ConfigError, did_you_mean
+from rlflow.storage.files import read_json, write_json
 
 PHASES = ("rollout", "score", "update", "sync", "evaluate", "checkpoint")
+REDUCTIONS = ("mean", "max", "min", "sum")
 
 
-class Metric(NamedTuple):
+@dataclass(frozen=True)
+class Metric:
+    """What a number is. Raises ConfigError for an unknown reduction or a format that formats no number.
+
+    reduction: what the values of several episodes or minibatches become. score: says how well an episode went; one that lacks it
+    got 0, evaluations give its 95% interval, and the first score of an environment leads every display. shown: how it stands in
+    the progress line, e.g. "tools {:.2f}"; other metrics than scores stand there only with it. share_of: the name of a metric in
+    seconds; this one is its share of the seconds of the whole step.
+    """
+
     unit: str
     meaning: str
+    reduction: str = "mean"
+    score: bool = False
+    shown: str = ""
+    share_of: str = ""
+
+    def __post_init__(self) -> None:
+        if self.reduction not in REDUCTIONS:
+            hint = did_you_mean(self.reduction, REDUCTIONS)
+            raise ConfigError(
+                f"metric '{self.meaning}': reduction: expected one of {', '.join(REDUCTIONS)}, found '{self.reduction}'.{hint}"
+            )
+        try:
+            self.shown.format(0.5)
+        except (ValueError, IndexError, KeyError) as error:
+            raise ConfigError(
+                f"metric '{self.meaning}': shown: expected a format of one number such as 'tools {{:.2f}}', found '{self.shown}' "
+                f"({error})."
+            ) from None
+
+
+Metrics = Mapping[str, Metric]
 
 
 _PHASE_MEANING = {
@@ -26,11 +65,9 @@ _PHASE_MEANING = {
 }
 
 
-METRICS: dict[str, Metric] = {
+METRICS: Metrics = {
     "train/loss": Metric("nats", "the minimized loss, mean over the step's minibatches"),
     "train/reward": Metric("reward", "mean return of the usable episodes"),
-    "train/exact_match": Metric("share", "of the training episodes, at the sampling temperature"),
-    "train/f1": Metric("share", "mean token F1 of the training episodes"),
     "train/gradient_norm": Metric("1", "global L2 norm before clipping, mean over minibatches"),
     "train/lr": Metric("1", "learning rate of the step's last minibatch"),
     "train/clip_fraction": Metric("share", "of trained tokens whose ratio was clipped"),
@@ -51,46 +88,93 @@ METRICS: dict[str, Metric] = {
     "train/microbatches": Metric("count", "per optimizer step and data-parallel rank"),
     "rollout/episodes": Metric("count", "collected in the step, aborted ones included"),
     "rollout/turns": Metric("per episode", "responses of the policy"),
-    "rollout/searches": Metric("per episode", "searches"),
     "rollout/response_tokens": Metric("tokens/episode", "sampled by the policy"),
     "rollout/observation_tokens": Metric("tokens/episode", "fed from the environment"),
     "rollout/observations_cut": Metric("per episode", "observations cut to rollout.max_observation_tokens"),
     "rollout/truncated_max_turns": Metric("share", "of episodes cut by rollout.max_turns"),
     "rollout/truncated_max_tokens": Metric("share", "of episodes cut by a token budget"),
     "rollout/aborted": Metric("share", "of episodes lost to infrastructure; out of loss and baseline"),
-    "search/searches": Metric("count", "answered in the step, those of aborted episodes included"),
-    "search/hit_rate": Metric("share", "of searches that the client's cache answered; only where there is one"),
-    "search/empty_rate": Metric("share", "of searches that found nothing"),
-    "search/duplicate_rate": Metric("share", "of searches that their episode had made before"),
-    "search/gold_in_top_k": Metric("share", "of searches that found a passage with a gold answer"),
     "data/prompts_dropped": Metric("count", "prompts over data.max_prompt_tokens, of the training split"),
     "data/epoch": Metric("epochs", "passes over the training tasks so far"),
     "speed/tokens_per_s": Metric("tokens/s", "train/fed_tokens by the seconds of the whole step"),
     **{f"time/{phase}_s": Metric("s", _PHASE_MEANING[phase]) for phase in PHASES},
     "time/step_s": Metric("s", "the whole step"),
-    "time/search_s": Metric("s", "of the rollout, with at least one search under way"),
-    "time/search_wait_s": Metric("s", "per search, until its episode could go on"),
-    "time/search_share": Metric("share", "of the whole step, with at least one search under way"),
     **{f"memory/{phase}_gib": Metric("GiB", f"peak, {_PHASE_MEANING[phase]}") for phase in PHASES},
-    "eval/exact_match": Metric("share", "of the evaluated questions, failed ones left out"),
-    "eval/exact_match_low": Metric("share", "lower end of its 95% interval"),
-    "eval/exact_match_high": Metric("share", "upper end of its 95% interval"),
-    "eval/f1": Metric("share", "mean token F1"),
-    "eval/f1_low": Metric("share", "lower end of its 95% interval"),
-    "eval/f1_high": Metric("share", "upper end of its 95% interval"),
     "eval/reward": Metric("reward", "mean return"),
     "eval/reward_low": Metric("reward", "lower end of its 95% interval"),
     "eval/reward_high": Metric("reward", "upper end of its 95% interval"),
-    "eval/searches": Metric("per question", "searches"),
-    "eval/turns": Metric("per question", "responses of the policy"),
-    "eval/response_tokens": Metric("tokens/question", "sampled by the policy"),
-    "eval/questions": Metric("count", "questions with an attempt that did not fail"),
+    "eval/turns": Metric("per task", "responses of the policy"),
+    "eval/response_tokens": Metric("tokens/task", "sampled by the policy"),
+    "eval/questions": Metric("count", "tasks with an attempt that did not fail"),
     "eval/attempts": Metric("count", "attempts at them (evaluation.samples_per_prompt each), failed ones left out"),
     "eval/failed": Metric("count", "attempts lost to infrastructure: reported apart, never scored 0"),
 }
 
 
-def metrics_table() -> str:
-    """The table above in Markdown, for the docs."""
-    rows = [f"| `{name}` | {metric.unit} | {metric.meaning} |" for name, metric in METRICS.items()]
+def scores(registered: Metrics) -> list[str]:
+    """The names of an environment's scores, the first one being what displays and `run.target` go by."""
+    return [name for name, metric in registered.items() if metric.score]
+
+
+def leading_score(registered: Metrics, values: Mapping[str, Any], section: str) -> str:
+    """The first score that `values` hold as `section/<name>`, else `reward`."""
+    return next((name for name in scores(registered) if f"{section}/{name}" in values), "reward")
+
+
+def training_name(name: str, registered: Metrics) -> str:
+    """What a metric of episodes is called in training: `train/<name>` for a score, else `rollout/<name>`."""
+    return f"{'train' if name in registered and registered[name].score else 'rollout'}/{name}"
+
+
+def label(name: str) -> str:
+    """A metric's name in words."""
+    return name.rpartition("/")[2].replace("_", " ")
+
+
+def shown(name: str, metric: Metric, value: float) -> str:
+    """The metric as it stands in a line for people."""
+    return (metric.shown or f"{label(name)} {{:.3f}}").format(value)
+
+
+def save_registered(path: str | Path, registered: Metrics) -> None:
+    """Writes what an environment registered, so that its run can be read without it."""
+    write_json(path, {name: dataclasses.asdict(metric) for name, metric in registered.items()})
+
+
+def load_registered(path: str | Path) -> dict[str, Metric]:
+    """What `save_registered` wrote; nothing where there is no such file. Raises CheckpointError for a damaged one."""
+    if not Path(path).is_file():
+        return {}
+    known = {field.name for field in dataclasses.fields(Metric)}
+    rows = read_json(path).items()
+    return {name: Metric(**{key: value for key, value in row.items() if key in known}) for name, row in rows}
+
+
+def installed_metrics() -> dict[str, Metrics]:
+    """Installed environment -> the metrics that its class registers."""
+    entries = sorted(metadata.entry_points(group="rlflow.environments"), key=lambda entry: entry.name)
+    return {entry.name: entry.load().metrics for entry in entries}
+
+
+def metrics_table(plug_ins: Mapping[str, Metrics] | None = None) -> str:
+    """The tables of the docs in Markdown: the core's metrics, then those of each plug-in under its name."""
+    text = _table({f"`{name}`": metric for name, metric in METRICS.items()})
+    for plug_in, registered in (plug_ins or {}).items():
+        text += f"\n## {plug_in}\n\n" + _table({_logged(name, metric): metric for name, metric in registered.items()})
+    return text
+
+
+def _logged(name: str, metric: Metric) -> str:
+    """Every name under which a registered metric stands in metrics.jsonl."""
+    if "/" in name:
+        return f"`{name}`"
+    section, ends = ("train", " (`_low`, `_high`)") if metric.score else ("rollout", "")
+    return f"`{section}/{name}`, `eval/{name}`{ends}"
+
+
+def _table(metrics: Metrics) -> str:
+    rows = [
+        f"| {name} | {metric.unit} | {metric.meaning}{'' if metric.reduction == 'mean' else f' ({metric.reduction})'} |"
+        for name, metric in metrics.items()
+    ]
     return "\n".join(["| metric | unit | meaning |", "|---|---|---|", *rows]) + "\n"

@@ -1,17 +1,12 @@
-"""Metric names with units (one table), reductions, phase timers, and the sinks that a run writes to.
-
-A name is `section/name`. An environment's own metrics appear as `rollout/<name>` and `eval/<name>`.
-"""
+"""How the numbers of many minibatches and episodes become those of a step or an evaluation."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from rlflow.metrics.names import SCORES
-
-# ---------------------------------------------------------------- reductions
+from rlflow.metrics.names import METRICS, Metric, Metrics, scores, training_name
 
 
 def mean(values: Sequence[float]) -> float:
@@ -19,15 +14,30 @@ def mean(values: Sequence[float]) -> float:
     return math.fsum(values) / len(values) if values else math.nan
 
 
-def mean_of(records: Sequence[Mapping[str, float]], weights: Sequence[float] | None = None) -> dict[str, float]:
-    """Per key the weighted mean over the records that have it, e.g. over the minibatches of a step."""
-    weights = weights if weights is not None else [1.0] * len(records)
-    reduced = {}
-    for key in dict.fromkeys(key for record in records for key in record):
-        pairs = [(record[key], weight) for record, weight in zip(records, weights, strict=True) if key in record]
-        total = math.fsum(weight for _, weight in pairs)
-        reduced[key] = math.fsum(value * weight for value, weight in pairs) / total if total else math.nan
-    return reduced
+def reduced(records: Sequence[Mapping[str, float]], metrics: Metrics) -> dict[str, float]:
+    """Per key one number from the records that have it, by the reduction of its metric; a mean where it has none."""
+    values: dict[str, list[float]] = {}
+    for record in records:
+        for key, value in record.items():
+            values.setdefault(key, []).append(value)
+    reductions: dict[str, Callable[[Sequence[float]], float]] = {"mean": mean, "max": max, "min": min, "sum": math.fsum}
+    return {key: reductions[metrics[key].reduction if key in metrics else "mean"](found) for key, found in values.items()}
+
+
+def update_metrics(updates: Sequence[Mapping[str, float]], reductions: Mapping[str, str]) -> dict[str, float]:
+    """`train/` metrics of a step from those of its minibatches. reductions: how the loss wants its own reduced."""
+    metrics = {f"train/{name}": Metric("", "", how) for name, how in reductions.items()}
+    records = [{f"train/{name}": value for name, value in update.items()} for update in updates]
+    return reduced(records, {**METRICS, **metrics})
+
+
+def step_shares(values: Mapping[str, float], registered: Metrics) -> dict[str, float]:
+    """The registered shares of the step's time whose seconds are among the values."""
+    return {
+        name: values[metric.share_of] / values["time/step_s"]
+        for name, metric in registered.items()
+        if metric.share_of in values
+    }
 
 
 def interval95(values: Sequence[float]) -> tuple[float, float]:
@@ -49,37 +59,32 @@ def interval95(values: Sequence[float]) -> tuple[float, float]:
     return center - half, center + half
 
 
-def episode_records(trajectories: Sequence[Any]) -> list[dict[str, float]]:
+def episode_records(trajectories: Sequence[Any], registered: Metrics) -> list[dict[str, float]]:
     """Per usable trajectory its environment's metrics and `turns`. A score that another episode reports and this one lacks is
     0: leaving it out would average over the episodes that came to an answer only."""
-    reported = [name for name in SCORES if any(name in trajectory.metrics for trajectory in trajectories)]
+    reported = [name for name in scores(registered) if any(name in trajectory.metrics for trajectory in trajectories)]
     missing = dict.fromkeys(reported, 0.0)
     return [{"turns": float(len(trajectory.turns)), **missing, **trajectory.metrics} for trajectory in trajectories]
 
 
-def rollout_metrics(trajectories: Sequence[Any]) -> dict[str, float]:
+def rollout_metrics(trajectories: Sequence[Any], registered: Metrics) -> dict[str, float]:
     """`train/` and `rollout/` metrics of a step's trajectories (`rlflow.types.Trajectory`), aborted ones included in the list.
+    registered: those of their environment.
 
-    Means are over usable trajectories, shares over all. A metric of the environment is `rollout/<name>`, but
-    exact_match and f1 are `train/<name>`; one that only some episodes report is averaged over those, except that a score
-    which an episode lacks is 0 there: it never came to an answer.
+    Reductions are over usable trajectories, shares over all. A metric that only some episodes report is reduced over those,
+    except that a score which an episode lacks is 0 there: it never came to an answer.
     """
     usable = [trajectory for trajectory in trajectories if trajectory.stop.value != "aborted"]
 
     def share(reason: str) -> float:
         return mean([float(trajectory.stop.value == reason) for trajectory in trajectories])
 
-    own = mean_of(episode_records(usable))
+    own = reduced(episode_records(usable, registered), registered)
     return {
         **({"train/reward": mean([trajectory.reward for trajectory in usable])} if usable else {}),
-        **{f"{'train' if name in SCORES else 'rollout'}/{name}": value for name, value in own.items()},
+        **{training_name(name, registered): value for name, value in own.items()},
         "rollout/episodes": float(len(trajectories)),
         "rollout/truncated_max_turns": share("max_turns"),
         "rollout/truncated_max_tokens": share("max_tokens"),
         "rollout/aborted": share("aborted"),
     }
-
-
-# ---------------------------------------------------------------- sinks
-
-

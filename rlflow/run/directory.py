@@ -2,6 +2,7 @@
 
 config.yaml                      the resolved configuration, secrets redacted
 metrics.jsonl                    one object per step
+environment_metrics.json         what the metrics of the environment are
 checkpoints/step_000050/         see `rlflow.run.checkpoints`
 export/                          the policy as a HuggingFace directory
 trajectories/step_000010.jsonl   sampled training episodes
@@ -26,9 +27,9 @@ from rlflow.storage.files import PARTIAL, clear_partials
 
 logger = logging.getLogger(__name__)
 
-LAYOUT = ("config.yaml", "metrics.jsonl", "checkpoints", "export", "trajectories", "evaluations", "progress.png",
-          "summary.json", "log.txt", "tensorboard", "wandb")  # fmt: skip
-STARTED = {"config.yaml", "log.txt", "metrics.jsonl", "tensorboard", "wandb"}
+LAYOUT = ("config.yaml", "metrics.jsonl", "environment_metrics.json", "checkpoints", "export", "trajectories", "evaluations",
+          "progress.png", "summary.json", "log.txt", "tensorboard", "wandb")  # fmt: skip
+STARTED = {"config.yaml", "log.txt", "metrics.jsonl", "environment_metrics.json", "tensorboard", "wandb"}
 """What a run may have written before its first metrics."""
 
 
@@ -100,6 +101,10 @@ class RunDirectory:
     @property
     def metrics(self) -> Path:
         return self.path / "metrics.jsonl"
+
+    @property
+    def environment_metrics(self) -> Path:
+        return self.path / "environment_metrics.json"
 
     @property
     def checkpoints(self) -> Path:

@@ -1,20 +1,19 @@
-"""Evaluation: one attempt or more at each question, means with 95% intervals, failures reported apart."""
+"""Evaluation: one attempt or more at each task, means with 95% intervals, failures reported apart."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from rlflow.metrics.reductions import episode_records, interval95, mean
+from rlflow.metrics.names import Metrics, scores
+from rlflow.metrics.reductions import episode_records, interval95, mean, reduced
 from rlflow.rollout import Rollout
 from rlflow.types import Group, Task, Trajectory
-
-WITH_INTERVAL = ("exact_match", "f1", "reward")
 
 
 @dataclass
 class Evaluation:
-    """metrics: `eval/<name>`, means over the usable attempts. groups: every attempt, for the jsonl of trajectories."""
+    """metrics: `eval/<name>`, over the usable attempts. groups: every attempt, for the jsonl of trajectories."""
 
     metrics: dict[str, float]
     groups: list[Group]
@@ -33,27 +32,44 @@ def evaluate(
         temperature=temperature,
         max_aborted_share=1 - 0.5 / max(1, len(tasks) * samples_per_prompt),
     )
-    return Evaluation(evaluation_metrics([one for group in groups for one in group.trajectories]), groups)
+    trajectories = [trajectory for group in groups for trajectory in group.trajectories]
+    return Evaluation(evaluation_metrics(trajectories, rollout.environment.metrics), groups)
 
 
-def evaluation_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """`eval/<name>` means; exact_match, f1 and reward with the ends of their 95% intervals as `_low` and `_high`.
+def evaluation_metrics(trajectories: Sequence[Trajectory], registered: Metrics) -> dict[str, float]:
+    """`eval/<name>` by the registered reductions; scores and reward with the ends of their 95% intervals as `_low` and `_high`.
 
-    The intervals are over questions, each the mean of its attempts: several attempts at a question are no further questions."""
-    usable = [one for one in trajectories if one.usable]
-    records = [{"reward": one.reward, **record} for one, record in zip(usable, episode_records(usable), strict=True)]
+    The intervals are over tasks, each the mean of its attempts: several attempts at a task are no further tasks."""
+    usable = [trajectory for trajectory in trajectories if trajectory.usable]
+    own = episode_records(usable, registered)
+    records = [{"reward": trajectory.reward, **record} for trajectory, record in zip(usable, own, strict=True)]
     metrics = {
-        "eval/questions": float(len({one.group_id for one in usable})),
+        "eval/questions": float(len({trajectory.group_id for trajectory in usable})),
         "eval/attempts": float(len(usable)),
         "eval/failed": float(len(trajectories) - len(usable)),
     }
-    for name in dict.fromkeys(name for record in records for name in record):
-        metrics[f"eval/{name}"] = mean([record[name] for record in records if name in record])
-        if name in WITH_INTERVAL:
-            by_question: dict[str, list[float]] = {}
-            for one, record in zip(usable, records, strict=True):
-                by_question.setdefault(one.group_id, []).append(record[name])
-            metrics[f"eval/{name}_low"], metrics[f"eval/{name}_high"] = interval95([*map(mean, by_question.values())])
+    with_interval = {"reward", *scores(registered)}
+    for name, value in reduced(records, registered).items():
+        metrics[f"eval/{name}"] = value
+        if name in with_interval:
+            by_task: dict[str, list[float]] = {}
+            for trajectory, record in zip(usable, records, strict=True):
+                by_task.setdefault(trajectory.group_id, []).append(record[name])
+            metrics[f"eval/{name}_low"], metrics[f"eval/{name}_high"] = interval95([*map(mean, by_task.values())])
     return metrics
 
 
+def metrics_by_set(groups: Sequence[Group], registered: Metrics) -> dict[str, dict[str, float]]:
+    """{set: evaluation_metrics} of the evaluation sets that the tasks name (`metadata["set"]`); empty for a single set."""
+    by_set: dict[str, list[Trajectory]] = {}
+    for group in groups:
+        by_set.setdefault(str(group.task.metadata.get("set", "")), []).extend(group.trajectories)
+    if len(by_set) < 2:
+        return {}
+    return {name: evaluation_metrics(trajectories, registered) for name, trajectories in by_set.items()}
+
+
+def mean_over_sets(by_set: Mapping[str, Mapping[str, float]], name: str) -> float | None:
+    """The unweighted mean over sets that the field reports; None where no set has the metric."""
+    values = [metrics[f"eval/{name}"] for metrics in by_set.values() if f"eval/{name}" in metrics]
+    return mean(values) if values else None

@@ -50,11 +50,6 @@ class EvaluationSchedule:
         self.last, self._step = dict(metrics), step
         self.first = self.first or self.last
 
-    @property
-    def score(self) -> float | None:
-        """What `run.target` is compared with: exact match of the latest evaluation, else its reward, else None."""
-        return self.last.get("eval/exact_match", self.last.get("eval/reward"))
-
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs to evaluate nothing twice and to report where it began."""
         return {"step": self._step, "first": self.first, "last": self.last}

@@ -8,6 +8,7 @@ from contextlib import ExitStack, contextmanager, suppress
 
 from rlflow.config.schema import RunConfig
 from rlflow.errors import RLFlowError
+from rlflow.metrics.names import save_registered
 from rlflow.metrics.timer import PhaseTimer
 from rlflow.run.algorithm import Algorithm
 from rlflow.run.assemble import fitting_tasks, make_metrics, make_rollout, make_trainer, open_directory
@@ -64,8 +65,9 @@ def _start(config: RunConfig, stack: ExitStack) -> Run:
     )
     stack.callback(progress.close)
     timer.on_enter = progress.phase
-    progress.phase("preparing", "data, search index and engine")
+    progress.phase("preparing", "environment and engine")
     rollout = stack.enter_context(make_rollout(config))
+    progress.registered = rollout.environment.metrics
     train_tasks, dropped = fitting_tasks(rollout, config.data.train_split, config)
     val_tasks, _ = fitting_tasks(rollout, config.data.val_split, config)
     algorithm = Algorithm.from_config(config, rollout.response_budget)
@@ -77,6 +79,7 @@ def _start(config: RunConfig, stack: ExitStack) -> Run:
     # Only now: a start that fails has neither taken a directory nor thrown away what `overwrite` is to replace.
     directory = stack.enter_context(open_directory(config))
     log.write_to(directory.log)
+    save_registered(directory.environment_metrics, rollout.environment.metrics)
     run = Run(
         config,
         directory=directory,

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from rlflow.errors import MissingPackageError
-from rlflow.metrics.names import PHASES
+from rlflow.metrics.names import PHASES, Metrics, label, scores
 from rlflow.metrics.sinks import read_metrics
 from rlflow.storage.files import replacing
 
@@ -18,20 +18,22 @@ _PHASE_COLORS = {  # muted, so that the curves above keep the eye
     "rollout": "#5b8db8", "score": "#9fc1dc", "update": "#e39a5b", "sync": "#c9b26b",
     "evaluate": "#8fb08c", "checkpoint": "#b8a2c4",
 }  # fmt: skip
-_EVALUATED = {"eval/exact_match": "exact match", "eval/reward": "reward"}
 _LABEL_GAP = 0.068  # of the axis height: two labels closer than this would touch
 
 
-def render_picture(metrics_jsonl: str | Path, path: str | Path, title: str = "Training run") -> bool:
-    """Draws reward and exact match (training; evaluation with its 95% band) over seconds per step and phase.
+def render_picture(
+    metrics_jsonl: str | Path, path: str | Path, title: str = "Training run", registered: Metrics | None = None
+) -> bool:
+    """Draws reward and first registered score (training; evaluation with its 95% band) over seconds per step and phase.
 
-    An environment without exact_match gets its evaluated reward. Returns whether there was anything to draw.
+    Without a score the evaluated reward is drawn. Returns whether there was anything to draw.
 
     Raises:
         MissingPackageError: matplotlib is not installed.
     """
     records = read_metrics(metrics_jsonl)
-    if not any(name in record for record in records for name in ("train/reward", *_EVALUATED)):
+    evaluated = _evaluated(records, registered or {})
+    if not any(name in record for record in records for name in ("train/reward", f"eval/{evaluated}")):
         return False
     try:
         import matplotlib
@@ -54,14 +56,14 @@ def render_picture(metrics_jsonl: str | Path, path: str | Path, title: str = "Tr
         shape = {"nrows": 2, "height_ratios": (2.4, 1), "hspace": 0.34} if timed else {"nrows": 1}
         grid = figure.add_gridspec(ncols=1, left=0.075, right=0.80, top=0.845, bottom=0.085, **shape)
         learning = figure.add_subplot(grid[0])
-        _draw_learning(learning, records)
+        _draw_learning(learning, records, evaluated)
         if timed:
             _draw_time(figure.add_subplot(grid[1], sharex=learning), records)
         else:
             learning.set_xlabel("step")
         figure.align_ylabels()
         figure.text(0.035, 0.945, title, fontsize=17, fontweight="bold", va="center")
-        figure.text(0.035, 0.9, _subtitle(records), fontsize=11, color=_QUIET, va="center")
+        figure.text(0.035, 0.9, _subtitle(records, evaluated), fontsize=11, color=_QUIET, va="center")
         with replacing(path, durable=False) as aside:
             figure.savefig(aside, format="png")
     return True
@@ -72,18 +74,18 @@ def _series(records: Sequence[dict[str, float]], name: str) -> tuple[list[float]
     return [step for step, _ in pairs], [value for _, value in pairs]
 
 
-def _evaluated_name(records: Sequence[dict[str, float]]) -> str:
-    """The validation metric to draw: the first one that was ever measured."""
-    return next((name for name in _EVALUATED if any(name in record for record in records)), "eval/exact_match")
+def _evaluated(records: Sequence[dict[str, float]], registered: Metrics) -> str:
+    """The name of the metric to draw: the first score that was ever measured, else the reward."""
+    measured = {name for record in records for name in record}
+    return next((name for name in scores(registered) if measured & {f"train/{name}", f"eval/{name}"}), "reward")
 
 
-def _subtitle(records: Sequence[dict[str, float]]) -> str:
-    """What happened, in one line: exact match from -> to, steps, minutes, tokens per second."""
+def _subtitle(records: Sequence[dict[str, float]], evaluated: str) -> str:
+    """What happened, in one line: the evaluated metric from -> to, steps, minutes, tokens per second."""
     parts = []
-    name = _evaluated_name(records)
-    _, evaluated = _series(records, name)
-    if len(evaluated) > 1:
-        parts.append(f"validation {_EVALUATED[name]} {evaluated[0]:.2f} → {evaluated[-1]:.2f}")
+    _, values = _series(records, f"eval/{evaluated}")
+    if len(values) > 1:
+        parts.append(f"validation {label(evaluated)} {values[0]:.2f} → {values[-1]:.2f}")
     steps = int(records[-1]["step"])
     seconds = math.fsum(_series(records, "time/step_s")[1])
     took = f" in {seconds / 60:.1f} minutes" if seconds >= 60 else f" in {seconds:.0f} s" if seconds else ""
@@ -94,23 +96,19 @@ def _subtitle(records: Sequence[dict[str, float]]) -> str:
     return "   ·   ".join(parts)
 
 
-def _draw_learning(axes: Any, records: Sequence[dict[str, float]]) -> None:
+def _draw_learning(axes: Any, records: Sequence[dict[str, float]], evaluated: str) -> None:
     labels: list[tuple[float, str, str]] = []
-    for name, color, label in (
-        ("train/reward", _ORANGE, "reward (training)"),
-        ("train/exact_match", _QUIET, "exact match (training)"),
-    ):
-        steps, values = _series(records, name)
-        if not values or (name == "train/exact_match" and values == _series(records, "train/reward")[1]):
-            continue  # a reward that is the exact match is one curve, not two on top of each other
+    for name, color in (("reward", _ORANGE), (evaluated, _QUIET)):
+        steps, values = _series(records, f"train/{name}")
+        if not values or (color == _QUIET and values == _series(records, "train/reward")[1]):
+            continue  # a reward that is the score is one curve, not two on top of each other
         smooth = _smooth(values)
         axes.plot(steps, values, color=color, alpha=0.22, linewidth=1)
         axes.plot(steps, smooth, color=color, linewidth=2)
-        labels.append((smooth[-1], label, color))
-    evaluated = _evaluated_name(records)
-    steps, values = _series(records, evaluated)
+        labels.append((smooth[-1], f"{label(name)} (training)", color))
+    steps, values = _series(records, f"eval/{evaluated}")
     if values:
-        low, high = _series(records, f"{evaluated}_low"), _series(records, f"{evaluated}_high")
+        low, high = (_series(records, f"eval/{evaluated}_{end}") for end in ("low", "high"))
         if low[0] == steps and high[0] == steps:
             axes.fill_between(steps, low[1], high[1], color=_BAND, alpha=0.13, linewidth=0)
         axes.plot(
@@ -125,17 +123,17 @@ def _draw_learning(axes: Any, records: Sequence[dict[str, float]]) -> None:
             clip_on=False,
         )
         labels.append(
-            (values[-1], f"{_EVALUATED[evaluated]} (validation)\n{values[-1]:.2f}, band: 95% interval", _BLUE)
+            (values[-1], f"{label(evaluated)} (validation)\n{values[-1]:.2f}, band: 95% interval", _BLUE)
         )
-    _set_limits(axes, records)
-    axes.set_ylabel("share of questions  /  reward")
+    _set_limits(axes, records, evaluated)
+    axes.set_ylabel("share of tasks  /  reward")
     axes.tick_params(labelbottom=True)
     _label_ends(axes, labels)
 
 
-def _set_limits(axes: Any, records: Sequence[dict[str, float]]) -> None:
+def _set_limits(axes: Any, records: Sequence[dict[str, float]], evaluated: str) -> None:
     """0 to 1 where everything lies there, else what the data need; x from 0 to the last step."""
-    names = ("train/reward", "train/exact_match", _evaluated_name(records))
+    names = ("train/reward", f"train/{evaluated}", f"eval/{evaluated}")
     shown = [value for name in names for value in _series(records, name)[1]]
     low, high = min(0.0, *shown), max(1.0, *shown)
     room = 0.03 * (high - low)

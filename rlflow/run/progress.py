@@ -7,11 +7,11 @@ import itertools
 import math
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, TextIO
 
 from rlflow.errors import ConfigError, MissingPackageError, did_you_mean
-from rlflow.metrics.names import PHASES
+from rlflow.metrics.names import PHASES, Metrics, label, leading_score, scores, shown
 
 KINDS = ("auto", "rich", "plain", "none")
 _SMOOTHED = 8  # steps that the remaining time is estimated from
@@ -20,6 +20,9 @@ _SPARKS = "▁▂▃▄▅▆▇█"
 
 class Progress(Protocol):
     """Told what happens; shows it."""
+
+    registered: Metrics
+    """Of the environment; set once it is made."""
 
     def phase(self, name: str, detail: str = "") -> None:
         """What the run does from now on: a phase name (`metrics.names.PHASES`), or free text such as "loading the model"."""
@@ -95,6 +98,8 @@ class Pace:
 class NoProgress:
     """Shows nothing."""
 
+    registered: Metrics = {}
+
     def phase(self, name: str, detail: str = "") -> None: ...
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None: ...
@@ -111,6 +116,8 @@ class NoProgress:
 class PlainProgress:
     """One line per step and per evaluation: for logs, CI and pipes."""
 
+    registered: Metrics = {}
+
     def __init__(self, pace: Pace, title: str, stream: TextIO) -> None:
         self.pace, self.stream = pace, stream
         self.message(title)
@@ -122,26 +129,28 @@ class PlainProgress:
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         self.pace.step(step, metrics)
         width = len(str(self.pace.steps))
-        parts = [f"step {step:>{width}}/{self.pace.steps}", *headline(metrics), phase_seconds(metrics)]
+        parts = [f"step {step:>{width}}/{self.pace.steps}", *headline(metrics, self.registered), phase_seconds(metrics)]
         if self.pace.remaining_s is not None:
             parts.append(f"ETA {clock(self.pace.remaining_s)}")
         self.message("  ".join(part for part in parts if part))
 
     def evaluated(self, step: int, metrics: Mapping[str, float]) -> None:
         width = len(str(self.pace.steps))
-        self.message(f"eval {step:>{width}}/{self.pace.steps}  {evaluation_line(metrics)}")
+        self.message(f"eval {step:>{width}}/{self.pace.steps}  {evaluation_line(metrics, self.registered)}")
 
     def message(self, text: str) -> None:
         print(text, file=self.stream, flush=True)
 
     def finished(self, summary: Mapping[str, Any]) -> None:
-        self.message(summary_text(summary))
+        self.message(summary_text(summary, self.registered))
 
     def close(self) -> None: ...
 
 
 class RichProgress:
     """A panel that redraws itself in place: bar, learning curves, seconds per phase, last evaluation."""
+
+    registered: Metrics = {}
 
     def __init__(self, pace: Pace, title: str, stream: TextIO) -> None:
         from rich.console import Console
@@ -150,8 +159,7 @@ class RichProgress:
         self.pace, self.title = pace, title
         self.doing, self.doing_since = "starting", time.monotonic()
         self.metrics: dict[str, float] = {}
-        self.rewards: list[float] = []
-        self.matches: list[float] = []
+        self.curves: dict[str, list[float]] = {}
         self.evaluations: list[tuple[int, dict[str, float]]] = []
         self.console = Console(file=stream)
         self.live = Live(get_renderable=self._panel, console=self.console, refresh_per_second=4, transient=False)
@@ -163,8 +171,8 @@ class RichProgress:
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         self.pace.step(step, metrics)
         self.metrics = dict(metrics)
-        self.rewards.append(metrics.get("train/reward", math.nan))
-        self.matches.append(metrics.get("train/exact_match", math.nan))
+        for name in ("reward", *scores(self.registered)[:1]):
+            self.curves.setdefault(name, []).append(metrics.get(f"train/{name}", math.nan))
 
     def evaluated(self, step: int, metrics: Mapping[str, float]) -> None:
         self.evaluations.append((step, dict(metrics)))
@@ -174,7 +182,7 @@ class RichProgress:
 
     def finished(self, summary: Mapping[str, Any]) -> None:
         self.close()
-        self.message(summary_text(summary))
+        self.message(summary_text(summary, self.registered))
 
     def close(self) -> None:
         self.doing = "done"
@@ -200,37 +208,52 @@ class RichProgress:
         now = f"{self.doing} {time.monotonic() - self.doing_since:.0f} s" if self.doing != "done" else "done"
         lines = [("step", f"{self.pace.done} of {self.pace.steps}  ·  {clock(self.pace.elapsed_s)}{ends}  ·  {now}")]
         if self.metrics:
-            lines += [
-                ("reward", f"{_number(self.rewards[-1])}  {sparkline(self.rewards)}"),
-                ("exact match", f"{_number(self.matches[-1])}  {sparkline(self.matches)}"),
-                ("policy", "  ·  ".join(headline(self.metrics, scores=False))),
-                ("time", phase_seconds(self.metrics)),
-            ]
+            curves = [(label(name), f"{_number(values[-1])}  {sparkline(values)}") for name, values in self.curves.items()]
+            policy = "  ·  ".join(headline(self.metrics, self.registered, leading=False))
+            lines += [*curves, ("policy", policy), ("time", phase_seconds(self.metrics))]
         for step, metrics in self.evaluations[-2:]:
-            lines.append((f"eval at {step}", evaluation_line(metrics)))
+            lines.append((f"eval at {step}", evaluation_line(metrics, self.registered)))
         return [(name, line) for name, line in lines if line]
 
 
-def headline(metrics: Mapping[str, float], scores: bool = True) -> list[str]:
-    """The numbers that a person looks at first, the absent ones left out; with `scores`, reward and exact match lead."""
-    leading = (("reward {:.3f}", "train/reward"), ("EM {:.3f}", "train/exact_match")) if scores else ()
-    shown = (
-        *leading,
-        ("{:,.0f} tokens/s", "speed/tokens_per_s"),
-        ("searches {:.2f}", "rollout/searches"),
-        ("gap {:.1e}", "train/logprob_gap"),
-        ("entropy {:.2f}", "train/entropy"),
-        ("grad {:.2f}", "train/gradient_norm"),
+def headline(metrics: Mapping[str, float], registered: Metrics, leading: bool = True) -> list[str]:
+    """The numbers that a person looks at first, the absent ones left out; with `leading`, reward and first score come first."""
+    parts = []
+    if leading and "train/reward" in metrics:
+        parts.append(f"reward {metrics['train/reward']:.3f}")
+    if leading:
+        parts += _registered_parts(metrics, registered, scores(registered)[:1], "train/")
+    parts += _formatted(metrics, (("{:,.0f} tokens/s", "speed/tokens_per_s"),))
+    parts += _registered_parts(metrics, registered, shown_names(registered), "rollout/")
+    parts += _formatted(
+        metrics,
+        (("gap {:.1e}", "train/logprob_gap"), ("entropy {:.2f}", "train/entropy"), ("grad {:.2f}", "train/gradient_norm")),
     )
-    parts = [template.format(metrics[name]) for template, name in shown if name in metrics]
-    for name, label in (
+    for name, words in (
         ("rollout/aborted", "ABORTED"),
         ("rollout/truncated_max_tokens", "cut at tokens"),
         ("rollout/truncated_max_turns", "cut at turns"),
     ):
         if metrics.get(name, 0) > 0:
-            parts.append(f"{label} {metrics[name]:.0%}")
+            parts.append(f"{words} {metrics[name]:.0%}")
     return parts
+
+
+def _formatted(metrics: Mapping[str, float], templates: Sequence[tuple[str, str]]) -> list[str]:
+    return [template.format(metrics[name]) for template, name in templates if name in metrics]
+
+
+def shown_names(registered: Metrics) -> list[str]:
+    """The registered metrics that are no scores and stand in the progress line."""
+    return [name for name, metric in registered.items() if metric.shown and not metric.score]
+
+
+def _registered_parts(
+    metrics: Mapping[str, float], registered: Metrics, names: Sequence[str], section: str
+) -> list[str]:
+    """The registered metrics of these names; a name without a section is looked up as `section` + name."""
+    keys = {name: name if "/" in name else section + name for name in names}
+    return [shown(name, registered[name], metrics[key]) for name, key in keys.items() if key in metrics]
 
 
 def phase_seconds(metrics: Mapping[str, float]) -> str:
@@ -242,36 +265,32 @@ def phase_seconds(metrics: Mapping[str, float]) -> str:
     return " + ".join(parts) + (f" = {total:.1f} s" if total is not None and parts else "")
 
 
-def evaluation_line(metrics: Mapping[str, float]) -> str:
-    """Exact match with its 95% interval, F1, searches, turns, failed questions."""
+def evaluation_line(metrics: Mapping[str, float], registered: Metrics) -> str:
+    """The first score with its 95% interval (without one the reward), the other scores, what is shown, failed tasks."""
+    first = leading_score(registered, metrics, "eval")
     parts = []
-    if "eval/exact_match" in metrics:
-        low, high = metrics.get("eval/exact_match_low"), metrics.get("eval/exact_match_high")
+    if first in registered:
+        low, high = metrics.get(f"eval/{first}_low"), metrics.get(f"eval/{first}_high")
         band = f" [{low:.3f}, {high:.3f}]" if low is not None and high is not None else ""
-        parts.append(f"EM {metrics['eval/exact_match']:.3f}{band}")
+        parts.append(shown(first, registered[first], metrics[f"eval/{first}"]) + band)
     elif "eval/reward" in metrics:
         parts.append(f"reward {metrics['eval/reward']:.3f}")
-    for template, name in (
-        ("F1 {:.3f}", "eval/f1"),
-        ("searches {:.2f}", "eval/searches"),
-        ("turns {:.2f}", "eval/turns"),
-        ("{:.0f} questions", "eval/questions"),
-    ):
-        if name in metrics:
-            parts.append(template.format(metrics[name]))
+    others = [name for name in scores(registered) if name != first]
+    parts += _registered_parts(metrics, registered, [*others, *shown_names(registered)], "eval/")
+    parts += _formatted(metrics, (("turns {:.2f}", "eval/turns"), ("{:.0f} tasks", "eval/questions")))
     if metrics.get("eval/failed", 0) > 0:
         parts.append(f"{metrics['eval/failed']:.0f} FAILED")
     return "  ".join(parts)
 
 
-def summary_text(summary: Mapping[str, Any]) -> str:
+def summary_text(summary: Mapping[str, Any], registered: Metrics) -> str:
     """The short summary at the end of a run: how it ended, validation before and after, what was written where."""
     steps, status = summary["steps"], summary["status"]
     lines = [f"{status} after {steps:,} step{'' if steps == 1 else 's'} and {clock(summary['seconds'])}"]
     if status != "finished":
         lines[0] += "; --resume continues the run"
-    rows = [("before", evaluation_line(summary.get("first_evaluation") or {})),
-            ("after", evaluation_line(summary.get("last_evaluation") or {}))]  # fmt: skip
+    rows = [("before", evaluation_line(summary.get("first_evaluation") or {}, registered)),
+            ("after", evaluation_line(summary.get("last_evaluation") or {}, registered))]  # fmt: skip
     gap = summary.get("export_logprob_difference")
     for name, path in summary.get("written", {}).items():
         rows.append(

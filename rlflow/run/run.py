@@ -9,6 +9,8 @@ from typing import Any
 
 from rlflow.config.schema import RunConfig
 from rlflow.metrics.memory import highest
+from rlflow.metrics.names import Metrics, leading_score
+from rlflow.metrics.reductions import rollout_metrics, step_shares
 from rlflow.metrics.sinks import MetricsLog
 from rlflow.metrics.timer import PhaseTimer
 from rlflow.rollout import Rollout
@@ -54,12 +56,18 @@ class Run:
     step: int = 0
     saved_step: int = -1
 
+    @property
+    def registered(self) -> Metrics:
+        """The metrics that the environment registers."""
+        return self.rollout.environment.metrics
+
     def should_stop(self) -> bool:
         """Whether a signal came, the time is up, or the target is reached."""
-        limit, target, score = self.config.run.max_minutes, self.config.run.target, self.evaluation.score
+        limit, target, last = self.config.run.max_minutes, self.config.run.target, self.evaluation.last
         if limit is not None and self.clock.seconds > limit * 60:
             logger.info("stopping: run.max_minutes = %g is over", limit)
             return True
+        score = last.get(f"eval/{leading_score(self.registered, last, 'eval')}")
         return bool(self.interrupt.requested) or (target is not None and score is not None and score >= target)
 
     def groups(self) -> Iterator[list[Group]]:
@@ -75,10 +83,11 @@ class Run:
         """Counts the step and writes its metrics and some of its trajectories."""
         self.step += 1
         elsewhere = {f"memory/{phase}_gib": peak for phase, peak in self.trainer.peak_memory().items()}
-        metrics = {**metrics, **self.rollout.report, **highest([self.timer.take(), elsewhere])}
+        trajectories = [trajectory for group in groups for trajectory in group.trajectories]
+        metrics = {**metrics, **rollout_metrics(trajectories, self.registered), **self.rollout.report}
+        metrics |= highest([self.timer.take(), elsewhere])
         metrics |= {"data/prompts_dropped": float(self.prompts_dropped), "data/epoch": self.source.epoch}
-        if "time/search_s" in metrics:
-            metrics["time/search_share"] = metrics["time/search_s"] / metrics["time/step_s"]
+        metrics |= step_shares(metrics, self.registered)
         metrics["speed/tokens_per_s"] = metrics["train/fed_tokens"] / metrics["time/step_s"]
         self.metrics.log(self.step, metrics)
         self.progress.step(self.step, metrics)
@@ -157,4 +166,4 @@ class Run:
     def _draw(self) -> bool:
         """Draws the picture where the configuration wants one; returns whether there was anything to draw."""
         path, title = self.directory.picture, self.config.run.name
-        return self.config.metrics.picture and render_picture(self.directory.metrics, path, title=title)
+        return self.config.metrics.picture and render_picture(self.directory.metrics, path, title, self.registered)

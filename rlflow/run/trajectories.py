@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rlflow.errors import CheckpointError
 from rlflow.storage.files import plain, write_text
-from rlflow.types import Group, Trajectory
+
+if TYPE_CHECKING:  # `rlflow show` reads episodes without torch
+    from rlflow.types import Group, Trajectory
 
 
 def write_trajectories(path: str | Path, groups: Sequence[Group], limit: int | None = None) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 from rlflow.config.loading import config_text
 from rlflow.config.schema import RunConfig, load_config
 from rlflow.environment import Environment
+from rlflow.metrics.names import Metric
 from rlflow.types import Episode, Step, Task
 from tests.fixtures import tiny_model
 
@@ -27,6 +28,7 @@ class Letters(Environment):
     """Shows `X?`, expects X; answers with `|Y?`, expects Y. Half a point each; exact_match is 1 for both."""
 
     stop = (*LETTERS, DEMAND, "|")  # one token with text ends a response
+    metrics = {"exact_match": Metric("share", "of pairs said", score=True, shown="EM {:.3f}")}
 
     def __init__(self, tasks: int = 36, prompt: str = "{letter}?") -> None:
         self._count = tasks

@@ -21,7 +21,7 @@ def test_sets_of_a_folder_are_scored_one_by_one(tmp_path: Path, capsys: pytest.C
         write_rows(sets / f"{name}.jsonl", rows)
     write_rows(tmp_path / "corpus.jsonl", [{"title": "Dalvund", "text": "Dalvund was born in Nusk."}])
     corpus, out = str(tmp_path / "corpus.jsonl"), str(tmp_path / "out")
-    options = ["--model", str(POLICY), "--data", str(sets), "--corpus", corpus, "--out", out]
+    options = ["--env", "search", "--model", str(POLICY), "--data", str(sets), "--corpus", corpus, "--out", out]
     overrides = ["environment.retriever=bm25", "environment.prompt_template=short", "rollout.max_response_tokens=16"]
     assert main(["eval", *options, *overrides]) == 0
     summary = json.loads((tmp_path / "out" / "summary.json").read_text())
@@ -29,4 +29,4 @@ def test_sets_of_a_folder_are_scored_one_by_one(tmp_path: Path, capsys: pytest.C
     scores = [scores["eval/exact_match"] for scores in summary["sets"].values()]
     assert summary["exact_match_mean_over_sets"] == pytest.approx(sum(scores) / 2)
     lines = [line.split(":")[0] for line in capsys.readouterr().out.splitlines()]
-    assert lines[:4] == ["nq", "bamboogle", "mean over sets", "all questions"]
+    assert lines[:4] == ["nq", "bamboogle", "mean over sets", "all tasks"]

@@ -285,9 +285,9 @@ def test_a_question_that_infrastructure_failed_is_counted_apart(model: Path, tmp
     with make_rollout(config) as rollout:
         groups = rollout.collect(rollout.environment.tasks("val"))
     episodes = [one for group in groups for one in group.trajectories]
-    whole = evaluation_metrics(episodes)
+    whole = evaluation_metrics(episodes, Letters.metrics)
     lost = [dataclasses.replace(one, stop=type(one.stop).ABORTED) for one in episodes[:7]]
-    metrics = evaluation_metrics([*lost, *episodes[7:]])
+    metrics = evaluation_metrics([*lost, *episodes[7:]], Letters.metrics)
     assert whole["eval/failed"] == 0 and metrics["eval/failed"] == 7
     assert (metrics["eval/attempts"], metrics["eval/questions"]) == (65, 33)
     assert metrics["eval/reward"] == pytest.approx(sum(one.reward for one in episodes[7:]) / 65)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from rlflow import Environment, Episode, Step, Task
+from rlflow import Environment, Episode, Metric, Step, Task
 from rlflow.commands.check import check_environment
 
 
@@ -106,6 +106,9 @@ serial = itertools.count()
         ({"tasks": lambda self, split: [Task("a", "")]}, "prompt of task 'a' is empty"),
         ({"tasks": lambda self, split: [Task("a", [{"role": "user"}])]}, "a message without role and content"),
         ({"stop": "</answer>"}, "stop: expected a tuple"),
+        ({"metrics": ["exact_match"]}, "metrics: expected a mapping of names to rlflow.Metric, found list"),
+        ({"metrics": {"exact_match": 0.5}}, "metrics['exact_match']: expected an rlflow.Metric, found float"),
+        ({"metrics": {"a/b": Metric("1", "x", score=True)}}, "metrics['a/b']: a score is a number of an episode"),
         ({"reset": lambda self, task: task}, "reset: expected an rlflow.Episode, found Task"),
         ({"reset": lambda self, task: Episode(task, turns=1)}, "expected an episode at turn 0"),
         ({"step": lambda self, episode, response: ("obs", 0.0, False)}, "step: expected an rlflow.Step, found tuple"),
@@ -168,6 +171,8 @@ def test_a_metric_that_only_some_episodes_report_is_a_note() -> None:
 
     report = check_environment(broken(step=step), episodes=8)
     assert report.passed and any("metric 'exact_match' is reported by" in note for note in report.notes)
+    scored = broken(step=step, metrics={"exact_match": Metric("share", "of tasks", score=True)})
+    assert not any("exact_match" in note for note in check_environment(scored, episodes=8).notes)  # 0 in the others
 
 
 def test_something_else_than_an_environment_is_refused() -> None:

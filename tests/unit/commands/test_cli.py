@@ -16,10 +16,12 @@ import pytest
 
 from rlflow.commands import cli
 from rlflow.commands.check import check_environment
-from rlflow.commands.doctor import JOBS, TESTED, diagnose, job_row, package_row, verdict
+from rlflow.commands.doctor import JOBS, TESTED, all_jobs, diagnose, job_row, package_row, verdict, versions_tested
+from rlflow.commands.options import option_overrides
 from rlflow.commands.play import find_task, play, read_response
 from rlflow.commands.scaffold import write_environment
 from rlflow.commands.show import printable
+from rlflow.commands.train import train_overrides
 from rlflow.components import ENVIRONMENT
 from rlflow.errors import ConfigError
 from rlflow.run.directory import RunDirectory
@@ -55,7 +57,7 @@ def test_short_options_become_keys_and_explicit_keys_come_last(tmp_path: Path) -
     data = tmp_path / "it's data.jsonl"
     data.write_text("")
     args = train_arguments("--model", str(tmp_path), "--train-data", str(data), "--resume", "model.path=other")
-    overrides = cli.train_overrides(args)
+    overrides = train_overrides(args)
     from rlflow.config.schema import load_config
 
     config = load_config(None, overrides)
@@ -84,7 +86,7 @@ def test_debug_shows_the_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_dry_run_prints_configuration_and_plan_and_starts_nothing(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    assert cli.main(["train", "--dry-run", f"run.directory={tmp_path}/run", "rollout.prompts_per_step=4"]) == 0
+    assert cli.main(["train", "--dry-run", "--env", "search", f"run.directory={tmp_path}/run", "rollout.prompts_per_step=4"]) == 0
     out = capsys.readouterr().out
     assert "prompts_per_step: 4" in out and "32 per step = 4 prompts x 8 samples" in out
     assert list(tmp_path.iterdir()) == []
@@ -101,16 +103,66 @@ def test_ctrl_c_is_130_without_a_traceback(tmp_path: Path) -> None:
     assert process.returncode == 130 and err == "rlflow: interrupted.\n"
 
 
-def test_plug_ins_add_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "plug_in_commands.py").write_text(
-        "def add(commands):\n    parser = commands.add_parser('hello')\n    parser.set_defaults(run=lambda args: 7)\n"
-    )
+PLUG_IN = """
+from rlflow.commands.doctor import Job
+from rlflow.commands.options import Option
+
+def add(commands):
+    parser = commands.add_parser('hello')
+    parser.set_defaults(run=lambda args: 7)
+
+OPTIONS = [Option("--board-file", "environment.board", "the board"), Option("--speed", "environment.speed", "steps per second",
+                                                                          "N", must_exist=False, commands=["eval"])]
+JOBS = [Job("play chess", ("no-such-chess",), "pip install chess", tested={"no-such-chess": "1.2"})]
+"""
+
+
+@pytest.fixture
+def plug_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a_plug_in.py").write_text(PLUG_IN)
     information = tmp_path / "plug_in-1.dist-info"
     information.mkdir()
     (information / "METADATA").write_text("Name: plug-in\nVersion: 1\n")
-    (information / "entry_points.txt").write_text("[rlflow.commands]\nhello = plug_in_commands:add\n")
+    points = {"commands": "hello = a_plug_in:add", "options": "chess = a_plug_in:OPTIONS", "jobs": "chess = a_plug_in:JOBS"}
+    text = "".join(f"[rlflow.{group}]\n{line}\n" for group, line in points.items())
+    (information / "entry_points.txt").write_text(text)
     monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "a_plug_in", raising=False)
+
+
+def test_plug_ins_add_commands(plug_in: None) -> None:
     assert cli.main(["hello"]) == 7
+
+
+def test_plug_ins_add_options_which_the_help_shows_in_their_group(
+    plug_in: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    board = tmp_path / "it's a board"
+    board.write_text("")
+    args = train_arguments("--board-file", str(board), "environment.board=mine")
+    assert train_overrides(args) == [f"environment.board='{str(board).replace(chr(39), chr(39) * 2)}'", "environment.board=mine"]
+    with pytest.raises(SystemExit):
+        train_arguments("--speed", "3")  # of eval only
+    assert option_overrides(cli.parse(["eval", "--model", "m", "--speed", "3"]), "eval") == ["environment.speed='3'"]
+    capsys.readouterr()
+    with pytest.raises(SystemExit):
+        cli.parse(["train", "--help"])
+    assert "chess options:\n  --board-file FILE" in capsys.readouterr().out
+    assert cli.main(["train", "--board-file", "/no/such/board", "--dry-run"]) == 2
+    assert "ConfigError: --board-file: /no/such/board: no such file" in capsys.readouterr().err
+
+
+def test_plug_ins_add_jobs_to_the_doctor(plug_in: None) -> None:
+    job = all_jobs()[-1] if all_jobs()[-1].name == "play chess" else all_jobs()[len(JOBS)]
+    assert job_row(job, {}, gpu=False) == ("play chess", "no", "no-such-chess", "pip install chess")
+    assert versions_tested()["no-such-chess"] == "1.2"
+
+
+def test_without_an_environment_the_installed_ones_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["train", "--dry-run"]) == 2
+    error = capsys.readouterr().err
+    assert "environment.name: expected an environment, found none; set environment.name or give --env NAME" in error
+    assert "search" in error and error.count("\n") == 1
 
 
 # ---------------------------------------------------------------- env
@@ -255,7 +307,7 @@ def test_doctor_ends_with_its_verdict(capsys: pytest.CaptureFixture[str]) -> Non
     code = diagnose()
     out = capsys.readouterr().out
     assert out.splitlines()[-1].startswith("verdict: ") and code == (1 if "not possible" in out else 0)
-    assert all(job.name in out for job in JOBS) and metadata.version("torch") in out
+    assert all(job.name in out for job in all_jobs()) and metadata.version("torch") in out
 
 
 def test_doctor_names_what_is_missing_and_how_to_install_it() -> None:
@@ -283,4 +335,4 @@ def test_doctor_warns_of_another_megatron_without_a_gpu() -> None:
 def test_doctor_knows_the_versions_of_the_constraints_file() -> None:
     lines = (ROOT / "constraints" / "cpu.txt").read_text().splitlines()
     constraints = dict(line.split("==") for line in lines if "==" in line and not line.startswith("#"))
-    assert {name: constraints.get(name) for name in TESTED} == TESTED
+    assert {name: constraints.get(name) for name in versions_tested()} == versions_tested()

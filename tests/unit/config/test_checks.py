@@ -58,7 +58,7 @@ def test_contradictions_name_the_keys(overrides: list[str], expected: str) -> No
 
 def test_components_are_checked_against_their_constructors() -> None:
     with pytest.raises(ConfigError, match=r"environment 'search': unknown keyword 'topk'. Did you mean 'top_k'"):
-        check_config(load_config(None, ["environment.topk=3"]))
+        check_config(load_config(None, ["environment.name=search", "environment.topk=3"]))
     with pytest.raises(ConfigError, match=r"rollout.engine 'embedded': unknown keyword"):
         check_config(load_config(None, ["rollout.engine.max_concurency=3"]))
 

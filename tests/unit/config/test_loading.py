@@ -67,7 +67,7 @@ def test_a_boolean_is_not_a_number() -> None:
 
 
 def test_overrides_reach_into_components_and_lists() -> None:
-    config = load_run_config(None, ["environment.reader.top_k=5", "algorithm.losses.0.clip_low=.1"])
+    config = load_run_config(None, ["environment.reader.top_k=5", "environment.name=search", "algorithm.losses.0.clip_low=.1"])
     assert config.environment == {"name": "search", "reader": {"top_k": 5}}
     assert config.algorithm.losses == [{"name": "ppo_clip", "clip_low": 0.1}]
     assert "algorithm.losses' is a list of 1" in error_of("algorithm.losses.1.x=1")

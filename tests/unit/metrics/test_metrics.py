@@ -12,12 +12,23 @@ from typing import Any
 import pytest
 import torch
 
-from rlflow.errors import CheckpointError, MissingPackageError
-from rlflow.metrics.names import METRICS, PHASES, metrics_table
-from rlflow.metrics.reductions import interval95, mean, mean_of, rollout_metrics
+from rlflow.errors import CheckpointError, ConfigError, MissingPackageError
+from rlflow.metrics.names import (
+    METRICS,
+    PHASES,
+    Metric,
+    leading_score,
+    load_registered,
+    metrics_table,
+    save_registered,
+    shown,
+)
+from rlflow.metrics.reductions import interval95, mean, reduced, rollout_metrics, step_shares, update_metrics
 from rlflow.metrics.sinks import MetricsLog, make_sinks, read_metrics
 from rlflow.metrics.timer import PhaseTimer
 from rlflow.types import StopReason, Trajectory, Turn
+
+SCORED = {"exact_match": Metric("share", "of tasks", score=True)}
 
 
 def trajectory(reward: float, stop: StopReason = StopReason.TERMINATED, turns: int = 1, **metrics: float) -> Trajectory:
@@ -27,7 +38,7 @@ def trajectory(reward: float, stop: StopReason = StopReason.TERMINATED, turns: i
 def test_every_documented_name_has_a_section_a_unit_and_a_meaning() -> None:
     for name, metric in METRICS.items():
         section, _, rest = name.partition("/")
-        assert section in {"train", "rollout", "search", "time", "memory", "speed", "eval", "data"} and rest
+        assert section in {"train", "rollout", "time", "memory", "speed", "eval", "data"} and rest
         assert metric.unit and metric.meaning
     assert {f"time/{phase}_s" for phase in PHASES} <= set(METRICS)
     assert all(f"| `{name}` |" in metrics_table() for name in METRICS)
@@ -48,9 +59,61 @@ def test_normal_interval_by_hand() -> None:
     assert all(math.isnan(end) for end in interval95([]))
 
 
-def test_means_are_per_key_over_the_records_that_have_it() -> None:
-    assert mean_of([{"a": 1.0, "b": 4.0}, {"a": 3.0}], weights=[3.0, 1.0]) == {"a": 1.5, "b": 4.0}
+def test_reductions_are_per_key_over_the_records_that_have_it() -> None:
+    kinds = {name: Metric("1", name, reduction=name) for name in ("max", "min", "sum")}
+    records = [{"max": 1.0, "min": 1.0, "sum": 1.0, "other": 1.0}, {"max": 5.0, "min": 5.0, "sum": 5.0}, {"other": 2.0}]
+    assert reduced(records, kinds) == {"max": 5.0, "min": 1.0, "sum": 6.0, "other": 1.5}
     assert math.isnan(mean([]))
+
+
+def test_minibatches_are_reduced_as_the_table_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(METRICS, "train/ratio_max", Metric("1", "largest ratio", reduction="max"))  # type: ignore[arg-type]
+    updates = [{"loss": 1.0, "ratio_max": 3.0}, {"loss": 3.0, "ratio_max": 2.0}]
+    assert update_metrics(updates) == {"train/loss": 2.0, "train/ratio_max": 3.0}
+
+
+def test_an_environments_declaration_decides_section_and_reduction() -> None:
+    registered = {**SCORED, "longest": Metric("steps", "longest walk", reduction="max"), "calls": Metric("count", "x", "sum")}
+    metrics = rollout_metrics(
+        [trajectory(1.0, exact_match=1.0, longest=4.0, calls=2.0), trajectory(0.0, longest=7.0, calls=3.0)], registered
+    )
+    named = {name: metrics[name] for name in ("train/exact_match", "rollout/longest", "rollout/calls")}
+    assert named == {"train/exact_match": 0.5, "rollout/longest": 7.0, "rollout/calls": 5.0}
+
+
+def test_a_share_of_the_step_is_made_where_its_seconds_were_reported() -> None:
+    registered = {"time/tool_share": Metric("share", "of the step", share_of="time/tool_s"), **SCORED}
+    assert step_shares({"time/tool_s": 1.0, "time/step_s": 4.0}, registered) == {"time/tool_share": 0.25}
+    assert step_shares({"time/step_s": 4.0}, registered) == {}
+
+
+def test_the_first_score_that_was_measured_leads() -> None:
+    registered = {"tools": Metric("count", "x"), "f1": Metric("share", "x", score=True), **SCORED}
+    assert leading_score(registered, {"eval/exact_match": 1.0, "eval/f1": 0.5}, "eval") == "f1"
+    assert leading_score(registered, {"eval/exact_match": 1.0}, "eval") == "exact_match"
+    assert leading_score(registered, {"eval/tools": 1.0}, "eval") == "reward"
+
+
+def test_a_metric_that_makes_no_sense_is_an_error_where_it_is_declared() -> None:
+    with pytest.raises(ConfigError, match="Did you mean 'mean'"):
+        Metric("share", "of tasks", reduction="meen")
+    for wrong in ("tools {:d}", "tools {} {}", "tools {name}"):
+        with pytest.raises(ConfigError, match="a format of one number"):
+            Metric("share", "of tasks", shown=wrong)
+    assert shown("gold_found", Metric("share", "x"), 0.5) == "gold found 0.500"
+
+
+def test_a_run_can_be_read_without_its_environment(tmp_path: Path) -> None:
+    registered = {**SCORED, "time/tool_share": Metric("share", "of the step", share_of="time/tool_s")}
+    save_registered(tmp_path / "m.json", registered)
+    assert load_registered(tmp_path / "m.json") == registered and load_registered(tmp_path / "none.json") == {}
+
+
+def test_the_table_of_a_plug_in_follows_the_cores_under_its_name() -> None:
+    core, _, own = metrics_table({"maze": {**SCORED, "longest": Metric("steps", "longest walk", "max")}}).partition("## maze")
+    assert core.strip() == metrics_table().strip()
+    assert "| `train/exact_match`, `eval/exact_match` (`_low`, `_high`) | share | of tasks |" in own
+    assert "| `rollout/longest`, `eval/longest` | steps | longest walk (max) |" in own
 
 
 def test_rollout_metrics_count_aborted_episodes_and_keep_them_out_of_means() -> None:
@@ -59,7 +122,7 @@ def test_rollout_metrics_count_aborted_episodes_and_keep_them_out_of_means() -> 
         trajectory(0.0, StopReason.MAX_TURNS, turns=4, exact_match=0.0, searches=4.0),
         trajectory(0.5, StopReason.MAX_TOKENS, turns=3, exact_match=0.0),
         trajectory(9.0, StopReason.ABORTED, turns=9, searches=99.0),
-    ])  # fmt: skip
+    ], SCORED)  # fmt: skip
     assert metrics == {
         "train/reward": 0.5, "train/exact_match": pytest.approx(1 / 3), "rollout/searches": 3.0, "rollout/turns": 3.0,
         "rollout/episodes": 4.0, "rollout/truncated_max_turns": 0.25, "rollout/truncated_max_tokens": 0.25,
@@ -68,13 +131,14 @@ def test_rollout_metrics_count_aborted_episodes_and_keep_them_out_of_means() -> 
 
 
 def test_an_episode_without_a_score_that_others_report_counts_as_0() -> None:
-    metrics = rollout_metrics([trajectory(1.0, exact_match=1.0, hops=2.0), trajectory(0.0, StopReason.MAX_TOKENS)])
+    episodes = [trajectory(1.0, exact_match=1.0, hops=2.0), trajectory(0.0, StopReason.MAX_TOKENS)]
+    metrics = rollout_metrics(episodes, SCORED)
     assert metrics["train/exact_match"] == 0.5 and metrics["rollout/hops"] == 2.0
-    assert "train/exact_match" not in rollout_metrics([trajectory(0.0)])
+    assert "train/exact_match" not in rollout_metrics([trajectory(0.0)], SCORED)
 
 
 def test_a_step_in_which_everything_aborted_reports_no_reward() -> None:
-    metrics = rollout_metrics([trajectory(9.0, StopReason.ABORTED)])
+    metrics = rollout_metrics([trajectory(9.0, StopReason.ABORTED)], SCORED)
     assert metrics["rollout/aborted"] == 1.0 and "train/reward" not in metrics
 
 

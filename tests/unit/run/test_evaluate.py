@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
-from argparse import Namespace
 from pathlib import Path
 
 import pytest
 
-from rlflow.commands.cli import main
-from rlflow.commands.eval import _evaluation_config, mean_over_sets, metrics_by_set
+from rlflow.commands.cli import main, parse
+from rlflow.commands.eval import evaluation_config
 from rlflow.config.loading import save_config
 from rlflow.config.schema import RunConfig, load_config
+from rlflow.errors import ConfigError
+from rlflow.metrics.names import Metric
 from rlflow.metrics.reductions import interval95
 from rlflow.rollout import Rollout
-from rlflow.run.evaluate import evaluate, evaluation_metrics
+from rlflow.run.evaluate import evaluate, mean_over_sets, metrics_by_set
 from rlflow.run.model_directory import ModelDirectory, model_directory
 from rlflow.types import Group, StopReason, Task, Trajectory
-from tests.flow.letters import Letters, write_letters_model
+from tests.flow.letters import REFERENCE, Letters, write_letters_model
+
+REGISTERED = {"exact_match": Metric("share", "of tasks", score=True)}
+
+
+def evaluation_metrics(trajectories: list[Trajectory]) -> dict[str, float]:
+    return evaluation.evaluation_metrics(trajectories, REGISTERED)
 
 
 def attempt(question: str, reward: float, stop: StopReason = StopReason.TERMINATED) -> Trajectory:
@@ -48,10 +55,10 @@ def test_sets_are_scored_apart_and_their_mean_does_not_weigh_them_by_size() -> N
         return Group(str(index), Task(str(index), "?", "x", {"set": of_set}), [attempt(f"{of_set}{index}", reward)])
 
     groups = [group("nq", index, 1.0) for index in range(3)] + [group("musique", 3, 0.0)]
-    by_set = metrics_by_set(groups)
+    by_set = metrics_by_set(groups, REGISTERED)
     assert {name: metrics["eval/exact_match"] for name, metrics in by_set.items()} == {"nq": 1.0, "musique": 0.0}
     assert mean_over_sets(by_set, "exact_match") == 0.5
-    assert metrics_by_set(groups[:3]) == {}
+    assert metrics_by_set(groups[:3], REGISTERED) == {}
 
 
 def test_no_questions_are_no_error(tmp_path: Path) -> None:
@@ -59,13 +66,23 @@ def test_no_questions_are_no_error(tmp_path: Path) -> None:
         assert evaluate(rollout, []).metrics == {"eval/questions": 0.0, "eval/attempts": 0.0, "eval/failed": 0.0}
 
 
-def config_of(model: ModelDirectory, **given: object) -> RunConfig:
-    return _evaluation_config(Namespace(**{"config": None, "overrides": [], "data": None, "corpus": None, **given}), model)
+def config_of(model: ModelDirectory, *arguments: str) -> RunConfig:
+    return evaluation_config(parse(["eval", "--model", "unused", *arguments]), model)
 
 
-def test_file_names_are_taken_as_they_are(tmp_path: Path) -> None:
-    config = config_of(ModelDirectory(tmp_path, "model", None), data="a: b #1.jsonl", corpus="[wiki].jsonl")
-    assert config.environment == {"name": "search", "val": "a: b #1.jsonl", "train": None, "corpus": "[wiki].jsonl"}
+def test_data_are_what_the_environment_takes_them_for(tmp_path: Path) -> None:
+    model, corpus = ModelDirectory(tmp_path, "model", None), tmp_path / "it's [wiki].jsonl"
+    corpus.write_text("")
+    config = config_of(model, "--env", "search", "--data", "a: b #1.jsonl", "--corpus", str(corpus))
+    assert config.environment == {"name": "search", "val": "a: b #1.jsonl", "train": None, "corpus": str(corpus)}
+
+
+def test_an_environment_that_takes_no_data_says_so_by_name(tmp_path: Path) -> None:
+    model = ModelDirectory(tmp_path, "model", None)
+    with pytest.raises(ConfigError, match=r"--data: the environment Letters takes no data .*found x\.jsonl"):
+        config_of(model, "--env", REFERENCE, "--data", "x.jsonl")
+    with pytest.raises(ConfigError, match=r"environment\.name: expected an environment, found none; .*Installed: .*search"):
+        config_of(model, "--data", "x.jsonl")
 
 
 def test_an_export_is_evaluated_with_the_configuration_of_its_run(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from rlflow.metrics.names import Metric
 from rlflow.metrics.sinks import MetricsLog
 from rlflow.run.picture import _label_ends, _smooth, render_picture
 
@@ -20,6 +21,7 @@ def log(directory: Path, records: list[dict[str, float]]) -> Path:
     return directory / "metrics.jsonl"
 
 
+REGISTERED = {"exact_match": Metric("share", "of tasks", score=True)}
 TIMED = {"train/reward": 0.5, "train/exact_match": 0.4, "time/rollout_s": 1.0, "time/update_s": 2.0, "time/step_s": 3.5}
 
 
@@ -34,7 +36,7 @@ TIMED = {"train/reward": 0.5, "train/exact_match": 0.4, "time/rollout_s": 1.0, "
     ids=["start", "no exact match", "long", "no times"],
 )
 def test_any_stage_of_a_run_can_be_drawn(tmp_path: Path, records: list[dict[str, float]]) -> None:
-    assert render_picture(log(tmp_path, records), tmp_path / "p.png", "Title")
+    assert render_picture(log(tmp_path, records), tmp_path / "p.png", "Title", REGISTERED)
     content = (tmp_path / "p.png").read_bytes()
     assert sorted(file.name for file in tmp_path.iterdir()) == ["metrics.jsonl", "p.png"]
     assert content[:8] == b"\x89PNG\r\n\x1a\n" and len(content) > 10_000

@@ -8,17 +8,25 @@ import math
 import pytest
 
 from rlflow.errors import ConfigError
+from rlflow.metrics.names import Metric
 from rlflow.run.progress import (
     Pace,
     RichProgress,
     clock,
     evaluation_line,
+    headline,
     make_progress,
     phase_seconds,
     sparkline,
     summary_text,
 )
 
+REGISTERED = {
+    "exact_match": Metric("share", "of tasks", score=True, shown="EM {:.3f}"),
+    "f1": Metric("share", "mean F1", score=True),
+    "calls": Metric("per episode", "calls of a tool", shown="calls {:.1f}"),
+    "hops": Metric("count", "not shown"),
+}
 STEP = {"train/reward": 0.5, "train/exact_match": 0.25, "speed/tokens_per_s": 12345.0, "time/rollout_s": 1.2,
         "time/update_s": 0.8, "time/sync_s": 0.01, "time/step_s": 2.0, "rollout/aborted": 0.25}  # fmt: skip
 EVALUATION = {"eval/exact_match": 0.4, "eval/exact_match_low": 0.3, "eval/exact_match_high": 0.5, "eval/failed": 2.0}
@@ -29,6 +37,7 @@ SUMMARY = {"status": "finished", "steps": 20, "seconds": 125.0, "first_evaluatio
 def test_a_pipe_gets_one_line_per_step_and_per_evaluation() -> None:
     stream = io.StringIO()
     progress = make_progress("auto", steps=20, title="demo", stream=stream)
+    progress.registered = REGISTERED
     progress.phase("rollout")
     progress.evaluated(0, EVALUATION)
     progress.step(10, STEP)
@@ -47,6 +56,7 @@ def test_the_panel_shows_score_curve_time_and_evaluation() -> None:
     stream = io.StringIO()
     progress = make_progress("rich", steps=20, title="demo", stream=stream)
     assert isinstance(progress, RichProgress)
+    progress.registered = REGISTERED
     for step in range(1, 5):
         progress.step(step, {**STEP, "train/reward": step / 10})
     progress.evaluated(4, EVALUATION)
@@ -57,6 +67,7 @@ def test_the_panel_shows_score_curve_time_and_evaluation() -> None:
     for shown in (
         "4 of 20",
         "0.400  ▁▃▆█",
+        "exact match",
         "rollout 1.2 + update 0.8 = 2.0 s",
         "EM 0.400 [0.300, 0.500]",
         "[not markup]",
@@ -95,7 +106,7 @@ def test_the_panel_of_a_resumed_run_starts_where_the_run_did() -> None:
 
 
 def test_an_interrupted_run_says_how_to_go_on() -> None:
-    text = summary_text({"status": "interrupted by SIGINT", "steps": 1, "seconds": 3.0, "written": {"run": "r"}})
+    text = summary_text({"status": "interrupted by SIGINT", "steps": 1, "seconds": 3.0, "written": {"run": "r"}}, {})
     assert text.splitlines()[0] == "interrupted by SIGINT after 1 step and 3 s; --resume continues the run"
 
 
@@ -107,6 +118,16 @@ def test_sparklines_scale_to_their_range_and_average_to_their_width() -> None:
     assert len(sparkline(list(range(1000)))) == 40
 
 
+def test_what_an_environment_registered_stands_in_the_lines_and_nothing_else_of_it() -> None:
+    step = {**STEP, "train/f1": 0.3, "rollout/calls": 2.0, "rollout/hops": 3.0, "train/logprob_gap": 1e-5}
+    assert headline(step, REGISTERED) == [
+        "reward 0.500", "EM 0.250", "12,345 tokens/s", "calls 2.0", "gap 1.0e-05", "ABORTED 25%"]  # fmt: skip
+    assert headline(step, {}) == ["reward 0.500", "12,345 tokens/s", "gap 1.0e-05", "ABORTED 25%"]
+    values = {**EVALUATION, "eval/f1": 0.45, "eval/calls": 1.5, "eval/hops": 2.0, "eval/turns": 2.5, "eval/questions": 8.0}
+    line = evaluation_line(values, REGISTERED)
+    assert line == "EM 0.400 [0.300, 0.500]  f1 0.450  calls 1.5  turns 2.50  8 tasks  2 FAILED"
+
+
 def test_times_read_as_people_write_them() -> None:
     assert [clock(seconds) for seconds in (-1, 4.4, 59.6, 185, 7385)] == ["0 s", "4 s", "1:00", "3:05", "2:03:05"]
-    assert phase_seconds({}) == "" and evaluation_line({"eval/reward": 1.0}) == "reward 1.000"
+    assert phase_seconds({}) == "" and evaluation_line({"eval/reward": 1.0}, REGISTERED) == "reward 1.000"

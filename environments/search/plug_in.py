@@ -1,0 +1,28 @@
+"""What the search plug-in adds to the core's commands: options of train and eval, jobs of doctor. Imports nothing heavy."""
+
+from __future__ import annotations
+
+from rlflow.commands.doctor import Job
+from rlflow.commands.options import Option
+
+OPTIONS = (
+    Option("--train-data", "environment.train", "training questions, jsonl", commands=("train",)),
+    Option("--val-data", "environment.val", "validation questions, jsonl", commands=("train",)),
+    Option("--corpus", "environment.corpus", "passages to search, jsonl"),
+)
+
+JOBS = (
+    Job(
+        "search environment",
+        ("faiss-cpu|faiss-gpu", "bm25s"),
+        "pip install 'rlflow[search]'",
+        tested={"faiss-cpu": "1.15.1", "bm25s": "0.3.16"},
+    ),
+    Job(
+        "retrieval server",
+        ("faiss-cpu|faiss-gpu", "bm25s", "aiohttp", "fastapi", "uvicorn", "uvloop", "orjson", "prometheus-client"),
+        "pip install 'rlflow[search]'",
+        tested={"aiohttp": "3.14.5", "fastapi": "0.165.0", "uvicorn": "0.54.0"},
+    ),
+    Job("search with Qdrant", ("qdrant-client", "qdrant-edge-py"), "pip install 'rlflow[qdrant]'"),
+)

@@ -1,0 +1,101 @@
+"""What the parsers of the commands share, and the options that stand for configuration keys, a plug-in's included."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+
+from rlflow.errors import ConfigError
+
+PLUG_INS = "rlflow.options"
+"""Entry-point group of sequences of `Option`; `train --help` and `eval --help` show them in a group of the entry's name."""
+Commands = argparse._SubParsersAction
+
+
+@dataclass(frozen=True)
+class Option:
+    """A command-line option that sets one configuration key to a path; nothing that it names is imported.
+
+    must_exist: a path that does not is an error of this option. commands: where it is offered.
+    """
+
+    flag: str
+    key: str
+    help: str
+    metavar: str = "FILE"
+    must_exist: bool = True
+    commands: Sequence[str] = ("train", "eval")
+
+    @property
+    def name(self) -> str:
+        """The attribute of the parsed arguments."""
+        return self.flag.lstrip("-").replace("-", "_")
+
+
+MODEL = Option("--model", "model.path", "HuggingFace model directory", "PATH", commands=("train",))
+ENVIRONMENT = Option(
+    "--env", "environment.name", "environment: an installed name, package.module:Class or file.py:Class", "NAME", must_exist=False
+)
+
+
+def add_command(
+    commands: Commands,
+    name: str,
+    run: Callable[[argparse.Namespace], int | None],
+    help: str,
+    text: str,
+    epilog: str = "",
+) -> argparse.ArgumentParser:
+    """Adds a command, whose parser is returned. text: its description, epilog: examples; line breaks stay as they are."""
+    parser = commands.add_parser(
+        name,
+        help=help,
+        description=text,
+        epilog=epilog,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.set_defaults(run=run)
+    return parser
+
+
+def add_options(parser: argparse.ArgumentParser, command: str) -> None:
+    """Adds the short forms of keys that the command offers, each plug-in's in a group of its own, and the overrides."""
+    for group, options in _groups(command):
+        place = parser.add_argument_group(f"{group} options") if group else parser
+        for option in options:
+            place.add_argument(option.flag, metavar=option.metavar, help=f"{option.help} ({option.key})")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="override a key; the value is YAML")
+
+
+def option_overrides(args: argparse.Namespace, command: str) -> list[str]:
+    """The overrides of a command line: short options first, so that an explicit section.key=value wins.
+
+    Raises ConfigError for a path that does not exist.
+    """
+    overrides = []
+    for option in (option for _, options in _groups(command) for option in options):
+        value = getattr(args, option.name)
+        if value is None:
+            continue
+        if option.must_exist and not Path(value).exists():
+            raise ConfigError(f"{option.flag}: {value}: no such file or directory.")
+        overrides.append(f"{option.key}={quoted(value)}")
+    return [*overrides, *args.overrides]
+
+
+def quoted(text: str) -> str:
+    """The text as a YAML value, whatever it looks like."""
+    return "'" + text.replace("'", "''") + "'"
+
+
+def _groups(command: str) -> Iterator[tuple[str, list[Option]]]:
+    """(name of the plug-in, "" for the core, its options of the command)."""
+    registered = sorted(metadata.entry_points(group=PLUG_INS), key=lambda entry: entry.name)
+    for name, options in [("", (MODEL, ENVIRONMENT)), *((entry.name, entry.load()) for entry in registered)]:
+        offered = [option for option in options if command in option.commands]
+        if offered:
+            yield name, offered

@@ -1,0 +1,56 @@
+"""`rlflow train`: a training run from a configuration."""
+
+from __future__ import annotations
+
+import argparse
+import signal
+
+from rlflow.commands.options import Commands, add_command, add_options, option_overrides
+
+
+def add(commands: Commands) -> None:
+    """Adds the command."""
+    parser = add_command(
+        commands,
+        "train",
+        run,
+        "train a policy",
+        "Trains the policy that a configuration describes: rollouts, rewards, Megatron updates, weight sync,\n"
+        "evaluation, checkpoints, and at the end a HuggingFace export. Keys and defaults: docs/configuration.md.",
+        "examples:\n"
+        "  rlflow train --config my.yaml\n"
+        "  rlflow train --config my.yaml run.steps=20 trainer.lr=1e-4 algorithm.losses.0.clip_high=0.28\n"
+        "  rlflow train --model DIR --env my_task.py:MyTask environment.difficulty=3 --dry-run\n"
+        "  rlflow train --config my.yaml --resume\n",
+    )
+    parser.add_argument("--config", metavar="FILE", help="YAML configuration; a relative `base:` in it is read first")
+    parser.add_argument("--resume", action="store_true", help="continue the run from its last checkpoint")
+    parser.add_argument("--overwrite", action="store_true", help="throw away the files of an earlier run of that name")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="print the resolved configuration and the batch plan, and exit"
+    )
+    add_options(parser, "train")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Trains; returns 0, or 128 + the signal's number for a run that a signal ended."""
+    from rlflow.config.batch_plan import batch_plan
+    from rlflow.config.checks import check_config
+    from rlflow.config.loading import config_text
+    from rlflow.config.schema import load_config
+
+    config = load_config(args.config, train_overrides(args))
+    check_config(config)
+    if args.dry_run:
+        print(f"# resolved configuration\n{config_text(config)}\n# batch plan\n{batch_plan(config)}")
+        return 0
+    from rlflow.loop import train
+
+    status = train(config)["status"]
+    return next((128 + number for number in (signal.SIGINT, signal.SIGTERM) if status.endswith(number.name)), 0)
+
+
+def train_overrides(args: argparse.Namespace) -> list[str]:
+    """The overrides of a train command line, the weakest first."""
+    switches = [f"run.{name}=true" for name in ("resume", "overwrite") if getattr(args, name)]
+    return [*switches, *option_overrides(args, "train")]

@@ -1,0 +1,48 @@
+"""What the search plug-in registers with the core: metrics, options, jobs."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlflow.metrics.names import scores
+from rlflow_environments.retrieval.corpus import Passage, make_contents, write_corpus, write_rows
+from rlflow_environments.search import SearchEnvironment
+
+
+@pytest.fixture
+def environment(tmp_path: Path) -> SearchEnvironment:
+    text = "Orvan Telmik was a painter. His birthplace was Velmora."
+    corpus = write_corpus(tmp_path / "corpus.jsonl", [Passage("1", "Orvan", make_contents("Orvan", text), "")])
+    row = {"question": "where was Orvan Telmik born", "solutions": ["Velmora"], "hops": 1}
+    train = write_rows(tmp_path / "train.jsonl", [row])
+    return SearchEnvironment(corpus, train, top_k=1, disturbances={"noise": 0.5})
+
+
+def test_every_number_that_the_environment_reports_is_registered(environment: SearchEnvironment) -> None:
+    async def play() -> dict[str, float]:
+        episode = await environment.reset(environment.tasks("train")[0])
+        metrics: dict[str, Any] = {}
+        for response in ("<search>Orvan birthplace</search>", "garbage", "<answer>Velmora</answer>"):
+            episode.turns += 1
+            metrics |= (await environment.step(episode, response)).metrics
+        return metrics
+
+    reported = {**asyncio.run(play()), **environment.report()}
+    assert {"exact_match", "searches", "hops", "disturbed", "search/gold_in_top_k"} <= set(reported)
+    assert set(reported) <= set(environment.metrics)
+    assert scores(environment.metrics) == ["exact_match", "f1"]
+
+
+def test_what_the_command_line_loads_of_the_plug_in_is_light() -> None:
+    program = (
+        "import sys; from rlflow_environments.search import plug_in; "
+        "print(sorted({'torch', 'numpy', 'faiss', 'aiohttp'} & set(sys.modules)), [option.flag for option in plug_in.OPTIONS])"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert done.stdout.strip() == "[] ['--train-data', '--val-data', '--corpus']", done.stderr

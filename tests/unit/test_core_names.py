@@ -1,0 +1,66 @@
+"""The core knows no plug-in: nothing under rlflow/ names an environment, what one works with, a recipe or a paper's system."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+FILES = sorted(path for path in (ROOT / "rlflow").rglob("*") if path.is_file() and path.suffix not in (".pyc", ".typed"))
+
+# Parts of words count: `search_s`, `SearchAccount`, `num_retrieved`.
+PARTS = ("search", "corpus", "corpora", "retriev", "passage", "qdrant", "faiss", "guess", "encyclopedia")
+# Systems and papers, as whole words or as parts of an identifier.
+SYSTEMS = ("areal", "astraflow", "llamarl", "dart", "oni", "vlac", "rlinf", "asearcher", "slime", "verl", "skyrl", "ragen")
+NAMED = re.compile(rf"{'|'.join(PARTS)}|(?<![a-z])(?:{'|'.join(SYSTEMS)})(?![a-z])", re.I)
+# The English word, the methods of `re` and torch, and the optimizers' term.
+HARMLESS = re.compile(r"research|\.search\(|searchsorted|line search", re.I)
+PRESETS = "rlflow/algorithms/presets/"
+CITING = "rlflow/algorithms/"
+"""Where the docstrings may cite: a method's source is a paper."""
+
+
+def names_in(path: str, text: str) -> list[str]:
+    """`line: word` of everything that the core must not name."""
+    if path.startswith(PRESETS):
+        return []
+    if path.startswith(CITING):
+        text = re.sub(r'""".*?"""', lambda found: "\n" * found[0].count("\n"), text, flags=re.S)
+    lines = enumerate(HARMLESS.sub("", text).splitlines(), start=1)
+    return [f"{path}:{number}: {found[0]}" for number, line in lines for found in NAMED.finditer(line)]
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_no_file_of_the_core_names_a_plug_in_a_recipe_or_a_paper(path: Path) -> None:
+    found = names_in(str(path.relative_to(ROOT)), path.read_text(encoding="utf-8"))
+    assert not found, "say it in general, or register it from the plug-in:\n" + "\n".join(found)
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_no_file_of_the_core_is_called_after_one(path: Path) -> None:
+    name = str(path.relative_to(ROOT))
+    assert name.startswith(PRESETS) or not NAMED.search(name)
+
+
+@pytest.mark.parametrize("folder", ["environments", "recipes"])
+def test_every_environment_and_recipe_is_among_the_words(folder: str) -> None:
+    general = {"common", "__pycache__"}
+    names = [entry.name for entry in (ROOT / folder).iterdir() if entry.is_dir() and entry.name not in general]
+    assert names and all(NAMED.search(name) for name in names), "add the new folder's name to PARTS"
+
+
+@pytest.mark.parametrize(
+    "text, count",
+    [
+        ("x = torch.searchsorted(a, b)  # a line search, re.search(y), research", 0),
+        ("time/search_share", 1),
+        ("class SearchAccount: ...", 1),
+        ("# as verl has it, but not overly", 1),
+        ("only companions partially", 0),
+        ("areal_mask = num_retrieved", 2),
+    ],
+)
+def test_the_reader_finds_words_and_no_others(text: str, count: int) -> None:
+    assert len(names_in("rlflow/x.py", text)) == count
