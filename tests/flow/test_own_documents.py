@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "own_documents.md").read_text(encoding="utf-8")
 SIZES = re.search(r"<!-- test: sizes -->\n```bash\n(.*?)```", PAGE, re.DOTALL)
 BLOCKS = re.findall(r"<!-- test -->\n```bash\n(.*?)```", PAGE, re.DOTALL)
-PLUGIN = metadata.EntryPoint("search", "rlflow_environments.retrieval.commands:add", cli.PLUGINS)
+PLUGIN = metadata.EntryPoint("search", "rlflow_environments.search.commands:add", cli.PLUGINS)
 
 
 def printed_commands(sizes: dict[str, str]) -> list[list[str]]:
