@@ -92,10 +92,10 @@ def run_play(args: argparse.Namespace) -> int:
 
 
 def _build_environment(args: argparse.Namespace) -> Environment:
-    from rlflow.components import build
+    from rlflow.components import ENVIRONMENT
     from rlflow.config.schema import load_config
 
     overrides = [f"environment.{pair}" for pair in args.set]
     config = load_config(args.config, [f"environment.name={quoted(args.name)}", *overrides])
-    environment: Environment = build("environment", config.environment)
+    environment: Environment = ENVIRONMENT.build(config.environment)
     return environment

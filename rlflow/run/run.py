@@ -13,7 +13,7 @@ from rlflow.metrics.names import Metrics, leading_score
 from rlflow.metrics.reductions import rollout_metrics, step_shares
 from rlflow.metrics.sinks import MetricsLog
 from rlflow.metrics.timer import PhaseTimer
-from rlflow.rollout import Rollout
+from rlflow.rollout import Rollout, TaskSource
 from rlflow.run.algorithm import Algorithm
 from rlflow.run.clock import Clock
 from rlflow.run.directory import RunDirectory
@@ -26,7 +26,6 @@ from rlflow.run.progress import Progress
 from rlflow.run.saver import Saver
 from rlflow.run.state import load_states, states
 from rlflow.run.summary import write_summary
-from rlflow.run.task_order import TaskSource
 from rlflow.run.trajectories import write_trajectories
 from rlflow.trainer.base import Trainer
 from rlflow.types import Group

@@ -6,26 +6,11 @@ import logging
 import math
 import random
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from rlflow.types import Task
 
 logger = logging.getLogger(__name__)
-
-
-class TaskSource(Protocol):
-    """What the loop asks for tasks. Its position is state of its own and part of the checkpoint."""
-
-    @property
-    def epoch(self) -> float:
-        """Passes over the tasks so far; 1.5 is the middle of the second pass."""
-
-    def take(self, count: int) -> list[Task]:
-        """The next `count` tasks; never ends."""
-
-    def state_dict(self) -> dict[str, Any]: ...
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
 
 
 class TaskOrder:

@@ -14,6 +14,7 @@ from rlflow.errors import ConfigError
 from rlflow.metrics.names import Metric
 from rlflow.metrics.reductions import interval95
 from rlflow.rollout import Rollout
+from rlflow.run import evaluate as evaluation
 from rlflow.run.evaluate import evaluate, mean_over_sets, metrics_by_set
 from rlflow.run.model_directory import ModelDirectory, model_directory
 from rlflow.types import Group, StopReason, Task, Trajectory

@@ -55,12 +55,3 @@ def test_the_end_evaluates_again_only_over_other_tasks(scheduled: int | None, fi
     schedule.record(3, {})
     assert schedule.final_due(3) is again
     assert [task.id for task in schedule.tasks(final=True)] == [*"012345"][: final or 6]
-
-
-def test_the_score_is_exact_match_where_there_is_one() -> None:
-    schedule = EvaluationSchedule(TASKS, every_steps=1)
-    assert schedule.score is None
-    schedule.record(1, {"eval/reward": 0.5})
-    assert schedule.score == 0.5
-    schedule.record(2, {"eval/reward": 0.5, "eval/exact_match": 0.0})
-    assert schedule.score == 0.0
