@@ -210,14 +210,13 @@ def rlflow_side(turns: Turns, path: Path, case: Case, setting: Setting) -> None:
     import rlflow.rollout.embedded.engine
     import rlflow.trainer.megatron  # noqa: F401
     from rlflow.loop import training_step
-    from rlflow.run.run import Run
+    from rlflow.run.open import open_run
 
     turns.imported()
-    with Run(run_config(path, case, setting)) as run:
+    with open_run(run_config(path, case, setting)) as run:
         while turns.begin():
-            metrics, groups = training_step(
-                run.step, run.next_tasks(), run.rollout, run.trainer, run.algorithm, run.timer
-            )
+            tasks = run.source.take(case.prompts)
+            metrics, groups = training_step(run.step, tasks, run.rollout, run.trainer, run.algorithm, run.timer)
             run.finish_step(metrics, groups)
             written = json.loads(run.directory.metrics.read_text().splitlines()[-1])
             sampled, fed = metrics["train/tokens"], metrics["train/fed_tokens"]

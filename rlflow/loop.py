@@ -16,9 +16,8 @@ from rlflow.metrics.reductions import mean, mean_of, rollout_metrics
 from rlflow.metrics.timer import PhaseTimer
 from rlflow.rollout import Rollout
 from rlflow.run.algorithm import Algorithm
-from rlflow.run.evaluate import evaluate
+from rlflow.run.open import open_run
 from rlflow.run.preflight import finished_summary, run_path
-from rlflow.run.run import Run
 from rlflow.trainer.base import Trainer
 from rlflow.types import Batch, Group, Task
 
@@ -38,19 +37,18 @@ def train(config: RunConfig) -> dict[str, Any]:
             finished["steps"],
         )
         return finished
-    with Run(config) as run:
+    with open_run(config) as run:
         if run.evaluation_due():
-            run.evaluate(evaluate)
+            run.evaluate()
         while run.step < config.run.steps and not run.should_stop():
-            metrics, groups = training_step(
-                run.step, run.next_tasks(), run.rollout, run.trainer, run.algorithm, run.timer
-            )
+            tasks = run.source.take(config.rollout.prompts_per_step)
+            metrics, groups = training_step(run.step, tasks, run.rollout, run.trainer, run.algorithm, run.timer)
             run.finish_step(metrics, groups)
             if run.evaluation_due():
-                run.evaluate(evaluate)
+                run.evaluate()
             if run.checkpoint_due():
                 run.save()
-        return run.finish(evaluate)
+        return run.finish()
 
 
 def training_step(

@@ -11,10 +11,9 @@ import random
 import time
 from pathlib import Path
 
-from rlflow_tools.ckpt_convert.export_model import write_model
-
 from rlflow import Trainer, make_batch
 from rlflow.algorithms import SFTLoss
+from rlflow.models.export import write_model
 from rlflow.rollout import Tokenizer
 from rlflow_environments.search.world.tiny_model import write_random_model, write_tokenizer
 from rlflow_environments.search.world.warm_up import Curriculum, row_weights, to_trajectory

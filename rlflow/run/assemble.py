@@ -1,17 +1,23 @@
-"""What a configuration names, made: the rollout with its engine and environment, and the tasks that fit."""
+"""What a configuration names, made: rollout, trainer, the tasks that fit, the run directory and where metrics go."""
 
 from __future__ import annotations
 
 import dataclasses
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from rlflow.cluster.trainer import RayTrainer
 from rlflow.components import build
+from rlflow.config.loading import redact, save_config, to_dict
 from rlflow.config.schema import RunConfig
 from rlflow.environment import Environment
 from rlflow.errors import ConfigError, DataError
+from rlflow.metrics.sinks import MetricsLog, make_sinks
 from rlflow.rollout import Rollout, Tokenizer
+from rlflow.run.directory import RunDirectory
+from rlflow.run.preflight import run_path
 from rlflow.trainer.base import Trainer
 from rlflow.trainer.layout import Layout
 from rlflow.types import Task
@@ -96,3 +102,36 @@ def make_trainer(config: RunConfig) -> Trainer:
             f"cluster.ranks: the reference backend runs on one device, found {ranks} ranks; set ranks to 0"
         )
     return RayTrainer(config.model.path, **dataclasses.asdict(config.cluster), **options)
+
+
+@contextmanager
+def open_directory(config: RunConfig) -> Iterator[RunDirectory]:
+    """The directory of a run, open for writing, with config.yaml in it. An error leaves no trace of a run that has not begun.
+
+    Raises ConfigError as `RunDirectory.create` does."""
+    section = config.run
+    with RunDirectory.create(run_path(config), resume=section.resume, overwrite=section.overwrite) as directory:
+        try:
+            save_config(config, directory.config)
+            yield directory
+        except BaseException:
+            directory.discard_unless_begun()
+            raise
+
+
+def make_metrics(config: RunConfig, directory: RunDirectory, resumed_step: int) -> MetricsLog:
+    """The run's metrics.jsonl and further sinks, without what was written after `resumed_step`; the caller closes it.
+
+    resumed_step: -1 where no checkpoint was loaded. Nothing is kept then, not even an evaluation before the first step:
+    it is made again."""
+    section = config.metrics
+    sinks = make_sinks(
+        directory.path,
+        tensorboard=section.tensorboard,
+        wandb=section.wandb,
+        project=section.wandb_project,
+        name=config.run.name,
+        config=redact(to_dict(config)),
+        resumed_step=resumed_step,
+    )
+    return MetricsLog(directory.path, sinks, resumed_step=resumed_step)

@@ -1,17 +1,35 @@
-"""The proof of an export: what transformers computes from the directory is what the trainer computes."""
+"""The export of a run, and its proof: what transformers computes from the directory is what the trainer computes."""
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from rlflow.errors import ModelError
+from rlflow.models.export import write_model
 from rlflow.trainer.base import Trainer
 from rlflow.types import Batch
 
+logger = logging.getLogger(__name__)
+
+EXPORT_TOLERANCE = {"float32": 1e-4, "bfloat16": 0.5}
+"""Nats, by model.dtype: log-probs of the export (transformers, float32) against the trainer's. A bfloat16 trainer rounds its
+activations and logits too; a tensor in the wrong place costs several nats."""
 ROWS, WIDTH = 4, 48
+
+
+def export_policy(trainer: Trainer, path: Path, reference: str, dtype: str) -> float:
+    """Writes the policy as a HuggingFace directory, in place of one that is there, with config and tokenizer of `reference`.
+    Returns what `check_export` measures (nats). dtype: that of the trainer, a key of EXPORT_TOLERANCE.
+
+    Raises StorageError where it cannot be written, ModelError where it is not what the trainer has."""
+    write_model(path, trainer.weights(), reference, overwrite=True)
+    gap = check_export(trainer, path, tolerance=EXPORT_TOLERANCE[dtype])
+    logger.info("export: log-probs within %.1e of the trainer's", gap)
+    return gap
 
 
 def check_export(trainer: Trainer, path: str | Path, tolerance: float = 1e-4) -> float:
@@ -21,17 +39,17 @@ def check_export(trainer: Trainer, path: str | Path, tolerance: float = 1e-4) ->
     Raises ModelError where the directory cannot be loaded or the difference exceeds `tolerance`; a bfloat16 trainer
     rounds in its own pass: 0.01 for a tiny model, more for wide ones."""
     from transformers import AutoModelForCausalLM
-    from transformers.utils import logging
+    from transformers.utils import logging as transformers_logging
 
-    shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
+    shown = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()
     try:
         model = AutoModelForCausalLM.from_pretrained(str(path), dtype=torch.float32, local_files_only=True)
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         raise ModelError(f"{path}: transformers cannot load the export ({str(error).splitlines()[0]}).") from error
     finally:
         if shown:
-            logging.enable_progress_bar()
+            transformers_logging.enable_progress_bar()
     batch = _random_batch(model.config.vocab_size)
     with torch.no_grad():
         logits = model(batch.tokens).logits[:, :-1]

@@ -1,27 +1,24 @@
-"""From a Megatron checkpoint, or from a trainer's weights, to a HuggingFace directory: one writer for both."""
+"""From a Megatron checkpoint to a HuggingFace directory."""
 
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from rlflow.errors import ConversionError, ExitCode, ModelError
-from rlflow.models.architecture import Architecture, huggingface_shapes, stored_architecture
+from rlflow.models.architecture import Architecture, stored_architecture
 from rlflow.models.huggingface import companions_digest, copy_files, read_config, with_dtype
 
-from .mapping.plan import Plan, Target
+from .mapping.plan import Plan
 from .mapping.to_huggingface import Export, make_export
 from .readers.formats import open_source
 from .readers.source import Source
-from .stream import check_equal, copy, copy_tensors
+from .stream import check_equal, copy
 from .verify import check_inverse, verify_export
 from .writers.directory import MANIFEST, Writing, check_output, write_directory
 from .writers.sink import Sink, layout_digest, safetensors_files
@@ -131,46 +128,6 @@ def current_export(path: str | Path, out: str | Path, reference: str | Path) -> 
     return all(manifest.get(key) == value for key, value in claims.items())
 
 
-def write_model(
-    path: str | Path,
-    weights: Iterable[tuple[str, Tensor]],
-    reference: str | Path,
-    dtype: torch.dtype | None = None,
-    *,
-    shard_bytes: int = 4 * 10**9,
-    overwrite: bool = False,
-) -> dict[str, Any]:
-    """Writes a HuggingFace directory from (name, tensor) pairs, such as a trainer's weights, and returns its manifest.
-
-    dtype: cast to it; None: all tensors have that of the first. One tensor is in memory at a time; config and tokenizer
-    come from `reference`. Written, checked and renamed as `to_huggingface` does it. Raises ConversionError."""
-    path, reference = Path(path), Path(reference)
-    check_output(path, None, reference, overwrite)
-    config, model = read_config(reference), _architecture(reference)
-    stream = iter(weights)
-    first = next(stream, None)
-    if first is None:
-        raise ConversionError(f"{path}: there are no weights to write.", ExitCode.UNSUPPORTED)
-    kind = dtype or first[1].dtype
-    stream = chain(iter([first]), stream)  # iter: chain keeps its arguments
-    del first  # a tensor is let go once it is written
-    targets = [Target(name, shape, kind, math.prod(shape[1:]), ()) for name, shape in huggingface_shapes(model).items()]
-
-    def pairs() -> Iterator[tuple[str, Tensor]]:
-        for name, tensor in stream:
-            yield name, tensor if dtype is None else tensor.to(dtype)
-
-    return write_directory(
-        path,
-        safetensors_files(targets, shard_bytes),
-        Writing(overwrite=overwrite),
-        key={},
-        fill=lambda sink: copy_tensors(pairs(), sink, str(path)),
-        complete=lambda partial: _add_companions(partial, reference, config, kind),
-        record=_record(None, model, Plan(tuple(targets)), "keep", reference),
-    )
-
-
 def _architecture(reference: str | Path) -> Architecture:
     config = read_config(reference)
     try:
@@ -184,14 +141,12 @@ def _add_companions(partial: Path, reference: Path, config: dict[str, Any], dtyp
     (partial / "config.json").write_text(json.dumps(with_dtype(config, dtype), indent=2) + "\n")
 
 
-def _origin(source: Source | None) -> dict[str, Any]:
+def _origin(source: Source) -> dict[str, Any]:
     """What identifies a source. No path is in it: directories are moved and manifests published."""
-    if source is None:
-        return {"format": "trainer"}
     return {"format": source.format, "iteration": source.iteration, **source.identity()}
 
 
-def _record(source: Source | None, model: Architecture, plan: Plan, dtype: str, reference: Path) -> dict[str, Any]:
+def _record(source: Source, model: Architecture, plan: Plan, dtype: str, reference: Path) -> dict[str, Any]:
     """The manifest without its files."""
     return {
         "source": _origin(source),

@@ -1,22 +1,21 @@
-"""Carries out a plan: copies blocks of targets from a source, or a stream of whole tensors, into a sink."""
+"""Carries out a plan: copies blocks of targets from a source into a sink."""
 
 from __future__ import annotations
 
 import os
 import threading
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from rlflow.errors import ConversionError, ExitCode
 
 from .mapping.plan import Equal, Piece, Rectangle, Target, View
 from .readers.source import Content, Item, Source
-from .writers.sink import Block, Sink, blocks_of
+from .writers.sink import Block, Sink
 
 Progress = Callable[[int], None]
 COMPARED_BYTES = 4 << 20
@@ -58,42 +57,6 @@ def copy(source: Source, blocks: Sequence[Block], sink: Sink, workers: int, prog
             stop.set()
         for one in running:
             one.result()
-
-
-def copy_tensors(weights: Iterable[tuple[str, Tensor]], sink: Sink, origin: str) -> None:
-    """Writes whole tensors as they come; each target must come once, in its shape and dtype.
-
-    Raises ConversionError for a name that is not in the plan, twice or missing (6), a shape or dtype (7), NaN or Inf (4)."""
-    places = {
-        target.name: (number, target, start) for number, one in enumerate(sink.files) for target, start in one.places
-    }
-    for name, tensor in weights:
-        if name not in places:
-            raise ConversionError(
-                f"{origin}: tensor '{name}' is not part of the model that config.json describes, or comes twice.",
-                ExitCode.UNKNOWN_MODEL,
-            )
-        number, target, start = places.pop(name)
-        if tuple(tensor.shape) != target.shape:
-            raise ConversionError(
-                f"{origin}: '{name}' has shape {tuple(tensor.shape)}, config.json implies {target.shape}.",
-                ExitCode.OTHER_MODEL,
-            )
-        if tensor.dtype is not target.dtype:
-            raise ConversionError(
-                f"{origin}: '{name}' has dtype {tensor.dtype}, {target.dtype} expected as of the first tensor; pass a dtype.",
-                ExitCode.OTHER_MODEL,
-            )
-        content = tensor.detach().cpu().contiguous()
-        rows = content.view(-1).view(torch.uint8).numpy().reshape(target.rows, target.row_bytes)
-        for block in blocks_of(number, target, start):
-            part = rows[block.first : block.last]
-            check_finite(part, block, origin)
-            sink.write(block, part.data.cast("B"))
-    if places:
-        raise ConversionError(
-            f"{origin}: tensor '{next(iter(places))}' is missing, which config.json implies.", ExitCode.UNKNOWN_MODEL
-        )
 
 
 def check_finite(rows: np.ndarray, block: Block, origin: str) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,12 +12,16 @@ import pytest
 import torch
 
 from rlflow import Step, train
-from rlflow.errors import MissingPackageError, RolloutError
+from rlflow.errors import CheckpointError, MissingPackageError, RolloutError
 from rlflow.loop import training_step
 from rlflow.metrics.sinks import read_metrics
-from rlflow.run.run import EXPORT_TOLERANCE, Run
+from rlflow.run.checkpoints import read_state
+from rlflow.run.export import EXPORT_TOLERANCE
+from rlflow.run.open import open_run
+from rlflow.run.saver import write_state
+from rlflow.run.task_order import TaskOrder
 from rlflow.storage.files import read_json
-from rlflow.types import Batch, Episode, Task
+from rlflow.types import Batch, Episode
 from tests.flow.letters import letters_config, write_letters_model
 
 EVERY_ROW_LEARNS = "algorithm.losses=[{name: ppo_clip}, {name: entropy, coefficient: 0.001}]"  # also without an advantage
@@ -34,30 +37,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def records(tmp_path: Path) -> Iterator[Any]:
     yield lambda: read_metrics(tmp_path / "letters" / "metrics.jsonl")
-
-
-def test_each_epoch_is_a_permutation_by_seed_and_epoch(model: Path, tmp_path: Path) -> None:
-    """Steps straddle epochs: 36 tasks, 8 a step."""
-    config = letters_config(model, tmp_path, *TINY, "rollout.prompts_per_step=8", "run.seed=3")
-    with Run(config) as run:
-        drawn: list[Task] = []
-        for run.step in range(9):
-            drawn += run.next_tasks()
-    for epoch in range(2):
-        order = list(range(36))
-        random.Random(f"3/{epoch}").shuffle(order)
-        expected = [run.train_tasks[index].id for index in order]
-        assert [task.id for task in drawn[36 * epoch : 36 * (epoch + 1)]] == expected
-
-
-def test_the_order_is_drawn_once_per_step(model: Path, tmp_path: Path) -> None:
-    """Drawing it once per prompt took a minute per step with 170,000 questions."""
-    with Run(letters_config(model, tmp_path, *TINY)) as run:
-        draws: list[int] = []
-        order = run._order
-        run._order = lambda epoch: draws.append(epoch) or order(epoch)  # type: ignore[method-assign]
-        run.next_tasks()
-    assert draws == [0]
 
 
 def test_a_run_evaluates_at_the_start_on_schedule_and_at_the_end_but_never_twice(
@@ -77,7 +56,7 @@ def test_a_last_evaluation_over_more_questions_replaces_the_scheduled_one(
     train(letters_config(model, tmp_path, *TINY, *values))
     assert records()[-1]["eval/questions"] == 9
     state = read_json(tmp_path / "letters" / "checkpoints" / "step_000001" / "state.json")
-    assert state["evaluated_step"] == 1 and state["last_evaluation"]["eval/questions"] == 9
+    assert state["evaluation"]["step"] == 1 and state["evaluation"]["last"]["eval/questions"] == 9
 
 
 def test_the_checkpoint_is_written_before_the_last_evaluation(
@@ -90,10 +69,31 @@ def test_the_checkpoint_is_written_before_the_last_evaluation(
     def killed(*_: Any, **__: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("rlflow.loop.evaluate", killed)
+    monkeypatch.setattr("rlflow.run.run.evaluate", killed)
     with pytest.raises(KeyboardInterrupt):
         train(config)
     assert read_json(tmp_path / "letters" / "checkpoints" / "step_000002" / "state.json")["step"] == 2
+
+
+def test_a_resumed_run_goes_on_where_the_data_were_whatever_the_prompts_per_step(model: Path, tmp_path: Path) -> None:
+    train(letters_config(model, tmp_path, *TINY, "run.steps=3"))
+    state = read_state(tmp_path / "letters" / "checkpoints" / "step_000003")
+    assert list(state) == ["step", "seconds", "source", "rollout", "evaluation", "algorithm"]
+    assert state["source"] == {"taken": 12, "tasks": 36}
+    with open_run(letters_config(model, tmp_path, *TINY, "run.resume=true", "rollout.prompts_per_step=6")) as run:
+        assert (run.step, run.source.epoch) == (3, 1 / 3)
+        whole = TaskOrder(run.rollout.environment.tasks("train"), run.config.run.seed).take(18)
+        assert [task.id for task in run.source.take(6)] == [task.id for task in whole[12:]]
+
+
+def test_a_checkpoint_of_another_format_is_one_clear_error(model: Path, tmp_path: Path) -> None:
+    train(letters_config(model, tmp_path, *TINY, "run.steps=1"))
+    checkpoint = tmp_path / "letters" / "checkpoints" / "step_000001"
+    older = {"step": 1, "seconds": 2.0, "rollout": {}, "evaluated_step": 1}
+    write_state(checkpoint, older)
+    with pytest.raises(CheckpointError, match=r"state\.json: .*found no source, evaluation, algorithm: another version"):
+        train(letters_config(model, tmp_path, *TINY, "run.steps=2", "run.resume=true"))
+    assert read_state(checkpoint) == older
 
 
 def test_a_run_resumes_with_a_reference_that_it_began_without(model: Path, tmp_path: Path, records: Any) -> None:
@@ -116,7 +116,7 @@ def test_a_step_without_a_usable_episode_is_one_clear_error(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = letters_config(model, tmp_path, *TINY, "rollout.max_aborted_share=1.0", "evaluation.at_start=false")
-    with Run(config) as run:
+    with open_run(config) as run:
 
         async def broken(episode: Episode, response: str) -> Step:
             raise TimeoutError("no answer in 10 s")
@@ -124,7 +124,7 @@ def test_a_step_without_a_usable_episode_is_one_clear_error(
         monkeypatch.setattr(run.rollout.environment, "step", broken)
 
         with pytest.raises(RolloutError, match="step 0: all 8 episodes were aborted; first: TimeoutError: no answer"):
-            training_step(0, run.next_tasks(), run.rollout, run.trainer, run.algorithm, run.timer)
+            training_step(0, run.source.take(4), run.rollout, run.trainer, run.algorithm, run.timer)
 
 
 def test_minibatches_are_split_by_the_runs_seed(model: Path, tmp_path: Path) -> None:
@@ -134,7 +134,7 @@ def test_minibatches_are_split_by_the_runs_seed(model: Path, tmp_path: Path) -> 
     for seed in (0, 1):
         values = ("run.seed=0", f"run.name=seed{seed}", "algorithm.minibatches_per_step=4", "evaluation.at_start=false",
                   EVERY_ROW_LEARNS)  # fmt: skip
-        with Run(letters_config(model, tmp_path, *TINY, *values)) as run:
+        with open_run(letters_config(model, tmp_path, *TINY, *values)) as run:
             run.algorithm.seed = seed
             seen: list[list[float]] = []
             update = run.trainer.update
@@ -144,7 +144,7 @@ def test_minibatches_are_split_by_the_runs_seed(model: Path, tmp_path: Path) -> 
                 return update(batch, loss)
 
             run.trainer.update = record  # type: ignore[method-assign]
-            training_step(0, run.next_tasks(), run.rollout, run.trainer, run.algorithm, run.timer)
+            training_step(0, run.source.take(4), run.rollout, run.trainer, run.algorithm, run.timer)
             rewards.append(seen)
     assert rewards[0] != rewards[1]
     assert all(sorted(index for part in seen for index in part) == list(range(8)) for seen in rewards)
@@ -153,7 +153,7 @@ def test_minibatches_are_split_by_the_runs_seed(model: Path, tmp_path: Path) -> 
 def test_every_minibatch_of_every_epoch_compares_with_the_policy_before_the_step(model: Path, tmp_path: Path) -> None:
     values = ("algorithm.minibatches_per_step=2", "algorithm.epochs_per_step=3", "algorithm.old_logprobs=recompute",
               "evaluation.at_start=false", "trainer.weight_decay=0.5", EVERY_ROW_LEARNS)  # fmt: skip
-    with Run(letters_config(model, tmp_path, *TINY, *values)) as run:
+    with open_run(letters_config(model, tmp_path, *TINY, *values)) as run:
         batches: list[Batch] = []
         update, before = run.trainer.update, dict(run.trainer.weights())
 
@@ -162,7 +162,7 @@ def test_every_minibatch_of_every_epoch_compares_with_the_policy_before_the_step
             return update(batch, loss)
 
         run.trainer.update = record  # type: ignore[method-assign]
-        metrics, _ = training_step(0, run.next_tasks(), run.rollout, run.trainer, run.algorithm, run.timer)
+        metrics, _ = training_step(0, run.source.take(4), run.rollout, run.trainer, run.algorithm, run.timer)
         assert any(not torch.equal(before[name], value) for name, value in run.trainer.weights())
     assert len(batches) == 6
     old: dict[int, torch.Tensor] = {}
@@ -186,3 +186,28 @@ def test_a_bfloat16_run_ends_with_a_checked_export(model: Path, tmp_path: Path) 
     values = ("model.dtype=bfloat16", "trainer.backend=megatron", "checkpoint.export=true", "run.steps=1")
     summary = train(letters_config(model, tmp_path, *TINY, *values))
     assert EXPORT_TOLERANCE["float32"] < summary["export_logprob_difference"] < 0.1
+
+
+@pytest.mark.parametrize(
+    ("metrics", "stops"),
+    [
+        ({}, False),
+        ({"eval/reward": 0.7}, True),
+        ({"eval/reward": 0.7, "eval/exact_match": 0.5}, False),  # exact match counts where there is one
+        ({"eval/reward": 0.0, "eval/exact_match": 0.6}, True),
+    ],
+)
+def test_a_run_stops_once_its_target_is_reached(
+    model: Path, tmp_path: Path, metrics: dict[str, float], stops: bool
+) -> None:
+    with open_run(letters_config(model, tmp_path, *TINY, "run.target=0.6")) as run:
+        run.evaluation.record(0, metrics)
+        assert run.should_stop() is stops
+
+
+def test_the_minutes_of_earlier_sessions_count(model: Path, tmp_path: Path) -> None:
+    with open_run(letters_config(model, tmp_path, *TINY, "run.max_minutes=10")) as run:
+        run.clock.before_s = 300.0
+        assert not run.should_stop()
+        run.clock.before_s = 600.0
+        assert run.should_stop()

@@ -9,14 +9,13 @@ from typing import Any
 import pytest
 import torch
 from fixtures import tiny_model
-from rlflow_tools.ckpt_convert.export_model import write_model
 from safetensors.torch import save_file
 from torch import Tensor
 
 from rlflow.errors import ConfigError, DataError, ModelError, RLFlowError
+from rlflow.models.export import write_model
 from rlflow.models.huggingface import digest, iterate_weights
-from rlflow.run.export import check_export
-from rlflow.run.run import EXPORT_TOLERANCE
+from rlflow.run.export import EXPORT_TOLERANCE, check_export
 from rlflow.trainer.base import Trainer
 from rlflow.trainer.schedule import learning_rate
 from rlflow.types import Batch, PolicyOutput

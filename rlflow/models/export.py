@@ -1,0 +1,173 @@
+"""Writes a stream of weights as a HuggingFace model directory, whole and checked or not at all."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from collections.abc import Iterable, Iterator
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlflow.errors import ModelError, StorageError
+from rlflow.models.architecture import Architecture, huggingface_shapes, stored_architecture
+from rlflow.models.huggingface import INDEX_FILE, SINGLE_FILE, companions_digest, copy_files, read_config, with_dtype
+from rlflow.storage.files import replacing_directory
+from rlflow.storage.integrity import fingerprint
+
+MANIFEST = "manifest.json"
+"""Size and checksum of every other file; the format of the converter, whose `verify` reads it."""
+SHARD_BYTES = 4 * 10**9
+Shapes = dict[str, tuple[int, ...]]
+
+
+def write_model(
+    path: str | Path,
+    weights: Iterable[tuple[str, Tensor]],
+    reference: str | Path,
+    *,
+    shard_bytes: int = SHARD_BYTES,
+    overwrite: bool = False,
+) -> dict[str, Any]:
+    """Writes a model directory from (HuggingFace name, tensor) pairs in any order, such as a trainer's weights, and returns
+    its manifest. Config, tokenizer and what else goes with the weights come from the directory `reference`.
+
+    shard_bytes: tensor bytes per file, more only where one tensor alone has more; as many are in memory at a time. All
+    tensors have the dtype of the first. overwrite: replaces a model directory once the new one is on disk.
+
+    Raises ModelError for weights that are not those which config.json implies, or not finite; StorageError where `path`
+    may not be replaced or the disk is full. On failure `path` is as it was."""
+    path, reference, stream = Path(path), Path(reference), iter(weights)
+    _check_replaceable(path, reference, overwrite)
+    config, model = read_config(reference), _architecture(reference)
+    first = next(stream, None)
+    if first is None:
+        raise ModelError(f"{path}: there are no weights to write.")
+    dtype, shapes = first[1].dtype, huggingface_shapes(model)
+    stream = chain(iter([first]), stream)  # iter: chain would keep a list, and the tensor in it, to the end
+    del first
+    parameters = sum(map(math.prod, shapes.values()))
+    try:
+        _check_room(path, parameters * dtype.itemsize)
+        with replacing_directory(path) as partial:
+            _write_shards(partial, _checked(stream, shapes, dtype, path), shard_bytes)
+            copy_files(reference, partial)
+            (partial / "config.json").write_text(json.dumps(with_dtype(config, dtype), indent=2) + "\n")
+            manifest = {
+                "source": {"format": "trainer"},
+                "reference": companions_digest(reference),
+                "family": model.family,
+                "tensors": len(shapes),
+                "parameters": parameters,
+                "weight_bytes": parameters * dtype.itemsize,
+                "dtype": "keep",
+                "verified": "fast",
+                "files": {file.name: _entry(file) for file in sorted(partial.iterdir())},
+            }
+            (partial / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")
+    except OSError as error:
+        raise StorageError(
+            f"{path}: the model cannot be written ({error.strerror or error}); make room or choose another place."
+        ) from error
+    return manifest
+
+
+def _architecture(reference: Path) -> Architecture:
+    try:
+        return stored_architecture(read_config(reference))
+    except ModelError as error:
+        raise ModelError(f"{reference}: {error}") from None
+
+
+def _check_replaceable(path: Path, reference: Path, overwrite: bool) -> None:
+    """Raises StorageError unless `path` is absent, or a model directory that may be replaced and does not hold the
+    reference."""
+    place, origin = path.resolve(), reference.resolve()
+    if place == origin or place in origin.parents:
+        raise StorageError(f"{path}: holds the reference; choose another directory.")
+    if not path.exists() and not path.is_symlink():
+        return
+    if not overwrite:
+        raise StorageError(f"{path}: exists; choose another directory or overwrite it.")
+    ours = (path / "config.json").is_file() or (path / MANIFEST).is_file()
+    if path.is_symlink() or not path.is_dir() or (any(path.iterdir()) and not ours):
+        raise StorageError(f"{path}: is not a model directory (no config.json), so it is not replaced; choose another.")
+
+
+def _check_room(path: Path, needed: int) -> None:
+    """Raises StorageError where the disk has less than `needed` bytes left: before a trainer gathers the first tensor."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    free = shutil.disk_usage(path.parent).free
+    if free < needed:
+        raise StorageError(
+            f"{path}: {needed / 1e9:.2f} GB needed, {free / 1e9:.2f} GB free; make room or choose another disk."
+        )
+
+
+def _checked(
+    weights: Iterable[tuple[str, Tensor]], shapes: Shapes, dtype: torch.dtype, path: Path
+) -> Iterator[tuple[str, Tensor]]:
+    """The weights on the CPU, each of which must come once, in its shape and dtype, and be finite."""
+    left = dict(shapes)
+    for name, tensor in weights:
+        shape = left.pop(name, None)
+        if shape is None:
+            raise ModelError(
+                f"{path}: tensor '{name}' is not part of the model that config.json describes, or comes twice."
+            )
+        if tuple(tensor.shape) != shape:
+            raise ModelError(f"{path}: '{name}' has shape {tuple(tensor.shape)}, config.json implies {shape}.")
+        if tensor.dtype is not dtype:
+            raise ModelError(f"{path}: '{name}' has dtype {tensor.dtype}, {dtype} expected as of the first tensor.")
+        if not torch.stack(tensor.aminmax()).isfinite().all():  # NaN included; no temporary tensor
+            raise ModelError(f"{path}: '{name}' holds NaN or Inf as {dtype}.")
+        yield name, tensor.detach().cpu().contiguous()
+    if left:
+        raise ModelError(f"{path}: tensor '{next(iter(left))}' is missing, which config.json implies.")
+
+
+def _write_shards(directory: Path, weights: Iterable[tuple[str, Tensor]], shard_bytes: int) -> None:
+    """Writes files of tensors, with an index if there are several. They are named at the end, as names hold their number."""
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
+    written: list[tuple[Path, list[str]]] = []
+    total_size = 0
+    for shard in _shards(weights, shard_bytes):
+        total_size += sum(tensor.nbytes for tensor in shard.values())
+        written.append((directory / f"{len(written)}.safetensors", list(shard)))
+        try:
+            save_file(shard, written[-1][0], metadata={"format": "pt"})
+        except SafetensorError as error:
+            raise OSError(str(error)) from error
+        shard.clear()  # before the next one is gathered, while this name still holds the dictionary
+    if len(written) == 1:
+        written[0][0].rename(directory / SINGLE_FILE)
+        return
+    weight_map = {}
+    for number, (file, names) in enumerate(written, start=1):
+        named = file.rename(directory / f"model-{number:05d}-of-{len(written):05d}.safetensors")
+        weight_map.update(dict.fromkeys(names, named.name))
+    index = {"metadata": {"total_size": total_size}, "weight_map": dict(sorted(weight_map.items()))}
+    (directory / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n")
+
+
+def _shards(weights: Iterable[tuple[str, Tensor]], shard_bytes: int) -> Iterator[dict[str, Tensor]]:
+    shard: dict[str, Tensor] = {}
+    filled = 0
+    for name, tensor in weights:
+        if shard and filled + tensor.nbytes > shard_bytes:
+            yield shard
+            shard, filled = {}, 0
+        shard[name] = tensor
+        filled += tensor.nbytes
+    yield shard
+
+
+def _entry(file: Path) -> dict[str, Any]:
+    found = fingerprint(file)
+    return {"bytes": found.size, "crc32": found.crc32}

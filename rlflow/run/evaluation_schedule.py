@@ -1,0 +1,59 @@
+"""When a run evaluates, on which tasks, and what came of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rlflow.types import Task
+
+
+class EvaluationSchedule:
+    """`first`, `last`: `eval/` metrics of the first and of the latest evaluation, empty before there is one.
+
+    every_steps: 0 for an evaluation at the end only. questions, final_questions: how many of the tasks the scheduled ones
+    and the last one take, from the first on; None for all."""
+
+    def __init__(
+        self,
+        tasks: Sequence[Task],
+        *,
+        every_steps: int,
+        at_start: bool = True,
+        questions: int | None = None,
+        final_questions: int | None = None,
+    ) -> None:
+        self.first: dict[str, float] = {}
+        self.last: dict[str, float] = {}
+        self._tasks = tasks
+        self._every_steps = every_steps
+        self._at_start = at_start
+        self._questions = questions
+        self._final_questions = final_questions
+        self._step = -1  # that of the latest evaluation
+
+    def due(self, step: int) -> bool:
+        """Whether to evaluate after `step` steps; never twice at a step."""
+        scheduled = self._at_start if step == 0 else self._every_steps > 0 and step % self._every_steps == 0
+        return scheduled and step != self._step
+
+    def final_due(self, step: int) -> bool:
+        """Whether the end of the run needs one more: none was made at this step, or one over other tasks."""
+        return step != self._step or len(self.tasks(final=True)) != len(self.tasks())
+
+    def tasks(self, final: bool = False) -> list[Task]:
+        """The tasks of a scheduled evaluation, or of the last one."""
+        return list(self._tasks[: self._final_questions if final else self._questions])
+
+    def record(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Notes that an evaluation was made."""
+        self.last, self._step = dict(metrics), step
+        self.first = self.first or self.last
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run needs to evaluate nothing twice and to report where it began."""
+        return {"step": self._step, "first": self.first, "last": self.last}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restores `state_dict`."""
+        self._step, self.first, self.last = int(state["step"]), dict(state["first"]), dict(state["last"])

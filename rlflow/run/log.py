@@ -1,0 +1,43 @@
+"""The log file of a run."""
+
+from __future__ import annotations
+
+import logging
+from logging.handlers import MemoryHandler
+from pathlib import Path
+from types import TracebackType
+
+
+class RunLog:
+    """While active, keeps rlflow's log records: in memory until `write_to` says where, in that file from then on."""
+
+    def __init__(self) -> None:
+        self._handler = MemoryHandler(capacity=1000, flushLevel=logging.CRITICAL)
+        self._file: logging.FileHandler | None = None
+
+    def write_to(self, path: Path) -> None:
+        """Appends what was kept, and every later record at once."""
+        self._file = _LogFile(path, encoding="utf-8")
+        self._file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+        self._handler.setTarget(self._file)
+        self._handler.flush()
+        self._handler.flushLevel = logging.DEBUG
+
+    def __enter__(self) -> RunLog:
+        logging.getLogger("rlflow").addHandler(self._handler)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """Raises OSError where the last lines cannot be written."""
+        logging.getLogger("rlflow").removeHandler(self._handler)
+        self._handler.close()
+        if self._file is not None:
+            self._file.close()
+
+
+class _LogFile(logging.FileHandler):
+    """A log that a full disk cuts short without a word: what needs the disk more stops the run and says why."""
+
+    def handleError(self, record: logging.LogRecord) -> None: ...

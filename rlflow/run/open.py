@@ -1,0 +1,110 @@
+"""The life of a run: checked and built in the order in which least is lost where it fails, closed in any case."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+
+from rlflow.config.schema import RunConfig
+from rlflow.errors import RLFlowError
+from rlflow.metrics.timer import PhaseTimer
+from rlflow.run.algorithm import Algorithm
+from rlflow.run.assemble import fitting_tasks, make_metrics, make_rollout, make_trainer, open_directory
+from rlflow.run.clock import Clock
+from rlflow.run.evaluation_schedule import EvaluationSchedule
+from rlflow.run.full_disk import explain_full_disk
+from rlflow.run.interrupt import Interrupt
+from rlflow.run.log import RunLog
+from rlflow.run.preflight import check_start
+from rlflow.run.progress import make_progress
+from rlflow.run.resume import chosen_checkpoint, resume
+from rlflow.run.run import Run
+from rlflow.run.saver import Saver
+from rlflow.run.task_order import TaskOrder
+
+logger = logging.getLogger(__name__)
+
+
+@contextmanager
+def open_run(config: RunConfig) -> Iterator[Run]:
+    """A run at its first step, or at the checkpoint that it resumes from. Signals end it at once until it is open, between
+    steps from then on. On an error the save under way is ended first, unless the user wants out at once.
+
+    Raises RLFlowError where it cannot start; StorageError for a full disk, whenever that is met."""
+    with ExitStack() as stack:
+        run = _start(config, stack)
+        parts = stack.pop_all()
+    run.interrupt.graceful = True
+    run.timer.take()
+    try:
+        yield run
+    except BaseException as error:
+        if isinstance(error, Exception):
+            _end_save(run)
+        with suppress(OSError):  # a sink that cannot write its last lines; what went wrong first says more
+            parts.close()
+        explain_full_disk(error, run.directory)
+        raise
+    try:
+        parts.close()
+    except OSError as error:
+        explain_full_disk(error, run.directory)
+        raise
+
+
+def _start(config: RunConfig, stack: ExitStack) -> Run:
+    clock, timer, section = Clock(), PhaseTimer(), config.evaluation
+    check_start(config)
+    algorithm = Algorithm.from_config(config)
+    interrupt = stack.enter_context(Interrupt())  # first: a signal while ranks start must end them too
+    log = stack.enter_context(RunLog())
+    first_step, _ = chosen_checkpoint(config) or (0, None)
+    progress = make_progress(
+        config.metrics.progress, steps=config.run.steps, title=config.run.name, first_step=first_step
+    )
+    stack.callback(progress.close)
+    timer.on_enter = progress.phase
+    progress.phase("preparing", "environment and engine")
+    rollout = stack.enter_context(make_rollout(config))
+    train_tasks, dropped = fitting_tasks(rollout, config.data.train_split, config)
+    val_tasks, _ = fitting_tasks(rollout, config.data.val_split, config)
+    progress.phase("loading", "the trainer")
+    trainer = make_trainer(config)
+    stack.callback(trainer.close)
+    if algorithm.loss.needs_reference:
+        trainer.snapshot("reference")  # the starting policy; a checkpoint that holds its own replaces it
+    # Only now: a start that fails has neither taken a directory nor thrown away what `overwrite` is to replace.
+    directory = stack.enter_context(open_directory(config))
+    log.write_to(directory.log)
+    run = Run(
+        config,
+        directory=directory,
+        algorithm=algorithm,
+        rollout=rollout,
+        trainer=trainer,
+        source=TaskOrder(train_tasks, config.run.seed, config.data.shuffle),
+        evaluation=EvaluationSchedule(
+            val_tasks,
+            every_steps=section.every_steps,
+            at_start=section.at_start,
+            questions=section.questions,
+            final_questions=section.final_questions,
+        ),
+        saver=Saver(trainer, directory.saved, keep=config.checkpoint.keep, asynchronous=config.checkpoint.asynchronous),
+        progress=progress,
+        interrupt=interrupt,
+        clock=clock,
+        timer=timer,
+        prompts_dropped=dropped,
+    )
+    resume(run)
+    run.metrics = stack.enter_context(make_metrics(config, directory, resumed_step=run.saved_step))
+    return run
+
+
+def _end_save(run: Run) -> None:
+    try:
+        run.saver.finish()
+    except RLFlowError as failure:
+        logger.warning("the checkpoint that was being written is lost: %s", failure)

@@ -1,0 +1,41 @@
+"""summary.json: how a run ended, what it reached, and what it wrote where."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rlflow.run.directory import RunDirectory
+from rlflow.run.evaluation_schedule import EvaluationSchedule
+from rlflow.storage.files import write_json
+
+
+def write_summary(
+    directory: RunDirectory,
+    *,
+    steps: int,
+    seconds: float,
+    interrupted: str | None,
+    evaluation: EvaluationSchedule,
+    export_gap: float | None,
+    drawn: bool,
+) -> dict[str, Any]:
+    """Writes the summary into the run directory and returns it.
+
+    interrupted: the signal that ended the run. export_gap: nats between export and trainer; None: nothing was exported.
+    drawn: whether there is a picture."""
+    written = {"run": directory.path, "metrics": directory.metrics, "checkpoint": directory.checkpoint_path(steps)}
+    if export_gap is not None:
+        written["export"] = directory.export
+    if drawn:
+        written["picture"] = directory.picture
+    summary = {
+        "status": f"interrupted by {interrupted}" if interrupted else "finished",
+        "steps": steps,
+        "seconds": round(seconds, 1),
+        "first_evaluation": evaluation.first,
+        "last_evaluation": evaluation.last,
+        "export_logprob_difference": export_gap,
+        "written": {name: str(path) for name, path in written.items()},
+    }
+    write_json(directory.summary, summary)
+    return summary

@@ -1,0 +1,71 @@
+"""Where the training tasks of each step come from: a source that remembers how far it is."""
+
+from __future__ import annotations
+
+import logging
+import math
+import random
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+from rlflow.types import Task
+
+logger = logging.getLogger(__name__)
+
+
+class TaskSource(Protocol):
+    """What the loop asks for tasks. Its position is state of its own and part of the checkpoint."""
+
+    @property
+    def epoch(self) -> float:
+        """Passes over the tasks so far; 1.5 is the middle of the second pass."""
+
+    def take(self, count: int) -> list[Task]:
+        """The next `count` tasks; never ends."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
+
+
+class TaskOrder:
+    """Passes over a list of tasks, one after another; with `shuffle` each is a permutation by seed and epoch."""
+
+    def __init__(self, tasks: Sequence[Task], seed: int, shuffle: bool = True) -> None:
+        self._tasks = tasks
+        self._seed = seed
+        self._shuffle = shuffle
+        self._taken = 0  # tasks handed out since the start of the run
+        self._drawn: tuple[int, Sequence[int]] = (-1, ())  # (epoch, its permutation), kept from step to step
+
+    @property
+    def epoch(self) -> float:
+        """Passes over the tasks so far."""
+        return self._taken / len(self._tasks)
+
+    def take(self, count: int) -> list[Task]:
+        """The next `count` tasks, into the next epoch where this one ends."""
+        places = [divmod(place, len(self._tasks)) for place in range(self._taken, self._taken + count)]
+        self._taken += count
+        return [self._tasks[self._order(epoch)[index]] for epoch, index in places]
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position, and the number of tasks that it counts in."""
+        return {"taken": self._taken, "tasks": len(self._tasks)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restores `state_dict`. Over another number of tasks the order is another one too: a new epoch begins."""
+        taken, total = int(state["taken"]), int(state["tasks"])
+        if total != len(self._tasks):
+            taken = math.ceil(taken / total) * len(self._tasks)
+            text = "the training data have %d tasks, %d when the checkpoint was written: a new epoch begins"
+            logger.warning(text, len(self._tasks), total)
+        self._taken = taken
+
+    def _order(self, epoch: int) -> Sequence[int]:
+        if self._drawn[0] != epoch:
+            order = list(range(len(self._tasks)))
+            if self._shuffle:
+                random.Random(f"{self._seed}/{epoch}").shuffle(order)
+            self._drawn = epoch, order
+        return self._drawn[1]

@@ -1,0 +1,30 @@
+"""A full disk is one line that says what is left."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+import pytest
+
+from rlflow.errors import StorageError
+from rlflow.run.directory import RunDirectory
+from rlflow.run.full_disk import DISK_FULL, explain_full_disk
+
+
+@pytest.mark.parametrize("number", DISK_FULL)
+def test_the_file_and_the_newest_checkpoint_are_named(number: int, tmp_path: Path) -> None:
+    directory = RunDirectory(tmp_path)
+    error = OSError(number, os.strerror(number), str(tmp_path / "metrics.jsonl"))
+    with pytest.raises(StorageError, match=r"metrics\.jsonl: .+; there is no checkpoint yet\. Free some space and continue"):
+        explain_full_disk(error, directory)
+    directory.checkpoint_path(20).mkdir(parents=True)
+    with pytest.raises(StorageError, match="; the newest checkpoint is that of step 20") as caught:
+        explain_full_disk(error, directory)
+    assert caught.value.__cause__ is error
+
+
+@pytest.mark.parametrize("error", [None, ValueError("x"), OSError(errno.EACCES, "Permission denied"), KeyboardInterrupt()])
+def test_every_other_end_is_left_alone(error: BaseException | None, tmp_path: Path) -> None:
+    explain_full_disk(error, RunDirectory(tmp_path))
