@@ -92,6 +92,7 @@ setup(
     entry_points={
         "console_scripts": ["rlflow = rlflow.commands.cli:main"],
         "rlflow.environments": ["search = rlflow_environments.search:SearchEnvironment"],
+        "rlflow.converters": ["megatron = rlflow_tools.ckpt_convert.converter"],
         "rlflow.commands": [
             "convert = rlflow_tools.ckpt_convert.command:add",
             "search = rlflow_environments.search.commands:add",

@@ -8,14 +8,13 @@ from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from rlflow_tools.ckpt_convert.model_directory import ModelDirectory, model_directory
-
 from rlflow.config.checks import check_config
 from rlflow.config.schema import RunConfig, load_config
 from rlflow.errors import ConfigError
 from rlflow.metrics.reductions import mean
 from rlflow.run.assemble import fitting_tasks, make_rollout
 from rlflow.run.evaluate import evaluate, evaluation_metrics
+from rlflow.run.model_directory import ModelDirectory, model_directory
 from rlflow.run.progress import evaluation_line
 from rlflow.run.trajectories import write_trajectories
 from rlflow.storage.files import write_json

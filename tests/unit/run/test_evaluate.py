@@ -6,7 +6,6 @@ from argparse import Namespace
 from pathlib import Path
 
 import pytest
-from rlflow_tools.ckpt_convert.model_directory import ModelDirectory, model_directory
 
 from rlflow.commands.cli import main
 from rlflow.commands.eval import _evaluation_config, mean_over_sets, metrics_by_set
@@ -15,6 +14,7 @@ from rlflow.config.schema import RunConfig, load_config
 from rlflow.metrics.reductions import interval95
 from rlflow.rollout import Rollout
 from rlflow.run.evaluate import evaluate, evaluation_metrics
+from rlflow.run.model_directory import ModelDirectory, model_directory
 from rlflow.types import Group, StopReason, Task, Trajectory
 from tests.flow.letters import Letters, write_letters_model
 

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 from fixtures import tiny_model
-from rlflow_tools.ckpt_convert.model_directory import ModelDirectory, model_directory
 
 from rlflow.config.loading import save_config
 from rlflow.config.schema import load_config
 from rlflow.errors import ConfigError, ConversionError
 from rlflow.models.huggingface import digest, iterate_weights
+from rlflow.run.model_directory import ModelDirectory, model_directory
 from rlflow.trainer.base import Trainer
 
 

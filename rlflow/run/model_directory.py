@@ -1,4 +1,4 @@
-"""The HuggingFace directory of a model that was named as such, as a run, or as a Megatron checkpoint."""
+"""The HuggingFace directory of a model that was named as such, as a run, or as a checkpoint."""
 
 from __future__ import annotations
 
@@ -7,13 +7,26 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
+from typing import Protocol
 
 from rlflow.config.schema import load_config
-from rlflow.errors import ConfigError
+from rlflow.errors import ConfigError, ConversionError
 from rlflow.run.directory import RunDirectory
 
-from .export_model import Options, current_export, open_source, to_huggingface
+CONVERTERS = "rlflow.converters"
+
+
+class Converter(Protocol):
+    """What an entry point of the group `rlflow.converters` names: an object, or a module, with these functions."""
+
+    def check(self, checkpoint: Path) -> None:
+        """Returns for a checkpoint of a format that it reads. Raises ConversionError."""
+
+    def convert(self, checkpoint: Path, out: Path, reference: Path, say: Callable[[str], None]) -> None:
+        """Makes the HuggingFace directory `out` with config and tokenizer of `reference`, in place of one that is there;
+        leaves it where it is already what would be made. Raises ConversionError."""
 
 
 @dataclass(frozen=True)
@@ -29,13 +42,14 @@ class ModelDirectory:
 def model_directory(
     given: str | Path, reference: str | Path | None, say: Callable[[str], None]
 ) -> Iterator[ModelDirectory]:
-    """A HuggingFace directory as it is; a Megatron checkpoint, or the newest one of a run, converted.
+    """A HuggingFace directory as it is; a checkpoint, or the newest one of a run, converted by an installed converter.
 
     The converted one stays beside the checkpoint as `<name>.hf` and serves again while the checkpoint and the reference
     are what they were; where that place cannot be written, it is temporary and gone afterwards. reference: the
     directory with config and tokenizer; None: the model that the run started from.
 
-    Raises ConfigError where there is no model or reference, ConversionError for a checkpoint that cannot be converted."""
+    Raises ConfigError where there is no model, reference or converter, ConversionError for a checkpoint that cannot be
+    converted."""
     path = Path(given)
     if not path.is_dir():
         raise ConfigError(f"--model {path}: no such directory; expected a model directory, a run or a checkpoint.")
@@ -49,16 +63,17 @@ def model_directory(
     if checkpoint is None:  # a run that was only exported
         yield ModelDirectory(path / "export", path.resolve().name, path / "config.yaml")
         return
+    converter = _converter(checkpoint)  # first: for a directory that is no checkpoint a reference would not help
     model = _reference(checkpoint, run, reference)
     name = checkpoint.name if run is None else f"{run.resolve().name}-{checkpoint.name}"
     config = run / "config.yaml" if run else None
     out = checkpoint.with_name(checkpoint.name + ".hf")
     if os.access(out.parent, os.W_OK):
-        _convert(checkpoint, out, model, say)
+        converter.convert(checkpoint, out, model, say)
         yield ModelDirectory(out, name, config)
         return
     with tempfile.TemporaryDirectory(prefix="rlflow-") as place:
-        _convert(checkpoint, Path(place) / out.name, model, say)
+        converter.convert(checkpoint, Path(place) / out.name, model, say)
         yield ModelDirectory(Path(place) / out.name, name, config)
 
 
@@ -75,9 +90,27 @@ def _checkpoint(path: Path) -> tuple[Path | None, Path | None]:
     return step, run if step.parent.name == "checkpoints" and (run / "config.yaml").is_file() else None
 
 
+def _converter(checkpoint: Path) -> Converter:
+    """The first installed converter that reads the checkpoint. Raises what the first one has against it where none does."""
+    refusals: list[ConversionError] = []
+    for entry in metadata.entry_points(group=CONVERTERS):
+        converter: Converter = entry.load()
+        try:
+            converter.check(checkpoint)
+        except ConversionError as error:
+            refusals.append(error)
+        else:
+            return converter
+    if refusals:
+        raise refusals[0]
+    raise ConfigError(
+        f"--model {checkpoint}: no config.json, and no installed package converts checkpoints (entry points of the group "
+        f"'{CONVERTERS}'); install one, or name a HuggingFace model directory."
+    )
+
+
 def _reference(checkpoint: Path, run: Path | None, given: str | Path | None) -> Path:
     """The directory with config and tokenizer for a checkpoint."""
-    open_source(checkpoint)  # first: for a directory that is no checkpoint a reference would not help
     if given is None and run is None:
         raise ConfigError(
             f"--model {checkpoint}: a Megatron checkpoint has no config.json and no tokenizer; pass --hf with the model "
@@ -88,11 +121,3 @@ def _reference(checkpoint: Path, run: Path | None, given: str | Path | None) -> 
         where = "--hf" if given is not None else f"model.path of {run}/config.yaml"
         raise ConfigError(f"{where}: {found} is no model directory (no config.json); pass --hf with one.")
     return found
-
-
-def _convert(checkpoint: Path, out: Path, reference: Path, say: Callable[[str], None]) -> None:
-    if current_export(checkpoint, out, reference):
-        say(f"{checkpoint}: already converted, using {out}")
-        return
-    say(f"{checkpoint}: converting to {out}")
-    to_huggingface(checkpoint, out, reference, Options(overwrite=True))
