@@ -53,13 +53,12 @@ def add(commands: Commands) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Prints the scores of a model directory and writes summary.json and trajectories.jsonl."""
-    from rlflow_tools.ckpt_convert.model_directory import model_directory
-
     from rlflow.config.checks import check_config
     from rlflow.metrics.names import save_registered
     from rlflow.run.assemble import fitting_tasks, make_rollout
     from rlflow.run.directory import RunDirectory
     from rlflow.run.evaluate import evaluate, metrics_by_set
+    from rlflow.run.model_directory import model_directory
     from rlflow.run.trajectories import write_trajectories
     from rlflow.storage.files import write_json
 

@@ -62,12 +62,14 @@ class Run:
 
     def should_stop(self) -> bool:
         """Whether a signal came, the time is up, or the target is reached."""
+        if self.interrupt.requested:
+            return True
         limit, target, last = self.config.run.max_minutes, self.config.run.target, self.evaluation.last
         if limit is not None and self.clock.seconds > limit * 60:
             logger.info("stopping: run.max_minutes = %g is over", limit)
             return True
         score = last.get(f"eval/{leading_score(self.registered, last, 'eval')}")
-        return bool(self.interrupt.requested) or (target is not None and score is not None and score >= target)
+        return target is not None and score is not None and score >= target
 
     def groups(self) -> Iterator[list[Group]]:
         """The groups of one step after another, as long as the run should go on; sampled when they are asked for."""

@@ -187,3 +187,28 @@ def test_a_bfloat16_run_ends_with_a_checked_export(model: Path, tmp_path: Path) 
     values = ("model.dtype=bfloat16", "trainer.backend=megatron", "checkpoint.export=true", "run.steps=1")
     summary = train(letters_config(model, tmp_path, *TINY, *values))
     assert EXPORT_TOLERANCE["float32"] < summary["export_logprob_difference"] < 0.1
+
+
+@pytest.mark.parametrize(
+    ("metrics", "stops"),
+    [
+        ({}, False),
+        ({"eval/reward": 0.7}, True),
+        ({"eval/reward": 0.7, "eval/exact_match": 0.5}, False),  # exact match counts where there is one
+        ({"eval/reward": 0.0, "eval/exact_match": 0.6}, True),
+    ],
+)
+def test_a_run_stops_once_its_target_is_reached(
+    model: Path, tmp_path: Path, metrics: dict[str, float], stops: bool
+) -> None:
+    with open_run(letters_config(model, tmp_path, *TINY, "run.target=0.6")) as run:
+        run.evaluation.record(0, metrics)
+        assert run.should_stop() is stops
+
+
+def test_the_minutes_of_earlier_sessions_count(model: Path, tmp_path: Path) -> None:
+    with open_run(letters_config(model, tmp_path, *TINY, "run.max_minutes=10")) as run:
+        run.clock.before_s = 300.0
+        assert not run.should_stop()
+        run.clock.before_s = 600.0
+        assert run.should_stop()
