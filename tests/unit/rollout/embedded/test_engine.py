@@ -93,8 +93,8 @@ def test_a_sample_depends_on_its_seed_not_on_the_company(qwen: Path) -> None:
     other_seed = run(engine.generate(prompts[0], Sampling(12, seed=99)))[0]
     assert [c.tokens for c in alone] == [c.tokens for c in together]
     assert other_seed.tokens != alone[0].tokens
-    for one, other in zip(alone, together):
-        torch.testing.assert_close(torch.tensor(one.logprobs), torch.tensor(other.logprobs), atol=1e-5, rtol=0)
+    for single, crowded in zip(alone, together):
+        torch.testing.assert_close(torch.tensor(single.logprobs), torch.tensor(crowded.logprobs), atol=1e-5, rtol=0)
 
 
 def test_without_a_seed_samples_differ_but_engines_agree(qwen: Path) -> None:

@@ -64,8 +64,8 @@ def episodes(engine: EmbeddedEngine, count: int) -> list[list[Completion]]:
     return asyncio.run(together())
 
 
-def assert_equal(one: list[list[Completion]], other: list[list[Completion]], tolerance: float) -> None:
-    for left, right in zip(chain(*one), chain(*other)):
+def assert_equal(first: list[list[Completion]], second: list[list[Completion]], tolerance: float) -> None:
+    for left, right in zip(chain(*first), chain(*second)):
         assert left.tokens == right.tokens
         assert left.versions == right.versions
         torch.testing.assert_close(torch.tensor(left.logprobs), torch.tensor(right.logprobs), atol=tolerance, rtol=0)
