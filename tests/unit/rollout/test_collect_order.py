@@ -114,8 +114,8 @@ def test_several_engines_share_the_episodes_and_give_what_one_gives(qwen: Path, 
     with Rollout(engines, environment, tokenizer, **options) as rollout:
         spread = [t.segments[0].tokens.tolist() for t in all_trajectories(rollout.collect(environment.tasks("")))]
     with make(qwen, tokenizer, environment) as rollout:
-        one = [t.segments[0].tokens.tolist() for t in all_trajectories(rollout.collect(environment.tasks("")))]
-    assert spread == one
+        single = [t.segments[0].tokens.tolist() for t in all_trajectories(rollout.collect(environment.tasks("")))]
+    assert spread == single
     attempts = [{request_id for request_id, *_ in engine.calls} for engine in engines]
     assert [len(ids) for ids in attempts] == [8, 4, 4]
     assert not (attempts[0] & attempts[1] or attempts[1] & attempts[2] or attempts[0] & attempts[2])

@@ -32,7 +32,7 @@ def test_an_episode_knows_how_many_responses_may_follow(qwen: Path, tokenizer: T
         trajectories = all_trajectories(rollout.collect(environment.tasks("train")))
     assert {(turn, left) for _, turn, left, cut in environment.told if not cut} == {(1, 2), (2, 1), (3, 0)}
     cut = [left for _, _, left, cut in environment.told if cut]
-    assert len(cut) == sum(one.stop is StopReason.MAX_TOKENS for one in trajectories) and not any(cut)
+    assert len(cut) == sum(trajectory.stop is StopReason.MAX_TOKENS for trajectory in trajectories) and not any(cut)
 
 
 def test_a_response_that_a_token_limit_ends_is_cut_and_the_last(qwen: Path, tokenizer: Tokenizer) -> None:
@@ -40,9 +40,9 @@ def test_a_response_that_a_token_limit_ends_is_cut_and_the_last(qwen: Path, toke
     environment.stop = ()
     with make(qwen, tokenizer, environment, max_turns=3, max_response_tokens=2) as rollout:
         trajectories = all_trajectories(rollout.collect(environment.tasks("train")))
-    assert sum(one.stop is StopReason.MAX_TOKENS for one in trajectories) > 8
+    assert sum(trajectory.stop is StopReason.MAX_TOKENS for trajectory in trajectories) > 8
     told = {episode: (left, cut) for episode, _, left, cut in environment.told}
-    assert sum(cut for _, cut in told.values()) == sum(one.stop is StopReason.MAX_TOKENS for one in trajectories)
+    assert sum(cut for _, cut in told.values()) == sum(trajectory.stop is StopReason.MAX_TOKENS for trajectory in trajectories)
     assert all(left == 0 for left, cut in told.values() if cut)
 
 
@@ -52,8 +52,8 @@ def test_an_environments_turn_limit_takes_the_place_of_the_rollouts(qwen: Path, 
     with make(qwen, tokenizer, environment, max_turns=9) as rollout:
         assert rollout.response_budget == 2 * 40
         trajectories = all_trajectories(rollout.collect(environment.tasks("train")))
-    assert max(len(one.turns) for one in trajectories) == 2
-    assert {one.stop for one in trajectories} <= {StopReason.MAX_TURNS, StopReason.MAX_TOKENS}
+    assert max(len(trajectory.turns) for trajectory in trajectories) == 2
+    assert {trajectory.stop for trajectory in trajectories} <= {StopReason.MAX_TURNS, StopReason.MAX_TOKENS}
 
 
 def test_a_cut_observation_keeps_the_end_of_its_frame(qwen: Path, tokenizer: Tokenizer) -> None:
@@ -87,7 +87,7 @@ def test_tools_need_a_template_that_presents_them(qwen: Path, tokenizer: Tokeniz
 def test_a_group_reduced_to_one_usable_attempt_has_advantage_zero(qwen: Path, tokenizer: Tokenizer) -> None:
     class Failing(Asking):
         async def step(self, episode: Episode, response: str) -> Step:
-            if episode.task.id == "t0" and episode is not next(one for one in self.episodes if one.task.id == "t0"):
+            if episode.task.id == "t0" and episode is not next(other for other in self.episodes if other.task.id == "t0"):
                 raise OSError("the search failed")
             return Step("", float(len(response)), True)
 
@@ -95,7 +95,7 @@ def test_a_group_reduced_to_one_usable_attempt_has_advantage_zero(qwen: Path, to
     with make(qwen, tokenizer, environment, max_aborted_share=0.9) as rollout:
         groups = rollout.collect(environment.tasks("train")[:2])
     assert [len(group.usable) for group in groups] == [1, 4]
-    batch = make_batch([one for group in groups for one in group.trajectories])
+    batch = make_batch([trajectory for group in groups for trajectory in group.trajectories])
     advantages = grpo(batch)
     assert len(batch) == 5 and advantages[0] == 0.0 and float(batch.rewards[0]) > 0
     assert advantages[1:].abs().max() > 0

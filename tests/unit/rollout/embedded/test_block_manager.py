@@ -24,16 +24,16 @@ def test_pages_are_free_when_the_last_holder_drops_them_and_the_lowest_are_taken
 
 def test_full_pages_are_found_and_the_page_that_goes_on_longest() -> None:
     pool = BlockManager(20)
-    one, other = pool.take(3), pool.take(3)
-    pool.publish(TOKENS[: 2 * BLOCK_SIZE + 10], one)
-    pool.publish([*TOKENS[: 2 * BLOCK_SIZE], 5, 6, 7], other)  # others have its first two blocks entered: not found under it
-    assert pool.find(TOKENS) == (one[:2], one[2], 10)
-    assert pool.find(TOKENS[: 2 * BLOCK_SIZE + 4]) == (one[:2], one[2], 4)
-    assert pool.find(TOKENS[: BLOCK_SIZE + 4]) == (one[:1], one[1], 4)
-    assert pool.find([*TOKENS[:BLOCK_SIZE], 0, 0]) == (one[:1], SCRATCH, 0)
+    first, second = pool.take(3), pool.take(3)
+    pool.publish(TOKENS[: 2 * BLOCK_SIZE + 10], first)
+    pool.publish([*TOKENS[: 2 * BLOCK_SIZE], 5, 6, 7], second)  # others have its first two blocks entered: not found under it
+    assert pool.find(TOKENS) == (first[:2], first[2], 10)
+    assert pool.find(TOKENS[: 2 * BLOCK_SIZE + 4]) == (first[:2], first[2], 4)
+    assert pool.find(TOKENS[: BLOCK_SIZE + 4]) == (first[:1], first[1], 4)
+    assert pool.find([*TOKENS[:BLOCK_SIZE], 0, 0]) == (first[:1], SCRATCH, 0)
     assert pool.find([7]) == ([], SCRATCH, 0)
-    pool.publish(TOKENS[: 3 * BLOCK_SIZE], one)  # the last block has filled up
-    assert pool.find(TOKENS) == (one, SCRATCH, 0)
+    pool.publish(TOKENS[: 3 * BLOCK_SIZE], first)  # the last block has filled up
+    assert pool.find(TOKENS) == (first, SCRATCH, 0)
 
 
 def test_what_nobody_holds_is_not_found() -> None:
@@ -91,7 +91,7 @@ def test_random_use_never_loses_a_block_and_finds_only_what_was_published() -> N
 
 
 def test_prefix_keys_are_equal_as_far_as_the_tokens_are() -> None:
-    one, other = prefix_keys(TOKENS[:100]), prefix_keys([*TOKENS[: 2 * BLOCK_SIZE], 0, *TOKENS[:35]])
-    assert len(one) == blocks_for(100)
-    assert one[:2] == other[:2]
-    assert not set(one[2:]) & set(other[2:])
+    first, second = prefix_keys(TOKENS[:100]), prefix_keys([*TOKENS[: 2 * BLOCK_SIZE], 0, *TOKENS[:35]])
+    assert len(first) == blocks_for(100)
+    assert first[:2] == second[:2]
+    assert not set(first[2:]) & set(second[2:])

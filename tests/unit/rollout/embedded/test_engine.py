@@ -100,10 +100,10 @@ def test_a_sample_depends_on_its_seed_not_on_the_company(qwen: Path) -> None:
     other_seed = run(engine.generate(prompts[0], Sampling(12, seed=99)))[0]
     assert [c.tokens for c in alone] == [c.tokens for c in together]
     assert other_seed.tokens != alone[0].tokens
-    for index, (prompt, one, other) in enumerate(zip(prompts, alone, together)):
-        assert rounding.margin(qwen, prompt, one.tokens, 1.0, 400 + index) > 1  # so rounding cannot change a token
-        assert_logprobs(qwen, prompt, one)
-        assert_logprobs(qwen, prompt, other)
+    for index, (prompt, single, crowded) in enumerate(zip(prompts, alone, together)):
+        assert rounding.margin(qwen, prompt, single.tokens, 1.0, 400 + index) > 1  # so rounding cannot change a token
+        assert_logprobs(qwen, prompt, single)
+        assert_logprobs(qwen, prompt, crowded)
 
 
 def test_without_a_seed_samples_differ_but_engines_agree(qwen: Path) -> None:

@@ -162,11 +162,11 @@ def test_a_prompt_that_can_never_fit_is_one_clear_error_and_others_are_served(qw
         requests = [engine.generate(prompt, Sampling(500, seed=1)) for prompt in (long, short, short)]
         return await asyncio.gather(*requests, return_exceptions=True)
 
-    refused, one, other = asyncio.run(ask())
+    refused, second, third = asyncio.run(ask())
     assert isinstance(refused, RolloutError)
     assert "a prompt of 128 tokens leaves no room in the 128 tokens" in str(refused)
     assert "engine.kv_tokens" in str(refused)
-    for completion in (one, other):  # each fills the pool alone: they take turns
+    for completion in (second, third):  # each fills the pool alone: they take turns
         assert (len(completion.tokens), completion.stop) == (BLOCK_SIZE, "length")
     assert engine.statistics.steps > 2 * (BLOCK_SIZE - 2)
 

@@ -65,9 +65,9 @@ def episodes(engine: EmbeddedEngine, count: int) -> list[list[Completion]]:
     return asyncio.run(together())
 
 
-def assert_equal(path: Path, one: list[list[Completion]], other: list[list[Completion]]) -> None:
+def assert_equal(path: Path, first: list[list[Completion]], second: list[list[Completion]]) -> None:
     """Tokens and versions, and log-probs up to the rounding of float32; no choice of a token was within rounding."""
-    for index, (left, right) in enumerate(zip(one, other, strict=True)):
+    for index, (left, right) in enumerate(zip(first, second, strict=True)):
         tokens, temperature = random_rows([10 + 9 * index], seed=index)[0], 1.0 if index % 3 else 0.0
         for ours, theirs in zip(left, right, strict=True):
             assert margin(path, tokens, ours.tokens, temperature, index) > 1
