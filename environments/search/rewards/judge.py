@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rlflow.errors import ConfigError
+from rlflow.values import NonNegativeFloat, PositiveFloat, PositiveInt
 from rlflow_environments.common.endpoint import completion_text, completions_url, open_client
 from rlflow_environments.common.http import retry_after_s
 from rlflow_environments.search.errors import JudgeError
@@ -61,10 +62,10 @@ class Judge:
         url: str,
         model: str,
         api_key_variable: str = "OPENAI_API_KEY",
-        timeout_s: float = 60.0,
-        tries: int = 5,
-        concurrency: int = 32,
-        temperature: float = 0.0,
+        timeout_s: PositiveFloat = 60.0,
+        tries: PositiveInt = 5,
+        concurrency: PositiveInt = 32,
+        temperature: NonNegativeFloat = 0.0,
         cache: str | Path | None = None,
         seed: int = 0,
     ) -> None:
@@ -73,9 +74,6 @@ class Judge:
         time. cache: a folder of verdicts, kept between runs (default: in memory). seed: of the pauses between attempts.
         Raises ConfigError, MissingPackageError.
         """
-        for name, value in (("timeout_s", timeout_s), ("tries", tries), ("concurrency", concurrency)):
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or value <= 0:
-                raise ConfigError(f"reward judge.{name}: expected a number above 0, found {value!r}.")
         if not str(url).startswith(("http://", "https://")):
             raise ConfigError(f"reward judge.url: expected an address such as http://localhost:8000/v1, found '{url}'.")
         self._url = completions_url(str(url))
