@@ -21,14 +21,14 @@ from types import ModuleType
 from typing import Any
 
 from rlflow.errors import ConfigError, did_you_mean
-from rlflow.values import checked, hints_of, show
+from rlflow.values import Named, checked, hints_of, show
 
 KEYWORDS = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
 
 @dataclass(frozen=True)
-class Kind:
-    """One kind of component.
+class Kind(Named):
+    """One kind of component; in the annotation of a configuration's key it says of which kind the key's components are.
 
     package: the module whose `BUILT_IN` maps names to `module:Name`. call: the leading parameters of a function that it gets with
     each call, such as the batch of an advantage; a component that is a function is made by binding the others. reserved: what the
@@ -79,6 +79,11 @@ class Kind:
             )
         return {str(key): value for key, value in component.items()}
 
+    def options(self, name: str, where: str | None = None) -> list[str]:
+        """The keywords that a configuration can give. Raises ConfigError for an unknown name."""
+        where = where or self.name
+        return list(self._known_keywords(self.resolve(name, where), where))
+
     def check(
         self, component: Any, offered: Sequence[str] = (), where: str | None = None
     ) -> tuple[Callable[..., Any], dict[str, Any]]:
@@ -92,8 +97,7 @@ class Kind:
         keywords = self.component(component, where)
         name = keywords.pop("name")
         target = self.resolve(name, where)
-        skipped = () if isinstance(target, type) else tuple(_signature(target, where).parameters)[: self.call]
-        known = _keywords_of((target,), (*self.reserved, *skipped), where)
+        known = self._known_keywords(target, where)
         keywords = _checked_keywords(
             keywords, known, f"{where} '{name}'", where, offered, any_key=_takes_any(target), fixed=self.reserved
         )
@@ -113,6 +117,10 @@ class Kind:
             return functools.partial(target, **keywords)
         return target(**keywords)
 
+    def _known_keywords(self, target: Callable[..., Any], where: str) -> dict[str, inspect.Parameter]:
+        called_with = () if isinstance(target, type) else tuple(_signature(target, where).parameters)[: self.call]
+        return _keywords_of((target,), (*self.reserved, *called_with), where)
+
     def _built_in(self) -> Mapping[str, str]:
         return importlib.import_module(self.package).BUILT_IN if self.package else {}
 
@@ -131,6 +139,7 @@ LOSS = Kind("loss", "rlflow.algorithms.losses")
 TRANSFORM = Kind("transform", "rlflow.algorithms.transforms", call=1)
 FILTER = Kind("filter", "rlflow.algorithms.filters", call=1)
 CURATOR = Kind("curator", "rlflow.algorithms.curators")
+SINK = Kind("sink", "rlflow.metrics", reserved=("directory", "run_name", "config", "resumed_step"))
 """The kinds of the core. A plug-in declares its own with the same class."""
 
 

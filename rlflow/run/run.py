@@ -169,15 +169,12 @@ class Run:
         logger.info("resumed after step %d from %s", self.step, path)
 
     def _open_metrics(self, stack: ExitStack) -> None:
-        section = self.config.metrics
         # Without a checkpoint nothing is kept, the evaluation before the first step included: it is made again.
         resumed_step = self.step if self._saved_step >= 0 else -1
         sinks = make_sinks(
             self.directory.path,
-            tensorboard=section.tensorboard,
-            wandb=section.wandb,
-            project=section.wandb_project,
-            name=self.config.run.name,
+            self.config.metrics.sinks,
+            run_name=self.config.run.name,
             config=redact(to_dict(self.config)),
             resumed_step=resumed_step,
         )

@@ -22,9 +22,10 @@ from rlflow.algorithms import (
     token_weights,
 )
 from rlflow.algorithms.losses.monitored import Monitored
-from rlflow.config.schema import AlgorithmSection, TrainerSection
+from rlflow.config.schema import AlgorithmSection
 from rlflow.errors import ConfigError, RLFlowError
 from rlflow.run.algorithm import make_advantage, make_loss
+from rlflow.trainer.options import TrainerOptions
 from rlflow.types import Batch, PolicyOutput
 
 
@@ -287,7 +288,7 @@ def test_presets_hold_known_keys_and_components_that_resolve(name):
     text = (Path(rlflow.algorithms.__file__).parent / "presets" / f"{name}.yaml").read_text()
     preset = yaml.safe_load(text)
     section = AlgorithmSection(**preset["algorithm"])
-    TrainerSection(**preset.get("trainer", {}))
+    TrainerOptions.of(preset.get("trainer", {})).check()
     make_advantage(section.advantage)
     assert make_loss(section.losses).needs_reference
     token_weights(batch_of(torch.zeros(1, 1), torch.zeros(1, 1)), section.aggregate)
