@@ -23,7 +23,7 @@ import sys
 import tempfile
 import zlib
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -243,9 +243,10 @@ def run_config(path: Path, case: Case, setting: Setting) -> Any:
     config.algorithm.losses = [{"name": "ppo_clip", "clip_low": CLIP, "clip_high": CLIP}]
     if setting.kl:
         config.algorithm.losses.append({"name": "kl", "coefficient": KL})
-    for name, value in ADAM.items():
-        setattr(config.trainer, name, value)
-    config.trainer.packing, config.trainer.tokens_per_microbatch = True, 4096
+    optimizer = {"name": "adamw", **{name: value for name, value in ADAM.items() if name != "lr"}}
+    config.trainer = replace(
+        config.trainer, lr=ADAM["lr"], optimizer=optimizer, packing=True, tokens_per_microbatch=4096
+    )
     config.metrics.progress, config.metrics.picture, config.metrics.trajectories_per_step = "none", False, 0
     config.evaluation.at_start = False
     return config

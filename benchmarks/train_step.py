@@ -136,8 +136,7 @@ def rlflow_side(turns: Turns, path: Path, case: Case, setting: Setting) -> None:
     trainer = Trainer.from_pretrained(
         path,
         lr=ADAM["lr"],
-        eps=ADAM["eps"],
-        weight_decay=WEIGHT_DECAY,
+        optimizer={"name": "adamw", "eps": ADAM["eps"], "weight_decay": WEIGHT_DECAY},
         packing=case.packed,
         tokens_per_microbatch=case.tokens_per_microbatch or len(case.lengths) * max(case.lengths),
         dtype=setting.dtype,

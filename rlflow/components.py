@@ -21,14 +21,14 @@ from types import ModuleType
 from typing import Any
 
 from rlflow.errors import ConfigError, did_you_mean
-from rlflow.values import checked, hints_of, show
+from rlflow.values import Named, checked, hints_of, show
 
 KEYWORDS = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
 
 @dataclass(frozen=True)
-class Kind:
-    """One kind of component.
+class Kind(Named):
+    """One kind of component; in the annotation of a configuration's key it says of which kind the key's components are.
 
     package: the module whose `BUILT_IN` maps names to `module:Name`. call: the leading parameters of a function that it gets with
     each call, such as the batch of an advantage; a component that is a function is made by binding the others. reserved: what the
@@ -79,6 +79,11 @@ class Kind:
             )
         return {str(key): value for key, value in component.items()}
 
+    def options(self, name: str, where: str | None = None) -> list[str]:
+        """The keywords that a configuration can give. Raises ConfigError for an unknown name."""
+        where = where or self.name
+        return list(self._known_keywords(self.resolve(name, where), where))
+
     def check(
         self, component: Any, offered: Sequence[str] = (), where: str | None = None
     ) -> tuple[Callable[..., Any], dict[str, Any]]:
@@ -92,23 +97,10 @@ class Kind:
         keywords = self.component(component, where)
         name = keywords.pop("name")
         target = self.resolve(name, where)
-        known = {key: schema for key, schema in self._keywords(target, where).items() if key not in self.reserved}
-        open_ended = _takes_any(target)
-        for key, value in keywords.items():
-            if key in known:
-                keywords[key] = checked(known[key].annotation, value, f"{where}.{key}")
-            elif not open_ended or key in self.reserved:
-                raise ConfigError(
-                    f"{where} '{name}': unknown keyword '{key}'.{did_you_mean(key, known)} "
-                    f"It takes: {', '.join(known) or 'nothing'}."
-                )
-        needed = [key for key, parameter in known.items() if parameter.default is parameter.empty]
-        missing = [key for key in needed if key not in keywords and key not in offered]
-        if missing:
-            raise ConfigError(
-                f"{where} '{name}': missing keyword{'s' if len(missing) > 1 else ''} {', '.join(missing)}; "
-                f"it takes: {', '.join(known)}."
-            )
+        known = self._known_keywords(target, where)
+        keywords = _checked_keywords(
+            keywords, known, f"{where} '{name}'", where, offered, any_key=_takes_any(target), fixed=self.reserved
+        )
         return target, keywords
 
     def complete(self, component: Any, where: str | None = None, **offered: Any) -> tuple[Callable[..., Any], dict[str, Any]]:
@@ -125,15 +117,9 @@ class Kind:
             return functools.partial(target, **keywords)
         return target(**keywords)
 
-    def _keywords(self, target: Callable[..., Any], where: str) -> dict[str, inspect.Parameter]:
-        """Keyword -> parameter with its evaluated annotation, those of `takes` included."""
-        found: dict[str, inspect.Parameter] = {}
-        for schema in (target, *getattr(target, "takes", ())):
-            hints, parameters = hints_of(schema), list(_signature(schema, where).parameters.values())
-            for parameter in parameters[self.call if schema is target and not isinstance(target, type) else 0 :]:
-                if parameter.kind in KEYWORDS:
-                    found.setdefault(parameter.name, parameter.replace(annotation=hints.get(parameter.name, Any)))
-        return found
+    def _known_keywords(self, target: Callable[..., Any], where: str) -> dict[str, inspect.Parameter]:
+        called_with = () if isinstance(target, type) else tuple(_signature(target, where).parameters)[: self.call]
+        return _keywords_of((target,), (*self.reserved, *called_with), where)
 
     def _built_in(self) -> Mapping[str, str]:
         return importlib.import_module(self.package).BUILT_IN if self.package else {}
@@ -154,17 +140,73 @@ TRANSFORM = Kind("transform", "rlflow.algorithms.transforms", call=1)
 FILTER = Kind("filter", "rlflow.algorithms.filters", call=1)
 AGGREGATE = Kind("aggregate", "rlflow.algorithms.aggregates", call=1)
 CURATOR = Kind("curator", "rlflow.algorithms.curators")
+SINK = Kind("sink", "rlflow.metrics", reserved=("directory", "run_name", "config", "resumed_step"))
 """The kinds of the core. A plug-in declares its own with the same class."""
 
 
 def takes(*schemas: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Marks a function whose `**options` are the keywords of these signatures."""
+    """Marks a function whose `**options` are the keyword-only parameters of these signatures."""
 
     def mark(function: Callable[..., Any]) -> Callable[..., Any]:
         function.takes = schemas  # type: ignore[attr-defined]
         return function
 
     return mark
+
+
+def check_options(
+    options: Mapping[str, Any], *signatures: Callable[..., Any], where: str, reserved: Sequence[str] = ()
+) -> dict[str, Any]:
+    """The options as keywords of functions or classes, checked as those of a component. reserved: parameters that are no option.
+
+    Raises:
+        ConfigError: an option that no signature has, one of another type, a required one missing.
+    """
+    if not isinstance(options, Mapping):
+        raise ConfigError(f"{where}: expected a mapping of options, found {show(options)}.")
+    return _checked_keywords(dict(options), _keywords_of(signatures, reserved, where), where, where)
+
+
+def _keywords_of(
+    signatures: Sequence[Callable[..., Any]], reserved: Sequence[str], where: str
+) -> dict[str, inspect.Parameter]:
+    """Keyword -> parameter with its evaluated annotation."""
+    found: dict[str, inspect.Parameter] = {}
+    for signature in signatures:
+        hints = hints_of(signature)
+        for parameter in _signature(signature, where).parameters.values():
+            if parameter.kind in KEYWORDS and parameter.name not in reserved:
+                found[parameter.name] = parameter.replace(annotation=hints.get(parameter.name, Any))
+        for taken in getattr(signature, "takes", ()):
+            further = _keywords_of((taken,), (*reserved, *found), where)
+            found.update({key: item for key, item in further.items() if item.kind is item.KEYWORD_ONLY})
+    return found
+
+
+def _checked_keywords(
+    keywords: Mapping[str, Any],
+    known: Mapping[str, inspect.Parameter],
+    label: str,
+    where: str,
+    offered: Sequence[str] = (),
+    any_key: bool = False,
+    fixed: Sequence[str] = (),
+) -> dict[str, Any]:
+    """The keywords with their values as the annotated types; `any_key`: others too, but for the `fixed` ones."""
+    for key in keywords:
+        if key not in known and (not any_key or key in fixed):
+            raise ConfigError(
+                f"{label}: unknown keyword '{key}'.{did_you_mean(key, known)} It takes: {', '.join(known) or 'nothing'}."
+            )
+    needed = [key for key, parameter in known.items() if parameter.default is parameter.empty]
+    missing = [key for key in needed if key not in keywords and key not in offered]
+    if missing:
+        raise ConfigError(
+            f"{label}: missing keyword{'s' if len(missing) > 1 else ''} {', '.join(missing)}; "
+            f"it takes: {', '.join(known)}."
+        )
+    hints = {key: known[key].annotation if key in known else Any for key in keywords}
+    return {key: checked(hints[key], value, f"{where}.{key}") for key, value in keywords.items()}
 
 
 def _takes_any(target: Callable[..., Any]) -> bool:

@@ -43,7 +43,7 @@ class Named:
     """Marks a mapping that is a component: a bare name stands for {name: ...}."""
 
 
-Component = Annotated[dict[str, Any], Named]
+Component = Annotated[dict[str, Any], Named()]
 """A named component and its constructor keywords, e.g. {name: grpo, std: sample}. Its schema is the constructor's signature."""
 
 
@@ -86,6 +86,10 @@ def hints_of(target: Callable[..., Any]) -> dict[str, Any]:
     return {name: _evaluated(text, scope) for name, text in getattr(function, "__annotations__", {}).items()}
 
 
+def is_component(hint: Any) -> bool:
+    return any(isinstance(item, Named) for item in getattr(hint, "__metadata__", ()))
+
+
 def describe(hint: Any) -> str:
     """What an annotation expects, in words."""
     names = {int: "a whole number", float: "a number", str: "text", bool: "true or false", type(None): "null"}
@@ -93,7 +97,7 @@ def describe(hint: Any) -> str:
         return names[hint]
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin is Annotated:
-        if Named in hint.__metadata__:
+        if is_component(hint):
             return "a name, or a mapping with one ({name: ...})"
         ranges = [str(item) for item in hint.__metadata__ if isinstance(item, Range)]
         return " ".join([describe(arguments[0]), *ranges])
@@ -119,7 +123,7 @@ def show(value: Any) -> str:
 
 def _checked_annotated(hint: Any, value: Any, where: str) -> Any:
     base, *_ = typing.get_args(hint)
-    if Named in hint.__metadata__ and isinstance(value, str):
+    if is_component(hint) and isinstance(value, str):
         return {"name": value}
     ranges = [item for item in hint.__metadata__ if isinstance(item, Range)]
     if _is_number(value) and any(value not in item for item in ranges):

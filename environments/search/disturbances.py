@@ -11,8 +11,8 @@ import random
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
-from rlflow.errors import ConfigError
-from rlflow_environments.common.options import check_options
+from rlflow.components import check_options
+from rlflow.values import NonNegativeFloat, Share
 from rlflow_environments.retrieval.corpus import Passage
 
 Find = Callable[[str, int], Awaitable[list[Passage]]]
@@ -25,22 +25,17 @@ class Disturbances:
     def __init__(
         self,
         *,
-        latency_s: float = 0.0,
-        drop: float = 0.0,
-        noise: float = 0.0,
-        stale: float = 0.0,
-        splits: Sequence[str] = ("train",),
+        latency_s: NonNegativeFloat = 0.0,
+        drop: Share = 0.0,
+        noise: Share = 0.0,
+        stale: Share = 0.0,
+        splits: str | Sequence[str] = ("train",),
         seed: int = 0,
     ) -> None:
         """latency_s: mean of an exponentially distributed delay. drop: share of searches that come back empty. noise: share of
         passages replaced by some that answer another question. stale: share of the corpus that the index does not have yet,
-        always the same passages. splits: where searches are disturbed; evaluation is not, unless it says so. Raises ConfigError.
+        always the same passages. splits: where searches are disturbed; evaluation is not, unless it says so.
         """
-        for name, share in (("drop", drop), ("noise", noise), ("stale", stale)):
-            if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0 <= share <= 1:
-                raise ConfigError(f"environment.disturbances.{name}: expected a share from 0 to 1, found {share!r}.")
-        if isinstance(latency_s, bool) or not isinstance(latency_s, (int, float)) or not latency_s >= 0:
-            raise ConfigError(f"environment.disturbances.latency_s: expected seconds, 0 or more, found {latency_s!r}.")
         self.splits = (splits,) if isinstance(splits, str) else tuple(splits)
         self._latency_s, self._drop, self._noise, self._stale = latency_s, drop, noise, stale
         self._seed = seed
@@ -91,5 +86,4 @@ def make_disturbances(options: Mapping[str, Any] | None) -> Disturbances | None:
     """The disturbances of a configuration; None for none. Raises ConfigError for an unknown option or a wrong value."""
     if not options:
         return None
-    check_options("environment.disturbances", options, (Disturbances,))
-    return Disturbances(**options)
+    return Disturbances(**check_options(options, Disturbances, where="environment.disturbances"))

@@ -55,7 +55,7 @@ class SearchEnvironment(Environment):
         retriever: str | Mapping[str, Any] | Retriever = "dense",
         top_k: int = 3,
         pages: str | Path | None = None,
-        protocol: str = "searchr1",
+        protocol: str | Mapping[str, Any] = "searchr1",
         tools: Sequence[str] | None = None,
         max_turns: int | None = None,
         reward: str | Mapping[str, Any] = "searchr1_em",

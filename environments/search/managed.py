@@ -18,12 +18,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rlflow.errors import ConfigError, did_you_mean
+from rlflow.components import check_options
+from rlflow.errors import ConfigError
 from rlflow.types import Task
+from rlflow.values import PositiveFloat, PositiveInt, Share
 from rlflow_environments.retrieval.client.client import HttpRetriever
 from rlflow_environments.retrieval.corpus import Passage
 from rlflow_environments.retrieval.errors import RetrievalError
 from rlflow_environments.retrieval.indices import Retriever
+from rlflow_environments.retrieval.indices.make import RETRIEVER
 from rlflow_environments.retrieval.server.records import StoredCorpus
 from rlflow_environments.search.rewards import scoring
 
@@ -49,7 +52,7 @@ class ManagedServer:
         component: Mapping[str, Any],
         corpus: str | Path | None,
         *,
-        wait_s: float = 3600.0,
+        wait_s: PositiveFloat = 3600.0,
         client: Mapping[str, Any] | None = None,
         server: Sequence[str] = (),
         log: str | Path | None = None,
@@ -124,16 +127,13 @@ def start_managed(
     """
     if isinstance(component, Retriever):
         raise ConfigError("environment.managed: expected the retriever by name and options, found an object.")
-    described = {"name": component} if isinstance(component, str) else dict(component)
+    described = RETRIEVER.component(component, "environment.retriever")
     if described.get("name") == "http":
         raise ConfigError("environment.managed: the retriever is http, a server that runs already. Name the one to start.")
-    given = {} if isinstance(options, bool) else dict(options)
-    known = ("wait_s", "client", "server", "log", *RECALL)
-    for key in given:
-        if key not in known:
-            raise ConfigError(
-                f"environment.managed: unknown option '{key}'; known: {', '.join(known)}.{did_you_mean(key, known)}"
-            )
+    given: dict[str, Any] = {}
+    if not isinstance(options, bool):
+        reserved = ("component", "corpus", "retriever", "tasks", "top_k")
+        given = check_options(options, ManagedServer, check_recall, where="environment.managed", reserved=reserved)
     recall = {key: given.pop(key) for key in RECALL if key in given}
     service = ManagedServer(described, corpus, **given)
     try:
@@ -151,8 +151,8 @@ def check_recall(
     tasks: Sequence[Task],
     top_k: int,
     *,
-    questions: int = 20,
-    min_recall: float = 0.5,
+    questions: PositiveInt = 20,
+    min_recall: Share = 0.5,
 ) -> dict[str, float]:
     """Asks for what is known to be there; returns the shares that were found.
 

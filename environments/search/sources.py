@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import inspect
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rlflow.errors import ConfigError, did_you_mean
+from rlflow.components import check_options
+from rlflow.errors import ConfigError
 from rlflow.types import Task
 from rlflow_environments.retrieval.corpus import Corpus
 from rlflow_environments.retrieval.indices import Retriever, brings_documents, make_retriever
@@ -23,27 +23,22 @@ def world_files(world: Mapping[str, Any] | None) -> Mapping[str, Any]:
         return {}
     from rlflow_environments.search.world.world import ensure_world
 
-    known = list(inspect.signature(ensure_world).parameters)
-    for key in world:
-        if key not in known:
-            raise ConfigError(
-                f"environment.world: unknown option '{key}'; known: {', '.join(known)}.{did_you_mean(key, known)}"
-            )
-    return ensure_world(**world)
+    return ensure_world(**check_options(world, ensure_world, where="environment.world"))
 
 
 def open_retriever(retriever: str | Mapping[str, Any] | Retriever, corpus: str | Path | None) -> Retriever:
     """The retriever itself, or the one that is described, over the corpus. Raises ConfigError."""
     if isinstance(retriever, Retriever):
         return retriever
-    if corpus is None and brings_documents(retriever):
-        return make_retriever(retriever, None)
+    where = "environment.retriever"
+    if corpus is None and brings_documents(retriever, where):
+        return make_retriever(retriever, None, where)
     if corpus is None:
         raise ConfigError(
             "environment search: no corpus. Set environment.corpus to a .jsonl file of passages, or environment.world to the "
             "embedded world's options."
         )
-    return make_retriever(retriever, Corpus(corpus))
+    return make_retriever(retriever, Corpus(corpus), where)
 
 
 def load_tasks(

@@ -34,8 +34,8 @@ def main() -> None:
     if not (start / "config.json").exists():
         write_tokenizer(start)
         write_random_model(start, seed=args.seed)
-    trainer = Trainer.from_pretrained(start, lr=args.lr, lr_schedule="cosine", lr_warmup_steps=100, lr_decay_steps=args.steps,
-                                      min_lr=0.02 * args.lr, tokens_per_microbatch=2048)  # fmt: skip
+    schedule = {"name": "cosine", "warmup_steps": 100, "decay_steps": args.steps, "min_lr": 0.02 * args.lr}
+    trainer = Trainer.from_pretrained(start, lr=args.lr, schedule=schedule, tokens_per_microbatch=2048)
     done = trainer.load(json.loads(latest.read_text())["checkpoint"]) if latest.exists() else 0
     encode, curriculum, began = Tokenizer.from_pretrained(start).encode, Curriculum(), time.monotonic()
     for step in range(done, args.steps):

@@ -22,7 +22,7 @@ from rlflow.cluster.wire import pack_batch, unpack
 from rlflow.errors import ConfigError, RLFlowError
 from rlflow.metrics.memory import highest
 from rlflow.trainer.base import LossFunction, Trainer
-from rlflow.trainer.layout import Layout
+from rlflow.trainer.layout import ParallelLayout
 from rlflow.types import Batch, Loss
 
 logger = logging.getLogger(__name__)
@@ -57,8 +57,8 @@ class RayTrainer(Trainer):
     ) -> None:
         if ranks < 1:
             raise ConfigError(f"cluster.ranks: a trainer over ranks needs at least 1, found {ranks}.")
-        sizes = {field.name: options[field.name] for field in dataclasses.fields(Layout) if field.name in options}
-        Layout(**sizes).data_parallel(ranks)
+        sizes = {field.name: options[field.name] for field in dataclasses.fields(ParallelLayout) if field.name in options}
+        ParallelLayout(**sizes).data_parallel(ranks)
         self._actors: list[Any] = []
         self._group: Any = None
         self._session: RaySession | None = connect(address, cpus=ranks * threads_per_rank)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 
 from rlflow.config.schema import RunConfig
-from rlflow.trainer.layout import Layout
 
 
 def batch_plan(config: RunConfig) -> str:
@@ -39,7 +38,7 @@ def _sampling_lines(config: RunConfig) -> list[tuple[str, str]]:
 
 def _training_lines(config: RunConfig) -> list[tuple[str, str]]:
     rollout, algorithm, trainer = config.rollout, config.algorithm, config.trainer
-    ranks, layout = max(config.cluster.ranks, 1), Layout.of(trainer)
+    ranks, layout = max(config.cluster.ranks, 1), trainer.layout
     data = layout.data_parallel(ranks)
     context = f" x {layout.context_parallel} context" if layout.context_parallel > 1 else ""
     chunks = f" ({layout.virtual_pipeline} chunks each)" if layout.virtual_pipeline > 1 else ""

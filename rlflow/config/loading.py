@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import difflib
 import re
 import typing
 from collections.abc import Iterator, Sequence
@@ -11,9 +13,10 @@ from typing import Any, TypeVar
 
 import yaml
 
-from rlflow.errors import ConfigError, did_you_mean
+from rlflow.components import Kind
+from rlflow.errors import ConfigError, RLFlowError, did_you_mean
 from rlflow.storage.files import write_text
-from rlflow.values import Named, checked, show
+from rlflow.values import checked, is_component, show
 
 T = TypeVar("T")
 REDACTED = "***"
@@ -162,7 +165,7 @@ class _Draft:
         self.raw = raw
         self.origins: dict[str, str] = {}
         self.sections = set(_sections(schema, ()))
-        self.components = set(_components(schema, ()))
+        self.components = {path for _, path in _component_hints(schema, ())}
 
     def merge(self, into: dict[str, Any], new: dict[str, Any], source: str, path: tuple[str, ...]) -> None:
         """Merges mappings in place. A component with another `name` is another component and starts from nothing."""
@@ -248,13 +251,13 @@ def _sections(schema: Any, path: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
             yield from _sections(hint, (*path, name))
 
 
-def _components(schema: Any, path: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
-    """The keys that hold a component or a list of them."""
+def _component_hints(schema: Any, path: tuple[str, ...]) -> Iterator[tuple[Any, tuple[str, ...]]]:
+    """(annotation, key) of what holds a component or a list of them."""
     for name, hint in typing.get_type_hints(schema, include_extras=True).items():
         if dataclasses.is_dataclass(hint):
-            yield from _components(hint, (*path, name))
-        elif any(Named in getattr(kind, "__metadata__", ()) for kind in (hint, *typing.get_args(hint))):
-            yield (*path, name)
+            yield from _component_hints(hint, (*path, name))
+        elif is_component(hint) or any(map(is_component, typing.get_args(hint))):
+            yield hint, (*path, name)
 
 
 def _child(node: Any, part: str, path: tuple[str, ...]) -> Any:
@@ -275,14 +278,44 @@ def _index(node: list[Any], part: str, path: tuple[str, ...]) -> int:
     )
 
 
+def check_values(config: Any, path: str = "") -> None:
+    """Raises ConfigError for a value that is not of its annotation's type or out of its range, however it came there."""
+    hints = typing.get_type_hints(type(config), include_extras=True)
+    for name, hint in hints.items():
+        value, here = getattr(config, name), f"{path}.{name}" if path else name
+        if dataclasses.is_dataclass(hint):
+            check_values(value, here)
+        else:
+            checked(hint, value, here)
+
+
 def _suggest(path: tuple[str, ...], siblings: list[str], root: type) -> str:
-    """The sibling that was meant, else the key of that name in another section, else what is known here."""
+    """The sibling that was meant, else the option of a component of this section, else the key of that name in another section,
+    else what is known here."""
     close = [name for name in siblings if did_you_mean(path[-1], [name])]
     if close:
         return did_you_mean(".".join(path), [".".join((*path[:-1], name)) for name in close])
+    option = _option_of_a_component(path, root)
+    if option:
+        return f" Did you mean '{option}'?"
     everywhere = {key: key.split(".")[-1] for key in config_keys(root)}
     same = [key for key, name in everywhere.items() if name == path[-1]]
     same = same or [key for key, name in everywhere.items() if did_you_mean(path[-1], [name])]
     if same:
         return f" Did you mean '{same[0]}'?"
     return f" Known keys{' of ' + '.'.join(path[:-1]) if path[:-1] else ''}: {', '.join(siblings)}."
+
+
+def _option_of_a_component(path: tuple[str, ...], root: type) -> str | None:
+    """The component, or its option, that a key of its section was meant for: trainer.min_lr -> trainer.schedule.min_lr."""
+    for hint, place in _component_hints(root, ()):
+        if place[:-1] != path[:-1] or len(path) == 1:
+            continue
+        single = is_component(hint)
+        kind = next(item for item in (hint if single else typing.get_args(hint)[0]).__metadata__ if isinstance(item, Kind))
+        for name in kind.names():
+            with contextlib.suppress(RLFlowError):
+                options = difflib.get_close_matches(path[-1], kind.options(name), n=1)
+                if name == path[-1] or options:
+                    return ".".join((*place, *options) if single and options else place)
+    return None

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from rlflow.components import SINK
 from rlflow.errors import CheckpointError, MissingPackageError
 from rlflow.storage.files import write_text
 
@@ -73,7 +74,7 @@ class TensorBoardSink:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError:
             raise MissingPackageError(
-                "metrics.tensorboard: the package 'tensorboard' is not installed: pip install 'rlflow[tensorboard]'."
+                "metrics.sinks: the package 'tensorboard' is not installed: pip install 'rlflow[tensorboard]'."
             ) from None
         purge_step = None if resumed_step is None else resumed_step + 1
         self.writer = SummaryWriter(str(Path(directory) / "tensorboard"), purge_step=purge_step)
@@ -89,24 +90,30 @@ class TensorBoardSink:
 class WandbSink:
     """Writes to a Weights & Biases run. `config` is uploaded: hand over the redacted one.
 
-    The run's id is kept in `<directory>/wandb/run_id.txt`; with `resumed` its curves go on. Weights & Biases never takes a
+    The run's id is kept in `<directory>/wandb/run_id.txt`; with `resumed_step` its curves go on. Weights & Biases never takes a
     step back, so steps are a metric of their own: those made again after a resume are shown again, none is dropped."""
 
     def __init__(
-        self, directory: str | Path, project: str, name: str, config: Mapping[str, Any], resumed: bool = False
+        self,
+        directory: str | Path,
+        *,
+        project: str = "rlflow",
+        run_name: str = "run",
+        config: Mapping[str, Any] | None = None,
+        resumed_step: int | None = None,
     ) -> None:
         try:
             import wandb
         except ImportError:
             raise MissingPackageError(
-                "metrics.wandb: the package 'wandb' is not installed: pip install 'rlflow[wandb]'."
+                "metrics.sinks: the package 'wandb' is not installed: pip install 'rlflow[wandb]'."
             ) from None
         kept = Path(directory) / "wandb" / "run_id.txt"
-        known = kept.read_text(encoding="utf-8").strip() if resumed and kept.is_file() else ""
+        known = kept.read_text(encoding="utf-8").strip() if resumed_step is not None and kept.is_file() else ""
         run_id = known or uuid.uuid4().hex
         kept.parent.mkdir(parents=True, exist_ok=True)
         kept.write_text(run_id + "\n", encoding="utf-8")
-        options = {"project": project, "name": name, "dir": str(directory), "config": dict(config)}
+        options = {"project": project, "name": run_name, "dir": str(directory), "config": dict(config or {})}
         self.run = wandb.init(id=run_id, resume="allow", **options)
         self.run.define_metric("step")
         self.run.define_metric("*", step_metric="step")
@@ -120,25 +127,21 @@ class WandbSink:
 
 def make_sinks(
     directory: str | Path,
+    components: Sequence[str | Mapping[str, Any]],
     *,
-    tensorboard: bool = False,
-    wandb: bool = False,
-    project: str = "rlflow",
-    name: str = "run",
+    run_name: str = "run",
     config: Mapping[str, Any] | None = None,
     resumed_step: int | None = None,
 ) -> list[Sink]:
-    """The optional sinks that a configuration asks for.
+    """The named sinks of a run: [tensorboard, {name: wandb, project: x}].
 
     Raises:
+        ConfigError: an unknown name or keyword.
         MissingPackageError: a sink's package is not installed.
     """
-    sinks: list[Sink] = []
-    if tensorboard:
-        sinks.append(TensorBoardSink(directory, resumed_step))
-    if wandb:
-        sinks.append(WandbSink(directory, project, name, config or {}, resumed=resumed_step is not None))
-    return sinks
+    offered = {"directory": directory, "run_name": run_name, "config": config, "resumed_step": resumed_step}
+    places = [f"metrics.sinks[{index}]" for index in range(len(components))]
+    return [SINK.build(component, place, **offered) for component, place in zip(components, places, strict=True)]
 
 
 def read_metrics(path: str | Path) -> list[dict[str, float]]:

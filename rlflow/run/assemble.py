@@ -13,13 +13,12 @@ from rlflow.components import ENGINE, ENVIRONMENT
 from rlflow.config.loading import redact, save_config, to_dict
 from rlflow.config.schema import RunConfig
 from rlflow.environment import Environment
-from rlflow.errors import ConfigError, DataError
+from rlflow.errors import DataError
 from rlflow.metrics.sinks import MetricsLog, make_sinks
 from rlflow.rollout import Rollout, Tokenizer
 from rlflow.run.directory import RunDirectory
 from rlflow.run.preflight import run_path
 from rlflow.trainer.base import Trainer
-from rlflow.trainer.layout import Layout
 from rlflow.types import Task
 
 logger = logging.getLogger(__name__)
@@ -86,21 +85,12 @@ def make_trainer(config: RunConfig) -> Trainer:
 
     Raises ConfigError where ranks and parallel sizes do not fit, MissingPackageError without Ray.
     """
-    section = config.trainer
+    section, ranks = config.trainer.decaying_over(config.updates), config.cluster.ranks
+    section.check(ranks)
     options = dataclasses.asdict(section)
-    updates_per_step = config.algorithm.minibatches_per_step * config.algorithm.epochs_per_step
-    if section.lr_decay_steps is None:
-        options["lr_decay_steps"] = config.run.steps * updates_per_step
-    options |= {"dtype": config.model.dtype, "trust_remote_code": config.model.trust_remote_code}
-    options["seed"] = config.run.seed
-    ranks = config.cluster.ranks
-    Layout.of(section).data_parallel(ranks)
+    options |= {"dtype": config.model.dtype, "trust_remote_code": config.model.trust_remote_code, "seed": config.run.seed}
     if ranks == 0:
         return Trainer.from_pretrained(config.model.path, **options)
-    if section.backend == "reference" and ranks > 1:
-        raise ConfigError(
-            f"cluster.ranks: the reference backend runs on one device, found {ranks} ranks; set ranks to 0"
-        )
     return RayTrainer(config.model.path, **dataclasses.asdict(config.cluster), **options)
 
 

@@ -13,7 +13,6 @@ from rlflow.models.architecture import architecture
 from rlflow.models.huggingface import WeightFiles, read_config
 from rlflow.run.directory import RunDirectory
 from rlflow.storage.files import read_json
-from rlflow.trainer.layout import Layout
 
 
 def check_start(config: RunConfig) -> None:
@@ -26,7 +25,7 @@ def check_start(config: RunConfig) -> None:
         raise ConfigError(
             "model.path: expected a HuggingFace model directory, found nothing; set it, or give --model PATH."
         )
-    Layout.of(config.trainer).check_model(architecture(read_config(config.model.path)))
+    config.trainer.layout.check_model(architecture(read_config(config.model.path)))
     WeightFiles(config.model.path)
     _check_packages(config)
     if config.run.resume_step is not None and not config.run.resume:
@@ -56,11 +55,12 @@ def finished_summary(config: RunConfig) -> dict[str, Any] | None:
 
 
 def _check_packages(config: RunConfig) -> None:
+    sinks = {sink["name"] for sink in config.metrics.sinks}
     needed = (
         ("cluster.ranks", config.cluster.ranks > 0, "ray", "rlflow[ray]"),
-        ("metrics.tensorboard", config.metrics.tensorboard, "tensorboard", "rlflow[tensorboard]"),
+        ("metrics.sinks", "tensorboard" in sinks, "tensorboard", "rlflow[tensorboard]"),
         ("metrics.picture", config.metrics.picture, "matplotlib", "matplotlib"),
-        ("metrics.wandb", config.metrics.wandb, "wandb", "rlflow[wandb]"),
+        ("metrics.sinks", "wandb" in sinks, "wandb", "rlflow[wandb]"),
         ("trainer.backend=megatron", config.trainer.backend == "megatron", "megatron", "megatron-core"),
     )
     for key, asked, package, extra in needed:

@@ -9,7 +9,8 @@ from typing import Any
 
 from torch import Tensor
 
-from rlflow.errors import ConfigError, did_you_mean
+from rlflow.components import TRAINER
+from rlflow.trainer.options import TrainerOptions
 from rlflow.types import Batch, Loss, LossResult, PolicyOutput
 
 LossFunction = Callable[[PolicyOutput, Batch], LossResult]
@@ -22,16 +23,14 @@ class Trainer(ABC):
 
     @staticmethod
     def from_pretrained(path: str | Path, backend: str = "megatron", **options: Any) -> Trainer:
-        """A trainer over the weights of a HuggingFace directory. backend: megatron, or reference (one device, plain torch)."""
-        if backend == "megatron":
-            from rlflow.trainer.megatron import MegatronTrainer
+        """A trainer over the weights of a HuggingFace directory. backend: megatron, reference (one device, plain torch), one of
+        an installed package, `package.module:Name` or `file.py:Name`. options: those of `TrainerOptions`, dtype, seed,
+        trust_remote_code. Raises ConfigError."""
+        return TRAINER.resolve(backend, "trainer.backend")(path, **options)
 
-            return MegatronTrainer(path, **options)
-        if backend == "reference":
-            from rlflow.trainer.reference import ReferenceTrainer
-
-            return ReferenceTrainer(path, **options)
-        raise ConfigError(f"trainer.backend: unknown '{backend}'.{did_you_mean(backend, ['megatron', 'reference'])}")
+    @classmethod
+    def check_options(cls, options: TrainerOptions, ranks: int = 0) -> None:
+        """Raises ConfigError for what this backend cannot do."""
 
     @abstractmethod
     def score(self, batch: Batch, model: str = "policy", want: Sequence[str] = ("logprobs",)) -> dict[str, Tensor]:

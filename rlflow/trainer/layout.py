@@ -7,10 +7,11 @@ from typing import Any
 
 from rlflow.errors import ConfigError
 from rlflow.models.architecture import Architecture
+from rlflow.values import PositiveInt, checked
 
 
 @dataclass(frozen=True)
-class Layout:
+class ParallelLayout:
     """The sizes of Megatron's parallel dimensions; what remains of the ranks is data parallel. Any product is allowed.
 
     `virtual_pipeline`: model chunks per pipeline rank, which take turns (the interleaved schedule). Raises ConfigError
@@ -24,9 +25,7 @@ class Layout:
 
     def __post_init__(self) -> None:
         for name in ("tensor_parallel", "pipeline_parallel", "context_parallel", "virtual_pipeline"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or value < 1:
-                raise ConfigError(f"trainer.{name}: expected a whole number from 1, found {value!r}.")
+            checked(PositiveInt, getattr(self, name), f"trainer.{name}")
         if self.sequence_parallel and self.tensor_parallel == 1:
             raise ConfigError(
                 "trainer.sequence_parallel: splits tokens over the tensor-parallel ranks; expected trainer.tensor_parallel "
@@ -39,7 +38,7 @@ class Layout:
             )
 
     @classmethod
-    def of(cls, section: Any) -> Layout:
+    def of(cls, section: Any) -> ParallelLayout:
         """The layout that an object with attributes of these names asks for, such as the `trainer` section."""
         return cls(**{field.name: getattr(section, field.name) for field in fields(cls)})
 

@@ -33,109 +33,77 @@ from rlflow.storage.integrity import (
     write_manifest,
 )
 from rlflow.trainer.base import LossFunction, Trainer
-from rlflow.trainer.layout import Layout
+from rlflow.trainer.options import TrainerOptions, torch_dtype
 from rlflow.trainer.reducing import combine, finish_metrics, reduce_tokens
-from rlflow.trainer.schedule import learning_rate
 from rlflow.types import Batch, Loss, PolicyOutput, as_loss
 
 FILES = ("policy.safetensors", "snapshots.safetensors", "optimizer.pt")
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+CANNOT = {
+    "packing": "pads",
+    "distributed_optimizer": "runs on one device",
+    "recompute": "keeps all activations",
+    "offload_snapshots": "runs on one device",
+    "release_gradients": "runs on one device",
+}
+"""Options that must stay as they are by default, and why."""
 
 
 class ReferenceTrainer(Trainer):
-    """Takes the keywords of the Megatron trainer; every parallel size must be 1.
+    """Takes the keywords of every trainer (`TrainerOptions`), but for what needs more than one device.
 
     Parameters, gradients and optimizer state are float32; dtype bfloat16 computes under autocast and gives out bfloat16
-    weights. Weight decay is decoupled and spares 1-D parameters (norms, biases), as Megatron's does. `seed` and
-    `logits_chunk_mib` are accepted because every trainer takes them; logits are whole here.
+    weights. `seed` and `logits_chunk_mib` are accepted because every trainer takes them; logits are whole here.
     """
 
     def __init__(
         self,
         path: str | Path,
         *,
-        tensor_parallel: int = 1,
-        pipeline_parallel: int = 1,
-        context_parallel: int = 1,
-        virtual_pipeline: int = 1,
-        sequence_parallel: bool = False,
-        distributed_optimizer: bool = False,
-        recompute: str = "none",
-        lr: float = 1e-6,
-        lr_schedule: str = "constant",
-        lr_warmup_steps: int = 0,
-        lr_decay_steps: int | None = None,
-        min_lr: float = 0.0,
-        beta1: float = 0.9,
-        beta2: float = 0.95,
-        eps: float = 1e-8,
-        weight_decay: float = 0.01,
-        max_gradient_norm: float = 1.0,
-        tokens_per_microbatch: int = 16384,
-        packing: bool = False,
-        logits_chunk_mib: float = 512.0,
-        offload_optimizer: bool = False,
-        offload_snapshots: bool = False,
-        release_gradients: bool = False,
         dtype: str = "float32",
         seed: int = 0,
         trust_remote_code: bool = False,
         device: str | None = None,
+        **options: Any,
     ) -> None:
-        layout = Layout(tensor_parallel, pipeline_parallel, context_parallel, virtual_pipeline, sequence_parallel)
-        if layout != Layout():
-            raise ConfigError(
-                f"trainer: the reference backend runs on one device; found tensor_parallel {tensor_parallel}, "
-                f"pipeline_parallel {pipeline_parallel}, context_parallel {context_parallel}; set them to 1 or "
-                "trainer.backend to megatron"
-            )
-        if recompute != "none":
-            raise ConfigError(
-                f"trainer.recompute: 'reference' keeps all activations; expected none, found '{recompute}'. "
-                "Use trainer.backend=megatron."
-            )
-        only_megatron = {
-            "distributed_optimizer": distributed_optimizer,
-            "offload_optimizer": offload_optimizer,
-            "offload_snapshots": offload_snapshots,
-            "release_gradients": release_gradients,
-        }
-        for name, value in only_megatron.items():
-            if value:
-                raise ConfigError(f"trainer.{name}: the reference backend runs on one device; set it to false.")
-        if packing:
-            raise ConfigError(
-                "trainer.packing: 'reference' pads; expected false, found true. Use trainer.backend=megatron."
-            )
-        if dtype not in DTYPES:
-            raise ConfigError(
-                f"model.dtype: expected float32 or bfloat16, found '{dtype}'.{did_you_mean(dtype, DTYPES)}"
-            )
-        self.schedule: dict[str, Any] = {
-            "lr": lr,
-            "schedule": lr_schedule,
-            "warmup_steps": lr_warmup_steps,
-            "decay_steps": lr_decay_steps,
-            "min_lr": min_lr,
-        }
-        learning_rate(0, **self.schedule)  # a bad schedule is an error now, not after the first rollout
-        self.dtype = DTYPES[dtype]
+        given = TrainerOptions.of(options)
+        self.check_options(given)
+        adamw = given.adamw
+        self.learning_rate = given.learning_rate()
+        self.dtype = torch_dtype(dtype)
         self.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-        self.max_gradient_norm = max_gradient_norm
-        self.tokens_per_microbatch = tokens_per_microbatch
+        self.max_gradient_norm = given.max_gradient_norm
+        self.tokens_per_microbatch = given.tokens_per_microbatch
         self.model = load_model(path, trust_remote_code).to(self.device)
         parameters = list(self.model.parameters())
         self.optimizer = torch.optim.AdamW(
             [
-                {"params": [p for p in parameters if p.dim() > 1], "weight_decay": weight_decay},
+                {"params": [p for p in parameters if p.dim() > 1], "weight_decay": adamw.weight_decay},
                 {"params": [p for p in parameters if p.dim() <= 1], "weight_decay": 0.0},
             ],
-            lr=lr,
-            betas=(beta1, beta2),
-            eps=eps,
+            lr=given.lr,
+            betas=(adamw.beta1, adamw.beta2),
+            eps=adamw.eps,
         )
         self.updates = 0  # optimizer steps so far; the learning rate follows them
         self.snapshots: dict[str, dict[str, Tensor]] = {}
+
+    @classmethod
+    def check_options(cls, options: TrainerOptions, ranks: int = 0) -> None:
+        if options.layout.model_ranks > 1 or ranks > 1:
+            raise ConfigError(
+                "trainer.backend: 'reference' runs on one device; expected tensor_parallel, pipeline_parallel, "
+                f"context_parallel and cluster.ranks at most 1, found {options.tensor_parallel}, "
+                f"{options.pipeline_parallel}, {options.context_parallel}, {ranks}."
+            )
+        if options.adamw.offload:
+            raise ConfigError("trainer.optimizer.offload: 'reference' runs on one device; expected false, found true.")
+        for name, why in CANNOT.items():
+            found, expected = getattr(options, name), getattr(TrainerOptions, name)
+            if found != expected:
+                raise ConfigError(
+                    f"trainer.{name}: 'reference' {why}; expected {str(expected).lower()}, found {str(found).lower()}. "
+                    "Use trainer.backend=megatron."
+                )
 
     @torch.no_grad()
     def score(self, batch: Batch, model: str = "policy", want: Sequence[str] = ("logprobs",)) -> dict[str, Tensor]:
@@ -170,7 +138,7 @@ class ReferenceTrainer(Trainer):
                 found = reduce_tokens(value, part, loss.reductions.get(name, "mean"))
                 totals[name] = combine(totals.get(name), found, loss.reductions.get(name, "mean"))
         totals = finish_metrics(totals, loss.reductions, batch)
-        rate = learning_rate(self.updates, **self.schedule)
+        rate = self.learning_rate(self.updates)
         norm = self._step(rate)
         counts = {"tokens": float(batch.lengths.sum()), "microbatches": float(len(microbatches))}
         return {**totals, "gradient_norm": norm, "lr": rate, **counts}

@@ -18,10 +18,9 @@ RANKS = 4
 UPDATES = 3
 OPTIONS: dict[str, Any] = {
     "lr": 1e-3,
-    "lr_schedule": "cosine",
-    "lr_decay_steps": 10,
+    "schedule": {"name": "cosine", "decay_steps": 10},
     "tokens_per_microbatch": 96,
-    "eps": 1e-5,
+    "optimizer": {"name": "adamw", "eps": 1e-5},
 }
 """Rows of up to 32 tokens, so an update of 11 rows takes several micro-batches of different shapes. With Adam's usual eps
 an element with nearly no gradient moves by its rounding error divided by its own size, the same in any implementation."""

@@ -18,9 +18,10 @@ import torch
 from rlflow.algorithms import EntropyLoss, PPOClipLoss, SumLoss, token_weights
 from rlflow.batching import make_batch
 from rlflow.cluster.trainer import RayTrainer
-from rlflow.config.schema import ClusterSection, ModelSection, RunConfig, TrainerSection
+from rlflow.config.schema import ClusterSection, ModelSection, RunConfig
 from rlflow.errors import ConfigError, MissingPackageError, RLFlowError
 from rlflow.run.assemble import make_trainer
+from rlflow.trainer.options import TrainerOptions
 from rlflow.trainer.reference import ReferenceTrainer
 from rlflow.types import Batch, PolicyOutput, Segment, StopReason, Trajectory
 from tests import rounding
@@ -28,7 +29,8 @@ from tests.fixtures import tiny_model
 
 # Not importorskip: importing Ray here would decide where it listens before rlflow can.
 needs_ray = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="pip install 'rlflow[ray]'")
-OPTIONS = {"lr": 1e-2, "eps": 1e-3, "max_gradient_norm": 0.5}  # a small eps would turn rounding into Adam's direction
+ADAMW = {"name": "adamw", "eps": 1e-3}  # a small eps would turn rounding into Adam's direction
+OPTIONS = {"lr": 1e-2, "optimizer": ADAMW, "max_gradient_norm": 0.5}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,7 +66,7 @@ def batch() -> Batch:
 
 @pytest.fixture(scope="module")
 def two_ranks(model_path) -> Iterator[RayTrainer]:
-    section = TrainerSection(tensor_parallel=2, **OPTIONS)
+    section = TrainerOptions(tensor_parallel=2, **OPTIONS)
     trainer = make_trainer(
         config_of(model=ModelSection(path=str(model_path)), trainer=section, cluster=ClusterSection(ranks=2))
     )
@@ -230,7 +232,7 @@ def config_of(**changes: object) -> RunConfig:
     ],
 )
 def test_ranks_that_do_not_fit_fail_before_anything_starts(trainer, ranks, message):
-    config = config_of(trainer=TrainerSection(**trainer), cluster=ClusterSection(ranks=ranks))
+    config = config_of(trainer=TrainerOptions(**trainer), cluster=ClusterSection(ranks=ranks))
     before = len(descendants())
     with pytest.raises(ConfigError, match=message):
         make_trainer(config)
@@ -240,13 +242,12 @@ def test_ranks_that_do_not_fit_fail_before_anything_starts(trainer, ranks, messa
 def test_without_ranks_the_trainer_is_in_this_process_and_decays_over_the_run(model_path):
     config = config_of(
         model=ModelSection(path=str(model_path)),
-        trainer=TrainerSection(backend="reference", lr_schedule="cosine", lr=0.5),
+        trainer=TrainerOptions(backend="reference", schedule={"name": "cosine"}, lr=0.5),
     )
     config.run.steps, config.algorithm.minibatches_per_step, config.algorithm.epochs_per_step = 7, 2, 3
     trainer = make_trainer(config)
     assert isinstance(trainer, ReferenceTrainer)
-    assert trainer.schedule["decay_steps"] == 42
-    assert trainer.schedule["lr"] == 0.5
+    assert trainer.learning_rate(0) == 0.5 and trainer.learning_rate(41) > 0 == trainer.learning_rate(42)
 
 
 def test_a_missing_ray_says_how_to_install_it(model_path, monkeypatch):

@@ -58,7 +58,7 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Demo:
 
         write_tokenizer(policy)
         write_random_model(policy)
-    config = load_config(RECIPE / "config" / "demo.yaml", [f"model.path={policy}", "trainer.lr_warmup_steps=1"])
+    config = load_config(RECIPE / "config" / "demo.yaml", [f"model.path={policy}", "trainer.schedule.warmup_steps=1"])
     world = {"directory": str(directory / "world"), "size": 0.1, "train_questions": 60, "val_questions": 20}
     environment = SearchEnvironment(world=world, retriever="bm25")
     tasks = environment.tasks("train")

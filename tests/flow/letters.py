@@ -68,7 +68,7 @@ def letters_config(model: Path, runs: Path, *overrides: str) -> RunConfig:
         f"run.directory={runs}/{{name}}", "run.name=letters", "run.steps=40", f"model.path={model}",
         f"environment={{name: '{REFERENCE}'}}", "rollout.prompts_per_step=12", "rollout.samples_per_prompt=8",
         "rollout.max_turns=2", "rollout.max_response_tokens=2", "rollout.max_total_tokens=16",
-        "trainer.lr=5e-3", "trainer.weight_decay=0.0", "trainer.beta2=0.99", "evaluation.every_steps=10",
+        "trainer.lr=5e-3", "trainer.optimizer={name: adamw, weight_decay: 0, beta2: 0.99}", "evaluation.every_steps=10",
         "evaluation.temperature=1.0", "checkpoint.every_steps=10", "metrics.progress=none",
     ]  # fmt: skip
     return load_config(None, [*values, *overrides])

@@ -149,7 +149,7 @@ def test_a_mistake_is_one_line_that_says_how_to_mend_it_and_leaves_no_trace(
 
 @pytest.mark.parametrize(
     "package, arguments",
-    [("ray", ["cluster.ranks=1"]), ("tensorboard", ["metrics.tensorboard=true"]), ("wandb", ["metrics.wandb=true"])],
+    [("ray", ["cluster.ranks=1"]), ("tensorboard", ["metrics.sinks=[tensorboard]"]), ("wandb", ["metrics.sinks=[wandb]"])],
 )
 def test_a_missing_package_is_named_with_the_command_that_installs_it(
     package: str,

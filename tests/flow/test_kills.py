@@ -123,7 +123,7 @@ def test_a_run_over_ray_resumes_to_1e_6_there_and_in_other_layouts(model: Path, 
         "run.steps=6",
         "checkpoint.every_steps=3",
         "evaluation.at_start=false",
-        "trainer.eps=1e-5",
+        "trainer.optimizer.eps=1e-5",
     )
     train(letters_config(model, tmp_path, *options, *TP2_PP2))
     whole = RunDirectory(tmp_path / "letters")

@@ -27,7 +27,7 @@ ROOT = Path(__file__).resolve().parents[2]
 STEPS = 9
 DETERMINISTIC = (
     f"run.steps={STEPS}", "run.deterministic=true", "evaluation.every_steps=3", "checkpoint.every_steps=2", "checkpoint.keep=3",
-    "trainer.lr_decay_steps=20", "trainer.lr_schedule=cosine", "trainer.lr_warmup_steps=2", "algorithm.minibatches_per_step=2",
+    "trainer.schedule={name: cosine, warmup_steps: 2, decay_steps: 20}", "algorithm.minibatches_per_step=2",
     "algorithm.losses=[{name: ppo_clip}, {name: kl, coefficient: 0.01}]", "metrics.picture=false",
 )  # fmt: skip
 """Everything that a resumed run has to find again: schedule, moments, reference policy, order of tasks and minibatches."""

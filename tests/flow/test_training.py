@@ -164,8 +164,8 @@ def test_backends_follow_the_same_curve(model: Path, tmp_path: Path) -> None:
     for backend in ("megatron", "reference"):
         options = [f"trainer.backend={backend}", "run.steps=6", "evaluation.every_steps=3", "run.deterministic=true",
                    "algorithm.losses=[{name: ppo_clip}, {name: kl, coefficient: 0.01}, {name: entropy, coefficient: 0.01}]",
-                   "algorithm.losses.0.anchor=proximal", "algorithm.minibatches_per_step=2", "trainer.eps=1e-4",
-                   "trainer.lr_schedule=cosine", "trainer.weight_decay=0.05", "checkpoint.export=false"]  # fmt: skip
+                   "algorithm.losses.0.anchor=proximal", "algorithm.minibatches_per_step=2", "trainer.optimizer.eps=1e-4",
+                   "trainer.schedule=cosine", "trainer.optimizer.weight_decay=0.05", "checkpoint.export=false"]  # fmt: skip
         runs[backend] = Finished.of(letters_config(model, tmp_path / backend, *options)).records
     for step, (one, other) in enumerate(zip(*runs.values(), strict=True)):
         names = {name for name in one if not name.startswith(("time", "speed", "memory"))}

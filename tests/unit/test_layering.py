@@ -21,7 +21,7 @@ ALLOWED: dict[str, set[str]] = {
     "components": {"values", "errors"},
     "storage": {"errors"},
     "models": {"storage", "errors"},
-    "metrics": {"storage", "errors"},
+    "metrics": {"components", "storage", "errors"},
     "environment": {"metrics", *BASIS},
     "batching": BASIS,
     "algorithms": {"values", *BASIS},

@@ -15,6 +15,7 @@ from collections.abc import Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+from rlflow.components import takes
 from rlflow.errors import ConfigError, MissingPackageError, did_you_mean
 from rlflow_environments.common.http import GaveUp, Retryable, RetryPolicy
 from rlflow_environments.retrieval.client.answers import NotASearchServer, SearchRequest, page_request, search_request
@@ -290,8 +291,9 @@ class HttpRetriever(AsyncRetriever):
             raise
 
 
+@takes(HttpRetriever)
 def http_retriever(
-    corpus: object, *, url: str | None = None, urls: str | Sequence[str] | None = None, **options: Any
+    corpus: Sequence[Passage] | None = None, *, url: str | None = None, urls: str | Sequence[str] | None = None, **options: Any
 ) -> HttpRetriever:
     """The retriever of a configuration's `{name: http, url: ...}`; further options are those of HttpRetriever. The servers
     bring the documents."""

@@ -9,3 +9,6 @@ from rlflow_environments.retrieval.encoders.ngram import NgramEncoder, split_wor
 from rlflow_environments.retrieval.encoders.rules import encoder_family
 
 __all__ = ["Encoder", "NgramEncoder", "encoder_family", "make_encoder", "split_words"]
+
+BUILT_IN = {"hashed": "rlflow_environments.retrieval.encoders.ngram:NgramEncoder"}
+"""Encoders: name -> `module:Name`. Any other name is a model's."""

@@ -24,3 +24,16 @@ __all__ = [
     "brings_documents",
     "make_retriever",
 ]
+
+_FOLDER = "rlflow_environments.retrieval.indices"
+BUILT_IN = {
+    "bm25": f"{_FOLDER}.make:bm25_retriever",
+    "dense": f"{_FOLDER}.dense:faiss_retriever",
+    "faiss": f"{_FOLDER}.dense:faiss_retriever",
+    "torch": f"{_FOLDER}.dense:torch_retriever",
+    "hybrid": f"{_FOLDER}.make:hybrid_retriever",
+    "qdrant": f"{_FOLDER}.qdrant:qdrant_retriever",
+    "http": "rlflow_environments.retrieval.client.client:http_retriever",
+    "random": f"{_FOLDER}.make:random_retriever",
+}
+"""Retrievers: name -> `module:Name`. `dense` and `faiss` are the same."""

@@ -8,9 +8,10 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from rlflow.components import takes
 from rlflow.errors import ConfigError, DataError
 from rlflow_environments.retrieval.corpus import Passage
-from rlflow_environments.retrieval.encoders import Encoder
+from rlflow_environments.retrieval.encoders import Encoder, NgramEncoder
 from rlflow_environments.retrieval.indices.base import CorpusRetriever, Ranking, Retriever
 from rlflow_environments.retrieval.indices.faiss_index import FaissIndex, new_index, read_index
 from rlflow_environments.retrieval.indices.opening import check_count, encoder_of, open_index, verify_encoder
@@ -55,6 +56,7 @@ class DenseIndex:
         return rankings
 
 
+@takes(NgramEncoder)
 def faiss_retriever(
     corpus: Sequence[Passage],
     *,
@@ -94,6 +96,7 @@ def faiss_retriever(
     return retriever
 
 
+@takes(NgramEncoder)
 def torch_retriever(
     corpus: Sequence[Passage],
     *,

@@ -10,9 +10,10 @@ from typing import Any
 
 import numpy as np
 
+from rlflow.components import takes
 from rlflow.errors import ConfigError, DataError, did_you_mean
 from rlflow_environments.retrieval.corpus import Passage, make_passage
-from rlflow_environments.retrieval.encoders import Encoder
+from rlflow_environments.retrieval.encoders import Encoder, NgramEncoder
 from rlflow_environments.retrieval.indices import qdrant_collections as collections
 from rlflow_environments.retrieval.indices.base import Retriever, check_top_k
 from rlflow_environments.retrieval.indices.exact import OVERFETCH
@@ -54,6 +55,7 @@ class QdrantRetriever(Retriever):
         return results
 
 
+@takes(NgramEncoder)
 def qdrant_retriever(
     corpus: Sequence[Passage] | None,
     *,

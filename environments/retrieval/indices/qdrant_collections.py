@@ -16,9 +16,9 @@ from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
+from rlflow.components import check_options
 from rlflow.errors import ConfigError, DataError
 from rlflow_environments.common.http import GaveUp, Retryable, RetryPolicy, check_status
-from rlflow_environments.common.options import check_options
 from rlflow_environments.common.progress import StageProgress
 from rlflow_environments.retrieval.errors import RetrievalError
 from rlflow_environments.retrieval.indices.base import missing
@@ -363,9 +363,9 @@ def _search_params(options: SearchOptions) -> Any:
 def check_quantization(quantization: Mapping[str, Any] | None) -> None:
     """Raises ConfigError for a parameter that Qdrant does not have."""
 
-    def known(*, ignore: bool, rescore: bool, oversampling: float) -> None: ...
+    def known(*, ignore: bool = False, rescore: bool = False, oversampling: float = 1.0) -> None: ...
 
-    check_options("retriever qdrant.quantization", quantization or {}, (known,))
+    check_options(quantization or {}, known, where="retriever qdrant.quantization")
 
 
 def _client_class() -> Any:

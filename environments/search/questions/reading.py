@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Union
 
+from rlflow.components import check_options
 from rlflow.errors import ConfigError, DataError, did_you_mean
 from rlflow.types import Task
 from rlflow_environments.common.jsonl import BadRow, kind_of, refuse, text_of
-from rlflow_environments.common.options import check_options
 from rlflow_environments.search.protocols.text import render_prompt
 from rlflow_environments.search.questions.row_formats import ROW_FORMATS, RowFormat, gold_answers, prompt_of, row_id
 from rlflow_environments.search.questions.sets import find_sets, set_name
@@ -35,7 +35,8 @@ def read_tasks(source: QuestionSource, split: str, prompt_template: str = "searc
     """
     options = dict(source) if isinstance(source, Mapping) else {"path": source}
     paths = options.pop("path", None)
-    check_options(f"environment.{split}", options, [read_files])
+    reserved = ("paths", "split", "prompt_template")
+    options = check_options(options, read_files, where=f"environment.{split}", reserved=reserved)
     if isinstance(paths, (str, Path)):
         paths = [paths]
     if not isinstance(paths, Sequence) or not paths:

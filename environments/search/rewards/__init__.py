@@ -7,3 +7,9 @@ from rlflow_environments.search.rewards.score import Score
 from rlflow_environments.search.rewards.transcript import Transcript
 
 __all__ = ["RULES", "RULE_SCORES", "Reward", "Score", "Transcript", "make_reward", "rule_scores"]
+
+BUILT_IN = {
+    **{name: f"{rule.__module__}:{rule.__name__}" for name, rule in RULES.items()},
+    "judge": "rlflow_environments.search.rewards.judge:Judge",
+}
+"""Rewards: name -> `module:Name`."""

@@ -10,8 +10,8 @@ from __future__ import annotations
 import re
 import string
 from collections.abc import Callable, Sequence
+from typing import Literal
 
-from rlflow.errors import ConfigError, did_you_mean
 from rlflow_environments.search.rewards import scoring
 from rlflow_environments.search.rewards.transcript import Transcript
 
@@ -36,17 +36,13 @@ def asearcher_em(transcript: Transcript) -> float:
     return _best(_exact_match, scoring.extract_answer(transcript.model_text), transcript.golds)
 
 
-def asearcher_compat(transcript: Transcript, *, base: str = "f1") -> float:
+def asearcher_compat(transcript: Transcript, *, base: Literal["f1", "em"] = "f1") -> float:
     """The reward of the ASearcher recipes: base (f1 or em) times 1 or 0 for form, and the validity penalty.
 
     Where the row has `aug_answer`, the base is 0.7 * score + 0.3 * max(score, score against it). The penalty of -0.5 replaces
     everything else if the prompt does not offer the answer "the question is invalid" and the answer contains one of four
     words as a substring, case-sensitively: "question mark" is punished too.
     """
-    if base not in _BASES:
-        raise ConfigError(
-            f"reward asearcher_compat.base: expected one of {', '.join(_BASES)}, found '{base}'.{did_you_mean(base, _BASES)}"
-        )
     answer = scoring.extract_answer(transcript.model_text)
     refused = answer is not None and any(word in answer for word in _PENALIZED)
     if refused and INVALID_QUESTION not in transcript.prompt_text:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from rlflow.errors import ConfigError
 from rlflow.storage.files import write_text
+from rlflow.values import NonNegativeFloat, PositiveFloat, PositiveInt
 from rlflow_environments.common.endpoint import (
     ChatEndpoint,
     EndpointError,
@@ -60,10 +61,10 @@ class Judge:
         url: str,
         model: str,
         api_key_variable: str = "OPENAI_API_KEY",
-        timeout_s: float = 60.0,
-        tries: int = 5,
-        concurrency: int = 32,
-        temperature: float = 0.0,
+        timeout_s: PositiveFloat = 60.0,
+        tries: PositiveInt = 5,
+        concurrency: PositiveInt = 32,
+        temperature: NonNegativeFloat = 0.0,
         cache: str | Path | None = None,
         seed: int = 0,
     ) -> None:

@@ -7,9 +7,7 @@ import inspect
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
-from rlflow.errors import ConfigError, did_you_mean
-from rlflow.types import Task
-from rlflow_environments.common.options import check_options
+from rlflow.components import Kind
 from rlflow_environments.search.rewards.asearcher import asearcher_compat, asearcher_em, asearcher_f1
 from rlflow_environments.search.rewards.score import Score
 from rlflow_environments.search.rewards.searchr1 import searchr1_em, searchr1_em_format, searchr1_subem
@@ -31,34 +29,22 @@ RULES: dict[str, Rule] = {
 """Name -> (transcript, **options) -> reward."""
 RULE_SCORES = tuple(f"score_{name}" for name in RULES)
 """Names of the metrics that `rule_scores` gives."""
-JUDGE = "judge"
-_PROBE = Transcript(Task("", "", answer=[""]), ("",))
+REWARD = Kind("reward", "rlflow_environments.search.rewards", call=1)
+"""A rule, (transcript, **options) -> reward, or a class of options whose objects are a `Reward`."""
 
 
-def make_reward(component: str | Mapping[str, Any]) -> Reward:
+def make_reward(component: str | Mapping[str, Any], where: str = "environment.reward") -> Reward:
     """A reward by name and options: {"name": "searchr1_em_format", "structure": 0.2}, or just the name.
 
-    Names: those of RULES, and judge (an LLM; options: those of `judge.Judge`). Raises ConfigError for an unknown name or option.
+    Names: those of RULES, judge (an LLM; options: those of `judge.Judge`), those of installed packages, `package.module:Name` and
+    `file.py:Name`. where: the place in the configuration. Raises ConfigError for an unknown name or option.
     """
-    options = {"name": component} if isinstance(component, str) else dict(component)
-    name = options.pop("name", None)
-    if name == JUDGE:
-        from rlflow_environments.search.rewards.judge import Judge
-
-        check_options("reward judge", options, (Judge,))
-        return Judge(**_complete("reward judge", options, Judge))
-    if name not in RULES:
-        known = [*RULES, JUDGE]
-        raise ConfigError(
-            f"environment.reward: expected one of {', '.join(known)}, found {name!r}.{did_you_mean(str(name), known)}"
-        )
-    rule = RULES[name]
-    check_options(f"reward {name}", options, (rule,))
-    scored = functools.partial(rule, **options)
-    scored(_PROBE)  # a wrong value of an option is found now, not in the first episode
+    made = REWARD.build(component, where)
+    if not isinstance(made, functools.partial) or inspect.iscoroutinefunction(made.func):
+        return made
 
     async def reward(transcript: Transcript) -> Score:
-        return Score(scored(transcript))
+        return Score(made(transcript))
 
     return reward
 
@@ -66,11 +52,3 @@ def make_reward(component: str | Mapping[str, Any]) -> Reward:
 def rule_scores(transcript: Transcript) -> dict[str, float]:
     """`score_<name>` of every rule, with its default options."""
     return {name: rule(transcript) for name, rule in zip(RULE_SCORES, RULES.values(), strict=True)}
-
-
-def _complete(where: str, options: Mapping[str, Any], schema: Callable[..., Any]) -> dict[str, Any]:
-    """The options, if none that is required is missing. Raises ConfigError."""
-    for name, parameter in inspect.signature(schema).parameters.items():
-        if parameter.default is parameter.empty and name not in options:
-            raise ConfigError(f"{where}: the option '{name}' is missing.")
-    return dict(options)

@@ -24,7 +24,7 @@ from rlflow.models.architecture import Architecture, huggingface_shapes, padded_
 from rlflow.models.rules import Rule, Split
 from rlflow.models.sharding import merge, shard
 from rlflow.models.tables import EMBEDDING, TIED_OUTPUT
-from rlflow.trainer.layout import Layout
+from rlflow.trainer.layout import ParallelLayout
 from rlflow.trainer.megatron.cpu import device
 from rlflow.trainer.megatron.layers import ColumnLinear, RMSNorm, RowLinear, SwiGLU, TorchAttention
 from rlflow.trainer.megatron.logprobs import OutputLayer
@@ -150,7 +150,7 @@ def uses_transformer_engine() -> bool:
     return bool(HAVE_TE) and torch.cuda.is_available()
 
 
-def stage_of(rule: Rule, layer: int, model: Architecture, layout: Layout) -> tuple[int, int]:
+def stage_of(rule: Rule, layer: int, model: Architecture, layout: ParallelLayout) -> tuple[int, int]:
     """(pipeline rank, chunk there) that holds a tensor: layers are dealt evenly, and ranks take turns with their chunks."""
     stage = layout.stages - 1
     if rule.per_layer:
@@ -160,7 +160,7 @@ def stage_of(rule: Rule, layer: int, model: Architecture, layout: Layout) -> tup
     return stage % layout.pipeline_parallel, stage // layout.pipeline_parallel
 
 
-def parameter_name(rule: Rule, layer: int, model: Architecture, layout: Layout) -> str:
+def parameter_name(rule: Rule, layer: int, model: Architecture, layout: ParallelLayout) -> str:
     """The name of a tensor within its chunk, where layers count from 0 again."""
     return rule.megatron_name(layer % (model.layers // layout.stages), fused=uses_transformer_engine())
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
@@ -13,21 +12,7 @@ from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_mega
 
 from rlflow.errors import RLFlowError
 from rlflow.trainer.megatron.offload import HostAdamW
-
-
-@dataclass(frozen=True)
-class AdamOptions:
-    """AdamW. Weight decay spares biases and norms (Megatron's rule: every one-dimensional parameter).
-
-    `max_gradient_norm` 0 does not clip. `on_host`: moments and update in host memory."""
-
-    lr: float
-    beta1: float
-    beta2: float
-    eps: float
-    weight_decay: float
-    max_gradient_norm: float
-    on_host: bool = False
+from rlflow.trainer.optimizers import AdamW
 
 
 def wrap(chunks: Sequence[GPTModel], distributed: bool = False) -> list[DistributedDataParallel]:
@@ -39,23 +24,26 @@ def wrap(chunks: Sequence[GPTModel], distributed: bool = False) -> list[Distribu
     return [DistributedDataParallel(chunk.config, config, chunk) for chunk in chunks]
 
 
-def make_optimizer(model: Sequence[DistributedDataParallel], options: AdamOptions) -> MegatronOptimizer:
-    """Megatron's AdamW over the wrapped chunks; where they were wrapped so, its state is split over data-parallel ranks."""
+def make_optimizer(
+    model: Sequence[DistributedDataParallel], options: AdamW, lr: float, max_gradient_norm: float
+) -> MegatronOptimizer:
+    """Megatron's AdamW over the wrapped chunks; where they were wrapped so, its state is split over data-parallel ranks.
+    max_gradient_norm: 0 does not clip."""
     dtype = model[0].config.params_dtype
     config = OptimizerConfig(
         optimizer="adam",
-        lr=options.lr,
+        lr=lr,
         adam_beta1=options.beta1,
         adam_beta2=options.beta2,
         adam_eps=options.eps,
         weight_decay=options.weight_decay,
-        clip_grad=options.max_gradient_norm,
+        clip_grad=max_gradient_norm,
         bf16=dtype is torch.bfloat16,
         params_dtype=dtype,
         use_distributed_optimizer=model[0].ddp_config.use_distributed_optimizer,
     )
     optimizer = get_megatron_optimizer(config, list(model), use_gloo_process_groups=False)
-    if options.on_host:
+    if options.offload:
         for inner in getattr(optimizer, "chained_optimizers", [optimizer]):
             inner.optimizer = HostAdamW.instead_of(inner.optimizer)
     for group in optimizer.param_groups:  # Megatron leaves this to its own scheduler

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +14,12 @@ from rlflow.errors import ConfigError, DataError, RLFlowError, did_you_mean
 from rlflow.models.architecture import architecture
 from rlflow.models.huggingface import WeightFiles, read_config
 from rlflow.trainer.base import LossFunction, Trainer
-from rlflow.trainer.layout import Layout
 from rlflow.trainer.megatron import checkpoint, cpu, offload, optimizer, step, world
-from rlflow.trainer.megatron.model import RECOMPUTE, build_model, gather_weights, load_weights, named_parameters
+from rlflow.trainer.megatron.model import build_model, gather_weights, load_weights, named_parameters
+from rlflow.trainer.options import TrainerOptions, torch_dtype
 from rlflow.trainer.reducing import finish_metrics
-from rlflow.trainer.schedule import learning_rate
 from rlflow.types import Batch, Loss, as_loss
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 SCORES = ("logprobs", "entropy")
 
 
@@ -29,76 +27,42 @@ class MegatronTrainer(Trainer):
     """One rank of a Megatron trainer over the weights of a HuggingFace directory.
 
     The ranks are those of torch.distributed where the caller initialised it (data parallel = ranks / (tensor * pipeline *
-    context)); otherwise this process alone. lr_*: see `learning_rate`. tokens_per_microbatch: rows times longest row of one
-    forward pass; with `packing` (rows end to end, unpadded) the sum of their lengths. logits_chunk_mib: of float32 logits
-    that exist at a time; what a micro-batch has beyond it is computed again in the backward pass. recompute: none,
-    selective (attention and MLP) or full (whole layers). offload_*: into host memory, Adam's moments and update or the
-    weights of snapshots. release_gradients: no gradient buffers between updates. `trust_remote_code` is accepted for
-    symmetry; no code of a model directory is ever run here."""
+    context)); otherwise this process alone. options: those of `TrainerOptions`. logits_chunk_mib: what a micro-batch has beyond
+    it is computed again in the backward pass. recompute: none, selective (attention and MLP) or full (whole layers).
+    `trust_remote_code` is accepted for symmetry; no code of a model directory is ever run here."""
 
     def __init__(
         self,
         path: str | Path,
         *,
-        tensor_parallel: int = 1,
-        pipeline_parallel: int = 1,
-        context_parallel: int = 1,
-        virtual_pipeline: int = 1,
-        sequence_parallel: bool = False,
-        distributed_optimizer: bool = False,
-        recompute: str = "none",
-        lr: float = 1e-6,
-        lr_schedule: str = "constant",
-        lr_warmup_steps: int = 0,
-        lr_decay_steps: int | None = None,
-        min_lr: float = 0.0,
-        beta1: float = 0.9,
-        beta2: float = 0.95,
-        eps: float = 1e-8,
-        weight_decay: float = 0.01,
-        max_gradient_norm: float = 1.0,
-        tokens_per_microbatch: int = 16384,
-        packing: bool = False,
-        logits_chunk_mib: float = 512.0,
-        offload_optimizer: bool = False,
-        offload_snapshots: bool = False,
-        release_gradients: bool = False,
         dtype: str = "float32",
         seed: int = 0,
         trust_remote_code: bool = False,
+        **options: Any,
     ) -> None:
-        _check_choice("model.dtype", dtype, DTYPES)
-        _check_choice("trainer.recompute", recompute, RECOMPUTE)
+        given = TrainerOptions.of(options)
+        layout, adamw, weights_dtype = given.layout, given.adamw, torch_dtype(dtype)
+        self._learning_rate = given.learning_rate()
         cpu.check_version()
-        offload.check_gpu(offload_optimizer=offload_optimizer, offload_snapshots=offload_snapshots)
+        offload.check_gpu(**{"optimizer.offload": adamw.offload, "offload_snapshots": given.offload_snapshots})
         self._architecture = architecture(read_config(path))
-        layout = Layout(tensor_parallel, pipeline_parallel, context_parallel, virtual_pipeline, sequence_parallel)
         layout.check_model(self._architecture)
         weights = WeightFiles(path)
-        self._schedule: dict[str, Any] = {
-            "lr": lr,
-            "schedule": lr_schedule,
-            "warmup_steps": lr_warmup_steps,
-            "decay_steps": lr_decay_steps,
-            "min_lr": min_lr,
-        }
-        learning_rate(0, **self._schedule)  # a wrong schedule is an error now, not after the first rollout
-        self._limits = step.MicrobatchLimits(tokens_per_microbatch, packing)
-        self._offload_snapshots, self._release_gradients = offload_snapshots, release_gradients
+        self._limits = step.MicrobatchLimits(given.tokens_per_microbatch, given.packing)
+        self._offload_snapshots, self._release_gradients = given.offload_snapshots, given.release_gradients
         self._updates = 0
         self._snapshots: dict[str, dict[str, Tensor]] = {}
         self._saving: checkpoint.PendingSave | None = None
         self._world = world.join(layout, seed)
         try:
             with cpu.adapted():
-                chunk_bytes = int(logits_chunk_mib * 2**20)
-                self._chunks = build_model(self._architecture, self._world, DTYPES[dtype], chunk_bytes, recompute)
-                load_weights(self._chunks, self._architecture, self._world, weights)
-                self._model = optimizer.wrap(self._chunks, distributed_optimizer)
-                options = optimizer.AdamOptions(
-                    lr, beta1, beta2, eps, weight_decay, max_gradient_norm, offload_optimizer
+                chunk_bytes = int(given.logits_chunk_mib * 2**20)
+                self._chunks = build_model(
+                    self._architecture, self._world, weights_dtype, chunk_bytes, given.recompute
                 )
-                self._optimizer = optimizer.make_optimizer(self._model, options)
+                load_weights(self._chunks, self._architecture, self._world, weights)
+                self._model = optimizer.wrap(self._chunks, given.distributed_optimizer)
+                self._optimizer = optimizer.make_optimizer(self._model, adamw, given.lr, given.max_gradient_norm)
         except BaseException:  # nobody could close a trainer that was never made
             self.close()
             raise
@@ -114,7 +78,7 @@ class MegatronTrainer(Trainer):
         loss = as_loss(loss)
         tokens = int(batch.lengths.sum())
         microbatches = step.plan(batch, self._limits, self._world)
-        rate = learning_rate(self._updates, **self._schedule)
+        rate = self._learning_rate(self._updates)
         with cpu.adapted():
             self._set_training(True)
             if self._release_gradients:
@@ -236,8 +200,3 @@ class MegatronTrainer(Trainer):
         finally:
             for key, value in policy.items():
                 parameters[key].data = value
-
-
-def _check_choice(key: str, value: str, choices: Collection[str]) -> None:
-    if value not in choices:
-        raise ConfigError(f"{key}: expected {' or '.join(choices)}, found '{value}'.{did_you_mean(value, choices)}")

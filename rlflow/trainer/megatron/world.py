@@ -12,7 +12,7 @@ from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from torch.distributed import ProcessGroup
 
 from rlflow.errors import ConfigError
-from rlflow.trainer.layout import Layout
+from rlflow.trainer.layout import ParallelLayout
 from rlflow.trainer.megatron.cpu import adapted, sharing_groups
 
 
@@ -20,7 +20,7 @@ from rlflow.trainer.megatron.cpu import adapted, sharing_groups
 class World:
     """This rank's place in a layout. `made_process_group` and `made_groups` say what `leave` has to take down."""
 
-    layout: Layout
+    layout: ParallelLayout
     data_parallel: int
     tensor_rank: int
     pipeline_rank: int
@@ -72,7 +72,7 @@ class World:
         return dist.get_process_group_ranks(self.pipeline_group)[stage]
 
 
-def join(layout: Layout, seed: int) -> World:
+def join(layout: ParallelLayout, seed: int) -> World:
     """Lays the model-parallel groups over the ranks of torch.distributed; where there are none, over this process alone.
 
     Raises ConfigError where the ranks cannot be divided so, or another trainer of this process divided them otherwise."""
@@ -106,9 +106,9 @@ def join(layout: Layout, seed: int) -> World:
     )
 
 
-def _check_groups(layout: Layout) -> None:
+def _check_groups(layout: ParallelLayout) -> None:
     """Raises ConfigError where this process has groups of another layout."""
-    found = Layout(
+    found = ParallelLayout(
         parallel_state.get_tensor_model_parallel_world_size(),
         parallel_state.get_pipeline_model_parallel_world_size(),
         parallel_state.get_context_parallel_world_size(),

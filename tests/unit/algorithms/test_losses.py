@@ -23,9 +23,10 @@ from rlflow.algorithms import (
 )
 from rlflow.algorithms.losses.monitored import Monitored
 from rlflow.components import AGGREGATE
-from rlflow.config.schema import AlgorithmSection, TrainerSection
+from rlflow.config.schema import AlgorithmSection
 from rlflow.errors import ConfigError, RLFlowError
 from rlflow.run.algorithm import make_advantage, make_loss
+from rlflow.trainer.options import TrainerOptions
 from rlflow.types import Batch, PolicyOutput
 
 
@@ -321,7 +322,7 @@ def test_presets_hold_known_keys_and_components_that_resolve(name):
     text = (Path(rlflow.algorithms.__file__).parent / "presets" / f"{name}.yaml").read_text()
     preset = yaml.safe_load(text)
     section = AlgorithmSection(**preset["algorithm"])
-    TrainerSection(**preset.get("trainer", {}))
+    TrainerOptions.of(preset.get("trainer", {})).check()
     make_advantage(section.advantage)
     assert "reference" in make_loss(section.losses).needs
     AGGREGATE.check(section.aggregate, ("tokens",))

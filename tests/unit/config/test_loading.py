@@ -11,6 +11,7 @@ from rlflow.config.loading import config_keys, config_text, load_config, redact,
 from rlflow.config.schema import RunConfig
 from rlflow.config.schema import load_config as load_run_config
 from rlflow.errors import ConfigError
+from rlflow.trainer.options import TrainerOptions
 
 
 def write(path: Path, text: str) -> Path:
@@ -30,12 +31,13 @@ def test_no_file_and_no_override_is_the_defaults() -> None:
 
 
 def test_files_merge_over_their_bases_and_overrides_over_files(tmp_path: Path) -> None:
-    write(tmp_path / "root.yaml", "trainer: {lr: 1e-3, beta1: 0.5, eps: 1e-7}\nrun: {name: root}\n")
+    write(tmp_path / "root.yaml", "trainer: {lr: 1e-3, max_gradient_norm: 0.5, logits_chunk_mib: 1e-7}\nrun: {name: root}\n")
     (tmp_path / "sub").mkdir()
-    write(tmp_path / "sub" / "middle.yaml", "base: ../root.yaml\ntrainer: {beta1: 0.6, eps: 1e-6}\n")
-    top = write(tmp_path / "top.yaml", "base: sub/middle.yaml\ntrainer: {eps: 1e-5}\n")
-    config = load_run_config(top, ["trainer.eps=1e-4"])
-    assert (config.trainer.lr, config.trainer.beta1, config.trainer.eps, config.run.name) == (1e-3, 0.6, 1e-4, "root")
+    write(tmp_path / "sub" / "middle.yaml", "base: ../root.yaml\ntrainer: {max_gradient_norm: 0.6, logits_chunk_mib: 1e-6}\n")
+    top = write(tmp_path / "top.yaml", "base: sub/middle.yaml\ntrainer: {logits_chunk_mib: 1e-5}\n")
+    config = load_run_config(top, ["trainer.logits_chunk_mib=1e-4"])
+    trainer = config.trainer
+    assert (trainer.lr, trainer.max_gradient_norm, trainer.logits_chunk_mib, config.run.name) == (1e-3, 0.6, 1e-4, "root")
 
 
 def test_bases_that_lead_in_a_circle_are_named(tmp_path: Path) -> None:
@@ -53,7 +55,7 @@ def test_every_spelling_of_a_small_float_is_that_float(text: str) -> None:
 def test_whole_numbers_become_floats_where_floats_belong_and_nowhere_else() -> None:
     config = load_run_config(None, ["trainer.lr=1"])
     assert config.trainer.lr == 1.0 and isinstance(config.trainer.lr, float)
-    assert "expected a whole number, found 2.0 (number)" in error_of("rollout.max_turns=2.0")
+    assert "expected a whole number above 0, found 2.0 (number)" in error_of("rollout.max_turns=2.0")
 
 
 @pytest.mark.parametrize("value", ["yes", "1", "'true'", "null"])
@@ -117,12 +119,20 @@ def test_null_is_allowed_where_a_key_is_optional_only() -> None:
         ("rollout.lr=1", "Did you mean 'trainer.lr'?"),
         ("rollout.temprature=1", "Did you mean 'rollout.temperature'?"),
         ("rollout.qqq=1", "Known keys of rollout: engine, prompts_per_step"),
-        ("rollout.max_turns=four", "rollout.max_turns: expected a whole number, found 'four' (text)"),
+        ("rollout.max_turns=four", "rollout.max_turns: expected a whole number above 0, found 'four' (text)"),
         ("trainer=3", "trainer: expected a section with keys, found 3"),
         ("rollout.max_turns", "expected section.key=value, found 'rollout.max_turns'"),
         ("trainer.lr.x=1", "'trainer.lr' is 1e-06 (number), it has no keys"),
         ("trainer.lr=[", "is not a YAML value"),
-        ("rollout.max_observation_tokens=a", "expected a whole number or null"),
+        ("trainer.lr_schedule=cosine", "trainer.lr_schedule: unknown key. Did you mean 'trainer.schedule'?"),
+        ("trainer.lr_warmup_steps=5", "Did you mean 'trainer.schedule.warmup_steps'?"),
+        ("trainer.min_lr=1e-7", "Did you mean 'trainer.schedule.min_lr'?"),
+        ("trainer.beta2=0.9", "Did you mean 'trainer.optimizer.beta2'?"),
+        ("trainer.offload_optimizer=true", "Did you mean 'trainer.optimizer'?"),
+        ("metrics.tensorboard=true", "Did you mean 'metrics.sinks'?"),
+        ("metrics.wandb_project=x", "Did you mean 'metrics.sinks'?"),
+        ("rollout.max_concurrency=3", "Did you mean 'rollout.engine.max_concurrency'?"),
+        ("rollout.max_observation_tokens=a", "expected a whole number above 0 or null"),
     ],
 )
 def test_mistakes_say_where_what_and_how(override: str, expected: str) -> None:
@@ -186,6 +196,4 @@ def test_keys_cover_every_section() -> None:
 
 
 def test_any_dataclass_is_a_schema() -> None:
-    from rlflow.config.schema import TrainerSection
-
-    assert load_config(None, ["lr=2"], TrainerSection) == TrainerSection(lr=2.0)
+    assert load_config(None, ["lr=2"], TrainerOptions) == TrainerOptions(lr=2.0)

@@ -199,7 +199,7 @@ def test_tensorboard_gets_what_the_file_gets(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    with MetricsLog(tmp_path, make_sinks(tmp_path, tensorboard=True)) as log:
+    with MetricsLog(tmp_path, make_sinks(tmp_path, ["tensorboard"])) as log:
         log.log(7, {"train/reward": 0.25})
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload().Scalars("train/reward")
     assert [(event.step, event.value) for event in events] == [(7, 0.25)]
@@ -210,7 +210,7 @@ def test_tensorboard_forgets_what_came_after_the_checkpoint(tmp_path: Path) -> N
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     for resumed_step, records in ((-1, {1: 1.0, 2: 2.0, 3: 3.0}), (1, {2: 20.0})):
-        with MetricsLog(tmp_path, make_sinks(tmp_path, tensorboard=True, resumed_step=resumed_step)) as log:
+        with MetricsLog(tmp_path, make_sinks(tmp_path, ["tensorboard"], resumed_step=resumed_step)) as log:
             for step, value in records.items():
                 log.log(step, {"train/reward": value})
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload().Scalars("train/reward")
@@ -244,7 +244,7 @@ def test_a_resumed_run_goes_on_in_its_wandb_run_and_a_new_one_gets_its_own(
     wandb = Wandb()
     monkeypatch.setitem(sys.modules, "wandb", wandb)  # type: ignore[arg-type]
     for resumed_step in (None, 2, -1, None):
-        with MetricsLog(tmp_path, make_sinks(tmp_path, wandb=True, resumed_step=resumed_step)) as log:
+        with MetricsLog(tmp_path, make_sinks(tmp_path, ["wandb"], resumed_step=resumed_step)) as log:
             log.log(3, {"train/loss": 0.5})
     ids = [options["id"] for options in wandb.started]
     assert ids[0] == ids[1] == ids[2] != ids[3] and all(options["resume"] == "allow" for options in wandb.started)
@@ -254,4 +254,4 @@ def test_a_resumed_run_goes_on_in_its_wandb_run_and_a_new_one_gets_its_own(
 def test_a_missing_sink_package_says_how_to_install_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "wandb", None)  # None makes `import wandb` raise ImportError
     with pytest.raises(MissingPackageError, match=r"pip install 'rlflow\[wandb\]'"):
-        make_sinks(tmp_path, wandb=True)
+        make_sinks(tmp_path, ["wandb"])

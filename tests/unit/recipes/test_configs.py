@@ -10,6 +10,7 @@ from rlflow.config.batch_plan import batch_plan
 from rlflow.config.checks import check_config
 from rlflow.config.loading import load_config
 from rlflow.config.schema import RunConfig
+from rlflow.trainer.optimizers import AdamW
 
 ROOT = Path(__file__).resolve().parents[3]
 CONFIGS = sorted((ROOT / "recipes").glob("*/config/*.yaml"))
@@ -31,6 +32,6 @@ def test_qwen_recipe_has_the_values_of_the_published_one() -> None:
     assert algorithm.losses[0]["anchor"] == "proximal"
     assert [loss["name"] for loss in algorithm.losses] == ["ppo_clip", "kl"]
     assert (algorithm.losses[0]["clip_low"], algorithm.losses[1]["coefficient"]) == (0.2, 0.001)
-    assert (trainer.lr, trainer.beta1, trainer.beta2, trainer.eps) == (1e-6, 0.9, 0.95, 1e-5)
-    assert (trainer.weight_decay, trainer.max_gradient_norm, trainer.tokens_per_microbatch) == (0.01, 0.8, 11008)
+    assert trainer.adamw == AdamW(beta1=0.9, beta2=0.95, eps=1e-5, weight_decay=0.01)
+    assert (trainer.lr, trainer.max_gradient_norm, trainer.tokens_per_microbatch) == (1e-6, 0.8, 11008)
     assert (config.evaluation.every_steps, config.checkpoint.every_steps, config.cluster.ranks) == (25, 25, 8)

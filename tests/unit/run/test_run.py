@@ -97,7 +97,7 @@ def test_a_checkpoint_of_another_format_is_one_clear_error(model: Path, tmp_path
 
 
 def test_a_run_resumes_with_a_reference_that_it_began_without(model: Path, tmp_path: Path, records: Any) -> None:
-    train(letters_config(model, tmp_path, *TINY, "run.steps=1", "trainer.weight_decay=0.5"))  # moves in any case
+    train(letters_config(model, tmp_path, *TINY, "run.steps=1", "trainer.optimizer.weight_decay=0.5"))  # moves in any case
     losses = "algorithm.losses=[{name: ppo_clip}, {name: kl, coefficient: 0.01}]"
     train(letters_config(model, tmp_path, *TINY, "run.steps=2", "run.resume=true", losses))
     assert records()[-1]["train/kl"] > 0  # against the starting policy, one update away
@@ -153,7 +153,7 @@ def test_minibatches_are_split_by_the_runs_seed(model: Path, tmp_path: Path) -> 
 def test_every_minibatch_of_every_epoch_compares_with_the_policy_before_the_step(model: Path, tmp_path: Path) -> None:
     values = ("algorithm.minibatches_per_step=2", "algorithm.epochs_per_step=3",
               "algorithm.losses=[{name: ppo_clip, anchor: proximal}]",
-              "evaluation.at_start=false", "trainer.weight_decay=0.5", EVERY_ROW_LEARNS)  # fmt: skip
+              "evaluation.at_start=false", "trainer.optimizer.weight_decay=0.5", EVERY_ROW_LEARNS)  # fmt: skip
     with open_run(letters_config(model, tmp_path, *TINY, *values)) as run:
         batches: list[Batch] = []
         update, before = run.trainer.update, dict(run.trainer.weights())

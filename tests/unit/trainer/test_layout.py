@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from rlflow.config.schema import TrainerSection
 from rlflow.errors import ConfigError
 from rlflow.models.architecture import Architecture, architecture, placed_rules
-from rlflow.trainer.layout import Layout
+from rlflow.trainer.layout import ParallelLayout
 from rlflow.trainer.megatron.model import parameter_name, stage_of
+from rlflow.trainer.options import TrainerOptions
 
 
 def model(layers: int = 2, **changes: Any) -> Architecture:
@@ -29,15 +29,15 @@ def model(layers: int = 2, **changes: Any) -> Architecture:
 @pytest.mark.parametrize(
     ("sizes", "words"),
     [
-        ({"tensor_parallel": 0}, "tensor_parallel: expected a whole number from 1, found 0"),
-        ({"context_parallel": 1.5}, "context_parallel: expected a whole number from 1, found 1.5"),
+        ({"tensor_parallel": 0}, "tensor_parallel: expected a whole number above 0, found 0"),
+        ({"context_parallel": 1.5}, "context_parallel: expected a whole number above 0, found 1.5"),
         ({"sequence_parallel": True}, "sequence_parallel: .* expected trainer.tensor_parallel of at least 2, found 1"),
         ({"virtual_pipeline": 2}, "virtual_pipeline=2: .* expected trainer.pipeline_parallel of at least 2, found 1"),
     ],
 )
 def test_contradicting_sizes_are_refused(sizes: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
-        Layout(**sizes)
+        ParallelLayout(**sizes)
 
 
 @pytest.mark.parametrize(
@@ -54,21 +54,21 @@ def test_contradicting_sizes_are_refused(sizes: dict[str, Any], words: str) -> N
 )
 def test_layouts_that_do_not_divide_the_model_are_refused(sizes: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
-        Layout(**sizes).check_model(model())
-    Layout(4, 2, context_parallel=5, sequence_parallel=True).check_model(model())
+        ParallelLayout(**sizes).check_model(model())
+    ParallelLayout(4, 2, context_parallel=5, sequence_parallel=True).check_model(model())
 
 
 def test_what_the_model_does_not_fill_is_data_parallel() -> None:
-    layout = Layout.of(TrainerSection(tensor_parallel=2, pipeline_parallel=2, context_parallel=2, virtual_pipeline=4))
+    layout = TrainerOptions(tensor_parallel=2, pipeline_parallel=2, context_parallel=2, virtual_pipeline=4).layout
     assert layout.data_parallel(16) == 2
-    assert Layout().data_parallel(0) == 1
+    assert ParallelLayout().data_parallel(0) == 1
     with pytest.raises(ConfigError, match=r"= 2 x 2 x 2 = 8, found 12; set cluster\.ranks=16"):
         layout.data_parallel(12)
 
 
 def test_pipeline_ranks_take_turns_with_their_chunks_by_hand() -> None:
     """8 layers, 2 ranks of 2 chunks: [0 1][4 5] and [2 3][6 7] (megatron-core's get_num_layers_to_build)."""
-    layout, eight = Layout(pipeline_parallel=2, virtual_pipeline=2), model(8)
+    layout, eight = ParallelLayout(pipeline_parallel=2, virtual_pipeline=2), model(8)
     places = {
         layer: (stage_of(rule, layer, eight, layout), parameter_name(rule, layer, eight, layout))
         for rule, layer in placed_rules(eight)

@@ -17,7 +17,7 @@ from rlflow.models.export import write_model
 from rlflow.models.huggingface import digest, iterate_weights
 from rlflow.run.export import EXPORT_TOLERANCE, check_export
 from rlflow.trainer.base import Trainer
-from rlflow.trainer.schedule import learning_rate
+from rlflow.trainer.schedule import cosine
 from rlflow.types import Batch, PolicyOutput
 from tests import rounding
 from tests.unit.trainer.batches import VOCAB, make_batch, policy_gradient
@@ -28,16 +28,12 @@ def test_three_updates_equal_transformers_with_adamw(make: Any, model: Path, chu
     """The whole step by other means: full logits, torch's clipping and AdamW, no decay of one-dimensional parameters."""
     from transformers import AutoModelForCausalLM
 
-    schedule = {"lr": 3e-3, "schedule": "cosine", "warmup_steps": 2, "decay_steps": 5, "min_lr": 1e-4}
+    schedule = {"warmup_steps": 2, "decay_steps": 5, "min_lr": 1e-4}
     trainer = make(
         lr=3e-3,
-        lr_schedule="cosine",
-        lr_warmup_steps=2,
-        lr_decay_steps=5,
-        min_lr=1e-4,
-        weight_decay=0.1,
+        schedule={"name": "cosine", **schedule},
+        optimizer={"name": "adamw", "weight_decay": 0.1, "eps": 1e-5},
         max_gradient_norm=0.5,
-        eps=1e-5,
         tokens_per_microbatch=50,
         logits_chunk_mib=chunk_mib,
     )
@@ -55,14 +51,14 @@ def test_three_updates_equal_transformers_with_adamw(make: Any, model: Path, chu
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(oracle.parameters(), 0.5)
         for group in adam.param_groups:
-            group["lr"] = learning_rate(number, **schedule)
+            group["lr"] = cosine(number, 3e-3, **schedule)
         adam.step()
 
         metrics = trainer.update(batch, policy_gradient)
         assert metrics["loss"] == pytest.approx(loss.item(), rel=1e-5)
         assert metrics["gradient_norm"] == pytest.approx(norm.item(), rel=1e-5)
         assert norm > 0.5, "the clipping was not exercised"
-        assert metrics["lr"] == learning_rate(number, **schedule)
+        assert metrics["lr"] == cosine(number, 3e-3, **schedule)
         assert metrics["tokens"] == batch.lengths.sum()
         assert metrics["microbatches"] > 1
     expected = dict(oracle.named_parameters())
@@ -79,7 +75,7 @@ def test_update_is_invariant_to_micro_batches_and_padding(make: Any) -> None:
     results = []
     exact = rounding.Updates(lambda: make(backend="reference", eps=1e-5), batch, policy_gradient, updates=1)
     for limit, rows in ((16384, batch), (40, batch), (1, batch), (16384, batch.replace(**wide))):
-        trainer = make(tokens_per_microbatch=limit, eps=1e-5)
+        trainer = make(tokens_per_microbatch=limit, optimizer={"name": "adamw", "eps": 1e-5})
         results.append((trainer.update(rows, policy_gradient), dict(trainer.weights())))
     (first, weights), others = results[0], results[1:]
     assert first["microbatches"] == 1
@@ -220,10 +216,12 @@ def test_wrong_arguments_are_one_line_each(make: Any, model: Path) -> None:
         make(tensor_parallel=2)
     with pytest.raises(ConfigError, match="found 'float16'"):
         make(dtype="float16")
-    with pytest.raises(ConfigError, match=r"trainer\.recompute: .* found 'selectiv'\. Did you mean 'selective'"):
+    with pytest.raises(ConfigError, match=r"trainer\.recompute: .* found 'selectiv' \(text\)\. Did you mean 'selective'"):
         make(recompute="selectiv")
-    with pytest.raises(ConfigError, match="lr_schedule"):
-        make(lr_schedule="cosinus")
+    with pytest.raises(ConfigError, match=r"trainer\.schedule: unknown name 'cosinus'\. Did you mean 'cosine'"):
+        make(schedule="cosinus")
+    with pytest.raises(ConfigError, match=r"trainer: unknown keyword 'tensor_paralel'\. Did you mean 'tensor_parallel'"):
+        make(tensor_paralel=2)
     trainer = make()
     with pytest.raises(ConfigError, match="no model 'referense'; known: policy"):
         trainer.score(batch, model="referense")

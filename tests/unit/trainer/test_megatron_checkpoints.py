@@ -20,7 +20,7 @@ from tests.unit.trainer.batches import VOCAB, make_batch, policy_gradient
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_resume_continues_bit_for_bit(make: Any, tmp_path: Path, dtype: str) -> None:
-    options = {"lr_schedule": "cosine", "lr_decay_steps": 6, "tokens_per_microbatch": 40, "dtype": dtype}
+    options = {"schedule": {"name": "cosine", "decay_steps": 6}, "tokens_per_microbatch": 40, "dtype": dtype}
     whole, resumed = make(**options), make(**options)
     whole.snapshot("reference")
     for number in range(2):
@@ -44,8 +44,8 @@ def test_resume_before_the_first_update(make: Any, tmp_path: Path, dtype: str) -
 
 
 def test_optimizer_options_are_those_of_the_resumed_run(make: Any, tmp_path: Path) -> None:
-    make(weight_decay=0.1).save(tmp_path, 0)
-    resumed = make(weight_decay=0.2, lr=1e-2)
+    make(optimizer={"name": "adamw", "weight_decay": 0.1}).save(tmp_path, 0)
+    resumed = make(optimizer={"name": "adamw", "weight_decay": 0.2}, lr=1e-2)
     resumed.load(tmp_path)
     assert resumed.update(make_batch(), policy_gradient)["lr"] == 1e-2
     assert [group["weight_decay"] for group in resumed._optimizer.param_groups] == [0.2, 0.0]

@@ -13,7 +13,8 @@ from rlflow.models.huggingface import digest
 from rlflow.trainer.base import Trainer
 from rlflow.trainer.megatron.cpu import adapted
 from rlflow.trainer.megatron.offload import HostAdamW
-from rlflow.trainer.megatron.optimizer import AdamOptions, make_optimizer
+from rlflow.trainer.megatron.optimizer import make_optimizer
+from rlflow.trainer.optimizers import AdamW
 from tests.dist.megatron_ranks import PolicyGradientWithEntropy, make_batch
 from tests.unit.trainer.batches import VOCAB
 
@@ -22,14 +23,13 @@ WITHOUT_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="needs a mach
 
 @pytest.fixture
 def defaults() -> dict[str, Any]:
-    return {"lr": 1e-3, "weight_decay": 0.1}
+    return {"lr": 1e-3, "optimizer": {"name": "adamw", "weight_decay": 0.1}}
 
 
 def on_host(trainer: Any) -> Trainer:
-    """The trainer with the optimizer that `offload_optimizer` gives it on a GPU."""
-    options = AdamOptions(1e-3, 0.9, 0.95, 1e-8, 0.1, 1.0, on_host=True)
+    """The trainer with the optimizer that `optimizer.offload` gives it on a GPU."""
     with adapted():
-        trainer._optimizer = make_optimizer(trainer._model, options)
+        trainer._optimizer = make_optimizer(trainer._model, AdamW(weight_decay=0.1, offload=True), 1e-3, 1.0)
     return trainer
 
 
@@ -76,12 +76,18 @@ def test_a_snapshot_in_host_memory_scores_as_the_policy_did(make: Any) -> None:
 
 
 @WITHOUT_GPU
-@pytest.mark.parametrize("option", ["offload_optimizer", "offload_snapshots"])
-def test_offloading_is_refused_by_name_without_a_gpu(make: Any, option: str) -> None:
-    with pytest.raises(ConfigError, match=rf"trainer\.{option}: found true, but this process has no GPU"):
-        make(**{option: True})
+@pytest.mark.parametrize(
+    ("key", "options"),
+    [
+        ("optimizer.offload", {"optimizer": {"name": "adamw", "offload": True}}),
+        ("offload_snapshots", {"offload_snapshots": True}),
+    ],
+)
+def test_offloading_is_refused_by_name_without_a_gpu(make: Any, key: str, options: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=rf"trainer\.{key}: found true, but this process has no GPU"):
+        make(**options)
 
 
 def test_the_reference_backend_refuses_by_name(make: Any) -> None:
-    with pytest.raises(ConfigError, match=r"trainer\.release_gradients: the reference backend"):
+    with pytest.raises(ConfigError, match=r"trainer\.release_gradients: 'reference' runs on one device"):
         make(backend="reference", release_gradients=True)

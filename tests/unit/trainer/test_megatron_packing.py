@@ -52,7 +52,7 @@ class RowRatioWithEntropy(Loss):
 
 @pytest.fixture
 def defaults() -> dict[str, Any]:
-    return {"lr": 1e-3, "eps": 1e-5}
+    return {"lr": 1e-3, "optimizer": {"name": "adamw", "eps": 1e-5}}
 
 
 def test_rows_go_end_to_end_and_are_found_again_by_hand() -> None:

@@ -25,7 +25,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("distributed", [False, True])
 def test_updates_below_the_resolution_of_bfloat16_add_up(make: Any, distributed: bool) -> None:
     """Weights of 0.25 to 0.5 are 2^-9 apart in bfloat16. Steps of 2^-12 would each be rounded away; 16 of them are not."""
-    trainer = make(dtype="bfloat16", lr=2.0**-12, weight_decay=0.0, distributed_optimizer=distributed)
+    adamw = {"name": "adamw", "weight_decay": 0.0}
+    trainer = make(dtype="bfloat16", lr=2.0**-12, optimizer=adamw, distributed_optimizer=distributed)
     start, batch = dict(trainer.weights()), make_batch(VOCAB)
     trainer.update(batch, PolicyGradientWithEntropy())
     once = dict(trainer.weights())

@@ -18,6 +18,9 @@ from rlflow.types import Batch, Loss, LossResult, PolicyOutput, Segment, StopRea
 from tests import rounding
 from tests.fixtures import tiny_model
 
+PLAIN = {"name": "adamw", "eps": 1.0, "beta1": 0.0, "beta2": 0.0, "weight_decay": 0.0}
+"""eps 1 and no averages: a step nearly proportional to the gradient."""
+
 LENGTHS = (7, 12, 3, 9)
 
 
@@ -49,7 +52,7 @@ def test_the_padding_token_learns_where_it_was_sampled(model_path):
     batch = batch.replace(weights=token_weights(batch))
     changed = {}
     for backend in ("reference", "megatron"):
-        trainer = Trainer.from_pretrained(model_path, backend, lr=1.0, eps=1.0, beta1=0.0, beta2=0.0, weight_decay=0.0)
+        trainer = Trainer.from_pretrained(model_path, backend, lr=1.0, optimizer=PLAIN)
         before = dict(huggingface(model_path).named_parameters())["model.embed_tokens.weight"].detach()
         trainer.update(batch, SFTLoss())
         changed[backend] = dict(trainer.weights())["model.embed_tokens.weight"] - before
@@ -102,7 +105,8 @@ def test_a_greedy_row_is_scored_at_temperature_one(model_path, batch):
 
 def test_supervised_updates_are_transformers_loss_and_torchs_adamw(model_path, batch):
     warm = batch.replace(temperatures=torch.ones(len(batch)))
-    options = {"lr": 1e-2, "weight_decay": 0.1, "max_gradient_norm": 0.5, "beta1": 0.8, "beta2": 0.9, "eps": 1e-6}
+    adamw = {"name": "adamw", "weight_decay": 0.1, "beta1": 0.8, "beta2": 0.9, "eps": 1e-6}
+    options = {"max_gradient_norm": 0.5, "optimizer": adamw}
     trainer, reports = trained(model_path, warm, **options)
 
     model = huggingface(model_path)
@@ -126,7 +130,8 @@ def test_supervised_updates_are_transformers_loss_and_torchs_adamw(model_path, b
 
 def test_updates_are_invariant_to_micro_batches_and_padding(model_path, batch):
     loss = SumLoss((PPOClipLoss(), EntropyLoss(0.01)))
-    options = {"updates": 1, "loss": loss, "eps": 1e-3}  # a small eps would make Adam's first step the sign of rounding
+    adamw = {"name": "adamw", "eps": 1e-3}  # a small eps would make Adam's first step the sign of rounding
+    options = {"updates": 1, "loss": loss, "optimizer": adamw}
     whole, [report] = trained(model_path, batch, **options)
     assert report["microbatches"] == 1 and report["tokens"] == sum(LENGTHS)
     wide = make_wider(batch, 30)
@@ -182,7 +187,7 @@ def test_leaving_out_rows_without_advantage_leaves_the_gradient_as_it_was(model_
     advantages = batch.advantages.clone()
     advantages[[0, 2]] = 0.0
     whole = batch.replace(advantages=advantages)
-    options = {"loss": PPOClipLoss(clip_high=0.3), "updates": 1, "lr": 1.0, "eps": 1.0, "beta1": 0.0, "beta2": 0.0}
+    options = {"loss": PPOClipLoss(clip_high=0.3), "updates": 1, "lr": 1.0, "optimizer": PLAIN}
     one, [full] = trained(model_path, whole, **options)  # eps 1: a step proportional to the gradient
     other, [less] = trained(model_path, rows_with_advantage(whole), **options)
     assert (full["tokens"], less["tokens"]) == (sum(LENGTHS), LENGTHS[1] + LENGTHS[3])
@@ -199,13 +204,13 @@ def test_without_any_advantage_one_row_makes_an_update_of_gradient_zero(model_pa
 
 
 def test_the_rate_follows_the_schedule(model_path, batch):
-    options = {"lr": 1e-2, "lr_schedule": "linear", "lr_warmup_steps": 2, "lr_decay_steps": 4}
+    options = {"lr": 1e-2, "schedule": {"name": "linear", "warmup_steps": 2, "decay_steps": 4}}
     _, reports = trained(model_path, batch, updates=5, **options)
     assert [report["lr"] for report in reports] == pytest.approx([0.005, 0.01, 0.01, 0.005, 0.0])
 
 
 def test_resuming_gives_the_bits_of_an_uninterrupted_run(model_path, batch, tmp_path):
-    options = {"lr_schedule": "cosine", "lr_decay_steps": 9}
+    options = {"schedule": {"name": "cosine", "decay_steps": 9}}
     straight, _ = trained(model_path, batch, updates=2, **options)
     straight.snapshot("reference")
     straight.save(tmp_path / "checkpoint", step=17)
@@ -276,7 +281,7 @@ def test_zero_gradient_norm_limit_clips_nothing(model_path, batch):
     [
         ({"tensor_parallel": 2}, "runs on one device"),
         ({"dtype": "float23"}, "Did you mean 'float32'"),
-        ({"lr_schedule": "cosine"}, "lr_decay_steps"),
+        ({"schedule": "cosine"}, "missing keyword decay_steps"),
     ],
 )
 def test_wrong_options_fail_before_the_model_loads(tmp_path, options, message):

@@ -228,7 +228,7 @@ def test_addresses_are_taken_in_the_forms_of_the_field(address, url):
         ({"url": "h:1", "discovery": "x"}, "either urls"),
         ({"url": "ftp://h:1"}, "http://host:port"),
         ({"url": "h:port"}, "http://host:port"),
-        ({"url": "h:1", "trys": 3}, "unknown option 'trys'.*Did you mean 'tries'"),
+        ({"url": "h:1", "trys": 3}, "unknown keyword 'trys'.*Did you mean 'tries'"),
         ({"url": "h:1", "tries": 0}, "tries"),
         ({"url": "h:1", "timeout_s": -1}, "timeout_s"),
         ({"url": "h:1", "cache": {"mode": "recrod", "directory": "d"}}, "Did you mean 'record'"),

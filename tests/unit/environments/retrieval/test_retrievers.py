@@ -273,10 +273,10 @@ def test_weighting_follows_idf_and_term_frequency():
     ("component", "message"),
     [
         ("densse", "Did you mean 'dense'"),
-        ({"dimensions": 3}, "found None"),
+        ({"dimensions": 3}, "a mapping with 'name', found {'dimensions': 3}"),
         ({"name": "dense", "dimension": 3}, "Did you mean 'dimensions'"),
-        ({"name": "bm25", "dimensions": 3}, "unknown option 'dimensions'"),
-        ({"name": "hybrid", "dense": {"dimensons": 3}}, "hybrid.dense: .*unknown option 'dimensons'"),
+        ({"name": "bm25", "dimensions": 3}, "unknown keyword 'dimensions'"),
+        ({"name": "hybrid", "dense": {"dimensons": 3}}, "hybrid.dense: .*unknown keyword 'dimensons'"),
         ({"name": "dense", "dimensions": 0}, "at least 1"),
         ({"name": "dense", "title_weight": 2}, "from 0 to 1"),
         ({"name": "bm25", "b": 2}, "b from 0 to 1"),

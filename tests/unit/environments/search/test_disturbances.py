@@ -74,7 +74,7 @@ def test_a_delay_is_waited_for_without_holding_up_others():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"drop": 1.5}, r"disturbances\.drop: expected a share"),
+        ({"drop": 1.5}, r"disturbances\.drop: expected a number from 0 to 1"),
         ({"latency_s": -1}, "latency_s"),
         ({"nois": 0.1}, "Did you mean 'noise'"),
     ],

@@ -133,7 +133,7 @@ def test_the_service_ends_when_its_run_is_killed(tmp_path, number):
     [
         ({"name": "http", "url": "h:1"}, True, "runs already"),
         (Retriever, True, "by name"),
-        ("bm25", {"wait": 3}, "unknown option 'wait'.*Did you mean 'wait_s'"),
+        ("bm25", {"wait": 3}, "unknown keyword 'wait'.*Did you mean 'wait_s'"),
     ],
 )
 def test_mistakes_in_the_options_are_named(component, options, named, tmp_path):

@@ -230,7 +230,7 @@ def test_a_reward_is_made_by_name_and_options():
         ("searchr1em", "Did you mean 'searchr1_em'"),
         ({"name": "searchr1_em_format", "struct": 1}, "Did you mean 'structure'"),
         ({"name": "asearcher_compat", "base": "f2"}, "expected one of f1, em, found 'f2'"),
-        ({"name": "judge", "url": "http://x"}, "'model' is missing"),
+        ({"name": "judge", "url": "http://x"}, "missing keyword model"),
         ({"name": "judge", "url": "x", "model": "m"}, "expected an address"),
         ({"name": "judge", "url": "http://x", "model": "m", "tries": 0}, "above 0"),
     ],

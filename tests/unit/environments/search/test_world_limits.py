@@ -13,7 +13,7 @@ from rlflow_environments.search.world.world import make_half, questions
 
 
 def test_an_unknown_option_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"environment.world: unknown option 'sed'; .* Did you mean 'seed'"):
+    with pytest.raises(ConfigError, match=r"environment.world: unknown keyword 'sed'. Did you mean 'seed'"):
         SearchEnvironment(world={"directory": str(tmp_path), "sed": 3})
 
 

@@ -1,0 +1,85 @@
+"""The options of every trainer, written once: the `trainer` section of a configuration and the keywords of the backends."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal
+
+import torch
+
+from rlflow.components import TRAINER, check_options
+from rlflow.errors import ConfigError
+from rlflow.trainer.layout import ParallelLayout
+from rlflow.trainer.optimizers import OPTIMIZER, AdamW
+from rlflow.trainer.schedule import SCHEDULE
+from rlflow.values import Component, NonNegativeFloat, PositiveFloat, PositiveInt, checked
+
+DType = Literal["float32", "bfloat16"]
+
+
+@dataclass(frozen=True)
+class TrainerOptions:
+    """What can be said about a trainer. The default backend does all of it; another one says what it cannot do
+    (`Trainer.check_options`)."""
+
+    backend: str = "megatron"  # megatron | reference | package.module:Name
+    tensor_parallel: PositiveInt = 1
+    pipeline_parallel: PositiveInt = 1
+    context_parallel: PositiveInt = 1  # every row's tokens split over these ranks
+    virtual_pipeline: PositiveInt = 1  # model chunks per pipeline rank, interleaved
+    sequence_parallel: bool = False  # norms and residuals split over the tensor-parallel ranks
+    distributed_optimizer: bool = False  # the optimizer's state split over the data- and context-parallel ranks
+    recompute: Literal["none", "selective", "full"] = "none"  # activations computed again in the backward pass
+    lr: PositiveFloat = 1e-6
+    schedule: Annotated[Component, SCHEDULE] = field(default_factory=lambda: {"name": "constant"})
+    optimizer: Annotated[Component, OPTIMIZER] = field(default_factory=lambda: {"name": "adamw"})
+    max_gradient_norm: NonNegativeFloat = 1.0  # L2, over all parameters; 0 does not clip
+    tokens_per_microbatch: PositiveInt = 16384  # rows x longest row; with packing the sum of the rows' lengths
+    packing: bool = False  # rows end to end instead of padded to the longest
+    logits_chunk_mib: PositiveFloat = 512.0  # of float32 logits that exist at a time, per rank
+    offload_snapshots: bool = False  # the reference's weights in host memory; GPUs only
+    release_gradients: bool = False  # no gradient buffers between updates
+
+    @classmethod
+    def of(cls, options: Mapping[str, Any]) -> TrainerOptions:
+        """From keywords. Raises ConfigError for an unknown one and for a value of another type or out of range."""
+        return cls(**check_options(options, cls, where="trainer"))
+
+    @property
+    def layout(self) -> ParallelLayout:
+        """Raises ConfigError for sizes that contradict each other."""
+        return ParallelLayout.of(self)
+
+    @property
+    def adamw(self) -> AdamW:
+        """The optimizer's options. Raises ConfigError for an optimizer that is not AdamW, the one that the backends have."""
+        made = OPTIMIZER.build(self.optimizer, "trainer.optimizer")
+        if not isinstance(made, AdamW):
+            raise ConfigError(f"trainer.optimizer: the trainers have adamw, found '{self.optimizer['name']}'.")
+        return made
+
+    def learning_rate(self) -> Callable[[int], float]:
+        """Optimizer step, from 0 -> rate. Raises ConfigError for a schedule that does not fit, before any step."""
+        schedule = SCHEDULE.build(self.schedule, "trainer.schedule")
+        schedule(0, self.lr)
+        return lambda step: schedule(step, self.lr)
+
+    def decaying_over(self, updates: int) -> TrainerOptions:
+        """The options with a schedule that ends after so many optimizer updates, where it does not say itself when it ends."""
+        _, keywords = SCHEDULE.complete(self.schedule, "trainer.schedule", decay_steps=updates)
+        return dataclasses.replace(self, schedule={"name": self.schedule["name"], **keywords})
+
+    def check(self, ranks: int = 0) -> None:
+        """Raises ConfigError for what contradicts itself, the number of ranks (0: this process alone), or the backend."""
+        self.layout.data_parallel(ranks)
+        self.learning_rate()
+        OPTIMIZER.check(self.optimizer, where="trainer.optimizer")
+        if self.backend != TrainerOptions.backend:  # the default does everything, and takes seconds to import
+            TRAINER.resolve(self.backend, "trainer.backend").check_options(self, ranks)
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """The dtype of a model's weights. Raises ConfigError."""
+    return getattr(torch, checked(DType, name, "model.dtype"))
