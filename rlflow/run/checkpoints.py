@@ -100,7 +100,8 @@ class Checkpoints:
         path = self.path(step)
         try:
             read_state(path)
-            files = read_fingerprints(read_sealed(path / TRAINER / TRAINER_MANIFEST))
+            manifest = path / TRAINER / TRAINER_MANIFEST
+            files = read_fingerprints(read_sealed(manifest), manifest)
         except DamagedCheckpointError as error:
             return str(error)
         return find_damage(path / TRAINER, files)

@@ -10,10 +10,11 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import shutil
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from rlflow.errors import CheckpointError
 
 PARTIAL = ".partial"
 REPLACED = ".replaced"
+_OF_A_PROCESS = re.compile(rf"\.\d+\.\d+{re.escape(PARTIAL)}$")
 
 
 @contextmanager
@@ -80,15 +82,21 @@ def replace_file(partial: Path, path: str | Path, *, durable: bool = True) -> No
 def replace_directory(partial: Path, path: Path, *, keep_existing: bool = False) -> None:
     """Gives a finished directory its name, in place of one that stands there; all its files reach the disk first.
 
-    A kill between the two renames leaves the old directory as `.replaced`: `restore_replaced` puts it back."""
+    A kill between the two renames leaves the old directory as `.replaced`: `restore_replaced` puts it back. Raises OSError,
+    and leaves the old one in its place."""
     sync_tree(partial)
     replaced = _replaced_path(path)
     if path.exists() and not keep_existing:
         shutil.rmtree(replaced, ignore_errors=True)
         os.replace(path, replaced)
-    os.replace(partial, path)
+    try:
+        os.replace(partial, path)
+    except OSError:
+        restore_replaced(path)
+        raise
     sync(path.absolute().parent)
-    shutil.rmtree(replaced, ignore_errors=True)
+    with suppress(OSError):  # there is none, or it stays for `restore_replaced`: the new one is in place
+        remove_directory(replaced)
 
 
 def restore_replaced(path: Path) -> None:
@@ -110,8 +118,9 @@ def remove_directory(path: Path) -> None:
 
 def clear_partials(folder: Path) -> None:
     """Removes what a kill within `replacing` or `replacing_directory` left in a folder that nobody else writes to."""
-    for entry in folder.glob(f"*.[0-9]*.[0-9]*{PARTIAL}"):
-        _remove(entry)
+    for entry in folder.glob(f"*{PARTIAL}"):
+        if _OF_A_PROCESS.search(entry.name):
+            _remove(entry)
 
 
 def sync_tree(directory: Path) -> None:

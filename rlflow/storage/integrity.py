@@ -75,8 +75,8 @@ def write_manifest(path: Path, content: Mapping[str, Any], files: Mapping[str, F
     return manifest
 
 
-def read_fingerprints(manifest: Mapping[str, Any]) -> dict[str, Fingerprint]:
-    """{file: what it must look like} of a manifest that was read. Raises DamagedCheckpointError where it lists no files."""
+def read_fingerprints(manifest: Mapping[str, Any], path: Path) -> dict[str, Fingerprint]:
+    """{file: what it must look like} of the manifest read from `path`. Raises DamagedCheckpointError where it lists none."""
     try:
         return {
             str(name): Fingerprint(int(entry["bytes"]), str(entry["crc32"]), entry.get("sha256"))
@@ -84,7 +84,7 @@ def read_fingerprints(manifest: Mapping[str, Any]) -> dict[str, Fingerprint]:
         }
     except (KeyError, TypeError, ValueError, AttributeError):
         raise DamagedCheckpointError(
-            'a manifest without "files": {name: {"bytes": ..., "crc32": ...}}; an older version of rlflow wrote it.'
+            f'{path}: has no "files": {{name: {{"bytes": ..., "crc32": ...}}}}; an older version of rlflow wrote it.'
         ) from None
 
 

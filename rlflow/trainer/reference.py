@@ -181,7 +181,7 @@ class ReferenceTrainer(Trainer):
         state = read_sealed(directory / TRAINER_MANIFEST)
         if state.get("backend") != "reference":
             raise CheckpointError(f"{directory}: not a checkpoint of the reference trainer; set trainer.backend as it was.")
-        damage = find_damage(directory, read_fingerprints(state))
+        damage = find_damage(directory, read_fingerprints(state, directory / TRAINER_MANIFEST))
         if damage is not None:
             raise DamagedCheckpointError(f"{damage}.")
         policy = load_file(directory / "policy.safetensors")

@@ -34,7 +34,7 @@ def read_manifest(path: Path) -> tuple[dict[str, Any], dict[str, Fingerprint]]:
         )
     try:
         manifest = read_sealed(file)
-        return manifest, read_fingerprints(manifest)
+        return manifest, read_fingerprints(manifest, file)
     except DamagedCheckpointError as error:
         raise ConversionError(f"{str(error).removesuffix('.')}; export again.", ExitCode.DAMAGED) from None
 

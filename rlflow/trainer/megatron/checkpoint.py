@@ -159,7 +159,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
 
 def _check_files(path: Path, manifest: dict[str, Any]) -> None:
     """Each rank reads its share of the files. A collective; raises DamagedCheckpointError on all ranks."""
-    expected = read_fingerprints(manifest)
+    expected = read_fingerprints(manifest, path / TRAINER_MANIFEST)
     mine = sorted(expected)[dist.get_rank() :: dist.get_world_size()]
     found: list[str | None] = [None] * dist.get_world_size()
     dist.all_gather_object(found, find_damage(path, expected, mine))

@@ -17,7 +17,6 @@ from rlflow.storage.files import (
     partial_path,
     read_json,
     remove_directory,
-    replace_directory,
     replacing,
     replacing_directory,
     restore_replaced,
@@ -58,9 +57,10 @@ def test_a_kill_while_writing_leaves_the_old_content_and_what_can_be_cleared(tmp
     process = subprocess.run([sys.executable, "-c", KILLED, str(path), function], check=False)
     assert process.returncode == -signal.SIGKILL
     assert (path / "old" if path.is_dir() else path).read_text() == "old" and len(names(tmp_path)) == 2
-    partial_path(tmp_path / "resumed").mkdir()  # of someone who continues it: stays
+    for name in ("resumed", "v1.5.index.3fa1"):  # of someone who continues it: stays
+        partial_path(tmp_path / name).mkdir()
     clear_partials(tmp_path)
-    assert names(tmp_path) == ["content", "resumed.partial"]
+    assert names(tmp_path) == ["content", "resumed.partial", "v1.5.index.3fa1.partial"]
 
 
 def test_threads_that_write_one_file_never_mix(tmp_path: Path) -> None:
@@ -109,8 +109,22 @@ def test_removing_begins_with_a_rename(tmp_path: Path) -> None:
     (partial_path(tmp_path / "folder") / "left").mkdir(parents=True)  # by a kill in an earlier removal
     remove_directory(tmp_path / "folder")
     assert names(tmp_path) == []
-    with pytest.raises(FileNotFoundError):
-        replace_directory(tmp_path / "nothing", tmp_path / "folder")
+
+
+def test_a_rename_that_fails_puts_the_old_directory_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, rename = tmp_path / "folder", os.replace
+    with replacing_directory(path) as aside:
+        (aside / "old").write_text("")
+
+    def refuse(source: Path, target: Path) -> None:
+        if str(source).endswith(".partial"):
+            raise PermissionError(13, "Permission denied")
+        rename(source, target)
+
+    monkeypatch.setattr(os, "replace", refuse)
+    with pytest.raises(PermissionError), replacing_directory(path):
+        pass
+    assert names(path) == ["old"] and names(tmp_path) == ["folder"]
 
 
 def test_json_has_null_for_what_is_not_finite_and_damage_is_named(tmp_path: Path) -> None:

@@ -90,7 +90,7 @@ def test_a_checkpoint_cannot_run_code(make: Any, tmp_path: Path) -> None:
         write = torch.save if name == "common.pt" else lambda value, file: file.write_bytes(pickle.dumps(value))
         write(Payload(witness), place / name)
         manifest = read_sealed(place / "trainer.json")
-        files = {**read_fingerprints(manifest), name: fingerprint(place / name)}
+        files = {**read_fingerprints(manifest, place), name: fingerprint(place / name)}
         write_manifest(place / "trainer.json", manifest, files)
         with pytest.raises(CheckpointError, match="damaged \\("):
             trainer.load(place)

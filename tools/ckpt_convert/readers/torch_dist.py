@@ -87,7 +87,7 @@ class TorchDist:
             return {}
         try:
             value = read_sealed(file)
-            files = read_fingerprints(value)
+            files = read_fingerprints(value, file)
             if not isinstance(value["model"], dict) or not isinstance(value["layout"], dict):
                 raise ValueError("model and layout are objects there")
         except DamagedCheckpointError as error:
