@@ -17,10 +17,8 @@ from rlflow.errors import ModelError, StorageError
 from rlflow.models.architecture import Architecture, huggingface_shapes, stored_architecture
 from rlflow.models.huggingface import INDEX_FILE, SINGLE_FILE, companions_digest, copy_files, read_config, with_dtype
 from rlflow.storage.files import replacing_directory
-from rlflow.storage.integrity import fingerprint
+from rlflow.storage.integrity import EXPORT_MANIFEST, fingerprint, write_manifest
 
-MANIFEST = "manifest.json"
-"""Size and checksum of every other file; the format of the converter, whose `verify` reads it."""
 SHARD_BYTES = 4 * 10**9
 Shapes = dict[str, tuple[int, ...]]
 
@@ -57,7 +55,7 @@ def write_model(
             _write_shards(partial, _checked(stream, shapes, dtype, path), shard_bytes)
             copy_files(reference, partial)
             (partial / "config.json").write_text(json.dumps(with_dtype(config, dtype), indent=2) + "\n")
-            manifest = {
+            content = {
                 "source": {"format": "trainer"},
                 "reference": companions_digest(reference),
                 "family": model.family,
@@ -66,9 +64,9 @@ def write_model(
                 "weight_bytes": parameters * dtype.itemsize,
                 "dtype": "keep",
                 "verified": "fast",
-                "files": {file.name: _entry(file) for file in sorted(partial.iterdir())},
             }
-            (partial / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")
+            files = {file.name: fingerprint(file) for file in sorted(partial.iterdir())}
+            manifest = write_manifest(partial / EXPORT_MANIFEST, content, files)
     except OSError as error:
         raise StorageError(
             f"{path}: the model cannot be written ({error.strerror or error}); make room or choose another place."
@@ -93,7 +91,7 @@ def _check_replaceable(path: Path, reference: Path, overwrite: bool) -> None:
         return
     if not overwrite:
         raise StorageError(f"{path}: exists; choose another directory or overwrite it.")
-    ours = (path / "config.json").is_file() or (path / MANIFEST).is_file()
+    ours = (path / "config.json").is_file() or (path / EXPORT_MANIFEST).is_file()
     if path.is_symlink() or not path.is_dir() or (any(path.iterdir()) and not ours):
         raise StorageError(f"{path}: is not a model directory (no config.json), so it is not replaced; choose another.")
 
@@ -166,8 +164,3 @@ def _shards(weights: Iterable[tuple[str, Tensor]], shard_bytes: int) -> Iterator
         shard[name] = tensor
         filled += tensor.nbytes
     yield shard
-
-
-def _entry(file: Path) -> dict[str, Any]:
-    found = fingerprint(file)
-    return {"bytes": found.size, "crc32": found.crc32}

@@ -20,7 +20,8 @@ def shard(rule: Rule, sources: Sequence[Tensor], model: Architecture, rank: int,
     if rule.split is Split.ROW:
         return sources[0].chunk(ranks, dim=1)[rank].contiguous()
     if rule.split is Split.QKV:
-        # (groups, queries per group * head_dim | head_dim | head_dim, ...): a rank owns whole groups.
+        # (groups, queries per group * head_dim | head_dim | head_dim, ...): a rank owns whole groups, in the order in which
+        # SelfAttention.get_query_key_value_tensors (megatron-core, transformer/attention.py) takes them apart.
         parts = [source.unflatten(0, (model.groups, -1)).chunk(ranks)[rank] for source in sources]
         return torch.cat(parts, dim=1).flatten(0, 1)
     if rule.split is Split.VOCAB:

@@ -72,10 +72,12 @@ def _gated_mlp(
 ) -> tuple[Rule, ...]:
     """fc1 and fc2 of an MLP below two prefixes. names: of gate, up and down. options: `fused_fc1`, `fused_fc2`."""
     gate, up, down = (f"{source}{name}.weight" for name in names)
-    one, two = options.get("fused_fc1", ""), options.get("fused_fc2", "")
+    fused_fc1, fused_fc2 = options.get("fused_fc1", ""), options.get("fused_fc2", "")
     return (
-        Rule(f"{to}linear_fc1.weight", Split.GATE_UP, ((gate, f"{ffn} hidden"), (up, f"{ffn} hidden")), where, one),
-        Rule(f"{to}linear_fc2.weight", Split.ROW, ((down, f"hidden {ffn}"),), where, two),
+        Rule(
+            f"{to}linear_fc1.weight", Split.GATE_UP, ((gate, f"{ffn} hidden"), (up, f"{ffn} hidden")), where, fused_fc1
+        ),
+        Rule(f"{to}linear_fc2.weight", Split.ROW, ((down, f"hidden {ffn}"),), where, fused_fc2),
     )
 
 

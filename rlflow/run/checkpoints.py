@@ -15,7 +15,7 @@ from typing import Any
 
 from rlflow.errors import ConfigError, DamagedCheckpointError
 from rlflow.storage.files import PARTIAL, REPLACED, partial_path, remove_directory, replace_directory, restore_replaced
-from rlflow.storage.integrity import MANIFEST, find_damage, listed, read_sealed
+from rlflow.storage.integrity import TRAINER_MANIFEST, find_damage, read_fingerprints, read_sealed
 
 STATE = "state.json"
 TRAINER = "trainer"
@@ -100,10 +100,10 @@ class Checkpoints:
         path = self.path(step)
         try:
             read_state(path)
-            manifest: dict[str, Any] = read_sealed(path / TRAINER / MANIFEST)
+            files = read_fingerprints(read_sealed(path / TRAINER / TRAINER_MANIFEST))
         except DamagedCheckpointError as error:
             return str(error)
-        return find_damage(path / TRAINER, listed(manifest))
+        return find_damage(path / TRAINER, files)
 
     def partial_path(self, step: int) -> Path:
         """Where the checkpoint of a step is until it is complete."""

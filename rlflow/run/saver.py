@@ -10,8 +10,8 @@ from typing import Any
 
 from rlflow.errors import StorageError
 from rlflow.run.checkpoints import STATE, TRAINER, Checkpoints
-from rlflow.storage.files import plain, write_json
-from rlflow.storage.integrity import seal
+from rlflow.storage.files import plain
+from rlflow.storage.integrity import write_sealed
 from rlflow.trainer.base import Trainer
 
 logger = logging.getLogger(__name__)
@@ -85,4 +85,4 @@ class Saver:
 
 def write_state(checkpoint: Path, state: dict[str, Any]) -> None:
     """Writes the run's part of a checkpoint, sealed."""
-    write_json(checkpoint / STATE, seal(plain(state)))
+    write_sealed(checkpoint / STATE, state)

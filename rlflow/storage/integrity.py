@@ -1,7 +1,12 @@
-"""Whether files are what was written: sizes and checksums, and JSON documents that carry their own."""
+"""Whether files are what was written: JSON documents that carry a checksum of their own, and manifests, which are such
+documents that list other files.
+
+{..., "files": {name: {"bytes": 704, "crc32": "0f3a5b7c", "sha256": "..."}}, "crc32": "9b0c2d4e"}    sha256: where asked for
+"""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import zlib
 from collections.abc import Iterable, Mapping
@@ -9,71 +14,93 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from rlflow.errors import DamagedCheckpointError
+from rlflow.storage.files import plain, write_json
 
-MANIFEST = "trainer.json"
-"""The sealed document in which a trainer's checkpoint lists its other files; written last."""
+TRAINER_MANIFEST = "trainer.json"
+"""Of a trainer's checkpoint; written last."""
+EXPORT_MANIFEST = "manifest.json"
+"""Of a directory that an export or a conversion wrote: what it was made of, and its files; written last."""
 SEAL = "crc32"
 BLOCK_BYTES = 2**22
 
 
 class Fingerprint(NamedTuple):
-    """What a file must look like. The checksum finds accidents (a flipped bit, a lost block), not forgeries."""
+    """What a file must look like. CRC-32 finds accidents (a flipped bit, a lost block), sha256 forgeries too."""
 
     size: int  # bytes
     crc32: str  # eight hexadecimal digits
+    sha256: str | None = None  # None: not taken
 
 
-def fingerprint(path: Path) -> Fingerprint:
+def fingerprint(path: Path, *, sha256: bool = False) -> Fingerprint:
     """Reads the file once."""
     size = checksum = 0
+    digest = hashlib.sha256()
     with path.open("rb") as file:
         while block := file.read(BLOCK_BYTES):
             checksum = zlib.crc32(block, checksum)
+            if sha256:
+                digest.update(block)
             size += len(block)
-    return Fingerprint(size, f"{checksum:08x}")
+    return Fingerprint(size, f"{checksum:08x}", digest.hexdigest() if sha256 else None)
 
 
 def find_damage(directory: Path, expected: Mapping[str, Fingerprint], names: Iterable[str] | None = None) -> str | None:
     """One line about the first of the named files (None: all) that is missing or not what was written; None where all are."""
     for name in expected if names is None else names:
+        wanted = expected[name]
         try:
-            found = fingerprint(directory / name)
+            found = fingerprint(directory / name, sha256=wanted.sha256 is not None)
         except FileNotFoundError:
-            return f"{directory / name}: missing, {expected[name].size} bytes expected"
+            return f"{directory / name}: missing, {wanted.size} bytes expected"
         except OSError as error:
             return f"{directory / name}: cannot be read ({error.strerror})"
-        if found.size != expected[name].size:
-            return f"{directory / name}: {found.size} bytes, {expected[name].size} bytes expected"
-        if found != expected[name]:
-            return f"{directory / name}: damaged, its checksum is {found.crc32}, {expected[name].crc32} was written"
+        if found.size != wanted.size:
+            return f"{directory / name}: {found.size} bytes, {wanted.size} bytes expected"
+        if found != wanted:
+            differing = zip(found[1:], wanted[1:])
+            present, written = next((first, second) for first, second in differing if first != second)
+            return f"{directory / name}: damaged, its checksum is {present}, {written} was written"
     return None
 
 
-def table(files: Mapping[str, Fingerprint]) -> dict[str, dict[str, Any]]:
-    """The entries of a manifest that describe files; `listed` reads them."""
-    return {
-        "files": {name: files[name].size for name in sorted(files)},
-        "checksums": {name: files[name].crc32 for name in sorted(files)},
+def write_manifest(path: Path, content: Mapping[str, Any], files: Mapping[str, Fingerprint]) -> dict[str, Any]:
+    """Writes a manifest and returns it, without its seal: `content`, and the files that it vouches for."""
+    entries = {
+        name: {"bytes": size, "crc32": crc32, **({"sha256": sha256} if sha256 else {})}
+        for name, (size, crc32, sha256) in sorted(files.items())
     }
+    manifest = {**content, "files": entries}
+    write_sealed(path, manifest)
+    return manifest
 
 
-def listed(manifest: Mapping[str, Any]) -> dict[str, Fingerprint]:
-    """The files that a manifest describes, by name."""
-    return {name: Fingerprint(size, manifest["checksums"][name]) for name, size in manifest["files"].items()}
+def read_fingerprints(manifest: Mapping[str, Any]) -> dict[str, Fingerprint]:
+    """{file: what it must look like} of a manifest that was read. Raises DamagedCheckpointError where it lists no files."""
+    try:
+        return {
+            str(name): Fingerprint(int(entry["bytes"]), str(entry["crc32"]), entry.get("sha256"))
+            for name, entry in manifest["files"].items()
+        }
+    except (KeyError, TypeError, ValueError, AttributeError):
+        raise DamagedCheckpointError(
+            'a manifest without "files": {name: {"bytes": ..., "crc32": ...}}; an older version of rlflow wrote it.'
+        ) from None
 
 
-def reason(error: BaseException) -> str:
+def error_reason(error: BaseException) -> str:
     """The system's error where there is one behind it: of a full disk torch says 'unexpected pos 704 vs 598'."""
     chain = [error]
     while (behind := chain[-1].__cause__ or chain[-1].__context__) is not None and behind not in chain:
         chain.append(behind)
-    told = next((one for one in chain if isinstance(one, OSError)), error)
-    return f"{type(told).__name__}: {next(iter(str(told).strip().splitlines()), 'no reason given')}"
+    cause = next((behind for behind in chain if isinstance(behind, OSError)), error)
+    return f"{type(cause).__name__}: {next(iter(str(cause).strip().splitlines()), 'no reason given')}"
 
 
-def seal(document: Mapping[str, Any]) -> dict[str, Any]:
-    """The JSON document with a checksum of itself; `read_sealed` checks it."""
-    return {**document, SEAL: _checksum(document)}
+def write_sealed(path: Path, document: Mapping[str, Any]) -> None:
+    """Writes a JSON document with a checksum of itself, whole or not at all; `read_sealed` checks it."""
+    content = plain(document)  # the checksum is of what will be read, not of what has no place in JSON
+    write_json(path, {**content, SEAL: _checksum(content)})
 
 
 def read_sealed(path: Path) -> dict[str, Any]:

@@ -128,7 +128,8 @@ class MetadataUnpickler(pickle.Unpickler):
 
 @dataclass(frozen=True)
 class Chunk:
-    """A chunk of a tensor and where its archive is: file, first byte, bytes."""
+    """One stored chunk of a tensor: its box there, and the byte range of a file that it is somewhere in (in a torch_dist
+    checkpoint an archive of torch.save, in others its elements alone)."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,15 @@ from rlflow.errors import (
     StorageError,
     did_you_mean,
 )
-from rlflow.storage.integrity import MANIFEST, find_damage, fingerprint, listed, read_sealed, reason, seal, table
+from rlflow.storage.integrity import (
+    TRAINER_MANIFEST,
+    error_reason,
+    find_damage,
+    fingerprint,
+    read_fingerprints,
+    read_sealed,
+    write_manifest,
+)
 from rlflow.trainer.base import Loss, Trainer
 from rlflow.trainer.layout import Layout
 from rlflow.trainer.schedule import learning_rate
@@ -193,20 +200,20 @@ class ReferenceTrainer(Trainer):
             )
             save_file(frozen, directory / "snapshots.safetensors")
             torch.save(self.optimizer.state_dict(), directory / "optimizer.pt")
-            files = table({name: fingerprint(directory / name) for name in FILES})
-            manifest = {"backend": "reference", "step": step, "updates": self.updates, **files}
-            (directory / MANIFEST).write_text(json.dumps(seal(manifest)))
+            files = {name: fingerprint(directory / name) for name in FILES}
+            content = {"backend": "reference", "step": step, "updates": self.updates}
+            write_manifest(directory / TRAINER_MANIFEST, content, files)
         except (OSError, RuntimeError, SafetensorError) as error:
-            raise StorageError(f"{directory}: the checkpoint cannot be written ({reason(error)}).") from error
+            raise StorageError(f"{directory}: the checkpoint cannot be written ({error_reason(error)}).") from error
 
     def load(self, path: str | Path) -> int:
         from safetensors.torch import load_file
 
         directory = Path(path)
-        state = read_sealed(directory / MANIFEST)
+        state = read_sealed(directory / TRAINER_MANIFEST)
         if state.get("backend") != "reference":
             raise CheckpointError(f"{directory}: not a checkpoint of the reference trainer; set trainer.backend as it was.")
-        damage = find_damage(directory, listed(state))
+        damage = find_damage(directory, read_fingerprints(state))
         if damage is not None:
             raise DamagedCheckpointError(f"{damage}.")
         policy = load_file(directory / "policy.safetensors")

@@ -111,9 +111,9 @@ def run(job: Job) -> None:
 
     from rlflow.trainer.megatron.cpu import adapted, without_transformer_engine
 
-    layout = oracle.Layout(_padded(job), job.tensor, job.pipeline, job.virtual, job.expert, job.expert_tensor)
+    layout = oracle.OracleLayout(_padded(job), job.tensor, job.pipeline, job.virtual, job.expert, job.expert_tensor)
     with adapted(), without_transformer_engine():
-        oracle.join(layout)
+        oracle.initialize_ranks(layout)
         chunks = oracle.build(job.config, layout, job.dtype)
         if job.load_from is not None:
             result = {"wrong": _load_and_compare(job, chunks)}
@@ -124,7 +124,7 @@ def run(job: Job) -> None:
         if torch.distributed.get_rank() == 0:
             torch.save(result, job.result)
         torch.distributed.barrier()
-        oracle.leave()
+        oracle.destroy_ranks()
 
 
 def _padded(job: Job) -> int:
@@ -143,11 +143,11 @@ def shards(chunks: list[Any], job: Job) -> Iterator[Any]:
         elif isinstance(value, ShardedTensor):
             yield value
         elif isinstance(value, dict):
-            for one in value.values():
-                yield from walk(one)
+            for item in value.values():
+                yield from walk(item)
         elif isinstance(value, list):
-            for one in value:
-                yield from walk(one)
+            for item in value:
+                yield from walk(item)
 
     for chunk in chunks:
         yield from walk(sharded(chunk, job))
@@ -169,7 +169,7 @@ def expected(shard: Any, vocab: int) -> Tensor:
     key = re.sub(r"layers\.\d+\.", "layers.", shard.key)
     expert = re.findall(r"experts\.experts\.(\d+)\.", key)
     key = re.sub(r"experts\.experts\.\d+\.", "experts.experts.", key)
-    lead = [int(one) for one in (*numbers, *expert)]
+    lead = [int(number) for number in (*numbers, *expert)]
     lead += list(shard.global_offset[: shard.prepend_axis_num])
     shape, offset = (
         list(shard.global_shape[shard.prepend_axis_num :]),
@@ -335,4 +335,4 @@ def _load_and_compare(job: Job, chunks: list[Any]) -> list[str]:
             wrong.append(shard.key)
     everywhere: list[Any] = [None] * job.ranks
     torch.distributed.all_gather_object(everywhere, wrong)
-    return [name for one in everywhere for name in one]
+    return [name for names in everywhere for name in names]

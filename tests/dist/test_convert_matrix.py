@@ -13,7 +13,7 @@ import torch
 from fixtures import tiny_model
 from rlflow_tools.ckpt_convert.export_model import Options, to_huggingface
 from rlflow_tools.ckpt_convert.import_model import ImportOptions, to_megatron
-from rlflow_tools.ckpt_convert.mapping.to_megatron import Layout
+from rlflow_tools.ckpt_convert.mapping.to_megatron import CheckpointLayout
 
 from rlflow.models.huggingface import digest, iterate_weights, read_config
 from tests.dist.checkpoint_ranks import TOKENS, Job, launch
@@ -50,9 +50,9 @@ SPARSE: tuple[dict[str, Any], ...] = (
     {"pipeline": 2, "expert": 2},
 )
 BACK = (  # (layout that torch_dist is cut for, layout that loads it, which is also that of the legacy files)
-    (Layout(1, 1, vocab_multiple=8, fused=False), {"tensor": 2, "pipeline": 2}),
-    (Layout(4, 2, vocab_multiple=2, fused=False), {"pipeline": 2, "virtual": 2}),
-    (Layout(2, 1, vocab_multiple=4, fused=False), {"tensor": 1}),
+    (CheckpointLayout(1, 1, vocab_multiple=8, fused=False), {"tensor": 2, "pipeline": 2}),
+    (CheckpointLayout(4, 2, vocab_multiple=2, fused=False), {"pipeline": 2, "virtual": 2}),
+    (CheckpointLayout(2, 1, vocab_multiple=4, fused=False), {"tensor": 1}),
 )
 
 
@@ -112,11 +112,11 @@ def test_imports_load_in_megatron_at_other_layouts(made: dict[str, list[Job]], t
             if family == "deepseek_v3" and layout.tensor == 4:
                 continue  # 4 latent ranks do not divide its compressed keys
             place = tmp_path / f"{name}-{number}"
-            own = Layout(**loads, vocab_multiple=layout.vocab_multiple, fused=False)
+            own = CheckpointLayout(**loads, vocab_multiple=layout.vocab_multiple, fused=False)
             if family == "qwen3_moe":
                 loads, own = (
                     {**loads, "expert": 2},
-                    Layout(**loads, expert=2, vocab_multiple=own.vocab_multiple, fused=False),
+                    CheckpointLayout(**loads, expert=2, vocab_multiple=own.vocab_multiple, fused=False),
                 )
             to_megatron(model, place / "torch_dist", ImportOptions(layout=layout, verify="full"))
             to_megatron(model, place / "torch", ImportOptions(layout=own, format="torch", verify="full"))

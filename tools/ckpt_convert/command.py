@@ -173,11 +173,11 @@ def _inspection(report: dict[str, Any]) -> str:
         f"weights     {report['parameters']:,} parameters, {report['weight_bytes'] / 1e9:.3f} GB",
         f"besides     {report['other_tensors']} tensors ({report['other_bytes'] / 1e9:.3f} GB) of optimizer and snapshots",
     ]
-    width = max((len(one["name"]) for one in report["tensors"]), default=0)
+    width = max((len(tensor["name"]) for tensor in report["tensors"]), default=0)
     lines += [
-        f"  {one['name']:<{width}}  {one['dtype']:<8}  {'x'.join(map(str, one['shape'])):<16} "
-        f"{one['bytes'] / 1e6:10.3f} MB  {one['chunks']} chunks"
-        for one in report["tensors"]
+        f"  {tensor['name']:<{width}}  {tensor['dtype']:<8}  {'x'.join(map(str, tensor['shape'])):<16} "
+        f"{tensor['bytes'] / 1e6:10.3f} MB  {tensor['chunks']} chunks"
+        for tensor in report["tensors"]
     ]
     return "\n".join(lines)
 

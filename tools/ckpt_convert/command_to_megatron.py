@@ -70,13 +70,13 @@ def run_to_megatron(args: argparse.Namespace) -> int:
     if not args.dry_run:
         read_ahead(args.model)
     from .import_model import ImportOptions, prepare_import, to_megatron
-    from .mapping.to_megatron import Layout
+    from .mapping.to_megatron import CheckpointLayout
     from .options import Meter, peak_rss_mib
     from .oracle.logits import checker
     from .writers.directory import check_output
 
     options = ImportOptions(
-        layout=Layout(args.tp, args.pp, args.vpp, args.ep, args.vocab_multiple, args.spec == "te"),
+        layout=CheckpointLayout(args.tp, args.pp, args.vpp, args.ep, args.vocab_multiple, args.spec == "te"),
         format=args.format,
         dtype=args.dtype,
         shard_bytes=args.shard_size,

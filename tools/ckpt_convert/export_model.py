@@ -13,15 +13,16 @@ import torch
 from rlflow.errors import ConversionError, ExitCode, ModelError
 from rlflow.models.architecture import Architecture, stored_architecture
 from rlflow.models.huggingface import companions_digest, copy_files, read_config, with_dtype
+from rlflow.storage.integrity import EXPORT_MANIFEST
 
 from .mapping.plan import Plan
 from .mapping.to_huggingface import Export, make_export
 from .readers.formats import open_source
-from .readers.source import Source
+from .readers.source import TensorSource
 from .stream import check_equal, copy
 from .verify import check_inverse, verify_export
-from .writers.directory import MANIFEST, Writing, check_output, write_directory
-from .writers.sink import Sink, layout_digest, safetensors_files
+from .writers.directory import WriteOptions, check_output, write_directory
+from .writers.output_files import OutputFiles, layout_digest, safetensors_files
 
 Progress = Callable[[int, int], None]
 """Called with the bytes that were written since the last call, and those of the whole; first with what was there before."""
@@ -30,7 +31,7 @@ DTYPES = {"keep": None, "bf16": torch.bfloat16, "fp16": torch.float16, "fp32": t
 
 @dataclass(frozen=True)
 class Options:
-    """How to export. dtype: a key of DTYPES. shard_bytes: tensor bytes per file. The rest: see `Writing`."""
+    """How to export. dtype: a key of DTYPES. shard_bytes: tensor bytes per file. The rest: see `WriteOptions`."""
 
     dtype: str = "keep"
     shard_bytes: int = 4 * 10**9
@@ -44,22 +45,22 @@ class Options:
     """A further check of the finished directory, before it gets its name."""
 
     @property
-    def writing(self) -> Writing:
-        return Writing(self.workers, self.overwrite, self.resume, self.verify)
+    def writing(self) -> WriteOptions:
+        return WriteOptions(self.workers, self.overwrite, self.resume, self.verify)
 
 
-def prepare(path: str | Path, reference: str | Path, options: Options) -> tuple[Source, Export]:
+def prepare(path: str | Path, reference: str | Path, options: Options) -> tuple[TensorSource, Export]:
     """The checked checkpoint and the plan of its export; nothing is written. Raises ConversionError."""
     model = _architecture(reference)
     source = open_source(path)
     check_sizes(source, model, options.expected)
     export = make_export(source, model, DTYPES[options.dtype])
-    for one in export.plan.equal:
-        check_equal(source, one)
+    for equal in export.plan.equal:
+        check_equal(source, equal)
     return source, export
 
 
-def check_sizes(source: Source, model: Architecture, expected: dict[str, int]) -> None:
+def check_sizes(source: TensorSource, model: Architecture, expected: dict[str, int]) -> None:
     """Raises ConversionError (5) for a size that the user gave and the checkpoint does not have."""
     known = {**vars(model), **source.layout, "iteration": source.iteration}
     for name, value in expected.items():
@@ -93,10 +94,10 @@ def to_huggingface(
     plan, config = export.plan, read_config(reference)
     files = safetensors_files(plan.targets, options.shard_bytes)
 
-    def fill(sink: Sink) -> None:
-        left = sink.left(options.workers)
+    def fill(outputs: OutputFiles) -> None:
+        left = outputs.unwritten(options.workers)
         progress(plan.nbytes - sum(block.size for block in left), plan.nbytes)
-        copy(source, left, sink, options.workers, lambda count: progress(count, plan.nbytes))
+        copy(source, left, outputs, options.workers, lambda count: progress(count, plan.nbytes))
 
     def complete(partial: Path) -> None:
         _add_companions(partial, reference, config, plan.targets[0].dtype)
@@ -118,7 +119,7 @@ def to_huggingface(
 
 def current_export(path: str | Path, out: str | Path, reference: str | Path) -> bool:
     """Whether `out` is what `to_huggingface` would write now: same checkpoint, same reference, whole, options as default."""
-    if not (Path(out) / MANIFEST).is_file():
+    if not (Path(out) / EXPORT_MANIFEST).is_file():
         return False
     try:
         manifest = verify_export(out)
@@ -141,12 +142,12 @@ def _add_companions(partial: Path, reference: Path, config: dict[str, Any], dtyp
     (partial / "config.json").write_text(json.dumps(with_dtype(config, dtype), indent=2) + "\n")
 
 
-def _origin(source: Source) -> dict[str, Any]:
+def _origin(source: TensorSource) -> dict[str, Any]:
     """What identifies a source. No path is in it: directories are moved and manifests published."""
     return {"format": source.format, "iteration": source.iteration, **source.identity()}
 
 
-def _record(source: Source, model: Architecture, plan: Plan, dtype: str, reference: Path) -> dict[str, Any]:
+def _record(source: TensorSource, model: Architecture, plan: Plan, dtype: str, reference: Path) -> dict[str, Any]:
     """The manifest without its files."""
     return {
         "source": _origin(source),

@@ -18,17 +18,17 @@ from rlflow.models.tables import EMBEDDING
 from .export_model import DTYPES, Progress
 from .mapping.plan import Plan, View
 from .mapping.to_huggingface import make_export
-from .mapping.to_megatron import Import, Layout, make_import, parameters
+from .mapping.to_megatron import CheckpointLayout, Import, make_import, parameters
 from .readers.arguments import arguments_of
 from .readers.formats import open_source
 from .readers.safetensors_files import HuggingFace
-from .readers.source import Source
+from .readers.source import TensorSource
 from .stream import Reader, check_equal, copy
 from .verify import check_records
-from .writers.directory import Writing, check_output, write_directory
-from .writers.legacy import legacy_common, rank_files
-from .writers.sink import OutputFile, Sink, layout_digest
-from .writers.torch_dist import dist_files
+from .writers.directory import WriteOptions, check_output, write_directory
+from .writers.legacy import legacy_common, legacy_files
+from .writers.output_files import OutputFile, OutputFiles, layout_digest
+from .writers.torch_dist import torch_dist_files
 
 FORMATS = ("torch_dist", "torch")
 FOLDER = "release"
@@ -40,9 +40,9 @@ COMPARED_BYTES = 4 << 20
 @dataclass(frozen=True)
 class ImportOptions:
     """How to write. format: one of FORMATS. dtype: a key of DTYPES. shard_bytes: tensor bytes per file of torch_dist.
-    check: a further check of the finished directory, before it gets its name. The rest: see `Writing`."""
+    check: a further check of the finished directory, before it gets its name. The rest: see `WriteOptions`."""
 
-    layout: Layout = field(default_factory=Layout)
+    layout: CheckpointLayout = field(default_factory=CheckpointLayout)
     format: str = "torch_dist"
     dtype: str = "keep"
     shard_bytes: int = 4 * 10**9
@@ -53,8 +53,8 @@ class ImportOptions:
     check: Callable[[Path], None] | None = None
 
     @property
-    def writing(self) -> Writing:
-        return Writing(self.workers, self.overwrite, self.resume, self.verify)
+    def writing(self) -> WriteOptions:
+        return WriteOptions(self.workers, self.overwrite, self.resume, self.verify)
 
 
 def prepare_import(path: str | Path, options: ImportOptions) -> tuple[Import, list[OutputFile]]:
@@ -68,9 +68,11 @@ def prepare_import(path: str | Path, options: ImportOptions) -> tuple[Import, li
     work = make_import(HuggingFace(path), model, options.layout, DTYPES[options.dtype], predicted)
     args = argparse.Namespace(**arguments_of(config, model, options.layout, work.dtype_of(EMBEDDING, 0)))
     if options.format == "torch":
-        files = rank_files(work, FOLDER, legacy_common(args))
+        files = legacy_files(work, FOLDER, legacy_common(args))
     else:
-        files = dist_files(work, FOLDER, {"args": args, "iteration": 0, "checkpoint_version": 3.0}, options.shard_bytes)
+        files = torch_dist_files(
+            work, FOLDER, {"args": args, "iteration": 0, "checkpoint_version": 3.0}, options.shard_bytes
+        )
     Plan(tuple(target for file in files for target, _ in file.places)).check()
     word = FOLDER.encode()
     return work, [*files, OutputFile(TRACKER, len(word), (), ((0, word),))]
@@ -89,14 +91,14 @@ def to_megatron(
     options, out, path = options or ImportOptions(), Path(out), Path(path)
     check_output(out, None, path, options.overwrite)
     work, files = prepare_import(path, options)
-    for one in work.equal:
-        check_equal(work.source, one)
+    for equal in work.equal:
+        check_equal(work.source, equal)
     plan = Plan(tuple(target for file in files for target, _ in file.places), work.equal)
 
-    def fill(sink: Sink) -> None:
-        left = sink.left(options.workers)
+    def fill(outputs: OutputFiles) -> None:
+        left = outputs.unwritten(options.workers)
         progress(plan.nbytes - sum(block.size for block in left), plan.nbytes)
-        copy(work.source, left, sink, options.workers, lambda count: progress(count, plan.nbytes))
+        copy(work.source, left, outputs, options.workers, lambda count: progress(count, plan.nbytes))
 
     def complete(partial: Path) -> None:
         if options.verify == "full":
@@ -125,15 +127,15 @@ def to_megatron(
     )
 
 
-def check_export(source: Source, model: Architecture, written: Path) -> None:
+def check_export(source: TensorSource, model: Architecture, written: Path) -> None:
     """Raises ConversionError (4) unless the written checkpoint, exported again, has the bytes of `source`.
 
     It is read from the disk by the readers of checkpoints, archives' checksums included, and mapped by the export's plan."""
     checkpoint = open_source(written)
     check_records(checkpoint)
     plan = make_export(checkpoint, model).plan
-    for one in plan.equal:
-        check_equal(checkpoint, one)
+    for equal in plan.equal:
+        check_equal(checkpoint, equal)
     with Reader(checkpoint) as back, Reader(source) as first:
         for target in plan.targets:
             step = max(1, COMPARED_BYTES // target.row_bytes)

@@ -1,4 +1,4 @@
-"""Carries out a plan: copies blocks of targets from a source into a sink."""
+"""Carries out a plan: copies blocks of targets from a source into the output files."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ import numpy as np
 import torch
 
 from rlflow.errors import ConversionError, ExitCode
+from rlflow.storage.pickles import Chunk
 
-from .mapping.plan import Equal, Piece, Rectangle, Target, View
-from .readers.source import Content, Item, Source
-from .writers.sink import Block, Sink
+from .mapping.plan import Equal, Rectangle, Target, Tile, View
+from .readers.source import Content, TensorSource
+from .writers.output_files import OutputFiles, RowBlock
 
 Progress = Callable[[int], None]
 COMPARED_BYTES = 4 << 20
@@ -29,7 +30,9 @@ INFINITE = {
 ones, -Inf and the other NaNs those from the second on. Two passes without a temporary array (IEEE 754 ordering)."""
 
 
-def copy(source: Source, blocks: Sequence[Block], sink: Sink, workers: int, progress: Progress) -> None:
+def copy(
+    source: TensorSource, blocks: Sequence[RowBlock], outputs: OutputFiles, workers: int, progress: Progress
+) -> None:
     """Copies blocks in `workers` threads; progress is called with the bytes of each, by one thread at a time.
 
     Raises ConversionError for a damaged source (4), NaN or Inf in the weights (4), a full disk (8)."""
@@ -45,7 +48,7 @@ def copy(source: Source, blocks: Sequence[Block], sink: Sink, workers: int, prog
             rows = np.frombuffer(buffer, np.uint8, block.size).reshape(block.last - block.first, block.target.row_bytes)
             reader.fill(block.target, block.first, rows)
             check_finite(rows, block, str(source.path))
-            sink.write(block, rows.data.cast("B"))
+            outputs.write(block, rows.data.cast("B"))
             with lock:
                 progress(block.size)
 
@@ -55,11 +58,11 @@ def copy(source: Source, blocks: Sequence[Block], sink: Sink, workers: int, prog
             wait(running, return_when=FIRST_EXCEPTION)
         finally:
             stop.set()
-        for one in running:
-            one.result()
+        for future in running:
+            future.result()
 
 
-def check_finite(rows: np.ndarray, block: Block, origin: str) -> None:
+def check_finite(rows: np.ndarray, block: RowBlock, origin: str) -> None:
     """Raises ConversionError (4) where the bytes of a block are NaN or Inf."""
     signed, high, unsigned, low = INFINITE[block.target.dtype]
     flat = rows.reshape(-1)
@@ -71,27 +74,27 @@ def check_finite(rows: np.ndarray, block: Block, origin: str) -> None:
         )
 
 
-def check_equal(source: Source, equal: Equal) -> None:
+def check_equal(source: TensorSource, equal: Equal) -> None:
     """Raises the ConversionError that `equal` describes unless the two views hold the same bytes."""
-    width = equal.one.columns * equal.one.stored.dtype.itemsize
+    width = equal.first.columns * equal.first.stored.dtype.itemsize
     step = max(1, COMPARED_BYTES // width)
     pair = np.empty((2, min(step, equal.rows), width), np.uint8)
     with Reader(source) as reader:
         for row in range(0, equal.rows, step):
-            one, other = pair[:, : min(step, equal.rows - row)]
-            reader.read(equal.one, row, 0, one, equal.one.stored.dtype)
-            reader.read(equal.other, row, 0, other, equal.one.stored.dtype)
-            if not np.array_equal(one, other):
+            first, second = pair[:, : min(step, equal.rows - row)]
+            reader.read(equal.first, row, 0, first, equal.first.stored.dtype)
+            reader.read(equal.second, row, 0, second, equal.first.stored.dtype)
+            if not np.array_equal(first, second):
                 raise ConversionError(equal.problem, equal.exit_code)
 
 
 class Reader:
     """Rectangles of a source, gathered from its chunks. Safe to use from several threads."""
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: TensorSource) -> None:
         self._source = source
         self._lock = threading.Lock()
-        self._contents: dict[tuple[str, Item], Content] = {}
+        self._contents: dict[tuple[str, Chunk], Content] = {}
         self._files: dict[str, int] = {}
         self._rectangles: dict[tuple[str, tuple[int, ...]], tuple[list[Rectangle], list[int]]] = {}
 
@@ -105,39 +108,41 @@ class Reader:
     def fill(self, target: Target, first: int, out: np.ndarray) -> None:
         """Writes the target's rows from `first` on into `out`: (rows, bytes of a row)."""
         last = first + len(out)
-        for piece in _overlapping(target.pieces, first, last):
-            begin, end = max(first, piece.row), min(last, piece.row + piece.rows)
-            columns = target.columns if piece.columns is None else piece.columns
+        for tile in _overlapping(target.tiles, first, last):
+            begin, end = max(first, tile.row), min(last, tile.row + tile.rows)
+            columns = target.columns if tile.columns is None else tile.columns
             size = target.dtype.itemsize
-            part = out[begin - first : end - first, piece.column * size : (piece.column + columns) * size]
-            if piece.view is None:
+            part = out[begin - first : end - first, tile.column * size : (tile.column + columns) * size]
+            if tile.view is None:
                 part[:] = 0
             else:
-                self.read(piece.view, piece.source_row + begin - piece.row, piece.source_column, part, target.dtype)
+                self.read(tile.view, tile.source_row + begin - tile.row, tile.source_column, part, target.dtype)
 
     def read(self, view: View, row: int, column: int, out: np.ndarray, dtype: torch.dtype) -> None:
         """Writes the view's elements from (row, column) on into `out`, cast to `dtype`: (rows, bytes of a row)."""
         columns = out.shape[1] // dtype.itemsize
-        for one in self._found(view, row, row + len(out)):
-            top, bottom = max(row, one.row), min(row + len(out), one.row + one.rows)
-            left, right = max(column, one.column), min(column + columns, one.column + one.columns)
+        for rectangle in self._found(view, row, row + len(out)):
+            top, bottom = max(row, rectangle.row), min(row + len(out), rectangle.row + rectangle.rows)
+            left, right = max(column, rectangle.column), min(column + columns, rectangle.column + rectangle.columns)
             if top >= bottom or left >= right:
                 continue
             size = dtype.itemsize
             place = out[top - row : bottom - row, (left - column) * size : (right - column) * size]
-            self._copy(view, one, top - one.row, left - one.column, place, dtype)
+            self._copy(view, rectangle, top - rectangle.row, left - rectangle.column, place, dtype)
 
-    def _copy(self, view: View, one: Rectangle, row: int, column: int, place: np.ndarray, dtype: torch.dtype) -> None:
+    def _copy(
+        self, view: View, rectangle: Rectangle, row: int, column: int, place: np.ndarray, dtype: torch.dtype
+    ) -> None:
         """Fills `place` from (row, column) of a chunk on; whole rows are read, as rows of a matrix lie side by side."""
         stored = view.stored
-        descriptor, content, file = self._open(view, one.item)
+        descriptor, content, file = self._open(view, rectangle.chunk)
         size, rows = stored.dtype.itemsize, len(place)
-        start = content.start + (one.skipped + row * one.columns) * size
-        whole = place.shape[1] == one.columns * dtype.itemsize
+        start = content.start + (rectangle.skipped + row * rectangle.columns) * size
+        whole = place.shape[1] == rectangle.columns * dtype.itemsize
         if whole and stored.dtype is dtype and place.flags.c_contiguous:
             read_all(descriptor, place.data.cast("B"), start, file)
             return
-        data = np.empty((rows, one.columns * size), np.uint8)
+        data = np.empty((rows, rectangle.columns * size), np.uint8)
         read_all(descriptor, data.data.cast("B"), start, file)
         width = place.shape[1] // dtype.itemsize
         part = data[:, column * size : (column + width) * size]
@@ -149,22 +154,24 @@ class Reader:
         with self._lock:
             if key not in self._rectangles:
                 ordered = view.rectangles()
-                self._rectangles[key] = ordered, [one.row for one in ordered]
+                self._rectangles[key] = ordered, [rectangle.row for rectangle in ordered]
             ordered, rows = self._rectangles[key]
-        return (one for one in ordered[: bisect_right(rows, last)] if one.row + one.rows > first)
+        return (
+            rectangle for rectangle in ordered[: bisect_right(rows, last)] if rectangle.row + rectangle.rows > first
+        )
 
-    def _open(self, view: View, item: Item) -> tuple[int, Content, str]:
-        key, file = (view.stored.name, item), str(self._source.path / item.file)
-        content = self._contents.get(key) or self._source.content(view.stored, item)  # outside the lock: it reads
+    def _open(self, view: View, chunk: Chunk) -> tuple[int, Content, str]:
+        key, file = (view.stored.name, chunk), str(self._source.path / chunk.file)
+        content = self._contents.get(key) or self._source.content(view.stored, chunk)  # outside the lock: it reads
         with self._lock:
             self._contents[key] = content
-            if item.file not in self._files:
-                self._files[item.file] = os.open(file, os.O_RDONLY)
-            return self._files[item.file], content, file
+            if chunk.file not in self._files:
+                self._files[chunk.file] = os.open(file, os.O_RDONLY)
+            return self._files[chunk.file], content, file
 
 
-def _overlapping(pieces: Sequence[Piece], first: int, last: int) -> Iterator[Piece]:
-    return (one for one in pieces if one.row < last and one.row + one.rows > first)
+def _overlapping(tiles: Sequence[Tile], first: int, last: int) -> Iterator[Tile]:
+    return (tile for tile in tiles if tile.row < last and tile.row + tile.rows > first)
 
 
 def _cast(data: np.ndarray, dtype: torch.dtype, to: torch.dtype) -> np.ndarray:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import zlib
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -12,44 +11,44 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlflow.errors import ConversionError, ExitCode, ModelError
+from rlflow.errors import ConversionError, DamagedCheckpointError, ExitCode, ModelError
 from rlflow.models.huggingface import WeightFiles, check_tensors
 from rlflow.models.rules import Split
 from rlflow.models.sharding import shard as to_megatron
+from rlflow.storage.integrity import EXPORT_MANIFEST, Fingerprint, find_damage, read_fingerprints, read_sealed
 
 from .mapping.plan import View
 from .mapping.to_huggingface import Export
-from .readers.source import Source
-from .writers.directory import MANIFEST, crc32, sha256
+from .readers.source import TensorSource
 
 READ_BYTES = 4 << 20
 
 
-def read_manifest(path: Path) -> dict[str, Any]:
-    """The manifest of a directory that a conversion wrote. Raises ConversionError (3: none, 4: damaged)."""
-    file = path / MANIFEST
+def read_manifest(path: Path) -> tuple[dict[str, Any], dict[str, Fingerprint]]:
+    """(manifest, what its files must look like) of a directory that an export or a conversion wrote. Raises
+    ConversionError (3: none, 4: damaged)."""
+    file = path / EXPORT_MANIFEST
     if not file.is_file():
         raise ConversionError(
             f"{file}: missing; only directories written by a conversion can be verified.", ExitCode.MISSING
         )
     try:
-        manifest = json.loads(file.read_text())
-        for one in manifest["files"].values():
-            int(one["bytes"]), int(one["crc32"], 16), str(one.get("sha256"))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ConversionError(f"{file}: damaged ({error}); export again.", ExitCode.DAMAGED) from None
-    return manifest
+        manifest = read_sealed(file)
+        return manifest, read_fingerprints(manifest)
+    except DamagedCheckpointError as error:
+        raise ConversionError(f"{str(error).removesuffix('.')}; export again.", ExitCode.DAMAGED) from None
 
 
 def verify_export(path: str | Path, workers: int = 2) -> dict[str, Any]:
     """The manifest of an export, every file of which has the size and checksums that it says, and whose tensors are those
     that config.json implies. Raises ConversionError (3: a file is missing, 4: another content)."""
     path = Path(path)
-    manifest = read_manifest(path)
+    manifest, expected = read_manifest(path)
     with ThreadPoolExecutor(workers) as pool:
-        for _ in pool.map(lambda pair: _check_file(path / pair[0], pair[1]), manifest["files"].items()):
-            pass
-    foreign = sorted(one.name for one in path.glob("*.safetensors") if one.name not in manifest["files"])
+        for damage in filter(None, pool.map(lambda name: find_damage(path, expected, [name]), expected)):
+            gone = any(not (path / name).is_file() for name in expected)
+            raise ConversionError(f"{damage}; export again.", ExitCode.MISSING if gone else ExitCode.DAMAGED)
+    foreign = sorted(file.name for file in path.glob("*.safetensors") if file.name not in expected)
     if foreign:
         raise ConversionError(f"{path / foreign[0]}: not part of the export; remove it.", ExitCode.DAMAGED)
     if (path / "config.json").is_file():
@@ -60,22 +59,10 @@ def verify_export(path: str | Path, workers: int = 2) -> dict[str, Any]:
     return manifest
 
 
-def _check_file(file: Path, listed: dict[str, Any]) -> None:
-    if not file.is_file():
-        raise ConversionError(f"{file}: missing, though {MANIFEST} lists it; export again.", ExitCode.MISSING)
-    size = file.stat().st_size
-    same = size == int(listed["bytes"]) and crc32(file) == int(listed["crc32"], 16)
-    if not same or ("sha256" in listed and sha256(file) != listed["sha256"]):
-        raise ConversionError(
-            f"{file}: not what was written ({size} bytes found, {listed['bytes']} expected); export again.",
-            ExitCode.DAMAGED,
-        )
-
-
-def check_inverse(source: Source, export: Export, directory: Path) -> None:
+def check_inverse(source: TensorSource, export: Export, directory: Path) -> None:
     """Raises ConversionError (4) unless the written tensors, mapped back to Megatron's, are the checkpoint's bytes.
 
-    Maps whole tensors with the trainer's own `split.shard`, not with the rectangles that wrote them, and checks the
+    Maps whole tensors with the trainer's own `models.sharding.shard`, not with the rectangles that wrote them, and checks the
     checksums that the checkpoint's archives hold. Memory: a few times the largest tensor."""
     check_records(source)
     files = WeightFiles(directory)
@@ -95,8 +82,8 @@ def check_inverse(source: Source, export: Export, directory: Path) -> None:
                 )
 
 
-def check_records(source: Source) -> None:
-    """Raises ConversionError (4) where bytes of a source are not what its checksums say, those of single items apart."""
+def check_records(source: TensorSource) -> None:
+    """Raises ConversionError (4) where bytes of a source are not what its checksums say, those of single chunks apart."""
     for name, record in source.records():
         found = 0
         with (source.path / name).open("rb") as stream:
@@ -111,23 +98,24 @@ def check_records(source: Source) -> None:
             )
 
 
-def _stored_parts(source: Source, view: View) -> Iterator[tuple[Tensor, int, int]]:
+def _stored_parts(source: TensorSource, view: View) -> Iterator[tuple[Tensor, int, int]]:
     """(matrix, first row, first column) of every chunk of a view."""
-    for one in view.rectangles():
-        content = source.content(view.stored, one.item)
-        with (source.path / one.item.file).open("rb") as stream:
+    for rectangle in view.rectangles():
+        content = source.content(view.stored, rectangle.chunk)
+        with (source.path / rectangle.chunk.file).open("rb") as stream:
             stream.seek(content.start)
             data = bytearray(stream.read(content.bytes))
         if len(data) != content.bytes or (content.crc32 is not None and zlib.crc32(data) != content.crc32):
             raise ConversionError(
-                f"{source.path / one.item.file}: '{view.stored.name}' at byte {content.start} is damaged (checksum); "
+                f"{source.path / rectangle.chunk.file}: '{view.stored.name}' at byte {content.start} is damaged (checksum); "
                 "copy it again or use an earlier checkpoint.",
                 ExitCode.DAMAGED,
             )
         whole = torch.frombuffer(data, dtype=view.stored.dtype)
-        yield whole[one.skipped : one.skipped + one.rows * one.columns].view(one.rows, one.columns), one.row, one.column
+        elements = whole[rectangle.skipped : rectangle.skipped + rectangle.rows * rectangle.columns]
+        yield elements.view(rectangle.rows, rectangle.columns), rectangle.row, rectangle.column
 
 
-def _same_bytes(one: Tensor, other: Tensor) -> bool:
-    views = [tensor.contiguous().view(-1).view(torch.uint8) for tensor in (one, other)]
-    return one.shape == other.shape and torch.equal(*views)
+def _same_bytes(first: Tensor, second: Tensor) -> bool:
+    views = [tensor.contiguous().view(-1).view(torch.uint8) for tensor in (first, second)]
+    return first.shape == second.shape and torch.equal(*views)

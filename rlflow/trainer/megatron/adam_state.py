@@ -28,14 +28,14 @@ MAIN = "fp32_param"
 
 @dataclass(frozen=True)
 class Held:
-    """What this rank holds of one parameter's state. `cuts[r]` to `cuts[r + 1]`: the elements of the flattened parameter
+    """What this rank holds of one parameter's state. `bounds[r]` to `bounds[r + 1]`: the elements of the flattened parameter
     that rank r of `group` updates; `owner`: the rank of `group` that writes and reads the whole. Without `group`, all of
     it is here."""
 
     entry: ShardedBase  # how the checkpoint calls the parameter, and which part of it this rank's model has
     parameter: Parameter
     tensors: dict[str, Tensor]  # views; empty where this rank updates nothing of the parameter
-    cuts: tuple[int, ...] = ()
+    bounds: tuple[int, ...] = ()
     owner: int = 0
     group: ProcessGroup | None = None
 
@@ -102,42 +102,43 @@ def _all_held(optimizer: MegatronOptimizer, parameters: ShardedStateDict) -> Ite
     """(name, state) of every parameter, in the same order on all data-parallel ranks."""
     names = {id(entry.data): name for name, entry in parameters.items() if isinstance(entry, ShardedBase)}
     owner = itertools.count()
-    for one in getattr(optimizer, "chained_optimizers", [optimizer]):
-        if not one.config.use_distributed_optimizer:
-            for parameter in _parameters(one):
+    for inner in getattr(optimizer, "chained_optimizers", [optimizer]):
+        if not inner.config.use_distributed_optimizer:
+            for parameter in _parameters(inner):
                 name = names[id(parameter)]
-                yield name, Held(parameters[name], parameter, _whole(one, parameter))
+                yield name, Held(parameters[name], parameter, _whole(inner, parameter))
             continue
-        group = one.data_parallel_group
-        for buffer in one.buffers:
+        group = inner.data_parallel_group
+        for buffer in inner.buffers:
             for parameter, place in buffer.param_index_map.items():
-                name, cuts = names[id(parameter)], _cuts(buffer, place, group.size())
-                mine = cuts[group.rank()] < cuts[group.rank() + 1]
-                tensors = _renamed(one._get_main_param_and_optimizer_states(parameter)) if mine else {}
-                yield name, Held(parameters[name], parameter, tensors, cuts, next(owner) % group.size(), group)
+                name, bounds = names[id(parameter)], _rank_bounds(buffer, place, group.size())
+                mine = bounds[group.rank()] < bounds[group.rank() + 1]
+                tensors = _renamed(inner._get_main_param_and_optimizer_states(parameter)) if mine else {}
+                yield name, Held(parameters[name], parameter, tensors, bounds, next(owner) % group.size(), group)
 
 
-def _parameters(one: MegatronOptimizer) -> Iterator[Parameter]:
+def _parameters(optimizer: MegatronOptimizer) -> Iterator[Parameter]:
     """The model's parameters that the plain optimizer trains, in its order."""
-    groups = getattr(one, "float16_groups", None)
+    groups = getattr(optimizer, "float16_groups", None)
     if groups is None:
-        yield from one.get_parameters()
+        yield from optimizer.get_parameters()
         return
-    for half, full in zip(groups, one.fp32_from_fp32_groups, strict=True):
+    for half, full in zip(groups, optimizer.fp32_from_fp32_groups, strict=True):
         yield from itertools.chain(half, full)
 
 
-def _whole(one: MegatronOptimizer, parameter: Parameter) -> dict[str, Tensor]:
+def _whole(optimizer: MegatronOptimizer, parameter: Parameter) -> dict[str, Tensor]:
     main = parameter if parameter.dtype is torch.float32 else parameter.main_param  # type: ignore[attr-defined]
-    return _renamed({"param": main, **one.optimizer.state[main]})
+    return _renamed({"param": main, **optimizer.optimizer.state[main]})
 
 
 def _renamed(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return {MAIN if key == "param" else key: value.detach() for key, value in tensors.items() if key != "step"}
 
 
-def _cuts(buffer: Any, place: tuple[int, int, int], ranks: int) -> tuple[int, ...]:
+def _rank_bounds(buffer: Any, place: tuple[int, int, int], ranks: int) -> tuple[int, ...]:
     """Where the parameter, flattened, is cut: its bucket is split evenly over the ranks, whatever lies in it."""
+    # `param_index_map` of megatron-core, distributed/param_and_grad_buffer.py: first and last element in the buffer, bucket.
     start, stop, index = place
     bucket = buffer.buckets[index]
     share = bucket.grad_data.numel() // ranks
@@ -152,8 +153,8 @@ def _gather(held: Held, group: ProcessGroup, part: str) -> Tensor | None:
             target = dist.get_global_rank(group, held.owner)
             dist.send(held.tensors[part].to(device()).contiguous(), target, group=group)
         return None
-    whole = torch.empty(held.cuts[-1], dtype=torch.float32, device=device())
-    for other, (low, high) in enumerate(itertools.pairwise(held.cuts)):
+    whole = torch.empty(held.bounds[-1], dtype=torch.float32, device=device())
+    for other, (low, high) in enumerate(itertools.pairwise(held.bounds)):
         if other == rank and low < high:
             whole[low:high] = held.tensors[part]
         elif low < high:
@@ -171,7 +172,7 @@ def _scatter(held: Held, group: ProcessGroup, part: str, whole: Tensor | None) -
             held.tensors[part].copy_(received)
         return
     flat = whole.flatten().to(device())
-    for other, (low, high) in enumerate(itertools.pairwise(held.cuts)):
+    for other, (low, high) in enumerate(itertools.pairwise(held.bounds)):
         if other == rank and low < high:
             held.tensors[part].copy_(flat[low:high])
         elif low < high:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 import pickle
 from collections.abc import Iterator, Sequence
@@ -25,16 +24,16 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from rlflow.errors import CheckpointError, DamagedCheckpointError
 from rlflow.models.architecture import Architecture
-from rlflow.storage.integrity import MANIFEST, Fingerprint, find_damage, listed, read_sealed, seal, table
+from rlflow.storage.integrity import TRAINER_MANIFEST, find_damage, read_fingerprints, read_sealed, write_manifest
 from rlflow.storage.pickles import read_metadata
 from rlflow.trainer.megatron import adam_state, writing
 from rlflow.trainer.megatron.model import named_parameters, prefixed
 from rlflow.trainer.megatron.optimizer import set_updates
 from rlflow.trainer.megatron.world import World
-from rlflow.trainer.megatron.writing import Writing
+from rlflow.trainer.megatron.writing import OngoingWrite
 
-OWN_FILES = ("*.distcp", ".metadata", "metadata.json", "common.pt", MANIFEST)
-FORMAT = 2
+OWN_FILES = ("*.distcp", ".metadata", "metadata.json", "common.pt", TRAINER_MANIFEST)
+FORMAT = 3
 
 
 @dataclass
@@ -56,13 +55,13 @@ class PendingSave:
     """A save that the ranks have begun; `finish` makes it a checkpoint."""
 
     path: Path
-    files: Writing
+    files: OngoingWrite
     content: dict[str, Any]
 
     def finish(self) -> None:
         """Waits until all ranks have written, then writes the manifest. A collective. Raises StorageError on all ranks
         where one of them could not write (a full disk, no permission)."""
-        self.files.finish(lambda files: _write_manifest(self.path, self.content, files))
+        self.files.finish(lambda files: write_manifest(self.path / TRAINER_MANIFEST, self.content, files))
 
 
 def begin_save(path: Path, state: TrainerState, background: bool) -> PendingSave:
@@ -150,7 +149,7 @@ def _check_same_model(path: Path, saved: dict[str, Any], present: dict[str, Any]
 
 def read_manifest(path: Path) -> dict[str, Any]:
     """The checkpoint's manifest. Raises DamagedCheckpointError where it is missing or damaged."""
-    manifest = read_sealed(path / MANIFEST)
+    manifest = read_sealed(path / TRAINER_MANIFEST)
     if manifest.get("format") != FORMAT:
         raise CheckpointError(
             f"{path}: a checkpoint of format {manifest.get('format')}; this version of rlflow reads format {FORMAT}."
@@ -160,7 +159,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
 
 def _check_files(path: Path, manifest: dict[str, Any]) -> None:
     """Each rank reads its share of the files. A collective; raises DamagedCheckpointError on all ranks."""
-    expected = listed(manifest)
+    expected = read_fingerprints(manifest)
     mine = sorted(expected)[dist.get_rank() :: dist.get_world_size()]
     found: list[str | None] = [None] * dist.get_world_size()
     dist.all_gather_object(found, find_damage(path, expected, mine))
@@ -179,13 +178,6 @@ def _manifest(state: TrainerState) -> dict[str, Any]:
         "dtype": _dtype(state),
         "snapshots": sorted(state.snapshots),
     }
-
-
-def _write_manifest(path: Path, content: dict[str, Any], files: dict[str, Fingerprint]) -> None:
-    with (path / MANIFEST).open("w", encoding="utf-8") as file:
-        file.write(json.dumps(seal({**content, **table(files)}), indent=2) + "\n")
-        file.flush()
-        os.fsync(file.fileno())
 
 
 def _dtype(state: TrainerState) -> str:

@@ -21,7 +21,7 @@ from torch.distributed import ProcessGroup
 from torch.overrides import TorchFunctionMode
 
 from rlflow.errors import MissingPackageError
-from rlflow.trainer.megatron import fused
+from rlflow.trainer.megatron import layers
 from rlflow.trainer.megatron.context import held_positions
 
 TESTED_VERSION = "0.16."
@@ -72,8 +72,8 @@ def _without_cuda() -> Iterator[None]:
         (megatron_random, "_get_cuda_rng_state", lambda *_, **__: torch.get_rng_state()),
         (megatron_random, "_set_cuda_rng_state", lambda state, *_, **__: torch.set_rng_state(state)),
         # Kernels of Transformer Engine, which needs CUDA.
-        (rope_utils, "fused_apply_rotary_pos_emb", fused.rotate),
-        (rope_utils, "fused_apply_rotary_pos_emb_thd", fused.rotate_packed),
+        (rope_utils, "fused_apply_rotary_pos_emb", layers.rotate),
+        (rope_utils, "fused_apply_rotary_pos_emb_thd", layers.rotate_packed),
     ]
     originals = [(owner, name, getattr(owner, name)) for owner, name, _ in replacements]
     try:

@@ -1,18 +1,25 @@
-"""Layer parts on plain torch, for where Transformer Engine is not installed."""
+"""Layer parts on plain torch, for where Transformer Engine is not installed: norm and attention anywhere, and on CPUs also
+what it fuses on GPUs (SwiGLU, rotary embedding, linear layers): fewer passes over memory, fewer tensors kept for the
+backward pass, and gradients of weights that go straight into Megatron's buffers."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
+from megatron.core.models.common.embeddings import rope_utils
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
-from rlflow.trainer.megatron.context import gather_tokens, held_pieces
+from rlflow import matmul as products
+from rlflow.trainer.megatron.context import gather_tokens, held_chunks
 
 
 class RMSNorm(torch.nn.RMSNorm):
@@ -64,11 +71,11 @@ class TorchAttention(MegatronModule):
         group = self._context_group
         both = gather_tokens(torch.cat([key, value], dim=2), lengths, group)
         key, value = both.chunk(2, dim=2)
-        pieces = [
-            _attend(query[piece.here], key[piece.start : piece.stop], value[piece.start : piece.stop])
-            for piece in held_pieces(lengths, group.size(), group.rank())
+        parts = [
+            _attend(query[chunk.here], key[chunk.start : chunk.stop], value[chunk.start : chunk.stop])
+            for chunk in held_chunks(lengths, group.size(), group.rank())
         ]
-        return torch.cat(pieces)
+        return torch.cat(parts)
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -82,3 +89,144 @@ def _attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         query, key, value, attn_mask=mask, is_causal=mask is None, enable_gqa=query.shape[1] != key.shape[1]
     )
     return mixed.permute(2, 0, 1, 3).flatten(2)
+
+
+class SwiGLU(MegatronModule):
+    """silu(gate) * up of (..., gate and up); keeps its input alone for the backward pass (Shazeer 2020, arXiv 2002.05202)."""
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__(config=config)
+
+    def forward(self, both: Tensor) -> Tensor:
+        """(..., 2 F) -> (..., F)."""
+        return _SwiGLU.apply(both)
+
+
+class _SwiGLU(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, both: Tensor) -> Tensor:
+        ctx.save_for_backward(both)
+        gate, up = both.chunk(2, dim=-1)
+        return F.silu(gate).mul_(up)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        (both,) = ctx.saved_tensors
+        gate, up = both.chunk(2, dim=-1)
+        answer = torch.empty_like(both)
+        of_gate, of_up = answer.chunk(2, dim=-1)
+        torch.ops.aten.silu_backward.grad_input(gradient * up, gate, grad_input=of_gate)
+        torch.mul(F.silu(gate), gradient, out=of_up)
+        return answer
+
+
+def rotate(values: Tensor, angles: Tensor, interleaved: bool = False) -> Tensor:
+    """Rotary embedding of (T, B, heads, D) by angles (T, 1, 1, D or less), whose two halves are equal (Su et al. 2021, arXiv
+    2104.09864, in the layout of two halves, not `interleaved` pairs)."""
+    assert not interleaved, "no model family here interleaves"
+    half = angles[..., : angles.shape[-1] // 2]
+    return _Rotary.apply(values, half.cos().to(values.dtype), half.sin().to(values.dtype))
+
+
+def rotate_packed(values: Tensor, bounds: Tensor, angles: Tensor, cp_size: int = 1, cp_rank: int = 0) -> Tensor:
+    """The same for packed rows (N, heads, D): positions begin at 0 in every segment. Under context parallelism each segment
+    lies on the ranks as Megatron cuts it."""
+    lengths = (bounds[1:] - bounds[:-1]).div(cp_size, rounding_mode="floor").tolist()
+    own = [
+        rope_utils._get_thd_freqs_on_this_cp_rank(cp_rank, cp_size, segment, angles)
+        for segment in values.split(lengths)
+    ]
+    return rotate(values.unsqueeze(1), torch.cat(own)).squeeze(1)
+
+
+class _Rotary(torch.autograd.Function):
+    """(a, b) -> (a cos - b sin, b cos + a sin); what lies beyond the rotated dimensions passes unchanged."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        return _turned(values, cos, sin, -1)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        cos, sin = ctx.saved_tensors
+        return _turned(gradient, cos, sin, 1), None, None
+
+
+def _turned(values: Tensor, cos: Tensor, sin: Tensor, sign: int) -> Tensor:
+    half = cos.shape[-1]
+    answer = torch.empty(values.shape, dtype=values.dtype, device=values.device)
+    answer[..., 2 * half :] = values[..., 2 * half :]
+    first, second = values[..., :half], values[..., half : 2 * half]
+    torch.mul(first, cos, out=answer[..., :half]).addcmul_(second, sin, value=sign)
+    torch.mul(second, cos, out=answer[..., half : 2 * half]).addcmul_(first, sin, value=-sign)
+    return answer
+
+
+def _linear_forward(
+    self: Any,
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    *,
+    allreduce_dgrad: bool,
+    sequence_parallel: bool,
+    tp_group: ProcessGroup,
+    **_: Any,
+) -> Tensor:
+    return _Linear.apply(input, weight, bias, tp_group, allreduce_dgrad, sequence_parallel)
+
+
+class ColumnLinear(ColumnParallelLinear):
+    """Megatron's, with the products of `rlflow.matmul`."""
+
+    _forward_impl = _linear_forward
+
+
+class RowLinear(RowParallelLinear):
+    """Megatron's, with the products of `rlflow.matmul`."""
+
+    _forward_impl = _linear_forward
+
+
+class _Linear(torch.autograd.Function):
+    """inputs (..., in) @ weight.T + bias. Under sequence parallelism the inputs are split over ranks by their first dimension
+    and gathered twice, as in Megatron: kept for the backward pass is this rank's part."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        inputs: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        group: ProcessGroup,
+        sum_gradient: bool,
+        gather: bool,
+    ) -> Tensor:
+        ctx.save_for_backward(inputs, weight)
+        ctx.group, ctx.sum_gradient, ctx.gather, ctx.biased = group, sum_gradient, gather, bias is not None
+        whole = _gathered(inputs, group) if gather else inputs
+        return products.linear(whole.flatten(0, -2), weight, bias).view(*whole.shape[:-1], -1)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        inputs, weight = ctx.saved_tensors
+        whole = _gathered(inputs, ctx.group) if ctx.gather else inputs
+        flat = gradient.flatten(0, -2)
+        of_inputs = products.linear(flat, weight.t()).view(whole.shape)
+        if ctx.gather:
+            whole_gradient, of_inputs = of_inputs, torch.empty_like(inputs)
+            dist.reduce_scatter_tensor(of_inputs, whole_gradient, group=ctx.group)
+        elif ctx.sum_gradient:
+            dist.all_reduce(of_inputs, group=ctx.group)
+        main_grad = getattr(weight, "main_grad", None)
+        total = torch.zeros_like(weight) if main_grad is None else main_grad
+        products.accumulate(total, flat, whole.flatten(0, -2))
+        of_bias = flat.sum(dim=0) if ctx.biased else None
+        return of_inputs, total if main_grad is None else None, of_bias, None, None, None
+
+
+def _gathered(part: Tensor, group: ProcessGroup) -> Tensor:
+    whole = part.new_empty(part.shape[0] * group.size(), *part.shape[1:])
+    dist.all_gather_into_tensor(whole, part.contiguous(), group=group)
+    return whole

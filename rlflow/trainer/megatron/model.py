@@ -26,9 +26,7 @@ from rlflow.models.sharding import merge, shard
 from rlflow.models.tables import EMBEDDING, TIED_OUTPUT
 from rlflow.trainer.layout import Layout
 from rlflow.trainer.megatron.cpu import device
-from rlflow.trainer.megatron.fused import SwiGLU
-from rlflow.trainer.megatron.layers import RMSNorm, TorchAttention
-from rlflow.trainer.megatron.linear import ColumnLinear, RowLinear
+from rlflow.trainer.megatron.layers import ColumnLinear, RMSNorm, RowLinear, SwiGLU, TorchAttention
 from rlflow.trainer.megatron.logprobs import OutputLayer
 from rlflow.trainer.megatron.world import World
 
@@ -136,7 +134,7 @@ def transformer_config(
         # apart by their order alone, and over gloo forward and backward tensors silently change places.
         batch_p2p_comm=not interleaved,
         overlap_p2p_comm=interleaved and not on_cpu,
-        # On CPUs these are the operations in `fused` and `linear`; on GPUs they need Transformer Engine and Apex.
+        # On CPUs these are the operations in `layers`; on GPUs they need Transformer Engine and Apex.
         gradient_accumulation_fusion=False,
         apply_rope_fusion=on_cpu,
         use_te_activation_func=on_cpu,

@@ -40,7 +40,9 @@ class HostAdamW(torch.optim.AdamW):
         assert closure is None, "no line search here"
         for group in self.param_groups:
             beta1, beta2 = group["betas"]
-            for parameter in (one for one in group["params"] if one.grad is not None):
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
                 state = self.state[parameter]
                 value, gradient = parameter.data.to("cpu"), parameter.grad.to("cpu")
                 torch._fused_adamw_(
@@ -63,7 +65,7 @@ class HostAdamW(torch.optim.AdamW):
 
 def release_gradients(model: Sequence[DistributedDataParallel]) -> None:
     """Frees the gradient buffers; every view of them stays valid for `restore_gradients`."""
-    for buffer in (one for chunk in model for one in chunk.buffers):
+    for buffer in (buffer for chunk in model for buffer in chunk.buffers):
         buffer.grad_data.untyped_storage().resize_(0)
     if torch.cuda.is_available():
         torch.cuda.empty_cache()  # for an engine in another process
@@ -71,7 +73,7 @@ def release_gradients(model: Sequence[DistributedDataParallel]) -> None:
 
 def restore_gradients(model: Sequence[DistributedDataParallel]) -> None:
     """Allocates again what `release_gradients` freed; the content is undefined."""
-    for buffer in (one for chunk in model for one in chunk.buffers):
+    for buffer in (buffer for chunk in model for buffer in chunk.buffers):
         data = buffer.grad_data
         data.untyped_storage().resize_(data.numel() * data.element_size())
 

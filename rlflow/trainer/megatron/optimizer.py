@@ -56,8 +56,8 @@ def make_optimizer(model: Sequence[DistributedDataParallel], options: AdamOption
     )
     optimizer = get_megatron_optimizer(config, list(model), use_gloo_process_groups=False)
     if options.on_host:
-        for one in getattr(optimizer, "chained_optimizers", [optimizer]):
-            one.optimizer = HostAdamW.instead_of(one.optimizer)
+        for inner in getattr(optimizer, "chained_optimizers", [optimizer]):
+            inner.optimizer = HostAdamW.instead_of(inner.optimizer)
     for group in optimizer.param_groups:  # Megatron leaves this to its own scheduler
         group["weight_decay"] = options.weight_decay * group["wd_mult"]
         if isinstance(optimizer.optimizer, torch.optim.AdamW):  # one pass over the state instead of about ten

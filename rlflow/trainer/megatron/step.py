@@ -36,14 +36,14 @@ class Microbatch:
 
 
 @dataclass(frozen=True)
-class Limits:
+class MicrobatchLimits:
     """How rows become micro-batches: `tokens_per_microbatch` counts padding, unless the rows are `packed` without any."""
 
     tokens_per_microbatch: int
     packed: bool = False
 
 
-def plan(batch: Batch, limits: Limits, world: World) -> list[Microbatch]:
+def plan(batch: Batch, limits: MicrobatchLimits, world: World) -> list[Microbatch]:
     """This data-parallel rank's micro-batches; every rank gets equally many.
 
     Where model chunks take turns, Megatron's schedule passes micro-batches on in groups of as many as there are pipeline
@@ -57,11 +57,11 @@ def plan(batch: Batch, limits: Limits, world: World) -> list[Microbatch]:
     )
     mine, share = shards[world.data_rank], Share.of(world)
     taken = [_take(batch, rows) for rows in mine]
-    feeds = [pack(one, share) if packed else pad(one, share) for one in taken]
+    feeds = [pack(part, share) if packed else pad(part, share) for part in taken]
     if interleaved:
         longest = max(feed.width for feed in feeds)
-        feeds = [pack(one, share, longest) for one in taken]
-    return [Microbatch(*one) for one in zip(mine, taken, feeds, strict=True)]
+        feeds = [pack(part, share, longest) for part in taken]
+    return [Microbatch(*fields) for fields in zip(mine, taken, feeds, strict=True)]
 
 
 def forward_backward(
@@ -98,7 +98,7 @@ def score(
     model: Sequence[DistributedDataParallel],
     world: World,
     batch: Batch,
-    limits: Limits,
+    limits: MicrobatchLimits,
     want: Sequence[str],
 ) -> dict[str, Tensor]:
     """{name: (B, T) float32 on the CPU} for the wanted of logprobs and entropy, the same on all ranks."""
@@ -180,7 +180,7 @@ def _run(
         output = module(feed.tokens, position_ids=None, attention_mask=None, packed_seq_params=feed.segments)
         return output, native(lambda hidden: reduce(microbatch, hidden, module.module.head()))
 
-    widest = max(one.feed.width for one in microbatches)
+    widest = max(microbatch.feed.width for microbatch in microbatches)
     return get_forward_backward_func()(
         forward_step_func=forward,
         data_iterator=[iter(microbatches) for _ in model] if len(model) > 1 else iter(microbatches),

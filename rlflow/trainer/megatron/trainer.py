@@ -82,7 +82,7 @@ class MegatronTrainer(Trainer):
             "min_lr": min_lr,
         }
         learning_rate(0, **self._schedule)  # a wrong schedule is an error now, not after the first rollout
-        self._limits = step.Limits(tokens_per_microbatch, packing)
+        self._limits = step.MicrobatchLimits(tokens_per_microbatch, packing)
         self._offload_snapshots, self._release_gradients = offload_snapshots, release_gradients
         self._updates = 0
         self._snapshots: dict[str, dict[str, Tensor]] = {}

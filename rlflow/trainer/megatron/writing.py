@@ -2,7 +2,7 @@
 
 Megatron's writer starts a `spawn` process, which imports `__main__` again: a script without a main guard would hang, and
 every save would pay for an import of torch. Here the ranks agree on who writes what (`begin`), each writes its own file
-without talking to the others, and together they finish (`Writing.finish`): training may go on in between.
+without talking to the others, and together they finish (`OngoingWrite.finish`): training may go on in between.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from megatron.core.dist_checkpointing.strategies.torch import (
 from torch.distributed.checkpoint import FileSystemWriter, SavePlan, SavePlanner
 
 from rlflow.errors import StorageError
-from rlflow.storage.integrity import Fingerprint, fingerprint, reason
+from rlflow.storage.integrity import Fingerprint, error_reason, fingerprint
 from rlflow.trainer.megatron.cpu import device
 
 logger = logging.getLogger(__name__)
@@ -52,7 +52,7 @@ class PlannedWriter(FileSystemWriter):
         return results, {file.name: fingerprint(file) for file in Path(self.path).glob(f"{prefix}*")}
 
 
-class Writing:
+class OngoingWrite:
     """A checkpoint that this rank is writing its part of. With `background`, in a thread that no exit waits for."""
 
     def __init__(self, path: Path, writer: PlannedWriter, metadata: Any, background: bool) -> None:
@@ -70,7 +70,7 @@ class Writing:
             self._outcome = self._writer.write()
         except FAILURES as error:
             logger.debug("writing %s failed", self.path, exc_info=True)
-            self._failure = reason(error)
+            self._failure = error_reason(error)
 
     def finished_everywhere(self) -> bool:
         """Whether every rank has written its part, or failed to. A collective."""
@@ -78,7 +78,7 @@ class Writing:
         dist.all_reduce(finished, dist.ReduceOp.MIN)
         return bool(finished)
 
-    def finish(self, seal: Callable[[dict[str, Fingerprint]], None]) -> None:
+    def finish(self, seal: Callable[[dict[str, Fingerprint]], object]) -> None:
         """Waits for all ranks; then the first one writes the tables and calls `seal` with every file's fingerprint.
 
         A collective. Raises StorageError on all ranks where any of them failed."""
@@ -88,7 +88,7 @@ class Writing:
         outcome = self._outcome if self._outcome is not None else f"rank {dist.get_rank()}: {self._failure}"
         gathered: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(gathered, outcome)
-        failures = [one for one in gathered if isinstance(one, str)]
+        failures = [outcome for outcome in gathered if isinstance(outcome, str)]
         if not failures and dist.get_rank() == 0:
             failures = self._write_tables([results for results, _ in gathered], _merged(gathered), seal)
         _raise_everywhere(self.path, failures)
@@ -102,11 +102,11 @@ class Writing:
                 files[name] = fingerprint(self.path / name)
             seal(files)
         except FAILURES as error:
-            return [reason(error)]
+            return [error_reason(error)]
         return []
 
 
-def begin(path: Path, content: ShardedStateDict, background: bool) -> Writing:
+def begin(path: Path, content: ShardedStateDict, background: bool) -> OngoingWrite:
     """Starts writing what the ranks hold. A collective; without `background` every rank has written when it returns.
 
     With it, the tensors are copied to host memory first: training may change them at once."""
@@ -119,7 +119,7 @@ def begin(path: Path, content: ShardedStateDict, background: bool) -> Writing:
     writer = PlannedWriter(path)
     planner = MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False)
     planned = save_state_dict_async_plan(mcore_to_pyt_state_dict(flat, False), writer, planner=planner)
-    return Writing(path, writer, metadata=planned[0][1], background=background)
+    return OngoingWrite(path, writer, metadata=planned[0][1], background=background)
 
 
 def prepare_folder(path: Path, own_files: tuple[str, ...]) -> None:
@@ -131,7 +131,7 @@ def prepare_folder(path: Path, own_files: tuple[str, ...]) -> None:
             for file in (file for pattern in own_files for file in path.glob(pattern)):
                 file.unlink()
         except OSError as error:
-            failures = [reason(error)]
+            failures = [error_reason(error)]
     _raise_everywhere(path, failures)
 
 

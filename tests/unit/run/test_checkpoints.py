@@ -15,7 +15,7 @@ from rlflow.errors import CheckpointError, ConfigError, DamagedCheckpointError
 from rlflow.run.checkpoints import STATE, TRAINER, Checkpoints, read_state
 from rlflow.run.saver import write_state
 from rlflow.storage.files import write_json
-from rlflow.storage.integrity import MANIFEST, fingerprint, seal, table
+from rlflow.storage.integrity import TRAINER_MANIFEST, fingerprint, write_manifest
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -25,8 +25,8 @@ def write(checkpoints: Checkpoints, step: int, keep: int | None = None) -> None:
     path = checkpoints.begin(step)
     (path / TRAINER).mkdir()
     (path / TRAINER / "weights").write_text(f"weights {step}")
-    manifest = {"step": step, **table({"weights": fingerprint(path / TRAINER / "weights")})}
-    write_json(path / TRAINER / MANIFEST, seal(manifest))
+    files = {"weights": fingerprint(path / TRAINER / "weights")}
+    write_manifest(path / TRAINER / TRAINER_MANIFEST, {"step": step}, files)
     write_state(path, {"step": step})
     checkpoints.commit(step, keep)
 

@@ -44,9 +44,9 @@ class Disk:
 def convert(made: Path, out: Path, fatal: int = 0) -> tuple[int, int]:
     """(exit status, calls that change the disk) of a conversion in a process of its own."""
     from rlflow_tools.ckpt_convert.export_model import Options, to_huggingface
-    from rlflow_tools.ckpt_convert.writers import sink
+    from rlflow_tools.ckpt_convert.writers import output_files
 
-    sink.BLOCK_BYTES = BLOCK_BYTES
+    output_files.BLOCK_BYTES = BLOCK_BYTES
     read, write = os.pipe()
     child = os.fork()
     if child == 0:

@@ -76,15 +76,16 @@ def test_export_has_the_trainers_weights_and_computes_what_it_does(name: str, ma
 
 
 def test_output_does_not_depend_on_workers(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rlflow_tools.ckpt_convert.writers.sink.BLOCK_BYTES", 1000)  # blocks that begin within query groups
+    # Blocks that begin within query groups.
+    monkeypatch.setattr("rlflow_tools.ckpt_convert.writers.output_files.BLOCK_BYTES", 1000)
     for workers in (1, 5):
         options = Options(workers=workers, shard_bytes=100_000, verify="full")
         to_huggingface(made / "qwen2" / "step", tmp_path / str(workers), made / "qwen2" / "hf", options)
-    one, five = ({file.name: file.read_bytes() for file in (tmp_path / name).iterdir()} for name in ("1", "5"))
-    assert one == five
+    single, five = ({file.name: file.read_bytes() for file in (tmp_path / name).iterdir()} for name in ("1", "5"))
+    assert single == five
     assert len(WeightFiles(tmp_path / "1")) == len(WeightFiles(made / "qwen2" / "hf"))
-    assert {"tokenizer.json", "model.safetensors.index.json", "manifest.json"} <= set(one)
-    assert "model.safetensors" not in one
+    assert {"tokenizer.json", "model.safetensors.index.json", "manifest.json"} <= set(single)
+    assert "model.safetensors" not in single
 
 
 def test_cast_rounds_as_torch_does(made: Path, tmp_path: Path) -> None:
@@ -232,7 +233,7 @@ def test_out_is_replaced_only_when_asked_and_never_the_checkpoint(case: Any, tmp
 
 def test_full_disk_leaves_nothing(case: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     checkpoint, reference, out = case
-    usage = "rlflow_tools.ckpt_convert.writers.sink.shutil.disk_usage"
+    usage = "rlflow_tools.ckpt_convert.writers.output_files.shutil.disk_usage"
     monkeypatch.setattr(usage, lambda path: shutil._ntuple_diskusage(9, 9, 0))
     assert main(["to-hf", str(checkpoint), str(out), "--hf", str(reference)]) == 8
     assert not out.exists() and not (tmp_path / "out.partial").exists()
@@ -317,7 +318,7 @@ def test_verify_sees_a_changed_byte(case: Any) -> None:
     content = bytearray(file.read_bytes())
     content[-5] ^= 1
     file.write_bytes(content)
-    with pytest.raises(ConversionError, match="not what was written"):
+    with pytest.raises(ConversionError, match="was written; export again"):
         verify_export(out)
     file.unlink()
     assert main(["verify", str(out)]) == 3

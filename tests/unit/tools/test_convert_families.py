@@ -12,7 +12,7 @@ import torch
 from fixtures import tiny_model
 from rlflow_tools.ckpt_convert.export_model import Options, to_huggingface
 from rlflow_tools.ckpt_convert.import_model import ImportOptions, to_megatron
-from rlflow_tools.ckpt_convert.mapping.to_megatron import Layout
+from rlflow_tools.ckpt_convert.mapping.to_megatron import CheckpointLayout
 
 from rlflow.models.huggingface import digest, iterate_weights, read_config
 from tests.dist.checkpoint_ranks import ITERATION, TOKENS, Job, run_alone
@@ -78,7 +78,7 @@ def test_import_loads_in_megatron_with_the_same_parameters(
         model, out = tmp_path / f"{number}-hf", tmp_path / f"{number}-megatron"
         to_huggingface(job.save_to / "torch", model, reference, Options(verify="none"))
         # torch_dist is cut for other ranks than those that load it; legacy files are for the ranks that they name.
-        layout = Layout(tensor=2 if saved == "torch_dist" else 1, vocab_multiple=8, fused=False)
+        layout = CheckpointLayout(tensor=2 if saved == "torch_dist" else 1, vocab_multiple=8, fused=False)
         to_megatron(model, out, ImportOptions(layout=layout, format=saved, verify="full"))
         options = {
             "dtype": job.dtype,

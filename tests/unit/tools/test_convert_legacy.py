@@ -17,15 +17,21 @@ from fixtures import tiny_model
 from rlflow_tools.ckpt_convert.describe import describe
 from rlflow_tools.ckpt_convert.export_model import Options, to_huggingface
 from rlflow_tools.ckpt_convert.import_model import FORMATS, ImportOptions, to_megatron
-from rlflow_tools.ckpt_convert.mapping.to_megatron import Layout
+from rlflow_tools.ckpt_convert.mapping.to_megatron import CheckpointLayout
 from rlflow_tools.ckpt_convert.readers.legacy import LegacyRanks
 
 from rlflow.errors import RLFlowError
 from rlflow.models.huggingface import digest, iterate_weights
 from tools.ckpt_convert.command import main
 
-DENSE = (Layout(), Layout(4, 1), Layout(2, 2, vocab_multiple=3), Layout(1, 2, 2, fused=False), Layout(2, fused=False))
-SPARSE = (Layout(expert=2), Layout(2, 2, 2, 2), Layout(2, expert=4, fused=False))
+DENSE = (
+    CheckpointLayout(),
+    CheckpointLayout(4, 1),
+    CheckpointLayout(2, 2, vocab_multiple=3),
+    CheckpointLayout(1, 2, 2, fused=False),
+    CheckpointLayout(2, fused=False),
+)
+SPARSE = (CheckpointLayout(expert=2), CheckpointLayout(2, 2, 2, 2), CheckpointLayout(2, expert=4, fused=False))
 ROUND_TRIPS: list[Any] = [
     *(("qwen2", {"tied": True, "num_key_value_heads": 4}, layout) for layout in DENSE),
     ("deepseek_v2", {}, SPARSE[0]),
@@ -37,7 +43,7 @@ ROUND_TRIPS: list[Any] = [
 @pytest.mark.parametrize("saved", FORMATS)
 @pytest.mark.parametrize(("family", "sizes", "layout"), ROUND_TRIPS, ids=lambda value: str(value).replace(" ", ""))
 def test_there_and_back_is_bit_exact(
-    family: str, sizes: dict[str, Any], layout: Layout, saved: str, tmp_path: Path
+    family: str, sizes: dict[str, Any], layout: CheckpointLayout, saved: str, tmp_path: Path
 ) -> None:
     model = tiny_model(tmp_path / "hf", family, tokenizer=False, vocab_size=101, num_hidden_layers=4, **sizes)
     options = ImportOptions(layout=layout, format=saved, shard_bytes=50_000, verify="full")
@@ -52,7 +58,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with hf/ and its checkpoint megatron/ of two tensor and two pipeline ranks."""
     root = tmp_path_factory.mktemp("legacy")
     model = tiny_model(root / "hf", "qwen3", tokenizer=False, vocab_size=101)
-    to_megatron(model, root / "megatron", ImportOptions(layout=Layout(2, 2), format="torch"))
+    to_megatron(model, root / "megatron", ImportOptions(layout=CheckpointLayout(2, 2), format="torch"))
     return root
 
 
@@ -109,7 +115,7 @@ BAD: dict[str, tuple[int, str, Callable[[Path], None]]] = {
     "missing stage": (
         3,
         "pipeline parallel 2",
-        lambda path: [shutil.rmtree(one) for one in path.glob("release/*_001")] and None,
+        lambda path: [shutil.rmtree(directory) for directory in path.glob("release/*_001")] and None,
     ),
     "truncated": (4, "damaged", truncate),
     "not an archive": (
@@ -178,9 +184,9 @@ def test_stages_need_not_have_as_many_layers(case: Any) -> None:
 
 def test_two_numbers_are_tensor_and_expert_where_there_is_no_pipeline(tmp_path: Path) -> None:
     model = tiny_model(tmp_path / "hf", "qwen3_moe", tokenizer=False)
-    layout = Layout(tensor=1, expert=2)
+    layout = CheckpointLayout(tensor=1, expert=2)
     to_megatron(model, tmp_path / "megatron", ImportOptions(layout=layout, format="torch"))
-    assert sorted(one.name for one in (tmp_path / "megatron" / "release").iterdir()) == [
+    assert sorted(path.name for path in (tmp_path / "megatron" / "release").iterdir()) == [
         "mp_rank_00_000",
         "mp_rank_00_001",
     ]

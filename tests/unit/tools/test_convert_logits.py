@@ -8,7 +8,7 @@ import pytest
 import torch
 from fixtures import tiny_model
 from rlflow_tools.ckpt_convert.import_model import ImportOptions, to_megatron
-from rlflow_tools.ckpt_convert.mapping.to_megatron import Layout
+from rlflow_tools.ckpt_convert.mapping.to_megatron import CheckpointLayout
 from safetensors.torch import load_file, save_file
 
 from rlflow.errors import ConversionError
@@ -29,14 +29,14 @@ def swap_gate_and_up(model: Path) -> None:
 @pytest.mark.parametrize(
     ("family", "layout", "saved"),
     [
-        ("qwen3", Layout(2, 2), "torch"),
-        ("deepseek_v3", Layout(), "torch"),
-        ("deepseek_v3", Layout(2), "torch_dist"),
-        ("qwen3_moe", Layout(1, 1, 1, 2), "torch"),
-        ("qwen2_moe", Layout(fused=False), "torch_dist"),
+        ("qwen3", CheckpointLayout(2, 2), "torch"),
+        ("deepseek_v3", CheckpointLayout(), "torch"),
+        ("deepseek_v3", CheckpointLayout(2), "torch_dist"),
+        ("qwen3_moe", CheckpointLayout(1, 1, 1, 2), "torch"),
+        ("qwen2_moe", CheckpointLayout(fused=False), "torch_dist"),
     ],
 )
-def test_both_directions_verify(family: str, layout: Layout, saved: str, tmp_path: Path) -> None:
+def test_both_directions_verify(family: str, layout: CheckpointLayout, saved: str, tmp_path: Path) -> None:
     model = tiny_model(tmp_path / "hf", family, tokenizer=False, vocab_size=101)
     to_megatron(model, tmp_path / "megatron", ImportOptions(layout=layout, format=saved))
     assert check_logits(tmp_path / "megatron", model) <= 1e-5

@@ -55,7 +55,7 @@ def killed(halfway: Path, tmp_path: Path) -> Path:
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rlflow_tools.ckpt_convert.writers.sink.BLOCK_BYTES", BLOCK_BYTES)
+    monkeypatch.setattr("rlflow_tools.ckpt_convert.writers.output_files.BLOCK_BYTES", BLOCK_BYTES)
 
 
 def kill(made: Path, place: Path, kills: int, seed: int) -> dict[str, Any]:
@@ -114,6 +114,13 @@ def test_blocks_that_the_disk_lost_are_copied_again(made: Path, killed: Path) ->
     assert contents(killed) == contents(killed.with_name("whole"))
 
 
+def test_a_manifest_of_the_killed_conversion_is_not_taken_for_an_output(made: Path, killed: Path) -> None:
+    for name in ("manifest.json", "manifest.json.17.42.partial"):
+        (killed.with_name("out.partial") / name).write_text("{")
+    to_huggingface(made / "step", killed, made / "hf", RESUME)
+    assert contents(killed) == contents(killed.with_name("whole"))
+
+
 def test_another_conversion_is_not_continued(made: Path, killed: Path, tmp_path: Path) -> None:
     partial = killed.with_name("out.partial")
     there = contents(partial)
@@ -157,7 +164,7 @@ def test_the_manifest_names_no_path_and_checks_out(made: Path, tmp_path: Path, c
     text = (tmp_path / "out" / "manifest.json").read_text()
     assert str(made) not in text and str(tmp_path) not in text
     assert report["source"]["iteration"] == 7 and len(report["source"]["headers"]) == 64
-    assert all({"bytes", "crc32", "sha256"} == set(one) for one in report["files"].values())
+    assert all({"bytes", "crc32", "sha256"} == set(entry) for entry in report["files"].values())
     assert main(["verify", str(tmp_path / "out")]) == 0
 
 

@@ -1,4 +1,4 @@
-"""The rectangles that an import copies are what `split.shard` computes with tensors."""
+"""The rectangles that an import copies are what `models.sharding.shard` computes with tensors."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import pytest
 import torch
 from fixtures import tiny_model
 from rlflow_tools.ckpt_convert.mapping.plan import Target, View
-from rlflow_tools.ckpt_convert.mapping.rank_slices import cut
-from rlflow_tools.ckpt_convert.readers.source import Stored
+from rlflow_tools.ckpt_convert.mapping.rank_slices import rank_slice
+from rlflow_tools.ckpt_convert.readers.source import StoredTensor
 from torch import Tensor
 
 from rlflow.models.architecture import Architecture, padded_vocab, placed_rules, stored_architecture
@@ -20,21 +20,21 @@ from rlflow.models.sharding import shard
 
 def assembled(rule: Rule, tensors: dict[str, Tensor], model: Architecture, rank: int, ranks: int) -> Tensor:
     """The part of a rank, put together as the plan says."""
-    views = [View(Stored(name, tuple(one.shape), one.dtype, ())) for name, one in tensors.items()]
-    part = cut(rule, views, model, rank, ranks, padded_vocab(model.vocab, ranks))
+    views = [View(StoredTensor(name, tuple(tensor.shape), tensor.dtype, ())) for name, tensor in tensors.items()]
+    part = rank_slice(rule, views, model, rank, ranks, padded_vocab(model.vocab, ranks))
     columns = part.shape[1] if len(part.shape) > 1 else 1
-    target = Target(rule.megatron, part.shape, torch.float32, columns, part.pieces)
+    target = Target(rule.megatron, part.shape, torch.float32, columns, part.tiles)
     result = torch.full((target.rows, columns), float("nan"))
-    for piece in target.pieces:
-        width = columns if piece.columns is None else piece.columns
-        place = result[piece.row : piece.row + piece.rows, piece.column : piece.column + width]
-        assert place.isnan().all(), "two pieces overlap"
-        if piece.view is None:
+    for tile in target.tiles:
+        width = columns if tile.columns is None else tile.columns
+        place = result[tile.row : tile.row + tile.rows, tile.column : tile.column + width]
+        assert place.isnan().all(), "two tiles overlap"
+        if tile.view is None:
             place.zero_()
         else:
-            source = tensors[piece.view.stored.name].reshape(piece.view.shape[0], -1)
-            rows = slice(piece.source_row, piece.source_row + piece.rows)
-            place.copy_(source[rows, piece.source_column : piece.source_column + width])
+            source = tensors[tile.view.stored.name].reshape(tile.view.shape[0], -1)
+            rows = slice(tile.source_row, tile.source_row + tile.rows)
+            place.copy_(source[rows, tile.source_column : tile.source_column + width])
     return result.view(part.shape)
 
 

@@ -15,7 +15,7 @@ import torch
 from fixtures import tiny_model
 from rlflow_tools.ckpt_convert.export_model import Options, to_huggingface
 from rlflow_tools.ckpt_convert.import_model import ImportOptions, to_megatron
-from rlflow_tools.ckpt_convert.mapping.to_megatron import Layout
+from rlflow_tools.ckpt_convert.mapping.to_megatron import CheckpointLayout
 from safetensors.torch import load_file, save_file
 
 from rlflow.models.huggingface import digest, iterate_weights
@@ -115,7 +115,7 @@ def test_missing_shard_is_named(tmp_path: Path, capsys: Any) -> None:
 def test_embedding_repeated_as_output_layer_of_a_tied_model_is_left_out(tmp_path: Path) -> None:
     model = tiny_model(tmp_path / "hf", "qwen2", tied=True, tokenizer=False)
     edit_weights(model, lambda all: all.update({"lm_head.weight": all["model.embed_tokens.weight"].clone()}))
-    to_megatron(model, tmp_path / "megatron", ImportOptions(layout=Layout(1, 2), format="torch", verify="full"))
+    to_megatron(model, tmp_path / "megatron", ImportOptions(layout=CheckpointLayout(1, 2), format="torch", verify="full"))
     to_huggingface(tmp_path / "megatron", tmp_path / "back", model)
     assert "lm_head.weight" not in dict(iterate_weights(tmp_path / "back"))
 
@@ -145,14 +145,14 @@ def test_output_does_not_depend_on_workers_and_block_size(
     saved: str, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for workers, block in ((1, 2 << 20), (5, 1000)):
-        monkeypatch.setattr("rlflow_tools.ckpt_convert.writers.sink.BLOCK_BYTES", block)
-        options = ImportOptions(layout=Layout(2), format=saved, workers=workers)
+        monkeypatch.setattr("rlflow_tools.ckpt_convert.writers.output_files.BLOCK_BYTES", block)
+        options = ImportOptions(layout=CheckpointLayout(2), format=saved, workers=workers)
         to_megatron(model, tmp_path / str(workers), options)
-    one, five = (
+    single, five = (
         {file.relative_to(tmp_path / name).as_posix(): file.read_bytes() for file in (tmp_path / name).rglob("*.*")}
         for name in ("1", "5")
     )
-    assert one == five and len(one) >= 4
+    assert single == five and len(single) >= 4
 
 
 def test_existing_output_is_replaced_only_when_asked(model: Path, tmp_path: Path, capsys: Any) -> None:
@@ -170,7 +170,7 @@ def test_existing_output_is_replaced_only_when_asked(model: Path, tmp_path: Path
 @pytest.mark.slow
 def test_resume_gives_what_an_uninterrupted_run_gives(model: Path, tmp_path: Path) -> None:
     program = (
-        "import os, signal, sys; from rlflow.models import sink; sink.BLOCK_BYTES = 1000\n"
+        "import os, signal, sys; from rlflow_tools.ckpt_convert.writers import output_files; output_files.BLOCK_BYTES = 1000\n"
         "from rlflow_tools.ckpt_convert.import_model import ImportOptions, to_megatron\n"
         "calls = []\n"
         "def progress(count, total):\n"

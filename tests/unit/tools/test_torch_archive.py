@@ -12,7 +12,7 @@ import pytest
 import torch
 from rlflow_tools.ckpt_convert.readers.torch_archive import Archive
 from rlflow_tools.ckpt_convert.writers import torch_archive as archive_layout
-from rlflow_tools.ckpt_convert.writers.torch_archive import ALIGNMENT, Tensor, lay_out, saved
+from rlflow_tools.ckpt_convert.writers.torch_archive import ALIGNMENT, TensorStandIn, archive_bytes, lay_out_archive
 
 CONTENT = {
     "a": torch.arange(15.0).view(3, 5),
@@ -21,18 +21,21 @@ CONTENT = {
 }
 VALUE = {
     "args": argparse.Namespace(tensor_model_parallel_size=2, params_dtype=torch.bfloat16),
-    "model": {**{name: Tensor(name, tuple(one.shape), one.dtype) for name, one in CONTENT.items()}, "extra": None},
+    "model": {
+        **{name: TensorStandIn(name, tuple(tensor.shape), tensor.dtype) for name, tensor in CONTENT.items()},
+        "extra": None,
+    },
 }
 
 
 def written() -> bytes:
-    layout = lay_out(VALUE)
+    layout = lay_out_archive(VALUE)
     file = bytearray(layout.size)
-    raw = {name: one.view(-1).view(torch.uint8).numpy().tobytes() for name, one in CONTENT.items()}
+    raw = {name: tensor.view(-1).view(torch.uint8).numpy().tobytes() for name, tensor in CONTENT.items()}
     for name, at in layout.places().items():
         assert at % ALIGNMENT == 0
         file[at : at + len(raw[name])] = raw[name]
-    for at, data in layout.literals({name: zlib.crc32(one) for name, one in raw.items()}):
+    for at, data in layout.literals({name: zlib.crc32(content) for name, content in raw.items()}):
         file[at : at + len(data)] = data
     return bytes(file)
 
@@ -44,25 +47,25 @@ def test_torch_and_zipfile_read_the_archive(large: int, monkeypatch: pytest.Monk
     found = torch.load(io.BytesIO(file), weights_only=False)
     assert found["args"].params_dtype is torch.bfloat16 and found["model"].pop("extra") is None
     assert found["model"].keys() == CONTENT.keys()
-    assert all(torch.equal(found["model"][name], one) for name, one in CONTENT.items())
+    assert all(torch.equal(found["model"][name], tensor) for name, tensor in CONTENT.items())
     assert zipfile.ZipFile(io.BytesIO(file)).testzip() is None, "a checksum is wrong"
 
 
 def test_value_without_tensors_is_what_torch_saves() -> None:
-    assert torch.load(io.BytesIO(saved([None])), weights_only=True) == [None]
+    assert torch.load(io.BytesIO(archive_bytes([None])), weights_only=True) == [None]
 
 
 def test_reader_finds_windows_of_a_shared_buffer(tmp_path: Path) -> None:
     """Megatron's distributed optimizer makes parameters views of one buffer, which torch saves once."""
     buffer = torch.arange(20.0)
-    torch.save({"one": buffer[2:8].view(2, 3), "other": torch.nn.Parameter(buffer[8:12])}, tmp_path / "file.pt")
+    torch.save({"first": buffer[2:8].view(2, 3), "second": torch.nn.Parameter(buffer[8:12])}, tmp_path / "file.pt")
     with (tmp_path / "file.pt").open("rb") as stream:
         archive = Archive(stream)
-        one, other = (archive.window(archive.value[name]) for name in ("one", "other"))
-        assert one is not None and other is not None and one.record == other.record
+        first, second = (archive.window(archive.value[name]) for name in ("first", "second"))
+        assert first is not None and second is not None and first.record == second.record
         content = (tmp_path / "file.pt").read_bytes()
-    assert one.shape == (2, 3)
-    for window, expected in ((one, buffer[2:8]), (other, buffer[8:12])):
+    assert first.shape == (2, 3)
+    for window, expected in ((first, buffer[2:8]), (second, buffer[8:12])):
         data = content[window.start : window.start + window.nbytes]
         assert torch.equal(torch.frombuffer(bytearray(data), dtype=window.dtype), expected)
 

@@ -14,7 +14,7 @@ from fixtures import tiny_model
 
 from rlflow.errors import CheckpointError, DamagedCheckpointError
 from rlflow.models.huggingface import digest
-from rlflow.storage.integrity import fingerprint, read_sealed, seal
+from rlflow.storage.integrity import fingerprint, read_fingerprints, read_sealed, write_manifest
 from tests.unit.trainer.batches import VOCAB, make_batch, policy_gradient
 
 
@@ -90,8 +90,8 @@ def test_a_checkpoint_cannot_run_code(make: Any, tmp_path: Path) -> None:
         write = torch.save if name == "common.pt" else lambda value, file: file.write_bytes(pickle.dumps(value))
         write(Payload(witness), place / name)
         manifest = read_sealed(place / "trainer.json")
-        manifest["files"][name], manifest["checksums"][name] = fingerprint(place / name)
-        (place / "trainer.json").write_text(json.dumps(seal(manifest)))
+        files = {**read_fingerprints(manifest), name: fingerprint(place / name)}
+        write_manifest(place / "trainer.json", manifest, files)
         with pytest.raises(CheckpointError, match="damaged \\("):
             trainer.load(place)
         assert not witness.exists()

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from rlflow.errors import ConfigError
 from rlflow.trainer.base import Trainer
-from rlflow.trainer.megatron.context import held_pieces, held_positions
+from rlflow.trainer.megatron.context import held_chunks, held_positions
 from rlflow.trainer.megatron.layers import _attend
 from rlflow.trainer.megatron.packing import Share, pack, pad
 from rlflow.types import Batch, PolicyOutput
@@ -124,7 +124,7 @@ def test_chunks_attend_as_the_whole_row_does(ranks: int) -> None:
         mine = query[held]
         mixed = [
             _attend(mine[piece.here], key[piece.start : piece.stop], value[piece.start : piece.stop])
-            for piece in held_pieces(lengths, ranks, rank)
+            for piece in held_chunks(lengths, ranks, rank)
         ]
         torch.testing.assert_close(torch.cat(mixed), whole[held], atol=1e-6, rtol=0)
 

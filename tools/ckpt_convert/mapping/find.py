@@ -13,14 +13,17 @@ from rlflow.models.architecture import Architecture
 from rlflow.models.rules import Rule
 from rlflow.models.tables import OUTPUT
 
-from ..readers.source import Source, Stored
+from ..readers.source import StoredTensor, TensorSource
 from .plan import View
 
 GATE, UP = "linear_fc1.weight_w", "linear_fc1.weight_v"
-"""With `singleton_local_shards`, Megatron keeps the two halves of fc1 apart."""
+"""With `singleton_local_shards`, Megatron keeps the two halves of fc1 apart (megatron-core, transformer/mlp.py,
+apply_swiglu_sharded_factory)."""
 
 
-def find(source: Source, tensors: Mapping[str, Stored], rule: Rule, layer: int, model: Architecture) -> View:
+def find_view(
+    source: TensorSource, tensors: Mapping[str, StoredTensor], rule: Rule, layer: int, model: Architecture
+) -> View:
     """The place of a rule's tensor for a layer. Raises ConversionError (7) where there is none or a stack has another
     height than config.json implies."""
     for key, index, sizes in _places(rule, layer, model):
@@ -64,7 +67,7 @@ def _names(rule: Rule, model: Architecture) -> Iterator[tuple[str, tuple[int, ..
     yield rule.megatron.replace("{e}", str(rule.expert)), (), ()
 
 
-def joined(tensors: Mapping[str, Stored]) -> dict[str, Stored]:
+def join_gate_up(tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
     """The tensors, with the halves of an fc1 that are kept apart as one tensor under its usual name."""
     result = dict(tensors)
     for name, gate in tensors.items():
@@ -73,9 +76,13 @@ def joined(tensors: Mapping[str, Stored]) -> dict[str, Stored]:
             continue
         del result[gate.name], result[up.name]
         axis = len(gate.shape) - 2
-        moved = [dataclasses.replace(item, offsets=_plus(item.offsets, axis, gate.shape[axis])) for item in up.items]
+        moved = [
+            dataclasses.replace(chunk, offsets=_plus(chunk.offsets, axis, gate.shape[axis])) for chunk in up.chunks
+        ]
         whole = name.removesuffix("_w")
-        result[whole] = Stored(whole, _plus(gate.shape, axis, gate.shape[axis]), gate.dtype, (*gate.items, *moved))
+        result[whole] = StoredTensor(
+            whole, _plus(gate.shape, axis, gate.shape[axis]), gate.dtype, (*gate.chunks, *moved)
+        )
     return result
 
 

@@ -13,15 +13,16 @@ from functools import cached_property
 import torch
 
 from rlflow.errors import ConversionError, ExitCode
+from rlflow.storage.pickles import Chunk
 
-from ..readers.source import Item, Stored, tiles
+from ..readers.source import StoredTensor, covers_once
 
 
 @dataclass(frozen=True)
 class Rectangle:
     """The part of a view that one stored chunk holds. `skipped`: elements of the chunk before its first row."""
 
-    item: Item
+    chunk: Chunk
     skipped: int
     row: int
     column: int
@@ -33,7 +34,7 @@ class Rectangle:
 class View:
     """A stored tensor at some leading indices, such as one layer of a stack: a vector or a matrix."""
 
-    stored: Stored
+    stored: StoredTensor
     index: tuple[int, ...] = ()
 
     @property
@@ -48,21 +49,21 @@ class View:
         """The chunks' parts of this view, by row and column; they tile it."""
         depth = len(self.index)
         found = []
-        for item in self.stored.items:
-            lead = list(zip(self.index, item.offsets, item.sizes))
+        for chunk in self.stored.chunks:
+            lead = list(zip(self.index, chunk.offsets, chunk.sizes))
             if all(start <= at < start + size for at, start, size in lead):
                 place = 0
                 for at, start, size in lead:
                     place = place * size + at - start
-                offsets, sizes = item.offsets[depth:], item.sizes[depth:]
+                offsets, sizes = chunk.offsets[depth:], chunk.sizes[depth:]
                 column = offsets[1] * math.prod(self.shape[2:]) if len(offsets) > 1 else 0
                 width = math.prod(sizes[1:])
-                found.append(Rectangle(item, place * math.prod(sizes), offsets[0], column, sizes[0], width))
-        return sorted(found, key=lambda one: (one.row, one.column))
+                found.append(Rectangle(chunk, place * math.prod(sizes), offsets[0], column, sizes[0], width))
+        return sorted(found, key=lambda rectangle: (rectangle.row, rectangle.column))
 
 
 @dataclass(frozen=True)
-class Piece:
+class Tile:
     """A rectangle of a target and where it comes from; zeros where `view` is None.
 
     Rows [row, row + rows) and columns [column, column + columns) of the target are those from (source_row,
@@ -79,13 +80,13 @@ class Piece:
 
 @dataclass(frozen=True)
 class Target:
-    """A tensor to write. `columns`: the width of its matrix. Its pieces are in order of rows and tile it."""
+    """A tensor to write. `columns`: the width of its matrix. Its tiles are in order of rows and tile it."""
 
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
     columns: int
-    pieces: tuple[Piece, ...]
+    tiles: tuple[Tile, ...]
 
     @property
     def rows(self) -> int:
@@ -104,8 +105,8 @@ class Target:
 class Equal:
     """The first `rows` rows of two views must be the same bytes; else `problem` is what is wrong with the source."""
 
-    one: View
-    other: View
+    first: View
+    second: View
     rows: int
     problem: str
     exit_code: ExitCode
@@ -132,39 +133,39 @@ class Plan:
         content = hashlib.sha256()
         for target in self.targets:
             content.update(f"{target.name}|{target.shape}|{target.dtype}|{target.columns}\n".encode())
-            for one in target.pieces:
+            for tile in target.tiles:
                 source = (
-                    None if one.view is None else (one.view.stored.name, one.view.index, str(one.view.stored.dtype))
+                    None if tile.view is None else (tile.view.stored.name, tile.view.index, str(tile.view.stored.dtype))
                 )
-                place = (one.row, one.rows, one.column, one.columns, one.source_row, one.source_column)
+                place = (tile.row, tile.rows, tile.column, tile.columns, tile.source_row, tile.source_column)
                 content.update(f"{source}{place}\n".encode())
         return content.hexdigest()
 
     def check(self) -> None:
-        """Raises ConversionError (6) unless names are unique and each target is tiled by pieces that lie in their views.
+        """Raises ConversionError (6) unless names are unique and each target is tiled by tiles that lie in their views.
 
         Such a plan is a mistake in a table of families, found before a byte is written."""
         if len({target.name for target in self.targets}) != len(self.targets):
             raise ConversionError("the plan makes a tensor twice; this is a bug.", ExitCode.UNKNOWN_MODEL)
         for target in self.targets:
-            inside = all(_lies_inside(target, piece) for piece in target.pieces)
-            if not inside or not tiles([_box(target, piece) for piece in target.pieces], (target.rows, target.columns)):
+            inside = all(_lies_inside(target, tile) for tile in target.tiles)
+            if not inside or not covers_once(
+                [_box(target, tile) for tile in target.tiles], (target.rows, target.columns)
+            ):
                 raise ConversionError(
                     f"'{target.name}' {target.shape} would not be made of its sources exactly once; this is a bug.",
                     ExitCode.UNKNOWN_MODEL,
                 )
 
 
-def _box(target: Target, piece: Piece) -> tuple[tuple[int, int], tuple[int, int]]:
-    columns = target.columns if piece.columns is None else piece.columns
-    return (piece.row, piece.rows), (piece.column, columns)
+def _box(target: Target, tile: Tile) -> tuple[tuple[int, int], tuple[int, int]]:
+    columns = target.columns if tile.columns is None else tile.columns
+    return (tile.row, tile.rows), (tile.column, columns)
 
 
-def _lies_inside(target: Target, piece: Piece) -> bool:
-    if piece.view is None:
+def _lies_inside(target: Target, tile: Tile) -> bool:
+    if tile.view is None:
         return True
-    _, (_, columns) = _box(target, piece)
-    rows = piece.view.shape[0]
-    return 0 <= piece.source_row <= rows - piece.rows and 0 <= piece.source_column <= piece.view.columns - columns
-
-
+    _, (_, columns) = _box(target, tile)
+    rows = tile.view.shape[0]
+    return 0 <= tile.source_row <= rows - tile.rows and 0 <= tile.source_column <= tile.view.columns - columns

@@ -1,4 +1,4 @@
-"""What one rank has of a Megatron tensor, as rectangles of HuggingFace tensors: `split.shard` for tables of bytes."""
+"""What one rank has of a Megatron tensor, as rectangles of HuggingFace tensors: `models.sharding.shard` for tables of bytes."""
 
 from __future__ import annotations
 
@@ -8,53 +8,57 @@ from dataclasses import dataclass
 from rlflow.models.architecture import Architecture
 from rlflow.models.rules import Rule, Split
 
-from .plan import Piece, View
+from .plan import Tile, View
 
 
 @dataclass(frozen=True)
-class Cut:
-    """One rank's tensor. shape: of it. pieces: of its rows, in order."""
+class RankSlice:
+    """One rank's tensor. shape: of it. tiles: of its rows, in order."""
 
     shape: tuple[int, ...]
-    pieces: tuple[Piece, ...]
+    tiles: tuple[Tile, ...]
 
 
-def cut(rule: Rule, views: Sequence[View], model: Architecture, rank: int, ranks: int, rows: int) -> Cut:
+def rank_slice(rule: Rule, views: Sequence[View], model: Architecture, rank: int, ranks: int, rows: int) -> RankSlice:
     """The part of tensor-parallel rank `rank` of `ranks`. views: of the rule's sources, in its order. rows: of the whole
     vocabulary with its padding. Latent projections are taken as whole; `Split.COLUMN` in their place cuts them."""
     shape = views[0].shape
     if rule.split in (Split.REPLICATED, Split.LATENT):
-        return Cut(shape, (Piece(0, shape[0], views[0]),))
+        return RankSlice(shape, (Tile(0, shape[0], views[0]),))
     if rule.split is Split.ROW:
         width = shape[1] // ranks
-        return Cut((shape[0], width), (Piece(0, shape[0], views[0], 0, 0, width, rank * width),))
+        return RankSlice((shape[0], width), (Tile(0, shape[0], views[0], 0, 0, width, rank * width),))
     if rule.split is Split.VOCAB:
         return _vocabulary(views[0], rank, rows // ranks)
     if rule.split is Split.QKV:
         return _groups(views, model, rank, ranks)
-    pieces, at = [], 0
-    for view in views:  # COLUMN, GATE_UP
+    tiles, at = [], 0
+    # COLUMN, and GATE_UP: a rank has its gate rows, then its up rows, as its MLP cuts its own output of fc1 in two
+    # (megatron-core, transformer/mlp.py, MLP.forward).
+    for view in views:
         height = view.shape[0] // ranks
-        pieces.append(Piece(at, height, view, rank * height))
+        tiles.append(Tile(at, height, view, rank * height))
         at += height
-    return Cut((at, *shape[1:]), tuple(pieces))
+    return RankSlice((at, *shape[1:]), tuple(tiles))
 
 
-def _vocabulary(view: View, rank: int, height: int) -> Cut:
+def _vocabulary(view: View, rank: int, height: int) -> RankSlice:
+    """`height` rows of the padded vocabulary: the last ranks have rows of zeros, or nothing else."""
     first = rank * height
     real = max(0, min(height, view.shape[0] - first))
-    pieces = [Piece(0, real, view, first)] if real else []
-    pieces += [Piece(real, height - real, None)] if real < height else []
-    return Cut((height, *view.shape[1:]), tuple(pieces))
+    tiles = [Tile(0, real, view, first)] if real else []
+    tiles += [Tile(real, height - real, None)] if real < height else []
+    return RankSlice((height, *view.shape[1:]), tuple(tiles))
 
 
-def _groups(views: Sequence[View], model: Architecture, rank: int, ranks: int) -> Cut:
-    """Per query group: its queries, its key, its value."""
+def _groups(views: Sequence[View], model: Architecture, rank: int, ranks: int) -> RankSlice:
+    """Per query group: its queries, its key, its value, as megatron-core, transformer/attention.py,
+    SelfAttention.get_query_key_value_tensors takes them apart."""
     sizes = (model.heads // model.groups * model.head_dim, model.head_dim, model.head_dim)
     mine = range(rank * model.groups // ranks, (rank + 1) * model.groups // ranks)
-    pieces, at = [], 0
+    tiles, at = [], 0
     for group in mine:
         for view, size in zip(views, sizes):
-            pieces.append(Piece(at, size, view, group * size))
+            tiles.append(Tile(at, size, view, group * size))
             at += size
-    return Cut((at, *views[0].shape[1:]), tuple(pieces))
+    return RankSlice((at, *views[0].shape[1:]), tuple(tiles))

@@ -1,4 +1,4 @@
-"""The plan of an export: from the tables of families.py, the source of every row of every HuggingFace tensor."""
+"""The plan of an export: from the tables of models/tables.py, the source of every row of every HuggingFace tensor."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ from rlflow.models.architecture import Architecture, placed_rules
 from rlflow.models.rules import Rule, Split
 from rlflow.models.tables import OUTPUT
 
-from ..readers.source import Source, Stored
-from .find import find, joined
-from .plan import Equal, Piece, Plan, Target, View
+from ..readers.source import StoredTensor, TensorSource
+from .find import find_view, join_gate_up
+from .plan import Equal, Plan, Target, Tile, View
 
 NOT_WEIGHTS = ("optimizer.", "chained_", "snapshot.", "rng", "opt_param_scheduler", "rerun_state_machine")
 """Keys of what else a checkpoint holds: optimizer state, rlflow's reference snapshots, generators, schedulers."""
 MOST_PADDING = 8192
-"""Rows that a padded vocabulary may have more than config.json: Megatron pads to a multiple of 128 * ranks."""
+"""Rows that a padded vocabulary may have more than config.json: Megatron-LM pads to a multiple of 128 * ranks by default
+(`make_vocab_size_divisible_by`), so this is 64 tensor-parallel ranks."""
 
 
 @dataclass(frozen=True)
@@ -32,13 +33,13 @@ class Export:
     sources: tuple[tuple[Rule, int, View], ...]
 
 
-def make_export(source: Source, model: Architecture, dtype: torch.dtype | None = None) -> Export:
+def make_export(source: TensorSource, model: Architecture, dtype: torch.dtype | None = None) -> Export:
     """The export of a checkpoint as a model of this architecture. dtype: of the output; None keeps each tensor's.
 
     Raises ConversionError for a checkpoint without weights (10), with tensors that have no mapping (6), or of another
     model than config.json describes (7). Every source tensor is used once and every target made."""
     _check_described(source, model)
-    left = joined({name: one for name, one in source.tensors.items() if not name.startswith(NOT_WEIGHTS)})
+    left = join_gate_up({name: stored for name, stored in source.tensors.items() if not name.startswith(NOT_WEIGHTS)})
     if not left:
         raise ConversionError(
             f"{source.path}: holds no weights, only {len(source.tensors)} tensors of optimizer state.",
@@ -48,20 +49,20 @@ def make_export(source: Source, model: Architecture, dtype: torch.dtype | None =
     targets: list[Target] = []
     sources: list[tuple[Rule, int, View]] = []
     for rule, layer in placed_rules(model):
-        view = find(source, left, rule, layer, model)
+        view = find_view(source, left, rule, layer, model)
         _check_shape(source, rule, view, model)
         used[view.stored.name] = used.get(view.stored.name, 0) + math.prod(view.shape)
         sources.append((rule, layer, view))
         targets += _targets(rule, layer, view, model, dtype)
     tied = _tied_output(source, left, model, sources)
-    _check_use(source, left, used, {one.other.stored.name for one in tied}, model)
-    equal = (*tied, *(_copy(source, one, other) for one, other in source.copies))
+    _check_use(source, left, used, {equal.second.stored.name for equal in tied}, model)
+    equal = (*tied, *(_copy(source, first, second) for first, second in source.copies))
     plan = Plan(tuple(targets), equal)
     plan.check()
     return Export(model, plan, tuple(sources))
 
 
-def _check_described(source: Source, model: Architecture) -> None:
+def _check_described(source: TensorSource, model: Architecture) -> None:
     """What the checkpoint's own descriptions say must be what config.json says; shapes alone do not tell it all."""
     meaningless = {"max_positions"}  # or what a kind of model has no use for, so that anything may stand there
     if model.latent is not None:
@@ -79,7 +80,11 @@ def _check_described(source: Source, model: Architecture) -> None:
 
 
 def _check_use(
-    source: Source, tensors: dict[str, Stored], used: dict[str, int], compared: set[str], model: Architecture
+    source: TensorSource,
+    tensors: dict[str, StoredTensor],
+    used: dict[str, int],
+    compared: set[str],
+    model: Architecture,
 ) -> None:
     """Every tensor of the checkpoint is used, and every element of it once."""
     unused = sorted(set(tensors) - set(used) - compared)
@@ -98,13 +103,13 @@ def _check_use(
             )
 
 
-def _copy(source: Source, one: Stored, other: Stored) -> Equal:
-    problem = f"{source.path}: '{other.name}' is not what another rank has; the files are of two checkpoints."
-    return Equal(View(one), View(other), one.shape[0], problem, ExitCode.OTHER_LAYOUT)
+def _copy(source: TensorSource, first: StoredTensor, second: StoredTensor) -> Equal:
+    problem = f"{source.path}: '{second.name}' is not what another rank has; the files are of two checkpoints."
+    return Equal(View(first), View(second), first.shape[0], problem, ExitCode.OTHER_LAYOUT)
 
 
 def _tied_output(
-    source: Source, tensors: dict[str, Stored], model: Architecture, sources: list[tuple[Rule, int, View]]
+    source: TensorSource, tensors: dict[str, StoredTensor], model: Architecture, sources: list[tuple[Rule, int, View]]
 ) -> tuple[Equal, ...]:
     """Where embeddings are tied, an output layer in the checkpoint is dropped, provided that it is the embedding."""
     output = tensors.get(OUTPUT.megatron)
@@ -121,7 +126,7 @@ def _tied_output(
     return (Equal(embedding, View(output), model.vocab, problem, ExitCode.OTHER_MODEL),)
 
 
-def _check_shape(source: Source, rule: Rule, view: View, model: Architecture) -> None:
+def _check_shape(source: TensorSource, rule: Rule, view: View, model: Architecture) -> None:
     shapes = rule.shapes(model)
     expected = (sum(shape[0] for shape in shapes), *shapes[0][1:])
     found = view.shape
@@ -143,18 +148,18 @@ def _targets(rule: Rule, layer: int, view: View, model: Architecture, dtype: tor
     start = 0
     for part, (name, shape) in enumerate(zip(rule.names(layer), rule.shapes(model))):
         if rule.split is Split.QKV:
-            pieces = _group_rows(part, view, model)
+            tiles = _group_rows(part, view, model)
         else:
-            pieces = (Piece(0, shape[0], view, start),)
+            tiles = (Tile(0, shape[0], view, start),)
         start += shape[0]
         kind = view.stored.dtype if dtype is None or rule.exact else dtype
-        yield Target(name, shape, kind, math.prod(shape[1:]), pieces)
+        yield Target(name, shape, kind, math.prod(shape[1:]), tiles)
 
 
-def _group_rows(part: int, view: View, model: Architecture) -> tuple[Piece, ...]:
+def _group_rows(part: int, view: View, model: Architecture) -> tuple[Tile, ...]:
     """Pieces of q (part 0), k (1) or v (2): per query group the source has [queries | key | value] rows."""
     queries = model.heads // model.groups * model.head_dim
     group = queries + 2 * model.head_dim
     rows = queries if part == 0 else model.head_dim
     first = (0, queries, queries + model.head_dim)[part]
-    return tuple(Piece(number * rows, rows, view, number * group + first) for number in range(model.groups))
+    return tuple(Tile(number * rows, rows, view, number * group + first) for number in range(model.groups))

@@ -1,7 +1,7 @@
 """The plan of an import: from HuggingFace tensors, every rank's part of every Megatron tensor.
 
-Both formats are made of the same parts. torch_dist (dist_files.py) keeps them as chunks of whole tensors, legacy files
-(rank_files.py) as the tensors of one rank's module."""
+Both formats are made of the same parts. torch_dist (writers/torch_dist.py) keeps them as chunks of whole tensors, legacy files
+(writers/legacy.py) as the tensors of one rank's module."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from rlflow.models.architecture import Architecture, placed_rules
 from rlflow.models.rules import Rule, Split
 from rlflow.models.tables import TIED_OUTPUT
 
-from ..readers.source import Source, Stored
+from ..readers.source import StoredTensor, TensorSource
 from .plan import Equal, View
-from .rank_slices import Cut, cut
+from .rank_slices import RankSlice, rank_slice
 
 NOT_WEIGHTS = ("rotary_emb.inv_freq",)
 """Endings of buffers that old model directories hold."""
@@ -27,7 +27,7 @@ OUTPUT_NAME = "lm_head.weight"
 
 
 @dataclass(frozen=True)
-class Layout:
+class CheckpointLayout:
     """How the checkpoint is to be cut: ranks per tensor, pipeline and expert group, model chunks per pipeline rank.
 
     vocab_multiple: the vocabulary is padded to a multiple of it times the tensor-parallel ranks
@@ -50,9 +50,9 @@ class Layout:
 class Import:
     """What there is to cut: the checked source and model, and how. dtype: of the output; None keeps each tensor's."""
 
-    source: Source
+    source: TensorSource
     model: Architecture
-    layout: Layout
+    layout: CheckpointLayout
     dtype: torch.dtype | None
     equal: tuple[Equal, ...]
     left_out: tuple[str, ...]
@@ -67,10 +67,10 @@ class Import:
         """The embedding's copy on the last of several pipeline stages."""
         return [(TIED_OUTPUT, 0)] if self.model.tied and self.layout.pipeline > 1 else []
 
-    def part(self, rule: Rule, layer: int, rank: int) -> Cut:
+    def rank_slice(self, rule: Rule, layer: int, rank: int) -> RankSlice:
         """A tensor-parallel rank's part of a tensor."""
         rows = self.layout.rows(self.model.vocab)
-        return cut(rule, self._views(rule, layer), self.model, rank, self.layout.tensor, rows)
+        return rank_slice(rule, self._views(rule, layer), self.model, rank, self.layout.tensor, rows)
 
     def dtype_of(self, rule: Rule, layer: int) -> torch.dtype:
         stored = self._views(rule, layer)[0].stored.dtype
@@ -81,7 +81,11 @@ class Import:
 
 
 def make_import(
-    source: Source, model: Architecture, layout: Layout, dtype: torch.dtype | None = None, predicted: int = 0
+    source: TensorSource,
+    model: Architecture,
+    layout: CheckpointLayout,
+    dtype: torch.dtype | None = None,
+    predicted: int = 0,
 ) -> Import:
     """The checked import. predicted: layers for multi-token prediction after the model's own, which are left out.
 
@@ -89,7 +93,7 @@ def make_import(
     and for a layout that does not divide the model (5)."""
     check_divides(model, layout)
     later = tuple(f"model.layers.{model.layers + number}." for number in range(predicted))
-    left = {name: one for name, one in source.tensors.items() if not name.endswith(NOT_WEIGHTS)}
+    left = {name: stored for name, stored in source.tensors.items() if not name.endswith(NOT_WEIGHTS)}
     left_out = tuple(name for name in left if name.startswith(later)) if later else ()
     for name in left_out:
         del left[name]
@@ -111,7 +115,7 @@ def make_import(
     return Import(source, model, layout, dtype, equal, left_out)
 
 
-def check_divides(model: Architecture, layout: Layout) -> None:
+def check_divides(model: Architecture, layout: CheckpointLayout) -> None:
     """Raises ConversionError (5) unless the layout divides the model evenly."""
     experts = model.experts
     parts = [
@@ -149,7 +153,7 @@ def check_divides(model: Architecture, layout: Layout) -> None:
         )
 
 
-def _take(source: Source, left: dict[str, Stored], name: str, shape: tuple[int, ...]) -> Stored:
+def _take(source: TensorSource, left: dict[str, StoredTensor], name: str, shape: tuple[int, ...]) -> StoredTensor:
     stored = left.pop(name, None)
     if stored is None:
         raise ConversionError(
@@ -162,7 +166,7 @@ def _take(source: Source, left: dict[str, Stored], name: str, shape: tuple[int, 
     return stored
 
 
-def _repeated_output(source: Source, left: dict[str, Stored], model: Architecture) -> tuple[Equal, ...]:
+def _repeated_output(source: TensorSource, left: dict[str, StoredTensor], model: Architecture) -> tuple[Equal, ...]:
     """Files of a tied model may repeat the embedding as output layer, which then must be the embedding."""
     output = left.pop(OUTPUT_NAME, None) if model.tied else None
     if output is None:

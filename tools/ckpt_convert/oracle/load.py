@@ -69,15 +69,15 @@ def _load(chunk: GPTModel, state: Mapping[str, Any], origin: str) -> None:
 
 def _weights(value: Any) -> Any:
     """A sharded state without the empty states of modules, which not every checkpoint has."""
-    return {name: one for name, one in value.items() if not isinstance(one, ShardedObject)}
+    return {name: item for name, item in value.items() if not isinstance(item, ShardedObject)}
 
 
 def _shards(value: Any) -> Iterator[ShardedTensor | ShardedTensorFactory]:
     if isinstance(value, ShardedTensor | ShardedTensorFactory):
         yield value
     elif isinstance(value, dict):
-        for one in value.values():
-            yield from _shards(one)
+        for item in value.values():
+            yield from _shards(item)
 
 
 def _key(key: str, keys: Collection[str]) -> str:

@@ -20,7 +20,7 @@ from rlflow.models.huggingface import read_config
 
 from ..readers.formats import open_source
 from ..readers.legacy import LegacyRanks
-from ..readers.source import Source
+from ..readers.source import TensorSource
 
 ROWS, WIDTH = 2, 32
 TOLERANCE = 1e-4
@@ -105,7 +105,7 @@ def _megatron(checkpoint: Path, config: dict[str, Any], tokens: Tensor, dtype: t
         return torch.load(Path(folder) / "logits.pt", weights_only=True)
 
 
-def _ranks(source: Source) -> int:
+def _ranks(source: TensorSource) -> int:
     layout = source.layout if isinstance(source, LegacyRanks) else {}
     sizes = [layout.get(f"{kind}_parallel", 1) for kind in ("tensor", "pipeline", "expert")]
     return sizes[0] * sizes[1] * sizes[2]
@@ -131,7 +131,7 @@ def _rank_main(
     source = open_source(checkpoint)
     legacy = source if isinstance(source, LegacyRanks) else None
     sizes = legacy.layout if legacy else {}
-    layout = oracle.Layout(
+    layout = oracle.OracleLayout(
         source.tensors[EMBEDDING].shape[0],
         sizes.get("tensor_parallel", 1),
         sizes.get("pipeline_parallel", 1),
@@ -140,12 +140,12 @@ def _rank_main(
     )
     dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=ranks)
     with adapted(), without_transformer_engine():
-        oracle.join(layout)
+        oracle.initialize_ranks(layout)
         chunks = oracle.build(config, layout)
         if legacy is None:
             oracle_load.load_torch_dist(chunks, source.path, source.tensors.keys())
         else:
-            oracle_load.load_rank(chunks, legacy.rank_states(*oracle.place()), checkpoint)
+            oracle_load.load_rank(chunks, legacy.rank_states(*oracle.rank_coordinates()), checkpoint)
         if dtype is not None:
             oracle_load.round_weights(chunks, dtype)
         found = oracle.logits(chunks, tokens, config["vocab_size"])

@@ -25,7 +25,7 @@ from rlflow.errors import ModelError
 
 
 @dataclass(frozen=True)
-class Layout:
+class OracleLayout:
     """Ranks per tensor, pipeline and expert group; virtual: model chunks per pipeline rank; vocab: rows of the embedding,
     padding included; expert_tensor: over how many tensor-parallel ranks an expert is cut, 0 for all of them."""
 
@@ -54,8 +54,8 @@ class Attention(MegatronModule):
         return torch.einsum("bhqk,kbhd->qbhd", weights, value).flatten(2)
 
 
-def join(layout: Layout) -> None:
-    """Lays Megatron's groups over the ranks of torch.distributed, which must be initialized. `leave` undoes it."""
+def initialize_ranks(layout: OracleLayout) -> None:
+    """Lays Megatron's groups over the ranks of torch.distributed, which must be initialized. `destroy_ranks` undoes it."""
     parallel_state.initialize_model_parallel(
         layout.tensor,
         layout.pipeline,
@@ -67,7 +67,7 @@ def join(layout: Layout) -> None:
     model_parallel_cuda_manual_seed(0)
 
 
-def place() -> tuple[int, int, int]:
+def rank_coordinates() -> tuple[int, int, int]:
     """This rank's (tensor, pipeline, expert) rank."""
     return (
         parallel_state.get_tensor_model_parallel_rank(),
@@ -76,12 +76,12 @@ def place() -> tuple[int, int, int]:
     )
 
 
-def leave() -> None:
+def destroy_ranks() -> None:
     """Takes Megatron's groups down."""
     parallel_state.destroy_model_parallel()
 
 
-def build(config: dict[str, Any], layout: Layout, dtype: torch.dtype = torch.float32) -> list[GPTModel]:
+def build(config: dict[str, Any], layout: OracleLayout, dtype: torch.dtype = torch.float32) -> list[GPTModel]:
     """This rank's chunks of the model that a config.json describes, with Megatron's local layers and random weights.
 
     Raises ModelError for what megatron-core does not compute."""
@@ -144,7 +144,7 @@ def _with_attention(spec: TransformerBlockSubmodules) -> TransformerBlockSubmodu
     return spec
 
 
-def _megatron_config(config: dict[str, Any], layout: Layout, dtype: torch.dtype) -> TransformerConfig:
+def _megatron_config(config: dict[str, Any], layout: OracleLayout, dtype: torch.dtype) -> TransformerConfig:
     family = config["model_type"]
     values: dict[str, Any] = {
         "num_layers": config["num_hidden_layers"],

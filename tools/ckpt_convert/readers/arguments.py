@@ -10,7 +10,7 @@ import torch
 if TYPE_CHECKING:
     from rlflow.models.architecture import Architecture
 
-    from ..mapping.to_megatron import Layout
+    from ..mapping.to_megatron import CheckpointLayout
 
 MODEL = {
     "num_layers": "layers",
@@ -21,7 +21,7 @@ MODEL = {
     "norm_epsilon": "norm_eps",
     "rotary_base": "rope_theta",
 }
-"""Arguments by field of `families.Architecture`."""
+"""Arguments by field of `models.architecture.Architecture`."""
 LAYOUT = {
     "tensor_model_parallel_size": "tensor_parallel",
     "pipeline_model_parallel_size": "pipeline_parallel",
@@ -45,7 +45,9 @@ def described_layout(args: Mapping[str, Any]) -> dict[str, int]:
     return {ours: args[theirs] for theirs, ours in LAYOUT.items() if isinstance(args.get(theirs), int)}
 
 
-def arguments_of(config: Mapping[str, Any], model: Architecture, layout: Layout, dtype: torch.dtype) -> dict[str, Any]:
+def arguments_of(
+    config: Mapping[str, Any], model: Architecture, layout: CheckpointLayout, dtype: torch.dtype
+) -> dict[str, Any]:
     """Megatron-LM's arguments for a model and layout, as `--use-checkpoint-args` reads them from a checkpoint."""
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     found = {theirs: getattr(model, ours) for theirs, ours in MODEL.items()}
@@ -86,7 +88,7 @@ def arguments_of(config: Mapping[str, Any], model: Architecture, layout: Layout,
             "num_experts": model.experts.count,
             "moe_ffn_hidden_size": model.experts.ffn,
             "moe_shared_expert_intermediate_size": model.experts.shared_ffn or None,
-            "moe_layer_freq": 1 if all(sparse) else [int(one) for one in sparse],
+            "moe_layer_freq": 1 if all(sparse) else [int(layer) for layer in sparse],
             "moe_router_topk": config.get("num_experts_per_tok"),
             "moe_grouped_gemm": layout.fused,
         }

@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 from .legacy import LegacyRanks
-from .source import Source
+from .source import TensorSource
 from .torch_dist import TorchDist, locate
 
 
-def open_source(path: str | Path) -> Source:
+def open_source(path: str | Path) -> TensorSource:
     """The checked tables of a Megatron checkpoint: torch_dist, or legacy files per rank. Raises ConversionError."""
     place = locate(Path(path))
     return TorchDist(place) if (place / ".metadata").is_file() else LegacyRanks(place)

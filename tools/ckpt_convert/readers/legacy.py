@@ -18,11 +18,11 @@ import torch
 from torch import Tensor
 
 from rlflow.errors import ConversionError, ExitCode
-from rlflow.storage.pickles import Inert
+from rlflow.storage.pickles import Chunk, Inert
 
 from .arguments import described_layout, described_model
-from .join_ranks import Part, joined_ranks
-from .source import Content, Item, Record, Stored
+from .join_ranks import RankTensor, join_ranks
+from .source import Content, Record, StoredTensor
 from .torch_archive import Archive, Window, explained
 
 FILES = ("model_optim_rng.pt", "model_rng.pt")
@@ -59,9 +59,10 @@ class LegacyRanks:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._ranks = _complete(path, [_read(path, one) for one in sorted(path.glob("mp_rank_*")) if one.is_dir()])
+        directories = sorted(directory for directory in path.glob("mp_rank_*") if directory.is_dir())
+        self._ranks = _complete(path, [_read(path, directory) for directory in directories])
         experts = self._ranks[0].args.get("expert_tensor_parallel_size") or self.layout["tensor_parallel"]
-        self.tensors, self.copies = joined_ranks(path, list(_parts(path, self._ranks)), experts)
+        self.tensors, self.copies = join_ranks(path, list(_parts(path, self._ranks)), experts)
 
     @property
     def iteration(self) -> int | None:
@@ -72,31 +73,31 @@ class LegacyRanks:
     def layout(self) -> dict[str, int]:
         """Ranks by kind, from the files that there are."""
         found = {
-            "tensor_parallel": 1 + max(one.tensor for one in self._ranks),
-            "pipeline_parallel": 1 + max(one.pipeline for one in self._ranks),
-            "expert_parallel": 1 + max(one.expert for one in self._ranks),
+            "tensor_parallel": 1 + max(rank.tensor for rank in self._ranks),
+            "pipeline_parallel": 1 + max(rank.pipeline for rank in self._ranks),
+            "expert_parallel": 1 + max(rank.expert for rank in self._ranks),
             "virtual_pipeline_parallel": len(self._ranks[0].chunks),
         }
-        told = {name: size for name, size in described_layout(self._ranks[0].args).items() if name not in found}
-        return {**told, **{name: size for name, size in found.items() if size > 1 or "virtual" not in name}}
+        claimed = {name: size for name, size in described_layout(self._ranks[0].args).items() if name not in found}
+        return {**claimed, **{name: size for name, size in found.items() if size > 1 or "virtual" not in name}}
 
     @property
     def described(self) -> dict[str, Any]:
         """What the files say of the model, by field of Architecture."""
         return described_model(self._ranks[0].args)
 
-    def content(self, stored: Stored, item: Item) -> Content:
-        """See `Source.content`. The files have checksums of storages, not of tensors: `records`."""
-        return Content(item.start, item.length)
+    def content(self, stored: StoredTensor, chunk: Chunk) -> Content:
+        """See `TensorSource.content`. The files have checksums of storages, not of tensors: `records`."""
+        return Content(chunk.start, chunk.length)
 
     def rank_states(self, tensor: int, pipeline: int, expert: int) -> list[dict[str, Tensor]]:
         """The states of one rank's model chunks, as its file names them: copies of the tensors, and nothing else of it.
 
         Raises ConversionError (3) where there is no such file."""
-        for one in self._ranks:
-            if (one.tensor, one.pipeline, one.expert) == (tensor, pipeline, expert):
-                with (self.path / one.name).open("rb") as stream:
-                    return [{name: _tensor(stream, window) for name, window in chunk.items()} for chunk in one.chunks]
+        for rank in self._ranks:
+            if (rank.tensor, rank.pipeline, rank.expert) == (tensor, pipeline, expert):
+                with (self.path / rank.name).open("rb") as stream:
+                    return [{name: _tensor(stream, window) for name, window in chunk.items()} for chunk in rank.chunks]
         raise ConversionError(
             f"{self.path}: has no file of tensor rank {tensor}, pipeline rank {pipeline}, expert rank {expert}.",
             ExitCode.MISSING,
@@ -104,20 +105,20 @@ class LegacyRanks:
 
     def records(self) -> Iterator[tuple[str, Record]]:
         """(file, storage) of everything that tensors lie in, for checking whole storages."""
-        for one in self._ranks:
-            for record in sorted({window.record for chunk in one.chunks for window in chunk.values()}, key=repr):
-                yield one.name, record
+        for rank in self._ranks:
+            for record in sorted({window.record for chunk in rank.chunks for window in chunk.values()}, key=repr):
+                yield rank.name, record
 
     def identity(self) -> dict[str, Any]:
-        """See `Source.identity`."""
+        """See `TensorSource.identity`."""
         return {
-            "files": {one.name: _size_and_time(self.path / one.name) for one in self._ranks},
+            "files": {rank.name: _size_and_time(self.path / rank.name) for rank in self._ranks},
             "headers": self._headers,
         }
 
     @cached_property
     def _headers(self) -> str:
-        return hashlib.sha256(b"".join(one.digest for one in self._ranks)).hexdigest()
+        return hashlib.sha256(b"".join(rank.digest for rank in self._ranks)).hexdigest()
 
 
 def _tensor(stream: IO[bytes], window: Window) -> Tensor:
@@ -149,10 +150,10 @@ def _read(path: Path, directory: Path) -> RankFile:
         with explained(files[0]):
             archive = Archive(stream)
             state = archive.value if isinstance(archive.value, dict) else {}
-            chunks = tuple(_windows(archive, one) for one in _models(files[0], state))
+            chunks = tuple(_windows(archive, chunk) for chunk in _models(files[0], state))
     args = state.get("args")
     args = args.state if isinstance(args, Inert) and isinstance(args.state, dict) else {}
-    tensor, second, third = (None if one is None else int(one) for one in match.groups())
+    tensor, second, third = (None if number is None else int(number) for number in match.groups())
     # Two numbers are tensor and pipeline, or tensor and expert where there is no pipeline.
     without_pipeline = second is not None and third is None and args.get("pipeline_model_parallel_size") == 1
     pipeline, expert = (0, second) if without_pipeline else (second or 0, third or 0)
@@ -174,19 +175,19 @@ def _models(file: Path, state: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     found = [state["model"]] if "model" in state else []
     while f"model{len(found)}" in state:
         found.append(state[f"model{len(found)}"])
-    if not found or not all(isinstance(one, dict) for one in found):
+    if not found or not all(isinstance(chunk, dict) for chunk in found):
         raise ConversionError(
             f"{file}: holds no weights ('model' or 'model0' expected, found: {', '.join(sorted(map(str, state)))[:200]}).",
             ExitCode.UNSUPPORTED,
         )
-    grouped = next((name for one in found for name in one if str(name).endswith("mlp.experts.weight1")), None)
+    grouped = next((name for chunk in found for name in chunk if str(name).endswith("mlp.experts.weight1")), None)
     if grouped is not None:
         raise ConversionError(
             f"{file}: '{grouped}' holds all experts transposed (moe_use_legacy_grouped_gemm), which is not read; save the "
             "checkpoint as torch_dist, where Megatron itself takes them apart.",
             ExitCode.UNSUPPORTED,
         )
-    if any("language_model" in one for one in found):
+    if any("language_model" in chunk for chunk in found):
         raise ConversionError(
             f"{file}: is of a model from before megatron-core ('language_model'); save it with --use-mcore-models.",
             ExitCode.UNSUPPORTED,
@@ -201,31 +202,31 @@ def _windows(archive: Archive, state: Mapping[str, Any]) -> dict[str, Window]:
 
 def _complete(path: Path, ranks: list[RankFile]) -> list[RankFile]:
     """The ranks in order. Raises ConversionError where one is missing or says that it is of another run."""
-    ranks = sorted(ranks, key=lambda one: (one.pipeline, one.expert, one.tensor))
-    sizes = [1 + max(getattr(one, kind) for one in ranks) for kind in ("tensor", "pipeline", "expert")]
-    for one in ranks:
-        told = described_layout(one.args)
+    ranks = sorted(ranks, key=lambda rank: (rank.pipeline, rank.expert, rank.tensor))
+    sizes = [1 + max(getattr(rank, kind) for rank in ranks) for kind in ("tensor", "pipeline", "expert")]
+    for rank in ranks:
+        claimed = described_layout(rank.args)
         for name, size in zip(("tensor_parallel", "pipeline_parallel", "expert_parallel"), sizes):
-            if size < told.get(name, size):
+            if size < claimed.get(name, size):
                 raise ConversionError(
-                    f"{path}: ranks are missing; {one.name} is of {name.replace('_', ' ')} {told[name]}, directories of "
+                    f"{path}: ranks are missing; {rank.name} is of {name.replace('_', ' ')} {claimed[name]}, directories of "
                     f"{size} found.",
                     ExitCode.MISSING,
                 )
-            if size > told.get(name, size):
+            if size > claimed.get(name, size):
                 raise ConversionError(
-                    f"{path}: has directories of {name.replace('_', ' ')} {size}, but {one.name} is of {told[name]}; they "
+                    f"{path}: has directories of {name.replace('_', ' ')} {size}, but {rank.name} is of {claimed[name]}; they "
                     "are of two checkpoints.",
                     ExitCode.OTHER_LAYOUT,
                 )
-        if (one.iteration, len(one.chunks)) != (ranks[0].iteration, len(ranks[0].chunks)):
+        if (rank.iteration, len(rank.chunks)) != (ranks[0].iteration, len(ranks[0].chunks)):
             raise ConversionError(
-                f"{path / one.name}: is of iteration {one.iteration} with {len(one.chunks)} model chunks, {ranks[0].name} "
+                f"{path / rank.name}: is of iteration {rank.iteration} with {len(rank.chunks)} model chunks, {ranks[0].name} "
                 f"of {ranks[0].iteration} with {len(ranks[0].chunks)}; the files are of two checkpoints.",
                 ExitCode.OTHER_LAYOUT,
             )
     # Where experts are cut otherwise than the rest, not every pair of tensor and expert rank has a file.
-    pairs = {(one.tensor, one.pipeline) for one in ranks} | {(-1 - one.expert, one.pipeline) for one in ranks}
+    pairs = {(rank.tensor, rank.pipeline) for rank in ranks} | {(-1 - rank.expert, rank.pipeline) for rank in ranks}
     lacking = [
         (number, stage)
         for stage in range(sizes[1])
@@ -243,31 +244,31 @@ def _complete(path: Path, ranks: list[RankFile]) -> list[RankFile]:
     return ranks
 
 
-def _parts(path: Path, ranks: list[RankFile]) -> Iterator[Part]:
+def _parts(path: Path, ranks: list[RankFile]) -> Iterator[RankTensor]:
     """Every tensor of every rank, its layer and expert numbered globally."""
     first_layers = _first_layers(path, ranks)
-    for one in ranks:
-        for chunk, windows in enumerate(one.chunks):
+    for rank in ranks:
+        for chunk, windows in enumerate(rank.chunks):
             experts = _local_experts(windows)
             for name, window in windows.items():
                 layer = LAYER.search(name)
                 renamed = name
                 if layer:
-                    number = first_layers[chunk, one.pipeline] + int(layer[0])
+                    number = first_layers[chunk, rank.pipeline] + int(layer[0])
                     renamed = LAYER.sub(str(number), renamed)
                 renamed = FUSED_EXPERT.sub(r".mlp.experts.local_experts.\2.\1.weight", renamed)
                 expert = LOCAL_EXPERT.search(renamed)
                 if expert:
-                    renamed = LOCAL_EXPERT.sub(str(one.expert * experts + int(expert[0])), renamed)
-                yield Part(renamed, one.name, one.tensor, window)
+                    renamed = LOCAL_EXPERT.sub(str(rank.expert * experts + int(expert[0])), renamed)
+                yield RankTensor(renamed, rank.name, rank.tensor, window)
 
 
 def _first_layers(path: Path, ranks: list[RankFile]) -> dict[tuple[int, int], int]:
     """The global number of the first layer of each (model chunk, pipeline rank): chunks come first, then ranks."""
     first, at = {}, 0
     for chunk in range(len(ranks[0].chunks)):
-        for stage in sorted({one.pipeline for one in ranks}):
-            heights = {_layers(one.chunks[chunk]) for one in ranks if one.pipeline == stage}
+        for stage in sorted({rank.pipeline for rank in ranks}):
+            heights = {_layers(rank.chunks[chunk]) for rank in ranks if rank.pipeline == stage}
             if len(heights) > 1:
                 raise ConversionError(
                     f"{path}: the ranks of pipeline rank {stage} have {sorted(heights)} layers; they are of two checkpoints.",

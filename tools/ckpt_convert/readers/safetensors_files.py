@@ -12,8 +12,9 @@ import torch
 
 from rlflow.errors import ConversionError, ExitCode, ModelError
 from rlflow.models.huggingface import INDEX_FILE, WeightFiles, header
+from rlflow.storage.pickles import Chunk
 
-from .source import Content, Item, Record, Stored, identity_of
+from .source import Content, Record, StoredTensor, identity_of
 
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64}
 """Of a safetensors header."""
@@ -25,7 +26,7 @@ class HuggingFace:
     Raises ConversionError for a file that is missing (3) or damaged (4), and for a dtype that is not supported (10)."""
 
     format = "huggingface"
-    copies: tuple[tuple[Stored, Stored], ...] = ()
+    copies: tuple[tuple[StoredTensor, StoredTensor], ...] = ()
     iteration = None
 
     def __init__(self, path: str | Path) -> None:
@@ -45,16 +46,16 @@ class HuggingFace:
                 f"{self.path}: a safetensors header is damaged ({error}); copy the model again.", ExitCode.DAMAGED
             ) from None
 
-    def content(self, stored: Stored, item: Item) -> Content:
-        """See `Source.content`. safetensors have no checksums."""
-        return Content(item.start, item.length)
+    def content(self, stored: StoredTensor, chunk: Chunk) -> Content:
+        """See `TensorSource.content`. safetensors have no checksums."""
+        return Content(chunk.start, chunk.length)
 
     def records(self) -> Iterator[tuple[str, Record]]:
         """Nothing: safetensors have no checksums."""
         return iter(())
 
     def identity(self) -> dict[str, Any]:
-        """See `Source.identity`."""
+        """See `TensorSource.identity`."""
         tables = [name for name in ("config.json", INDEX_FILE) if (self.path / name).is_file()]
         return identity_of(self.path, self._files, tables)
 
@@ -74,7 +75,7 @@ class HuggingFace:
                 ExitCode.MISSING,
             )
 
-    def _stored(self, name: str, file: str, headers: dict[str, Any]) -> Stored:
+    def _stored(self, name: str, file: str, headers: dict[str, Any]) -> StoredTensor:
         entry = headers[file][name]
         if entry["dtype"] not in DTYPES:
             raise ConversionError(
@@ -87,7 +88,7 @@ class HuggingFace:
         if last - first != math.prod(shape) * dtype.itemsize or min(shape, default=1) < 1 or first < 0:
             raise ValueError(f"'{name}' has {last - first} bytes and shape {shape}")
         start = _data(self.path / file) + first
-        return Stored(name, shape, dtype, (Item((0,) * len(shape), shape, file, start, last - first),))
+        return StoredTensor(name, shape, dtype, (Chunk((0,) * len(shape), shape, file, start, last - first),))
 
 
 def _data(file: Path) -> int:

@@ -1,9 +1,9 @@
 """What a conversion reads: tensors by name, cut into chunks, each chunk's raw bytes at a known place of a file.
 
 This is the first of the converter's three parts. A *source* knows a format (torch_dist.py; another format is another
-class with the members of `Source`). A *plan* (plan.py) says of which rectangles of source tensors every target tensor
-is made. A *sink* (sink.py) is the set of preallocated files that the targets lie in. stream.py copies from the first
-to the last as the plan says and knows neither format."""
+class with the members of `TensorSource`). A *plan* (mapping/plan.py) says of which rectangles of source tensors every
+target tensor is made. The *output files* (writers/output_files.py) are preallocated, and the targets lie in them. stream.py
+copies from the first to the last as the plan says and knows neither format."""
 
 from __future__ import annotations
 
@@ -16,21 +16,12 @@ from typing import Any, Protocol
 
 import torch
 
-
-@dataclass(frozen=True)
-class Item:
-    """One stored chunk: its box in the tensor, and the byte range of a file that it is somewhere in."""
-
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
-    file: str
-    start: int
-    length: int
+from rlflow.storage.pickles import Chunk
 
 
 @dataclass(frozen=True)
 class Content:
-    """Where an item's raw bytes are in its file, row after row, and the checksum that the file has for them."""
+    """Where an chunk's raw bytes are in its file, row after row, and the checksum that the file has for them."""
 
     start: int
     bytes: int
@@ -47,23 +38,23 @@ class Record:
 
 
 @dataclass(frozen=True)
-class Stored:
-    """A tensor of a source; its items are disjoint and make up the whole of it."""
+class StoredTensor:
+    """A tensor of a source; its chunks are disjoint and make up the whole of it."""
 
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
-    items: tuple[Item, ...]
+    chunks: tuple[Chunk, ...]
 
 
-class Source(Protocol):
+class TensorSource(Protocol):
     """A checkpoint or model directory whose tables have been read and checked. Nothing of it is in memory."""
 
     path: Path
-    """Directory that the items' files are relative to."""
+    """Directory that the chunks' files are relative to."""
     format: str
-    tensors: dict[str, Stored]
-    copies: tuple[tuple[Stored, Stored], ...]
+    tensors: dict[str, StoredTensor]
+    copies: tuple[tuple[StoredTensor, StoredTensor], ...]
     """Tensors that the source has more than once, with another copy of theirs; they must hold the same bytes."""
 
     @property
@@ -76,13 +67,13 @@ class Source(Protocol):
 
     @property
     def described(self) -> Mapping[str, Any]:
-        """What its files say of the model, by field of `families.Architecture`."""
+        """What its files say of the model, by field of `models.architecture.Architecture`."""
 
-    def content(self, stored: Stored, item: Item) -> Content:
-        """Where the raw bytes of an item are; called from several threads. Raises ConversionError (4) for damage."""
+    def content(self, stored: StoredTensor, chunk: Chunk) -> Content:
+        """Where the raw bytes of an chunk are; called from several threads. Raises ConversionError (4) for damage."""
 
     def records(self) -> Iterator[tuple[str, Record]]:
-        """(file, bytes with a checksum) of what tensors lie in, where `content` has no checksum for an item."""
+        """(file, bytes with a checksum) of what tensors lie in, where `content` has no checksum for an chunk."""
 
     def identity(self) -> dict[str, Any]:
         """`files`: {relative name: [bytes, mtime in ns]}, `headers`: hash of the tables. Equal means: nothing changed."""
@@ -95,12 +86,12 @@ def identity_of(path: Path, files: Iterable[str], headers: Iterable[str]) -> dic
         content.update((path / name).read_bytes())
     found = {name: (path / name).stat() for name in sorted({*files, *headers})}
     return {
-        "files": {name: [one.st_size, one.st_mtime_ns] for name, one in found.items()},
+        "files": {name: [status.st_size, status.st_mtime_ns] for name, status in found.items()},
         "headers": content.hexdigest(),
     }
 
 
-def tiles(boxes: Sequence[tuple[tuple[int, int], ...]], shape: Sequence[int]) -> bool:
+def covers_once(boxes: Sequence[tuple[tuple[int, int], ...]], shape: Sequence[int]) -> bool:
     """Whether boxes, (first, size) per axis, lie inside a shape and cover each of its elements once."""
     inside = all(
         len(box) == len(shape)
@@ -114,10 +105,10 @@ def tiles(boxes: Sequence[tuple[tuple[int, int], ...]], shape: Sequence[int]) ->
 def _overlap(boxes: Iterable[tuple[tuple[int, int], ...]]) -> bool:
     """Whether two boxes share an element. Boxes are sorted by their first axis, so that few pairs are compared."""
     ordered = sorted(boxes)
-    for number, one in enumerate(ordered):
+    for number, box in enumerate(ordered):
         for other in ordered[number + 1 :]:
-            if one and other[0][0] >= one[0][0] + one[0][1]:
+            if box and other[0][0] >= box[0][0] + box[0][1]:
                 break
-            if all(a < b + m and b < a + n for (a, n), (b, m) in zip(one, other)):
+            if all(a < b + m and b < a + n for (a, n), (b, m) in zip(box, other)):
                 return True
     return False

@@ -61,7 +61,7 @@ class Archive:
         self._part = _Part(stream, start, whole)
         self._start, self._length = start, whole
         with zipfile.ZipFile(self._part) as archive:
-            self._entries = {one.filename.split("/", 1)[1]: one for one in archive.infolist()}
+            self._entries = {entry.filename.split("/", 1)[1]: entry for entry in archive.infolist()}
             self.pickle = archive.read(self._entries["data.pkl"])
             if "byteorder" in self._entries and archive.read(self._entries["byteorder"]) != b"little":
                 raise ValueError("the bytes are not little-endian")
@@ -80,7 +80,7 @@ class Archive:
             return None
         storage, offset, size, stride = tensor.arguments[:4]
         dtype = STORAGES.get(storage.kind) if isinstance(storage, Storage) else None
-        shape = tuple(int(one) for one in (size.arguments[0] if isinstance(size, Inert) else size))
+        shape = tuple(int(length) for length in (size.arguments[0] if isinstance(size, Inert) else size))
         if dtype is None or not _contiguous(shape, stride) or offset < 0 or min(shape, default=1) < 0:
             raise ValueError(f"expected a tensor of floating point, rows one after another; found {storage} {shape}")
         record = self._record(storage.key)
@@ -129,7 +129,8 @@ def damaged(file: Path, error: BaseException, where: str = "") -> ConversionErro
 
 def _contiguous(shape: Sequence[int], stride: Any) -> bool:
     steps = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
-    return len(stride) == len(shape) and all(one == two for one, two, length in zip(stride, steps, shape) if length > 1)
+    same = (found == expected for found, expected, length in zip(stride, steps, shape) if length > 1)
+    return len(stride) == len(shape) and all(same)
 
 
 class _Part(io.RawIOBase):

@@ -1,7 +1,7 @@
 """Megatron's torch_dist checkpoints, read without Megatron and torch.distributed: which bytes of which file hold what.
 
-On disk: `.metadata` (a pickle: size, dtype and chunks per key, and the file, offset and length of each item) and
-`*.distcp` files of concatenated items, each of which is an archive of torch.save that holds one chunk's raw bytes."""
+On disk: `.metadata` (a pickle: size, dtype and chunks per key, and the file, offset and length of each entry) and
+`*.distcp` files of concatenated entries, each of which is an archive of torch.save that holds one chunk's raw bytes."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ from typing import Any
 
 import torch
 
-from rlflow.errors import ConversionError, ExitCode
+from rlflow.errors import ConversionError, DamagedCheckpointError, ExitCode
+from rlflow.storage.integrity import TRAINER_MANIFEST, read_fingerprints, read_sealed
 from rlflow.storage.pickles import DAMAGE, DTYPES, Chunk, ForbiddenName, Inert, read_metadata
 
 from .arguments import described_layout, described_model
-from .source import Content, Item, Record, Stored, identity_of, tiles
+from .source import Content, Record, StoredTensor, covers_once, identity_of
 from .torch_archive import Archive, damaged, explained
 
 
@@ -40,7 +41,7 @@ def locate(path: Path) -> Path:
     if any(path.glob("mp_rank_*")):
         return path
     found = {*path.glob("*/.metadata"), *path.glob("*/mp_rank_*"), *path.glob("*/trainer/.metadata")}
-    inside = sorted({one.relative_to(path).parts[0] for one in found})
+    inside = sorted({file.relative_to(path).parts[0] for file in found})
     if len(inside) == 1:
         return locate(path / inside[0])
     if inside:
@@ -60,7 +61,7 @@ class TorchDist:
     Raises ConversionError for a missing (3), damaged (4), unsupported (10) or hostile (11) checkpoint."""
 
     format = "torch_dist"
-    copies: tuple[tuple[Stored, Stored], ...] = ()
+    copies: tuple[tuple[StoredTensor, StoredTensor], ...] = ()
 
     def __init__(self, path: str | Path) -> None:
         self.path = locate(Path(path))
@@ -80,19 +81,21 @@ class TorchDist:
 
     @cached_property
     def manifest(self) -> dict[str, Any]:
-        """rlflow's own trainer.json: step, layout, model. Empty where another program wrote the checkpoint."""
-        file = self.path / "trainer.json"
+        """rlflow's own manifest: step, layout, model. Empty where another program wrote the checkpoint."""
+        file = self.path / TRAINER_MANIFEST
         if not file.is_file():
             return {}
         try:
-            value = json.loads(file.read_text())
-            sizes = {str(name): int(size) for name, size in value["files"].items()}
+            value = read_sealed(file)
+            files = read_fingerprints(value)
             if not isinstance(value["model"], dict) or not isinstance(value["layout"], dict):
                 raise ValueError("model and layout are objects there")
+        except DamagedCheckpointError as error:
+            raise ConversionError(str(error), ExitCode.DAMAGED) from None
         except DAMAGE as error:
             raise damaged(file, error) from None
-        for name, size in sizes.items():
-            self._check_file(name, size, exact=True)
+        for name, wanted in files.items():
+            self._check_file(name, wanted.size, exact=True)
         return value
 
     @cached_property
@@ -125,21 +128,25 @@ class TorchDist:
         return {**self.manifest.get("model", {}), **described_model(self.common.get("args") or {})}
 
     def records(self) -> Iterator[tuple[str, Record]]:
-        """Nothing: each item has its own checksum."""
+        """Nothing: each chunk has its own checksum."""
         return iter(())
 
     def identity(self) -> dict[str, Any]:
-        """See `Source.identity`."""
+        """See `TensorSource.identity`."""
         tables = [
-            name for name in (".metadata", "metadata.json", "common.pt", "trainer.json") if (self.path / name).is_file()
+            name
+            for name in (".metadata", "metadata.json", "common.pt", TRAINER_MANIFEST)
+            if (self.path / name).is_file()
         ]
-        return identity_of(self.path, {item.file for one in self.tensors.values() for item in one.items}, tables)
+        return identity_of(
+            self.path, {chunk.file for tensor in self.tensors.values() for chunk in tensor.chunks}, tables
+        )
 
-    def content(self, stored: Stored, item: Item) -> Content:
-        """Where the raw bytes of an item are. Raises ConversionError (4) unless its archive holds just that chunk."""
-        file = self.path / item.file
-        with explained(file, f"'{stored.name}' at byte {item.start}"), file.open("rb") as stream:
-            return _content(Archive(stream, item.start, item.length), stored, item)
+    def content(self, stored: StoredTensor, chunk: Chunk) -> Content:
+        """Where the raw bytes of an chunk are. Raises ConversionError (4) unless its archive holds just that chunk."""
+        file = self.path / chunk.file
+        with explained(file, f"'{stored.name}' at byte {chunk.start}"), file.open("rb") as stream:
+            return _content(Archive(stream, chunk.start, chunk.length), stored, chunk)
 
     def _check_backend(self) -> None:
         file = self.path / "metadata.json"
@@ -159,7 +166,8 @@ class TorchDist:
         for name, start, length in sorted(extents):
             if start < end.get(name, 0) or length <= 0 or not re.fullmatch(r"[\w.-]+", name):
                 raise ConversionError(
-                    f"{self.path}/.metadata: damaged; the items of {name!r} overlap at byte {start}.", ExitCode.DAMAGED
+                    f"{self.path}/.metadata: damaged; the entries of {name!r} overlap at byte {start}.",
+                    ExitCode.DAMAGED,
                 )
             end[name] = start + length
         for name, size in end.items():
@@ -177,25 +185,24 @@ class TorchDist:
             raise ConversionError(f"{file}: {found} bytes found, {size} expected; copy it again.", ExitCode.DAMAGED)
 
 
-def _content(archive: Archive, stored: Stored, item: Item) -> Content:
+def _content(archive: Archive, stored: StoredTensor, chunk: Chunk) -> Content:
     window = archive.window(archive.value)
-    if window is None or window.dtype is not stored.dtype or window.shape != item.sizes:
-        raise ValueError(f"expected {stored.dtype} {item.sizes}, found {window}")
+    if window is None or window.dtype is not stored.dtype or window.shape != chunk.sizes:
+        raise ValueError(f"expected {stored.dtype} {chunk.sizes}, found {window}")
     if window.nbytes != window.record.bytes:
         raise ValueError(f"{window.nbytes} bytes expected, {window.record.bytes} stored")
     return Content(window.start, window.nbytes, window.record.crc32)
 
 
-def _stored(name: str, shape: tuple[int, ...], dtype: str, chunks: tuple[Chunk, ...]) -> Stored:
+def _stored(name: str, shape: tuple[int, ...], dtype: str, chunks: tuple[Chunk, ...]) -> StoredTensor:
     if dtype not in DTYPES:
         raise ValueError(f"'{name}' has the unknown dtype {dtype!r}")
-    items = tuple(Item(one.offsets, one.sizes, one.file, one.start, one.length) for one in chunks)
-    return Stored(name, shape, getattr(torch, dtype), items)
+    return StoredTensor(name, shape, getattr(torch, dtype), chunks)
 
 
-def _check_cover(path: Path, stored: Stored) -> None:
+def _check_cover(path: Path, stored: StoredTensor) -> None:
     """Chunks lie inside the tensor, do not overlap, and have as many elements together."""
-    if not tiles([tuple(zip(item.offsets, item.sizes)) for item in stored.items], stored.shape):
+    if not covers_once([tuple(zip(chunk.offsets, chunk.sizes)) for chunk in stored.chunks], stored.shape):
         raise ConversionError(
             f"{path}/.metadata: damaged; the chunks of '{stored.name}' do not make up its shape {stored.shape}.",
             ExitCode.DAMAGED,

@@ -14,7 +14,7 @@ ONE = 1 << 31
 ZEROS = bytes(1 << 16)
 
 
-def join(parts: Iterable[tuple[int, int]]) -> int:
+def combine(parts: Iterable[tuple[int, int]]) -> int:
     """The CRC-32 of a concatenation, from (CRC-32, bytes) of its parts in order.
 
     crc(a + b) = crc(a) * x^(8 * len(b)) + crc(b) modulo the polynomial: zlib's crc32_combine."""
@@ -24,10 +24,10 @@ def join(parts: Iterable[tuple[int, int]]) -> int:
     return total
 
 
-def of_zeros(length: int) -> int:
+def crc32_of_zeros(length: int) -> int:
     """The CRC-32 of `length` zero bytes."""
     whole, rest = divmod(length, len(ZEROS))
-    return join([*[(zlib.crc32(ZEROS), len(ZEROS))] * whole, (zlib.crc32(ZEROS[:rest]), rest)])
+    return combine([*[(zlib.crc32(ZEROS), len(ZEROS))] * whole, (zlib.crc32(ZEROS[:rest]), rest)])
 
 
 @lru_cache(maxsize=4096)
@@ -42,12 +42,12 @@ def _shift(length: int) -> int:
     return result
 
 
-def _multiply(one: int, other: int) -> int:
+def _multiply(left: int, right: int) -> int:
     """The product of two polynomials over GF(2) modulo the polynomial; the highest bit is the constant term."""
     product = 0
-    while one:
-        if one & ONE:
-            product ^= other
-        one = one << 1 & 0xFFFFFFFF
-        other = other >> 1 ^ (POLYNOMIAL if other & 1 else 0)
+    while left:
+        if left & ONE:
+            product ^= right
+        left = left << 1 & 0xFFFFFFFF
+        right = right >> 1 ^ (POLYNOMIAL if right & 1 else 0)
     return product

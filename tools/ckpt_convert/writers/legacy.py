@@ -12,13 +12,13 @@ from rlflow.models.tables import EMBEDDING
 
 from ..mapping.plan import Target
 from ..mapping.to_megatron import Import
-from .sink import Literals, OutputFile
-from .torch_archive import Tensor, lay_out
+from .output_files import Literals, OutputFile
+from .torch_archive import TensorStandIn, lay_out_archive
 
 FILE = "model_optim_rng.pt"
 
 
-def rank_files(work: Import, folder: str, common: dict[str, Any]) -> list[OutputFile]:
+def legacy_files(work: Import, folder: str, common: dict[str, Any]) -> list[OutputFile]:
     """One file per tensor, pipeline and expert rank below `folder`."""
     layout = work.layout
     return [
@@ -29,7 +29,7 @@ def rank_files(work: Import, folder: str, common: dict[str, Any]) -> list[Output
     ]
 
 
-def directory(work: Import, tensor: int, pipeline: int, expert: int) -> str:
+def rank_directory(work: Import, tensor: int, pipeline: int, expert: int) -> str:
     """A rank's directory, named as Megatron-LM's get_checkpoint_name does."""
     name = f"mp_rank_{tensor:02d}"
     name += f"_{pipeline:03d}" if work.layout.pipeline > 1 else ""
@@ -39,20 +39,20 @@ def directory(work: Import, tensor: int, pipeline: int, expert: int) -> str:
 def _rank_file(
     work: Import, folder: str, common: dict[str, Any], tensor: int, pipeline: int, expert: int
 ) -> OutputFile:
-    path = f"{folder}/{directory(work, tensor, pipeline, expert)}/{FILE}"
+    path = f"{folder}/{rank_directory(work, tensor, pipeline, expert)}/{FILE}"
     targets: dict[str, Target] = {}
     value: dict[str, Any] = dict(common)
     for chunk in range(work.layout.virtual):
-        state: OrderedDict[str, Tensor | None] = OrderedDict()
-        for name, rule, layer in _held(work, pipeline, chunk, expert):
-            part = work.part(rule, layer, tensor)
+        state: OrderedDict[str, TensorStandIn | None] = OrderedDict()
+        for name, rule, layer in _held_tensors(work, pipeline, chunk, expert):
+            part = work.rank_slice(rule, layer, tensor)
             columns = part.shape[1] if len(part.shape) > 1 else 1
             label = f"{path}:{chunk}:{name}"
-            targets[label] = Target(label, part.shape, work.dtype_of(rule, layer), columns, part.pieces)
-            state[name] = Tensor(label, part.shape, targets[label].dtype)
+            targets[label] = Target(label, part.shape, work.dtype_of(rule, layer), columns, part.tiles)
+            state[name] = TensorStandIn(label, part.shape, targets[label].dtype)
             state.update(_extra_state(work, name))
         value["model" if work.layout.virtual == 1 else f"model{chunk}"] = state
-    archive = lay_out(value)
+    archive = lay_out_archive(value)
     places = tuple((targets[label], at) for label, at in archive.places().items())
 
     def seal(checksums: Any) -> Literals:
@@ -61,10 +61,11 @@ def _rank_file(
     return OutputFile(path, archive.size, places, (), seal)
 
 
-def _held(work: Import, pipeline: int, chunk: int, expert: int) -> Iterator[tuple[str, Rule, int]]:
+def _held_tensors(work: Import, pipeline: int, chunk: int, expert: int) -> Iterator[tuple[str, Rule, int]]:
     """(name within the chunk's module, rule, layer) of the tensors that a model chunk of a rank holds."""
     layout, model = work.layout, work.model
     height = model.layers // (layout.pipeline * layout.virtual)
+    # Chunks come first, then ranks (megatron-core, transformer/transformer_layer.py, get_transformer_layer_offset).
     first = (chunk * layout.pipeline + pipeline) * height
     begins = pipeline == 0 and chunk == 0
     ends = pipeline == layout.pipeline - 1 and chunk == layout.virtual - 1

@@ -1,4 +1,4 @@
-"""Archives of torch.save, laid out before the tensors' bytes are there: what archive.py reads, in the other direction.
+"""Archives of torch.save, laid out before the tensors' bytes are there; readers/torch_archive.py reads them.
 
 torch.save would need the tensors in memory. Here the pickle is written with stand-ins for them, the zip's tables follow
 from names and sizes, and the checksums are filled in when the bytes have been copied (`seal`). The format is that of
@@ -36,7 +36,7 @@ END = struct.Struct("<4sHHHHIIH")
 
 
 @dataclass(frozen=True)
-class Tensor:
+class TensorStandIn:
     """A stand-in for a tensor of a value. name: of the target that its bytes come from."""
 
     name: str
@@ -53,13 +53,13 @@ class Entry:
     """A file of the zip: its bytes, or the tensor that they come from; and where header and content begin."""
 
     name: str
-    content: bytes | Tensor
+    content: bytes | TensorStandIn
     header: int
     start: int
 
     @property
     def size(self) -> int:
-        return self.content.nbytes if isinstance(self.content, Tensor) else len(self.content)
+        return self.content.nbytes if isinstance(self.content, TensorStandIn) else len(self.content)
 
 
 @dataclass(frozen=True)
@@ -71,27 +71,30 @@ class ArchiveLayout:
 
     def places(self) -> dict[str, int]:
         """{name of a target: its first byte}."""
-        return {one.content.name: one.start for one in self.entries if isinstance(one.content, Tensor)}
+        return {entry.content.name: entry.start for entry in self.entries if isinstance(entry.content, TensorStandIn)}
 
     def literals(self, checksums: Mapping[str, int]) -> list[tuple[int, bytes]]:
         """(first byte, bytes) of everything but the tensors, given the CRC-32 of these."""
         found, directory = [], b""
-        for one in self.entries:
-            if isinstance(one.content, Tensor):
-                crc = checksums[one.content.name]
+        for entry in self.entries:
+            if isinstance(entry.content, TensorStandIn):
+                crc = checksums[entry.content.name]
             else:
-                crc = zlib.crc32(one.content)
-                found.append((one.start, one.content))
-            found.append((one.header, _local_header(one, crc)))
-            directory += _central_header(one, crc)
+                crc = zlib.crc32(entry.content)
+                found.append((entry.start, entry.content))
+            found.append((entry.header, _local_header(entry, crc)))
+            directory += _central_header(entry, crc)
         at = self.entries[-1].start + self.entries[-1].size
         return [*found, (at, directory + _end(len(self.entries), at, len(directory)))]
 
 
-def lay_out(value: Any) -> ArchiveLayout:
-    """The archive that torch.save would write of a value whose tensors are `Tensor` stand-ins."""
-    tensors: list[Tensor] = []
-    contents: list[tuple[str, bytes | Tensor]] = [("data.pkl", _pickled(value, tensors)), ("byteorder", b"little")]
+def lay_out_archive(value: Any) -> ArchiveLayout:
+    """The archive that torch.save would write of a value whose tensors are `TensorStandIn`s."""
+    tensors: list[TensorStandIn] = []
+    contents: list[tuple[str, bytes | TensorStandIn]] = [
+        ("data.pkl", _pickled(value, tensors)),
+        ("byteorder", b"little"),
+    ]
     contents += [(f"data/{number}", tensor) for number, tensor in enumerate(tensors)]
     contents.append(("version", b"3\n"))
     entries, at = [], 0
@@ -102,13 +105,13 @@ def lay_out(value: Any) -> ArchiveLayout:
         start = -(-start // ALIGNMENT) * ALIGNMENT
         entries.append(Entry(full, content, at, start))
         at = start + probe.size
-    directory = sum(len(_central_header(one, 0)) for one in entries)
+    directory = sum(len(_central_header(entry, 0)) for entry in entries)
     return ArchiveLayout(tuple(entries), at + directory + len(_end(len(entries), at, directory)))
 
 
-def saved(value: Any) -> bytes:
+def archive_bytes(value: Any) -> bytes:
     """The archive of a value without tensors."""
-    layout = lay_out(value)
+    layout = lay_out_archive(value)
     content = bytearray(layout.size)
     for at, data in layout.literals({}):
         content[at : at + len(data)] = data
@@ -118,12 +121,12 @@ def saved(value: Any) -> bytes:
 class _Pickler(pickle.Pickler):
     """Writes stand-ins as torch writes tensors, and notes them in order; a storage is named by its number."""
 
-    def __init__(self, file: io.BytesIO, tensors: list[Tensor]) -> None:
+    def __init__(self, file: io.BytesIO, tensors: list[TensorStandIn]) -> None:
         super().__init__(file, protocol=2)
         self._tensors = tensors
 
     def reducer_override(self, value: Any) -> Any:
-        if not isinstance(value, Tensor):
+        if not isinstance(value, TensorStandIn):
             return NotImplemented
         strides = tuple(math.prod(value.shape[axis + 1 :]) for axis in range(len(value.shape)))
         self._tensors.append(value)
@@ -139,10 +142,10 @@ class _Pickler(pickle.Pickler):
 @dataclass(frozen=True)
 class _StorageOf:
     number: int
-    tensor: Tensor
+    tensor: TensorStandIn
 
 
-def _pickled(value: Any, tensors: list[Tensor]) -> bytes:
+def _pickled(value: Any, tensors: list[TensorStandIn]) -> bytes:
     file = io.BytesIO()
     _Pickler(file, tensors).dump(value)
     return file.getvalue()

@@ -1,4 +1,4 @@
-"""The files of a torch_dist checkpoint: what torch_dist.py reads, laid out in the other direction.
+"""The files of a torch_dist checkpoint: what readers/torch_dist.py reads, laid out in the other direction.
 
 `__<number>_0.distcp` hold one archive per chunk and per extra state, `.metadata` says where they are, `metadata.json` names
 the format, `common.pt` has Megatron's arguments. megatron-core loads them in any layout."""
@@ -17,11 +17,11 @@ import torch
 from rlflow.models.architecture import Architecture
 from rlflow.models.rules import Rule, Split
 
-from ..mapping.plan import Piece, Target
-from ..mapping.rank_slices import Cut
+from ..mapping.plan import Target, Tile
+from ..mapping.rank_slices import RankSlice
 from ..mapping.to_megatron import Import
-from .sink import Literals, OutputFile
-from .torch_archive import ArchiveLayout, Tensor, lay_out, saved
+from .output_files import Literals, OutputFile
+from .torch_archive import ArchiveLayout, TensorStandIn, archive_bytes, lay_out_archive
 
 FORMAT = {
     "sharded_backend": "torch_dist",
@@ -32,7 +32,7 @@ FORMAT = {
 
 
 @dataclass(frozen=True)
-class Chunk:
+class OutputChunk:
     """A box of a whole tensor: its key there, first element per axis, and what it is made of."""
 
     key: str
@@ -41,10 +41,10 @@ class Chunk:
     target: Target
 
 
-def dist_files(work: Import, folder: str, common: dict[str, Any], chunk_bytes: int) -> list[OutputFile]:
+def torch_dist_files(work: Import, folder: str, common: dict[str, Any], chunk_bytes: int) -> list[OutputFile]:
     """All files of the checkpoint below `folder`; data files with at most `chunk_bytes` of tensors, or one tensor."""
     chunks = [chunk for rule, layer in work.rules() for chunk in _chunks(work, rule, layer)]
-    groups: list[list[Chunk]] = [[]]
+    groups: list[list[OutputChunk]] = [[]]
     filled = 0
     for chunk in chunks:
         if groups[-1] and filled + chunk.target.nbytes > chunk_bytes:
@@ -57,44 +57,47 @@ def dist_files(work: Import, folder: str, common: dict[str, Any], chunk_bytes: i
     files = []
     for number, group in enumerate(groups):
         files.append(_data_file(folder, f"__{number}_0.distcp", group, states if number == 0 else [], tables))
-    common = {**common, "content_metadata": {"non_homogeneous_layers": numbered(work.model)}}
+    common = {**common, "content_metadata": {"non_homogeneous_layers": has_numbered_layers(work.model)}}
     return [
         *files,
         _literal(f"{folder}/.metadata", tables.pickled()),
         _literal(f"{folder}/metadata.json", json.dumps(FORMAT).encode()),
-        _literal(f"{folder}/common.pt", saved(common)),
+        _literal(f"{folder}/common.pt", archive_bytes(common)),
     ]
 
 
-def numbered(model: Architecture) -> bool:
-    """Whether layers have keys of their own: Megatron stacks them only where all are of one kind."""
+def has_numbered_layers(model: Architecture) -> bool:
+    """Whether layers have keys of their own: Megatron stacks them only where all are of one kind (megatron-core,
+    transformer/transformer_block.py, TransformerBlock.sharded_state_dict)."""
     return model.experts is not None and len(set(model.experts.sparse)) > 1
 
 
-def _chunks(work: Import, rule: Rule, layer: int) -> Iterator[Chunk]:
+def _chunks(work: Import, rule: Rule, layer: int) -> Iterator[OutputChunk]:
     """The parts of the tensor-parallel ranks; gate rows and up rows of a rank are two chunks."""
     key, lead, heights = _key(work, rule, layer)
     dtype = work.dtype_of(rule, layer)
     ranks = 1 if rule.split in (Split.REPLICATED, Split.LATENT) else work.layout.tensor
     axis = 1 if rule.split is Split.ROW else 0
     for rank in range(ranks):
-        boxes = _boxes(rule, work.part(rule, layer, rank))
-        for number, (sizes, pieces) in enumerate(boxes):
+        boxes = _boxes(rule, work.rank_slice(rule, layer, rank))
+        for number, (sizes, tiles) in enumerate(boxes):
             inner = [0] * len(sizes)
+            # Of GATE_UP all ranks' gate rows come first, then all up rows, so that the tensor loads at any number of ranks
+            # (megatron-core, transformer/mlp.py, apply_swiglu_sharded_factory).
             inner[axis] = (number * ranks + rank) * sizes[axis]
             whole = (*sizes[:axis], sizes[axis] * ranks * len(boxes), *sizes[axis + 1 :])
             offsets = (*lead, *inner)
             shape = (*(1 for _ in lead), *sizes)
             columns = sizes[1] if len(sizes) > 1 else 1
-            target = Target(f"{key}@{','.join(map(str, offsets))}", shape, dtype, columns, pieces)
-            yield Chunk(key, (*heights, *whole), offsets, target)
+            target = Target(f"{key}@{','.join(map(str, offsets))}", shape, dtype, columns, tiles)
+            yield OutputChunk(key, (*heights, *whole), offsets, target)
 
 
-def _boxes(rule: Rule, part: Cut) -> list[tuple[tuple[int, ...], tuple[Piece, ...]]]:
-    """(sizes, pieces) of the chunks that a rank's part of a tensor is kept as."""
+def _boxes(rule: Rule, part: RankSlice) -> list[tuple[tuple[int, ...], tuple[Tile, ...]]]:
+    """(sizes, tiles) of the chunks that a rank's part of a tensor is kept as."""
     if rule.split is not Split.GATE_UP:
-        return [(part.shape, part.pieces)]
-    return [((piece.rows, *part.shape[1:]), (dataclasses.replace(piece, row=0),)) for piece in part.pieces]
+        return [(part.shape, part.tiles)]
+    return [((tile.rows, *part.shape[1:]), (dataclasses.replace(tile, row=0),)) for tile in part.tiles]
 
 
 def _key(work: Import, rule: Rule, layer: int) -> tuple[str, tuple[int, ...], tuple[int, ...]]:
@@ -102,7 +105,7 @@ def _key(work: Import, rule: Rule, layer: int) -> tuple[str, tuple[int, ...], tu
     name = _stored_name(work, rule)
     lead: tuple[int, ...] = ()
     heights: tuple[int, ...] = ()
-    if rule.per_layer and not numbered(work.model):
+    if rule.per_layer and not has_numbered_layers(work.model):
         name, lead, heights = name.replace("{i}.", ""), (layer,), (work.model.layers,)
     if rule.expert is not None and work.model.experts is not None:
         name = name.replace("experts.local_experts.{e}.", "experts.experts.")
@@ -128,32 +131,36 @@ def _extra_states(work: Import) -> list[str]:
         modules = [key.rpartition(".")[0]]
         if key.endswith("linear_proj.weight"):
             modules.append(modules[0].replace("linear_proj", "core_attention"))
+        # As ShardedObject.unique_key spells it; without stacks it is object 0 of 1 (megatron-core,
+        # dist_checkpointing/mapping.py and transformer/utils.py, make_sharded_object_for_checkpoint).
         shard = f"shard_{'.'.join(map(str, lead)) or 0}_{'.'.join(map(str, heights)) or 1}"
         if rule.per_layer or "layernorm" in key:
             found.update({f"{module}._extra_state/{shard}": None for module in modules})
     return list(found)
 
 
-def _data_file(folder: str, name: str, chunks: Sequence[Chunk], states: Sequence[str], tables: _Tables) -> OutputFile:
+def _data_file(
+    folder: str, name: str, chunks: Sequence[OutputChunk], states: Sequence[str], tables: _Tables
+) -> OutputFile:
     archives: list[tuple[int, ArchiveLayout]] = []
     places: list[tuple[Target, int]] = []
     literals: list[tuple[int, bytes]] = []
     at = 0
     for chunk in chunks:
         target = chunk.target
-        archive = lay_out(Tensor(target.name, target.shape, target.dtype))
+        archive = lay_out_archive(TensorStandIn(target.name, target.shape, target.dtype))
         archives.append((at, archive))
         places.append((target, at + archive.places()[target.name]))
         tables.add(chunk, name, at, archive.size)
         at += archive.size
-    nothing = saved([None])
+    nothing = archive_bytes([None])
     for state in states:
         literals.append((at, nothing))
         tables.add_object(state, name, at, len(nothing))
         at += len(nothing)
 
     def seal(checksums: Mapping[str, int]) -> Literals:
-        return [(start + first, data) for start, one in archives for first, data in one.literals(checksums)]
+        return [(start + first, data) for start, archive in archives for first, data in archive.literals(checksums)]
 
     return OutputFile(f"{folder}/{name}", at, tuple(places), tuple(literals), seal)
 
@@ -172,7 +179,7 @@ class _Tables:
         self._tensors: dict[str, Any] = {}
         self._places: dict[Any, Any] = {}
 
-    def add(self, chunk: Chunk, file: str, start: int, length: int) -> None:
+    def add(self, chunk: OutputChunk, file: str, start: int, length: int) -> None:
         if chunk.key not in self._tensors:
             properties = self._metadata.TensorProperties(dtype=chunk.target.dtype)
             self._tensors[chunk.key] = self._metadata.TensorStorageMetadata(properties, torch.Size(chunk.whole), [])

@@ -10,7 +10,7 @@ from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
 from rlflow import matmul as products
-from rlflow.trainer.megatron import fused, linear
+from rlflow.trainer.megatron import layers
 
 
 @pytest.fixture
@@ -19,7 +19,7 @@ def draw() -> torch.Generator:
 
 
 def test_swiglu_and_its_gradient(draw: torch.Generator) -> None:
-    module = fused.SwiGLU(TransformerConfig(num_layers=1, hidden_size=4, num_attention_heads=1))
+    module = layers.SwiGLU(TransformerConfig(num_layers=1, hidden_size=4, num_attention_heads=1))
     both = torch.randn(3, 2, 10, generator=draw, dtype=torch.float64, requires_grad=True)
     gate, up = both.chunk(2, dim=-1)
     torch.testing.assert_close(module(both), F.silu(gate) * up)
@@ -39,7 +39,7 @@ def test_a_linear_layer_and_its_gradients(
     if buffered:
         weight.main_grad = torch.ones(6, 8)
     share = torch.randn(5, 2, 6, generator=draw)
-    result = linear._Linear.apply(inputs, weight, bias, None, False, False)
+    result = layers._Linear.apply(inputs, weight, bias, None, False, False)
     expected = F.linear(*exact)
     torch.testing.assert_close(result.double(), expected, atol=1e-5, rtol=1e-5)
     result.backward(share)
@@ -60,15 +60,15 @@ def angles(positions: int, dimensions: int) -> Tensor:
 def test_rotation_equals_megatrons_and_its_gradient_turns_back(draw: torch.Generator, rotated: int) -> None:
     """With all dimensions rotated, and with the last half of them passed through."""
     values = torch.randn(6, 2, 3, 8, generator=draw, dtype=torch.float64, requires_grad=True)
-    turned = fused.rotate(values, angles(6, rotated))
+    turned = layers.rotate(values, angles(6, rotated))
     torch.testing.assert_close(turned, rope_utils._apply_rotary_pos_emb_bshd(values, angles(6, rotated)))
-    assert torch.autograd.gradcheck(lambda given: fused.rotate(given, angles(6, rotated)), values)
+    assert torch.autograd.gradcheck(lambda given: layers.rotate(given, angles(6, rotated)), values)
     (back,) = torch.autograd.grad(turned, values, turned.detach())
     torch.testing.assert_close(back, values.detach())  # a rotation's transpose is its inverse
 
 
 def test_packed_rows_each_begin_at_position_0(draw: torch.Generator) -> None:
     first, second = torch.randn(4, 1, 3, 8, generator=draw), torch.randn(2, 1, 3, 8, generator=draw)
-    turned = fused.rotate_packed(torch.cat([first, second]).squeeze(1), torch.tensor([0, 4, 6]), angles(4, 8).float())
-    alone = [fused.rotate(row, angles(len(row), 8).float()).squeeze(1) for row in (first, second)]
+    turned = layers.rotate_packed(torch.cat([first, second]).squeeze(1), torch.tensor([0, 4, 6]), angles(4, 8).float())
+    alone = [layers.rotate(row, angles(len(row), 8).float()).squeeze(1) for row in (first, second)]
     torch.testing.assert_close(turned, torch.cat(alone))

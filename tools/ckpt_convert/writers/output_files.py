@@ -47,7 +47,7 @@ class OutputFile:
 
 
 @dataclass(frozen=True)
-class Block:
+class RowBlock:
     """Rows [first, last) of a target, at a byte offset of the file with that number."""
 
     file: int
@@ -110,7 +110,7 @@ def layout_digest(files: Sequence[OutputFile]) -> str:
     return content.hexdigest()
 
 
-class Sink:
+class OutputFiles:
     """The open files of one conversion, in a directory of its own. `written`: {(file number, offset): CRC-32}."""
 
     def __init__(self, directory: Path, files: Sequence[OutputFile], journal: Journal) -> None:
@@ -121,8 +121,8 @@ class Sink:
         self.written: dict[tuple[int, int], int] = {}
         self._journal = journal
         self._descriptors: list[int] = []
-        self._literals: list[list[tuple[int, bytes]]] = [list(one.literals) for one in files]
-        self._needed = sum(one.size for one in files)
+        self._literals: list[list[tuple[int, bytes]]] = [list(file.literals) for file in files]
+        self._needed = sum(file.size for file in files)
         try:
             self._check_room()
             for file in files:
@@ -131,7 +131,7 @@ class Sink:
             self.close()
             raise
 
-    def __enter__(self) -> Sink:
+    def __enter__(self) -> OutputFiles:
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -141,23 +141,23 @@ class Sink:
         while self._descriptors:
             os.close(self._descriptors.pop())
 
-    def blocks(self) -> Iterator[Block]:
+    def blocks(self) -> Iterator[RowBlock]:
         """All blocks, in file order."""
         for number, file in enumerate(self.files):
             for target, start in file.places:
-                yield from blocks_of(number, target, start)
+                yield from row_blocks(number, target, start)
 
-    def left(self, workers: int) -> list[Block]:
+    def unwritten(self, workers: int) -> list[RowBlock]:
         """The blocks that are not yet written; those that the journal has are read again and must be what it says."""
         blocks = list(self.blocks())
-        noted = [one for one in blocks if (one.file, one.offset) in self._journal.done]
+        noted = [block for block in blocks if (block.file, block.offset) in self._journal.done]
         with ThreadPoolExecutor(workers) as pool:
             for block, found in self._read(noted, pool, workers):
                 if found == self._journal.done[block.file, block.offset]:
                     self.written[block.file, block.offset] = found
-        return [one for one in blocks if (one.file, one.offset) not in self.written]
+        return [block for block in blocks if (block.file, block.offset) not in self.written]
 
-    def write(self, block: Block, data: memoryview) -> None:
+    def write(self, block: RowBlock, data: memoryview) -> None:
         """Writes a block. Safe to call from several threads. Raises OSError."""
         found = zlib.crc32(data)
         write_all(self._descriptors[block.file], data, block.offset)
@@ -179,8 +179,8 @@ class Sink:
                 if read_back:
                     for block, found in self._read(list(self.blocks()), pool, workers):
                         self._check(block, found)
-                for one in syncing:
-                    one.result()
+                for future in syncing:
+                    future.result()
             finally:
                 pool.shutdown(cancel_futures=True)
         return {file.name: self._of_file(number) for number, file in enumerate(self.files)}
@@ -211,20 +211,22 @@ class Sink:
         for offset, data in file.literals:
             write_all(descriptor, data, offset)
 
-    def _read(self, blocks: Sequence[Block], pool: ThreadPoolExecutor, workers: int) -> Iterator[tuple[Block, int]]:
+    def _read(
+        self, blocks: Sequence[RowBlock], pool: ThreadPoolExecutor, workers: int
+    ) -> Iterator[tuple[RowBlock, int]]:
         """(block, CRC-32 of what the file has there), read by `workers` threads of a pool."""
         shares = [blocks[number::workers] for number in range(workers)]
         for share, found in zip(shares, pool.map(self._checksums, shares)):
             yield from zip(share, found)
 
-    def _checksums(self, blocks: Sequence[Block]) -> list[int]:
-        buffer, found = memoryview(bytearray(max((one.size for one in blocks), default=0))), []
+    def _checksums(self, blocks: Sequence[RowBlock]) -> list[int]:
+        buffer, found = memoryview(bytearray(max((block.size for block in blocks), default=0))), []
         for block in blocks:
             count = os.preadv(self._descriptors[block.file], [buffer[: block.size]], block.offset)
             found.append(zlib.crc32(buffer[:count]))
         return found
 
-    def _check(self, block: Block, found: int) -> None:
+    def _check(self, block: RowBlock, found: int) -> None:
         if found != self.written[block.file, block.offset]:
             raise ConversionError(
                 f"{self.directory / self.files[block.file].name}: '{block.target.name}' reads back differently than it "
@@ -236,26 +238,26 @@ class Sink:
         parts: dict[str, list[tuple[int, int]]] = {}
         for block in self.blocks():
             parts.setdefault(block.target.name, []).append((self.written[block.file, block.offset], block.size))
-        return {name: checksum.join(found) for name, found in parts.items()}
+        return {name: checksum.combine(found) for name, found in parts.items()}
 
     def _of_file(self, number: int) -> int:
         """The CRC-32 of a file, from those of its blocks and literals."""
         parts = [(offset, zlib.crc32(data), len(data)) for offset, data in self._literals[number]]
         for target, start in self.files[number].places:
-            blocks = blocks_of(number, target, start)
-            parts += [(one.offset, self.written[one.file, one.offset], one.size) for one in blocks]
+            blocks = row_blocks(number, target, start)
+            parts += [(block.offset, self.written[block.file, block.offset], block.size) for block in blocks]
         joined, at = [], 0
         for offset, found, length in [*sorted(parts), (self.files[number].size, 0, 0)]:
-            joined += [(checksum.of_zeros(offset - at), offset - at), (found, length)]
+            joined += [(checksum.crc32_of_zeros(offset - at), offset - at), (found, length)]
             at = offset + length
-        return checksum.join(joined)
+        return checksum.combine(joined)
 
 
-def blocks_of(file: int, target: Target, start: int) -> Iterator[Block]:
+def row_blocks(file: int, target: Target, start: int) -> Iterator[RowBlock]:
     """The blocks of a target that begins at byte `start` of a file."""
     rows = max(1, BLOCK_BYTES // target.row_bytes)
     for first in range(0, target.rows, rows):
-        yield Block(file, start + first * target.row_bytes, target, first, min(first + rows, target.rows))
+        yield RowBlock(file, start + first * target.row_bytes, target, first, min(first + rows, target.rows))
 
 
 def write_all(descriptor: int, data: bytes | memoryview, offset: int) -> None:
