@@ -1,36 +1,54 @@
-"""A language model behind any OpenAI-compatible endpoint: many prompts at once, retries, answers that are kept on disk."""
+"""A language model behind any OpenAI-compatible endpoint: many requests at once, retries, answers that are kept on disk.
+
+httpx and not the package openai: that retries by a policy of its own, which would multiply with ours, and brings a dozen
+packages for what is one POST here.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import json
 import random
 import threading
-import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TypeVar
 
 from rlflow.errors import ConfigError, MissingPackageError, RLFlowError
-from rlflow_environments.common.http import retry_after_s
+from rlflow_environments.common.http import GaveUp, Retryable, RetryPolicy, check_status
 from rlflow_environments.common.jsonl import BadRow, parse_object, records
-
-if TYPE_CHECKING:
-    import httpx
 
 LONGEST_PAUSE_S = 30.0
 
+T = TypeVar("T")
+
 
 class EndpointError(RLFlowError):
-    """The endpoint gave no answer after all attempts, or refused the request."""
+    """The endpoint gave no answer after all attempts."""
+
+
+class EndpointRefusedError(EndpointError):
+    """The endpoint refuses the request, as it would any other attempt at it: a wrong address, model or key."""
+
+
+class UnreadableReply(Retryable):
+    """The model replied, but not what was asked for: another sample may be readable, at once."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text, at_once=True)
+
+
+class UnreadableReplyError(EndpointError):
+    """The last of all attempts brought a reply, but none that could be read."""
 
 
 class ChatEndpoint:
-    """POST {url}/chat/completions with one user message per prompt.
+    """POST {url}/chat/completions with one user message per prompt, `concurrency` at a time, from threads of its own.
 
-    Connection errors, timeouts, 429 and 5xx are tried again, with pauses that double and honour Retry-After; anything else is
-    an error at once.
+    Connection errors, timeouts, 429 and 5xx are tried again, see RetryPolicy; so are replies that the reader of a prompt refuses.
+    Anything else is an error at once.
     """
 
     def __init__(
@@ -46,75 +64,110 @@ class ChatEndpoint:
         temperature: float = 0.0,
         max_tokens: int = 1024,
         cache: Path | None = None,
+        seed: int = 0,
+        name_of: Callable[[str], str] = str,
     ) -> None:
-        """pause_s: before the second attempt. cache: a file of answers that are not asked for again. Raises ConfigError."""
-        for name, value in (("concurrency", concurrency), ("timeout-s", timeout_s), ("tries", tries)):
-            if value <= 0:
-                raise ConfigError(f"--{name}: expected more than 0, found {value}.")
-        if not url.startswith(("http://", "https://")):
-            raise ConfigError(f"--endpoint: expected an address such as http://localhost:8001/v1, found '{url}'.")
-        self._url = completions_url(url)
+        """timeout_s: of one attempt. pause_s: before the second attempt, at the most. cache: a file of answers that `complete`
+        does not ask for again. seed: of the pauses. name_of: what the user calls an option, for messages.
+
+        Raises ConfigError, MissingPackageError.
+        """
+        for name, value in (("timeout_s", timeout_s), ("tries", tries), ("concurrency", concurrency)):
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or value <= 0:
+                raise ConfigError(f"{name_of(name)}: expected a number above 0, found {value!r}.")
+        if not str(url).startswith(("http://", "https://")):
+            raise ConfigError(f"{name_of('url')}: expected an address such as http://localhost:8001/v1, found '{url}'.")
+        try:
+            import httpx
+        except ImportError:
+            raise MissingPackageError(
+                "a model at an endpoint needs the package httpx. Install it with: pip install 'rlflow[judge]'"
+            ) from None
+        self.url = str(url).rstrip("/").removesuffix("/chat/completions") + "/chat/completions"
         self._body = {"model": model, "temperature": temperature, "max_tokens": max_tokens}
-        self._api_key = api_key
-        self._concurrency, self._timeout_s, self._tries, self._pause_s = concurrency, timeout_s, tries, pause_s
+        self._policy = RetryPolicy(int(tries), pause_s, LONGEST_PAUSE_S)
+        self._generator = random.Random(seed)
+        self._fix = f"Fix {name_of('url')}, {name_of('model')} or the key in {name_of('api_key_variable')}."
         self._answers = _Answers(cache)
+        limits = httpx.Limits(max_connections=int(concurrency), max_keepalive_connections=int(concurrency))
+        headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        self._client = httpx.Client(headers=headers, timeout=timeout_s, limits=limits)
+        self._threads = ThreadPoolExecutor(int(concurrency), thread_name_prefix="endpoint")
+
+    def submit(self, prompt: str, read: Callable[[str], T]) -> Future[T]:
+        """What `read` makes of the model's reply, to come; `read` raises UnreadableReply for a reply that is of no use.
+
+        The result raises EndpointError, EndpointRefusedError, UnreadableReplyError.
+        """
+        return self._threads.submit(self._ask, prompt, read)
+
+    async def ask(self, prompt: str, read: Callable[[str], T]) -> T:
+        """As `submit`, awaited in any event loop: the endpoint's threads wait, and not the loop."""
+        return await asyncio.wrap_future(self.submit(prompt, read))
 
     def complete(
         self, prompts: Sequence[str], progress: Callable[[int, int], None] = lambda done, total: None
     ) -> list[str]:
-        """The model's answers, in order. What was answered before an error or a kill is not asked for again, with a cache.
+        """The model's answers, in order. With a cache, what was answered before an error or a kill is not asked for again.
 
-        Raises EndpointError, MissingPackageError.
+        Raises EndpointError.
         """
-        asked = [prompt for prompt in dict.fromkeys(prompts) if self._answers.get(self._key(prompt)) is None]
-        done = len(prompts) - len(asked)
-        client = open_client(self._api_key, self._timeout_s, self._concurrency)
-        with client, ThreadPoolExecutor(self._concurrency) as threads:
-            try:
-                for _ in threads.map(lambda prompt: self._ask(client, prompt), asked):
-                    done += 1
-                    progress(done, len(prompts))
-            except BaseException:  # also Ctrl-C: what has not begun is not asked any more
-                threads.shutdown(wait=False, cancel_futures=True)
-                raise
+        missing = [prompt for prompt in dict.fromkeys(prompts) if self._answers.get(self._key(prompt)) is None]
+        done = len(prompts) - len(missing)
+        futures = [self._threads.submit(self._ask_and_keep, prompt) for prompt in missing]
+        try:
+            for future in futures:
+                future.result()
+                done += 1
+                progress(done, len(prompts))
+        except EndpointRefusedError:
+            raise
+        except EndpointError as problem:
+            again = "Give the command again when the endpoint is back: it resumes where it stopped."
+            raise EndpointError(f"{problem} {again}") from None
+        finally:  # after an error or Ctrl-C: requests that wait are dropped, answers under way are kept
+            for future in futures:
+                future.cancel()
+            wait(futures)
         return [self._answers.get(self._key(prompt)) or "" for prompt in prompts]
+
+    def close(self) -> None:
+        """Drops what waits for the model and closes the connections."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._client.close()
 
     def _key(self, prompt: str) -> str:
         """What an answer depends on; not the address, which may change between runs."""
         return hashlib.sha256(json.dumps([self._body, prompt], sort_keys=True).encode()).hexdigest()
 
-    def _ask(self, client: httpx.Client, prompt: str) -> None:
+    def _ask_and_keep(self, prompt: str) -> None:
+        self._answers.put(self._key(prompt), self._ask(prompt, str))
+
+    def _ask(self, prompt: str, read: Callable[[str], T]) -> T:
+        try:
+            return self._policy.call(lambda: read(self._post(prompt)), self._generator)
+        except GaveUp as end:
+            kind = UnreadableReplyError if isinstance(end.last, UnreadableReply) else EndpointError
+            raise kind(f"{self.url}: no answer after {end.attempts} attempts; last: {end.last}.") from None
+
+    def _post(self, prompt: str) -> str:
+        """The reply, empty where the model gave none. Raises Retryable, EndpointRefusedError."""
         import httpx
 
         body = {**self._body, "messages": [{"role": "user", "content": prompt}]}
-        problem, wait = "", 0.0
-        for attempt in range(self._tries):
-            time.sleep(wait)
-            # Jitter keeps the requests of one run from coming back all at once; it touches no result.
-            wait = min(LONGEST_PAUSE_S, self._pause_s * 2**attempt) * random.Random(f"{prompt}{attempt}").uniform(
-                0.5, 1.0
-            )
-            try:
-                response = client.post(self._url, json=body)
-            except httpx.TransportError as failure:
-                problem = f"{type(failure).__name__} {failure}".rstrip()
-                continue
-            if response.status_code == 200:
-                text = completion_text(response)
-                if text is None:
-                    raise EndpointError(f"{self._url}: expected a chat completion, found {response.text[:200]}")
-                self._answers.put(self._key(prompt), text)
-                return
-            problem = f"status {response.status_code}: {response.text[:200]}"
-            if response.status_code != 429 and response.status_code < 500:
-                raise EndpointError(
-                    f"{self._url}: {problem}. Mend --endpoint, --model or the key's environment variable."
-                )
-            wait = max(wait, retry_after_s(response.headers, LONGEST_PAUSE_S))
-        raise EndpointError(
-            f"{self._url}: no answer after {self._tries} attempts; last: {problem}. Give the command again when the endpoint is "
-            "back: it goes on where it stopped."
-        )
+        try:
+            response = self._client.post(self.url, json=body)
+        except httpx.HTTPError as failure:
+            raise Retryable(f"{type(failure).__name__} {failure}".rstrip()) from None
+        excerpt = response.text[:200]
+        check_status("", response.status_code, response.headers, excerpt)
+        if response.status_code != 200:
+            raise EndpointRefusedError(f"{self.url}: status {response.status_code}: {excerpt}. {self._fix}")
+        try:
+            content = response.json()["choices"][0]["message"]["content"]
+        except (ValueError, KeyError, IndexError, TypeError):
+            raise UnreadableReply(f"expected a chat completion, found {excerpt}") from None
+        return content if isinstance(content, str) else ""  # null where the model only thought, or called a tool
 
 
 class _Answers:
@@ -144,30 +197,3 @@ class _Answers:
                 with self._path.open("a", encoding="utf-8") as file:
                     # A newline first as well, so that a line that a kill cut off spoils none but itself.
                     file.write("\n" + json.dumps({"key": key, "answer": answer}, ensure_ascii=False) + "\n")
-
-
-def completions_url(url: str) -> str:
-    """Where the completions of an API are, given its address with or without that path."""
-    return url.rstrip("/").removesuffix("/chat/completions") + "/chat/completions"
-
-
-def open_client(api_key: str | None, timeout_s: float, concurrency: int) -> httpx.Client:
-    """An HTTP client with that many connections, which sends the key if there is one. Raises MissingPackageError."""
-    try:
-        import httpx
-    except ImportError:
-        raise MissingPackageError(
-            "a model at an endpoint needs the package httpx. Install it with: pip install 'rlflow[judge]'"
-        ) from None
-    limits = httpx.Limits(max_connections=concurrency, max_keepalive_connections=concurrency)
-    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-    return httpx.Client(headers=headers, timeout=timeout_s, limits=limits)
-
-
-def completion_text(response: httpx.Response) -> str | None:
-    """The text of a chat completion, empty where the model gave none; None if the body is no chat completion."""
-    try:
-        content = response.json()["choices"][0]["message"]["content"]
-    except (ValueError, KeyError, IndexError, TypeError):
-        return None
-    return content if isinstance(content, str) else ""

@@ -1,4 +1,4 @@
-"""Rows of the field's files: JSON objects one per line, and what is said about the bad ones.
+"""Rows of the field's files: JSON objects one per line, and errors about the bad ones.
 
 A record ends at a newline byte and nowhere else (text may hold U+2028 and the like); blank lines are skipped.
 """
@@ -54,7 +54,7 @@ def refuse(path: Path, what: str, bad: Sequence[tuple[str, str]], good: int, *, 
         more = f"; and {len(bad) - _SHOWN_BAD_ROWS} more" if len(bad) > _SHOWN_BAD_ROWS else ""
         count = f"{len(bad)} of {good + len(bad)} rows of the {what} are bad"
         if not skip:
-            raise DataError(f"{path}: {count}: {shown}{more}. Mend or remove them.")
+            raise DataError(f"{path}: {count}: {shown}{more}. Fix or remove them.")
         logger.warning("%s: %s and skipped: %s%s", path, count, shown, more)
     if not good:
         found = f"{len(bad)} bad ones only" if bad else "an empty file"

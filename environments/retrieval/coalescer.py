@@ -26,8 +26,8 @@ class BatchSearch(Protocol[Hit]):
     def search(self, queries: Sequence[str], top_k: int) -> Sequence[Sequence[Hit]]: ...
 
 
-class Call(Generic[Hit]):
-    """One caller's queries. Await `done` for their results, in order; ending it otherwise withdraws what has not begun.
+class PendingSearch(Generic[Hit]):
+    """One caller's queries. Await `done` for their results, in order; ending it otherwise withdraws what is not yet searched.
 
     waited_s: until the first of them was taken up. searched_s: from then until the last was answered. shared: how many of
     them joined an equal search that was waiting or under way.
@@ -61,10 +61,10 @@ class _Lookup(Generic[Hit]):
     query: str
     top_k: int
     number: int
-    callers: list[tuple[Call[Hit], int]] = field(default_factory=list)
+    callers: list[tuple[PendingSearch[Hit], int]] = field(default_factory=list)
 
     def begin(self, now: float) -> bool:
-        """Whether anybody still waits for it; books for how long."""
+        """Whether anybody still waits for it; records for how long."""
         for call, _ in self.callers:
             call.waited_s = call.waited_s or now - call.started
         return any(not call.done.done() for call, _ in self.callers)
@@ -87,7 +87,7 @@ class CoalescedSearch(Generic[Hit]):
         max_waiting: int | None = None,
         on_batch: Callable[[int, float], None] | None = None,
     ) -> None:
-        """max_waiting: searches that may wait (None: any number). on_batch: told the size and seconds of every batch."""
+        """max_waiting: searches that may wait (None: any number). on_batch: called with the size and seconds of every batch."""
         self._retriever = retriever
         self._max_batch = max_batch
         self._max_waiting = max_waiting
@@ -110,9 +110,9 @@ class CoalescedSearch(Generic[Hit]):
         """At most `top_k` hits, best first. What the retriever raises for this query is raised here."""
         return (await self.submit([query], top_k).done)[0]
 
-    def submit(self, queries: Sequence[str], top_k: int) -> Call[Hit]:
+    def submit(self, queries: Sequence[str], top_k: int) -> PendingSearch[Hit]:
         """Puts queries in; call it where an event loop runs. Raises QueueFullError, and then none of them is in."""
-        call: Call[Hit] = Call(len(queries))
+        call: PendingSearch[Hit] = PendingSearch(len(queries))
         if not queries:
             call.settle()
             return call
@@ -189,7 +189,7 @@ class CoalescedSearch(Generic[Hit]):
 
     def _deliver(self, batch: list[_Lookup[Hit]], results: Sequence[Any], problem: BaseException | None) -> None:
         """Fills the callers' results and wakes each event loop once."""
-        complete: dict[asyncio.AbstractEventLoop, list[Call[Hit]]] = {}
+        complete: dict[asyncio.AbstractEventLoop, list[PendingSearch[Hit]]] = {}
         with self._lock:  # from here on nobody can join
             for lookup in batch:
                 del self._lookups[lookup.query, lookup.top_k]
@@ -207,6 +207,6 @@ class CoalescedSearch(Generic[Hit]):
                 loop.call_soon_threadsafe(_settle, calls)
 
 
-def _settle(calls: list[Call[Any]]) -> None:
+def _settle(calls: list[PendingSearch[Any]]) -> None:
     for call in calls:
         call.settle()

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, overload
 
 from rlflow.errors import DataError
+from rlflow.storage.files import replacing
 from rlflow_environments.common.jsonl import BadRow, existing, kind_of, parse_object, records, refuse, text_of
 
 
@@ -109,34 +110,15 @@ def parse_passage(record: bytes, row: int, path: str | Path) -> Passage:
     try:
         return _passage(parse_object(record), row)
     except BadRow as problem:
-        raise DataError(f"{path}: row {row}: {problem}. Mend or remove it.") from None
-
-
-def read_pages(path: str | Path) -> dict[str, str]:
-    """{url: contents} of a pages.jsonl. Raises DataError: missing or empty file, bad rows (all are counted)."""
-    file = existing(path, "pages")
-    pages: dict[str, str] = {}
-    bad: list[tuple[str, str]] = []
-    for line, _, record in records(file.read_bytes()):
-        try:
-            row = parse_object(record)
-            pages[text_of(row, "url")] = text_of(row, "contents")
-        except BadRow as problem:
-            bad.append((f"line {line}", str(problem)))
-    refuse(file, "pages", bad, len(pages))
-    return pages
+        raise DataError(f"{path}: row {row}: {problem}. Fix or remove it.") from None
 
 
 def write_rows(path: str | Path, rows: Iterable[Mapping[str, Any]]) -> Path:
     """Writes one JSON object per line, aside and renamed, so that no reader ever sees half a file; returns the path."""
-    target = Path(path)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    aside = target.with_name(f"{target.name}.{os.getpid()}.partial")
-    with aside.open("w", encoding="utf-8", newline="\n") as file:
+    with replacing(path, durable=False) as aside, aside.open("w", encoding="utf-8", newline="\n") as file:
         for row in rows:
             file.write(json.dumps(row, ensure_ascii=False) + "\n")
-    aside.replace(target)
-    return target
+    return Path(path)
 
 
 def write_corpus(path: str | Path, passages: Iterable[Passage]) -> Path:

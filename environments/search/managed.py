@@ -31,7 +31,7 @@ logger = logging.getLogger("rlflow.search.managed")  # under `rlflow`, so that a
 
 STOP_S = 12.0  # the server itself takes at most 10
 POLL_S = 0.2
-TELL_EVERY_S = 10.0
+REPORT_EVERY_S = 10.0
 OPENING_WORDS = 12  # of a passage, asked for with its title
 RECALL = ("questions", "min_recall")
 """The options of `managed` that `check_recall` takes."""
@@ -87,7 +87,7 @@ class ManagedServer:
 
     def _wait(self, wait_s: float) -> str:
         """The service's URL, once it is ready."""
-        start = told = time.monotonic()
+        start = reported = time.monotonic()
         while True:
             match = _ADDRESS.search(self._output())
             health = _health(match[1]) if match else {"stage": "starting", "progress": 0.0}
@@ -102,8 +102,8 @@ class ManagedServer:
             now = time.monotonic()
             if now - start > wait_s:
                 raise ConfigError(f"environment.managed: the retrieval service is not ready after {wait_s:g} s: {state}.")
-            if now - told >= TELL_EVERY_S:
-                told = now
+            if now - reported >= REPORT_EVERY_S:
+                reported = now
                 logger.warning("waiting for the retrieval service (%.0f s): %s", now - start, state)
             time.sleep(POLL_S)
 
@@ -169,7 +169,7 @@ def check_recall(
         results = retriever.search([task.metadata["question"] for task in asking], top_k)
     except RetrievalError as problem:
         raise ConfigError(f"environment.managed: the retrieval service does not answer: {problem}") from None
-    passages = [any(hit.title == one.title for hit in hits) for one, hits in zip(known, found, strict=True)]
+    passages = [any(hit.title == passage.title for hit in hits) for passage, hits in zip(known, found, strict=True)]
     answers = [
         any(scoring.contains_gold(hit.contents, task.answer) for hit in hits) for task, hits in zip(asking, results, strict=True)
     ]

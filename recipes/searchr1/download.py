@@ -25,7 +25,7 @@ examples:
 
 
 def main() -> int:
-    listed = "\n".join(f"  {name:16} {one.about} ({one.repo})" for name, one in RELEASES.items())
+    listed = "\n".join(f"  {name:16} {release.about} ({release.repo})" for name, release in RELEASES.items())
     formatter = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(
         description=__doc__, epilog=EXAMPLES.format(releases=listed), formatter_class=formatter

@@ -79,7 +79,7 @@ def select(names: Sequence[str]) -> dict[str, Release]:
     chosen: dict[str, Release] = {}
     for name in names:
         if "/" in name:
-            known = next((one for one in RELEASES.values() if one.repo == name), None)
+            known = next((release for release in RELEASES.values() if release.repo == name), None)
             chosen[name] = known or Release(name, "")
         elif name in RELEASES:
             chosen[name] = RELEASES[name]
@@ -108,7 +108,7 @@ def download(
     """
     hub = _Hub(release.repo, "model" if name in MODELS else "dataset", revision, endpoint)
     patterns = tuple(files) or release.files
-    wanted = [one for one in hub.files() if any(fnmatch(one.name, pattern) for pattern in patterns)]
+    wanted = [remote for remote in hub.files() if any(fnmatch(remote.name, pattern) for pattern in patterns)]
     if not wanted:
         raise DownloadError(f"{release.repo}: no file there matches {', '.join(patterns)}.")
     ledger = _Ledger(folder / "downloads.json")
@@ -117,13 +117,13 @@ def download(
         say(f"{joined}: there and whole")
         return [joined]
     _check_room(folder, wanted, ledger, release)
-    for one in wanted:
-        _fetch(hub, one, folder, ledger, say)
+    for remote in wanted:
+        _fetch(hub, remote, folder, ledger, say)
     if joined is not None:
         return [_join(wanted, folder, joined, ledger, keep_parts=keep_parts, say=say)]
     return [
-        _unpacked(folder / one.name, ledger, say) if one.name.endswith(".jsonl.gz") else folder / one.name
-        for one in wanted
+        _unpacked(folder / remote.name, ledger, say) if remote.name.endswith(".jsonl.gz") else folder / remote.name
+        for remote in wanted
     ]
 
 
@@ -147,27 +147,27 @@ class _Hub:
             lambda: api.repo_info(self._repo, repo_type=self._kind, revision=self._revision, files_metadata=True)
         )
         return [
-            RemoteFile(one.rfilename, int(one.size or 0), one.lfs.sha256 if one.lfs else None)
-            for one in info.siblings or []
+            RemoteFile(entry.rfilename, int(entry.size or 0), entry.lfs.sha256 if entry.lfs else None)
+            for entry in info.siblings or []
         ]
 
-    def fetch(self, one: RemoteFile, partial: Path) -> None:
+    def fetch(self, remote: RemoteFile, partial: Path) -> None:
         """Adds to `partial` what it lacks of a file. Raises DownloadError; what has come by then stays."""
-        self._reached(lambda: self._transfer(one, partial))
+        self._reached(lambda: self._transfer(remote, partial))
 
-    def _transfer(self, one: RemoteFile, partial: Path) -> None:
+    def _transfer(self, remote: RemoteFile, partial: Path) -> None:
         # hf_hub_download would begin again after every kill; its own transfer function goes on where it is told to.
         from huggingface_hub.file_download import http_get
 
         kind = {"repo_type": self._kind, "revision": self._revision, "endpoint": self._endpoint}
-        url = self._hub.hf_hub_url(self._repo, one.name, **kind)
+        url = self._hub.hf_hub_url(self._repo, remote.name, **kind)
         headers = self._hub.utils.build_hf_headers()
         location = self._hub.get_hf_file_metadata(url, endpoint=self._endpoint).location
         if urlsplit(location).netloc != urlsplit(url).netloc:
             headers.pop("authorization", None)  # the account's token is for the hub, not for its storage
         partial.parent.mkdir(parents=True, exist_ok=True)
         with partial.open("ab") as file:
-            http_get(location, file, resume_size=partial.stat().st_size, headers=headers, expected_size=one.size)
+            http_get(location, file, resume_size=partial.stat().st_size, headers=headers, expected_size=remote.size)
 
     def _reached(self, ask: Callable[[], Any]) -> Any:
         from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled
@@ -230,12 +230,12 @@ def _stamp(file: Path) -> list[int]:
 
 
 def _identity(files: Sequence[RemoteFile]) -> str:
-    return hashlib.sha256(json.dumps([[one.name, one.size, one.sha256] for one in files]).encode()).hexdigest()
+    return hashlib.sha256(json.dumps([[remote.name, remote.size, remote.sha256] for remote in files]).encode()).hexdigest()
 
 
-def _fetch(hub: _Hub, one: RemoteFile, folder: Path, ledger: _Ledger, say: Callable[[str], None]) -> None:
+def _fetch(hub: _Hub, remote: RemoteFile, folder: Path, ledger: _Ledger, say: Callable[[str], None]) -> None:
     """Fetches a file that is not there and whole, and checks it; a damaged one is fetched once more."""
-    file, identity = folder / one.name, _identity([one])
+    file, identity = folder / remote.name, _identity([remote])
     if ledger.holds(file, identity):
         say(f"{file}: there and whole")
         return
@@ -244,28 +244,28 @@ def _fetch(hub: _Hub, one: RemoteFile, folder: Path, ledger: _Ledger, say: Calla
         file.rename(partial)  # fetched by other means, or before it was noted: it is checked, not fetched again
     problem = ""
     for last in (False, True):
-        if partial.exists() and partial.stat().st_size > one.size:
+        if partial.exists() and partial.stat().st_size > remote.size:
             partial.unlink()
-        hub.fetch(one, partial)
-        problem = _difference(partial, one) or ""
+        hub.fetch(remote, partial)
+        problem = _difference(partial, remote) or ""
         if not problem:
             replace_file(partial, file)
             ledger.note(file, identity)
-            say(f"{file}: {one.size:,} bytes, {'SHA-256' if one.sha256 else 'size'} as released")
+            say(f"{file}: {remote.size:,} bytes, {'SHA-256' if remote.sha256 else 'size'} as released")
             return
         partial.unlink()
         say(f"{file}: {problem}" + ("" if last else "; fetched once more"))
     raise DataError(f"{file}: {problem}, twice. The mirror, the network or the disk is at fault.")
 
 
-def _difference(file: Path, one: RemoteFile) -> str | None:
+def _difference(file: Path, remote: RemoteFile) -> str | None:
     size = file.stat().st_size if file.exists() else 0
-    if size != one.size:
-        return f"expected {one.size:,} bytes, found {size:,}"
-    if one.sha256 is None:
+    if size != remote.size:
+        return f"expected {remote.size:,} bytes, found {size:,}"
+    if remote.sha256 is None:
         return None
     found = _sha256(file)
-    return None if found == one.sha256 else f"expected SHA-256 {one.sha256}, found {found}"
+    return None if found == remote.sha256 else f"expected SHA-256 {remote.sha256}, found {found}"
 
 
 def _sha256(file: Path) -> str:
@@ -276,10 +276,10 @@ def _sha256(file: Path) -> str:
 def _check_room(folder: Path, wanted: Sequence[RemoteFile], ledger: _Ledger, release: Release) -> None:
     """Raises StorageError where the disk has no room for what is missing, and for what is made of it."""
     folder.mkdir(parents=True, exist_ok=True)
-    missing = sum(one.size for one in wanted if not ledger.holds(folder / one.name, _identity([one])))
+    missing = sum(remote.size for remote in wanted if not ledger.holds(folder / remote.name, _identity([remote])))
     # The joined file grows while parts go, one at a time; text unpacks to about three times its size.
-    made = max((one.size for one in wanted), default=0) if release.joined else 0
-    made += sum(3 * one.size for one in wanted if one.name.endswith(".jsonl.gz"))
+    made = max((remote.size for remote in wanted), default=0) if release.joined else 0
+    made += sum(3 * remote.size for remote in wanted if remote.name.endswith(".jsonl.gz"))
     free = shutil.disk_usage(folder).free
     if missing + made > free:
         raise StorageError(
@@ -297,26 +297,26 @@ def _join(
     say: Callable[[str], None],
 ) -> Path:
     """Puts the parts behind each other, in the order of their names; without `keep_parts` each goes once it is copied."""
-    ordered = sorted(parts, key=lambda one: one.name)
-    expected = sum(one.size for one in ordered)
+    ordered = sorted(parts, key=lambda part: part.name)
+    expected = sum(part.size for part in ordered)
     clear_partials(target.parent)  # what a kill left has the size of an index
     with replacing(target) as aside:
         with aside.open("wb") as joined:
-            for one in ordered:
-                say(f"{target}: adding {one.name}")
-                with (folder / one.name).open("rb") as part:
-                    shutil.copyfileobj(part, joined, _BLOCK)
+            for part in ordered:
+                say(f"{target}: adding {part.name}")
+                with (folder / part.name).open("rb") as source:
+                    shutil.copyfileobj(source, joined, _BLOCK)
         if aside.stat().st_size != expected:
             raise DataError(f"{target}: expected {expected:,} bytes, found {aside.stat().st_size:,}. Try again.")
     ledger.note(target, _identity(parts))
     if not keep_parts:
-        for one in ordered:
-            (folder / one.name).unlink()
+        for part in ordered:
+            (folder / part.name).unlink()
     return target
 
 
 def _unpacked(packed: Path, ledger: _Ledger, say: Callable[[str], None]) -> Path:
-    """The file without `.gz`, unpacked beside it. Raises DataError for a damaged one."""
+    """The file without `.gz`, unpacked beside it. Raises DataError for a damaged file."""
     target = packed.with_suffix("")
     identity = f"unpacked {packed.name} {packed.stat().st_size}"
     if ledger.holds(target, identity):

@@ -82,14 +82,30 @@ def iterate_weights(path: str | Path) -> Iterator[tuple[str, Tensor]]:
     yield from WeightFiles(path).items()
 
 
-def digest(weights: Iterable[tuple[str, Tensor]]) -> str:
-    """A hash of the set of (name, dtype, shape, bytes), whatever their order: 64 hex digits. Verifies every weight sync."""
-    lines = []
-    for name, tensor in weights:
+class Digest:
+    """A hash of the set of (name, dtype, shape, bytes) of the tensors added, whatever their order. Verifies every weight
+    sync; incremental, so that no more than a tensor need be in memory."""
+
+    def __init__(self) -> None:
+        self._lines: list[str] = []
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        """Adds a tensor."""
         content = hashlib.sha256(f"{name}|{tensor.dtype}|{tuple(tensor.shape)}|".encode())
         content.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
-        lines.append(content.hexdigest())
-    return hashlib.sha256("\n".join(sorted(lines)).encode()).hexdigest()
+        self._lines.append(content.hexdigest())
+
+    def hexdigest(self) -> str:
+        """64 hex digits."""
+        return hashlib.sha256("\n".join(sorted(self._lines)).encode()).hexdigest()
+
+
+def digest(weights: Iterable[tuple[str, Tensor]]) -> str:
+    """The `Digest` of all of the weights: 64 hex digits."""
+    content = Digest()
+    for name, tensor in weights:
+        content.add(name, tensor)
+    return content.hexdigest()
 
 
 def check_tensors(path: str | Path) -> None:

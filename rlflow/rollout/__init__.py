@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from rlflow.rollout.engine import Completion, Engine, Sampling
 from rlflow.rollout.rollout import Rollout
+from rlflow.rollout.source import TaskSource
 from rlflow.rollout.tokenizer import Tokenizer
+from rlflow.rollout.weight_sync import WeightProbe, WeightSync
 
-__all__ = ["Completion", "Engine", "Rollout", "Sampling", "Tokenizer"]
+__all__ = ["Completion", "Engine", "Rollout", "Sampling", "TaskSource", "Tokenizer", "WeightProbe", "WeightSync"]

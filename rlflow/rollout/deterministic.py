@@ -8,6 +8,9 @@ from collections.abc import Sequence
 
 from rlflow.rollout.engine import Completion, Engine, Sampling
 
+RoundRequest = tuple[str, Sequence[int], Sampling, int, "asyncio.Future[Completion]"]
+"""(id, tokens, sampling, priority, where the completion goes)."""
+
 
 class Rounds:
     """Collects the requests of all lanes (episodes in flight), then hands them to the engine in the order of their ids.
@@ -19,14 +22,16 @@ class Rounds:
     def __init__(self, engine: Engine, lanes: int) -> None:
         self._engine = engine
         self._lanes = lanes
-        self._pending: list[tuple[str, Sequence[int], Sampling, asyncio.Future[Completion]]] = []
+        self._pending: list[RoundRequest] = []
         self._round: asyncio.Task[None] | None = None
         self._tasks: dict[str, asyncio.Task[Completion]] = {}
 
-    async def generate(self, tokens: Sequence[int], sampling: Sampling, request_id: str) -> Completion:
+    async def generate(
+        self, tokens: Sequence[int], sampling: Sampling, request_id: str, priority: int = 0
+    ) -> Completion:
         """Waits for the round to be complete, then for the completion."""
         future: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
-        self._pending.append((request_id, tokens, sampling, future))
+        self._pending.append((request_id, tokens, sampling, priority, future))
         self._start_if_complete()
         try:
             return await future
@@ -46,12 +51,12 @@ class Rounds:
             self._pending = []
             self._round = asyncio.get_running_loop().create_task(self._run(requests))
 
-    async def _run(self, requests: list[tuple[str, Sequence[int], Sampling, asyncio.Future[Completion]]]) -> None:
+    async def _run(self, requests: list[RoundRequest]) -> None:
         tasks: list[asyncio.Task[Completion]] = []
         await self._engine.pause("keep")
         try:
-            for request_id, tokens, sampling, future in requests:
-                task = asyncio.ensure_future(self._engine.generate(tokens, sampling, request_id))
+            for request_id, tokens, sampling, priority, future in requests:
+                task = asyncio.ensure_future(self._engine.generate(tokens, sampling, request_id, priority))
                 task.add_done_callback(functools.partial(_hand_over, future))
                 tasks.append(task)
                 self._tasks[request_id] = task

@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterable, AsyncIterator, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol, runtime_checkable
+from typing import Literal, Union
 
+import torch
 from torch import Tensor
+
+from rlflow.errors import RolloutError
+
+Weights = Union[Iterable[tuple[str, Tensor]], AsyncIterable[tuple[str, Tensor]]]
+"""(HuggingFace name, tensor) pairs. The asynchronous kind arrives one by one, while the trainer makes the next."""
+PauseMode = Literal["keep", "abort", "wait"]
+Stop = Literal["stop", "length", "aborted", "paused"]
+"""Why a completion ended: a stop string or token; its token limit; `abort` or `close`; `pause("abort")`."""
 
 
 @dataclass(frozen=True)
@@ -30,26 +40,79 @@ class Completion:
     tokens: list[int]
     logprobs: list[float]
     versions: list[int]
-    stop: Literal["stop", "length", "aborted"]
+    stop: Stop
+
+    @property
+    def interrupted(self) -> bool:
+        """Whether somebody ended it before it was complete."""
+        return self.stop in ("aborted", "paused")
 
 
-@runtime_checkable
-class Engine(Protocol):
-    """Beside these methods an engine may have, and Rollout then uses: `max_tokens` (of a prompt and its completion),
-    `max_concurrency`, `release(request_id)` (the episode of that id has ended), and, to verify a weight sync,
-    `weights_digest()` (see rlflow.models.huggingface.digest) with `dtype` and `weight_names`."""
+class Engine(ABC):
+    """An inference engine, used from one event loop at a time. What it does not say about itself has the value that
+    claims least."""
 
-    async def generate(self, tokens: Sequence[int], sampling: Sampling, request_id: str | None = None) -> Completion:
-        """Continues `tokens`. Many calls may be in flight; they are batched."""
+    max_tokens: int | None = None
+    """Most tokens of a prompt and its completion together; None: no limit of its own."""
 
-    async def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Replaces the weights in place from (HuggingFace name, tensor) pairs. Requests in flight continue with the
-        new ones (their caches are recomputed), each token recording the version that sampled it."""
+    max_concurrency: int = 256
+    """Episodes that are worth playing at a time."""
 
-    async def pause(self, mode: Literal["keep", "abort", "wait"] = "keep") -> None: ...
+    hashes_weights: bool = False
+    """Whether `weights_digest` answers. Where it does not, a weight sync is verified by a probe (`WeightProbe`)."""
 
-    async def resume(self) -> None: ...
+    dtype: torch.dtype | None = None
+    """What weights are kept in, for the hash; None: as they were sent."""
 
-    async def abort(self, request_id: str) -> None: ...
+    weight_names: frozenset[str] | None = None
+    """The tensors that are kept, for the hash (a tied model has no lm_head.weight); None: all that were sent."""
 
-    async def close(self) -> None: ...
+    @abstractmethod
+    async def generate(
+        self, tokens: Sequence[int], sampling: Sampling, request_id: str | None = None, priority: int = 0
+    ) -> Completion:
+        """Continues `tokens`. Many calls may be in flight; they are batched. Where not all can run, those of the lowest
+        `priority` number go first, then those that came first. Raises RolloutError for what cannot be served: no
+        room for the prompt and a token, an id that is in flight already, an engine that is closed."""
+
+    @abstractmethod
+    async def load_weights(self, weights: Weights, version: int) -> None:
+        """Replaces the weights in place. Requests in flight continue with the new ones (their caches are recomputed),
+        each token recording the version that sampled it. Nothing is sampled from half-loaded weights: where the load
+        fails, requests in flight fail and later ones are refused until one succeeded."""
+
+    @abstractmethod
+    async def pause(self, mode: PauseMode = "keep") -> None:
+        """Stops sampling. keep: requests in flight stay where they are; abort: they end now with what they have and stop
+        "paused"; wait: those that run are finished first. Requests that arrive later wait for `resume`."""
+
+    @abstractmethod
+    async def resume(self) -> None:
+        """Continues after `pause`."""
+
+    @abstractmethod
+    async def abort(self, request_id: str) -> None:
+        """Ends the request with that id, if it is in flight: it completes with what it has and stop "aborted"."""
+
+    @abstractmethod
+    async def close(self) -> None:
+        """Ends every request as `abort` does; later ones are refused."""
+
+    def release(self, request_id: str) -> None:
+        """The episode of that id has ended: nothing need be kept for its next turn. Unknown ids are no error."""
+
+    async def weights_digest(self) -> str:
+        """`rlflow.models.huggingface.digest` of the weights in use, of `weight_names` in `dtype`.
+
+        Raises RolloutError where the engine cannot tell (`hashes_weights` is False)."""
+        raise RolloutError(f"{type(self).__name__}: it cannot hash its weights; verify a weight sync by a WeightProbe.")
+
+
+async def each_weight(weights: Weights) -> AsyncIterator[tuple[str, Tensor]]:
+    """The pairs of either kind of `Weights`; those of a plain iterable without a pause in between."""
+    if isinstance(weights, AsyncIterable):
+        async for pair in weights:
+            yield pair
+    else:
+        for pair in weights:
+            yield pair

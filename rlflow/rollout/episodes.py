@@ -28,7 +28,7 @@ MISTAKES = (EnvironmentContractError, ModelError, ConfigError)
 
 
 @dataclass(frozen=True)
-class Limits:
+class EpisodeLimits:
     """How long an episode may get. Tokens: a response, an observation, the whole episode."""
 
     max_turns: int
@@ -41,16 +41,17 @@ class Limits:
 
 @dataclass(frozen=True)
 class Attempt:
-    """Which episode to play. seeds: one per turn."""
+    """Which episode to play. seeds: one per turn. number: which of its group."""
 
     task: Task
     group_id: str
     request_id: str
     seeds: Callable[[int], int]
+    number: int = 0
 
 
 @dataclass
-class Piece:
+class TokenSpan:
     """Tokens of one origin: the prompt, a response (with what its engine said) or an observation."""
 
     tokens: list[int]
@@ -59,12 +60,12 @@ class Piece:
 
 
 @dataclass
-class Transcript:
+class EpisodeState:
     """What an episode consists of so far. `messages`: the conversation where it is one; the last response is not in
     it."""
 
     prompt: str = ""  # the episode's own, which `reset` may have changed
-    pieces: list[Piece] = field(default_factory=list)
+    spans: list[TokenSpan] = field(default_factory=list)
     segments: list[Segment] = field(default_factory=list)
     turns: list[Turn] = field(default_factory=list)
     metrics: dict[str, float] = field(default_factory=dict)
@@ -76,19 +77,21 @@ class Transcript:
     observations_cut: int = 0
 
     def tokens(self) -> list[int]:
-        return [token for piece in self.pieces for token in piece.tokens]
+        return [token for span in self.spans for token in span.tokens]
 
     def replace(self, observations: dict[int, list[int]]) -> None:
         """Closes the segment and starts another one, with the observations of some turns exchanged. Responses so far
         are context there: they are trained in the segment that they were sampled in."""
-        self.segments.append(make_segment(self.pieces))
-        self.pieces = [Piece(observations.get(piece.turn, piece.tokens), None, piece.turn) for piece in self.pieces]
+        self.segments.append(make_segment(self.spans))
+        self.spans = [TokenSpan(observations.get(span.turn, span.tokens), None, span.turn) for span in self.spans]
 
 
 class EpisodePlayer:
-    """Plays episodes of one environment; everything about an episode is in its Transcript."""
+    """Plays episodes of one environment; everything about an episode is in its EpisodeState."""
 
-    def __init__(self, environment: Environment, tokenizer: Tokenizer, limits: Limits, threads: Executor) -> None:
+    def __init__(
+        self, environment: Environment, tokenizer: Tokenizer, limits: EpisodeLimits, threads: Executor
+    ) -> None:
         self._environment = environment
         self._tokenizer = tokenizer
         self._limits = limits
@@ -96,34 +99,32 @@ class EpisodePlayer:
 
     async def play(self, attempt: Attempt, generate: Generate) -> Trajectory:
         """The trajectory of one attempt. An exception from the environment or the engine makes it ABORTED."""
-        transcript = Transcript()
+        state = EpisodeState()
         error = ""
         try:
-            stop = await self._from_reset_to_close(attempt, transcript, generate)
+            stop = await self._from_reset_to_close(attempt, state, generate)
         except MISTAKES:
             raise
         except Exception as failure:  # noqa: BLE001 -- the episode boundary: a failure of others must not end the run
             logger.info("episode %s aborted: %r", attempt.request_id, failure)
             stop, error = StopReason.ABORTED, f"{type(failure).__name__}: {failure}"
-        return self._trajectory(attempt, transcript, stop, error)
+        return self._trajectory(attempt, state, stop, error)
 
-    async def _from_reset_to_close(self, attempt: Attempt, transcript: Transcript, generate: Generate) -> StopReason:
+    async def _from_reset_to_close(self, attempt: Attempt, state: EpisodeState, generate: Generate) -> StopReason:
         episode = await self._call(self._environment.reset, attempt.task)
         if not isinstance(episode, Episode):
             raise EnvironmentContractError(_wrong_type(self._environment, "reset", "an Episode", episode))
         try:
-            return await self._turns(attempt, episode, transcript, generate)
+            return await self._turns(attempt, episode, state, generate)
         finally:
             await self._call(self._environment.close, episode)
 
-    async def _turns(
-        self, attempt: Attempt, episode: Episode, transcript: Transcript, generate: Generate
-    ) -> StopReason:
+    async def _turns(self, attempt: Attempt, episode: Episode, state: EpisodeState, generate: Generate) -> StopReason:
         limits = self._limits
-        self._begin(episode.task, transcript)
+        self._begin(episode.task, state)
         stop_strings = self._environment.stop
         while True:
-            tokens = transcript.tokens()
+            tokens = state.tokens()
             room = limits.max_total_tokens - len(tokens)
             if room <= 0:
                 return StopReason.MAX_TOKENS
@@ -136,40 +137,40 @@ class EpisodePlayer:
             )
             started = time.monotonic()
             completion = await generate(tokens, sampling, attempt.request_id)
-            step = await self._answer(episode, transcript, completion, len(tokens), started)
+            step = await self._answer(episode, state, completion, len(tokens), started)
             if step.terminated:
                 return StopReason.TERMINATED
             if completion.stop == "length":
                 return StopReason.MAX_TOKENS
             if episode.turns >= limits.max_turns:
                 return StopReason.MAX_TURNS
-            if not self._observe(transcript, step, completion):
+            if not self._observe(state, step, completion):
                 return StopReason.MAX_TOKENS
             stop_strings = self._environment.stop if step.stop is None else step.stop
 
-    def _begin(self, task: Task, transcript: Transcript) -> None:
+    def _begin(self, task: Task, state: EpisodeState) -> None:
         chat = self._limits.chat_template
-        transcript.prompt = _as_text(task.prompt)
-        transcript.pieces.append(Piece(self._tokenizer.encode_prompt(task.prompt, chat)))
+        state.prompt = _as_text(task.prompt)
+        state.spans.append(TokenSpan(self._tokenizer.encode_prompt(task.prompt, chat)))
         if not isinstance(task.prompt, str):
-            transcript.messages = list(task.prompt)
+            state.messages = list(task.prompt)
         elif chat:
-            transcript.messages = [{"role": "user", "content": task.prompt}]
+            state.messages = [{"role": "user", "content": task.prompt}]
 
     async def _answer(
-        self, episode: Episode, transcript: Transcript, completion: Completion, start: int, started: float
+        self, episode: Episode, state: EpisodeState, completion: Completion, start: int, started: float
     ) -> Step:
         """Writes the response down, gives its text to the environment, and books what that answered."""
-        if completion.stop == "aborted":
-            raise RolloutError("the engine aborted the request.")
+        if completion.interrupted:
+            raise RolloutError(f"the engine ended the request before it was complete: it was {completion.stop}.")
         stop = start + len(completion.tokens)
-        transcript.pieces.append(Piece(completion.tokens, completion))
-        transcript.response_tokens += len(completion.tokens)
+        state.spans.append(TokenSpan(completion.tokens, completion))
+        state.response_tokens += len(completion.tokens)
         response = self._tokenizer.decode(completion.tokens)
-        transcript.speech += response
+        state.speech += response
         duration_s = time.monotonic() - started
-        turn = Turn(len(transcript.segments), start, stop, 0.0, duration_s, response)
-        transcript.turns.append(turn)
+        turn = Turn(len(state.segments), start, stop, 0.0, duration_s, response)
+        state.turns.append(turn)
         episode.turns += 1
         episode.cut = completion.stop == "length"
         full = episode.cut or stop >= self._limits.max_total_tokens
@@ -183,41 +184,41 @@ class EpisodePlayer:
             )
         turn.reward = float(step.reward)
         turn.observation = _as_text(step.observation)
-        transcript.reward += turn.reward
-        transcript.metrics.update({name: float(value) for name, value in step.metrics.items()})
+        state.reward += turn.reward
+        state.metrics.update({name: float(value) for name, value in step.metrics.items()})
         return step
 
-    def _observe(self, transcript: Transcript, step: Step, completion: Completion) -> bool:
+    def _observe(self, state: EpisodeState, step: Step, completion: Completion) -> bool:
         """Appends the observation; False if it leaves no room for another response."""
         limits = self._limits
         if step.replace:
-            transcript.replace({turn: self._tokenizer.encode(text) for turn, text in step.replace.items()})
-        tokens = self._observation_tokens(transcript, step, completion)
-        if sum(len(piece.tokens) for piece in transcript.pieces) + len(tokens) >= limits.max_total_tokens:
+            state.replace({turn: self._tokenizer.encode(text) for turn, text in step.replace.items()})
+        tokens = self._observation_tokens(state, step, completion)
+        if sum(len(span.tokens) for span in state.spans) + len(tokens) >= limits.max_total_tokens:
             return False
-        transcript.pieces.append(Piece(tokens, turn=len(transcript.turns) - 1))
-        transcript.observation_tokens += len(tokens)
+        state.spans.append(TokenSpan(tokens, turn=len(state.turns) - 1))
+        state.observation_tokens += len(tokens)
         return True
 
-    def _observation_tokens(self, transcript: Transcript, step: Step, completion: Completion) -> list[int]:
+    def _observation_tokens(self, state: EpisodeState, step: Step, completion: Completion) -> list[int]:
         if isinstance(step.observation, str):
             tokens = self._tokenizer.encode(step.observation)
             most = self._limits.max_observation_tokens
             if most is not None and len(tokens) > most:
                 tokens = self._cut(step.observation, most)
-                transcript.observations_cut += 1
-            transcript.speech += step.observation
+                state.observations_cut += 1
+            state.speech += step.observation
             return tokens
-        if transcript.messages is None:
+        if state.messages is None:
             raise EnvironmentContractError(
                 f"{type(self._environment).__name__}.step: the observation consists of messages, but the prompt is "
                 "plain text; make the prompt messages too, or set rollout.chat_template."
             )
         last = completion.tokens[-1]
         closing = last if last in self._tokenizer.eos_ids else None
-        tokens = self._tokenizer.encode_turn(transcript.messages, transcript.speech, step.observation, closing)
-        transcript.messages += [{"role": "assistant", "content": transcript.speech}, *step.observation]
-        transcript.speech = ""
+        tokens = self._tokenizer.encode_turn(state.messages, state.speech, step.observation, closing)
+        state.messages += [{"role": "assistant", "content": state.speech}, *step.observation]
+        state.speech = ""
         return tokens
 
     def _cut(self, observation: str, most: int) -> list[int]:
@@ -235,40 +236,40 @@ class EpisodePlayer:
         result = await asyncio.get_running_loop().run_in_executor(self._threads, method, *arguments)
         return await result if inspect.isawaitable(result) else result
 
-    def _trajectory(self, attempt: Attempt, transcript: Transcript, stop: StopReason, error: str) -> Trajectory:
-        sampled = any(piece.completion is not None for piece in transcript.pieces)
-        if sampled or (transcript.pieces and not transcript.segments):  # nothing may follow a rewritten observation
-            transcript.segments.append(make_segment(transcript.pieces))
+    def _trajectory(self, attempt: Attempt, state: EpisodeState, stop: StopReason, error: str) -> Trajectory:
+        sampled = any(span.completion is not None for span in state.spans)
+        if sampled or (state.spans and not state.segments):  # nothing may follow a rewritten observation
+            state.segments.append(make_segment(state.spans))
         counts = {
-            "turns": float(len(transcript.turns)),
-            "response_tokens": float(transcript.response_tokens),
-            "observation_tokens": float(transcript.observation_tokens),
-            "observations_cut": float(transcript.observations_cut),
+            "turns": float(len(state.turns)),
+            "response_tokens": float(state.response_tokens),
+            "observation_tokens": float(state.observation_tokens),
+            "observations_cut": float(state.observations_cut),
         }
         return Trajectory(
             task_id=attempt.task.id,
             group_id=attempt.group_id,
-            segments=transcript.segments,
-            turns=transcript.turns,
-            reward=transcript.reward,
+            segments=state.segments,
+            turns=state.turns,
+            reward=state.reward,
             stop=stop,
-            metrics={**transcript.metrics, **counts},
+            metrics={**state.metrics, **counts},
             temperature=self._limits.temperature or 1.0,  # greedy log-probs are those at temperature 1
-            prompt=transcript.prompt,
+            prompt=state.prompt,
             error=error,
         )
 
 
-def make_segment(pieces: Sequence[Piece]) -> Segment:
-    """The training sequence of the pieces, in order: exactly the tokens that the engine was fed and that it sampled."""
+def make_segment(spans: Sequence[TokenSpan]) -> Segment:
+    """The training sequence of the spans, in order: exactly the tokens that the engine was fed and that it sampled."""
     tokens: list[int] = []
     mask: list[bool] = []
     logprobs: list[float] = []
     versions: list[int] = []
-    for piece in pieces:
-        count = len(piece.tokens)
-        sampled = piece.completion
-        tokens += piece.tokens
+    for span in spans:
+        count = len(span.tokens)
+        sampled = span.completion
+        tokens += span.tokens
         mask += [sampled is not None] * count
         logprobs += sampled.logprobs if sampled else [0.0] * count
         versions += sampled.versions if sampled else [-1] * count

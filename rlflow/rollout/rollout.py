@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import hashlib
-import logging
-import statistics
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import itertools
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -16,17 +17,16 @@ from torch import Tensor
 
 from rlflow.environment import Environment
 from rlflow.errors import ConfigError, RolloutError
-from rlflow.models.huggingface import digest
-from rlflow.rollout.deterministic import Rounds
 from rlflow.rollout.engine import Engine
-from rlflow.rollout.episodes import Attempt, EpisodePlayer, Generate, Limits
+from rlflow.rollout.episodes import Attempt, EpisodeLimits, EpisodePlayer
 from rlflow.rollout.event_loop import LoopThread
+from rlflow.rollout.source import TaskSource
+from rlflow.rollout.submission import Submission
 from rlflow.rollout.tokenizer import Tokenizer
-from rlflow.types import Group, Task, Trajectory
+from rlflow.rollout.weight_sync import InProcessSync, WeightProbe, WeightSync, compare_probe, run_probe
+from rlflow.types import Group, Task
 
-logger = logging.getLogger(__name__)
-
-DEFAULT_LANES = 256  # episodes at a time on an engine that names no `max_concurrency`
+STEPS_REMEMBERED = 64  # of which a task that comes again is recognised
 THREADS = 16  # for environments with plain (not async) methods
 
 
@@ -37,7 +37,8 @@ class Rollout:
     engine: one, or several over which the groups are spread; an episode stays on its engine. deterministic: equal
     seeds and weights give equal bits whatever the timing (episodes wait for each other's turns; use one engine thread
     count). The other keywords are those of the `rollout` section of the configuration. Methods are synchronous and
-    may be called from any thread, also where an event loop is running (a notebook).
+    may be called from any thread, also where an event loop is running (a notebook). weight_sync: how weights reach the
+    engines; None: by reference, within this process. verify_weights: False takes it on trust that they did.
     """
 
     def __init__(
@@ -57,6 +58,7 @@ class Rollout:
         seed: int = 0,
         deterministic: bool = False,
         verify_weights: bool = True,
+        weight_sync: WeightSync | None = None,
     ) -> None:
         self.engines: list[Engine] = list(engine) if isinstance(engine, Sequence) else [engine]
         self.environment = environment
@@ -67,11 +69,12 @@ class Rollout:
         self.seed = seed
         self.deterministic = deterministic
         self.verify_weights = verify_weights
+        self.weight_sync = weight_sync
         self.version = 0
-        self._limits = Limits(
+        self._limits = EpisodeLimits(
             max_turns,
             max_response_tokens,
-            min([max_total_tokens, *(getattr(engine, "max_tokens", max_total_tokens) for engine in self.engines)]),
+            min([max_total_tokens, *(engine.max_tokens for engine in self.engines if engine.max_tokens is not None)]),
             max_observation_tokens,
             temperature,
             chat_template,
@@ -81,6 +84,10 @@ class Rollout:
         _check_frame(environment.frame, tokenizer, max_observation_tokens)
         self.report: dict[str, float] = {}
         self._collections = 0
+        self._repetitions: dict[int, Counter[str]] = {}  # of tasks, by step
+        self._in_flight: list[Submission] = []
+        self._turn = asyncio.Lock()  # deterministic collections take turns
+        self._lock = threading.Lock()  # any thread may submit
         self._loop: LoopThread | None = None
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="rlflow-environment")
 
@@ -120,6 +127,36 @@ class Rollout:
         """The ids that an episode of the task starts with."""
         return self.tokenizer.encode_prompt(task.prompt, self._limits.chat_template)
 
+    def submit(
+        self,
+        tasks: Sequence[Task],
+        step: int = 0,
+        *,
+        samples_per_prompt: int | None = None,
+        temperature: float | None = None,
+        max_aborted_share: float | None = None,
+        priority: int = 0,
+    ) -> Submission:
+        """Starts a group of attempts per task and returns at once; `Submission.completed` hands the groups out as they
+        end. Several may be in flight; where the engines cannot run all, those of a lower `priority` number go first.
+        The other keywords replace those of the Rollout.
+
+        Attempts are seeded by (seed, step, task, attempt). A task that comes again in the same step gets seeds (and a
+        group id) of its own; evaluations, whose steps are below 0, give the same samples each time."""
+        limits = self._limits
+        if temperature is not None:
+            limits = dataclasses.replace(limits, temperature=temperature)
+        samples = self.samples_per_prompt if samples_per_prompt is None else samples_per_prompt
+        _check_positive(samples_per_prompt=samples)
+        share = self.max_aborted_share if max_aborted_share is None else max_aborted_share
+        player = EpisodePlayer(self.environment, self.tokenizer, limits, self._threads)
+        turn = self._turn if self.deterministic else None
+        with self._lock:
+            submission = Submission(self._attempts(tasks, step, samples), share)
+            submission.start(self._thread(), self.engines, player, priority=priority, turn=turn)
+            self._in_flight = [*(earlier for earlier in self._in_flight if not earlier.ended), submission]
+        return submission
+
     def collect(
         self,
         tasks: Sequence[Task],
@@ -128,41 +165,58 @@ class Rollout:
         temperature: float | None = None,
         max_aborted_share: float | None = None,
     ) -> list[Group]:
-        """A group of finished attempts per task, in the order of the tasks. The keywords replace those of the Rollout.
-        Attempts are seeded by (seed, step, task, attempt): give each collection its own step, below 0 for evaluations.
+        """A group of finished attempts per task, in the order of the tasks; see `submit` for the keywords and the seeds.
 
         Raises RolloutError where the share of aborted episodes exceeds max_aborted_share; it names the first error."""
-        samples = self.samples_per_prompt if samples_per_prompt is None else samples_per_prompt
-        limits = self._limits
-        if temperature is not None:
-            limits = dataclasses.replace(limits, temperature=temperature)
-        attempts = self._attempts(tasks, step, samples)
-        trajectories = self._run(self._play(attempts, limits, len(tasks)))
-        self.report = self.environment.report()
-        share = self.max_aborted_share if max_aborted_share is None else max_aborted_share
-        _check_aborted(trajectories, share)
-        groups = []
-        for index, task in enumerate(tasks):
-            members = trajectories[index * samples : (index + 1) * samples]
-            _stamp(members)
-            groups.append(Group(attempts[index * samples].group_id, task, members))
-        return groups
+        try:
+            return self._collect(tasks, step, samples_per_prompt=samples_per_prompt, temperature=temperature,
+                                 max_aborted_share=max_aborted_share)  # fmt: skip
+        finally:
+            self.report = self.environment.report()
 
-    def stream(self, batches: Iterable[Sequence[Task]], start: int = 0) -> Iterator[list[Group]]:
-        """Groups of one batch of tasks after another, each sampled with the newest weights when it is asked for. The
-        first batch has step `start`."""
-        for step, tasks in enumerate(batches, start):
-            yield self.collect(tasks, step)
+    def stream(
+        self,
+        source: TaskSource,
+        prompts: int,
+        *,
+        start: int = 0,
+        admit: Callable[[list[Group]], list[Group]] | None = None,
+        max_rounds: int = 10,
+    ) -> Iterator[list[Group]]:
+        """The groups of one step after another, `prompts` each, until the source ends. A step is sampled when it is asked
+        for, so with the newest weights. The first one has the number `start`.
 
-    def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Gives the engines new weights, (HuggingFace name, tensor) pairs, and verifies that they have them.
+        admit: what of some groups goes into the step (filters). As many tasks as are missing are then taken from the
+        source, in at most max_rounds rounds. Raises RolloutError where these admit nothing."""
+        _check_positive(prompts=prompts, max_rounds=max_rounds)
+        for step in itertools.count(start):
+            try:
+                groups = self._admitted(source, prompts, step, admit, max_rounds)
+            finally:
+                self.report = self.environment.report()
+            if not groups:
+                return
+            yield groups
 
-        Raises RolloutError where an engine's content hash is not that of what was sent."""
-        sent = list(weights)  # here, not in the engine's thread: making them may be a collective of the trainer
-        for engine in self.engines:
-            self._run(engine.load_weights(iter(sent), version))
-            if self.verify_weights and hasattr(engine, "weights_digest"):
-                _verify(engine, sent, version)
+    def load_weights(
+        self, weights: Iterable[tuple[str, Tensor]], version: int, probe: WeightProbe | None = None
+    ) -> None:
+        """Gives the engines new weights, (HuggingFace name, tensor) pairs taken one at a time in this thread, and verifies
+        that they have them. probe: for engines that cannot hash theirs.
+
+        Raises RolloutError where an engine's content hash or probe is not that of what was sent, or where there is
+        neither."""
+        unhashed = [engine for engine in self.engines if not engine.hashes_weights] if self.verify_weights else []
+        if unhashed and probe is None:
+            raise RolloutError(
+                f"weight sync: {type(unhashed[0]).__name__} cannot hash its weights, so nothing would tell whether it samples "
+                "from the trainer's policy; give load_weights a WeightProbe."
+            )
+        sync = self.weight_sync or InProcessSync(self.engines, self._thread(), self.verify_weights)
+        sync.push(weights, version)
+        if probe is not None:
+            for engine in unhashed:
+                compare_probe(probe, self._thread().run(run_probe(engine, probe, version)), version)
         self.version = version
 
     def state_dict(self) -> dict[str, Any]:
@@ -176,8 +230,10 @@ class Rollout:
 
     def close(self) -> None:
         """Ends what is in flight and frees threads; the engines are closed and the environment is shut down too."""
+        for submission in self._in_flight:
+            submission.cancel()
         for engine in self.engines:
-            self._run(engine.close())
+            self._thread().run(engine.close())
         self.environment.shutdown()
         self._threads.shutdown(wait=False, cancel_futures=True)
         if self._loop is not None:
@@ -190,61 +246,55 @@ class Rollout:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _run(self, coroutine: Any) -> Any:
+    def _thread(self) -> LoopThread:
         if self._loop is None:
             self._loop = LoopThread("rlflow-rollout")
-        return self._loop.run(coroutine)
+        return self._loop
+
+    def _collect(self, tasks: Sequence[Task], step: int, **options: Any) -> list[Group]:
+        submission = self.submit(tasks, step, **options)
+        groups = {group.id: group for group in submission.completed()}
+        return [groups[group_id] for group_id in submission.group_ids]
+
+    def _admitted(
+        self,
+        source: TaskSource,
+        prompts: int,
+        step: int,
+        admit: Callable[[list[Group]], list[Group]] | None,
+        max_rounds: int,
+    ) -> list[Group]:
+        admitted: list[Group] = []
+        collected = 0
+        for _ in range(max_rounds):
+            tasks = source.take(prompts - len(admitted))
+            groups = self._collect(tasks, step)
+            collected += len(groups)
+            admitted += groups if admit is None else admit(groups)
+            if len(admitted) >= prompts or not tasks:
+                break
+        if collected and not admitted:
+            raise RolloutError(
+                f"step {step}: not one of {collected} groups was admitted, in {max_rounds} rounds at most; the filters let "
+                "nothing through (do all attempts get the same reward?)."
+            )
+        return admitted
 
     def _attempts(self, tasks: Sequence[Task], step: int, samples: int) -> list[Attempt]:
         self._collections += 1
-        seen: dict[str, int] = {}
+        repetitions = self._repetitions.setdefault(step, Counter()) if step >= 0 else Counter[str]()
+        if len(self._repetitions) > STEPS_REMEMBERED:
+            del self._repetitions[next(iter(self._repetitions))]
         attempts: list[Attempt] = []
         for task in tasks:
-            repeated = seen[task.id] = seen.get(task.id, -1) + 1
-            group_id = f"{step}:{task.id}" + (f":{repeated}" if repeated else "")
+            repeated = repetitions[task.id]
+            repetitions[task.id] += 1
+            # The repetition stands before the colon, where a task's id cannot look like it.
+            group_id = f"{step}.{repeated}:{task.id}" if repeated else f"{step}:{task.id}"
             for number in range(samples):
                 request_id = f"{self._collections}/{len(attempts):06d}/{group_id}/{number}"
-                attempts.append(Attempt(task, group_id, request_id, _seeds(self.seed, group_id, number)))
+                attempts.append(Attempt(task, group_id, request_id, _seeds(self.seed, group_id, number), number))
         return attempts
-
-    async def _play(self, attempts: list[Attempt], limits: Limits, groups: int) -> list[Trajectory]:
-        """All trajectories, in the order of the attempts: lanes on every engine take one attempt after another."""
-        player = EpisodePlayer(self.environment, self.tokenizer, limits, self._threads)
-        finished: list[Trajectory | None] = [None] * len(attempts)
-        samples = len(attempts) // max(groups, 1)
-        whole_groups = groups >= len(self.engines)  # attempts at one task share their prompt's cache
-        queues: list[list[int]] = [[] for _ in self.engines]
-        for index in range(len(attempts)):
-            queues[(index // samples if whole_groups else index) % len(queues)].append(index)
-
-        async def lane(queue: Iterator[int], engine: Engine, generate: Generate, rounds: Rounds | None) -> None:
-            for index in queue:
-                finished[index] = await player.play(attempts[index], generate)
-                if hasattr(engine, "release"):
-                    engine.release(attempts[index].request_id)
-            if rounds is not None:
-                rounds.leave()
-
-        lanes = []
-        for engine, indices in zip(self.engines, queues):
-            count = min(len(indices), getattr(engine, "max_concurrency", DEFAULT_LANES))
-            rounds = Rounds(engine, count) if self.deterministic else None
-            queue = iter(indices)
-            generate = rounds.generate if rounds is not None else engine.generate
-            lanes += [lane(queue, engine, generate, rounds) for _ in range(count)]
-        await _all(lanes)
-        return [trajectory for trajectory in finished if trajectory is not None]
-
-
-async def _all(coroutines: Sequence[Any]) -> None:
-    """Runs them together; the first failure cancels the others and is raised when they have ended."""
-    tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
-    try:
-        await asyncio.gather(*tasks)
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def _seeds(seed: int, group_id: str, attempt: int) -> Any:
@@ -255,44 +305,6 @@ def _seeds(seed: int, group_id: str, attempt: int) -> Any:
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
 
     return of_turn
-
-
-def _stamp(trajectories: Sequence[Trajectory]) -> None:
-    """Writes (size, mean, std with Bessel's correction) of the usable attempts on each of them."""
-    usable = [trajectory for trajectory in trajectories if trajectory.usable]
-    rewards = [trajectory.reward for trajectory in usable]
-    if not rewards:
-        return
-    stats = (len(rewards), statistics.fmean(rewards), statistics.stdev(rewards) if len(rewards) > 1 else 0.0)
-    for trajectory in usable:
-        trajectory.group_stats = stats
-
-
-def _check_aborted(trajectories: Sequence[Trajectory], share: float) -> None:
-    aborted = [trajectory for trajectory in trajectories if not trajectory.usable]
-    if not aborted:
-        return
-    first = f"task '{aborted[0].task_id}': {aborted[0].error}"
-    logger.warning("%d of %d episodes aborted; first: %s", len(aborted), len(trajectories), first)
-    if len(aborted) > share * len(trajectories):
-        raise RolloutError(
-            f"rollout: {len(aborted)} of {len(trajectories)} episodes were aborted, more than "
-            f"max_aborted_share={share}; first: {first}"
-        )
-
-
-def _verify(engine: Any, sent: Sequence[tuple[str, Tensor]], version: int) -> None:
-    names = getattr(engine, "weight_names", None)
-    dtype = getattr(engine, "dtype", None)
-    kept = [
-        (name, tensor if dtype is None else tensor.to(dtype)) for name, tensor in sent if names is None or name in names
-    ]
-    expected, found = digest(kept), engine.weights_digest()
-    if expected != found:
-        raise RolloutError(
-            f"weight sync: after version {version} the engine's weights hash to {found[:12]}, those sent to "
-            f"{expected[:12]}; it would sample from a policy that is not the trainer's."
-        )
 
 
 def _check_frame(frame: tuple[str, str], tokenizer: Tokenizer, limit: int | None) -> None:

@@ -16,6 +16,7 @@ from rlflow_tools.ckpt_convert.import_model import ImportOptions, to_megatron
 from rlflow_tools.ckpt_convert.mapping.to_megatron import CheckpointLayout
 
 from rlflow.models.huggingface import digest, iterate_weights, read_config
+from tests import rounding
 from tests.dist.checkpoint_ranks import TOKENS, Job, launch
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow, pytest.mark.timeout(1500)]
@@ -97,7 +98,8 @@ def test_every_layout_and_format_gives_the_same_weights_and_megatrons_logits(
         with torch.no_grad():
             found = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)(TOKENS).logits
         difference = (found - torch.load(job.result)["logits"]).abs().max().item()
-        assert difference <= 1e-5, layouts(name)[number]
+        _, bound = rounding.logits(job.result.parent / "hf", TOKENS.tolist())  # of each side
+        assert difference <= 2 * bound, layouts(name)[number]
     assert len(digests) == 1
 
 

@@ -104,7 +104,7 @@ MISTAKES: dict[str, tuple[list[str], list[str]]] = {
     "missing corpus": ([SEARCH, "environment.corpus={place}/none.jsonl"], ["{place}/none.jsonl", "corpus"]),
     "malformed rows": (
         [SEARCH, "environment.train={place}/bad.jsonl"],
-        ["bad.jsonl", "2 of 6 rows", "line 4: no gold answer", "line 6: not JSON", "Mend or remove"]),
+        ["bad.jsonl", "2 of 6 rows", "line 4: no gold answer", "line 6: not JSON", "Fix or remove"]),
     "unknown retriever": ([SEARCH, "environment.retriever=bm52"], ["retriever", "Did you mean 'bm25'"]),
     "unknown reward": ([SEARCH, "environment.reward=em"], ["environment.reward", "searchr1_em"]),
     "unknown engine": (["rollout.engine.name=vlm"], ["engine", "vlm", "embedded"]),

@@ -14,6 +14,7 @@ from rlflow.environment import Environment
 from rlflow.rollout import Rollout
 from rlflow.trainer.base import Trainer
 from rlflow.types import Episode, Step, Task
+from tests import rounding
 
 
 class Echo(Environment):
@@ -41,5 +42,6 @@ def test_engine_and_trainer_agree_on_every_sampled_token_also_after_new_weights(
             batch = make_batch([trajectory for group in groups for trajectory in group.usable])
             assert int(batch.loss_mask.sum()) > 100
             gap = (trainer.score(batch)["logprobs"] - batch.logprobs)[batch.loss_mask].abs()
-            assert gap.max() <= 2e-5
+            _, bound = rounding.logprobs(directory, rounding.rows_of(batch), temperature)  # of the engine and of the trainer
+            assert gap.max() <= 2 * bound
             assert torch.equal(batch.loss_mask, batch.columns["versions"] == version)

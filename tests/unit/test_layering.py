@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -63,8 +64,13 @@ def sources(*folders: str) -> list[Path]:
     return sorted(path for folder in folders for path in (ROOT / folder).rglob("*.py"))
 
 
-def imported(path: Path) -> Iterator[tuple[int, str]]:
+@functools.cache  # a file is parsed once, not once for each of the packages that it is searched for
+def imported(path: Path) -> tuple[tuple[int, str], ...]:
     """(line, absolute dotted name) of every import; `from a import b` gives `a.b`."""
+    return tuple(_imports(path))
+
+
+def _imports(path: Path) -> Iterator[tuple[int, str]]:
     package = path.relative_to(ROOT).with_suffix("").parts[:-1]
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):

@@ -33,7 +33,7 @@ class Machine:
 
 
 @dataclass(frozen=True)
-class Candidate:
+class IndexOption:
     """An index and what it would take. recall: typical for text embeddings, at 10. qps: of search alone, in batches of 1 and
     64."""
 
@@ -57,7 +57,7 @@ def measure_machine(ram: float, vram: float) -> Machine:
     return Machine(ram, vram, bandwidth, arithmetic)
 
 
-def candidates(count: int, dimensions: int, machine: Machine) -> list[Candidate]:
+def candidates(count: int, dimensions: int, machine: Machine) -> list[IndexOption]:
     """Every kind of index for a corpus, exact ones first. count: passages."""
     lists = _lists(count)
     ivf, probed = f"IVF{lists},SQ8", max(1, lists // _PROBED)
@@ -88,14 +88,14 @@ def candidates(count: int, dimensions: int, machine: Machine) -> list[Candidate]
     return found
 
 
-def advise(found: Sequence[Candidate], qps: float) -> Candidate | None:
+def advise(found: Sequence[IndexOption], qps: float) -> IndexOption | None:
     """The index to take: of those that fit and reach `qps` in batches the one with the best recall, on the CPU if one there does;
     where none reaches it the fastest that fits; None where none fits."""
-    fitting = [one for one in found if one.fits]
-    enough = [one for one in fitting if one.qps_batched >= qps]
+    fitting = [option for option in found if option.fits]
+    enough = [option for option in fitting if option.qps_batched >= qps]
     if enough:
-        return min(enough, key=lambda one: (-one.recall, one.on_gpu))  # of equals the plainest, which comes first
-    return max(fitting, key=lambda one: one.qps_batched, default=None)
+        return min(enough, key=lambda option: (-option.recall, option.on_gpu))  # of equals the plainest, which comes first
+    return max(fitting, key=lambda option: option.qps_batched, default=None)
 
 
 def _scan(
@@ -108,7 +108,7 @@ def _scan(
     machine: Machine,
     *,
     gpu: bool = False,
-) -> Candidate:
+) -> IndexOption:
     """Every vector is read once per batch; a batch is bound by arithmetic."""
     held = float(count * dimensions * width)
     bandwidth, arithmetic = (
@@ -117,28 +117,28 @@ def _scan(
     alone = bandwidth / held
     batched = min(_BATCH * alone, arithmetic / (2.0 * count * dimensions))
     room = _USABLE * (machine.vram - _GPU_SCRATCH) if gpu else _USABLE * machine.ram
-    return Candidate(label, build, retriever, held, gpu, 1.0, alone, max(alone, batched), held <= room)
+    return IndexOption(label, build, retriever, held, gpu, 1.0, alone, max(alone, batched), held <= room)
 
 
 def _approximate(
     label: str, build: str, retriever: str, recall: float, share: float, count: int, dimensions: int, machine: Machine
-) -> Candidate:
+) -> IndexOption:
     """faiss reads the codes of a share of the vectors for every query of a batch anew."""
     kind = parse_kind(build, dimensions)
     memory = serving_bytes(kind, count, dimensions)
     read = count * kind.code_bytes * share + 4.0 * kind.lists * dimensions
     qps = machine.cpu_bandwidth / read
-    return Candidate(label, build, retriever, memory, False, recall, qps, qps, memory <= _USABLE * machine.ram)
+    return IndexOption(label, build, retriever, memory, False, recall, qps, qps, memory <= _USABLE * machine.ram)
 
 
-def _graph(count: int, dimensions: int, machine: Machine) -> Candidate:
+def _graph(count: int, dimensions: int, machine: Machine) -> IndexOption:
     """A walk over about ef x M vectors, each somewhere else."""
     kind = parse_kind("HNSW32", dimensions)
     memory = serving_bytes(kind, count, dimensions)
     read = min(count, _EF_SEARCH * kind.links) * 4.0 * dimensions
     qps = _RANDOM_ACCESS * machine.cpu_bandwidth / read
     retriever = f"{{name: faiss, ef_search: {_EF_SEARCH}}}"
-    return Candidate("HNSW32", "HNSW32", retriever, memory, False, 0.97, qps, qps, memory <= _USABLE * machine.ram)
+    return IndexOption("HNSW32", "HNSW32", retriever, memory, False, 0.97, qps, qps, memory <= _USABLE * machine.ram)
 
 
 def _lists(count: int) -> int:

@@ -7,7 +7,7 @@ import logging
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,8 @@ from typing import Any
 import numpy as np
 
 from rlflow.errors import ConfigError, DataError
+from rlflow.storage.files import clear_partials, partial_path, replace_file, replacing, write_json
+from rlflow_environments.common.progress import StageProgress
 from rlflow_environments.retrieval.corpus import Passage
 from rlflow_environments.retrieval.encoders import Encoder, NgramEncoder, make_encoder
 from rlflow_environments.retrieval.indices.dense import BLOCK, training_rows
@@ -25,22 +27,19 @@ from rlflow_environments.retrieval.indices.folder import (
     ENCODER,
     INDEX,
     META,
+    PROGRESS,
     IndexMeta,
     check_corpus,
     flat_header,
-    read_json,
     read_meta,
+    read_progress,
     stamp_corpus,
-    write_json,
     write_meta,
 )
 
 logger = logging.getLogger(__name__)
 
-PROGRESS = "progress.json"
 _COPIED = 32 << 20  # bytes of vectors moved at a time
-Report = Callable[[str, int, int], None]
-"""Called with (stage, done, total) as a build goes on."""
 
 
 @dataclass(frozen=True)
@@ -57,11 +56,12 @@ class BuildRequest:
     checkpoint_s: float = 600.0
 
 
-def build_index(corpus: Sequence[Passage], folder: Path, request: BuildRequest, report: Report) -> IndexMeta:
+def build_index(corpus: Sequence[Passage], folder: Path, request: BuildRequest, report: StageProgress) -> IndexMeta:
     """Builds `folder` and returns what it holds; nothing is done where that is built already, and a build that was killed goes
     on.
 
-    corpus: of a file, with its `path`. Raises ConfigError, DataError: the folder holds or began something else, disk full.
+    corpus: of a file, with its `path`.
+    Raises ConfigError, DataError: the folder holds something else, or its beginning; the disk is full.
     """
     if request.dtype not in EMBEDDINGS:
         raise ConfigError(f"dtype: expected one of {', '.join(EMBEDDINGS)}, found '{request.dtype}'.")
@@ -90,17 +90,18 @@ def build_index(corpus: Sequence[Passage], folder: Path, request: BuildRequest, 
         _write_flat(vectors, folder / INDEX, report)
     elif request.kind != "torch" and not (folder / INDEX).is_file():
         _write_index(vectors, folder, request, report)
-    partial = _partial(folder, request)
+    embeddings = folder / EMBEDDINGS[request.dtype]
     if meta.embeddings is not None:
-        partial.replace(folder / EMBEDDINGS[request.dtype])
+        replace_file(partial_path(embeddings), embeddings)
     write_meta(folder, meta)
-    for left in (partial, folder / PROGRESS, *folder.glob("*.writing")):
+    for left in (partial_path(embeddings), folder / PROGRESS):
         left.unlink(missing_ok=True)
+    clear_partials(folder)
     return meta
 
 
 def _build_bm25(
-    corpus: Sequence[Passage], stamp: Mapping[str, Any], folder: Path, request: BuildRequest, report: Report
+    corpus: Sequence[Passage], stamp: Mapping[str, Any], folder: Path, request: BuildRequest, report: StageProgress
 ) -> IndexMeta:
     from rlflow_environments.retrieval.indices.lexical import BM25Index
 
@@ -116,7 +117,7 @@ def _build_bm25(
     return meta
 
 
-def _counted(corpus: Sequence[Passage], report: Report) -> Iterator[Passage]:
+def _counted(corpus: Sequence[Passage], report: StageProgress) -> Iterator[Passage]:
     for row in range(len(corpus)):
         if row % BLOCK == 0:
             report("counting words", row, len(corpus))
@@ -124,7 +125,7 @@ def _counted(corpus: Sequence[Passage], report: Report) -> Iterator[Passage]:
 
 
 def _encoder(
-    corpus: Sequence[Passage], folder: Path, request: BuildRequest, stamp: Mapping[str, Any], report: Report
+    corpus: Sequence[Passage], folder: Path, request: BuildRequest, stamp: Mapping[str, Any], report: StageProgress
 ) -> Encoder:
     """The encoder; the word counts of the built-in one are taken from the folder where a build of the same corpus left them."""
     component = {"name": request.encoder} if isinstance(request.encoder, str) else dict(request.encoder)
@@ -173,8 +174,8 @@ def _begin(folder: Path, meta: IndexMeta, dtype: str) -> None:
             raise DataError(f"{folder}: holds {', '.join(strange)} that no build here made. Give an empty folder.")
         write_json(path, {"wanted": wanted, "encoded": 0})
         return
-    begun = read_json(path)["wanted"]
-    differs = [key for key in wanted if begun.get(key) != wanted[key]]
+    unfinished = read_progress(folder)["wanted"]
+    differs = [key for key in wanted if unfinished.get(key) != wanted[key]]
     if differs:
         raise DataError(
             f"{folder}: an unfinished build of something else is here (other {', '.join(differs)}). Give another folder, or "
@@ -182,20 +183,16 @@ def _begin(folder: Path, meta: IndexMeta, dtype: str) -> None:
         )
 
 
-def _partial(folder: Path, request: BuildRequest) -> Path:
-    return folder / (EMBEDDINGS[request.dtype] + ".partial")
-
-
 def _encode(
-    corpus: Sequence[Passage], encoder: Encoder, folder: Path, request: BuildRequest, report: Report
+    corpus: Sequence[Passage], encoder: Encoder, folder: Path, request: BuildRequest, report: StageProgress
 ) -> _Vectors:
     """What is in the file that this writes, block by block; each is on disk before it is noted as done."""
-    path, count, dtype = _partial(folder, request), len(corpus), np.dtype(request.dtype).newbyteorder("<")
-    row_bytes = encoder.dimensions * dtype.itemsize
     whole = folder / EMBEDDINGS[request.dtype]
+    path, count, dtype = partial_path(whole), len(corpus), np.dtype(request.dtype).newbyteorder("<")
+    row_bytes = encoder.dimensions * dtype.itemsize
     if whole.is_file():  # the last build was killed after its last step but one
         whole.replace(path)
-    state = read_json(folder / PROGRESS)
+    state = read_progress(folder)
     found = path.stat().st_size // row_bytes if path.is_file() else 0
     done = state["encoded"] if found >= state["encoded"] else found // BLOCK * BLOCK
     _check_space(path, (count - done) * row_bytes)
@@ -245,24 +242,20 @@ class _Vectors:
         return mapped[np.asarray(rows)].astype(np.float32)
 
 
-def _write_flat(vectors: _Vectors, path: Path, report: Report) -> None:
+def _write_flat(vectors: _Vectors, path: Path, report: StageProgress) -> None:
     """The file that faiss would write for IndexFlatIP, without the index in memory."""
     _check_space(path, 4 * vectors.count * vectors.dimensions)
-    aside = path.with_name(path.name + ".partial")
-    with aside.open("wb") as file:
+    with replacing(path) as aside, aside.open("wb") as file:
         file.write(flat_header(vectors.count, vectors.dimensions))
         for start, block in vectors.blocks(0, max(1, _COPIED // (4 * vectors.dimensions))):
             report("writing the index", start, vectors.count)
             file.write(block.astype("<f4", copy=False).data)
-        file.flush()
-        os.fsync(file.fileno())
-    aside.replace(path)
 
 
-def _write_index(vectors: _Vectors, folder: Path, request: BuildRequest, report: Report) -> None:
-    """Trains and fills an index in memory; a copy of it is written from time to time, and read back by a build that goes on."""
+def _write_index(vectors: _Vectors, folder: Path, request: BuildRequest, report: StageProgress) -> None:
+    """Trains and fills an index in memory; a copy of it is written from time to time, and read back by a build that resumes."""
     faiss = import_faiss()
-    aside = folder / (INDEX + ".partial")
+    aside = partial_path(folder / INDEX)
     if aside.is_file():
         index = read_index(aside, mmap=False)
     else:
@@ -283,12 +276,9 @@ def _write_index(vectors: _Vectors, folder: Path, request: BuildRequest, report:
 
 
 def _save(faiss: Any, index: Any, path: Path) -> None:
-    aside = path.with_name(path.name + ".writing")
-    try:
-        faiss.write_index(index, str(aside))
-    except RuntimeError as problem:
-        reason = str(problem).rpartition(": ")[2][:200]
-        raise DataError(f"{aside}: the index cannot be written ({reason}). Is the disk full?") from None
-    with aside.open("rb") as file:
-        os.fsync(file.fileno())
-    aside.replace(path)
+    with replacing(path) as aside:
+        try:
+            faiss.write_index(index, str(aside))
+        except RuntimeError as problem:
+            reason = str(problem).rpartition(": ")[2][:200]
+            raise DataError(f"{path}: the index cannot be written ({reason}). Is the disk full?") from None

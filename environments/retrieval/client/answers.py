@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-from rlflow_environments.common.http import LONGEST_RETRY_AFTER_S, retry_after_s
+from rlflow_environments.common.http import check_status
 from rlflow_environments.retrieval.corpus import Passage, make_contents
 from rlflow_environments.retrieval.errors import RetrievalError
 
@@ -15,25 +15,28 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Request(Generic[T]):
-    """A POST. read: (server's URL, status, headers, body) -> what was asked for; raises as `read_answer` does."""
+class SearchRequest(Generic[T]):
+    """A POST to a retrieval server.
+
+    read: (server's URL, status, headers, body) -> what was asked for; raises as `read_answer` does.
+    """
 
     path: str
     body: bytes
     read: Callable[[str, int, Mapping[str, str], bytes], T]
 
 
-def search_request(queries: Sequence[str], top_k: int) -> Request[list[list[Passage]]]:
+def search_request(queries: Sequence[str], top_k: int) -> SearchRequest[list[list[Passage]]]:
     """The request for the passages of every query."""
 
     def read(url: str, status: int, headers: Mapping[str, str], content: bytes) -> list[list[Passage]]:
         return read_answer(url, status, headers, content, queries, top_k)
 
     body = json.dumps({"queries": list(queries), "topk": top_k, "return_scores": True}).encode()
-    return Request("/retrieve", body, read)
+    return SearchRequest("/retrieve", body, read)
 
 
-def page_request(page: str) -> Request[str | None]:
+def page_request(page: str) -> SearchRequest[str | None]:
     """The request for the text of a page, given by its URL; None for an unknown one."""
 
     def read(url: str, status: int, headers: Mapping[str, str], content: bytes) -> str | None:
@@ -44,16 +47,7 @@ def page_request(page: str) -> Request[str | None]:
             raise RetrievalError(f"{url}/access: expected a page with 'contents' or null, found {json.dumps(found)[:200]}")
         return text
 
-    return Request("/access", json.dumps({"urls": [page]}).encode(), read)
-
-
-class Retryable(Exception):
-    """An attempt that failed in a way that may pass. server_failed: the server should rest while others are asked."""
-
-    def __init__(self, text: str, *, server_failed: bool = True, retry_after_s: float = 0.0) -> None:
-        super().__init__(text)
-        self.server_failed = server_failed
-        self.retry_after_s = retry_after_s
+    return SearchRequest("/access", json.dumps({"urls": [page]}).encode(), read)
 
 
 class NotASearchServer(Exception):
@@ -74,9 +68,7 @@ def read_answer(
 
 def _results(endpoint: str, status: int, headers: Mapping[str, str], content: bytes, count: int) -> list[Any]:
     """The elements of the answer's `result`. Raises as `read_answer` does."""
-    if status == 429 or status >= 500:
-        wait = retry_after_s(headers, LONGEST_RETRY_AFTER_S)
-        raise Retryable(f"{endpoint}: status {status}: {_excerpt(content)}", server_failed=status != 429, retry_after_s=wait)
+    check_status(f"{endpoint}: ", status, headers, _excerpt(content))
     if status in (301, 302, 307, 308, 401, 403, 404, 405):
         raise NotASearchServer(f"{endpoint} answers with status {status}: {_excerpt(content)}")
     if status != 200:

@@ -31,7 +31,7 @@ class CacheCounts:
 
 
 class AsyncRetriever(Retriever):
-    """A retriever whose searches are somebody else's work. Callers may live in any thread and any event loop."""
+    """A retriever whose searches run elsewhere. Callers may live in any thread and any event loop."""
 
     cache_counts: CacheCounts | None = None
     """Of its cache, if it has one."""

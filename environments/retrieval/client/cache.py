@@ -11,13 +11,12 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import os
-import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from rlflow.errors import ConfigError, DataError, did_you_mean
+from rlflow.storage.files import write_text
 from rlflow_environments.retrieval.corpus import Passage
 from rlflow_environments.retrieval.errors import ReplayMissError
 
@@ -55,7 +54,6 @@ class SearchCache:
     def identify(self, identity: str) -> None:
         """Says which index answers. Raises ConfigError if the records are of another one."""
         if self._identity is None:
-            self.directory.mkdir(parents=True, exist_ok=True)
             _write(self._source, {"identity": identity})
             self._identity = identity
         elif identity != self._identity:
@@ -90,7 +88,6 @@ class SearchCache:
         if self.mode not in ("record", "replay"):
             return
         path = self._path(query, top_k)
-        path.parent.mkdir(exist_ok=True)
         _write(path, {"query": query, "top_k": top_k, "passages": [dataclasses.asdict(passage) for passage in passages]})
 
     def digest(self) -> str:
@@ -115,7 +112,4 @@ def _read_identity(path: Path) -> str | None:
 
 
 def _write(path: Path, value: Any) -> None:
-    """Writes JSON aside and renames it: nobody sees half a file."""
-    aside = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}")
-    aside.write_bytes(json.dumps(value, sort_keys=True).encode() + b"\n")  # lone surrogates are escaped
-    aside.replace(path)
+    write_text(path, json.dumps(value, sort_keys=True) + "\n", durable=False)  # ASCII: lone surrogates are escaped

@@ -16,13 +16,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from rlflow.errors import ConfigError, MissingPackageError, did_you_mean
-from rlflow_environments.retrieval.client.answers import (
-    NotASearchServer,
-    Request,
-    Retryable,
-    page_request,
-    search_request,
-)
+from rlflow_environments.common.http import GaveUp, Retryable, RetryPolicy
+from rlflow_environments.retrieval.client.answers import NotASearchServer, SearchRequest, page_request, search_request
 from rlflow_environments.retrieval.client.asynchronous import AsyncRetriever, CacheCounts
 from rlflow_environments.retrieval.client.cache import SearchCache
 from rlflow_environments.retrieval.client.servers import ServerPool, server_url
@@ -38,7 +33,7 @@ LONGEST_PAUSE_S = 2.0
 KEEPALIVE_S = 4.0  # below the 5 s after which uvicorn closes an idle connection
 POLL_S = 0.3
 CLOSE_S = 2.0
-TELL_EVERY_S = 10.0
+REPORT_EVERY_S = 10.0
 
 T = TypeVar("T")
 
@@ -72,11 +67,12 @@ class HttpRetriever(AsyncRetriever):
         again whenever a server fails. timeout_s: of a search, all attempts and pauses together; tries: attempts, the first
         included, each of at most attempt_timeout_s. connections: open at the same time; further searches wait, within their
         deadline. wait_s: for a first server to be ready. cache: {directory, mode}, see `cache.MODES`. identity: of the index,
-        for the cache, where the server does not tell it. headers: sent with every request. seed: of pauses and choices.
+        for the cache, where the server does not say it. headers: sent with every request. seed: of pauses and choices.
         Raises ConfigError, MissingPackageError.
         """
         _check_numbers(timeout_s=timeout_s, attempt_timeout_s=attempt_timeout_s, tries=tries, connections=connections)
-        self._timeout_s, self._attempt_timeout_s, self._tries = timeout_s, attempt_timeout_s, tries
+        self._policy = RetryPolicy(int(tries), FIRST_PAUSE_S, LONGEST_PAUSE_S, timeout_s)
+        self._attempt_timeout_s = attempt_timeout_s
         self._given_identity = identity
         self._generator = random.Random(seed)
         self._cache = _make_cache(cache)
@@ -147,55 +143,53 @@ class HttpRetriever(AsyncRetriever):
             await asyncio.to_thread(cache.put, page, 0, found)
         return found[0].contents if found else None
 
-    async def _ask(self, request: Request[T], trace: str) -> T:
+    async def _ask(self, request: SearchRequest[T], trace: str) -> T:
         """The answer of some server, within the deadline. Raises RetrievalError when all attempts failed."""
-        start = time.monotonic()
-        deadline = start + self._timeout_s
         failed: str | None = None
-        last, attempt = "every connection was in use", 0
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(self._timeout_s):
-                for attempt in range(1, self._tries + 1):
-                    failed, outcome = await self._attempt(request, trace, deadline, failed)
-                    if not isinstance(outcome, Retryable):
-                        return outcome
-                    last = str(outcome)
-                    pause = self._pause(attempt, outcome, failed)
-                    if attempt == self._tries or time.monotonic() + pause >= deadline:
-                        break
-                    await asyncio.sleep(pause)
-        spent = time.monotonic() - start
-        raise RetrievalError(f"search failed after {attempt} of {self._tries} attempts in {spent:.1f} s; last: {last}.")
 
-    async def _attempt(
-        self, request: Request[T], trace: str, deadline: float, avoid: str | None
-    ) -> tuple[str | None, T | Retryable]:
-        """(server, its answer or why it may be tried again). Raises RetrievalError for what another attempt would not mend."""
-        async with self._slots:  # waiting for a connection is nobody's failure
-            url = self._pool.take(avoid)
-            if url is None:
-                return None, Retryable(f"no server is listed in {self._where}")
-            seconds = max(0.001, min(self._attempt_timeout_s, deadline - time.monotonic()))
-            failed = True
-            try:
-                answer = await self._post(url, request, trace, seconds)
-                failed = False
-                return url, answer
-            except Retryable as problem:
-                failed = problem.server_failed
-                return url, problem
-            except NotASearchServer as problem:
-                # A discovery file may outlive its server, and its port may be somebody else's by now.
-                if self._pool.others(url):
-                    return url, Retryable(str(problem))
-                raise ConfigError(f"retriever http: {problem}. Give the address of a retrieval server.") from None
-            except RetrievalError:
-                failed = False
-                raise
-            finally:
-                self._pool.release(url, failed)
+        async def attempt(deadline: float) -> T:
+            nonlocal failed
+            async with self._slots:  # waiting for a connection does not count as a failed attempt
+                failed = url = self._pool.take(failed)
+                if url is None:
+                    raise Retryable(f"no server is listed in {self._where}")
+                try:
+                    return await self._attempt(url, request, trace, deadline)
+                except Retryable as problem:
+                    problem.at_once = problem.server_failed and self._pool.others(url)
+                    raise
 
-    async def _post(self, url: str, request: Request[T], trace: str, seconds: float) -> T:
+        try:
+            return await self._policy.call_async(attempt, self._generator)
+        except GaveUp as end:
+            last = end.last or "every connection was in use"
+            raise RetrievalError(
+                f"search failed after {end.attempts} of {self._policy.tries} attempts in {end.spent_s:.1f} s; last: {last}."
+            ) from None
+
+    async def _attempt(self, url: str, request: SearchRequest[T], trace: str, deadline: float) -> T:
+        """The server's answer. Raises Retryable, and RetrievalError for what another attempt would not change."""
+        seconds = max(0.001, min(self._attempt_timeout_s, deadline - time.monotonic()))
+        failed = True
+        try:
+            answer = await self._post(url, request, trace, seconds)
+            failed = False
+            return answer
+        except Retryable as problem:
+            failed = problem.server_failed
+            raise
+        except NotASearchServer as problem:
+            # A discovery file may outlive its server, and another program may have its port by now.
+            if self._pool.others(url):
+                raise Retryable(str(problem)) from None
+            raise ConfigError(f"retriever http: {problem}. Give the address of a retrieval server.") from None
+        except RetrievalError:
+            failed = False
+            raise
+        finally:
+            self._pool.release(url, failed)
+
+    async def _post(self, url: str, request: SearchRequest[T], trace: str, seconds: float) -> T:
         import aiohttp
 
         headers = {"Content-Type": "application/json", DEADLINE_HEADER: f"{seconds:.3f}"}
@@ -211,19 +205,11 @@ class HttpRetriever(AsyncRetriever):
             raise Retryable(f"{url}: {type(problem).__name__} {problem}".rstrip()) from None
         return request.read(url, response.status, response.headers, content)
 
-    def _pause(self, attempt: int, problem: Retryable, failed: str | None) -> float:
-        """Seconds before the next attempt: none where another server can take over; else up to a bound that doubles (AWS's
-        "full jitter"), and not before the server wants to be asked again."""
-        if problem.server_failed and failed is not None and self._pool.others(failed):
-            return 0.0
-        bound = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2 ** (attempt - 1))
-        return problem.retry_after_s + self._generator.uniform(0, bound)
-
     # ------------------------------------------------------------ the servers
 
     async def _wait_until_ready(self, wait_s: float) -> None:
         """Returns when a server says that it can answer. Raises ConfigError where none does in time."""
-        start = told = time.monotonic()
+        start = reported = time.monotonic()
         while True:
             state = await self._state()
             if state is None:
@@ -232,10 +218,10 @@ class HttpRetriever(AsyncRetriever):
             if now - start >= wait_s:
                 raise ConfigError(
                     f"retriever http: no server is ready after {wait_s:g} s ({self._where}): {state}. Start one with "
-                    "`rlflow search serve`, mend the address, or wait longer with wait_s."
+                    "`rlflow search serve`, fix the address, or wait longer with wait_s."
                 )
-            if now - told >= TELL_EVERY_S:
-                told = now
+            if now - reported >= REPORT_EVERY_S:
+                reported = now
                 logger.warning("waiting for a retrieval server (%.0f s): %s", now - start, state)
             await asyncio.sleep(min(POLL_S, max(0.0, start + wait_s - now)))
 

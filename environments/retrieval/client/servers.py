@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from urllib.parse import urlsplit
 
 from rlflow.errors import ConfigError
+from rlflow_environments.common.http import backoff_s
 
 REST_S = 0.5
 LONGEST_REST_S = 30.0
@@ -56,7 +57,7 @@ class ServerPool:
         return chosen
 
     def release(self, url: str, failed: bool) -> None:
-        """Books the end of a request."""
+        """Records the end of a request."""
         server = self._servers.get(url)
         if server is None:  # it left the list in the meantime
             return
@@ -65,8 +66,7 @@ class ServerPool:
             server.failures, server.rests_until = 0, 0.0
             return
         server.failures += 1
-        rest = min(LONGEST_REST_S, REST_S * 2 ** (server.failures - 1))
-        server.rests_until = time.monotonic() + rest
+        server.rests_until = time.monotonic() + backoff_s(REST_S, LONGEST_REST_S, server.failures)
         self._listed = float("-inf")
 
     def others(self, url: str) -> bool:

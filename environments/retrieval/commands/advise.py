@@ -59,14 +59,14 @@ def run(args: argparse.Namespace) -> int:
     )
     found = candidates(count, args.dim, machine)
     print(f"{'index':28}{'memory':>10}{'recall@10':>11}{'q/s alone':>12}{'q/s of 64':>12}  fits")
-    for one in found:
+    for option in found:
         print(
-            f"{one.label:28}{readable(one.memory):>10}{one.recall:>11.2f}{one.qps_alone:>12.3g}{one.qps_batched:>12.3g}  "
-            f"{'yes' if one.fits else 'no'}"
+            f"{option.label:28}{readable(option.memory):>10}{option.recall:>11.2f}"
+            f"{option.qps_alone:>12.3g}{option.qps_batched:>12.3g}  {'yes' if option.fits else 'no'}"
         )
     chosen = advise(found, args.qps)
     if chosen is None:
-        smallest = readable(min(one.memory for one in found))
+        smallest = readable(min(option.memory for option in found))
         print(f"\nNone fits. The smallest needs {smallest}: use several machines, or fewer passages.")
         return 1
     slow = chosen.qps_batched < args.qps

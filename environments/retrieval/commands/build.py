@@ -1,6 +1,6 @@
 """Builds an index from a corpus.
 
-A build that is killed goes on where it stopped when the same command is given again. Before it starts it prints the memory and
+A build that is killed resumes where it stopped when the same command is given again. Before it starts it prints the memory and
 the disk that it will need; flat and torch indices are built from corpora of any size in a few hundred megabytes.
 """
 
@@ -13,6 +13,8 @@ import sys
 import time
 from pathlib import Path
 from typing import Any
+
+from rlflow_environments.common.progress import ProgressLine
 
 EXAMPLES = """examples:
   rlflow search build --corpus corpus.jsonl --out index                                  # flat, the built-in encoder
@@ -71,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
     from rlflow_environments.retrieval.building.building import BuildRequest, build_index
     from rlflow_environments.retrieval.corpus import Corpus
 
-    progress = Progress(sys.stderr)
+    progress = ProgressLine(sys.stderr)
     progress("reading the corpus", 0, 1)
     corpus = Corpus(args.corpus)
     encoder = _encoder(args)
@@ -81,13 +83,13 @@ def run(args: argparse.Namespace) -> int:
     expected = print_plan(args.index, corpus, encoder)
     if args.plan:
         return 0
-    began = time.monotonic()
+    start = time.monotonic()
     request = BuildRequest(args.index, encoder, args.dtype, args.keep_embeddings, checkpoint_s=args.checkpoint_s)
     meta = build_index(corpus, folder, request, progress)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
     print(
-        f"{folder}: {meta.kind}, {meta.count:,} passages, {size / 1e9:.3f} GB on disk, {time.monotonic() - began:.0f} s; "
+        f"{folder}: {meta.kind}, {meta.count:,} passages, {size / 1e9:.3f} GB on disk, {time.monotonic() - start:.0f} s; "
         f"peak memory {peak / 1e9:.2f} GB (predicted {expected / 1e9:.2f} GB)"
     )
     name = {"torch": "torch", "bm25": "bm25"}.get(meta.kind, "faiss")
@@ -95,7 +97,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _build_collection(args: argparse.Namespace, corpus: Any, component: dict[str, Any], progress: Progress) -> int:
+def _build_collection(args: argparse.Namespace, corpus: Any, component: dict[str, Any], progress: ProgressLine) -> int:
     from rlflow.errors import ConfigError
     from rlflow_environments.retrieval.encoders import make_encoder
     from rlflow_environments.retrieval.indices.qdrant import ENGINES
@@ -187,43 +189,3 @@ def _folder(args: argparse.Namespace) -> Path:
     if not args.out:
         raise ConfigError("--out: expected the folder that the index is written to.")
     return Path(args.out).expanduser()
-
-
-class Progress:
-    """Shows a stage, how far it is and when it will be done: in place on a terminal, else a line every ten seconds."""
-
-    def __init__(self, stream: Any) -> None:
-        self._stream = stream
-        self._interval_s = 0.2 if stream.isatty() else 10.0
-        self._stage = ""
-        self._began = self._shown = 0.0
-        self._first = 0
-
-    def __call__(self, stage: str, done: int, total: int) -> None:
-        now = time.monotonic()
-        if stage != self._stage:
-            self._end_line()
-            self._stage, self._began, self._first, self._shown = stage, now, done, 0.0
-        if now - self._shown < self._interval_s and done < total:
-            return
-        self._shown = now
-        end = "\r" if self._stream.isatty() else "\n"
-        self._stream.write(f"{stage}{self._share(now, done, total)}{' ' * 8}{end}")
-        self._stream.flush()
-
-    def _share(self, now: float, done: int, total: int) -> str:
-        if total <= 1:
-            return ""
-        rate = (done - self._first) / max(now - self._began, 1e-9)
-        left = f", {_clock((total - done) / rate)} left, {rate:,.0f}/s" if rate and done < total else ""
-        return f": {done:,} of {total:,} ({done / total:.1%}){left}"
-
-    def _end_line(self) -> None:
-        if self._stage and self._stream.isatty():
-            self._stream.write("\n")
-
-
-def _clock(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

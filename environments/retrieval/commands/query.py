@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 
 from rlflow.errors import ConfigError, RLFlowError
-from rlflow_environments.retrieval.commands.served import add_source_arguments, read_source
+from rlflow_environments.retrieval.commands.source_arguments import add_source_arguments, read_source
 from rlflow_environments.retrieval.corpus import Corpus, Passage
 from rlflow_environments.retrieval.indices import Retriever, make_retriever
 

@@ -17,7 +17,7 @@ import sys
 from typing import Any
 
 from rlflow.errors import ConfigError, MissingPackageError
-from rlflow_environments.retrieval.commands.served import add_source_arguments, read_source
+from rlflow_environments.retrieval.commands.source_arguments import add_source_arguments, read_source
 from rlflow_environments.retrieval.server.discovery import DiscoveryFile
 from rlflow_environments.retrieval.server.listener import bind
 
@@ -58,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
         ) from None
     host, port = listener.getsockname()[:2]
     discovery = DiscoveryFile(args.save_address_to, host, port) if args.save_address_to else None
-    limits = service.Limits(top_k=args.topk, max_wait_s=args.max_wait_s)
+    limits = service.ServiceLimits(top_k=args.topk, max_wait_s=args.max_wait_s)
     log = QueryLog(args.query_log) if args.query_log else None
     served = service.SearchService(make_source(args).load, limits, log)
     url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
@@ -78,11 +78,11 @@ def run(args: argparse.Namespace) -> int:
 
 def make_source(args: argparse.Namespace) -> Any:
     """What the flags say is to be served."""
-    from rlflow_environments.retrieval.server.loading import Source
+    from rlflow_environments.retrieval.server.loading import ServedSource
 
     options = {"max_batch": args.max_batch, "max_waiting": args.max_queue, "cache_bytes": args.cache_mb << 20}
     component, corpus = read_source(args)
-    return Source(component, corpus, args.pages, options)
+    return ServedSource(component, corpus, args.pages, options)
 
 
 def _check(args: argparse.Namespace) -> None:

@@ -98,7 +98,7 @@ async def topk_has_a_default(probe: Probe) -> None:
     query = probe.queries[0]
     answers = [await probe.retrieve([query], **body) for body in ({}, {"topk": None}, {"topk": 0})]
     if not answers[0][0] or any(answer != answers[0] for answer in answers):
-        raise Broken(f"topk absent, null and 0: expected the same documents, found {[len(one[0]) for one in answers]}")
+        raise Broken(f"topk absent, null and 0: expected the same documents, found {[len(results[0]) for results in answers]}")
 
 
 async def bad_topk_is_refused(probe: Probe) -> None:
@@ -231,10 +231,10 @@ async def _under_load(probe: Probe) -> list[tuple[int, str, list[str]]]:
     """(topk, query, keys found) of requests that are in flight together."""
     asked = [(1 + number % 5, probe.queries[number % len(probe.queries)]) for number in range(IN_FLIGHT)]
 
-    async def one(top_k: int, query: str) -> tuple[int, str, list[str]]:
+    async def ask(top_k: int, query: str) -> tuple[int, str, list[str]]:
         return top_k, query, [key_of(document) for document in await probe.documents(query, top_k)]
 
-    return list(await asyncio.gather(*(one(*request) for request in asked)))
+    return list(await asyncio.gather(*(ask(*request) for request in asked)))
 
 
 def results_of_access(reply: Reply, count: int) -> list[Any]:

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from rlflow.errors import ConfigError, DataError
+from rlflow.storage.files import write_text
 from rlflow_environments.retrieval.corpus import Passage
 
 # Scripts without spaces between words count character by character.
@@ -102,15 +103,13 @@ class NgramEncoder:
 
     def save(self, path: str | Path, corpus: str) -> None:
         """Writes the options and the counts as JSON: what the corpus contributes to a vector. corpus: SHA-256 of its file."""
-        aside = Path(f"{path}.partial")
         state = {
             "corpus": corpus,
             "options": self.options,
             "passages": self._passage_count,
             "document_frequency": dict(sorted(self._document_frequency.items())),
         }
-        aside.write_text(json.dumps(state), encoding="ascii")
-        aside.replace(path)
+        write_text(path, json.dumps(state))
 
     @property
     def description(self) -> dict[str, Any]:

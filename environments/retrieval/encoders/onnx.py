@@ -38,8 +38,8 @@ class OnnxBackend:
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads = torch.get_num_threads()
         self._session = onnxruntime.InferenceSession(path, options, providers=[provider])
-        self._inputs = {one.name for one in self._session.get_inputs()}
-        outputs = [one.name for one in self._session.get_outputs()]
+        self._inputs = {node.name for node in self._session.get_inputs()}
+        outputs = [node.name for node in self._session.get_outputs()]
         self._output = next((name for name in _OUTPUTS if name in outputs), None)
         if self._output is None:
             raise ModelError(f"{path}: expected an output named {' or '.join(_OUTPUTS)}, found {', '.join(outputs)}.")

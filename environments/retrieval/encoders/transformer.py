@@ -83,7 +83,7 @@ class TransformerEncoder:
             self._tokenizer = AutoTokenizer.from_pretrained(folder)
         except (OSError, ValueError) as problem:
             raise ModelError(f"{folder}: its tokenizer cannot be loaded: {problem}") from None
-        self._projections = [_load_projection(folder, one.folder, one.activation) for one in self.rules.projections]
+        self._projections = [_load_projection(folder, layer.folder, layer.activation) for layer in self.rules.projections]
         self.dimensions = int(self._encode([""], 1).shape[1])
 
     @property
@@ -112,7 +112,7 @@ class TransformerEncoder:
             return np.zeros((0, self.dimensions), np.float32)
         tokens = self._tokens(texts)
         vectors: list[np.ndarray | None] = [None] * len(texts)
-        for places, length in _batches([len(one) for one in tokens], batch):
+        for places, length in _batches([len(text_ids) for text_ids in tokens], batch):
             encoded = self._encode_batch([tokens[place] for place in places], batch, length)
             for place, vector in zip(places, encoded):  # the rest is padding of the batch
                 vectors[place] = vector
@@ -127,9 +127,9 @@ class TransformerEncoder:
         """(batch, dimensions): texts of at most `length` tokens, and copies of the first one to fill the batch."""
         ids = torch.full((batch, length), self._tokenizer.pad_token_id or 0, dtype=torch.int64)
         mask = torch.zeros((batch, length), dtype=torch.int64)
-        for row, one in enumerate([*tokens, *[tokens[0]] * (batch - len(tokens))]):
-            ids[row, : len(one)] = torch.tensor(one)
-            mask[row, : len(one)] = 1
+        for row, text_ids in enumerate([*tokens, *[tokens[0]] * (batch - len(tokens))]):
+            ids[row, : len(text_ids)] = torch.tensor(text_ids)
+            mask[row, : len(text_ids)] = 1
         hidden = self._backend.hidden_states(ids, mask).float()
         vectors = pool(hidden, mask.to(hidden.device), self.rules.pooling)
         for weight, bias, activation in self._projections:
@@ -209,7 +209,7 @@ def _hash(folder: Path, rules: EncoderRules) -> str:
     """SHA-256 of the weights (the first format that is there), the projections, the tokenizer and the rules."""
     digest = hashlib.sha256(repr(rules).encode())
     weights = next((found for pattern in _WEIGHTS if (found := sorted(folder.glob(pattern)))), [])
-    projections = [folder / one.folder / "model.safetensors" for one in rules.projections]
+    projections = [folder / layer.folder / "model.safetensors" for layer in rules.projections]
     tokenizer = [folder / name for name in _TOKENIZER if (folder / name).is_file()]
     for path in [*weights, *projections, *tokenizer]:
         with path.open("rb") as file:

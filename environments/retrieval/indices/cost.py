@@ -65,7 +65,7 @@ def serving_bytes(kind: IndexKind, count: int, dimensions: int) -> float:
 
 
 def int8_copy_bytes(count: int, dimensions: int) -> int:
-    """Of the eight-bit copy by which IVF...,Flat is scanned unless told otherwise, with the id and the place of every vector; 0
+    """Of the eight-bit copy by which IVF...,Flat is scanned by default, with the id and the place of every vector; 0
     where it would be too large for that."""
     size = count * (dimensions + 2 * _LIST_ID)
     return size if size <= _INT8_COPY else 0
@@ -85,11 +85,6 @@ def building_bytes(kind: IndexKind, count: int, dimensions: int, *, block: int) 
 def bm25_bytes(corpus_bytes: int) -> float:
     """Peak memory of building BM25, which is made in memory."""
     return _BM25_BYTES_PER_CORPUS_BYTE * corpus_bytes
-
-
-def corpus_bytes_in_memory(count: int) -> float:
-    """Offsets of a memory-mapped corpus."""
-    return 16.0 * count
 
 
 def readable(size: float) -> str:

@@ -15,22 +15,22 @@ import numpy as np
 
 from rlflow_environments.retrieval.indices.base import Ranking, best
 
-SPARE = 8  # proposals beyond top_k: a cut within rounding is rare, and costs a second scan
+OVERFETCH = 8  # proposals beyond top_k: a cut within rounding is rare, and costs a second scan
 _ROWS = 4096  # rows scored again at a time: bounds the memory of a result with many near ties
 
 
-class Stored(Protocol):
+class StoredVectors(Protocol):
     """Vectors by row."""
 
     def stored(self, rows: np.ndarray) -> np.ndarray:
         """(len(rows), dimensions): the vectors that scores are about."""
 
 
-class Scan(Stored, Protocol):
+class Scan(StoredVectors, Protocol):
     """A fast scan over stored vectors. Scores are inner products, wrong by at most `error_bound`."""
 
     count: int
-    spare: int
+    overfetch: int
 
     def propose(self, vectors: np.ndarray, depth: int) -> tuple[np.ndarray, np.ndarray]:
         """(scores, rows), both (B, depth), the best by the scan's own arithmetic, best first. depth <= count. Row -1: the scan
@@ -46,7 +46,7 @@ class Scan(Stored, Protocol):
 
 def rank_exactly(scan: Scan, vectors: np.ndarray, top_k: int) -> list[Ranking]:
     """The rows with the largest inner products, best first, ties by row. vectors: (B, dimensions) float32."""
-    depth = min(top_k + scan.spare, scan.count)
+    depth = min(top_k + scan.overfetch, scan.count)
     scores, rows = scan.propose(vectors, depth)
     rankings: list[Ranking] = []
     step = max(1, _ROWS // depth)
@@ -89,7 +89,7 @@ def _score(scan: Scan, vectors: np.ndarray, rows: np.ndarray, chosen: np.ndarray
         exact[places] = _products(scan.stored(rows[places]), vectors[places[0]])
 
 
-def score_again(scan: Stored, vector: np.ndarray, rows: np.ndarray, top_k: int) -> Ranking:
+def score_again(scan: StoredVectors, vector: np.ndarray, rows: np.ndarray, top_k: int) -> Ranking:
     """The `top_k` best of `rows` (ascending) by exact scores."""
     if not len(rows):
         return []

@@ -14,11 +14,11 @@ import psutil
 from rlflow.errors import ConfigError, DataError, did_you_mean
 from rlflow_environments.retrieval.indices.base import Ranking, missing
 from rlflow_environments.retrieval.indices.cost import int8_copy_bytes
-from rlflow_environments.retrieval.indices.exact import SPARE, Scan, rank_exactly, score_again
+from rlflow_environments.retrieval.indices.exact import OVERFETCH, Scan, rank_exactly, score_again
 from rlflow_environments.retrieval.indices.inverted_lists import Int8Lists, ListAssignment
 
 _GPU_BATCH = 64  # every call has this shape, so that a query always meets the same kernels
-_GPU_SPARE = 120
+_GPU_OVERFETCH = 120
 _BLOCK = 65_536
 _FLOAT32 = 2.0**-24
 _FLOAT16 = 2.0**-10  # both factors rounded
@@ -68,7 +68,7 @@ class FaissIndex:
         self._largest_norm = self._measure() if self._flat and largest_norm is None else largest_norm
         self._one_by_one = isinstance(self._index, (faiss.IndexHNSW, faiss.IndexScalarQuantizer))
         _set_parameters(faiss, self._index, nprobe, ef_search)
-        self.spare = _GPU_SPARE if gpu else SPARE
+        self.overfetch = _GPU_OVERFETCH if gpu else OVERFETCH
         self._gpu = _to_gpus(faiss, self._index) if gpu else None
         int8 = self._check_dtype(dtype, type(self._index) is faiss.IndexIVFFlat and not gpu and not refine)
         lists = isinstance(self._index, (faiss.IndexIVFFlat, faiss.IndexIVFScalarQuantizer))
@@ -82,7 +82,7 @@ class FaissIndex:
         """See VectorIndex."""
         if self._scan is not None:
             return rank_exactly(self._scan, vectors, top_k)
-        depth = min(max(top_k + SPARE, top_k * self._refine), self.count)
+        depth = min(max(top_k + OVERFETCH, top_k * self._refine), self.count)
         scores, rows = self._search(vectors, depth)
         return self._rankings(vectors, scores, rows, top_k)
 
@@ -160,15 +160,15 @@ class FaissIndex:
     def _rankings(self, vectors: np.ndarray, scores: np.ndarray, rows: np.ndarray, top_k: int) -> list[Ranking]:
         """What the index found, (B, depth), as rankings: as it scored them, or scored again."""
         if self._refine:
-            found = (np.sort(one[one >= 0]) for one in rows)  # -1: fewer were found than asked for
-            return [score_again(self, vector, one, top_k) for vector, one in zip(vectors, found, strict=True)]
+            found = (np.sort(proposed[proposed >= 0]) for proposed in rows)  # -1: fewer were found than asked for
+            return [score_again(self, vector, near, top_k) for vector, near in zip(vectors, found, strict=True)]
         order = np.lexsort((rows, -scores))[:, :top_k]
         ordered = zip(
             np.take_along_axis(rows, order, axis=1).tolist(),
             np.take_along_axis(scores, order, axis=1).tolist(),
             strict=True,
         )
-        return [[(row, score) for row, score in zip(*one, strict=True) if row >= 0] for one in ordered]
+        return [[(row, score) for row, score in zip(*ranked, strict=True) if row >= 0] for ranked in ordered]
 
 
 def import_faiss() -> ModuleType:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -22,9 +21,10 @@ from typing import Any
 import numpy as np
 
 from rlflow.errors import DataError
+from rlflow.storage.files import write_json
 from rlflow_environments.retrieval.corpus import Passage
 
-META, INDEX, ENCODER, BM25 = "meta.json", "index.faiss", "encoder.json", "bm25"
+META, INDEX, ENCODER, BM25, PROGRESS = "meta.json", "index.faiss", "encoder.json", "bm25", "progress.json"
 EMBEDDINGS = {"float32": "embeddings.f32", "float16": "embeddings.f16"}
 FORMAT = 1
 _FLAT_HEADER = struct.Struct(
@@ -53,7 +53,7 @@ def read_meta(folder: Path) -> IndexMeta:
     """What meta.json says. Raises DataError: no index there, an unfinished or a damaged one, or one of a later format."""
     path = folder / META
     if not path.is_file():
-        unfinished = any(folder.glob("*.partial")) or (folder / "progress.json").is_file()
+        unfinished = any(folder.glob("*.partial")) or (folder / PROGRESS).is_file()
         found = "a build that did not finish; run it again to go on" if unfinished else "no meta.json"
         raise DataError(f"{folder}: expected an index made by `rlflow search build`, found {found}.")
     try:
@@ -70,18 +70,9 @@ def write_meta(folder: Path, meta: IndexMeta) -> None:
     write_json(folder / META, asdict(meta))
 
 
-def write_json(path: Path, value: Any) -> None:
-    """Writes a small file that survives a power cut whole or not at all."""
-    aside = path.with_name(path.name + ".partial")
-    with aside.open("w", encoding="utf-8") as file:
-        json.dump(value, file, indent=1)
-        file.flush()
-        os.fsync(file.fileno())
-    aside.replace(path)
-
-
-def read_json(path: Path) -> Any:
-    """The content of a file of `write_json`. Raises DataError."""
+def read_progress(folder: Path) -> Any:
+    """The content of progress.json. Raises DataError."""
+    path = folder / PROGRESS
     try:
         return json.loads(path.read_bytes())
     except (OSError, ValueError) as problem:

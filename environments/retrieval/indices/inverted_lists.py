@@ -13,7 +13,7 @@ from rlflow.errors import DataError
 from rlflow.matmul import linear
 
 _SEQUENTIAL_BATCH = 16  # faiss sums differently for 20 queries and more (distance_compute_blas_threshold)
-_SPARE = 61
+_OVERFETCH = 61
 _CHECKED = 16  # vectors
 _INT8 = 127
 _FLOAT32 = 2.0**-24
@@ -68,11 +68,11 @@ class Int8Lists:
 
     A query searches the lists that it would search in the index, and gets the best of their float32 vectors. Queries, and how far
     vectors are from the middle of each dimension's values, are rounded to whole numbers in units that each dimension has for
-    itself; faiss multiplies and sums those exactly. `spare` proposals beyond top_k are enough for most queries: rounding
+    itself; faiss multiplies and sums those exactly. `overfetch` proposals beyond top_k are enough for most queries: rounding
     misjudges the score of unit vectors by 0.04 at most, in 384 dimensions. The others search the index itself.
     """
 
-    spare = _SPARE
+    overfetch = _OVERFETCH
 
     def __init__(self, faiss: ModuleType, index: Any, assign: ListAssignment) -> None:
         """index: an IndexIVFFlat; it is read list by list, twice. Memory: a byte per value and 16 per vector.

@@ -15,13 +15,13 @@ from rlflow_environments.retrieval.corpus import Passage, make_passage
 from rlflow_environments.retrieval.encoders import Encoder
 from rlflow_environments.retrieval.indices import qdrant_collections as collections
 from rlflow_environments.retrieval.indices.base import Retriever, check_top_k
-from rlflow_environments.retrieval.indices.exact import SPARE
+from rlflow_environments.retrieval.indices.exact import OVERFETCH
 from rlflow_environments.retrieval.indices.folder import META, IndexMeta, check_corpus, check_encoder, read_meta
 from rlflow_environments.retrieval.indices.opening import EncoderOption, encoder_of, stored_encoder
-from rlflow_environments.retrieval.indices.qdrant_layout import verify_points
+from rlflow_environments.retrieval.indices.qdrant_build import build_folder, fill
+from rlflow_environments.retrieval.indices.qdrant_layout import LOCAL_COLLECTION, SHARD, STORAGE, verify_points
 
 ENGINES = ("edge", "local")
-SHARD, STORAGE, LOCAL_COLLECTION = "shard", "storage", "corpus"
 _SAMPLED = 3
 
 
@@ -48,7 +48,7 @@ class QdrantRetriever(Retriever):
         results: list[list[Passage]] = [[] for _ in queries]
         places = np.flatnonzero(vectors.any(axis=1))
         if len(places):
-            for place, points in zip(places, self.collection.query(vectors[places], top_k + SPARE), strict=True):
+            for place, points in zip(places, self.collection.query(vectors[places], top_k + OVERFETCH), strict=True):
                 best = sorted(points, key=lambda point: (-point.score, point.id))[:top_k]
                 results[place] = [replace(make_passage(point.payload, point.id), score=point.score) for point in best]
         return results
@@ -121,8 +121,6 @@ def _embedded(
     encoder: EncoderOption,
     hashed: Mapping[str, Any],
 ) -> QdrantRetriever:
-    from rlflow_environments.retrieval.indices.qdrant_build import build_folder, fill
-
     if path is not None and (Path(path).expanduser() / META).is_file():
         return _open_folder(Path(path).expanduser(), corpus, options, encoder, hashed)
     if corpus is None:

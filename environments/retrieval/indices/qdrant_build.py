@@ -1,13 +1,14 @@
-"""Filling Qdrant collections: idempotent, and going on where an ingest was stopped, since a point's id is its row of the
+"""Filling Qdrant collections: idempotent, and resuming where an ingest was stopped, since a point's id is its row of the
 corpus."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from rlflow.errors import DataError
+from rlflow_environments.common.progress import StageProgress
 from rlflow_environments.retrieval.corpus import Passage
 from rlflow_environments.retrieval.encoders import Encoder, NgramEncoder
 from rlflow_environments.retrieval.indices import qdrant_collections as collections
@@ -21,14 +22,12 @@ from rlflow_environments.retrieval.indices.folder import (
     stamp_corpus,
     write_meta,
 )
-from rlflow_environments.retrieval.indices.qdrant import LOCAL_COLLECTION, SHARD, STORAGE
-from rlflow_environments.retrieval.indices.qdrant_layout import verify_points
+from rlflow_environments.retrieval.indices.qdrant_layout import LOCAL_COLLECTION, SHARD, STORAGE, verify_points
 
 BATCH = 1024
-Report = Callable[[str, int, int], None]
 
 
-def fill(collection: collections.Collection, encoder: Encoder, corpus: Sequence[Passage], report: Report) -> int:
+def fill(collection: collections.Collection, encoder: Encoder, corpus: Sequence[Passage], report: StageProgress) -> int:
     """Encodes and stores the passages that are not there; returns how many those were.
 
     Raises DataError: the collection holds points of another corpus or of another encoder.
@@ -54,9 +53,9 @@ def fill(collection: collections.Collection, encoder: Encoder, corpus: Sequence[
     return added
 
 
-def build_folder(corpus: Sequence[Passage], folder: Path, encoder: Encoder, engine: str, report: Report) -> IndexMeta:
+def build_folder(corpus: Sequence[Passage], folder: Path, encoder: Encoder, engine: str, report: StageProgress) -> IndexMeta:
     """An index folder with an embedded collection: `shard/` of qdrant-edge, or `storage/` of qdrant-client's local mode, which
-    plain QdrantClient(path=folder / "storage") reads. Nothing is done where it is built already; goes on where it was stopped."""
+    plain QdrantClient(path=folder / "storage") reads. Nothing is done where it is built already; resumes where it was stopped."""
     kind = f"qdrant-{engine}"
     path = getattr(corpus, "path", None)
     stamp = stamp_corpus(path) if path is not None else {"path": "", "bytes": 0, "modified_ns": 0, "sha256": ""}

@@ -17,13 +17,15 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 
 from rlflow.errors import ConfigError, DataError
+from rlflow_environments.common.http import GaveUp, Retryable, RetryPolicy, check_status
 from rlflow_environments.common.options import check_options
+from rlflow_environments.common.progress import StageProgress
 from rlflow_environments.retrieval.errors import RetrievalError
 from rlflow_environments.retrieval.indices.base import missing
 
 HNSW_M, HNSW_EF_CONSTRUCT = 32, 512
 _FULL_SCAN_KB = 10_000  # Qdrant's default: smaller segments are scanned
-_RETRIED_STATUS = (429, 500, 502, 503, 504)
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.2, 8.0
 
 T = TypeVar("T")
 
@@ -68,7 +70,7 @@ class Collection(Protocol):
 
     def upsert(self, ids: Sequence[int], vectors: np.ndarray, payloads: Sequence[Mapping[str, Any]]) -> None: ...
 
-    def settle(self, report: Callable[[str, int, int], None]) -> None:
+    def settle(self, report: StageProgress) -> None:
         """Builds what speeds up searches, and waits for it."""
 
     def close(self) -> None: ...
@@ -133,7 +135,7 @@ class ClientCollection:
         batch = models.Batch(ids=list(ids), vectors=vectors.tolist(), payloads=[dict(payload) for payload in payloads])
         self._call(lambda: self._client.upsert(self._name, batch, wait=True))
 
-    def settle(self, report: Callable[[str, int, int], None]) -> None:
+    def settle(self, report: StageProgress) -> None:
         """See Collection. A server optimizes by itself."""
         while (
             str(getattr(status := self._call(lambda: self._client.get_collection(self._name)).status, "value", status))
@@ -143,7 +145,7 @@ class ClientCollection:
             time.sleep(1.0)
 
     def close(self) -> None:
-        """Lets go of the connection or of the folder."""
+        """Closes the connection or of the folder."""
         self._client.close()
 
     def _call(self, request: Callable[[], T]) -> T:
@@ -207,14 +209,14 @@ class EdgeCollection:
         self._shard.update(qdrant_edge.UpdateOperation.upsert_points(points))
         self._shard.flush()
 
-    def settle(self, report: Callable[[str, int, int], None]) -> None:
+    def settle(self, report: StageProgress) -> None:
         """See Collection."""
         report("indexing", 0, 1)
         self._shard.optimize()
         self._shard.flush()
 
     def close(self) -> None:
-        """Lets go of the folder."""
+        """Closes the folder."""
         self._shard.close()
 
 
@@ -303,28 +305,26 @@ def call(request: Callable[[], T], where: str, name: str, tries: int) -> T:
     import grpc
     from qdrant_client.http.exceptions import ResponseHandlingException, UnexpectedResponse
 
-    problem: Exception
-    for attempt in range(tries):
-        if attempt:
-            time.sleep(random.Random().uniform(0.5, 1.0) * min(8.0, 0.1 * 2**attempt))
+    def attempt() -> T:
         try:
             return request()
         except UnexpectedResponse as error:
             _refused(error.status_code, where, name, error.reason_phrase)
-            if error.status_code not in _RETRIED_STATUS:
-                raise RetrievalError(
-                    f"{where}, collection '{name}': {error.status_code} {error.reason_phrase}."
-                ) from None
-            problem = error
+            check_status("", error.status_code or 500, error.headers, error.reason_phrase)
+            raise RetrievalError(f"{where}, collection '{name}': {error.status_code} {error.reason_phrase}.") from None
         except grpc.RpcError as error:
             _refused(_HTTP_OF_GRPC.get(error.code().name, 500), where, name, error.details())
-            problem = error
+            raise Retryable(str(error)) from None
         except ResponseHandlingException as error:
-            problem = error
+            raise Retryable(str(error)) from None
         except ValueError as error:  # local mode
             raise DataError(f"{where}, collection '{name}': {error}.") from None
-    reason = " ".join(str(problem).split())[:200]
-    raise RetrievalError(f"{where}, collection '{name}': no answer after {tries} tries ({reason}).")
+
+    try:
+        return RetryPolicy(tries, FIRST_PAUSE_S, LONGEST_PAUSE_S).call(attempt, random.Random())
+    except GaveUp as end:
+        reason = " ".join(str(end.last).split())[:200]
+        raise RetrievalError(f"{where}, collection '{name}': no answer after {tries} tries ({reason}).") from None
 
 
 _HTTP_OF_GRPC = {"UNAUTHENTICATED": 401, "PERMISSION_DENIED": 403, "NOT_FOUND": 404}

@@ -9,6 +9,8 @@ from rlflow_environments.retrieval.encoders import Encoder
 from rlflow_environments.retrieval.indices import qdrant_collections as collections
 from rlflow_environments.retrieval.indices.opening import verify_encoder
 
+SHARD, STORAGE, LOCAL_COLLECTION = "shard", "storage", "corpus"
+
 
 def verify_points(where: str, encoder: Encoder, points: Sequence[collections.Point]) -> None:
     """Raises DataError where stored vectors are not what the encoder makes of their payloads."""

@@ -11,10 +11,10 @@ from rlflow.errors import ConfigError, did_you_mean
 from rlflow.matmul import linear
 from rlflow_environments.retrieval.devices import DTYPES, check_device
 from rlflow_environments.retrieval.indices.base import Ranking
-from rlflow_environments.retrieval.indices.exact import SPARE, rank_exactly
+from rlflow_environments.retrieval.indices.exact import OVERFETCH, rank_exactly
 
 _MANTISSA = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-9, torch.float16: 2.0**-11}  # unit roundoff
-_SPARE_ROUNDED = 120  # further proposals where the scan rounds to 16 bits
+_OVERFETCH_ROUNDED = 120  # further proposals where the scan rounds to 16 bits
 _TILE_SCORES = {"cpu": 2**20, "cuda": 2**27}  # scores held at a time: those of a tile stay in the CPU's cache
 _MIN_TILE_ROWS = 4096
 _LOADED_ROWS = 65_536  # rows converted at a time
@@ -33,7 +33,7 @@ class TorchIndex:
         self._dtype = check_dtype(dtype)
         self._device = check_device(device)
         self.count, self.dimensions = vectors.shape
-        self.spare = SPARE if self._dtype == torch.float32 else _SPARE_ROUNDED
+        self.overfetch = OVERFETCH if self._dtype == torch.float32 else _OVERFETCH_ROUNDED
         self._matrix = _empty(vectors.shape, self._dtype, self._device)
         self._largest_norm = 0.0
         self._largest_rounding = 0.0

@@ -1,4 +1,4 @@
-"""Answers that are waited for, but not for ever."""
+"""Waiting for answers with a deadline."""
 
 from __future__ import annotations
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import logging
-import os
 import socket
 from pathlib import Path
 
 from rlflow.errors import ConfigError
+from rlflow.storage.files import write_text
 
 logger = logging.getLogger(__name__)
 
@@ -29,9 +29,7 @@ class DiscoveryFile:
 
     def write(self) -> None:
         """Writes the file, whole at once."""
-        aside = self.path.with_name(f".{self.path.name}.{os.getpid()}")
-        aside.write_text(self.content, encoding="utf-8")
-        aside.replace(self.path)
+        write_text(self.path, self.content, durable=False)
         logger.info("discovery file: %s", self.path)
 
     def remove(self) -> None:

@@ -93,7 +93,7 @@ class ServedIndex:
         cache_bytes: int = 64 << 20,
         on_batch: Callable[[int, float], None] | None = None,
     ) -> None:
-        """info: what `GET /info` says of it. on_batch: told the size and seconds of every batch, in the index's thread."""
+        """info: what `GET /info` says of it. on_batch: called with the size and seconds of every batch, in the index's thread."""
         self.pages = pages
         self.info = dict(info or {})
         corpus = getattr(retriever, "corpus", None)

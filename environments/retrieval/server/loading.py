@@ -10,19 +10,19 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import rlflow
+from rlflow import __version__
 from rlflow.errors import ConfigError, did_you_mean
 from rlflow_environments.retrieval.indices import Retriever, make_retriever
 from rlflow_environments.retrieval.indices.folder import read_meta
 from rlflow_environments.retrieval.server.index import ServedIndex
 from rlflow_environments.retrieval.server.records import Pages, StoredCorpus
-from rlflow_environments.retrieval.server.service import Report
+from rlflow_environments.retrieval.server.service import LoadProgress
 
 _MARK_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
-class Source:
+class ServedSource:
     """What is served. retriever: a name and its options, as in the `environment` section of a configuration."""
 
     retriever: Mapping[str, Any]
@@ -30,7 +30,7 @@ class Source:
     pages: str | None = None
     options: Mapping[str, Any] = field(default_factory=dict)  # keywords of ServedIndex: max_batch, max_waiting, cache_bytes
 
-    def changed(self, changes: Mapping[str, Any]) -> Source:
+    def changed(self, changes: Mapping[str, Any]) -> ServedSource:
         """The source with some of retriever, corpus and pages exchanged. Raises ConfigError for anything else."""
         known = ("retriever", "corpus", "pages")
         for key in changes:
@@ -38,7 +38,7 @@ class Source:
                 raise ConfigError(f"reload: unknown key '{key}'; known: {', '.join(known)}.{did_you_mean(key, known)}")
         return dataclasses.replace(self, **changes)
 
-    def load(self, changes: Mapping[str, Any], report: Report, on_batch: Callable[[int, float], None]) -> ServedIndex:
+    def load(self, changes: Mapping[str, Any], report: LoadProgress, on_batch: Callable[[int, float], None]) -> ServedIndex:
         """The index, loaded. Raises RLFlowError."""
         source = self.changed(changes)
         corpus = None
@@ -55,7 +55,7 @@ class Source:
         return ServedIndex(retriever, pages=pages, info=info, on_batch=on_batch, **source.options)
 
 
-def describe(source: Source, retriever: Retriever, corpus: StoredCorpus | None, pages: Pages | None) -> dict[str, Any]:
+def describe(source: ServedSource, retriever: Retriever, corpus: StoredCorpus | None, pages: Pages | None) -> dict[str, Any]:
     """What `GET /info` says: corpus, index and encoder by hash. `identity`: equal for servers that answer alike, wherever their
     files lie."""
     encoder = getattr(getattr(retriever, "index", retriever), "encoder", None)
@@ -67,7 +67,7 @@ def describe(source: Source, retriever: Retriever, corpus: StoredCorpus | None, 
     contents["index"]["hash"] = _hash(contents["index"])
     return {
         "server": "rlflow search",
-        "version": rlflow.__version__,
+        "version": __version__,
         **contents,
         "corpus_path": source.corpus,
         "pages": {"sha256": pages.sha256, "pages": len(pages)} if pages is not None else None,

@@ -8,7 +8,6 @@ from __future__ import annotations
 import hashlib
 import logging
 import mmap
-import os
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,6 +16,8 @@ from typing import BinaryIO
 import numpy as np
 
 from rlflow.errors import DataError
+from rlflow.storage.files import replacing
+from rlflow_environments.common.jsonl import existing, records
 
 logger = logging.getLogger(__name__)
 
@@ -24,9 +25,9 @@ ENTRY = np.dtype([("start", "<u8"), ("length", "<u4"), ("whole", "u1")])
 """Of one record: where it starts, its bytes without surrounding blanks, 1 if it can be sent to a client as it is."""
 
 Check = Callable[[bytes, int], bool]
-"""(record, row) -> whether it can be sent as it is. Raises DataError for a record that is no use at all."""
-Progress = Callable[[float], None]
-"""Told how much is done, from 0 to 1."""
+"""(record, row) -> whether it can be sent as it is. Raises DataError for a record that cannot be used."""
+ShareProgress = Callable[[float], None]
+"""Called with the share that is done, from 0 to 1."""
 
 _MAGIC = b"rlflow offsets 1"
 _HEADER = np.dtype([("magic", "S16"), ("size", "<u8"), ("modified", "<i8"), ("count", "<u8"), ("sha256", "S64")])
@@ -37,16 +38,14 @@ _HASHED = 1 << 24  # bytes at a time
 
 def map_file(path: str | Path, what: str) -> tuple[Path, mmap.mmap]:
     """(path, its bytes, mapped). Raises DataError: no such file, or an empty one."""
-    file = Path(path).expanduser()
-    if not file.is_file():
-        raise DataError(f"{file}: expected the {what} as a .jsonl file, found none there. Give the path of an existing file.")
+    file = existing(path, what)
     if not file.stat().st_size:
         raise DataError(f"{file}: expected the {what}, one JSON object per line, found an empty file.")
     with file.open("rb") as opened:
         return file, mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ)
 
 
-def map_offsets(path: Path, data: mmap.mmap, check: Check, progress: Progress) -> tuple[np.ndarray, str]:
+def map_offsets(path: Path, data: mmap.mmap, check: Check, progress: ShareProgress) -> tuple[np.ndarray, str]:
     """The entries of a file, (records,) of ENTRY, and its SHA-256: from `<file>.offsets` if that is of the file's present
     state, else made.
 
@@ -58,16 +57,12 @@ def map_offsets(path: Path, data: mmap.mmap, check: Check, progress: Progress) -
     known = _read(kept, header)
     if known is not None:
         return known
-    aside = path.with_name(f"{path.name}.offsets.{os.getpid()}.partial")
     try:
-        with aside.open("wb") as file:
+        with replacing(kept, durable=False) as aside, aside.open("wb") as file:
             _write(file, path, data, header, check, progress)
-        aside.replace(kept)
         return _map(kept)
     except OSError as problem:
         logger.warning("%s cannot be written (%s): the offsets are made again at every start", kept, problem)
-    finally:
-        aside.unlink(missing_ok=True)
     with tempfile.NamedTemporaryFile(prefix="rlflow-offsets-") as temporary:
         _write(temporary, path, data, header, check, progress)  # type: ignore[arg-type]
         return _map(Path(temporary.name))
@@ -93,7 +88,7 @@ def _map(path: Path) -> tuple[np.ndarray, str]:
 
 
 def _write(
-    file: BinaryIO, path: Path, data: mmap.mmap, header: np.ndarray, check: Check, progress: Progress
+    file: BinaryIO, path: Path, data: mmap.mmap, header: np.ndarray, check: Check, progress: ShareProgress
 ) -> None:
     """Header and entries; count and hash come last."""
     file.write(header.tobytes())
@@ -123,14 +118,7 @@ def _write(
 
 def lines(data: mmap.mmap) -> Iterator[tuple[int, bytes]]:
     """(offset, record) of every line that is not blank, without surrounding blanks and byte order mark."""
-    start, end = 0, len(data)
-    while start < end:
-        stop = data.find(b"\n", start)
-        stop = end if stop < 0 else stop
-        line = data[start:stop]
-        if start == 0:
-            line = line.removeprefix(b"\xef\xbb\xbf")
-        record = line.strip()
+    for _, start, line in records(data):
+        record = (line if start else line.removeprefix(b"\xef\xbb\xbf")).strip()
         if record:
-            yield stop - len(line) + line.index(record), record
-        start = stop + 1
+            yield start + line.index(record), record

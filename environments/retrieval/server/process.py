@@ -22,7 +22,7 @@ from rlflow_environments.retrieval.server.service import SearchService, Unavaila
 
 logger = logging.getLogger(__name__)
 
-GRACE_S = 4  # for answers that are under way when the server is told to stop
+GRACE_S = 4  # for answers that are under way when the server is asked to stop
 LAST_RESORT_S = 8.0  # after that: the process ends, whatever it does
 WATCH_S = 0.25
 
@@ -84,7 +84,7 @@ class _Life:
         self._tasks: set[asyncio.Task[Any]] = set()
 
     async def run(self, listener: socket.socket) -> None:
-        """Loads and answers until told to stop."""
+        """Loads and answers until it is asked to stop."""
         self._start(self._load())
         self._start(self._watch())
         try:

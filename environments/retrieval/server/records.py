@@ -13,13 +13,13 @@ import orjson
 
 from rlflow.errors import DataError
 from rlflow_environments.retrieval.corpus import Passage, make_contents, parse_passage
-from rlflow_environments.retrieval.server.offsets import Progress, map_file, map_offsets
+from rlflow_environments.retrieval.server.offsets import ShareProgress, map_file, map_offsets
 
 
 class StoredCorpus(Sequence[Passage]):
     """The passages of a corpus.jsonl, also of one that is larger than memory."""
 
-    def __init__(self, path: str | Path, *, progress: Progress = lambda share: None) -> None:
+    def __init__(self, path: str | Path, *, progress: ShareProgress = lambda share: None) -> None:
         """Maps the file and its offsets; the first time every row is checked. Raises DataError: no such file, a bad row."""
         self.path, self._map = map_file(path, "corpus")
         self._entries, self.sha256 = map_offsets(self.path, self._map, self._check, progress)
@@ -57,7 +57,7 @@ class StoredCorpus(Sequence[Passage]):
 class Pages:
     """The pages of a pages.jsonl by their URL, for `POST /access`."""
 
-    def __init__(self, path: str | Path, *, progress: Progress = lambda share: None) -> None:
+    def __init__(self, path: str | Path, *, progress: ShareProgress = lambda share: None) -> None:
         """Maps the file and its offsets and hashes every URL. Raises DataError: no such file, a page without URL or contents."""
         self.path, self._map = map_file(path, "pages")
         self._entries, self.sha256 = map_offsets(self.path, self._map, self._check, lambda share: progress(share / 2))
@@ -107,10 +107,10 @@ class Pages:
         try:
             page = _load_json(record)
         except ValueError as problem:
-            raise DataError(f"{self.path}: row {row}: not JSON ({problem}). Mend or remove it.") from None
+            raise DataError(f"{self.path}: row {row}: not JSON ({problem}). Fix or remove it.") from None
         texts = isinstance(page, dict) and isinstance(page.get("url"), str) and isinstance(page.get("contents"), str)
         if not texts:
-            raise DataError(f"{self.path}: row {row}: expected 'url' and 'contents' as text. Mend or remove it.")
+            raise DataError(f"{self.path}: row {row}: expected 'url' and 'contents' as text. Fix or remove it.")
         return False
 
 

@@ -15,14 +15,14 @@ from rlflow.errors import RLFlowError
 from rlflow_environments.retrieval.errors import QueueFullError
 from rlflow_environments.retrieval.server.index import Answer, ServedIndex
 from rlflow_environments.retrieval.server.query_log import QueryLog
-from rlflow_environments.retrieval.server.statistics import Observation, Statistics
+from rlflow_environments.retrieval.server.statistics import Observation, ServerStatistics
 from rlflow_environments.retrieval.server.wire import BadRequest, RetrieveRequest
 
 logger = logging.getLogger(__name__)
 
-Report = Callable[[str, float], None]
-"""Told what is being loaded and the share of it that is done, from 0 to 1."""
-Load = Callable[[Mapping[str, Any], Report, Callable[[int, float], None]], ServedIndex]
+LoadProgress = Callable[[str, float], None]
+"""Called with what is being loaded and the share of it that is done, from 0 to 1."""
+Load = Callable[[Mapping[str, Any], LoadProgress, Callable[[int, float], None]], ServedIndex]
 """(changes to what is served, report, on_batch) -> the index. Runs in a thread; raises RLFlowError."""
 
 
@@ -36,7 +36,7 @@ class Unavailable(Exception):
 
 
 @dataclass(frozen=True)
-class Limits:
+class ServiceLimits:
     """top_k: where a request has none. max_top_k: the largest that is taken. max_wait_s: for an answer."""
 
     top_k: int = 3
@@ -47,9 +47,9 @@ class Limits:
 class SearchService:
     """The state of one server: loading, ready, failed or stopping. All methods but `load` belong to the event loop."""
 
-    def __init__(self, load: Load, limits: Limits | None = None, query_log: QueryLog | None = None) -> None:
-        self.limits = limits or Limits()
-        self.statistics = Statistics()
+    def __init__(self, load: Load, limits: ServiceLimits | None = None, query_log: QueryLog | None = None) -> None:
+        self.limits = limits or ServiceLimits()
+        self.statistics = ServerStatistics()
         self.statistics.waiting.set_function(lambda: self.index.waiting if self.index else 0)
         self.query_log = query_log
         self.state = "loading"
@@ -57,7 +57,6 @@ class SearchService:
         self.index: ServedIndex | None = None
         self.stage, self.share = "starting", 0.0
         self.started = time.monotonic()
-        self.loaded_at = 0.0
         self._load = load
         self._reloading = False
 
@@ -77,10 +76,10 @@ class SearchService:
             with contextlib.suppress(RuntimeError):  # the server was stopped: its loop is closed
                 loop.call_soon_threadsafe(_settle, loaded, index, problem)
 
-        # A daemon thread: loading may take long and must not keep a server alive that is told to stop.
+        # A daemon thread: loading may take long and must not keep a server alive that is asked to stop.
         threading.Thread(target=work, name="search-load", daemon=True).start()
         self.index = await loaded
-        self.state, self.loaded_at = "ready", time.monotonic()
+        self.state = "ready"
         self._report("ready", 1.0)
         self.statistics.ready.set(1)
         return self.index
@@ -104,7 +103,7 @@ class SearchService:
         return index
 
     def fail(self, problem: Exception) -> None:
-        """Books that the first index could not be loaded."""
+        """Records that the first index could not be loaded."""
         self.state, self.problem = "failed", problem
 
     def stop(self) -> None:

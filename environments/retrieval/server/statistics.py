@@ -27,7 +27,7 @@ class Observation:
     empty: int
 
 
-class Statistics:
+class ServerStatistics:
     """Counters in a registry of their own, so that several servers may live in one process."""
 
     def __init__(self) -> None:
@@ -49,22 +49,22 @@ class Statistics:
         self._recent: deque[Observation] = deque(maxlen=20_000)
 
     def batch(self, size: int, seconds: float) -> None:
-        """Books one batch."""
+        """Records one batch."""
         self.batches.observe(size)
         self.searched.observe(seconds)
 
-    def answered(self, one: Observation) -> None:
-        """Books one answered search request."""
-        self.queries.inc(one.queries)
-        self.seconds.observe(one.seconds)
-        self.waited.observe(one.waited)
-        if one.empty:
-            self.empty.inc(one.empty)
-        if one.cached:
-            self.cached.inc(one.cached)
-        if one.shared:
-            self.shared.inc(one.shared)
-        self._recent.append(one)
+    def answered(self, request: Observation) -> None:
+        """Records one answered search request."""
+        self.queries.inc(request.queries)
+        self.seconds.observe(request.seconds)
+        self.waited.observe(request.waited)
+        if request.empty:
+            self.empty.inc(request.empty)
+        if request.cached:
+            self.cached.inc(request.cached)
+        if request.shared:
+            self.shared.inc(request.shared)
+        self._recent.append(request)
 
     def exposition(self) -> bytes:
         """The metrics in Prometheus' text format."""
@@ -73,19 +73,19 @@ class Statistics:
     def last_minute(self) -> dict[str, float]:
         """Rates and latencies of the requests of the last minute, in queries/s, seconds and shares of the queries."""
         now = time.monotonic()
-        recent = [one for one in self._recent if now - one.at <= WINDOW_S]
-        queries = sum(one.queries for one in recent)
+        recent = [request for request in self._recent if now - request.at <= WINDOW_S]
+        queries = sum(request.queries for request in recent)
         span = max(1.0, now - recent[0].at) if recent else 1.0
-        seconds = sorted(one.seconds for one in recent)
+        seconds = sorted(request.seconds for request in recent)
         return {
             "requests": len(recent),
             "queries_per_s": queries / span,
             "p50_s": quantile(seconds, 0.5),
             "p99_s": quantile(seconds, 0.99),
-            "queue_p99_s": quantile(sorted(one.waited for one in recent), 0.99),
-            "search_p50_s": quantile(sorted(one.searched for one in recent), 0.5),
-            "hit_rate": sum(one.cached + one.shared for one in recent) / max(1, queries),
-            "empty_rate": sum(one.empty for one in recent) / max(1, queries),
+            "queue_p99_s": quantile(sorted(request.waited for request in recent), 0.99),
+            "search_p50_s": quantile(sorted(request.searched for request in recent), 0.5),
+            "hit_rate": sum(request.cached + request.shared for request in recent) / max(1, queries),
+            "empty_rate": sum(request.empty for request in recent) / max(1, queries),
         }
 
 

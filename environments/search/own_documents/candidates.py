@@ -62,10 +62,10 @@ def compose(stated: Sequence[Stated], generator: random.Random) -> list[Candidat
 
     The first of a pair must come with a description of its object, which then stands in the second's question for its name.
     """
-    single = [_single(one, generator) for one in stated]
+    single = [_single(statement, generator) for statement in stated]
     about: dict[str, list[Stated]] = {}
-    for one in stated:
-        about.setdefault(normalize_answer(one.fact.subject), []).append(one)
+    for statement in stated:
+        about.setdefault(normalize_answer(statement.fact.subject), []).append(statement)
     pairs = [
         _pair(first, second, generator)
         for first in stated
@@ -76,10 +76,10 @@ def compose(stated: Sequence[Stated], generator: random.Random) -> list[Candidat
     return single + pairs
 
 
-def _single(one: Stated, generator: random.Random) -> Candidate:
-    fact = one.fact
+def _single(statement: Stated, generator: random.Random) -> Candidate:
+    fact = statement.fact
     question = generator.choice(fact.question).replace("{s}", fact.subject)
-    return Candidate(question, fact.object, fact.relation, (_hop(one),), names_of(question, fact.subject, fact.object))
+    return Candidate(question, fact.object, fact.relation, (_hop(statement),), names_of(question, fact.subject, fact.object))
 
 
 def _pair(first: Stated, second: Stated, generator: random.Random) -> Candidate:
@@ -100,8 +100,8 @@ def _readable(question: str) -> str:
     return re.sub(r'(?<= ")[a-z]', lambda first: first[0].upper(), question)
 
 
-def _hop(one: Stated) -> Hop:
-    return Hop(one.fact.query, one.fact.object, one.passage)
+def _hop(statement: Stated) -> Hop:
+    return Hop(statement.fact.query, statement.fact.object, statement.passage)
 
 
 def names_of(question: str, *further: str) -> frozenset[str]:

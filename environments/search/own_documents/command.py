@@ -2,7 +2,7 @@
 
 It reads .txt, .md, .html and .jsonl (rows of a corpus) and writes corpus.jsonl, pages.jsonl, train.jsonl, val.jsonl and
 report.json. Without an endpoint, rules for English prose compose the questions; with one, any model with the OpenAI interface
-does, and what it answered is kept in answers.jsonl, so that a run that was stopped goes on and pays for nothing twice.
+does, and what it answered is kept in answers.jsonl, so that a run that was stopped resumes and pays for nothing twice.
 
 Questions whose answer stands in the question, is not in the passage, is not found by retrieval, or is ambiguous are left out, and
 so are leaks between training and validation, which come from different documents. The counts are printed and written.
@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from rlflow_environments.retrieval.commands.build import Progress
-    from rlflow_environments.search.own_documents.making import Compose, Request
+    from rlflow_environments.common.progress import ProgressLine
+    from rlflow_environments.search.own_documents.making import Compose, QuestionRequest
 
 EXAMPLES = """examples:
   rlflow search qa my_documents data/mine
@@ -71,11 +71,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Reads, composes, screens, writes and prints the account; returns 0."""
     from rlflow.errors import ConfigError
-    from rlflow_environments.retrieval.commands.build import Progress
+    from rlflow_environments.common.progress import ProgressLine
     from rlflow_environments.search.own_documents.documents import read_documents
-    from rlflow_environments.search.own_documents.making import Request, make_questions
+    from rlflow_environments.search.own_documents.making import QuestionRequest, make_questions
 
-    request = Request(
+    request = QuestionRequest(
         train=args.train,
         val=args.val,
         val_share=args.val_share,
@@ -93,14 +93,14 @@ def run(args: argparse.Namespace) -> int:
     if others:
         left = ", ".join(f"{count} {suffix}" for suffix, count in sorted(others.items()))
         print(f"left alone, no documents: {left}", file=sys.stderr)
-    progress = Progress(sys.stderr)
+    progress = ProgressLine(sys.stderr)
     report = make_questions(documents, args.out, request, progress, _model(args, request, progress))
     print("\n".join(report.lines()))
     print(f"wrote corpus.jsonl, pages.jsonl, train.jsonl, val.jsonl and report.json to {args.out}")
     return 0
 
 
-def _model(args: argparse.Namespace, request: Request, progress: Progress) -> Compose | None:
+def _model(args: argparse.Namespace, request: QuestionRequest, progress: ProgressLine) -> Compose | None:
     """What composes the questions with a model; None for the rules."""
     from rlflow.errors import ConfigError
     from rlflow_environments.common.endpoint import ChatEndpoint
@@ -119,5 +119,6 @@ def _model(args: argparse.Namespace, request: Request, progress: Progress) -> Co
         timeout_s=args.timeout_s,
         tries=args.tries,
         cache=Path(args.out).expanduser() / "answers.jsonl",
+        name_of=lambda name: "--endpoint" if name == "url" else f"--{name.replace('_', '-')}",
     )
     return ask_model(endpoint, request, progress)

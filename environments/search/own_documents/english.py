@@ -25,7 +25,7 @@ _LEADING = {"the", "a", "an", "in", "on", "at", "by", "from", "of", "to", "for",
 
 
 @dataclass(frozen=True)
-class Relation:
+class PhrasedRelation:
     """phrases: how prose states it, with {s} and {o}. questions: with {s}. description: a noun phrase for the object, by which a
     question names it without its name; empty where there is none. keyword: what a query adds to the subject. object: `name` or
     `year`."""
@@ -38,47 +38,47 @@ class Relation:
     object: str = "name"
 
 
-RELATIONS: tuple[Relation, ...] = (
-    Relation("birthplace", ("{s} was born in {o}", "{s} was born on [^.]{{1,30}} in {o}", "the birthplace of {s} (?:is|was) {o}"),
+PHRASED_RELATIONS: tuple[PhrasedRelation, ...] = (
+    PhrasedRelation("birthplace", ("{s} was born in {o}", "{s} was born on [^.]{{1,30}} in {o}", "the birthplace of {s} (?:is|was) {o}"),
              ("Where was {s} born?", "What is the birthplace of {s}?"), "the birthplace of {s}", "birthplace"),
-    Relation("deathplace", ("{s} died in {o}", "{s} died on [^.]{{1,30}} in {o}"),
+    PhrasedRelation("deathplace", ("{s} died in {o}", "{s} died on [^.]{{1,30}} in {o}"),
              ("Where did {s} die?",), "the place where {s} died", "died"),
-    Relation("spouse", ("{s} married {o}", "{s} was married to {o}", "the (?:spouse|wife|husband) of {s} (?:is|was) {o}"),
+    PhrasedRelation("spouse", ("{s} married {o}", "{s} was married to {o}", "the (?:spouse|wife|husband) of {s} (?:is|was) {o}"),
              ("Who was {s} married to?", "Who was the spouse of {s}?"), "the spouse of {s}", "spouse"),
-    Relation("teacher", ("{s} studied (?:under|with) {o}", "{s} was (?:taught|trained) by {o}", "{s} was a (?:pupil|student) of {o}",
+    PhrasedRelation("teacher", ("{s} studied (?:under|with) {o}", "{s} was (?:taught|trained) by {o}", "{s} was a (?:pupil|student) of {o}",
                          "the teacher of {s} (?:is|was) {o}"),
              ("Who was the teacher of {s}?", "Who taught {s}?"), "the teacher of {s}", "teacher"),
-    Relation("author", ("{s} was written by {o}", "{o} wrote {s}", "the author of {s} (?:is|was) {o}", "{s} is an? (?:book|novel|poem|play) by {o}"),
+    PhrasedRelation("author", ("{s} was written by {o}", "{o} wrote {s}", "the author of {s} (?:is|was) {o}", "{s} is an? (?:book|novel|poem|play) by {o}"),
              ("Who wrote {s}?", "Who is the author of {s}?"), "the author of {s}", "author"),
-    Relation("founder", ("{s} was (?:founded|established|started|set up) by {o}", "{o} founded {s}", "the founder of {s} (?:is|was) {o}"),
+    PhrasedRelation("founder", ("{s} was (?:founded|established|started|set up) by {o}", "{o} founded {s}", "the founder of {s} (?:is|was) {o}"),
              ("Who founded {s}?", "Who was the founder of {s}?"), "the founder of {s}", "founder"),
-    Relation("inventor", ("{s} was (?:invented|discovered|designed|developed) by {o}", "{o} (?:invented|discovered|designed) {s}"),
+    PhrasedRelation("inventor", ("{s} was (?:invented|discovered|designed|developed) by {o}", "{o} (?:invented|discovered|designed) {s}"),
              ("Who invented, discovered or designed {s}?",), "the inventor, discoverer or designer of {s}", "invented"),
-    Relation("maker", ("{s} was (?:directed|composed|painted|created) by {o}", "{o} (?:directed|composed|painted|created) {s}"),
+    PhrasedRelation("maker", ("{s} was (?:directed|composed|painted|created) by {o}", "{o} (?:directed|composed|painted|created) {s}"),
              ("Who made {s}?",), "the one who made {s}", "made"),
-    Relation("seat", ("{s} (?:is|was) (?:based|headquartered) in {o}", "{s} has its (?:seat|headquarters|head office) in {o}",
+    PhrasedRelation("seat", ("{s} (?:is|was) (?:based|headquartered) in {o}", "{s} has its (?:seat|headquarters|head office) in {o}",
                       "the (?:seat|headquarters|head office) of {s} (?:is|are|was) in {o}"),
              ("Where is {s} based?", "Where does {s} have its seat?"), "the seat of {s}", "seat"),
-    Relation("capital", ("the capital of {s} (?:is|was) {o}", "{o} (?:is|was) the capital of {s}"),
+    PhrasedRelation("capital", ("the capital of {s} (?:is|was) {o}", "{o} (?:is|was) the capital of {s}"),
              ("What is the capital of {s}?",), "the capital of {s}", "capital"),
-    Relation("country", ("{s} is an? (?:\\w+ )?(?:town|city|village|port|municipality) in {o}", "{s} belongs to {o}"),
+    PhrasedRelation("country", ("{s} is an? (?:\\w+ )?(?:town|city|village|port|municipality) in {o}", "{s} belongs to {o}"),
              ("In which country or region is {s}?", "What does {s} belong to?"), "the country or region of {s}", "country"),
-    Relation("river", ("{s} (?:lies|stands|is) on (?:the (?:banks of )?)?(?:the )?{o}", "the {o} (?:runs|flows) through {s}"),
+    PhrasedRelation("river", ("{s} (?:lies|stands|is) on (?:the (?:banks of )?)?(?:the )?{o}", "the {o} (?:runs|flows) through {s}"),
              ("Which river flows through {s}?", "On which river does {s} lie?"), "the river of {s}", "river"),
-    Relation("mouth", ("{s} (?:flows|empties) into {o}", "the mouth of (?:the )?{s} is at {o}"),
+    PhrasedRelation("mouth", ("{s} (?:flows|empties) into {o}", "the mouth of (?:the )?{s} is at {o}"),
              ("Into which water does {s} flow?", "Where does {s} end?"), "the water that {s} flows into", "mouth"),
-    Relation("source", ("{s} rises in (?:the )?{o}", "the source of (?:the )?{s} is in (?:the )?{o}"),
+    PhrasedRelation("source", ("{s} rises in (?:the )?{o}", "the source of (?:the )?{s} is in (?:the )?{o}"),
              ("Where does {s} rise?", "What is the source of {s}?"), "the source of {s}", "source"),
-    Relation("birth year", ("{s} was born in {o}", "{s} was born on [^.]{{1,30}} {o}"), ("In which year was {s} born?",), "", "born", "year"),
-    Relation("founding year", ("{s} was (?:founded|established|built|opened) in {o}",), ("In which year was {s} founded or built?",), "",
+    PhrasedRelation("birth year", ("{s} was born in {o}", "{s} was born on [^.]{{1,30}} {o}"), ("In which year was {s} born?",), "", "born", "year"),
+    PhrasedRelation("founding year", ("{s} was (?:founded|established|built|opened) in {o}",), ("In which year was {s} founded or built?",), "",
              "founded", "year"),
-    Relation("publication year", ("{s} was (?:published|released|written) in {o}",), ("In which year was {s} published?",), "", "published", "year"),
+    PhrasedRelation("publication year", ("{s} was (?:published|released|written) in {o}",), ("In which year was {s} published?",), "", "published", "year"),
 )  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Fact:
-    """What a sentence states. relation: a name in RELATIONS, or "blank". question: with {s} for the subject. description: of the
+    """What a sentence states. relation: a name in PHRASED_RELATIONS, or "blank". question: with {s} for the subject. description: of the
     object, by which another question can name it. query: what finds the sentence."""
 
     subject: str
@@ -89,7 +89,7 @@ class Fact:
     query: str
 
 
-def _compiled(phrase: str, relation: Relation) -> re.Pattern[str]:
+def _compiled(phrase: str, relation: PhrasedRelation) -> re.Pattern[str]:
     # Atomic groups: a name is taken whole or not at all.
     object_ = NAME if relation.object == "name" else _YEAR.pattern
     slots = {"s": rf"(?:[Tt]he )?(?P<s>(?>{NAME}))", "o": rf"(?P<o>(?>{object_}))"}
@@ -99,7 +99,7 @@ def _compiled(phrase: str, relation: Relation) -> re.Pattern[str]:
     return re.compile("^" + first.format(**slots) + r"(?=$|[,.;:]|\s(?!and\b|or\b))")
 
 
-_PHRASES = [(relation, _compiled(phrase, relation)) for relation in RELATIONS for phrase in relation.phrases]
+_PHRASES = [(relation, _compiled(phrase, relation)) for relation in PHRASED_RELATIONS for phrase in relation.phrases]
 _PRONOUN = re.compile(r"^(?:He|She|It|They)\b")
 
 

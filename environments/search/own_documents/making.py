@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -11,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from rlflow.errors import ConfigError, DataError
+from rlflow.storage.files import write_json
+from rlflow_environments.common.progress import StageProgress
 from rlflow_environments.retrieval.corpus import Corpus, Passage, write_corpus, write_pages, write_rows
 from rlflow_environments.retrieval.indices import make_retriever
 from rlflow_environments.search.own_documents.candidates import Candidate, compose, find_facts
@@ -19,13 +20,12 @@ from rlflow_environments.search.own_documents.passages import MAX_CHARACTERS, cu
 from rlflow_environments.search.own_documents.screening import REASONS, retrievable, screen
 from rlflow_environments.search.own_documents.splitting import mixed, separate, split, validation_documents
 
-Progress = Callable[[str, int, int], None]
 Compose = Callable[[Sequence[Passage], Sequence[int], set[int], "Counter[str]"], list[Candidate]]
 """(passages, the document of each, documents kept for validation, what was left out by reason) -> candidates."""
 
 
 @dataclass(frozen=True)
-class Request:
+class QuestionRequest:
     """train, val: questions of each, at the most. val_share: of the documents, kept for validation. multi_hop: share of two-hop
     questions. retriever, top_k: an answer must be among so many passages that this retriever finds. blanks: also ask for blanks
     in sentences, where rules compose the questions."""
@@ -54,7 +54,7 @@ class Request:
 
 
 @dataclass
-class Report:
+class QuestionReport:
     """What was read, composed, left out by reason (see screening.REASONS), and written."""
 
     documents: int = 0
@@ -81,17 +81,17 @@ class Report:
 def make_questions(
     documents: Sequence[Document],
     out: str | Path,
-    request: Request,
-    progress: Progress = lambda stage, done, total: None,
+    request: QuestionRequest,
+    progress: StageProgress = lambda stage, done, total: None,
     ask: Compose | None = None,
-) -> Report:
+) -> QuestionReport:
     """Writes corpus.jsonl, pages.jsonl, train.jsonl, val.jsonl and report.json to a folder; returns the report.
 
     ask: composes the candidates instead of the rules. Equal documents, requests and candidates give equal files.
     Raises ConfigError: values out of range; DataError: no question is left for training or for validation.
     """
     request.check()
-    folder, report = Path(out).expanduser(), Report(documents=len(documents))
+    folder, report = Path(out).expanduser(), QuestionReport(documents=len(documents))
     passages, owners = cut_passages(documents, request.max_characters)
     report.passages = len(passages)
     write_corpus(folder / "corpus.jsonl", passages)
@@ -108,11 +108,11 @@ def make_questions(
     candidates = retrievable(candidates, retriever, request.top_k, report.dropped, progress)
     train, val = split(candidates, owners, held_out, report.dropped)
     order = random.Random(f"{request.seed}/order")
-    train, val = (mixed(one, request.multi_hop, order) for one in (train, val))
+    train, val = (mixed(side, request.multi_hop, order) for side in (train, val))
     train, val = separate(train, val, request.val, report.dropped)
     report.dropped["surplus"] += max(0, len(train) - request.train)
     for name, chosen in (("train", train[: request.train]), ("val", val)):
-        rows = [_row(f"{name}-{number}", one, passages, owners, documents) for number, one in enumerate(chosen)]
+        rows = [_row(f"{name}-{number}", candidate, passages, owners, documents) for number, candidate in enumerate(chosen)]
         setattr(report, name, Counter(row["kind"] for row in rows))
         write_rows(folder / f"{name}.jsonl", rows)
     _write_report(folder / "report.json", report, request)
@@ -152,7 +152,7 @@ def _in_order(dropped: Counter[str]) -> list[str]:
     return sorted(reasons, key=lambda reason: known.index(reason) if reason in known else len(known))
 
 
-def _write_report(path: Path, report: Report, request: Request) -> None:
+def _write_report(path: Path, report: QuestionReport, request: QuestionRequest) -> None:
     content = {
         "documents": report.documents,
         "passages": report.passages,
@@ -162,10 +162,10 @@ def _write_report(path: Path, report: Report, request: Request) -> None:
         "val": dict(report.val),
         "request": asdict(request),
     }
-    path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    write_json(path, content)
 
 
-def _check_enough(report: Report, folder: Path) -> None:
+def _check_enough(report: QuestionReport, folder: Path) -> None:
     for name, counts in (("train", report.train), ("val", report.val)):
         if not counts:
             most = max(report.dropped, key=lambda reason: report.dropped[reason], default="")

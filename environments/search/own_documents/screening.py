@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
+from rlflow_environments.common.progress import StageProgress
 from rlflow_environments.retrieval.corpus import Passage
 from rlflow_environments.retrieval.indices import Retriever
 from rlflow_environments.search.own_documents.candidates import Candidate
@@ -84,7 +85,7 @@ def retrievable(
     retriever: Retriever,
     top_k: int,
     dropped: Counter[str],
-    progress: Callable[[str, int, int], None] = lambda stage, done, total: None,
+    progress: StageProgress = lambda stage, done, total: None,
 ) -> list[Candidate]:
     """The candidates each of whose hops is answered by one of the `top_k` passages that its query brings."""
     queries = list(dict.fromkeys(hop.query for candidate in candidates for hop in candidate.hops))
@@ -94,6 +95,6 @@ def retrievable(
         for query, results in zip(batch, retriever.search(batch, top_k), strict=True):
             found[query] = "\n".join(passage.contents for passage in results)
         progress("searching for the answers", start + len(batch), len(queries))
-    kept = [one for one in candidates if all(contains_gold(found[hop.query], [hop.answer]) for hop in one.hops)]
+    kept = [candidate for candidate in candidates if all(contains_gold(found[hop.query], [hop.answer]) for hop in candidate.hops)]
     dropped["not_retrieved"] += len(candidates) - len(kept)
     return kept

@@ -64,14 +64,14 @@ def separate(
         lost |= conflicts
         chosen.append(candidate)
     dropped["leak_in_training"] += len(lost)
-    return [one for number, one in enumerate(train) if number not in lost], chosen
+    return [candidate for number, candidate in enumerate(train) if number not in lost], chosen
 
 
 class _Mentions:
     """Which questions mention a name, in their text, their answer or their facts."""
 
     def __init__(self, candidates: Sequence[Candidate]) -> None:
-        self._texts = [" | ".join([one.question, one.answer, *sorted(one.names)]) for one in candidates]
+        self._texts = [" | ".join([candidate.question, candidate.answer, *sorted(candidate.names)]) for candidate in candidates]
         self._by_word: dict[str, set[int]] = {}
         for number, text in enumerate(self._texts):
             for word in normalize_answer(text).split():

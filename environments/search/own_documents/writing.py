@@ -10,13 +10,14 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from rlflow_environments.common.endpoint import ChatEndpoint
+from rlflow_environments.common.progress import StageProgress
 from rlflow_environments.retrieval.corpus import Passage
 from rlflow_environments.search.own_documents.candidates import Candidate, Hop, names_of
 from rlflow_environments.search.own_documents.english import names_in
-from rlflow_environments.search.own_documents.making import Compose, Progress, Request
+from rlflow_environments.search.own_documents.making import Compose, QuestionRequest
 
 PER_PASSAGE = 3
-SPARE = 1.5
+OVERSAMPLING = 1.5
 """So many times the questions that are wanted are asked for: some do not pass the screening."""
 
 SINGLE = """Write {count} questions that this passage answers, for a test of finding things in a collection of documents.
@@ -48,7 +49,7 @@ Reply with JSON only: {{"question": "...", "answer": "..."}}"""
 Pair = tuple[int, int]
 
 
-def ask_model(endpoint: ChatEndpoint, request: Request, progress: Progress) -> Compose:
+def ask_model(endpoint: ChatEndpoint, request: QuestionRequest, progress: StageProgress) -> Compose:
     """What composes candidates with a model: passages and linked pairs, drawn by seed, for each side of the split its share."""
 
     def compose(
@@ -61,15 +62,15 @@ def ask_model(endpoint: ChatEndpoint, request: Request, progress: Progress) -> C
         for side, wanted in ((False, request.train), (True, request.val)):
             rows = [row for row in range(len(passages)) if (owners[row] in held_out) is side]
             links = [pair for pair in pairs if all((owners[row] in held_out) is side for row in pair)]
-            number = math.ceil(SPARE * wanted * request.multi_hop)
+            number = math.ceil(OVERSAMPLING * wanted * request.multi_hop)
             chosen += draw.sample(links, min(number, len(links)))
-            rest = math.ceil(SPARE * wanted) - min(number, len(links))
+            rest = math.ceil(OVERSAMPLING * wanted) - min(number, len(links))
             singles += draw.sample(rows, min(math.ceil(rest / PER_PASSAGE), len(rows)))
         prompts = [single_prompt(passages[row]) for row in singles]
         prompts += [pair_prompt(passages[first], passages[second]) for first, second in chosen]
         answers = endpoint.complete(prompts, lambda done, total: progress("asking the model", done, total))
         replies = zip(answers, [*((row,) for row in singles), *chosen], strict=True)
-        return [one for text, rows in replies for one in _candidates(text, rows, passages, dropped)]
+        return [candidate for text, rows in replies for candidate in _candidates(text, rows, passages, dropped)]
 
     return compose
 
@@ -121,8 +122,8 @@ def read_reply(text: str) -> Iterator[tuple[str, str]]:
         content = json.loads(found[0])
     except ValueError:
         return
-    for one in content if isinstance(content, list) else [content]:
-        question, answer = (one.get(key) for key in ("question", "answer")) if isinstance(one, dict) else (None, None)
+    for item in content if isinstance(content, list) else [content]:
+        question, answer = (item.get(key) for key in ("question", "answer")) if isinstance(item, dict) else (None, None)
         answered = isinstance(answer, (str, int, float)) and not isinstance(answer, bool) and str(answer).strip()
         if isinstance(question, str) and question.strip() and answered:
             yield question.strip(), str(answer).strip()

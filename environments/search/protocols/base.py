@@ -37,7 +37,7 @@ class Result:
 
 @dataclass(frozen=True)
 class Reading:
-    """What a response comes to. calls: tools to use. ends: the episode is over. message: what is answered where no tool is used;
+    """What a response asks for. calls: tools to use. ends: the episode is over. message: what is answered where no tool is used;
     invalid: whether that is because the response made no sense."""
 
     calls: tuple[Call, ...] = ()
@@ -90,7 +90,7 @@ class Protocol(ABC):
 
     @abstractmethod
     def read(self, response: str, stop: tuple[str, ...], cut: bool) -> Reading:
-        """What a response comes to. stop: its stop strings; cut: whether a token limit ended it."""
+        """Reads a response. stop: its stop strings; cut: whether a token limit ended it."""
 
     @abstractmethod
     def show(self, results: Sequence[Result]) -> list[Shown]:

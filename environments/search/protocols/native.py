@@ -65,7 +65,7 @@ class Native(Protocol):
         """The call of a block, or what is wrong with it, for the model to read."""
         try:
             call = json.loads(block)
-            name, arguments = call["name"], call.get("arguments", call.get("parameters"))
+            name, arguments = call["name"], call.get("arguments", call.get("parameters"))  # Llama 3.1 writes "parameters"
         except (ValueError, TypeError, KeyError, AttributeError):
             return "Error: a tool call is one JSON object with 'name' and 'arguments'."
         if name not in self.enabled:
@@ -73,10 +73,10 @@ class Native(Protocol):
         arguments = arguments if isinstance(arguments, dict) else {}
         given = arguments.get("query_list", arguments.get("query")) if name == "search" else arguments.get("url")
         inputs = [given] if isinstance(given, str) else given
-        if not isinstance(inputs, list) or not inputs or not all(isinstance(one, str) for one in inputs):
+        if not isinstance(inputs, list) or not inputs or not all(isinstance(text, str) for text in inputs):
             wanted = "'query_list', a list of texts" if name == "search" else "'url', a text"
             return f"Error: {name} takes {wanted}."
-        return Call(name, tuple(one.strip() for one in inputs))
+        return Call(name, tuple(text.strip() for text in inputs))
 
     def show(self, results: Sequence[Result]) -> list[Shown]:
         return [Shown([_message(self._text(result)) for result in results])]

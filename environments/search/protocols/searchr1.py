@@ -36,7 +36,7 @@ class SearchR1(Protocol):
     scores_unfinished = False  # it ends unanswered, which is worth nothing
 
     def responses(self, max_turns: int) -> int:
-        return max_turns + 1
+        return max_turns + 1  # generation.py, `run_llm_loop`: after the rounds a last rollout with do_search=False
 
     def read(self, response: str, stop: tuple[str, ...], cut: bool) -> Reading:
         action = parse_action(response)
@@ -64,6 +64,7 @@ class RLinf(Protocol):
     document_characters = 5000
 
     def read(self, response: str, stop: tuple[str, ...], cut: bool) -> Reading:
+        # searchr1_agent_loop.py cuts at the first closing tag by hand: whatever follows it is not read, a second search neither.
         head, found, _ = response.partition("</search>")
         match = _SEARCH.search(head + found)
         if match is None:
@@ -87,6 +88,7 @@ class SkyRL(Protocol):
     frame = ('\n<information>{"result": "Doc 1: ', '"}</information>\n')
 
     def read(self, response: str, stop: tuple[str, ...], cut: bool) -> Reading:
+        # env.py, `_is_done`: both tags anywhere, in either order, and before it looks for a search.
         if "<answer>" in response and "</answer>" in response:
             return Reading(ends=True)
         match = _SEARCH.search(response)
@@ -96,7 +98,7 @@ class SkyRL(Protocol):
 
     def show(self, results: Sequence[Result]) -> list[Shown]:
         passages = results[0].passages[0]
-        documents = [f"Doc {number}: {self.document(one).strip()}\n" for number, one in enumerate(passages, start=1)]
+        documents = [f"Doc {number}: {self.document(passage).strip()}\n" for number, passage in enumerate(passages, start=1)]
         return [Shown(self._block("".join(documents) or NO_RESULTS))]
 
     def refuse(self, calls: Sequence[Call]) -> Observation:
@@ -109,8 +111,8 @@ class SkyRL(Protocol):
 def information(protocol: Protocol, passages: Sequence[Passage]) -> str:
     """The information block of RLinf, ASearcher and AstraFlow."""
     documents = [
-        f"[Doc {number}]({neutralize_tags(one.url)}):\n{protocol.document(one)}"
-        for number, one in enumerate(passages, start=1)
+        f"[Doc {number}]({neutralize_tags(passage.url)}):\n{protocol.document(passage)}"
+        for number, passage in enumerate(passages, start=1)
     ]
     body = "\n\n".join(documents) if documents else "No search results are found."
     return f"<information>\n{body}\n</information>"

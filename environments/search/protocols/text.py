@@ -57,7 +57,8 @@ _SPECIAL_TOKEN = re.compile(
 def parse_action(response: str) -> Action | None:
     """The first complete search or answer of a response, None where there is none.
 
-    As in Search-R1 the text counts up to its first `</search>`, or without one up to its first `</answer>`.
+    As in Search-R1 the text counts up to its first `</search>`, or without one up to its first `</answer>`:
+    `_postprocess_responses` cuts it there before `postprocess_predictions` looks for the first action.
     """
     for closing in ("</search>", "</answer>"):
         head, found, _ = response.partition(closing)

@@ -6,8 +6,8 @@ folder, and `reading` puts them together.
 
 from __future__ import annotations
 
-from rlflow_environments.search.questions.layouts import LAYOUTS
 from rlflow_environments.search.questions.reading import QuestionSource, read_tasks
+from rlflow_environments.search.questions.row_formats import ROW_FORMATS
 from rlflow_environments.search.questions.sets import EVALUATION_SETS, find_sets
 
-__all__ = ["read_tasks", "QuestionSource", "LAYOUTS", "EVALUATION_SETS", "find_sets"]
+__all__ = ["read_tasks", "QuestionSource", "ROW_FORMATS", "EVALUATION_SETS", "find_sets"]

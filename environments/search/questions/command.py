@@ -33,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Reads, tells, writes; returns 0. Raises DataError for bad rows."""
+    """Reads, describes, writes; returns 0. Raises DataError for bad rows."""
     path = Path(args.path).expanduser()
     rows = _passages(path, args) if path.is_file() and _is_corpus(path) else _questions(path, args)
     if args.out:
@@ -55,10 +55,10 @@ def _passages(path: Path, args: argparse.Namespace) -> list[dict[str, Any]]:
     from rlflow_environments.retrieval.corpus import read_passages
 
     passages = read_passages(path, skip_bad_rows=args.skip_bad_rows)
-    synthesised = sum(one.url.startswith("doc://") for one in passages)
+    synthesised = sum(passage.url.startswith("doc://") for passage in passages)
     print(f"{path}: a corpus of {len(passages):,} passages, {synthesised:,} of them without a url")
     _show({"id": passages[0].id, "contents": passages[0].contents, "url": passages[0].url})
-    return [{"id": one.id, "title": one.title, "contents": one.contents, "url": one.url} for one in passages]
+    return [{"id": passage.id, "title": passage.title, "contents": passage.contents, "url": passage.url} for passage in passages]
 
 
 def _questions(path: Path, args: argparse.Namespace) -> list[dict[str, Any]]:
@@ -66,8 +66,8 @@ def _questions(path: Path, args: argparse.Namespace) -> list[dict[str, Any]]:
 
     tasks = read_tasks({"path": path, "skip_bad_rows": args.skip_bad_rows}, "val", "{question}")
     sets = Counter(task.metadata["set"] for task in tasks if "set" in task.metadata)
-    told = f"; sets: {', '.join(f'{name} {count:,}' for name, count in sets.items())}" if sets else ""
-    print(f"{path}: {len(tasks):,} questions, {sum(len(task.answer) > 1 for task in tasks):,} with several gold answers{told}")
+    counts = f"; sets: {', '.join(f'{name} {count:,}' for name, count in sets.items())}" if sets else ""
+    print(f"{path}: {len(tasks):,} questions, {sum(len(task.answer) > 1 for task in tasks):,} with several gold answers{counts}")
     rows = [_row(task) for task in tasks]
     _show(rows[0])
     return rows

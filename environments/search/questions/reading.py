@@ -12,7 +12,7 @@ from rlflow.types import Task
 from rlflow_environments.common.jsonl import BadRow, kind_of, refuse, text_of
 from rlflow_environments.common.options import check_options
 from rlflow_environments.search.protocols.text import render_prompt
-from rlflow_environments.search.questions.layouts import LAYOUTS, Layout, gold_answers, prompt_of, row_id
+from rlflow_environments.search.questions.row_formats import ROW_FORMATS, RowFormat, gold_answers, prompt_of, row_id
 from rlflow_environments.search.questions.sets import find_sets, set_name
 from rlflow_environments.search.questions.tables import read_rows
 
@@ -57,17 +57,19 @@ def read_files(
 ) -> list[Task]:
     """The tasks of all files.
 
-    layout: a name in LAYOUTS, instead of the one that the rows show. sets: which of a folder's evaluation sets, and of a file's
-    rows those of these sets. first: so many rows of each file. skip_bad_rows: leave them out with a warning. skip_sources: leave
-    out rows with these values of `source`. rewrite_prompts: make prompts from `question` even where a row brings its own.
+    layout: a name in ROW_FORMATS, instead of the one that the rows show. sets: which of a folder's evaluation sets, and of a
+    file's rows those of these sets. first: so many rows of each file. skip_bad_rows: leave them out with a warning.
+    skip_sources: leave out rows with these values of `source`. rewrite_prompts: make prompts from `question` even where a row
+    brings its own.
     """
-    if layout is not None and layout not in LAYOUTS:
+    if layout is not None and layout not in ROW_FORMATS:
         raise ConfigError(
-            f"environment.{split}.layout: expected one of {', '.join(LAYOUTS)}, found '{layout}'.{did_you_mean(layout, LAYOUTS)}"
+            f"environment.{split}.layout: expected one of {', '.join(ROW_FORMATS)}, found '{layout}'."
+            f"{did_you_mean(layout, ROW_FORMATS)}"
         )
     if first is not None and first < 1:
         raise ConfigError(f"environment.{split}.first: expected at least 1, found {first}.")
-    reader = _Reader(split, prompt_template, LAYOUTS.get(layout or ""), skip_bad_rows, rewrite_prompts)
+    reader = _Reader(split, prompt_template, ROW_FORMATS.get(layout or ""), skip_bad_rows, rewrite_prompts)
     tasks: list[Task] = []
     for name, file in _files(paths, split):
         tasks += reader.read(file, name)[:first]
@@ -115,7 +117,7 @@ class _Reader:
     """Reads files one after the other; ids differ over all of them, because they tell groups apart."""
 
     def __init__(
-        self, split: str, prompt_template: str, layout: Layout | None, skip_bad_rows: bool, rewrite_prompts: bool
+        self, split: str, prompt_template: str, layout: RowFormat | None, skip_bad_rows: bool, rewrite_prompts: bool
     ) -> None:
         self._split = split
         self._prompt_template = prompt_template
@@ -141,7 +143,7 @@ class _Reader:
         refuse(path, what, bad, len(tasks), skip=self._skip_bad_rows)
         return tasks
 
-    def _task(self, row: dict[str, Any], number: int, layout: Layout, set_of_file: str) -> Task:
+    def _task(self, row: dict[str, Any], number: int, layout: RowFormat, set_of_file: str) -> Task:
         path, golds = gold_answers(layout, row)
         if row.get("prompt") is not None and not self._rewrite_prompts:
             prompt = prompt_of(row["prompt"])
@@ -169,16 +171,16 @@ def _set_of_row(row: Mapping[str, Any]) -> str:
     return set_name(source.removeprefix("searchR1_")) if isinstance(source, str) and source else ""
 
 
-def _detect(path: Path, what: str, rows: Sequence[Mapping[str, Any]]) -> Layout:
+def _detect(path: Path, what: str, rows: Sequence[Mapping[str, Any]]) -> RowFormat:
     """The layout of a file: that of its first row with a gold answer. Raises DataError, which lists what was looked for."""
     for row in rows:
-        fitting = next((layout for layout in LAYOUTS.values() if layout.fits(row)), None)
+        fitting = next((layout for layout in ROW_FORMATS.values() if layout.fits(row)), None)
         if fitting is not None:
             logger.debug("%s: %s in the layout %s", path, what, fitting.name)
             return fitting
     if not rows:
-        return LAYOUTS["plain"]  # what is wrong with each row is said next
-    looked_for = ", ".join(layout.described() for layout in LAYOUTS.values())
+        return ROW_FORMATS["plain"]  # its reader then reports what is wrong with each row
+    looked_for = ", ".join(layout.described() for layout in ROW_FORMATS.values())
     found = ", ".join(f"{key} ({kind_of(value)})" for key, value in rows[0].items()) or "nothing"
     raise DataError(
         f"{path}: expected the {what}, found no gold answer in any of {len(rows)} rows. Looked for {looked_for}. The first row "

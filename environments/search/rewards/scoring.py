@@ -8,10 +8,7 @@ from __future__ import annotations
 import re
 import string
 from collections import Counter
-from collections.abc import Callable, Sequence
-
-Reward = Callable[[str, Sequence[str]], float]
-"""(the policy's text of a whole episode, gold answers) -> reward."""
+from collections.abc import Sequence
 
 MAX_ANSWER_TAGS = 10
 
@@ -70,5 +67,3 @@ def searchr1_em(model_text: str, golds: Sequence[str]) -> float:
     tags = max(model_text.count("<answer>"), model_text.count("</answer>"))
     return score / 4 if tags > MAX_ANSWER_TAGS else score
 
-
-REWARDS: dict[str, Reward] = {"searchr1_em": searchr1_em}

@@ -1,4 +1,4 @@
-"""A stricter exact match of our own: what Search-R1's takes for equal although it is not, is told apart here.
+"""A stricter exact match of our own: it distinguishes what Search-R1's takes for equal although it is not.
 
 Search-R1 deletes punctuation and articles, so that "1.5" equals "15", "-5" equals "5", "C++" equals "C" and "the" equals "an";
 and it knows neither Unicode forms nor numbers, so that "1,000" differs from "one thousand".

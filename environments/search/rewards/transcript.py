@@ -1,4 +1,4 @@
-"""What a reward is given: one episode as text, told apart by who wrote it."""
+"""What a reward is given: one episode as text, the policy's separate from the environment's."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Demonstrations of the search protocol in worlds that are drawn afresh for each of them, skilful or clumsy.
 
 A demonstration is a prompt and turns of (response, observation). Skilful ones look up every fact of a question's chain. Clumsy
-ones guess, search without naming anything, or stop after the first hop: behaviour for reinforcement learning to mend.
+ones guess, search without naming anything, or stop after the first hop: behaviour for reinforcement learning to correct.
 """
 
 from __future__ import annotations

@@ -10,16 +10,15 @@ import hashlib
 import itertools
 import json
 import logging
-import os
 import random
 import re
-import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
 from rlflow.errors import ConfigError
+from rlflow.storage.files import replacing_directory
 from rlflow_environments.retrieval.corpus import Passage, make_contents, write_corpus, write_pages, write_rows
 from rlflow_environments.search.protocols.text import render_prompt
 from rlflow_environments.search.world import prose
@@ -116,11 +115,11 @@ def _relate(generator: random.Random, made: dict[str, list[Entity]], names: Name
         city.facts = {"river": generator.choice(rivers).name, "country": country.name}
         country.facts.setdefault("capital", city.name)
     couples = people[: len(people) // 2 * 2]
-    for one, other in zip(couples[::2], couples[1::2], strict=True):
-        one.facts["spouse"], other.facts["spouse"] = other.name, one.name
+    for person, spouse in zip(couples[::2], couples[1::2], strict=True):
+        person.facts["spouse"], spouse.facts["spouse"] = spouse.name, person.name
     for person in people:
         unfit = (person.name, person.facts.get("spouse"))
-        teachers = [one for one in generator.sample(people, min(3, len(people))) if one.name not in unfit]
+        teachers = [teacher for teacher in generator.sample(people, min(3, len(people))) if teacher.name not in unfit]
         person.facts["birthplace"] = generator.choice(cities).name
         if teachers:
             person.facts["teacher"] = teachers[0].name
@@ -209,16 +208,16 @@ def comparison_questions(half: Half, generator: random.Random) -> Iterator[Quest
     while True:
         relation, kind = generator.choice(relations)
         entities = half.of(kind)
-        one = generator.choice(entities)
+        entity = generator.choice(entities)
         same = generator.random() < 0.5
-        others = [e for e in entities if e is not one and (e.facts[relation] == one.facts[relation]) == same]
+        others = [e for e in entities if e is not entity and (e.facts[relation] == entity.facts[relation]) == same]
         if not others:
             if len(entities) < 2:
                 return
             continue
         other = generator.choice(others)
-        text = generator.choice(prose.COMPARISONS[relation]).format(a=_the(one.name), b=_the(other.name))
-        chain = tuple((e.name, relation, e.facts[relation]) for e in (one, other))
+        text = generator.choice(prose.COMPARISONS[relation]).format(a=_the(entity.name), b=_the(other.name))
+        chain = tuple((e.name, relation, e.facts[relation]) for e in (entity, other))
         yield Question(text, "yes" if same else "no", "comparison", chain)
 
 
@@ -271,20 +270,12 @@ def ensure_world(
     if folder.is_dir():
         return paths
     contents = make_world(**arguments)
-    aside = folder.with_name(f"{folder.name}.{os.getpid()}.partial")
-    shutil.rmtree(aside, ignore_errors=True)
-    aside.mkdir(parents=True)
-    for name, rows in contents.items():
-        write = {"corpus": write_corpus, "pages": write_pages}.get(name, write_rows)
-        write(aside / FILES[name], rows)
-    write_rows(aside / "manifest.json", [arguments])
-    try:
-        aside.replace(folder)
-        logger.info("wrote the world of seed %d to %s", seed, folder)
-    except OSError:
-        shutil.rmtree(aside)
-        if not folder.is_dir():  # else another process was faster
-            raise
+    with replacing_directory(folder, keep_existing=True) as aside:
+        for name, rows in contents.items():
+            write = {"corpus": write_corpus, "pages": write_pages}.get(name, write_rows)
+            write(aside / FILES[name], rows)
+        write_rows(aside / "manifest.json", [arguments])
+    logger.info("the world of seed %d is in %s", seed, folder)
     return paths
 
 

@@ -1,4 +1,4 @@
-"""The key-value cache of the embedded engine: a pool of pages, and attention over the pages of several sequences."""
+"""The key-value cache of the embedded engine: a pool of blocks, and attention over the blocks of several sequences."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from rlflow.models.architecture import Architecture
-from rlflow.rollout.embedded.pages import PAGE, pages_for
+from rlflow.rollout.embedded.block_manager import BLOCK_SIZE, blocks_for
 
-BLOCK_ROWS = 4  # sequences in one attention call at the most
-BLOCK_PADDING = 1.25  # a call's padded keys and values, in shares of the real ones, at the most
+CALL_ROWS = 4  # sequences in one attention call at the most
+CALL_PADDING = 1.25  # a call's padded keys and values, in shares of the real ones, at the most
 MASK_ELEMENTS = 1 << 22  # of one attention call while prefilling
 
 Attend = Callable[[int, Tensor, Tensor], Tensor]
@@ -22,66 +22,66 @@ Attend = Callable[[int, Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
-class Block:
+class AttentionCall:
     """Sequences of similar length that one attention call serves.
 
-    rows: which of the batch. pages: (rows * n,), of each row the first n. mask: (rows, 1, 1 or queries, n * PAGE), 0 or
+    rows: which of the batch. blocks: (rows * n,), of each row the first n. mask: (rows, 1, 1 or queries, n * BLOCK_SIZE), 0 or
     -inf. queries: (rows, queries), places among the flat tokens; None where row i of the batch has query i. Padding
     repeats a row's last query; `real` (rows, queries) tells which are not padding."""
 
     rows: slice
-    pages: Tensor
+    blocks: Tensor
     mask: Tensor
     queries: Tensor | None = None
     real: Tensor | None = None
 
 
 class KeyValueCache:
-    """Keys and values of `pages` pages, (layers, pages, PAGE * width) with width = 2 * groups * head_dim."""
+    """Keys and values of `blocks` blocks, (layers, blocks, BLOCK_SIZE * width) with width = 2 * groups * head_dim."""
 
-    def __init__(self, model: Architecture, pages: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, model: Architecture, blocks: int, dtype: torch.dtype, device: torch.device) -> None:
         self._model = model
         self._width = 2 * model.groups * model.head_dim
-        self._pool = _zeros((model.layers, pages, PAGE * self._width), dtype, device)
+        self._pool = _zeros((model.layers, blocks, BLOCK_SIZE * self._width), dtype, device)
 
     @staticmethod
-    def page_bytes(model: Architecture, dtype: torch.dtype) -> int:
-        """Memory of a page, all layers together."""
-        return model.layers * PAGE * 2 * model.groups * model.head_dim * dtype.itemsize
+    def block_bytes(model: Architecture, dtype: torch.dtype) -> int:
+        """Memory of a block, all layers together."""
+        return model.layers * BLOCK_SIZE * 2 * model.groups * model.head_dim * dtype.itemsize
 
     @torch.inference_mode()
     def copy(self, source: int, target: int) -> None:
-        """Copies a page."""
+        """Copies a block."""
         self._pool[:, target] = self._pool[:, source]
 
     @torch.inference_mode()
-    def clear(self, pages: int) -> None:
-        """Zeroes the first `pages` pages. A masked key must still be finite: NaN - inf is NaN, in whichever page it was
+    def clear(self, blocks: int) -> None:
+        """Zeroes the first `blocks` blocks. A masked key must still be finite: NaN - inf is NaN, in whichever block it was
         left behind."""
-        self._pool[:, :pages] = 0
+        self._pool[:, :blocks] = 0
 
     def decoding(self, tables: Tensor, positions: Tensor, lengths: Sequence[int]) -> Attend:
-        """Attention for one new token per sequence. tables: (B, n) pages; positions: (B,), where the new tokens stand,
+        """Attention for one new token per sequence. tables: (B, n) blocks; positions: (B,), where the new tokens stand,
         that is lengths - 1; longest first, so that neighbours need little padding."""
         index = _places(tables, positions)
-        allowed = torch.arange(pages_for(lengths[0]) * PAGE, device=tables.device) <= positions[:, None]
+        allowed = torch.arange(blocks_for(lengths[0]) * BLOCK_SIZE, device=tables.device) <= positions[:, None]
         mask = _as_mask(allowed, self._pool.dtype)[:, None, None]
-        blocks = []
+        calls = []
         for rows in _similar(lengths):
-            count = pages_for(lengths[rows.start])
-            blocks.append(Block(rows, tables[rows, :count].reshape(-1), mask[rows, ..., : count * PAGE]))
-        return self._decoding_attention(index, blocks)
+            count = blocks_for(lengths[rows.start])
+            calls.append(AttentionCall(rows, tables[rows, :count].reshape(-1), mask[rows, ..., : count * BLOCK_SIZE]))
+        return self._decoding_attention(index, calls)
 
     def decoding_static(self, tables: Tensor, positions: Tensor) -> Attend:
-        """The same in one call over all pages of `tables`, with no look at a value on the host: fit for a CUDA graph."""
-        allowed = torch.arange(tables.shape[1] * PAGE, device=tables.device) <= positions[:, None]
+        """The same in one call over all blocks of `tables`, with no look at a value on the host: fit for a CUDA graph."""
+        allowed = torch.arange(tables.shape[1] * BLOCK_SIZE, device=tables.device) <= positions[:, None]
         mask = _as_mask(allowed, self._pool.dtype)[:, None, None]
-        block = Block(slice(0, len(positions)), tables.reshape(-1), mask)
-        return self._decoding_attention(_places(tables, positions), [block])
+        call = AttentionCall(slice(0, len(positions)), tables.reshape(-1), mask)
+        return self._decoding_attention(_places(tables, positions), [call])
 
     def prefilling(self, tables: Tensor, starts: Sequence[int], stops: Sequence[int]) -> Attend:
         """Attention for the flat tokens of several sequences: i brings positions starts[i]:stops[i] of the one whose
-        pages are tables[i]."""
+        blocks are tables[i]."""
         device = tables.device
         parts = _cut(starts, stops)
         offsets = [0]
@@ -94,67 +94,65 @@ class KeyValueCache:
         order = sorted(range(len(parts)), key=lambda part: (-parts[part][2], parts[part][1]))
         lengths = [parts[part][2] for part in order]
         counts = [parts[part][2] - parts[part][1] for part in order]
-        blocks = []
+        calls = []
         for rows in _similar(lengths, counts):
             chosen = order[rows]
-            blocks.append(
-                self._prefilling_block(rows, tables, [parts[i] for i in chosen], [offsets[i] for i in chosen])
-            )
+            calls.append(self._prefilling_call(rows, tables, [parts[i] for i in chosen], [offsets[i] for i in chosen]))
         index = torch.cat(places)
         heads, dim = self._model.heads, self._model.head_dim
 
         def attend(layer: int, queries: Tensor, keys_values: Tensor) -> Tensor:
             self._write(layer, index, keys_values)
             output = torch.empty(len(queries), heads * dim, dtype=queries.dtype, device=device)
-            for block in blocks:
-                keys, values = self._read(layer, block)
-                wanted, real = cast(Tensor, block.queries), cast(Tensor, block.real)
+            for call in calls:
+                keys, values = self._read(layer, call)
+                wanted, real = cast(Tensor, call.queries), cast(Tensor, call.real)
                 padded = queries[wanted].transpose(1, 2)
-                attended = F.scaled_dot_product_attention(padded, keys, values, attn_mask=block.mask, enable_gqa=True)
+                attended = F.scaled_dot_product_attention(padded, keys, values, attn_mask=call.mask, enable_gqa=True)
                 output[wanted[real]] = attended.transpose(1, 2).flatten(2)[real]
             return output
 
         return attend
 
-    def _decoding_attention(self, index: Tensor, blocks: list[Block]) -> Attend:
+    def _decoding_attention(self, index: Tensor, calls: list[AttentionCall]) -> Attend:
         groups, dim = self._model.groups, self._model.head_dim
 
         def attend(layer: int, queries: Tensor, keys_values: Tensor) -> Tensor:
             self._write(layer, index, keys_values)
             by_group = queries.reshape(len(queries), groups, -1, dim)  # the heads of a group share its keys: no copies
             parts = []
-            for block in blocks:
-                keys, values = self._read(layer, block)
-                attended = F.scaled_dot_product_attention(by_group[block.rows], keys, values, attn_mask=block.mask)
+            for call in calls:
+                keys, values = self._read(layer, call)
+                attended = F.scaled_dot_product_attention(by_group[call.rows], keys, values, attn_mask=call.mask)
                 parts.append(attended.reshape(len(attended), -1))
             return parts[0] if len(parts) == 1 else torch.cat(parts)
 
         return attend
 
-    def _prefilling_block(
+    def _prefilling_call(
         self, rows: slice, tables: Tensor, parts: list[tuple[int, int, int]], offsets: list[int]
-    ) -> Block:
+    ) -> AttentionCall:
         device = tables.device
         first = torch.tensor([start for _, start, _ in parts], device=device)
         count = torch.tensor([stop - start for _, start, stop in parts], device=device)
         steps = torch.arange(max(stop - start for _, start, stop in parts), device=device)
         within = torch.minimum(steps, count[:, None] - 1)
-        pages = pages_for(max(stop for _, _, stop in parts))
-        allowed = torch.arange(pages * PAGE, device=device) <= (first[:, None] + within)[..., None]
-        chosen = tables[torch.tensor([row for row, _, _ in parts], device=device), :pages]
+        blocks = blocks_for(max(stop for _, _, stop in parts))
+        allowed = torch.arange(blocks * BLOCK_SIZE, device=device) <= (first[:, None] + within)[..., None]
+        chosen = tables[torch.tensor([row for row, _, _ in parts], device=device), :blocks]
         queries = torch.tensor(offsets, device=device)[:, None] + within
         mask = _as_mask(allowed, self._pool.dtype)[:, None]
-        return Block(rows, chosen.reshape(-1), mask, queries, steps < count[:, None])
+        return AttentionCall(rows, chosen.reshape(-1), mask, queries, steps < count[:, None])
 
     def _write(self, layer: int, index: Tensor, keys_values: Tensor) -> None:
         self._pool[layer].view(-1, self._width)[index] = keys_values
 
-    def _read(self, layer: int, block: Block) -> tuple[Tensor, Tensor]:
-        """Keys and values (rows, groups, positions, head_dim) of a block: a copy, small enough to stay in the cache of the
+    def _read(self, layer: int, call: AttentionCall) -> tuple[Tensor, Tensor]:
+        """Keys and values (rows, groups, positions, head_dim) of a call: a copy, small enough to stay in the cache of the
         processor until it is attended to."""
         groups, dim = self._model.groups, self._model.head_dim
-        copied = self._pool[layer].index_select(0, block.pages)
-        held = copied.view(len(block.mask), -1, 2 * groups, dim).transpose(1, 2)
+        copied = self._pool[layer].index_select(0, call.blocks)
+        held = copied.view(len(call.mask), -1, 2 * groups, dim).transpose(1, 2)
         return held[:, :groups], held[:, groups:]
 
 
@@ -169,8 +167,8 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
 
 def _places(tables: Tensor, positions: Tensor) -> Tensor:
     """(B,) where in the flat pool the position of each sequence lies."""
-    page = tables.gather(1, (positions // PAGE)[:, None])[:, 0]
-    return page * PAGE + positions % PAGE
+    block = tables.gather(1, (positions // BLOCK_SIZE)[:, None])[:, 0]
+    return block * BLOCK_SIZE + positions % BLOCK_SIZE
 
 
 def _as_mask(allowed: Tensor, dtype: torch.dtype) -> Tensor:
@@ -183,7 +181,7 @@ def _similar(lengths: Sequence[int], counts: Sequence[int] | None = None) -> Ite
     for row, length in enumerate(lengths):
         count = 1 if counts is None else counts[row]
         padded = (row - first + 1) * lengths[first] * max(most, count)
-        if row > first and (row - first == BLOCK_ROWS or padded > BLOCK_PADDING * (real + length * count)):
+        if row > first and (row - first == CALL_ROWS or padded > CALL_PADDING * (real + length * count)):
             yield slice(first, row)
             first, real, most = row, 0, 0
         real += length * count
@@ -195,6 +193,6 @@ def _cut(starts: Sequence[int], stops: Sequence[int]) -> list[tuple[int, int, in
     """(row, start, stop) of every row, those cut whose masks would be large."""
     parts = []
     for row, (start, stop) in enumerate(zip(starts, stops)):
-        step = max(1, MASK_ELEMENTS // (BLOCK_ROWS * stop))
+        step = max(1, MASK_ELEMENTS // (CALL_ROWS * stop))
         parts += [(row, at, min(at + step, stop)) for at in range(start, stop, step)]
     return parts

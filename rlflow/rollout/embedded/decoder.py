@@ -34,27 +34,30 @@ class Decoder:
         self._head = self._embedding if architecture.tied else self._make("lm_head.weight")
         self._rope = _rope_table(architecture, 0, device)
 
-    @torch.inference_mode()
     def load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Copies (HuggingFace name, tensor) pairs into the parameters, in place. A tied model accepts
-        `lm_head.weight` too and ignores it. Raises ModelError for an unknown, missing, repeated or wrongly shaped
-        tensor."""
+        """Copies (HuggingFace name, tensor) pairs into the parameters, in place. Raises ModelError for an unknown, missing,
+        repeated or wrongly shaped tensor."""
         missing = set(self.parameters)
         for name, tensor in weights:
-            if name == "lm_head.weight" and self.architecture.tied:
-                continue
-            if name not in missing:
-                what = "came twice" if name in self.parameters else "is not part of this model"
-                raise ModelError(f"weights: tensor '{name}' {what}.{did_you_mean(name, missing)}")
-            parameter = self.parameters[name]
-            if parameter.shape != tensor.shape:
-                raise ModelError(
-                    f"weights: '{name}' has shape {tuple(tensor.shape)}, the model's is {tuple(parameter.shape)}."
-                )
-            parameter.copy_(tensor)
-            missing.remove(name)
-        if missing:
-            raise ModelError(f"weights: {len(missing)} tensors are missing, the first is '{min(missing)}'.")
+            self.copy_in(name, tensor, missing)
+        check_complete(missing)
+
+    @torch.inference_mode()
+    def copy_in(self, name: str, tensor: Tensor, missing: set[str]) -> None:
+        """Copies one tensor into its parameter and takes it off the names that are still `missing`. A tied model accepts
+        `lm_head.weight` too and ignores it."""
+        if name == "lm_head.weight" and self.architecture.tied:
+            return
+        if name not in missing:
+            what = "came twice" if name in self.parameters else "is not part of this model"
+            raise ModelError(f"weights: tensor '{name}' {what}.{did_you_mean(name, missing)}")
+        parameter = self.parameters[name]
+        if parameter.shape != tensor.shape:
+            raise ModelError(
+                f"weights: '{name}' has shape {tuple(tensor.shape)}, the model's is {tuple(parameter.shape)}."
+            )
+        parameter.copy_(tensor)
+        missing.remove(name)
 
     def reserve(self, positions: int) -> None:
         """Makes room for sequences of that many tokens; to be called before a `forward` that has them."""
@@ -125,6 +128,12 @@ class Decoder:
             layer["q_norm"] = self._make(attention + "q_norm.weight")
             layer["k_norm"] = self._make(attention + "k_norm.weight")
         return layer
+
+
+def check_complete(missing: set[str]) -> None:
+    """Raises ModelError if a load left tensors out."""
+    if missing:
+        raise ModelError(f"weights: {len(missing)} tensors are missing, the first is '{min(missing)}'.")
 
 
 def _rope_table(model: Architecture, length: int, device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -3,31 +3,31 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
 import torch
-from torch import Tensor
 
 from rlflow.errors import ConfigError, RolloutError, did_you_mean
 from rlflow.models.architecture import architecture
 from rlflow.models.huggingface import digest, iterate_weights, read_config
+from rlflow.rollout.embedded.block_manager import BLOCK_SIZE, blocks_for
 from rlflow.rollout.embedded.cache import KeyValueCache
-from rlflow.rollout.embedded.decoder import Decoder
+from rlflow.rollout.embedded.decoder import Decoder, check_complete
 from rlflow.rollout.embedded.graphs import CudaCapture
-from rlflow.rollout.embedded.pages import PAGE, pages_for
 from rlflow.rollout.embedded.sampling import Decoding, StopTable
-from rlflow.rollout.embedded.scheduler import Scheduler, Statistics
-from rlflow.rollout.embedded.slots import Request
-from rlflow.rollout.engine import Completion, Sampling
+from rlflow.rollout.embedded.scheduler import EngineStatistics, Scheduler
+from rlflow.rollout.embedded.slots import SequenceState
+from rlflow.rollout.engine import Completion, Engine, PauseMode, Sampling, Weights, each_weight
 from rlflow.rollout.tokenizer import Tokenizer
 
+CLOSED = "it was closed; make a new one"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
-class EmbeddedEngine:
-    """Implements `rlflow.rollout.engine.Engine` over a HuggingFace directory of a Qwen2, Qwen3 or Llama model.
+class EmbeddedEngine(Engine):
+    """An engine over a HuggingFace directory of a Qwen2, Qwen3 or Llama model.
 
     One step admits waiting requests, prefills them (at most `prefill_tokens`), and decodes one token for all that run;
     between steps the event loop gets its turn. All of it happens in the caller's event loop, one loop at a time, so
@@ -41,6 +41,11 @@ class EmbeddedEngine:
     tokens of prompts in a step. deterministic: requests that wait are admitted in the order of their ids, not of their
     arrival. cuda_graphs: replay recorded decode steps; None: on a GPU.
     """
+
+    hashes_weights = True
+    max_tokens: int
+    dtype: torch.dtype
+    weight_names: frozenset[str]
 
     def __init__(
         self,
@@ -62,7 +67,7 @@ class EmbeddedEngine:
                 f"engine.dtype: expected one of {', '.join(DTYPES)}, found '{dtype}'.{did_you_mean(dtype, DTYPES)}"
             )
         _check_sizes(max_concurrency=max_concurrency, prefill_tokens=prefill_tokens, max_tokens=max_tokens)
-        _check_sizes(PAGE, kv_tokens=kv_tokens)
+        _check_sizes(BLOCK_SIZE, kv_tokens=kv_tokens)
         self.path = Path(path)
         self.dtype = DTYPES[dtype]
         self.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
@@ -73,20 +78,21 @@ class EmbeddedEngine:
             raise ConfigError(f"engine.cuda_graphs: they need a GPU, found the device '{self.device}'.")
         self._model = Decoder(shape, self.dtype, self.device)
         self._model.load(iterate_weights(path))
+        self.weight_names = frozenset(self._model.parameters)
         self.max_tokens = min(max_tokens or shape.max_positions, shape.max_positions)
-        pages = max_concurrency * pages_for(self.max_tokens)
+        blocks = max_concurrency * blocks_for(self.max_tokens)
         if kv_tokens is not None:
-            pages = min(pages, kv_tokens // PAGE)
+            blocks = min(blocks, kv_tokens // BLOCK_SIZE)
         else:
-            pages = min(pages, _free_bytes(self.device) // 2 // KeyValueCache.page_bytes(shape, self.dtype))
-        self.max_tokens = min(self.max_tokens, pages * PAGE)
+            blocks = min(blocks, _free_bytes(self.device) // 2 // KeyValueCache.block_bytes(shape, self.dtype))
+        self.max_tokens = min(self.max_tokens, blocks * BLOCK_SIZE)
         self._tokenizer = tokenizer
         self._stops = StopTable(shape.vocab, self._load_tokenizer, self.device)
         self._scheduler = Scheduler(
             self._model,
             self._stops,
             max_concurrency,
-            pages=pages,
+            blocks=blocks,
             max_tokens=self.max_tokens,
             prefill_tokens=prefill_tokens,
             by_id=deterministic,
@@ -96,44 +102,61 @@ class EmbeddedEngine:
         self._seed = seed
         self._arrivals = 0
         self._state: Literal["open", "draining", "paused", "closed"] = "open"
+        self._loading = False
         self._broken = ""  # why the weights cannot be used
         self._driver: asyncio.Task[None] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
 
     # --- the protocol -------------------------------------------------------------------------------------------------
 
-    async def generate(self, tokens: Sequence[int], sampling: Sampling, request_id: str | None = None) -> Completion:
+    async def generate(
+        self, tokens: Sequence[int], sampling: Sampling, request_id: str | None = None, priority: int = 0
+    ) -> Completion:
         """Continues `tokens`; see `Engine.generate`. Raises RolloutError for a request that cannot be served."""
         self._check(tokens, sampling, request_id)
         seed = sampling.seed if sampling.seed is not None else hash((self._seed, self._arrivals))
         self._arrivals += 1
-        request = Request(
+        sequence = SequenceState(
             tokens=list(tokens),
             sampling=sampling,
             id=request_id,
             stop_row=self._stops.row(sampling.stop, sampling.stop_token_ids),
             seed=_as_int64(seed),
             future=self._enter_loop().create_future(),
+            priority=priority,
         )
-        self._scheduler.submit(request)
+        self._scheduler.submit(sequence)
         self._ensure_driver()
         try:
-            return await request.future
+            return await sequence.future
         finally:
-            if request.future.cancelled():
-                self._scheduler.remove(request)
+            if sequence.future.cancelled():
+                self._scheduler.remove(sequence)
 
-    async def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Replaces the weights between two steps; see `Engine.load_weights`. After a failure the engine refuses to
-        generate until a complete load succeeded, so that half-loaded weights are never sampled from."""
-        self._broken = "the last load_weights did not complete"
-        self._model.load(weights)
+    async def load_weights(self, weights: Weights, version: int) -> None:
+        """Replaces the weights between two steps; none is made until the last tensor is there. See `Engine.load_weights`."""
+        self._enter_loop()
+        if self._state == "closed" or self._loading:
+            raise RolloutError(f"engine.load_weights: {'another load is under way' if self._loading else CLOSED}.")
+        self._loading = True
+        try:
+            missing = set(self._model.parameters)
+            async for name, tensor in each_weight(weights):
+                self._model.copy_in(name, tensor, missing)
+            check_complete(missing)
+        except BaseException as error:
+            self._broken = "the last load_weights did not complete"
+            self._fail(RolloutError(f"engine: weights of version {version} were half loaded when it failed: {error!r}"))
+            raise
+        finally:
+            self._loading = False
         self._broken = ""
         self._scheduler.version = version
         self._scheduler.forget_cache()
+        self._ensure_driver()
 
-    def weights_digest(self) -> str:
-        """Content hash of the weights in use; equals `rlflow.models.huggingface.digest` of what was loaded, in this dtype."""
+    async def weights_digest(self) -> str:
+        """Content hash of the weights in use; see `Engine.weights_digest`."""
         return digest(self._model.named_weights())
 
     @property
@@ -142,38 +165,40 @@ class EmbeddedEngine:
         return self._scheduler.version
 
     @property
-    def statistics(self) -> Statistics:
+    def statistics(self) -> EngineStatistics:
         """Counts of steps and tokens since the start."""
         return self._scheduler.statistics
 
-    @property
-    def weight_names(self) -> frozenset[str]:
-        """HuggingFace names of the tensors that the engine keeps (a tied model has no lm_head.weight)."""
-        return frozenset(self._model.parameters)
-
-    async def pause(self, mode: Literal["keep", "abort", "wait"] = "keep") -> None:
-        """Stops stepping. keep: requests in flight stay where they are; abort: they end now with what they have; wait:
-        those that run are finished first. Requests that arrive later wait for `resume`."""
+    async def pause(self, mode: PauseMode = "keep") -> None:
+        """Stops stepping; see `Engine.pause`."""
+        if self._state == "closed":
+            return
         if mode == "wait":
             self._state = "draining"
-            while self._scheduler.running:
+            self._enter_loop()
+            self._ensure_driver()
+            while self._scheduler.running and self._state == "draining":
                 await asyncio.sleep(0)
+            if self._state != "draining":
+                return  # somebody resumed or closed it in the meantime
         self._state = "paused"
         if mode == "abort":
-            for request in self._scheduler.in_flight():
-                self._scheduler.end(request, "aborted")
+            for sequence in self._scheduler.in_flight():
+                self._scheduler.end(sequence, "paused")
 
     async def resume(self) -> None:
-        """Continues after `pause`."""
+        """Continues after `pause`; a closed engine stays closed."""
+        if self._state == "closed":
+            return
         self._state = "open"
         self._enter_loop()
         self._ensure_driver()
 
     async def abort(self, request_id: str) -> None:
-        """Ends the request with that id, if it is in flight: it completes with what it has and stop "aborted"."""
-        for request in self._scheduler.in_flight():
-            if request.id == request_id:
-                self._scheduler.end(request, "aborted")
+        """Ends the request with that id; see `Engine.abort`."""
+        for sequence in self._scheduler.in_flight():
+            if sequence.id == request_id:
+                self._scheduler.end(sequence, "aborted")
 
     def release(self, request_id: str) -> None:
         """Forgets what is kept for the next turn of that id."""
@@ -181,14 +206,15 @@ class EmbeddedEngine:
 
     async def close(self) -> None:
         """Ends every request; the engine cannot be used afterwards."""
-        await self.pause("abort")
         self._state = "closed"
+        for sequence in self._scheduler.in_flight():
+            self._scheduler.end(sequence, "aborted")
 
     # --- requests -----------------------------------------------------------------------------------------------------
 
     def _check(self, tokens: Sequence[int], sampling: Sampling, request_id: str | None) -> None:
         if self._state == "closed":
-            raise RolloutError("engine: it was closed; make a new one.")
+            raise RolloutError(f"engine: {CLOSED}.")
         if self._broken:
             raise RolloutError(f"engine: {self._broken}; load complete weights first.")
         if not tokens:
@@ -215,8 +241,8 @@ class EmbeddedEngine:
         if self._loop is not None and self._loop is not loop:
             if self._loop.is_running() and self._scheduler.in_flight():
                 raise RolloutError("engine: it is in use by another event loop; use one loop at a time.")
-            for request in self._scheduler.in_flight():  # their loop was closed under them
-                self._scheduler.remove(request)
+            for sequence in self._scheduler.in_flight():  # their loop was closed under them
+                self._scheduler.remove(sequence)
             self._driver = None
         self._loop = loop
         return loop
@@ -224,24 +250,32 @@ class EmbeddedEngine:
     def _ensure_driver(self) -> None:
         if self._driver is None or self._driver.done():
             self._driver = asyncio.get_running_loop().create_task(self._drive())
-            self._driver.add_done_callback(self._fail_all)
+            self._driver.add_done_callback(self._fail_if_driver_did)
 
     async def _drive(self) -> None:
-        scheduler = self._scheduler
-        while (self._state == "open" and scheduler.in_flight()) or (self._state == "draining" and scheduler.running):
-            scheduler.step(admit=self._state == "open")
+        while self._has_work():
+            self._scheduler.step(admit=self._state == "open")
             await asyncio.sleep(0)
 
-    def _fail_all(self, driver: asyncio.Task[None]) -> None:
-        """Hands an error of a step to everyone who waits for one."""
+    def _has_work(self) -> bool:
+        if self._loading:
+            return False
+        running = bool(self._scheduler.running)
+        return (self._state == "open" and (running or bool(self._scheduler.waiting))) or (
+            self._state == "draining" and running
+        )
+
+    def _fail_if_driver_did(self, driver: asyncio.Task[None]) -> None:
         error = None if driver.cancelled() else driver.exception()
-        if error is None:
-            return
-        failure = error if isinstance(error, RolloutError) else RolloutError(f"engine: a step failed: {error!r}")
-        for request in self._scheduler.in_flight():
-            if not request.future.done():
-                request.future.set_exception(failure)
-            self._scheduler.remove(request)
+        if error is not None:
+            self._fail(error if isinstance(error, RolloutError) else RolloutError(f"engine: a step failed: {error!r}"))
+
+    def _fail(self, failure: RolloutError) -> None:
+        """Hands an error to everyone who waits for a completion."""
+        for sequence in self._scheduler.in_flight():
+            if not sequence.future.done():
+                sequence.future.set_exception(failure)
+            self._scheduler.remove(sequence)
         self._scheduler.clear_cache()
 
     def _load_tokenizer(self) -> Decoding:

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rlflow.rollout.embedded.pages import pages_for
+from rlflow.rollout.embedded.block_manager import blocks_for
 from rlflow.rollout.embedded.slots import Slots
 
-Step = Callable[[Tensor, int], tuple[Tensor, Tensor]]
-"""(slots (B,), pages per slot) -> (sampled tokens (B,), log-probs (B,)); the same kernels on the same memory each time."""
+DecodeStep = Callable[[Tensor, int], tuple[Tensor, Tensor]]
+"""(slots (B,), blocks per slot) -> (sampled tokens (B,), log-probs (B,)); the same kernels on the same memory each time."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,9 @@ class DecodeGraphs:
     capture: records a function's kernels and returns what replays them; `capture_cuda_graph`, or in tests a function
     that returns its argument. The tables of the slots must never be widened after the first step."""
 
-    def __init__(self, slots: Slots, step: Step, capture: Callable[[Callable[[], None]], Callable[[], None]]) -> None:
+    def __init__(
+        self, slots: Slots, step: DecodeStep, capture: Callable[[Callable[[], None]], Callable[[], None]]
+    ) -> None:
         self._slots = slots
         self._step = step
         self._capture = capture
@@ -40,24 +42,24 @@ class DecodeGraphs:
     def run(self, order: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
         """(slots (B,), sampled tokens (B,), log-probs (B,)) of one decode step of the slots in `order`."""
         longest = max(self._slots.length[slot] for slot in order)
-        pages = min(_power_of_two(pages_for(longest)), self._slots.tables.shape[1])
-        recorded = self._get(_rounded(len(order)), pages)
+        blocks = min(_power_of_two(blocks_for(longest)), self._slots.block_tables.shape[1])
+        recorded = self._get(_rounded(len(order)), blocks)
         count = len(order)
         recorded.batch[:count].copy_(torch.tensor(order))
         recorded.batch[count:].fill_(self._slots.spare)
         recorded.replay()
         return recorded.batch[:count], recorded.results[0][:count], recorded.results[1][:count]
 
-    def _get(self, rows: int, pages: int) -> Recorded:
-        if (rows, pages) not in self._recorded:
+    def _get(self, rows: int, blocks: int) -> Recorded:
+        if (rows, blocks) not in self._recorded:
             batch = torch.full((rows,), self._slots.spare, device=self._slots.tokens.device)
             results: list[Tensor] = []
 
             def step() -> None:
-                results[:] = self._step(batch, pages)
+                results[:] = self._step(batch, blocks)
 
-            self._recorded[rows, pages] = Recorded(batch, self._capture(step), results)
-        return self._recorded[rows, pages]
+            self._recorded[rows, blocks] = Recorded(batch, self._capture(step), results)
+        return self._recorded[rows, blocks]
 
 
 class CudaCapture:

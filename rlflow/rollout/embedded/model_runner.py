@@ -20,7 +20,7 @@ NOT_FINITE = 255
 
 
 @dataclass(frozen=True)
-class Part:
+class PrefillChunk:
     """What a prefill computes of one slot: positions start:stop of its `tokens`; the last of them where complete."""
 
     slot: int
@@ -66,20 +66,20 @@ class ModelRunner:
         self._version.fill_(version)
 
     @torch.inference_mode()
-    def prefill(self, parts: Sequence[Part]) -> list[tuple[int, int]]:
-        """Computes the parts in one pass; samples for those that are complete."""
+    def prefill(self, chunks: Sequence[PrefillChunk]) -> list[tuple[int, int]]:
+        """Computes the chunks in one pass; samples for those that are complete."""
         device = self._model.device
-        tokens = torch.tensor([token for part in parts for token in part.tokens[part.start : part.stop]])
-        positions = torch.cat([torch.arange(part.start, part.stop) for part in parts])
-        tables = self._slots.tables[torch.tensor([part.slot for part in parts], device=device)]
-        attend = self._cache.prefilling(tables, [part.start for part in parts], [part.stop for part in parts])
-        ends = torch.tensor([part.stop - part.start for part in parts]).cumsum(0) - 1
-        complete = [row for row, part in enumerate(parts) if part.complete]
+        tokens = torch.tensor([token for chunk in chunks for token in chunk.tokens[chunk.start : chunk.stop]])
+        positions = torch.cat([torch.arange(chunk.start, chunk.stop) for chunk in chunks])
+        tables = self._slots.block_tables[torch.tensor([chunk.slot for chunk in chunks], device=device)]
+        attend = self._cache.prefilling(tables, [chunk.start for chunk in chunks], [chunk.stop for chunk in chunks])
+        ends = torch.tensor([chunk.stop - chunk.start for chunk in chunks]).cumsum(0) - 1
+        complete = [row for row, chunk in enumerate(chunks) if chunk.complete]
         logits = self._model.forward(tokens.to(device), positions.to(device), attend, ends[complete].to(device))
         if not complete:
             return []
-        batch = torch.tensor([parts[row].slot for row in complete], device=device)
-        return self._outcome([parts[row].slot for row in complete], batch, *self._sample(batch, logits))
+        batch = torch.tensor([chunks[row].slot for row in complete], device=device)
+        return self._outcome([chunks[row].slot for row in complete], batch, *self._sample(batch, logits))
 
     @torch.inference_mode()
     def decode(self, order: list[int]) -> list[tuple[int, int]]:
@@ -94,15 +94,15 @@ class ModelRunner:
         )
         return self._outcome(order, self._batch, tokens, logprobs)
 
-    def _decode_static(self, batch: Tensor, pages: int) -> tuple[Tensor, Tensor]:
-        return self._decode(batch, lambda tables, positions: self._cache.decoding_static(tables[:, :pages], positions))
+    def _decode_static(self, batch: Tensor, blocks: int) -> tuple[Tensor, Tensor]:
+        return self._decode(batch, lambda tables, positions: self._cache.decoding_static(tables[:, :blocks], positions))
 
     def _decode(self, batch: Tensor, attention: Callable[[Tensor, Tensor], Attend]) -> tuple[Tensor, Tensor]:
         """Sampled tokens (B,) and their log-probs (B,) for the slots `batch`, written down. No value is looked at on the
         host."""
         slots = self._slots
         positions = slots.lengths[batch] - 1
-        attend = attention(slots.tables[batch], positions)
+        attend = attention(slots.block_tables[batch], positions)
         return self._sample(batch, self._model.forward(slots.tokens[batch, positions], positions, attend))
 
     def _sample(self, batch: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:

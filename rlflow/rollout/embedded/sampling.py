@@ -10,7 +10,7 @@ from torch import Tensor
 
 from rlflow.errors import RolloutError
 
-BLOCK = 128
+CHUNK = 128
 END_TOKEN = 1
 """Flag of a token that ends the completion by itself."""
 MAY_END_STRING = 2
@@ -52,19 +52,19 @@ def sample(logits: Tensor, temperatures: Tensor, uniform: Tensor | None) -> tupl
 def _invert(shares: Tensor, uniform: Tensor) -> Tensor:
     """(B,) where the cumulative sum of `shares` (B, V) passes the share `uniform` (B,) of its total.
 
-    In float64, first over sums of BLOCK shares, then within one of them: a cumulative sum over all of a large vocabulary
+    In float64, first over sums of CHUNK shares, then within one of them: a cumulative sum over all of a large vocabulary
     costs more than a small model's forward pass."""
     rows, vocab = shares.shape
-    whole = shares if vocab % BLOCK == 0 else torch.nn.functional.pad(shares, (0, -vocab % BLOCK))
-    blocks = whole.view(rows, -1, BLOCK)
-    upto = blocks.sum(-1, dtype=torch.float64).cumsum(-1)
+    whole = shares if vocab % CHUNK == 0 else torch.nn.functional.pad(shares, (0, -vocab % CHUNK))
+    chunks = whole.view(rows, -1, CHUNK)
+    upto = chunks.sum(-1, dtype=torch.float64).cumsum(-1)
     target = uniform[:, None] * upto[:, -1:]
-    block = torch.searchsorted(upto, target, right=True).clamp_(max=blocks.shape[1] - 1)  # only NaN exceeds it
-    before = torch.where(block > 0, upto.gather(1, (block - 1).clamp_(min=0)), 0.0)
-    within = blocks[torch.arange(rows, device=shares.device), block[:, 0]].cumsum(-1, dtype=torch.float64)
-    last = torch.nextafter(within[:, -1:], torch.zeros_like(target))  # rounding must not lead beyond the block
-    place = torch.searchsorted(within, torch.minimum(target - before, last), right=True).clamp_(max=BLOCK - 1)
-    return (block * BLOCK + place)[:, 0].clamp_(max=vocab - 1)
+    chunk = torch.searchsorted(upto, target, right=True).clamp_(max=chunks.shape[1] - 1)  # only NaN exceeds it
+    before = torch.where(chunk > 0, upto.gather(1, (chunk - 1).clamp_(min=0)), 0.0)
+    within = chunks[torch.arange(rows, device=shares.device), chunk[:, 0]].cumsum(-1, dtype=torch.float64)
+    last = torch.nextafter(within[:, -1:], torch.zeros_like(target))  # rounding must not lead beyond the chunk
+    place = torch.searchsorted(within, torch.minimum(target - before, last), right=True).clamp_(max=CHUNK - 1)
+    return (chunk * CHUNK + place)[:, 0].clamp_(max=vocab - 1)
 
 
 class Decoding(Protocol):

@@ -1,4 +1,4 @@
-"""Which request runs when: admission to slots, prefill, decode steps, preemption, and the end of a request. No event
+"""Which sequence runs when: admission to slots, prefill, decode steps, preemption, and the end of a sequence. No event
 loop here."""
 
 from __future__ import annotations
@@ -6,15 +6,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
 
+from rlflow.rollout.embedded.block_manager import BLOCK_SIZE, BlockManager, blocks_for, prefix_keys
 from rlflow.rollout.embedded.cache import KeyValueCache
 from rlflow.rollout.embedded.decoder import Decoder
-from rlflow.rollout.embedded.model_runner import ModelRunner, Part
-from rlflow.rollout.embedded.pages import PAGE, PagePool, pages_for, prefix_keys
+from rlflow.rollout.embedded.model_runner import ModelRunner, PrefillChunk
 from rlflow.rollout.embedded.sampling import END_TOKEN, StopTable
-from rlflow.rollout.embedded.slots import Request, Slots
-from rlflow.rollout.engine import Completion
+from rlflow.rollout.embedded.slots import SequenceState, Slots
+from rlflow.rollout.engine import Completion, Stop
 
 logger = logging.getLogger(__name__)
 
@@ -22,10 +21,10 @@ FIRST_WIDTH = 256  # positions that the tables have room for at first; doubled o
 
 
 @dataclass
-class Statistics:
+class EngineStatistics:
     """Counts since the start. Tokens: `prefilled` computed in prompts (again after a preemption), `reused` found in the
-    cache, `decoded` sampled. `largest_prefill`: most tokens of prompts in one forward pass. `preempted`: requests that
-    gave their pages to older ones, `evicted`: histories of waiting episodes that did."""
+    cache, `decoded` sampled. `largest_prefill`: most tokens of prompts in one forward pass. `preempted`: sequences that
+    gave their blocks to older ones, `evicted`: histories of waiting episodes that did."""
 
     steps: int = 0
     prefilled: int = 0
@@ -37,12 +36,13 @@ class Statistics:
 
 
 class Scheduler:
-    """Requests wait, then run in a slot: first they prefill, then they decode, one token a step.
+    """Sequences wait, then run in a slot: first they prefill, then they decode, one token a step.
 
-    When the pool of pages is full, the younger gives way: a slot that is held for an episode's next turn, or a running
-    request, loses its pages and computes them again later. The oldest always finds room, so all of them finish.
+    When the pool of blocks is full, the younger gives way: a slot that is held for an episode's next turn, or a running
+    sequence, loses its blocks and computes them again later. The oldest always finds room, so all of them finish. A lower
+    priority number goes before age.
 
-    pages: size of the pool. max_tokens: of a prompt and its completion, no more than the pool holds. prefill_tokens: most
+    blocks: size of the pool. max_tokens: of a prompt and its completion, no more than the pool holds. prefill_tokens: most
     prompt tokens in a step. by_id: admission in the order of the ids, not of the arrival. capture: of decode steps, see
     ModelRunner; the tables then have their full width from the start."""
 
@@ -52,21 +52,21 @@ class Scheduler:
         stops: StopTable,
         slots: int,
         *,
-        pages: int,
+        blocks: int,
         max_tokens: int,
         prefill_tokens: int,
         by_id: bool,
         capture: Callable[[Callable[[], None]], Callable[[], None]] | None = None,
     ) -> None:
-        self.statistics = Statistics()
-        self.waiting: list[Request] = []
-        self.running: dict[int, Request] = {}
-        self.ids: set[str] = set()  # of requests in flight
-        self.pool = PagePool(pages)
+        self.statistics = EngineStatistics()
+        self.waiting: list[SequenceState] = []
+        self.running: dict[int, SequenceState] = {}
+        self.ids: set[str] = set()  # of sequences in flight
+        self.block_manager = BlockManager(blocks)
         self._model = model
         self._stops = stops
-        self._cache = KeyValueCache(model.architecture, pages + 1, model.dtype, model.device)  # with the scratch page
-        self._slots = Slots(slots, self.pool, model.device)
+        self._cache = KeyValueCache(model.architecture, blocks + 1, model.dtype, model.device)  # with the scratch block
+        self._slots = Slots(slots, self.block_manager, model.device)
         self._max_tokens = max_tokens
         self._prefill_tokens = prefill_tokens
         self._by_id = by_id
@@ -85,22 +85,22 @@ class Scheduler:
     def version(self, version: int) -> None:
         self._runner.version = version
 
-    def submit(self, request: Request) -> None:
-        """Puts a request at the end of those that wait."""
-        self.waiting.append(request)
-        if request.id is not None:
-            self.ids.add(request.id)
+    def submit(self, sequence: SequenceState) -> None:
+        """Puts a sequence at the end of those that wait."""
+        self.waiting.append(sequence)
+        if sequence.id is not None:
+            self.ids.add(sequence.id)
 
-    def in_flight(self) -> list[Request]:
-        """The requests that wait or run."""
+    def in_flight(self) -> list[SequenceState]:
+        """The sequences that wait or run."""
         return [*self.waiting, *self.running.values()]
 
     def release(self, owner: str) -> None:
-        """Frees the slot that is held for the owner's next request."""
+        """Frees the slot that is held for the owner's next sequence."""
         self._slots.release(owner)
 
     def step(self, admit: bool) -> None:
-        """Admits (if it may), prefills, and decodes one token for all that run. Ended requests get their completions."""
+        """Admits (if it may), prefills, and decodes one token for all that run. Ended sequences get their completions."""
         if admit and self.waiting:
             self._admit()
         if self._prefilling:
@@ -109,21 +109,21 @@ class Scheduler:
             self._decode()
         self.statistics.steps += 1
 
-    def end(self, request: Request, stop: Literal["stop", "length", "aborted"]) -> None:
-        """Completes a request, wherever it is, with what it has."""
-        tokens, logprobs, versions = self._slots.sampled(request.slot) if request.slot >= 0 else ([], [], [])
-        if not request.future.done():
-            request.future.set_result(Completion(tokens, logprobs, versions, stop))
-        self.remove(request)
+    def end(self, sequence: SequenceState, stop: Stop) -> None:
+        """Completes a sequence, wherever it is, with what it has."""
+        tokens, logprobs, versions = self._slots.sampled(sequence.slot) if sequence.slot >= 0 else ([], [], [])
+        if not sequence.future.done():
+            sequence.future.set_result(Completion(tokens, logprobs, versions, stop))
+        self.remove(sequence)
 
-    def remove(self, request: Request) -> None:
-        """Forgets a request; what its slot holds stays for its owner's next one."""
-        if request in self.waiting:
-            self.waiting.remove(request)
-        if request.id is not None:
-            self.ids.discard(request.id)
-        slot = request.slot
-        if self.running.get(slot) is request:
+    def remove(self, sequence: SequenceState) -> None:
+        """Forgets a sequence; what its slot holds stays for its owner's next one."""
+        if sequence in self.waiting:
+            self.waiting.remove(sequence)
+        if sequence.id is not None:
+            self.ids.discard(sequence.id)
+        slot = sequence.slot
+        if self.running.get(slot) is sequence:
             del self.running[slot]
             self._prefilling.discard(slot)
             self._decoding.discard(slot)
@@ -133,37 +133,37 @@ class Scheduler:
     def forget_cache(self) -> None:
         """Nothing that is cached is valid any more: what runs is prefilled again before it goes on."""
         for slot in [*self.running, *self._slots.held()]:
-            self._slots.drop_pages(slot)
-        self.pool.forget()
+            self._slots.drop_blocks(slot)
+        self.block_manager.forget()
         self._prefilling |= self._decoding
         self._decoding.clear()
         self._order = None
 
     def clear_cache(self) -> None:
         """Zeroes the cache, which may hold NaN. Nothing may be in flight."""
-        self._cache.clear(self.pool.touched)
+        self._cache.clear(self.block_manager.touched)
         self.forget_cache()
 
     # --- admission ----------------------------------------------------------------------------------------------------
 
     def _admit(self) -> None:
-        """Gives slots to waiting requests: first to those that continue an episode, since theirs is there already."""
+        """Gives slots to waiting sequences by priority; among equals first to those that continue an episode, since theirs
+        is there already, then in the order of their arrival (or ids)."""
         if self._by_id:
-            self.waiting.sort(key=lambda request: request.id or "")
-        continuing = [request for request in self.waiting if self._slots.held_by(request.id) is not None]
-        fresh = [request for request in self.waiting if self._slots.held_by(request.id) is None]
-        for request in continuing + fresh:
+            self.waiting.sort(key=lambda sequence: sequence.id or "")
+        fresh = {sequence: self._slots.held_by(sequence.id) is None for sequence in self.waiting}
+        for sequence in sorted(self.waiting, key=lambda sequence: (sequence.priority, fresh[sequence])):
             if not self._slots.available():
                 break
-            self._place(request)
-        self.waiting = [request for request in self.waiting if request.slot < 0]
+            self._place(sequence)
+        self.waiting = [sequence for sequence in self.waiting if sequence.slot < 0]
 
-    def _place(self, request: Request) -> None:
-        count = len(request.tokens)
-        slot = request.slot = self._slots.take(request.id)
+    def _place(self, sequence: SequenceState) -> None:
+        count = len(sequence.tokens)
+        slot = sequence.slot = self._slots.take(sequence.id)
         self._widen(count + 1)
-        self._slots.fill(slot, request, min(count + request.sampling.max_tokens, self._max_tokens))
-        self.running[slot] = request
+        self._slots.fill(slot, sequence, min(count + sequence.sampling.max_tokens, self._max_tokens))
+        self.running[slot] = sequence
         self._prefilling.add(slot)
 
     def _widen(self, length: int) -> None:
@@ -181,38 +181,38 @@ class Scheduler:
         budget = self._prefill_tokens
         outcome: list[tuple[int, int]] = []
         while budget > 0 and self._prefilling:
-            parts = self._prefill_parts(budget)
-            if not parts:
+            chunks = self._prefill_chunks(budget)
+            if not chunks:
                 break
-            size = sum(part.stop - part.start for part in parts)
+            size = sum(chunk.stop - chunk.start for chunk in chunks)
             budget -= size
             self.statistics.prefilled += size
             self.statistics.largest_prefill = max(self.statistics.largest_prefill, size)
-            outcome += self._feed(parts)
+            outcome += self._feed(chunks)
         self._finish(outcome)
 
-    def _prefill_parts(self, budget: int) -> list[Part]:
+    def _prefill_chunks(self, budget: int) -> list[PrefillChunk]:
         """What to compute now, `budget` tokens at most, the oldest episodes first; none passes one that finds no room."""
-        parts: list[Part] = []
-        coming: set[int] = set()  # keys of the prefixes that the parts compute
-        for slot in self._by_age(self._prefilling):
+        chunks: list[PrefillChunk] = []
+        coming: set[int] = set()  # keys of the prefixes that the chunks compute
+        for slot in self._by_rank(self._prefilling):
             if budget <= 0:
                 break
             tokens = self._tokens(slot)
-            found = self.pool.find(tokens[:-1])
-            known = max(self._slots.cached[slot], len(found[0]) * PAGE + found[2])
+            found = self.block_manager.find(tokens[:-1])
+            known = max(self._slots.cached[slot], len(found[0]) * BLOCK_SIZE + found[2])
             keys = prefix_keys(tokens[:-1])
-            if known < len(tokens) - 1 and keys[known // PAGE] in coming:
+            if known < len(tokens) - 1 and keys[known // BLOCK_SIZE] in coming:
                 continue
             if not self._equip(slot, found):
                 break
             start = self._slots.cached[slot]
-            part = Part(slot, start, min(len(tokens), start + budget), tokens)
-            coming.update(keys[start // PAGE : pages_for(part.stop)])
-            budget -= part.stop - start
-            parts.append(part)
+            chunk = PrefillChunk(slot, start, min(len(tokens), start + budget), tokens)
+            coming.update(keys[start // BLOCK_SIZE : blocks_for(chunk.stop)])
+            budget -= chunk.stop - start
+            chunks.append(chunk)
             self._count_reused(self.running[slot], start)
-        return parts
+        return chunks
 
     def _tokens(self, slot: int) -> list[int]:
         """All tokens in the slot: the prompt, and what was sampled before a preemption."""
@@ -221,55 +221,56 @@ class Scheduler:
         return self._slots.tokens[slot, : self._slots.length[slot]].tolist()
 
     def _equip(self, slot: int, found: tuple[list[int], int, int]) -> bool:
-        """Gives the slot a page for each of its tokens, those that were found among them; False where there is no room."""
-        slots, pool = self._slots, self.pool
+        """Gives the slot a block for each of its tokens, those that were found among them; False where there is no room."""
+        slots, pool = self._slots, self.block_manager
         shared, source, extra = found
-        lent: list[int] = []
-        if len(shared) * PAGE + extra > slots.cached[slot]:
-            lent = [source] if extra else []
-            pool.hold([*shared, *lent])  # before anything is evicted
-            slots.drop_pages(slot)
-            slots.append_pages(slot, shared)
-            slots.cached[slot] = len(shared) * PAGE
-        need = pages_for(slots.length[slot]) - len(slots.pages[slot])
+        to_copy: list[int] = []
+        if len(shared) * BLOCK_SIZE + extra > slots.cached[slot]:
+            to_copy = [source] if extra else []
+            pool.hold([*shared, *to_copy])  # before anything is evicted
+            slots.drop_blocks(slot)
+            slots.append_blocks(slot, shared)
+            slots.cached[slot] = len(shared) * BLOCK_SIZE
+        need = blocks_for(slots.length[slot]) - len(slots.blocks[slot])
         room = self._make_room(need, slot)
         if room:
-            slots.append_pages(slot, pool.take(need))
-        if room and lent:
-            self._cache.copy(source, slots.pages[slot][len(shared)])
+            slots.append_blocks(slot, pool.take(need))
+        if room and to_copy:
+            self._cache.copy(source, slots.blocks[slot][len(shared)])
             slots.cached[slot] += extra
-        pool.drop(lent)
+        pool.drop(to_copy)
         return room
 
-    def _count_reused(self, request: Request, count: int) -> None:
-        if not request.begun:
+    def _count_reused(self, sequence: SequenceState, count: int) -> None:
+        if not sequence.started:
             self.statistics.reused += count
-            request.begun = True
+            sequence.started = True
 
-    def _feed(self, parts: list[Part]) -> list[tuple[int, int]]:
-        """Computes the parts; (slot, flag of the stop table) of the tokens sampled after those that are complete."""
-        outcome = self._runner.prefill(parts)
-        for part in parts:
-            if part.complete:
-                self._prefilling.remove(part.slot)
-                self._decoding.add(part.slot)
+    def _feed(self, chunks: list[PrefillChunk]) -> list[tuple[int, int]]:
+        """Computes the chunks; (slot, flag of the stop table) of the tokens sampled after those that are complete."""
+        outcome = self._runner.prefill(chunks)
+        for chunk in chunks:
+            if chunk.complete:
+                self._prefilling.remove(chunk.slot)
+                self._decoding.add(chunk.slot)
             else:
-                self._slots.cached[part.slot] = part.stop
-            self.pool.publish(part.tokens[: part.stop], self._slots.pages[part.slot][: pages_for(part.stop)])
+                self._slots.cached[chunk.slot] = chunk.stop
+            blocks = self._slots.blocks[chunk.slot][: blocks_for(chunk.stop)]
+            self.block_manager.publish(chunk.tokens[: chunk.stop], blocks)
         self._order = None
         return outcome
 
     # --- decode -------------------------------------------------------------------------------------------------------
 
     def _decode(self) -> None:
-        """One token for every request that decodes and finds room."""
+        """One token for every sequence that decodes and finds room."""
         slots = self._slots
-        for slot in self._by_age(self._decoding):
+        for slot in self._by_rank(self._decoding):
             if slot not in self._decoding:
                 continue  # it gave way to an older one
-            if pages_for(slots.length[slot]) > len(slots.pages[slot]):
+            if blocks_for(slots.length[slot]) > len(slots.blocks[slot]):
                 if self._make_room(1, slot):
-                    slots.append_pages(slot, self.pool.take(1))
+                    slots.append_blocks(slot, self.block_manager.take(1))
                 else:
                     self._preempt(slot)
         if not self._decoding:
@@ -280,33 +281,32 @@ class Scheduler:
         self._finish(self._runner.decode(self._order))
 
     def _finish(self, outcome: list[tuple[int, int]]) -> None:
-        """Ends the requests that are done with the tokens just sampled: (slot, flag of the stop table)."""
+        """Ends the sequences that are done with the tokens just sampled: (slot, flag of the stop table)."""
         self.statistics.decoded += len(outcome)
         for slot, flag in outcome:
             full = self._slots.length[slot] >= self._slots.limit[slot]
             if not flag and not full:
                 continue
-            request = self.running[slot]
-            strings = request.sampling.stop
+            sequence = self.running[slot]
+            strings = sequence.sampling.stop
             if flag == END_TOKEN or (flag and self._stops.completes(self._slots.sampled(slot)[0], strings)):
-                self.end(request, "stop")
+                self.end(sequence, "stop")
             elif full:
-                self.end(request, "length")
+                self.end(sequence, "length")
 
     # --- room ---------------------------------------------------------------------------------------------------------
 
-    def _by_age(self, slots: set[int]) -> list[int]:
-        return sorted(slots, key=lambda slot: self._slots.age[slot])
+    def _by_rank(self, slots: set[int]) -> list[int]:
+        return sorted(slots, key=lambda slot: self._slots.rank[slot])
 
     def _make_room(self, count: int, slot: int) -> bool:
-        """Whether there are `count` free pages for the slot, after others gave way where they must: see `_victim`."""
+        """Whether there are `count` free blocks for the slot, after others gave way where they must: see `_victim`."""
         if count <= 0:
             return True
         starting = slot in self._prefilling
-        spared = (
-            len(self._decoding) if starting else 0
-        )  # pages that those will want soon: else they are preempted at once
-        while self.pool.free < count + spared:
+        # Blocks that those who decode will want soon: without them they would be preempted at once.
+        reserved = len(self._decoding) if starting else 0
+        while self.block_manager.free < count + reserved:
             victim = self._victim(slot, starting and bool(self._decoding))
             if victim is None:
                 return False
@@ -314,31 +314,33 @@ class Scheduler:
                 self._preempt(victim)
             else:
                 self.statistics.evicted += 1
-                self._slots.drop_pages(victim)
-            spared = len(self._decoding) if starting else 0
+                self._slots.drop_blocks(victim)
+            reserved = len(self._decoding) if starting else 0
         return True
 
     def _victim(self, slot: int, patient: bool) -> int | None:
-        """The slot that gives its pages to another one: one that is held and longest unused, else the youngest that runs
-        and is younger. The patient, for whom others will make room in time, take from younger held ones only."""
+        """The slot that gives its blocks to another one: one that is held and longest unused, else the youngest that runs
+        and is younger. The patient, for whom others will make room in time, take from younger held ones and from the less
+        urgent only."""
         slots = self._slots
-        age = slots.age[slot]
-        held = [one for one in slots.held() if slots.pages[one] and (not patient or slots.age[one] > age)]
+        rank = slots.rank[slot]
+        held = [other for other in slots.held() if slots.blocks[other] and (not patient or slots.rank[other] > rank)]
         if held:
             return held[0]
-        running = [one for one in self.running if slots.pages[one] and slots.age[one] > age]
-        return None if patient or not running else max(running, key=lambda one: slots.age[one])
+        running = [other for other in self.running if slots.blocks[other] and slots.rank[other] > rank]
+        last = max(running, key=lambda other: slots.rank[other], default=None)
+        return None if last is None or (patient and slots.rank[last][0] == rank[0]) else last
 
     def _preempt(self, slot: int) -> None:
-        """Takes the pages of a running request, which goes on when it has computed them again."""
+        """Takes the blocks of a running sequence, which goes on when it has computed them again."""
         if not self.statistics.preempted:
             logger.warning(
                 "the key-value pool of %d tokens is full: the youngest requests give way and are computed again later. A "
                 "larger engine.kv_tokens, or a smaller max_concurrency, is faster.",
-                self.pool.count * PAGE,
+                self.block_manager.count * BLOCK_SIZE,
             )
         self.statistics.preempted += 1
-        self._slots.drop_pages(slot)
+        self._slots.drop_blocks(slot)
         self._decoding.discard(slot)
         self._prefilling.add(slot)
         self._order = None

@@ -1,4 +1,4 @@
-"""The engine's book-keeping: which sequence lies in which slot, its tokens, and the pages of the cache that it holds."""
+"""The engine's book-keeping: which sequence lies in which slot, its tokens, and the blocks of the cache that it holds."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rlflow.rollout.embedded.pages import PAGE, SCRATCH, PagePool, pages_for
+from rlflow.rollout.embedded.block_manager import BLOCK_SIZE, SCRATCH, BlockManager, blocks_for
 from rlflow.rollout.engine import Completion, Sampling
 
 
 @dataclass(eq=False)
-class Request:
+class SequenceState:
     """One call of `generate` on its way. stop_row: row of the stop table. slot: -1 while it waits."""
 
     tokens: list[int]
@@ -24,23 +24,25 @@ class Request:
     stop_row: int
     seed: int
     future: asyncio.Future[Completion]
+    priority: int = 0  # lower first
     slot: int = -1
-    begun: bool = False  # something of it was computed
+    started: bool = False  # something of it was computed
 
 
 class Slots:
     """Tables with a row per slot, and one more row (`spare`) that stands in where a batch is padded. A slot is free,
-    held (it keeps the tokens and pages of an owner's last turn) or running.
+    held (it keeps the tokens and blocks of an owner's last turn) or running.
 
     On the device: `tokens`, `logprobs`, `versions` (rows, width), the columns being positions (the latter two from a
-    prompt's end on); `lengths`, `seeds`, `temperatures`, `stop_rows` (rows,); `tables` (rows, pages), the pages of each slot.
+    prompt's end on); `lengths`, `seeds`, `temperatures`, `stop_rows` (rows,); `block_tables` (rows, blocks).
     On the host, a list entry per slot: `length` (tokens in the slot), `origin` (of them prompt), `limit` (most tokens),
-    `cached` (of the tokens, how many have keys and values), `pages` (held) and `age` (order of the episodes' starts).
+    `cached` (of the tokens, how many have keys and values), `blocks` (held) and `rank` (who goes first and
+    keeps its blocks longest: lower priorities, then episodes that started earlier).
     """
 
-    def __init__(self, count: int, pool: PagePool, device: torch.device) -> None:
+    def __init__(self, count: int, block_manager: BlockManager, device: torch.device) -> None:
         self.spare = count
-        self.pool = pool
+        self.block_manager = block_manager
 
         def table(dtype: torch.dtype, *shape: int) -> Tensor:
             return torch.zeros(count + 1, *shape, dtype=dtype, device=device)
@@ -52,13 +54,13 @@ class Slots:
         self.seeds = table(torch.int64)
         self.temperatures = table(torch.float32)
         self.stop_rows = table(torch.int64)
-        self.tables = table(torch.int64, 0)
+        self.block_tables = table(torch.int64, 0)
         self.length = [1] * (count + 1)
         self.origin = [0] * (count + 1)
         self.limit = [0] * (count + 1)
         self.cached = [0] * (count + 1)
-        self.pages: list[list[int]] = [[] for _ in range(count + 1)]
-        self.age = [0] * (count + 1)
+        self.blocks: list[list[int]] = [[] for _ in range(count + 1)]
+        self.rank = [(0, 0)] * (count + 1)
         self._episodes = 0
         self._free = list(range(count))
         self._held: dict[int, None] = {}  # in the order of their last use
@@ -76,7 +78,7 @@ class Slots:
         self.tokens = pad(self.tokens, (0, width - self.width))
         self.logprobs = pad(self.logprobs, (0, width - self.logprobs.shape[1]))
         self.versions = pad(self.versions, (0, width - self.versions.shape[1]))
-        self.tables = pad(self.tables, (0, pages_for(width) - self.tables.shape[1]), value=SCRATCH)
+        self.block_tables = pad(self.block_tables, (0, blocks_for(width) - self.block_tables.shape[1]), value=SCRATCH)
 
     # --- whose slot it is ---------------------------------------------------------------------------------------------
 
@@ -93,14 +95,14 @@ class Slots:
         return bool(self._free or self._held)
 
     def take(self, owner: str | None) -> int:
-        """A slot for a request: the owner's own, else a free one, else the one that was held longest without use."""
+        """A slot for a sequence: the owner's own, else a free one, else the one that was held longest without use."""
         slot = self.held_by(owner)
         if slot is None:
             slot = heapq.heappop(self._free) if self._free else next(iter(self._held))
             self._disown(slot)
-            self.drop_pages(slot)
+            self.drop_blocks(slot)
             self._episodes += 1
-            self.age[slot] = self._episodes
+            self.rank[slot] = (0, self._episodes)
         self._held.pop(slot, None)
         if owner is not None:
             self._slot_of[owner] = slot
@@ -108,11 +110,11 @@ class Slots:
         return slot
 
     def put_back(self, slot: int) -> None:
-        """Ends a request's use of its slot: held if it has an owner, else free."""
+        """Ends a sequence's use of its slot: held if it has an owner, else free."""
         if slot in self._owner_of:
             self._held[slot] = None
         else:
-            self.drop_pages(slot)
+            self.drop_blocks(slot)
             heapq.heappush(self._free, slot)
 
     def release(self, owner: str) -> None:
@@ -130,19 +132,20 @@ class Slots:
 
     # --- what is in it ------------------------------------------------------------------------------------------------
 
-    def fill(self, slot: int, request: Request, limit: int) -> None:
-        """Writes a request's prompt and sampling parameters into its slot, and keeps the pages that still fit."""
-        count = len(request.tokens)
-        prompt = torch.tensor(request.tokens, dtype=torch.int64)
+    def fill(self, slot: int, sequence: SequenceState, limit: int) -> None:
+        """Writes a sequence's prompt and sampling parameters into its slot, and keeps the blocks that still fit."""
+        count = len(sequence.tokens)
+        prompt = torch.tensor(sequence.tokens, dtype=torch.int64)
         if self.cached[slot]:
             self.truncate(slot, min(self.cached[slot], self._common_prefix(slot, prompt), count - 1))
         self.tokens[slot, :count] = prompt
         self.set_length(slot, count)
         self.origin[slot] = count
         self.limit[slot] = limit
-        self.seeds[slot] = request.seed
-        self.temperatures[slot] = request.sampling.temperature
-        self.stop_rows[slot] = request.stop_row
+        self.rank[slot] = (sequence.priority, self.rank[slot][1])
+        self.seeds[slot] = sequence.seed
+        self.temperatures[slot] = sequence.sampling.temperature
+        self.stop_rows[slot] = sequence.stop_row
 
     def set_length(self, slot: int, length: int) -> None:
         """The number of tokens in the slot, on the host and on the device."""
@@ -150,7 +153,7 @@ class Slots:
         self.lengths[slot] = length
 
     def sampled(self, slot: int) -> tuple[list[int], list[float], list[int]]:
-        """Tokens, log-probs and versions sampled for the request in the slot."""
+        """Tokens, log-probs and versions sampled for the sequence in the slot."""
         where = (slot, slice(self.origin[slot], self.length[slot]))
         return self.tokens[where].tolist(), self.logprobs[where].tolist(), self.versions[where].tolist()
 
@@ -160,27 +163,27 @@ class Slots:
         differs = (self.tokens[slot, :count].cpu() != tokens[:count]).nonzero()
         return int(differs[0]) if len(differs) else count
 
-    # --- its pages ----------------------------------------------------------------------------------------------------
+    # --- its blocks ---------------------------------------------------------------------------------------------------
 
-    def append_pages(self, slot: int, pages: Sequence[int]) -> None:
-        """Gives the slot further pages, which it holds already."""
-        held = self.pages[slot]
-        self.tables[slot, len(held) : len(held) + len(pages)] = torch.tensor(pages, dtype=torch.int64)
-        held += pages
+    def append_blocks(self, slot: int, blocks: Sequence[int]) -> None:
+        """Gives the slot further blocks, which it holds already."""
+        held = self.blocks[slot]
+        self.block_tables[slot, len(held) : len(held) + len(blocks)] = torch.tensor(blocks, dtype=torch.int64)
+        held += blocks
 
     def truncate(self, slot: int, cached: int) -> None:
-        """Keeps the first `cached` keys and values at most. A page that others read too is not cut: it goes."""
-        pages = self.pages[slot]
+        """Keeps the first `cached` keys and values at most. A block that others read too is not cut: it goes."""
+        blocks = self.blocks[slot]
         if cached < self.cached[slot]:
-            self.pool.drop(pages[pages_for(cached) :])
-            del pages[pages_for(cached) :]
-            if cached % PAGE and not self.pool.reopen(pages[-1]):
-                cached -= cached % PAGE
-                self.pool.drop([pages.pop()])
+            self.block_manager.drop(blocks[blocks_for(cached) :])
+            del blocks[blocks_for(cached) :]
+            if cached % BLOCK_SIZE and not self.block_manager.reopen(blocks[-1]):
+                cached -= cached % BLOCK_SIZE
+                self.block_manager.drop([blocks.pop()])
         self.cached[slot] = cached
 
-    def drop_pages(self, slot: int) -> None:
-        """Gives all pages of the slot back to the pool."""
-        self.pool.drop(self.pages[slot])
-        self.pages[slot].clear()
+    def drop_blocks(self, slot: int) -> None:
+        """Gives all blocks of the slot back to the pool."""
+        self.block_manager.drop(self.blocks[slot])
+        self.blocks[slot].clear()
         self.cached[slot] = 0

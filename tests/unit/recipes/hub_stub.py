@@ -97,7 +97,7 @@ def served(hub: Hub) -> Iterator[Hub]:
     """The hub, answering at `hub.endpoint`; its storage has another host name."""
     server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"hub": hub}))
     hub.endpoint, hub.storage = f"http://127.0.0.1:{server.server_port}", f"http://localhost:{server.server_port}"
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+    threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
     try:
         yield hub
     finally:

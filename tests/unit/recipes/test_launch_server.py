@@ -13,7 +13,7 @@ import pytest
 
 from rlflow.errors import ConfigError
 from rlflow_environments.retrieval.commands import serve
-from rlflow_environments.retrieval.commands.served import read_source
+from rlflow_environments.retrieval.commands.source_arguments import read_source
 
 ROOT = Path(__file__).resolve().parents[3]
 RECIPES = ROOT / "recipes" / "searchr1"

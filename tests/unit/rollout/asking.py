@@ -52,8 +52,10 @@ class RecordingEngine(EmbeddedEngine):
         super().__init__(*arguments, **keywords)
         self.calls: list[tuple[str, list[int], Sampling, Completion]] = []
 
-    async def generate(self, tokens: Sequence[int], sampling: Sampling, request_id: str | None = None) -> Completion:
-        completion = await super().generate(tokens, sampling, request_id)
+    async def generate(
+        self, tokens: Sequence[int], sampling: Sampling, request_id: str | None = None, priority: int = 0
+    ) -> Completion:
+        completion = await super().generate(tokens, sampling, request_id, priority)
         self.calls.append((request_id or "", list(tokens), sampling, completion))
         return completion
 

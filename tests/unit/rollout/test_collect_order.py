@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from rlflow.environment import Environment
-from rlflow.errors import ConfigError, RolloutError
+from rlflow.errors import ConfigError
 from rlflow.models.huggingface import iterate_weights
 from rlflow.rollout import Rollout, Tokenizer
 from rlflow.rollout.embedded.engine import EmbeddedEngine
@@ -32,15 +32,27 @@ def test_seeds_follow_step_task_and_attempt(qwen: Path, tokenizer: Tokenizer) ->
 
     with make(qwen, tokenizer, environment) as rollout, make(qwen, tokenizer, environment, seed=1) as other:
         base = texts(rollout, tasks, 0)
-        assert texts(rollout, tasks[2:], 0) == base[8:]
         assert texts(rollout, tasks, 1) != base
         assert texts(other, tasks, 0) != base
         assert len({str(text) for text in base[:4]}) > 1
-        groups = rollout.collect([tasks[0], tasks[0]], step=3)
-    assert [group.id for group in groups] == ["3:t0", "3:t0:1"]
-    assert groups[0].trajectories[0].turns[0].response != groups[1].trajectories[0].turns[0].response or (
-        groups[0].trajectories[1].turns[0].response != groups[1].trajectories[1].turns[0].response
-    )
+    with make(qwen, tokenizer, environment) as again:
+        assert texts(again, tasks[2:], 0) == base[8:]
+
+
+def test_a_task_that_comes_again_in_a_step_gets_samples_and_a_group_of_its_own(
+    qwen: Path, tokenizer: Tokenizer
+) -> None:
+    task, looks_alike = Task("a", "Question?"), Task("a:1", "Question?")
+    with make(qwen, tokenizer, Asking()) as rollout:
+        groups = rollout.collect([task, task, looks_alike], step=3) + rollout.collect([task], step=3)
+        groups += rollout.collect([task], step=4)
+        assert [group.id for group in groups] == ["3:a", "3.1:a", "3:a:1", "3.2:a", "4:a"]
+        texts = [str([turn.response for t in group.trajectories for turn in t.turns]) for group in groups]
+        assert len(set(texts)) == 5
+        evaluated = [rollout.collect([task], step=-1)[0] for _ in range(2)]
+    assert [group.id for group in evaluated] == ["-1:a", "-1:a"]
+    first, second = ([t.segments[0].tokens.tolist() for t in group.trajectories] for group in evaluated)
+    assert first == second
 
 
 class Jittery(Asking):
@@ -125,32 +137,6 @@ def test_more_episodes_than_slots_never_prefill_a_history_twice(qwen: Path, toke
     appended = sum(int((~t.segments[0].loss_mask).sum()) for t in trajectories)
     last_tokens = sum(len(t.turns) - 1 for t in trajectories)  # a sampled turn's last token has no keys and values yet
     assert engine.statistics.prefilled == appended + last_tokens
-
-
-def test_weight_sync_is_verified(qwen: Path, other_qwen: Path, tokenizer: Tokenizer) -> None:
-    class Stale(EmbeddedEngine):
-        async def load_weights(self, weights: Any, version: int) -> None:
-            """Says that it loaded them."""
-
-    environment = Asking()
-    weights = list(iterate_weights(other_qwen))
-    with make(qwen, tokenizer, environment) as rollout:
-        rollout.load_weights(iter(weights), version=4)
-        versions = {
-            int(v) for t in all_trajectories(rollout.collect(environment.tasks(""))) for v in t.segments[0].versions
-        }
-        assert versions == {-1, 4}
-    with Rollout(Stale(qwen, tokenizer), environment, tokenizer) as rollout:
-        with pytest.raises(RolloutError, match="weight sync: after version 4"):
-            rollout.load_weights(weights, version=4)
-
-
-def test_stream_collects_one_batch_after_another(qwen: Path, tokenizer: Tokenizer) -> None:
-    environment = Asking()
-    tasks = environment.tasks("train")
-    with make(qwen, tokenizer, environment) as rollout:
-        ids = [[group.id for group in groups] for groups in rollout.stream([tasks[:2], tasks[2:3]], start=5)]
-    assert ids == [["5:t0", "5:t1"], ["6:t2"]]
 
 
 def test_state_survives_a_round_trip(qwen: Path, tokenizer: Tokenizer) -> None:

@@ -12,8 +12,9 @@ from rlflow_tools.ckpt_convert.mapping.to_megatron import CheckpointLayout
 from safetensors.torch import load_file, save_file
 
 from rlflow.errors import ConversionError
+from tests import rounding
 from tools.ckpt_convert.command import main
-from tools.ckpt_convert.oracle.logits import check_logits
+from tools.ckpt_convert.oracle.logits import ROWS, WIDTH, check_logits
 
 pytestmark = pytest.mark.slow  # each check starts processes that import megatron-core
 
@@ -39,7 +40,9 @@ def swap_gate_and_up(model: Path) -> None:
 def test_both_directions_verify(family: str, layout: CheckpointLayout, saved: str, tmp_path: Path) -> None:
     model = tiny_model(tmp_path / "hf", family, tokenizer=False, vocab_size=101)
     to_megatron(model, tmp_path / "megatron", ImportOptions(layout=layout, format=saved))
-    assert check_logits(tmp_path / "megatron", model) <= 1e-5
+    rows = torch.randint(0, 101, (ROWS, WIDTH), generator=torch.Generator().manual_seed(0)).tolist()
+    _, bound = rounding.logits(model, rows)  # of each side
+    assert check_logits(tmp_path / "megatron", model) <= 2 * bound
 
 
 def test_a_swap_that_keeps_every_shape_is_seen(tmp_path: Path) -> None:

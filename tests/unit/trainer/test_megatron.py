@@ -19,6 +19,7 @@ from rlflow.run.export import EXPORT_TOLERANCE, check_export
 from rlflow.trainer.base import Trainer
 from rlflow.trainer.schedule import learning_rate
 from rlflow.types import Batch, PolicyOutput
+from tests import rounding
 from tests.unit.trainer.batches import VOCAB, make_batch, policy_gradient
 
 
@@ -76,6 +77,7 @@ def test_update_is_invariant_to_micro_batches_and_padding(make: Any) -> None:
         for name in ("tokens", "loss_mask", "logprobs", "advantages", "weights")
     }
     results = []
+    exact = rounding.Updates(lambda: make(backend="reference", eps=1e-5), batch, policy_gradient, updates=1)
     for limit, rows in ((16384, batch), (40, batch), (1, batch), (16384, batch.replace(**wide))):
         trainer = make(tokens_per_microbatch=limit, eps=1e-5)
         results.append((trainer.update(rows, policy_gradient), dict(trainer.weights())))
@@ -86,7 +88,7 @@ def test_update_is_invariant_to_micro_batches_and_padding(make: Any) -> None:
         for key in ("loss", "gradient_norm", "logprob"):
             assert metrics[key] == pytest.approx(first[key], rel=1e-5)
         for name, tensor in weights.items():
-            torch.testing.assert_close(other[name], tensor, atol=1e-6, rtol=0)
+            assert ((other[name] - tensor).abs() <= exact.most_apart(name, tensor)).all(), name
 
 
 @pytest.mark.parametrize("backend", ["megatron", "reference"])
@@ -122,7 +124,7 @@ def test_tokens_without_weight_after_the_last_weighted_one_change_no_gradient(ma
 
 
 @pytest.mark.parametrize("backend", ["megatron", "reference"])
-def test_an_update_describes_trained_tokens_only_and_a_score_all(make: Any, backend: str) -> None:
+def test_an_update_describes_trained_tokens_only_and_a_score_all(make: Any, model: Path, backend: str) -> None:
     batch, seen = make_batch(), []
 
     def watch(output: PolicyOutput, part: Batch) -> tuple[Tensor, dict[str, Tensor]]:
@@ -133,7 +135,8 @@ def test_an_update_describes_trained_tokens_only_and_a_score_all(make: Any, back
     scores = trainer.score(batch)["logprobs"]
     trainer.update(batch, watch)
     assert (scores != 0).sum() == int((batch.lengths - 1).sum())
-    torch.testing.assert_close(seen[0], scores * batch.loss_mask, atol=1e-6, rtol=0)
+    _, bound = rounding.logprobs(model, rounding.rows_of(batch), temperature=0.8)
+    torch.testing.assert_close(seen[0], scores * batch.loss_mask, atol=2 * bound, rtol=0)
 
 
 def test_snapshot_stays_and_leaves_the_policy_alone(make: Any) -> None:

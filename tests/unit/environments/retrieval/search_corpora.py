@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import random
+from pathlib import Path
 
 import numpy as np
 
@@ -21,6 +23,11 @@ def passages(count: int, seed: int = 0) -> list[Passage]:
         return Passage(str(row), title, make_contents(title, " ".join(generator.choices(words, k=12))), f"doc://{row}")
 
     return [article(row) for row in range(count)]
+
+
+def read_pages(path: Path) -> dict[str, str]:
+    """{url: contents} of a pages.jsonl."""
+    return {row["url"]: row["contents"] for row in map(json.loads, path.open(encoding="utf-8"))}
 
 
 def clustered(count: int, dimensions: int, seed: int = 0) -> np.ndarray:

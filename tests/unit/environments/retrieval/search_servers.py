@@ -15,7 +15,7 @@ import uvicorn
 
 from rlflow_environments.retrieval.server.app import SearchApp
 from rlflow_environments.retrieval.server.listener import bind
-from rlflow_environments.retrieval.server.service import Limits, SearchService
+from rlflow_environments.retrieval.server.service import SearchService, ServiceLimits
 
 TOWNS = ("Alder", "Birch", "Cedar", "Dogwood", "Elm", "Fir", "Ginkgo", "Hazel", "Ivy", "Juniper")
 
@@ -62,7 +62,7 @@ def serving(app: Any, port: int = 0) -> Iterator[str]:
 @contextmanager
 def search_server(load: Any, *, top_k: int = 3, wait: bool = True, **options: Any) -> Iterator[tuple[str, SearchService]]:
     """(URL, service) of our server over what `load` returns; ready, unless told not to wait for that."""
-    service = SearchService(load, Limits(top_k=top_k, **options))
+    service = SearchService(load, ServiceLimits(top_k=top_k, **options))
     app, started = SearchApp(service), threading.Event()
 
     async def entered(scope: Any, receive: Any, send: Any) -> None:

@@ -65,11 +65,11 @@ def test_equal_runs_write_equal_bytes_in_any_order(tmp_path):
         for name, queries in (("one", ["a", "\ud83d", "c"]), ("two", ["c", "a", "\ud83d", "a"])):
             recorded(url, tmp_path / name, queries)
             time.sleep(0.01)
-    one, two = (
+    first, second = (
         {str(path.relative_to(tmp_path / name)): path.read_bytes() for path in sorted((tmp_path / name).rglob("*.json"))}
         for name in ("one", "two")
     )
-    assert one == two and len(one) == 4
+    assert first == second and len(first) == 4
     assert SearchCache(tmp_path / "one", "replay").digest() == SearchCache(tmp_path / "two", "replay").digest()
 
 
@@ -129,7 +129,7 @@ def test_a_failure_aborts_the_episode_and_its_text_reaches_nobody():
     from concurrent.futures import ThreadPoolExecutor
 
     from rlflow.rollout.engine import Completion
-    from rlflow.rollout.episodes import Attempt, EpisodePlayer, Limits
+    from rlflow.rollout.episodes import Attempt, EpisodeLimits, EpisodePlayer
 
     class Bytes:
         eos_ids = (0,)
@@ -149,7 +149,7 @@ def test_a_failure_aborts_the_episode_and_its_text_reaches_nobody():
 
     server = Scripted(500, 500)
     with serving(server) as url, ThreadPoolExecutor(1) as threads:
-        limits = Limits(3, 100, 1000, None, 1.0, False)
+        limits = EpisodeLimits(3, 100, 1000, None, 1.0, False)
         player = EpisodePlayer(environment(url), Bytes(), limits, threads)
         attempt = Attempt(Task("t", "Question?", ["x"]), "g", "r", lambda turn: turn)
         trajectory = asyncio.run(player.play(attempt, generate))

@@ -59,7 +59,7 @@ def test_what_may_pass_is_tried_again(failures):
 
 
 @pytest.mark.parametrize("status", [400, 413, 422])
-def test_what_another_attempt_would_not_mend_is_not_tried_again(status):
+def test_what_another_attempt_would_not_change_is_not_tried_again(status):
     server = Scripted(status)
     with serving(server) as url, pytest.raises(RetrievalError, match=f"status {status}"):
         client(url).search(["a"], 1)

@@ -74,9 +74,9 @@ def test_a_failing_query_fails_alone():
 
 def test_equal_queries_are_searched_once_and_answered_apart():
     retriever = Echo(gated=True)
-    one, other = asyncio.run(_gated(retriever, [("same", 2), ("same", 2)]))
+    first, other = asyncio.run(_gated(retriever, [("same", 2), ("same", 2)]))
     assert retriever.batches[1] == (["same"], 2)
-    one.clear()
+    first.clear()
     assert [p.id for p in other] == _expected("same", 2)
 
 

@@ -12,8 +12,8 @@ import pytest
 from rlflow.commands import cli
 from rlflow.commands.cli import metadata
 from rlflow.errors import ConfigError
-from rlflow_environments.retrieval.commands import served
-from rlflow_environments.retrieval.server.loading import Source
+from rlflow_environments.retrieval.commands import source_arguments
+from rlflow_environments.retrieval.server.loading import ServedSource
 from rlflow_environments.search.__main__ import main
 from rlflow_environments.search.commands import COMMANDS
 from tests.unit.environments.retrieval.search_servers import search_server, write_corpus
@@ -54,8 +54,8 @@ def test_the_plug_in_parses_and_runs_a_command(installed, tmp_path, capsys):
 def searched(text: str):
     """(component, corpus) that a command line of `serve` or `query` names."""
     parser = argparse.ArgumentParser()
-    served.add_source_arguments(parser)
-    return served.read_source(parser.parse_args(text.split()))
+    source_arguments.add_source_arguments(parser)
+    return source_arguments.read_source(parser.parse_args(text.split()))
 
 
 def test_an_index_folder_says_itself_what_it_is(tmp_path):
@@ -88,7 +88,7 @@ def test_queries_are_read_from_a_pipe(tmp_path, capsys, monkeypatch):
 
 
 def test_a_running_server_is_queried_like_an_index(tmp_path, capsys):
-    source = Source({"name": "bm25"}, str(write_corpus(tmp_path)))
+    source = ServedSource({"name": "bm25"}, str(write_corpus(tmp_path)))
     with search_server(source.load) as (url, _):
         assert main(["query", "number5", "--url", url, "--top-k", "2", "--full"]) == 0
     assert "[d5]" in capsys.readouterr().out

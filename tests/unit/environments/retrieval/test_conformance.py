@@ -9,7 +9,7 @@ import pytest
 from rlflow_environments.retrieval.commands import check
 from rlflow_environments.retrieval.conformance import check_server
 from rlflow_environments.retrieval.server.listener import bind
-from rlflow_environments.retrieval.server.loading import Source
+from rlflow_environments.retrieval.server.loading import ServedSource
 from tests.unit.environments.retrieval.faulty_server import FAULTS, FaultyServer
 from tests.unit.environments.retrieval.search_servers import search_server, serving, write_corpus, write_pages
 
@@ -20,7 +20,7 @@ def failed(url: str, **options) -> set[str]:
 
 @pytest.mark.parametrize("retriever", ["bm25", "dense", "torch", "hybrid", "qdrant"])
 def test_our_server_passes_with_every_backend(retriever, tmp_path):
-    source = Source({"name": retriever}, str(write_corpus(tmp_path)), str(write_pages(tmp_path)))
+    source = ServedSource({"name": retriever}, str(write_corpus(tmp_path)), str(write_pages(tmp_path)))
     with search_server(source.load) as (url, _):
         verdicts = check_server(url, seeds=["harbour number3", "Alder", "market number4"])
     assert [(v.check.name, v.outcome, v.reason) for v in verdicts if v.outcome != "pass"] == []

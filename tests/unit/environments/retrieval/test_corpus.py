@@ -11,12 +11,12 @@ from rlflow_environments.retrieval.corpus import (
     Corpus,
     Passage,
     make_contents,
-    read_pages,
     write_corpus,
     write_pages,
     write_rows,
 )
 from rlflow_environments.search.questions import read_tasks
+from tests.unit.environments.retrieval.search_corpora import read_pages
 
 
 def _file(tmp_path, text: str | bytes, name: str = "rows.jsonl"):
@@ -152,7 +152,7 @@ def test_a_bad_passage_says_what_is_wrong(tmp_path, record, reason):
         Corpus(_file(tmp_path, b'{"contents": "fine"}\n' + record))
 
 
-@pytest.mark.parametrize("read", [Corpus, read_pages, lambda path: read_tasks(path, "train")])
+@pytest.mark.parametrize("read", [Corpus, lambda path: read_tasks(path, "train")])
 def test_a_missing_an_empty_and_a_directory_are_each_one_clear_error(tmp_path, read):
     with pytest.raises(DataError, match=r"nothing there\. Give the path"):
         read(tmp_path / "absent.jsonl")

@@ -146,7 +146,7 @@ def test_the_error_bound_of_the_scan_in_int8_holds_and_is_not_idle(dimensions):
 def test_a_scan_in_int8_that_proposes_too_little_is_put_right(monkeypatch):
     asked = []
     at_least = Int8Lists.at_least
-    monkeypatch.setattr(Int8Lists, "spare", 0)
+    monkeypatch.setattr(Int8Lists, "overfetch", 0)
     monkeypatch.setattr(Int8Lists, "at_least", lambda self, *request: asked.append(request) or at_least(self, *request))
     found = rank_exactly(int8_lists(VECTORS, 16, 16), QUERIES, 10)
     assert [[row for row, _ in ranking] for ranking in found] == [brute_force(VECTORS, q, 10) for q in QUERIES]
@@ -249,7 +249,7 @@ def test_a_scan_that_proposes_wrongly_is_put_right():
     """The worst scan within its bound: it inverts the order of everything that lies within it."""
 
     class Inverted:
-        count, spare, bound = len(VECTORS), 0, 0.05
+        count, overfetch, bound = len(VECTORS), 0, 0.05
 
         def scores(self, vector):
             exact = (VECTORS.astype(np.float64) * vector).sum(axis=1)

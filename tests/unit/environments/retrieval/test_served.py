@@ -12,7 +12,7 @@ from rlflow_environments.retrieval.client.client import HttpRetriever
 from rlflow_environments.retrieval.client.trace import trace_id
 from rlflow_environments.retrieval.corpus import write_rows
 from rlflow_environments.retrieval.errors import ReplayMissError, RetrievalError
-from rlflow_environments.retrieval.server.loading import Source
+from rlflow_environments.retrieval.server.loading import ServedSource
 from rlflow_environments.retrieval.server.query_log import QueryLog
 from rlflow_environments.search import SearchEnvironment
 from tests.unit.environments.retrieval.search_servers import search_server, write_corpus, write_pages
@@ -24,7 +24,7 @@ KNOWN = "https://w/index.php?title=Alder_0"
 @pytest.fixture
 def server(tmp_path):
     """(URL, service) over a small BM25 corpus with pages."""
-    source = Source({"name": "bm25"}, str(write_corpus(tmp_path)), str(write_pages(tmp_path)))
+    source = ServedSource({"name": "bm25"}, str(write_corpus(tmp_path)), str(write_pages(tmp_path)))
     with search_server(source.load) as (url, service):
         yield url, service
 

@@ -11,7 +11,7 @@ import pytest
 
 from rlflow.errors import DataError
 from rlflow_environments.retrieval.server.index import ServedIndex
-from rlflow_environments.retrieval.server.loading import Source
+from rlflow_environments.retrieval.server.loading import ServedSource
 from tests.unit.environments.retrieval.search_echo import Echo, client, echo_server, get, post
 from tests.unit.environments.retrieval.search_servers import search_server, write_corpus, write_pages
 
@@ -20,7 +20,7 @@ from tests.unit.environments.retrieval.search_servers import search_server, writ
 def served(tmp_path_factory):
     """The URL of a server over a small BM25 corpus with pages."""
     folder = tmp_path_factory.mktemp("served")
-    source = Source({"name": "bm25"}, str(write_corpus(folder)), str(write_pages(folder)))
+    source = ServedSource({"name": "bm25"}, str(write_corpus(folder)), str(write_pages(folder)))
     with search_server(source.load) as (url, _):
         yield url
 
@@ -178,7 +178,7 @@ def test_an_index_is_exchanged_while_requests_are_answered(tmp_path):
     for folder, size in ((first, 20), (second, 30)):
         folder.mkdir()
         write_corpus(folder, size)
-    source = Source({"name": "bm25"}, str(first / "corpus.jsonl"))
+    source = ServedSource({"name": "bm25"}, str(first / "corpus.jsonl"))
     with search_server(source.load) as (url, _):
         before, sizes, stop = get(url + "/info").json(), [], threading.Event()
 
@@ -199,7 +199,7 @@ def test_an_index_is_exchanged_while_requests_are_answered(tmp_path):
 
 
 def test_a_reload_that_fails_changes_nothing(tmp_path):
-    source = Source({"name": "bm25"}, str(write_corpus(tmp_path, 20)))
+    source = ServedSource({"name": "bm25"}, str(write_corpus(tmp_path, 20)))
     with search_server(source.load) as (url, _):
         before = get(url + "/info").json()
         refused = post(url, "/admin/reload", corpus=str(tmp_path / "none.jsonl"))
@@ -229,10 +229,10 @@ def test_info_names_the_contents_not_the_place(tmp_path):
     infos = []
     for name in ("here", "there"):
         (tmp_path / name).mkdir()
-        source = Source({"name": "bm25"}, str(write_corpus(tmp_path / name, 20)))
+        source = ServedSource({"name": "bm25"}, str(write_corpus(tmp_path / name, 20)))
         infos.append(source.load({}, lambda *_: None, lambda *_: None).info)
     assert infos[0]["identity"] == infos[1]["identity"] and infos[0]["corpus_path"] != infos[1]["corpus_path"]
-    other = Source({"name": "bm25", "k1": 2.0}, infos[0]["corpus_path"]).load({}, lambda *_: None, lambda *_: None).info
+    other = ServedSource({"name": "bm25", "k1": 2.0}, infos[0]["corpus_path"]).load({}, lambda *_: None, lambda *_: None).info
     assert other["identity"] != infos[0]["identity"] and other["corpus"] == infos[0]["corpus"]
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import threading
 
 import httpx
 import pytest
 
 from rlflow_environments.retrieval.server.index import AnswerCache, ServedIndex
+from rlflow_environments.retrieval.server.listener import bind
 from tests.unit.environments.retrieval.search_echo import Echo, client, echo_server, post
 from tests.unit.environments.retrieval.search_servers import search_server
 
@@ -35,9 +37,9 @@ def test_concurrent_requests_share_batches_and_nothing_else():
         responses = concurrently(url, bodies)
     for body, response in zip(bodies, responses, strict=True):
         hits = response.json()["result"]
-        documents = [[e["document"] if body["return_scores"] else e for e in one] for one in hits]
+        documents = [[e["document"] if body["return_scores"] else e for e in hits_of_query] for hits_of_query in hits]
         expected = [[f"{query}/{rank}" for rank in range(body["topk"])] for query in body["queries"]]
-        assert [[document["id"] for document in one] for one in documents] == expected
+        assert [[document["id"] for document in hits_of_query] for hits_of_query in documents] == expected
     assert len(retriever.batches) < 60
 
 
@@ -122,3 +124,20 @@ def test_the_cache_keeps_the_latest_answers_within_its_bytes():
     off = AnswerCache(0)
     off.put(("a", 1), [])
     assert off.get(("a", 1)) is None
+
+
+def test_answers_leave_at_once():
+    """Nagle's algorithm is off on the connections of our socket: else every answer waits for a delayed acknowledgement, 40 ms."""
+
+    async def option() -> int:
+        accepted: asyncio.Future[asyncio.StreamWriter] = asyncio.get_running_loop().create_future()
+        listener = bind("127.0.0.1", 0)
+        async with await asyncio.start_server(lambda _, writer: accepted.set_result(writer), sock=listener):
+            _, writer = await asyncio.open_connection(*listener.getsockname())
+            ours = await accepted
+            value = ours.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+            for one in (writer, ours):
+                one.close()
+            return value
+
+    assert asyncio.run(option()) != 0

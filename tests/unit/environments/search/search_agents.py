@@ -12,6 +12,7 @@ from rlflow.rollout.engine import Completion, Sampling
 from rlflow.types import Trajectory
 from rlflow_environments.retrieval.corpus import Passage
 from rlflow_environments.retrieval.indices import Retriever
+from tests.unit.rollout.fake_engine import FakeEngine
 
 
 class Shelf(Retriever):
@@ -48,7 +49,7 @@ def converse(
     return asyncio.run(play())
 
 
-class ScriptedEngine:
+class ScriptedEngine(FakeEngine):
     """Answers the n-th request of an episode with the n-th text, cut behind its first stop string and `overshoot`, as an engine
     does whose tokens do not end where the string does; a text without a stop string ends with the end-of-sequence token.
 
@@ -56,27 +57,27 @@ class ScriptedEngine:
     """
 
     def __init__(self, tokenizer: Tokenizer, texts: Sequence[str], overshoot: str = "") -> None:
-        self.tokenizer, self.texts, self.overshoot = tokenizer, texts, overshoot
+        super().__init__(tokenizer)
+        self.encoder, self.texts, self.overshoot = tokenizer, texts, overshoot
         self.fed: list[list[int]] = []
         self.stops: list[tuple[str, ...]] = []
         self.sampled: list[int] = []
 
-    async def generate(self, tokens: Sequence[int], sampling: Sampling, request_id: str | None = None) -> Completion:
+    async def generate(
+        self, tokens: Sequence[int], sampling: Sampling, request_id: str | None = None, priority: int = 0
+    ) -> Completion:
         text = self.texts[len(self.fed)]
         self.fed.append(list(tokens))
         self.stops.append(sampling.stop)
         ends = [text.index(stop) + len(stop) for stop in sampling.stop if stop in text]
         if ends:
-            ids = self.tokenizer.encode(text[: min(ends)] + self.overshoot)
+            ids = self.encoder.encode(text[: min(ends)] + self.overshoot)
         else:
-            ids = [*self.tokenizer.encode(text), self.tokenizer.eos_ids[0]]
+            ids = [*self.encoder.encode(text), self.encoder.eos_ids[0]]
         start = len(self.sampled)
         self.sampled += ids
         logprobs = [-1.0 - number for number in range(start, start + len(ids))]
         return Completion(ids, logprobs, [0] * len(ids), "stop")
-
-    async def close(self) -> None:
-        """Nothing is open."""
 
 
 def roll_out(

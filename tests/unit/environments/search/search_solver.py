@@ -85,9 +85,9 @@ def _compared(question: str, facts: Facts) -> Iterator[str]:
     for relation, forms in COMPARISONS.items():
         for form in forms:
             if match := re.fullmatch(re.escape(form).replace(r"\{a\}", "(.+)").replace(r"\{b\}", "(.+)"), question):
-                one, other = (_objects(match[number], relation, facts) for number in (1, 2))
-                if one and other:
-                    yield "yes" if one == other else "no"
+                first, other = (_objects(match[number], relation, facts) for number in (1, 2))
+                if first and other:
+                    yield "yes" if first == other else "no"
 
 
 def _fullmatch(form: str, text: str) -> re.Match[str] | None:

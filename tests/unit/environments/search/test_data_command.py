@@ -41,7 +41,7 @@ def test_a_corpus_loses_its_bad_rows_only_when_that_is_allowed(tmp_path, capsys)
     assert not (tmp_path / "clean.jsonl").exists()
     assert main([*arguments, "--skip-bad-rows"]) == 0
     assert "a corpus of 2 passages" in capsys.readouterr().out
-    assert [(one.id, one.contents) for one in Corpus(tmp_path / "clean.jsonl")] == [("0", '"A"\nx'), ("k", "B\ny")]
+    assert [(passage.id, passage.contents) for passage in Corpus(tmp_path / "clean.jsonl")] == [("0", '"A"\nx'), ("k", "B\ny")]
 
 
 def test_sets_of_a_folder_are_counted(tmp_path, capsys):

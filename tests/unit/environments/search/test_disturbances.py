@@ -45,8 +45,8 @@ def test_noise_takes_places_and_leaves_the_others():
     noisy = sum(passage.startswith("about") for passages, _ in found for passage in passages)
     assert 240 <= noisy <= 360  # of 600
     for number, (passages, changed) in enumerate(found):
-        assert len(passages) == 3 and changed == any(one.startswith("about") for one in passages)
-        assert all(one == f"q{number}/{rank}" or one.startswith("about") for rank, one in enumerate(passages))
+        assert len(passages) == 3 and changed == any(text.startswith("about") for text in passages)
+        assert all(text == f"q{number}/{rank}" or text.startswith("about") for rank, text in enumerate(passages))
 
 
 def test_a_stale_index_lacks_the_same_passages_for_everybody():
@@ -54,7 +54,7 @@ def test_a_stale_index_lacks_the_same_passages_for_everybody():
     first, _ = _search(disturbances, "q", top_k=20)
     assert first == _search(disturbances, "q", task="other", before=3, top_k=20)[0]
     complete = [f"q/{rank}" for rank in range(40)]
-    assert len(first) == 20 and first == [one for one in complete if one in first]  # the next best move up
+    assert len(first) == 20 and first == [text for text in complete if text in first]  # the next best move up
     assert 20 < complete.index(first[-1]) + 1 <= 36
 
 
@@ -126,7 +126,7 @@ def test_the_time_of_searches_at_the_same_time_counts_once(tmp_path):
 
     async def together():
         episodes = [await environment.reset(environment.tasks("train")[0]) for _ in range(8)]
-        await asyncio.gather(*(environment.step(one, "<search>Alpha</search>") for one in episodes))
+        await asyncio.gather(*(environment.step(episode, "<search>Alpha</search>") for episode in episodes))
 
     asyncio.run(together())
     report = environment.report()

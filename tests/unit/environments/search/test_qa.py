@@ -10,19 +10,20 @@ from pathlib import Path
 import pytest
 
 from rlflow.errors import ConfigError, DataError
-from rlflow_environments.retrieval.corpus import Corpus, Passage, make_contents, read_pages
+from rlflow_environments.retrieval.corpus import Corpus, Passage, make_contents
 from rlflow_environments.retrieval.indices import make_retriever
 from rlflow_environments.search.__main__ import main
 from rlflow_environments.search.own_documents.candidates import Candidate, Hop, compose, find_facts
 from rlflow_environments.search.own_documents.documents import Document, read_documents
 from rlflow_environments.search.own_documents.english import blank_of, facts_of, names_in
-from rlflow_environments.search.own_documents.making import Request, make_questions
+from rlflow_environments.search.own_documents.making import QuestionRequest, make_questions
 from rlflow_environments.search.own_documents.passages import cut_passages, split_sentences
 from rlflow_environments.search.own_documents.screening import retrievable, screen
 from rlflow_environments.search.own_documents.splitting import mixed, separate, validation_documents
 from rlflow_environments.search.questions import read_tasks
 from rlflow_environments.search.rewards.scoring import contains_gold
 from rlflow_environments.search.world.world import make_world
+from tests.unit.environments.retrieval.search_corpora import read_pages
 
 GENERATOR = random.Random
 
@@ -100,10 +101,10 @@ def test_passages_keep_every_sentence_whole_and_none_twice():
     sentences = [f"Sentence number {i} of Dr. A. Smith says something." for i in range(40)]
     document = Document("d", "Title", (" ".join(sentences[:25]), " ".join(sentences[25:])), "u")
     passages, owners = cut_passages([document, document], max_characters=300)
-    assert all(len(one.body) <= 300 for one in passages)
-    first = [one for one, owner in zip(passages, owners, strict=True) if owner == 0]
-    assert [s for one in first for line in one.body.split("\n") for s in split_sentences(line)] == sentences
-    assert len({one.id for one in passages}) == len(passages) and {one.url for one in passages} == {"u"}
+    assert all(len(passage.body) <= 300 for passage in passages)
+    first = [passage for passage, owner in zip(passages, owners, strict=True) if owner == 0]
+    assert [s for passage in first for line in passage.body.split("\n") for s in split_sentences(line)] == sentences
+    assert len({passage.id for passage in passages}) == len(passages) and {passage.url for passage in passages} == {"u"}
     (cut,), _ = cut_passages([Document("d", "T", ("x" * 250,), "u")], 300)
     assert cut.body == "x" * 250
 
@@ -161,8 +162,8 @@ def test_two_hops_name_the_bridge_by_its_description():
         passage(0, "Blue Book", "Blue Book was written by Ann Lee."),
         passage(1, "Ann Lee", "Ann Lee was born in Paris."),
     ]
-    pairs = [one for one in compose(find_facts(passages), GENERATOR(0)) if len(one.hops) == 2]
-    assert [one.answer for one in pairs] == ["Paris"]
+    pairs = [pair for pair in compose(find_facts(passages), GENERATOR(0)) if len(pair.hops) == 2]
+    assert [pair.answer for pair in pairs] == ["Paris"]
     assert pairs[0].question in (
         "Where was the author of Blue Book born?",
         "What is the birthplace of the author of Blue Book?",
@@ -197,9 +198,9 @@ def test_each_fault_is_dropped_for_its_own_reason(bad, reason):
 
 def test_ambiguous_and_repeated_questions_are_dropped():
     dropped: Counter[str] = Counter()
-    one, other = candidate("Who is near?", "Paris"), candidate("who is NEAR", "Bob Ray")
+    near, other = candidate("Who is near?", "Paris"), candidate("who is NEAR", "Bob Ray")
     fine = candidate("Where does Ann Lee live?", "Paris")
-    assert screen([one, other, fine, fine], PASSAGES, dropped) == [fine]
+    assert screen([near, other, fine, fine], PASSAGES, dropped) == [fine]
     assert dropped == {"ambiguous": 2, "repeated": 1}
 
 
@@ -235,14 +236,14 @@ def test_every_beginning_has_its_share_of_two_hop_questions():
     hop = Hop("q", "a", 0)
     candidates = [candidate(f"{i}", "a", *[hop] * (1 + i % 2), kind=f"k{i % 7}") for i in range(2000)]
     ordered = mixed(candidates, 0.3, GENERATOR(0))
-    assert sorted(one.question for one in ordered) == sorted(one.question for one in candidates)
-    assert 0.2 < sum(len(one.hops) == 2 for one in ordered[:300]) / 300 < 0.4
+    assert sorted(asked.question for asked in ordered) == sorted(asked.question for asked in candidates)
+    assert 0.2 < sum(len(asked.hops) == 2 for asked in ordered[:300]) / 300 < 0.4
 
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("qa")
-    make_questions(world_documents(), folder, Request(train=200, val=30, val_share=0.3))
+    make_questions(world_documents(), folder, QuestionRequest(train=200, val=30, val_share=0.3))
     return folder
 
 
@@ -261,7 +262,7 @@ def test_no_name_or_answer_of_validation_occurs_in_training(made):
 
 
 def test_every_question_is_answered_by_its_evidence_and_does_not_give_its_answer_away(made):
-    passages = {one.id: one.contents for one in Corpus(made / "corpus.jsonl")}
+    passages = {passage.id: passage.contents for passage in Corpus(made / "corpus.jsonl")}
     rows = rows_of(made, "train") + rows_of(made, "val")
     for row in rows:
         assert contains_gold(passages[row["evidence"][-1]], row["solutions"])
@@ -274,7 +275,7 @@ def test_every_question_is_answered_by_its_evidence_and_does_not_give_its_answer
 def test_the_files_are_those_of_the_field(made):
     tasks = read_tasks(made / "val.jsonl", "val", "short")
     assert tasks[0].metadata["hops"] in (1, 2) and tasks[0].prompt.startswith("Question: ")
-    assert set(read_pages(made / "pages.jsonl")) == {one.url for one in Corpus(made / "corpus.jsonl")}
+    assert set(read_pages(made / "pages.jsonl")) == {passage.url for passage in Corpus(made / "corpus.jsonl")}
     report = json.loads((made / "report.json").read_text())
     written = sum(report["train"].values()) + sum(report["val"].values())
     assert report["candidates"] == written + sum(report["dropped"].values())
@@ -282,8 +283,8 @@ def test_the_files_are_those_of_the_field(made):
 
 def test_equal_seeds_give_equal_files_and_others_do_not(made, tmp_path):
     again, other = tmp_path / "again", tmp_path / "other"
-    make_questions(world_documents(), again, Request(train=200, val=30, val_share=0.3))
-    make_questions(world_documents(), other, Request(train=200, val=30, val_share=0.3, seed=1))
+    make_questions(world_documents(), again, QuestionRequest(train=200, val=30, val_share=0.3))
+    make_questions(world_documents(), other, QuestionRequest(train=200, val=30, val_share=0.3, seed=1))
     for name in ("corpus.jsonl", "pages.jsonl", "train.jsonl", "val.jsonl", "report.json"):
         assert (again / name).read_bytes() == (made / name).read_bytes()
     assert (other / "train.jsonl").read_bytes() != (made / "train.jsonl").read_bytes()
@@ -303,5 +304,5 @@ def test_output_among_the_documents_is_refused(tmp_path, capsys):
 @pytest.mark.parametrize("change", [{"train": 0}, {"val_share": 1.0}, {"multi_hop": 1.5}, {"top_k": 0}])
 def test_values_out_of_range_are_refused_before_anything_is_read(change, tmp_path):
     with pytest.raises(ConfigError, match="--" + next(iter(change)).replace("_", "-")):
-        make_questions([], tmp_path, Request(**change))
+        make_questions([], tmp_path, QuestionRequest(**change))
     assert not list(tmp_path.iterdir())

@@ -11,7 +11,7 @@ import pytest
 
 from rlflow.errors import ConfigError, DataError
 from rlflow_environments.retrieval.corpus import write_rows
-from rlflow_environments.search.questions import EVALUATION_SETS, LAYOUTS, find_sets, read_tasks
+from rlflow_environments.search.questions import EVALUATION_SETS, ROW_FORMATS, find_sets, read_tasks
 
 PROMPT = [{"role": "user", "content": "Answer the question: who wrote it?"}]
 SEARCH_R1 = {
@@ -101,7 +101,7 @@ def test_an_unknown_layout_lists_what_was_looked_for_and_what_is_there(tmp_path)
     with pytest.raises(DataError) as raised:
         read_tasks(path, "train")
     message = str(raised.value)
-    assert all(name in message for name in LAYOUTS) and "solutions" in message and "golden_answers" in message
+    assert all(name in message for name in ROW_FORMATS) and "solutions" in message and "golden_answers" in message
     assert "query (text), gold (a list)" in message and "\n" not in message
 
 

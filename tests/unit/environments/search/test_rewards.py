@@ -171,7 +171,7 @@ def test_augmented_answers_earn_three_tenths():
 
 
 @pytest.mark.parametrize(
-    ("one", "other"),
+    ("answer", "gold"),
     [
         ("1,000.50", "1000.5"),
         ("twenty-one", "21"),
@@ -187,13 +187,13 @@ def test_augmented_answers_earn_three_tenths():
         ("STRASSE", "stra\u00dfe"),
     ],
 )
-def test_strict_match_knows_forms_and_numbers(one, other):
-    assert strict_tokens(one) == strict_tokens(other)
-    assert strict_em(_transcript(_answered(one), golds=[other])) == 1.0
+def test_strict_match_knows_forms_and_numbers(answer, gold):
+    assert strict_tokens(answer) == strict_tokens(gold)
+    assert strict_em(_transcript(_answered(answer), golds=[gold])) == 1.0
 
 
 @pytest.mark.parametrize(
-    ("one", "other"),
+    ("answer", "gold"),
     [
         ("1.5", "15"),
         ("-5", "5"),
@@ -207,8 +207,8 @@ def test_strict_match_knows_forms_and_numbers(one, other):
         ("", ""),
     ],
 )
-def test_strict_match_tells_apart_what_search_r1_or_nobody_should_confuse(one, other):
-    assert strict_em(_transcript(_answered(one), golds=[other])) == 0.0
+def test_strict_match_tells_apart_what_search_r1_or_nobody_should_confuse(answer, gold):
+    assert strict_em(_transcript(_answered(answer), golds=[gold])) == 0.0
 
 
 # ---------------------------------------------------------------- by name

@@ -90,7 +90,7 @@ def test_a_whole_demonstration_fits_the_demos_token_budget(tokenizer: Tokenizer)
 
 def _texts(count: int) -> list[str]:
     shown = (demonstrate(random.Random(number)) for number in range(count))
-    return ["".join([one.prompt, *(part for turn in one.turns for part in turn)]) for one in shown]
+    return ["".join([trace.prompt, *(part for turn in trace.turns for part in turn)]) for trace in shown]
 
 
 # ---------------------------------------------------------------- demonstrations

@@ -17,12 +17,13 @@ from pathlib import Path
 import pytest
 
 from rlflow.errors import ConfigError
-from rlflow_environments.retrieval.corpus import Corpus, read_pages
+from rlflow_environments.retrieval.corpus import Corpus
 from rlflow_environments.search.environment import SearchEnvironment
 from rlflow_environments.search.questions import read_tasks
 from rlflow_environments.search.world.names import fits, pool_of, syllables
 from rlflow_environments.search.world.prose import ADJECTIVES, NOUNS, OPENINGS, RELATIONS
 from rlflow_environments.search.world.world import FILES, ensure_world, titles
+from tests.unit.environments.retrieval.search_corpora import read_pages
 from tests.unit.environments.search.search_solver import Facts, answers, read_facts
 
 ROOT = Path(__file__).resolve().parents[4]
@@ -57,7 +58,7 @@ def pool_by_word() -> dict[str, str]:
     """Every word that a name can have, and the pool that it is drawn from."""
     first, last = syllables()
     pairs = itertools.product(enumerate(first), enumerate(last))
-    return {one + other: pool_of(i, j) for (i, one), (j, other) in pairs if fits(one, other)}
+    return {start + end: pool_of(i, j) for (i, start), (j, end) in pairs if fits(start, end)}
 
 
 def pools_in(text: str) -> set[str]:
@@ -86,7 +87,7 @@ def pool_by_title() -> dict[str, str]:
 def test_every_word_belongs_to_one_pool_and_the_pools_share_every_syllable() -> None:
     first, last = syllables()
     words = pool_by_word()
-    pairs = sum(fits(one, other) for one, other in itertools.product(first, last))
+    pairs = sum(fits(left, other) for left, other in itertools.product(first, last))
     assert len(set(first)) == len(set(last)) == 200 and len(words) == pairs > 35_000  # no word can be split in two ways
     assert all(len(syllable) == 3 for syllable in first)
     for pool, share in (("train", 0.8), ("val", 0.2)):
@@ -114,8 +115,8 @@ def test_the_demo_world_has_two_thousand_passages_with_pages_of_their_own(
 def test_prose_is_varied(corpus: Corpus) -> None:
     """Hardly an article has the outline of another: names and numbers blanked, most are unique in their kind."""
     blanked = [
-        re.sub(r"\d+", "#", re.sub(r"(?:The )?[A-Z][a-z]+(?: [A-Z][a-z]+)+|[A-Z][a-z]{4,6}\b", "@", one.body))
-        for one in corpus
+        re.sub(r"\d+", "#", re.sub(r"(?:The )?[A-Z][a-z]+(?: [A-Z][a-z]+)+|[A-Z][a-z]{4,6}\b", "@", passage.body))
+        for passage in corpus
     ]
     assert len(set(blanked)) > 0.6 * len(blanked)
 
@@ -189,7 +190,7 @@ def test_every_article_states_every_fact_of_its_subject_once(corpus: Corpus, fac
 
 def test_facts_agree_with_each_other(facts: Facts) -> None:
     spouses = {subject: next(iter(objects)) for (subject, relation), objects in facts.items() if relation == "spouse"}
-    assert spouses and all(spouses[other] == one and one != other for one, other in spouses.items())
+    assert spouses and all(spouses[other] == person and person != other for person, other in spouses.items())
     for (subject, relation), objects in facts.items():
         if relation == "capital":
             assert facts[(next(iter(objects)), "country")] == {subject}

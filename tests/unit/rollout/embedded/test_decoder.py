@@ -10,9 +10,10 @@ from torch import Tensor
 from rlflow.errors import ModelError
 from rlflow.models.architecture import architecture
 from rlflow.models.huggingface import digest, iterate_weights, read_config
+from rlflow.rollout.embedded.block_manager import BLOCK_SIZE
 from rlflow.rollout.embedded.cache import KeyValueCache
 from rlflow.rollout.embedded.decoder import Decoder
-from rlflow.rollout.embedded.pages import PAGE
+from tests import rounding
 
 CPU = torch.device("cpu")
 KINDS = [("qwen2", True), ("qwen2", False), ("qwen3", False), ("llama", False), ("mistral", False)]
@@ -24,12 +25,11 @@ def load(path: Path) -> Decoder:
     return decoder
 
 
-def reference_logits(path: Path, rows: list[list[int]]) -> list[Tensor]:
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(str(path), dtype=torch.float32)
-    with torch.no_grad():
-        return [model(torch.tensor([row])).logits[0] for row in rows]
+def assert_logits(found: Tensor, path: Path, rows: list[list[int]], last: bool = False) -> None:
+    """Those of transformers for all tokens of the rows, or their last ones, up to the rounding of float32."""
+    exact, bound = rounding.logits(path, rows)
+    expected = torch.stack([row[-1] for row in exact]) if last else torch.cat(exact)
+    assert (found - expected).abs().max() <= bound
 
 
 def random_rows(lengths: list[int]) -> list[list[int]]:
@@ -38,14 +38,14 @@ def random_rows(lengths: list[int]) -> list[list[int]]:
 
 
 class Paged:
-    """A decoder with a cache of 8 sequences, whose pages are scattered over the pool."""
+    """A decoder with a cache of 8 sequences, whose blocks are scattered over the pool."""
 
     def __init__(self, decoder: Decoder) -> None:
         self.decoder = decoder
         self.cache = KeyValueCache(decoder.architecture, 8 * 16 + 1, torch.float32, CPU)
         order = torch.randperm(8 * 16, generator=torch.Generator().manual_seed(1))
         self.tables = 1 + order.view(8, 16)
-        decoder.reserve(16 * PAGE)
+        decoder.reserve(16 * BLOCK_SIZE)
 
     def prefill(self, rows: list[list[int]], slots: list[int], starts: list[int]) -> Tensor:
         """Logits of the new tokens of the rows, whose first `starts` tokens are cached already."""
@@ -73,17 +73,16 @@ def test_logits_equal_transformers_for_ragged_rows(tmp_path: Path, family: str, 
     path = tiny_model(tmp_path, family, tied=tied, tokenizer=False)
     rows = random_rows([3, 300, 41, 1, 77])
     logits = Paged(load(path)).prefill(rows, [6, 0, 3, 1, 7], [0] * 5)
-    expected = torch.cat(reference_logits(path, rows))
-    assert (logits - expected).abs().max() <= 1e-5
+    assert_logits(logits, path, rows)
 
 
 @pytest.mark.parametrize("static", [False, True])
 @pytest.mark.parametrize("family, tied", KINDS)
 def test_prefill_in_parts_and_decoding_equal_one_pass(tmp_path: Path, family: str, tied: bool, static: bool) -> None:
-    decoder = load(tiny_model(tmp_path, family, tied=tied, tokenizer=False))
-    lengths = [60, 23, 40, 300, 41, 42, 43, 44]
-    rows = random_rows(lengths)
-    expected = Paged(decoder).prefill(rows, list(range(8)), [0] * 8).split(lengths)
+    path = tiny_model(tmp_path, family, tied=tied, tokenizer=False)
+    decoder = load(path)
+    rows = random_rows([60, 23, 40, 300, 41, 42, 43, 44])
+    assert_logits(Paged(decoder).prefill(rows, list(range(8)), [0] * 8), path, rows)
 
     paged = Paged(decoder)
     slots, starts = [5, 2, 7, 0, 1, 3, 4, 6], [31, 9, 0, 256, 0, 0, 0, 32]
@@ -91,7 +90,7 @@ def test_prefill_in_parts_and_decoding_equal_one_pass(tmp_path: Path, family: st
     paged.prefill([rows[row][: starts[row]] for row in begun], [slots[row] for row in begun], [0] * len(begun))
     paged.prefill([row[:-1] for row in rows], slots, starts)
     logits = paged.decode(rows, slots, static)
-    assert (logits - torch.stack([row[-1] for row in expected])).abs().max() <= 1e-5
+    assert_logits(logits, path, rows, last=True)
 
 
 def test_a_prompt_whose_mask_would_be_large_is_attended_to_in_parts(
@@ -99,9 +98,9 @@ def test_a_prompt_whose_mask_would_be_large_is_attended_to_in_parts(
 ) -> None:
     decoder = load(qwen)
     rows = random_rows([300, 10, 90])
-    whole = Paged(decoder).prefill(rows, [0, 1, 2], [0, 0, 0])
+    assert_logits(Paged(decoder).prefill(rows, [0, 1, 2], [0, 0, 0]), qwen, rows)
     monkeypatch.setattr("rlflow.rollout.embedded.cache.MASK_ELEMENTS", 8 * 300 * 7)
-    assert (Paged(decoder).prefill(rows, [0, 1, 2], [0, 0, 0]) - whole).abs().max() <= 1e-5
+    assert_logits(Paged(decoder).prefill(rows, [0, 1, 2], [0, 0, 0]), qwen, rows)
 
 
 def test_what_another_sequence_left_in_a_page_does_not_matter(qwen: Path) -> None:
@@ -114,19 +113,19 @@ def test_what_another_sequence_left_in_a_page_does_not_matter(qwen: Path) -> Non
 def test_a_copied_page_serves_another_sequence(qwen: Path) -> None:
     paged = Paged(load(qwen))
     (row,) = random_rows([40])
-    expected = paged.prefill([row], [1], [0])[-1:]
+    assert_logits(paged.prefill([row], [1], [0]), qwen, [row])
     for source, target in zip(paged.tables[1, :2].tolist(), paged.tables[4, :2].tolist()):
         paged.cache.copy(source, target)
     assert torch.equal(paged.prefill([row], [4], [39]), paged.prefill([row], [1], [39]))
-    assert (paged.decode([row], [4]) - expected).abs().max() <= 1e-5
+    assert_logits(paged.decode([row], [4]), qwen, [row], last=True)
 
 
 def test_memory_of_the_pool_is_touched_only_where_it_is_used(qwen: Path) -> None:
     psutil = pytest.importorskip("psutil")
     decoder = load(qwen)
     before = psutil.Process().memory_info().rss
-    pages = (1 << 30) // KeyValueCache.page_bytes(decoder.architecture, torch.float32)
-    cache = KeyValueCache(decoder.architecture, pages, torch.float32, CPU)
+    blocks = (1 << 30) // KeyValueCache.block_bytes(decoder.architecture, torch.float32)
+    cache = KeyValueCache(decoder.architecture, blocks, torch.float32, CPU)
     cache.clear(3)
     assert psutil.Process().memory_info().rss - before < 1 << 27  # of 1 GiB
 

@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import asyncio
-from itertools import chain
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 
 from rlflow.errors import ConfigError, RolloutError
 from rlflow.rollout import Rollout, Tokenizer
+from rlflow.rollout.embedded.block_manager import BLOCK_SIZE
 from rlflow.rollout.embedded.engine import EmbeddedEngine
-from rlflow.rollout.embedded.pages import PAGE
 from rlflow.rollout.engine import Completion, Sampling
+from tests.rounding import margin
 from tests.unit.rollout.asking import Asking, all_trajectories
 from tests.unit.rollout.embedded.test_engine import assert_logprobs, random_rows, run
 
 
 def free_tokens(engine: EmbeddedEngine) -> int:
-    return engine._scheduler.pool.free * PAGE
+    return engine._scheduler.block_manager.free * BLOCK_SIZE
+
+
+def seed_of(index: int, turn: int) -> int:
+    return 2000 + 10 * index + turn
 
 
 async def three_turns(engine: EmbeddedEngine, index: int, temperature: float) -> list[Completion]:
@@ -27,7 +31,7 @@ async def three_turns(engine: EmbeddedEngine, index: int, temperature: float) ->
     tokens = random_rows([10 + 7 * (index % 5)], seed=index)[0]
     completions = []
     for turn in range(3):
-        sampling = Sampling(5 + 40 * (index % 3 == 0) + turn, temperature, seed=10 * index + turn)
+        sampling = Sampling(5 + 40 * (index % 3 == 0) + turn, temperature, seed=seed_of(index, turn))
         completions.append(await engine.generate(tokens, sampling, f"episode {index}"))
         tokens += completions[-1].tokens + random_rows([20], seed=100 * index + turn)[0]
         await asyncio.sleep(0)
@@ -35,21 +39,55 @@ async def three_turns(engine: EmbeddedEngine, index: int, temperature: float) ->
     return completions
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("kv_tokens", [256, 320, 512])
-def test_a_small_pool_gives_exactly_the_tokens_of_a_large_one(qwen: Path, temperature: float, kv_tokens: int) -> None:
-    async def play(engine: EmbeddedEngine) -> list[list[Completion]]:
+Episodes = list[list[Completion]]
+
+
+def play(engine: EmbeddedEngine, temperature: float) -> Episodes:
+    async def together() -> Episodes:
         return await asyncio.gather(*(three_turns(engine, index, temperature) for index in range(12)))
 
+    return asyncio.run(together())
+
+
+@pytest.fixture(scope="module", params=[0.0, 1.0])
+def temperature(request: pytest.FixtureRequest) -> float:
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def in_a_large_pool(qwen: Path, temperature: float) -> Episodes:
     large = EmbeddedEngine(qwen, max_concurrency=12)
-    small = EmbeddedEngine(qwen, max_concurrency=12, kv_tokens=kv_tokens, prefill_tokens=50)
-    expected, found = asyncio.run(play(large)), asyncio.run(play(small))
-    assert small.statistics.preempted > 0
+    episodes = play(large, temperature)
     assert (large.statistics.preempted, large.statistics.evicted) == (0, 0)
-    for one, other in zip(chain(*expected), chain(*found)):
-        assert one.tokens == other.tokens
-        assert one.stop == other.stop
-        torch.testing.assert_close(torch.tensor(one.logprobs), torch.tensor(other.logprobs), atol=1e-5, rtol=0)
+    return episodes
+
+
+def requests(episodes: Episodes) -> Iterator[tuple[list[int], Completion, int]]:
+    """(prompt, completion, seed) of every turn."""
+    for index, completions in enumerate(episodes):
+        prompt = random_rows([10 + 7 * (index % 5)], seed=index)[0]
+        for turn, completion in enumerate(completions):
+            yield prompt, completion, seed_of(index, turn)
+            prompt = prompt + completion.tokens + random_rows([20], seed=100 * index + turn)[0]
+
+
+def test_no_token_of_these_episodes_depends_on_rounding(in_a_large_pool: Episodes, qwen: Path, temperature: float) -> None:
+    """Batches of other shapes round differently. That they choose the same tokens all the same is due to these seeds."""
+    for prompt, completion, seed in requests(in_a_large_pool):
+        assert margin(qwen, prompt, completion.tokens, temperature, seed) > 1
+
+
+@pytest.mark.parametrize("kv_tokens", [256, 320, 512])
+def test_a_small_pool_gives_exactly_the_tokens_of_a_large_one(
+    in_a_large_pool: Episodes, qwen: Path, temperature: float, kv_tokens: int
+) -> None:
+    """And their log-probs up to rounding."""
+    small = EmbeddedEngine(qwen, max_concurrency=12, kv_tokens=kv_tokens, prefill_tokens=50)
+    found = play(small, temperature)
+    assert small.statistics.preempted > 0
+    for (prompt, one, _), (_, other, _) in zip(requests(in_a_large_pool), requests(found), strict=True):
+        assert (one.tokens, one.stop) == (other.tokens, other.stop)
+        assert_logprobs(qwen, prompt, other, temperature)
     assert free_tokens(small) == kv_tokens
 
 
@@ -68,18 +106,18 @@ def test_deterministic_collections_under_preemption_are_equal_bit_for_bit(qwen: 
     assert [tokens for tokens, _ in bits(8192)[0]] == [tokens for tokens, _ in first]
 
 
-def test_a_group_larger_than_the_pool_could_hold_alone_shares_the_pages_of_its_prompt(qwen: Path) -> None:
-    (prompt,) = random_rows([6 * PAGE])
-    engine = EmbeddedEngine(qwen, max_concurrency=8, kv_tokens=6 * PAGE + 8 * 2 * PAGE)  # eight prompts need 48 pages
+def test_a_group_larger_than_the_pool_could_hold_alone_shares_the_blocks_of_its_prompt(qwen: Path) -> None:
+    (prompt,) = random_rows([6 * BLOCK_SIZE])
+    engine = EmbeddedEngine(qwen, max_concurrency=8, kv_tokens=6 * BLOCK_SIZE + 8 * 2 * BLOCK_SIZE)  # 8 prompts: 48 blocks
     completions = run(*(engine.generate(prompt, Sampling(12, seed=seed)) for seed in range(8)))
     assert engine.statistics.preempted == 0
-    assert engine.statistics.prefilled <= 6 * PAGE + 7
+    assert engine.statistics.prefilled <= 6 * BLOCK_SIZE + 7
     for completion in completions:
         assert_logprobs(qwen, prompt, completion)
 
 
 def test_prompts_with_a_common_beginning_compute_it_once(qwen: Path) -> None:
-    common, *rests = random_rows([3 * PAGE + 5, 10, 20, 30])
+    common, *rests = random_rows([3 * BLOCK_SIZE + 5, 10, 20, 30])
     engine = EmbeddedEngine(qwen)
     completions = run(*(engine.generate(common + rest, Sampling(5, seed=1)) for rest in rests))
     assert engine.statistics.prefilled == len(common) + 10 + 20 + 30
@@ -116,9 +154,9 @@ def test_those_that_decode_go_on_while_a_long_prompt_is_prefilled(qwen: Path) ->
 
 
 def test_a_prompt_that_can_never_fit_is_one_clear_error_and_others_are_served(qwen: Path) -> None:
-    engine = EmbeddedEngine(qwen, kv_tokens=4 * PAGE)
-    assert engine.max_tokens == 4 * PAGE
-    long, short = random_rows([4 * PAGE, 3 * PAGE])
+    engine = EmbeddedEngine(qwen, kv_tokens=4 * BLOCK_SIZE)
+    assert engine.max_tokens == 4 * BLOCK_SIZE
+    long, short = random_rows([4 * BLOCK_SIZE, 3 * BLOCK_SIZE])
 
     async def ask() -> list[Completion | BaseException]:
         requests = [engine.generate(prompt, Sampling(500, seed=1)) for prompt in (long, short, short)]
@@ -129,13 +167,13 @@ def test_a_prompt_that_can_never_fit_is_one_clear_error_and_others_are_served(qw
     assert "a prompt of 128 tokens leaves no room in the 128 tokens" in str(refused)
     assert "engine.kv_tokens" in str(refused)
     for completion in (one, other):  # each fills the pool alone: they take turns
-        assert (len(completion.tokens), completion.stop) == (PAGE, "length")
-    assert engine.statistics.steps > 2 * (PAGE - 2)
+        assert (len(completion.tokens), completion.stop) == (BLOCK_SIZE, "length")
+    assert engine.statistics.steps > 2 * (BLOCK_SIZE - 2)
 
 
 @pytest.mark.parametrize("owner", [None, "episode"])
 def test_an_aborted_or_cancelled_request_gives_its_memory_back(qwen: Path, owner: str | None) -> None:
-    engine = EmbeddedEngine(qwen, kv_tokens=16 * PAGE)
+    engine = EmbeddedEngine(qwen, kv_tokens=16 * BLOCK_SIZE)
     prompts = random_rows([100, 90])
 
     async def leave_both() -> None:
@@ -145,7 +183,7 @@ def test_an_aborted_or_cancelled_request_gives_its_memory_back(qwen: Path, owner
         ]
         while engine.statistics.decoded < 8:
             await asyncio.sleep(0)
-        assert free_tokens(engine) < 16 * PAGE
+        assert free_tokens(engine) < 16 * BLOCK_SIZE
         requests[0].cancel()
         await engine.abort("waits")
         await asyncio.gather(*requests, return_exceptions=True)
@@ -153,12 +191,12 @@ def test_an_aborted_or_cancelled_request_gives_its_memory_back(qwen: Path, owner
     asyncio.run(leave_both())
     for name in ("episode", "waits"):
         engine.release(name)
-    assert free_tokens(engine) == 16 * PAGE
+    assert free_tokens(engine) == 16 * BLOCK_SIZE
 
 
 def test_histories_of_idle_episodes_give_way_and_are_computed_again(qwen: Path) -> None:
-    engine = EmbeddedEngine(qwen, kv_tokens=8 * PAGE)
-    history, other = random_rows([5 * PAGE, 6 * PAGE])
+    engine = EmbeddedEngine(qwen, kv_tokens=8 * BLOCK_SIZE)
+    history, other = random_rows([5 * BLOCK_SIZE, 6 * BLOCK_SIZE])
     (first,) = run(engine.generate(history, Sampling(4, seed=1), "idle"))
     run(engine.generate(other, Sampling(4, seed=2), "other"))
     assert engine.statistics.evicted == 1
@@ -167,6 +205,51 @@ def test_histories_of_idle_episodes_give_way_and_are_computed_again(qwen: Path) 
     assert_logprobs(qwen, turn, second)
 
 
-def test_a_pool_of_less_than_a_page_is_refused(qwen: Path) -> None:
+def test_the_more_urgent_keeps_its_blocks_though_it_came_later(qwen: Path) -> None:
+    prompts = random_rows([30, 40])
+
+    async def order(priorities: tuple[int, int]) -> list[int]:
+        engine = EmbeddedEngine(qwen, kv_tokens=5 * BLOCK_SIZE)  # both together grow to 7 blocks
+        ended: list[int] = []
+
+        async def ask(index: int) -> None:
+            done = await engine.generate(prompts[index], Sampling(60, seed=index), f"{index}", priorities[index])
+            assert_logprobs(qwen, prompts[index], done)
+            ended.append(index)
+
+        first = asyncio.ensure_future(ask(0))
+        while engine.statistics.decoded < 3:
+            await asyncio.sleep(0)
+        await asyncio.gather(first, ask(1))
+        assert engine.statistics.preempted == 1
+        return ended
+
+    assert asyncio.run(order((0, 0))) == [0, 1]
+    assert asyncio.run(order((0, -1))) == [1, 0]
+
+
+def test_an_urgent_prompt_takes_its_blocks_from_those_that_run(qwen: Path) -> None:
+    prompts = random_rows([70, 60])
+
+    async def order(priority: int) -> list[int]:
+        engine = EmbeddedEngine(qwen, kv_tokens=4 * BLOCK_SIZE)  # the first grows to 4 blocks, the second starts with 2
+        ended: list[int] = []
+
+        async def ask(index: int, count: int, urgency: int) -> None:
+            done = await engine.generate(prompts[index], Sampling(count, seed=index), None, urgency)
+            assert_logprobs(qwen, prompts[index], done)
+            ended.append(index)
+
+        first = asyncio.ensure_future(ask(0, 50, 0))
+        while engine.statistics.decoded < 3:
+            await asyncio.sleep(0)
+        await asyncio.gather(first, ask(1, 20, priority))
+        return ended
+
+    assert asyncio.run(order(0)) == [0, 1]
+    assert asyncio.run(order(-1)) == [1, 0]
+
+
+def test_a_pool_of_less_than_a_block_is_refused(qwen: Path) -> None:
     with pytest.raises(ConfigError, match=r"engine\.kv_tokens: expected at least 32, found 31"):
         EmbeddedEngine(qwen, kv_tokens=31)

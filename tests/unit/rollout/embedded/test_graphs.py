@@ -15,7 +15,8 @@ from rlflow.errors import ConfigError
 from rlflow.rollout.embedded.engine import EmbeddedEngine
 from rlflow.rollout.embedded.scheduler import Scheduler
 from rlflow.rollout.engine import Completion, Sampling
-from tests.unit.rollout.embedded.test_engine import random_rows
+from tests.rounding import margin
+from tests.unit.rollout.embedded.test_engine import assert_logprobs, random_rows
 
 
 class Recorder:
@@ -38,7 +39,7 @@ def recording_engine(path: Path, recorder: Recorder, **options: int) -> Embedded
         engine._model,
         engine._stops,
         engine.max_concurrency,
-        pages=old.pool.count,
+        blocks=old.block_manager.count,
         max_tokens=512,
         prefill_tokens=8192,
         by_id=False,
@@ -64,21 +65,26 @@ def episodes(engine: EmbeddedEngine, count: int) -> list[list[Completion]]:
     return asyncio.run(together())
 
 
-def assert_equal(one: list[list[Completion]], other: list[list[Completion]], tolerance: float) -> None:
-    for left, right in zip(chain(*one), chain(*other)):
-        assert left.tokens == right.tokens
-        assert left.versions == right.versions
-        torch.testing.assert_close(torch.tensor(left.logprobs), torch.tensor(right.logprobs), atol=tolerance, rtol=0)
+def assert_equal(path: Path, one: list[list[Completion]], other: list[list[Completion]]) -> None:
+    """Tokens and versions, and log-probs up to the rounding of float32; no choice of a token was within rounding."""
+    for index, (left, right) in enumerate(zip(one, other, strict=True)):
+        tokens, temperature = random_rows([10 + 9 * index], seed=index)[0], 1.0 if index % 3 else 0.0
+        for ours, theirs in zip(left, right, strict=True):
+            assert margin(path, tokens, ours.tokens, temperature, index) > 1
+            assert (ours.tokens, ours.versions) == (theirs.tokens, theirs.versions)
+            assert_logprobs(path, tokens, ours, temperature)
+            assert_logprobs(path, tokens, theirs, temperature)
+            tokens = tokens + ours.tokens + random_rows([13], seed=50 + index)[0]
 
 
 @pytest.mark.parametrize("options", [{}, {"max_concurrency": 3}, {"kv_tokens": 512}])
 def test_recorded_steps_give_what_steps_that_run_anew_give(qwen: Path, options: dict[str, int]) -> None:
     recorder = Recorder()
     engine = recording_engine(qwen, recorder, **options)
-    assert_equal(episodes(engine, 7), episodes(EmbeddedEngine(qwen, **options), 7), 1e-5)
-    assert 1 < recorder.recorded <= 4 * 4  # rows 1, 2, 4, 8 times pages 1, 2, 4, 8
+    assert_equal(qwen, episodes(engine, 7), episodes(EmbeddedEngine(qwen, **options), 7))
+    assert 1 < recorder.recorded <= 4 * 4  # rows 1, 2, 4, 8 times blocks 1, 2, 4, 8
     recorded = recorder.recorded
-    assert_equal(episodes(engine, 7), episodes(EmbeddedEngine(qwen, **options), 7), 1e-5)
+    assert_equal(qwen, episodes(engine, 7), episodes(EmbeddedEngine(qwen, **options), 7))
     assert recorder.recorded == recorded
 
 
@@ -95,17 +101,17 @@ def test_graphs_are_refused_where_there_is_no_gpu(qwen: Path) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("family, dtype, tolerance", [("qwen2", "float32", 1e-4), ("qwen3", "float32", 1e-4)])
-def test_cuda_graphs_give_what_eager_steps_give(tmp_path: Path, family: str, dtype: str, tolerance: float) -> None:
+@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
+def test_cuda_graphs_give_what_eager_steps_give(tmp_path: Path, family: str) -> None:
     torch.backends.cuda.matmul.allow_tf32 = False
-    path = tiny_model(tmp_path, family, scale=0.2)
-    eager = EmbeddedEngine(path, device="cuda", dtype=dtype, cuda_graphs=False, max_tokens=512)
-    graphs = EmbeddedEngine(path, device="cuda", dtype=dtype, cuda_graphs=True, max_tokens=512)
+    path = tiny_model(tmp_path, family, scale=0.2, seed=3)  # weights with which no choice is within rounding
+    eager = EmbeddedEngine(path, device="cuda", cuda_graphs=False, max_tokens=512)
+    graphs = EmbeddedEngine(path, device="cuda", cuda_graphs=True, max_tokens=512)
     for _ in range(2):
-        assert_equal(episodes(graphs, 7), episodes(eager, 7), tolerance)
+        assert_equal(path, episodes(graphs, 7), episodes(eager, 7))
     assert graphs._scheduler.statistics.decoded == eager._scheduler.statistics.decoded
-    small = EmbeddedEngine(path, device="cuda", dtype=dtype, kv_tokens=512, max_tokens=512)
-    assert_equal(episodes(small, 7), episodes(eager, 7), tolerance)
+    small = EmbeddedEngine(path, device="cuda", kv_tokens=512, max_tokens=512)
+    assert_equal(path, episodes(small, 7), episodes(eager, 7))
 
 
 @pytest.mark.gpu
@@ -116,4 +122,4 @@ def test_new_weights_reach_cuda_graphs(qwen: Path, other_qwen: Path) -> None:
     episodes(changed, 3)
     asyncio.run(changed.load_weights(iterate_weights(other_qwen), version=0))
     fresh = EmbeddedEngine(other_qwen, device="cuda", cuda_graphs=False, max_tokens=512)
-    assert_equal(episodes(changed, 3), episodes(fresh, 3), 1e-4)
+    assert_equal(other_qwen, episodes(changed, 3), episodes(fresh, 3))

@@ -19,7 +19,7 @@ Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Layout:
+class RowFormat:
     """golds: paths of keys, the first that is present counts. beside: at least one of these keys must be there too.
     ids: the keys that may hold the row's id, in order."""
 
@@ -44,16 +44,16 @@ class Layout:
 
 _NESTED = tuple(f"{key}.ground_truth{tail}" for tail in (".target", "") for key in ("reward_model", "reward_spec"))
 
-LAYOUTS: dict[str, Layout] = {
+ROW_FORMATS: dict[str, RowFormat] = {
     layout.name: layout
     for layout in (
-        Layout("searchr1", _NESTED, ("id", "extra_info.index")),
-        Layout("rlinf", ("solutions",)),
-        Layout("flashrag", ("golden_answers",)),
-        Layout(
+        RowFormat("searchr1", _NESTED, ("id", "extra_info.index")),
+        RowFormat("rlinf", ("solutions",)),
+        RowFormat("flashrag", ("golden_answers",)),
+        RowFormat(
             "asearcher", ("answer",), ("idx", "qid", "id", "_id", "query_id"), ("qid", "idx", "aug_answer", "source")
         ),
-        Layout("plain", ("answers", "answer")),
+        RowFormat("plain", ("answers", "answer")),
     )
 }
 """In the order in which they are tried: Search-R1's rows also have FlashRAG's keys."""
@@ -69,7 +69,7 @@ def at_path(row: Mapping[str, Any], path: str) -> Any:
     return value
 
 
-def gold_answers(layout: Layout, row: Row) -> tuple[str, list[str]]:
+def gold_answers(layout: RowFormat, row: Row) -> tuple[str, list[str]]:
     """(path, gold answers) of a row. Raises BadRow without a gold answer."""
     path = layout.gold_path(row) or layout.golds[0]
     value = at_path(row, path)
@@ -83,7 +83,7 @@ def gold_answers(layout: Layout, row: Row) -> tuple[str, list[str]]:
     return path, golds
 
 
-def row_id(layout: Layout, row: Row) -> str | None:
+def row_id(layout: RowFormat, row: Row) -> str | None:
     """The row's id, None where it has none."""
     found: Sequence[Any] = [value for path in layout.ids if (value := at_path(row, path)) is not None]
     return str(found[0]) if found else None

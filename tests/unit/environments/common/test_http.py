@@ -1,0 +1,123 @@
+"""Claims about the one retry policy: what is tried again, how often, and after which pauses."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+
+import pytest
+
+from rlflow_environments.common.http import (
+    GaveUp,
+    Retryable,
+    RetryPolicy,
+    backoff_s,
+    check_status,
+    retry_after_s,
+)
+
+QUICK = RetryPolicy(tries=4, first_pause_s=0.001, longest_pause_s=0.002)
+
+
+class Service:
+    """Fails as its script says, then answers with the number of the attempt."""
+
+    def __init__(self, *script: Exception) -> None:
+        self.script = list(script)
+        self.attempts = 0
+
+    def __call__(self) -> int:
+        self.attempts += 1
+        if self.script:
+            raise self.script.pop(0)
+        return self.attempts
+
+    async def asynchronous(self, deadline: float) -> int:
+        return self()
+
+
+def both(policy: RetryPolicy, service: Service, *, asynchronous: bool) -> int:
+    if asynchronous:
+        return asyncio.run(policy.call_async(service.asynchronous, random.Random(0)))
+    return policy.call(service, random.Random(0))
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_what_may_pass_is_tried_until_it_does(asynchronous: bool) -> None:
+    assert both(QUICK, Service(Retryable("a"), Retryable("b")), asynchronous=asynchronous) == 3
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_the_last_failure_is_told_after_all_tries(asynchronous: bool) -> None:
+    service = Service(*[Retryable(str(number)) for number in range(9)])
+    with pytest.raises(GaveUp) as found:
+        both(QUICK, service, asynchronous=asynchronous)
+    assert (service.attempts, found.value.attempts, str(found.value.last)) == (4, 4, "3")
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_anything_else_ends_at_once(asynchronous: bool) -> None:
+    service = Service(Retryable("a"), KeyError("no"))
+    with pytest.raises(KeyError):
+        both(QUICK, service, asynchronous=asynchronous)
+    assert service.attempts == 2
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_pause_that_the_deadline_does_not_allow_is_not_begun(asynchronous: bool) -> None:
+    policy = RetryPolicy(tries=9, first_pause_s=0.001, longest_pause_s=0.002, timeout_s=1.0)
+    start = time.monotonic()
+    with pytest.raises(GaveUp, match="1 attempts"):
+        both(policy, Service(Retryable("busy", retry_after_s=20.0)), asynchronous=asynchronous)
+    assert time.monotonic() - start < 1.0
+
+
+def test_the_deadline_ends_an_attempt_that_hangs() -> None:
+    async def hang(deadline: float) -> None:
+        assert 0 < deadline - time.monotonic() <= 0.1
+        await asyncio.sleep(60)
+
+    with pytest.raises(GaveUp) as found:
+        asyncio.run(RetryPolicy(3, 0.001, 0.002, timeout_s=0.1).call_async(hang, random.Random(0)))
+    assert (found.value.attempts, found.value.last) == (1, None)
+
+
+def test_the_server_says_when_it_wants_to_be_asked_again() -> None:
+    start = time.monotonic()
+    QUICK.call(Service(Retryable("busy", retry_after_s=0.2)), random.Random(0))
+    assert time.monotonic() - start >= 0.2
+
+
+def test_at_once_means_without_a_pause() -> None:
+    policy = RetryPolicy(tries=9, first_pause_s=60.0, longest_pause_s=60.0)
+    start = time.monotonic()
+    assert policy.call(Service(*[Retryable("unreadable", at_once=True)] * 8), random.Random(0)) == 9
+    assert time.monotonic() - start < 1.0
+
+
+def test_pauses_double_up_to_a_bound() -> None:
+    assert [backoff_s(0.1, 2.0, failures) for failures in (1, 2, 3, 5, 6, 10_000)] == [0.1, 0.2, 0.4, 1.6, 2.0, 2.0]
+
+
+@pytest.mark.parametrize(("status", "server_failed"), [(429, False), (500, True), (502, True), (503, True), (504, True)])
+def test_too_many_requests_and_failures_of_the_server_may_pass(status: int, server_failed: bool) -> None:
+    with pytest.raises(Retryable, match=f"there: status {status}: why") as found:
+        check_status("there: ", status, {"retry-after": "7"}, "why")
+    assert (found.value.server_failed, found.value.retry_after_s) == (server_failed, 7.0)
+
+
+@pytest.mark.parametrize("status", [200, 204, 302, 400, 401, 404, 413, 422])
+def test_other_statuses_are_the_callers_to_judge(status: int) -> None:
+    check_status("", status, {}, "")
+
+
+@pytest.mark.parametrize(
+    ("header", "seconds"), [("3", 3.0), ("0.5", 0.5), ("-1", 0.0), ("9999", 30.0), ("Wed, 21 Oct 2015 07:28:00 GMT", 0.0)]
+)
+def test_retry_after_is_read_in_seconds_and_bounded(header: str, seconds: float) -> None:
+    assert retry_after_s({"retry-after": header}) == seconds
+
+
+def test_no_retry_after_is_no_wait() -> None:
+    assert retry_after_s({}) == 0.0

@@ -1,0 +1,161 @@
+"""A small engine without a model, for tests: a token a step, by a hash of the seed and the place."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rlflow.errors import RolloutError
+from rlflow.models.huggingface import digest
+from rlflow.rollout.engine import Completion, Engine, PauseMode, Sampling, Stop, Weights, each_weight
+from rlflow.rollout.tokenizer import Tokenizer
+
+FIRST_WEIGHTS = {"scale": torch.ones(3), "shift": torch.zeros(2)}
+
+
+def fake_logprob(token: int, weights: dict[str, Tensor]) -> float:
+    """Nats; what a trainer of this "model" would score a token with."""
+    return -float(weights["scale"].mean()) * (1 + token / 1000) - float(weights["shift"].sum())
+
+
+@dataclass(eq=False)
+class FakeRequest:
+    id: str | None
+    priority: int
+    stop: Stop | None = None
+
+
+class FakeEngine(Engine):
+    """Implements the whole protocol; one that does not hash its weights is made with `hashes_weights=False`."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer | None = None,
+        *,
+        max_concurrency: int = 4,
+        max_tokens: int | None = None,
+        hashes_weights: bool = True,
+        vocab: int = 300,
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.max_concurrency = max_concurrency
+        self.max_tokens = max_tokens
+        self.hashes_weights = hashes_weights
+        self.weights = dict(FIRST_WEIGHTS)
+        self.version = 0
+        self.steps = 0  # tokens sampled
+        self.released: list[str] = []
+        self._vocab = vocab
+        self._state = "open"
+        self._loading = False
+        self._broken = False
+        self._waiting: list[FakeRequest] = []
+        self._running: list[FakeRequest] = []
+
+    async def generate(
+        self, tokens: Sequence[int], sampling: Sampling, request_id: str | None = None, priority: int = 0
+    ) -> Completion:
+        self._check(tokens, request_id)
+        request = FakeRequest(request_id, priority)
+        completion = Completion([], [], [], "length")
+        room = (
+            sampling.max_tokens if self.max_tokens is None else min(sampling.max_tokens, self.max_tokens - len(tokens))
+        )
+        self._waiting.append(request)
+        try:
+            while request.stop is None and not self._admit(request):
+                await asyncio.sleep(0)
+            while request.stop is None:
+                if self._broken:
+                    raise RolloutError("fake engine: weights were half loaded.")
+                if self._state in ("open", "draining") and not self._loading:
+                    self._sample(request, completion, tokens, sampling, room)
+                await asyncio.sleep(0)
+        finally:
+            self._waiting = [other for other in self._waiting if other is not request]
+            self._running = [other for other in self._running if other is not request]
+        completion.stop = request.stop
+        return completion
+
+    async def load_weights(self, weights: Weights, version: int) -> None:
+        self._loading = True
+        try:
+            loaded = {name: tensor.clone() async for name, tensor in each_weight(weights)}
+            if set(loaded) != set(FIRST_WEIGHTS):
+                raise RolloutError(f"fake engine: expected {sorted(FIRST_WEIGHTS)}, found {sorted(loaded)}.")
+        except BaseException:
+            self._broken = True
+            raise
+        finally:
+            self._loading = False
+        self.weights, self.version, self._broken = loaded, version, False
+
+    async def pause(self, mode: PauseMode = "keep") -> None:
+        if self._state == "closed":
+            return
+        if mode == "wait":
+            self._state = "draining"
+            while self._running and self._state == "draining":
+                await asyncio.sleep(0)
+        self._state = "paused"
+        if mode == "abort":
+            self._end("paused")
+
+    async def resume(self) -> None:
+        self._state = "closed" if self._state == "closed" else "open"
+
+    async def abort(self, request_id: str) -> None:
+        self._end("aborted", request_id)
+
+    async def close(self) -> None:
+        self._state = "closed"
+        self._end("aborted")
+
+    def release(self, request_id: str) -> None:
+        self.released.append(request_id)
+
+    async def weights_digest(self) -> str:
+        return digest(self.weights.items()) if self.hashes_weights else await super().weights_digest()
+
+    def _check(self, tokens: Sequence[int], request_id: str | None) -> None:
+        if self._state == "closed" or self._broken:
+            raise RolloutError("fake engine: it is closed, or its weights are half loaded.")
+        if not tokens or (self.max_tokens is not None and len(tokens) >= self.max_tokens):
+            raise RolloutError(f"fake engine: a prompt of {len(tokens)} tokens; the limit is {self.max_tokens}.")
+        if request_id is not None and request_id in {other.id for other in (*self._waiting, *self._running)}:
+            raise RolloutError(f"fake engine: request id '{request_id}' is in flight already.")
+
+    def _admit(self, request: FakeRequest) -> bool:
+        """Whether it runs now: its turn came and there is a place."""
+        first = min(self._waiting, key=lambda other: other.priority)  # the first of equals
+        if self._state != "open" or self._loading or first is not request or len(self._running) >= self.max_concurrency:
+            return False
+        self._waiting.remove(request)
+        self._running.append(request)
+        return True
+
+    def _sample(
+        self, request: FakeRequest, completion: Completion, prompt: Sequence[int], sampling: Sampling, room: int
+    ) -> None:
+        place = len(prompt) + len(completion.tokens)
+        key = f"{prompt[0]}" if sampling.temperature == 0 else f"{sampling.seed}"
+        token = random.Random(f"{key}/{place}").randrange(3, self._vocab)
+        completion.tokens.append(token)
+        completion.logprobs.append(fake_logprob(token, self.weights))
+        completion.versions.append(self.version)
+        self.steps += 1
+        text = self.tokenizer.decode(completion.tokens) if self.tokenizer is not None and sampling.stop else ""
+        if token in sampling.stop_token_ids or any(stop in text for stop in sampling.stop):
+            request.stop = "stop"
+        elif len(completion.tokens) >= room:
+            request.stop = "length"
+
+    def _end(self, stop: Stop, request_id: str | None = None) -> None:
+        for request in (*self._waiting, *self._running):
+            if request_id is None or request.id == request_id:
+                request.stop = request.stop or stop

@@ -1,0 +1,43 @@
+"""The contract over the engines that there are."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+
+import pytest
+import torch
+
+from rlflow.models.huggingface import iterate_weights
+from rlflow.rollout import Tokenizer
+from rlflow.rollout.embedded.engine import EmbeddedEngine
+from tests.unit.rollout.engine_contract import EngineContract, Make, Pairs
+from tests.unit.rollout.fake_engine import FakeEngine
+
+
+class TestEmbeddedEngine(EngineContract):
+    @pytest.fixture
+    def make(self, qwen: Path, tokenizer: Tokenizer) -> Make:
+        return functools.partial(EmbeddedEngine, qwen, tokenizer)
+
+    @pytest.fixture
+    def weights(self, other_qwen: Path) -> Pairs:
+        return list(iterate_weights(other_qwen))
+
+
+class TestSmallPool(TestEmbeddedEngine):
+    """Where sequences preempt each other."""
+
+    @pytest.fixture
+    def make(self, qwen: Path, tokenizer: Tokenizer) -> Make:
+        return functools.partial(EmbeddedEngine, qwen, tokenizer, kv_tokens=512, prefill_tokens=16)
+
+
+class TestFakeEngine(EngineContract):
+    @pytest.fixture(params=[True, False], ids=["hashes", "cannot_hash"])
+    def make(self, tokenizer: Tokenizer, request: pytest.FixtureRequest) -> Make:
+        return functools.partial(FakeEngine, tokenizer, hashes_weights=request.param)
+
+    @pytest.fixture
+    def weights(self) -> Pairs:
+        return [("scale", torch.full((3,), 2.0)), ("shift", torch.ones(2))]

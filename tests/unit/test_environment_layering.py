@@ -1,0 +1,68 @@
+"""The import rules of the environments: retrieval is a service of its own, and knows neither agents nor the training library."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.unit.test_layering import ROOT, core_part, imported, sources
+
+# Room -> (what it may import from the core, which other rooms of environments/). `matmul`: products whose rows do not depend on
+# the size of their batch, which scans need as rollouts do.
+ALLOWED: dict[str, tuple[set[str], set[str]]] = {
+    "common": ({"errors", "storage", "components"}, set()),
+    "retrieval": ({"errors", "types", "storage", "components", "matmul"}, {"common"}),
+    "search": ({"errors", "types", "storage", "components", "metrics", "environment"}, {"common", "retrieval"}),
+}
+HUB = {"environments/retrieval/encoders/transformer.py", "recipes/searchr1/releases.py"}
+
+
+def names(room: str) -> list[tuple[Path, int, str]]:
+    return [(path, line, name) for path in sources(f"environments/{room}") for line, name in imported(path)]
+
+
+def test_every_room_has_its_rule() -> None:
+    rooms = {path.relative_to(ROOT / "environments").parts[0] for path in sources("environments")}
+    assert rooms - {"__init__.py"} == set(ALLOWED)
+
+
+@pytest.mark.parametrize("room", ALLOWED)
+def test_a_room_imports_from_the_core_what_its_rule_says(room: str) -> None:
+    allowed, _ = ALLOWED[room]
+    wrong = [
+        f"{path.relative_to(ROOT)}:{line} imports {name}"
+        for path, line, name in names(room)
+        if core_part(name) is not None and core_part(name) not in allowed and name != "rlflow.__version__"
+    ]
+    assert not wrong, f"{room} may import {sorted(allowed)} from rlflow:\n" + "\n".join(wrong)
+
+
+@pytest.mark.parametrize("room", ALLOWED)
+def test_a_room_imports_only_rooms_below_it(room: str) -> None:
+    _, below = ALLOWED[room]
+    others = {f"rlflow_environments.{other}" for other in (*below, room)}
+    wrong = [
+        f"{path.relative_to(ROOT)}:{line} imports {name}"
+        for path, line, name in names(room)
+        if name.startswith("rlflow_environments") and ".".join(name.split(".")[:2]) not in others
+    ]
+    assert not wrong, f"{room} may import {sorted(below) or 'no other room'}:\n" + "\n".join(wrong)
+
+
+def test_the_environment_asks_the_world_through_one_function() -> None:
+    world = ROOT / "environments" / "search" / "world"
+    asked = {
+        name for path, _, name in names("search") if not path.is_relative_to(world) and ".search.world" in f".{name}"
+    }
+    assert len(asked) == 1, asked
+
+
+def test_the_hub_is_reached_from_two_files() -> None:
+    found = {
+        str(path.relative_to(ROOT))
+        for path in sources("environments", "recipes", "tools", "rlflow")
+        for _, name in imported(path)
+        if name.split(".")[0] == "huggingface_hub"
+    }
+    assert found == HUB
