@@ -24,7 +24,7 @@ from rlflow.run.progress import Progress
 from rlflow.run.saver import Saver
 from rlflow.run.state import load_states, states
 from rlflow.run.summary import write_summary
-from rlflow.run.task_order import TaskSource
+from rlflow.run.task_order import TaskOrder
 from rlflow.run.trajectories import write_trajectories
 from rlflow.trainer.base import Trainer
 from rlflow.types import Group
@@ -42,7 +42,7 @@ class Run:
     algorithm: Algorithm
     rollout: Rollout
     trainer: Trainer
-    source: TaskSource
+    source: TaskOrder
     evaluation: EvaluationSchedule
     saver: Saver
     progress: Progress

@@ -6,30 +6,16 @@ import logging
 import math
 import random
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from rlflow.types import Task
 
 logger = logging.getLogger(__name__)
 
 
-class TaskSource(Protocol):
-    """What the loop asks for tasks. Its position is state of its own and part of the checkpoint."""
-
-    @property
-    def epoch(self) -> float:
-        """Passes over the tasks so far; 1.5 is the middle of the second pass."""
-
-    def take(self, count: int) -> list[Task]:
-        """The next `count` tasks; never ends."""
-
-    def state_dict(self) -> dict[str, Any]: ...
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
-
-
 class TaskOrder:
-    """Passes over a list of tasks, one after another; with `shuffle` each is a permutation by seed and epoch."""
+    """The source of a run (`rlflow.rollout.TaskSource`): passes over a list of tasks, one after another, without an end; with
+    `shuffle` each is a permutation by seed and epoch."""
 
     def __init__(self, tasks: Sequence[Task], seed: int, shuffle: bool = True) -> None:
         self._tasks = tasks
@@ -40,7 +26,7 @@ class TaskOrder:
 
     @property
     def epoch(self) -> float:
-        """Passes over the tasks so far."""
+        """Passes over the tasks so far; 1.5 is the middle of the second one."""
         return self._taken / len(self._tasks)
 
     def take(self, count: int) -> list[Task]:
