@@ -114,13 +114,10 @@ def make_metrics(config: RunConfig, directory: RunDirectory, resumed_step: int) 
 
     resumed_step: -1 where no checkpoint was loaded. Nothing is kept then, not even an evaluation before the first step:
     it is made again."""
-    section = config.metrics
     sinks = make_sinks(
         directory.path,
-        tensorboard=section.tensorboard,
-        wandb=section.wandb,
-        project=section.wandb_project,
-        name=config.run.name,
+        config.metrics.sinks,
+        run_name=config.run.name,
         config=redact(to_dict(config)),
         resumed_step=resumed_step,
     )

@@ -14,7 +14,8 @@ logger = logging.getLogger(__name__)
 
 
 class TaskOrder:
-    """Passes over a list of tasks, one after another; with `shuffle` each is a permutation by seed and epoch."""
+    """The source of a run (`rlflow.rollout.TaskSource`): passes over a list of tasks, one after another, without an end; with
+    `shuffle` each is a permutation by seed and epoch."""
 
     def __init__(self, tasks: Sequence[Task], seed: int, shuffle: bool = True) -> None:
         self._tasks = tasks
@@ -25,7 +26,7 @@ class TaskOrder:
 
     @property
     def epoch(self) -> float:
-        """Passes over the tasks so far."""
+        """Passes over the tasks so far; 1.5 is the middle of the second one."""
         return self._taken / len(self._tasks)
 
     def take(self, count: int) -> list[Task]:

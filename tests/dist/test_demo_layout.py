@@ -18,7 +18,7 @@ from torch import Tensor
 from rlflow.algorithms import token_weights
 from rlflow.batching import make_batch
 from rlflow.config.schema import RunConfig, load_config
-from rlflow.loop import add_scores
+from rlflow.loop import score_step
 from rlflow.models.huggingface import iterate_weights
 from rlflow.rollout import Rollout
 from rlflow.run.algorithm import Algorithm
@@ -90,13 +90,13 @@ def trained(
         trainer=dataclasses.replace(demo.config.trainer, **{k: v for k, v in layout.items() if k != "ranks"}),
         cluster=dataclasses.replace(demo.config.cluster, ranks=layout.get("ranks", 0)),
     )
-    algorithm = Algorithm.from_config(config)
+    algorithm = Algorithm.from_config(config, response_budget=1)
     trainer = make_trainer(config)
     try:
         trainer.snapshot("reference")
         metrics = []
         for batch in demo.batches:
-            batch = add_scores(batch, trainer, algorithm)
+            batch = score_step(batch, trainer, algorithm.needs)
             batch = batch.replace(advantages=algorithm.advantage(batch)[:, None] * batch.loss_mask)
             batch = batch.replace(weights=token_weights(batch))
             metrics.append(trainer.update(batch, algorithm.loss))

@@ -210,7 +210,8 @@ def recorded(model: Path, tmp_path: Path) -> Iterator[tuple[RunConfig, Recording
     trainer = Recording(Trainer.from_pretrained(model, backend="reference", lr=1e-3))
     with make_rollout(config) as rollout:
         tasks = rollout.environment.tasks("train")[:12]
-        _, groups = training_step(0, tasks, rollout, trainer, Algorithm.from_config(config), PhaseTimer())
+        groups = rollout.collect(tasks)
+        training_step(0, groups, trainer, Algorithm.from_config(config, rollout.response_budget), PhaseTimer())
         yield config, trainer, groups, rollout
 
 
@@ -247,7 +248,7 @@ def test_what_the_environment_wrote_has_no_gradient(recorded: tuple[RunConfig, R
         logprobs=torch.where(batch.loss_mask, batch.logprobs, noise),
         advantages=torch.where(batch.loss_mask, batch.advantages, noise),
     )
-    algorithm = Algorithm.from_config(config)
+    algorithm = Algorithm.from_config(config, response_budget=1)
     results = []
     for one in (batch, spoiled):
         fresh = Trainer.from_pretrained(config.model.path, backend="reference", lr=1e-3)

@@ -7,6 +7,7 @@ import random
 
 import pytest
 
+from rlflow.rollout import TaskSource
 from rlflow.run.task_order import TaskOrder
 from rlflow.types import Task
 
@@ -54,6 +55,7 @@ def test_the_order_is_drawn_once_per_epoch(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_the_epoch_counts_passes() -> None:
     source = TaskOrder(tasks(8), seed=0)
+    assert isinstance(source, TaskSource)
     assert source.epoch == 0
     source.take(12)
     assert source.epoch == 1.5

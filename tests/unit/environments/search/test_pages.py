@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from fixtures import tiny_tokenizer
 
-from rlflow.algorithms import token_weights
+from rlflow.algorithms.aggregates.means import trajectory_mean
 from rlflow.batching import make_batch
 from rlflow.errors import ConfigError
 from rlflow.rollout import Tokenizer
@@ -121,7 +121,7 @@ def test_every_sampled_token_is_trained_exactly_once_whatever_is_rewritten(make,
         assert trajectory.segments[turn.segment].tokens[: turn.start].tolist() == fed
     batch = make_batch([trajectory])  # and the trainer sees it so: four rows of one attempt, which weigh one together
     assert len(batch) == 4 and int(batch.loss_mask.sum()) == len(engine.sampled)
-    weights = token_weights(batch, "trajectory_mean")
+    weights = trajectory_mean(batch)
     assert float(weights.sum()) == pytest.approx(1.0) and len(set(weights[batch.loss_mask].tolist())) == 1
     last = tokenizer.decode(engine.fed[-1])
     assert [
