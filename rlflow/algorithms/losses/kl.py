@@ -11,6 +11,7 @@ from torch import Tensor
 from rlflow.algorithms.base import LossResult, _log_ratio
 from rlflow.errors import ConfigError, RLFlowError
 from rlflow.types import Batch, PolicyOutput
+from rlflow.values import NonNegativeFloat, PositiveFloat
 
 
 @dataclass(frozen=True)
@@ -26,9 +27,9 @@ class KLLoss:
     needs_entropy: ClassVar[bool] = False
     needs_reference: ClassVar[bool] = True
 
-    coefficient: float
+    coefficient: NonNegativeFloat
     estimator: Literal["k1", "k2", "k3"] = "k3"
-    clamp: float = 10.0
+    clamp: PositiveFloat = 10.0
 
     def __post_init__(self) -> None:
         if self.estimator not in ("k1", "k2", "k3"):
