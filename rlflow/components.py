@@ -6,7 +6,6 @@ group `rlflow.<kind>s`), `package.module:Name` and `file.py:Name`. A component i
 
 from __future__ import annotations
 
-import difflib
 import functools
 import importlib
 import importlib.util
@@ -240,10 +239,8 @@ def _load(where: str, reference: str) -> Any:
     for part in attribute.split("."):
         if not hasattr(found, part):
             public = [name for name in dir(found) if not name.startswith("_")]
-            close = difflib.get_close_matches(part, public, n=1)
             raise ConfigError(
-                f"{where}: '{reference}': {module_name} has no '{part}'."
-                + (f" Did you mean '{close[0]}'?" if close else "")
+                f"{where}: '{reference}': {module_name} has no '{part}'.{did_you_mean(part, public)}"
             )
         found = getattr(found, part)
     return found
