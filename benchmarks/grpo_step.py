@@ -214,9 +214,12 @@ def rlflow_side(turns: Turns, path: Path, case: Case, setting: Setting) -> None:
 
     turns.imported()
     with open_run(run_config(path, case, setting)) as run:
+        stream = run.groups()
         while turns.begin():
-            tasks = run.source.take(case.prompts)
-            metrics, groups = training_step(run.step, tasks, run.rollout, run.trainer, run.algorithm, run.timer)
+            groups = next(stream)
+            metrics = training_step(run.step, groups, run.trainer, run.algorithm, run.timer)
+            with run.timer.phase("sync"):
+                run.rollout.load_weights(run.trainer.weights(), version=run.step + 1)
             run.finish_step(metrics, groups)
             written = json.loads(run.directory.metrics.read_text().splitlines()[-1])
             sampled, fed = metrics["train/tokens"], metrics["train/fed_tokens"]

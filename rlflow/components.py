@@ -6,7 +6,6 @@ group `rlflow.<kind>s`), `package.module:Name` and `file.py:Name`. A component i
 
 from __future__ import annotations
 
-import difflib
 import functools
 import importlib
 import importlib.util
@@ -23,6 +22,7 @@ from typing import Any
 from rlflow.errors import ConfigError, did_you_mean
 from rlflow.values import Named, checked, hints_of, show
 
+FILE_MODULE = "rlflow_file_"
 KEYWORDS = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
 
@@ -144,6 +144,12 @@ SINK = Kind("sink", "rlflow.metrics", reserved=("directory", "run_name", "config
 """The kinds of the core. A plug-in declares its own with the same class."""
 
 
+def file_modules() -> list[ModuleType]:
+    """The modules that `file.py:Name` has loaded. Another process cannot import them by name: objects of theirs are pickled by
+    value."""
+    return [module for name, module in list(sys.modules.items()) if name.startswith(FILE_MODULE)]
+
+
 def takes(*schemas: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Marks a function whose `**options` are the keyword-only parameters of these signatures."""
 
@@ -234,10 +240,8 @@ def _load(where: str, reference: str) -> Any:
     for part in attribute.split("."):
         if not hasattr(found, part):
             public = [name for name in dir(found) if not name.startswith("_")]
-            close = difflib.get_close_matches(part, public, n=1)
             raise ConfigError(
-                f"{where}: '{reference}': {module_name} has no '{part}'."
-                + (f" Did you mean '{close[0]}'?" if close else "")
+                f"{where}: '{reference}': {module_name} has no '{part}'.{did_you_mean(part, public)}"
             )
         found = getattr(found, part)
     return found
@@ -260,7 +264,7 @@ def _load_file(where: str, path: Path) -> ModuleType:
     path = path.resolve()
     if not path.is_file():
         raise ConfigError(f"{where}: {path}: no such file; expected file.py:Name.")
-    name = f"rlflow_file_{path.stem}_{zlib.crc32(str(path).encode()):08x}"
+    name = f"{FILE_MODULE}{path.stem}_{zlib.crc32(str(path).encode()):08x}"
     if name in sys.modules:
         return sys.modules[name]
     specification = importlib.util.spec_from_file_location(name, path)

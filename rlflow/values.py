@@ -64,9 +64,11 @@ def checked(hint: Any, value: Any, where: str) -> Any:
             return value
         raise _unexpected(hint, value, where)
     if (origin or hint) in (list, tuple, Sequence):
-        if not isinstance(value, (list, tuple)):
+        if not isinstance(value, Sequence) or isinstance(value, (str, bytes)):
             raise _unexpected(hint, value, where)
-        item = arguments[0] if arguments else Any
+        if not isinstance(value, (list, tuple)):  # an object of one's own, from Python
+            return value
+        item = arguments[0] if len({*arguments} - {...}) == 1 else Any  # entries of different types are not looked into
         items = [checked(item, entry, f"{where}[{index}]") for index, entry in enumerate(value)]
         return tuple(items) if (origin or hint) is tuple else items
     if hint is float and _is_number(value) and math.isfinite(value):

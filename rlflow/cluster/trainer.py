@@ -19,6 +19,7 @@ from torch import Tensor
 from rlflow.cluster.rank import TrainerRank
 from rlflow.cluster.session import RaySession, connect, first_line
 from rlflow.cluster.wire import pack_batch, unpack
+from rlflow.components import file_modules
 from rlflow.errors import ConfigError, RLFlowError
 from rlflow.metrics.memory import highest
 from rlflow.trainer.base import LossFunction, Trainer
@@ -74,6 +75,10 @@ class RayTrainer(Trainer):
         return {name: unpack(value) for name, value in scores.items()}
 
     def update(self, batch: Batch, loss: Loss | LossFunction) -> dict[str, float]:
+        import ray
+
+        for module in file_modules():
+            ray.cloudpickle.register_pickle_by_value(module)
         return self._call("update", self._share(batch), loss)
 
     def snapshot(self, name: str) -> None:

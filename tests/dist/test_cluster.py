@@ -18,6 +18,7 @@ import torch
 from rlflow.algorithms import EntropyLoss, PPOClipLoss, SumLoss, token_weights
 from rlflow.batching import make_batch
 from rlflow.cluster.trainer import RayTrainer
+from rlflow.components import LOSS
 from rlflow.config.schema import ClusterSection, ModelSection, RunConfig
 from rlflow.errors import ConfigError, MissingPackageError, RLFlowError
 from rlflow.run.assemble import make_trainer
@@ -105,6 +106,15 @@ def test_two_tensor_parallel_ranks_train_like_one_process(two_ranks, model_path,
     assert not weights
     again = two_ranks.score(batch, model="reference", want=("logprobs", "entropy"))
     assert all(torch.equal(again[name], frozen[name]) for name in frozen)
+
+
+@needs_ray
+@pytest.mark.dist
+def test_a_loss_of_a_file_reaches_the_ranks(two_ranks, batch, tmp_path):
+    source = "def loss(output, batch):\n    return 0 * output.logprobs, {'seven': 7.0 * batch.loss_mask}\n"
+    (tmp_path / "mine.py").write_text(source)
+    loss = LOSS.resolve(f"{tmp_path / 'mine.py'}:loss")
+    assert two_ranks.update(batch, loss)["seven"] == pytest.approx(7.0)
 
 
 @needs_ray

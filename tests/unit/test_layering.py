@@ -28,7 +28,7 @@ ALLOWED: dict[str, set[str]] = {
     "rollout": {"environment", "models", "matmul", "components", *BASIS},
     "trainer": {"batching", "models", "matmul", "storage", "components", "values", *BASIS},
     "config": {"trainer", "storage", "components", "values", "errors"},
-    "cluster": {"trainer", "metrics", *BASIS},
+    "cluster": {"trainer", "metrics", "components", *BASIS},
     # What surrounds the loop; the loop itself; the commands.
     "run": {"cluster", "config", "rollout", "trainer", "algorithms", "environment", "models", "metrics", "storage", "components",
             *BASIS},

@@ -9,11 +9,12 @@ from torch import Tensor
 
 from rlflow.errors import ConfigError, RLFlowError, did_you_mean
 from rlflow.types import Batch
+from rlflow.values import NonNegativeFloat
 
 Std = Literal["sample", "population", "none"]
 
 
-def grpo(batch: Batch, std: Std = "sample", eps: float = 1e-6) -> Tensor:
+def grpo(batch: Batch, std: Std = "sample", eps: NonNegativeFloat = 1e-6) -> Tensor:
     """(B,) (reward - group mean) / (group std + eps), from the statistics stamped while the group was whole.
 
     GRPO, arXiv 2402.03300 section 4.1. std: sample (Bessel's correction, as Search-R1 has it), population, or none,

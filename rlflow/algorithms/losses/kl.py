@@ -11,6 +11,7 @@ from torch import Tensor
 from rlflow.algorithms.base import log_ratio
 from rlflow.errors import ConfigError
 from rlflow.types import Batch, Loss, LossResult, PolicyOutput
+from rlflow.values import NonNegativeFloat, PositiveFloat
 
 
 @dataclass(frozen=True)
@@ -25,9 +26,9 @@ class KLLoss(Loss):
 
     needs = frozenset({"reference"})
 
-    coefficient: float
+    coefficient: NonNegativeFloat
     estimator: Literal["k1", "k2", "k3"] = "k3"
-    clamp: float = 10.0
+    clamp: PositiveFloat = 10.0
 
     def __post_init__(self) -> None:
         if self.estimator not in ("k1", "k2", "k3"):

@@ -106,7 +106,8 @@ def test_an_advantage_is_made_from_its_component():
     [
         ({"name": "gpro"}, "Did you mean 'grpo'"),
         ({"name": "grpo", "stdd": "none"}, "Did you mean 'std'"),
-        ({"name": "grpo", "eps": "tiny"}, "expected a number, found 'tiny'"),
+        ({"name": "grpo", "eps": "tiny"}, "expected a number from 0, found 'tiny'"),
+        ({"name": "grpo", "eps": -1}, "algorithm.advantage.eps: expected a number from 0, found -1"),
         ({"name": "grpo", "batch": 1}, "unknown keyword 'batch'. It takes: std, eps"),
         ({"name": "no.such:thing"}, "'no.such:thing': no module 'no'"),
     ],

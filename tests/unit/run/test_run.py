@@ -124,7 +124,7 @@ def test_a_step_without_a_usable_episode_is_one_clear_error(
         monkeypatch.setattr(run.rollout.environment, "step", broken)
 
         with pytest.raises(RolloutError, match="step 0: all 8 episodes were aborted; first: TimeoutError: no answer"):
-            training_step(0, run.source.take(4), run.rollout, run.trainer, run.algorithm, run.timer)
+            training_step(0, next(run.groups()), run.trainer, run.algorithm, run.timer)
 
 
 def test_minibatches_are_split_by_the_runs_seed(model: Path, tmp_path: Path) -> None:
@@ -144,7 +144,7 @@ def test_minibatches_are_split_by_the_runs_seed(model: Path, tmp_path: Path) -> 
                 return update(batch, loss)
 
             run.trainer.update = record  # type: ignore[method-assign]
-            training_step(0, run.source.take(4), run.rollout, run.trainer, run.algorithm, run.timer)
+            training_step(0, next(run.groups()), run.trainer, run.algorithm, run.timer)
             rewards.append(seen)
     assert rewards[0] != rewards[1]
     assert all(sorted(index for part in seen for index in part) == list(range(8)) for seen in rewards)
@@ -163,7 +163,7 @@ def test_every_minibatch_of_every_epoch_compares_with_the_policy_before_the_step
             return update(batch, loss)
 
         run.trainer.update = record  # type: ignore[method-assign]
-        metrics, _ = training_step(0, run.source.take(4), run.rollout, run.trainer, run.algorithm, run.timer)
+        metrics = training_step(0, next(run.groups()), run.trainer, run.algorithm, run.timer)
         assert any(not torch.equal(before[name], value) for name, value in run.trainer.weights())
     assert len(batches) == 6
     old: dict[int, torch.Tensor] = {}

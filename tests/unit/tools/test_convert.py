@@ -361,7 +361,7 @@ def test_rlflow_convert_is_a_plugin(case: Any, capsys: Any, monkeypatch: pytest.
         def load() -> Any:
             return command.add
 
-    monkeypatch.setattr(cli.metadata, "entry_points", lambda group: [Entry])
+    monkeypatch.setattr(cli.metadata, "entry_points", lambda group: [Entry] if group == cli.PLUGINS else [])
     checkpoint, reference, out = case
     out.mkdir()
     assert cli.main(["convert", "to-hf", str(checkpoint), str(out), "--hf", str(reference)]) == 9
