@@ -139,7 +139,7 @@ LOSS = Kind("loss", "rlflow.algorithms.losses")
 TRANSFORM = Kind("transform", "rlflow.algorithms.transforms", call=1)
 FILTER = Kind("filter", "rlflow.algorithms.filters", call=1)
 AGGREGATE = Kind("aggregate", "rlflow.algorithms.aggregates", call=1)
-CURATOR = Kind("curator", "rlflow.algorithms.curators")
+CURATOR = Kind("curator", "rlflow.algorithms.curators", reserved=("tasks", "seed"))
 SINK = Kind("sink", "rlflow.metrics", reserved=("directory", "run_name", "config", "resumed_step"))
 """The kinds of the core. A plug-in declares its own with the same class."""
 

@@ -137,7 +137,7 @@ class Updates:
         for trainer in (exact, other):
             trainer.model.double()
         moved(other.model)
-        self.lr, self.eps = exact.schedule["lr"], exact.optimizer.defaults["eps"]
+        self.lr, self.eps = exact.optimizer.defaults["lr"], exact.optimizer.defaults["eps"]
         self.betas = exact.optimizer.defaults["betas"]
         self.norm_bounds: list[float] = []
         self._gradients: dict[str, list[Tensor]] = {}

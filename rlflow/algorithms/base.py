@@ -1,6 +1,6 @@
 """What the parts of an algorithm are: the seams at which a method is added in a small file of its own.
 
-    groups --Filter--> batch --Advantage--> minibatch --Transform--> Loss terms, summed, under the aggregate's weights
+    tasks --Curator--> groups --Filter--> batch --Advantage--> minibatch --Transform--> Loss terms, summed, under the aggregate's weights
 
 A part says in `needs` what must be in the batch beyond what `make_batch` puts there, and the training step fills exactly the
 union: `proximal` and `reference` (log-probs, once per step), `current` and `current_entropy` (once per minibatch, just before
@@ -62,10 +62,17 @@ class Filter(Part):
 
 
 class Curator(Part):
-    """Which of the tasks that are next in line are worth an attempt now; learns from what came of the others."""
+    """The source of a run's training tasks: made from (tasks, seed), asked for the next ones whenever places are free, told what
+    came of them. Its position is state of its own: a filter that refuses groups makes a step take more tasks than another."""
+
+    @property
+    @abstractmethod
+    def epoch(self) -> float:
+        """Passes over the tasks so far; 1.5 is the middle of the second one."""
 
     @abstractmethod
-    def admits(self, task: Task) -> bool: ...
+    def take(self, count: int) -> list[Task]:
+        """The next `count` tasks; fewer, or none, where there are no more."""
 
     def observe(self, groups: Sequence[Group]) -> None:
         """Called with every finished group, before any filter."""

@@ -88,7 +88,6 @@ def _check_components(config: RunConfig) -> None:
     for kind, name in ((FILTER, "filters"), (TRANSFORM, "transforms")):
         for index, component in enumerate(getattr(config.algorithm, name)):
             kind.check(component, where=f"algorithm.{name}[{index}]")
-    if config.data.curator is not None:
-        CURATOR.check(config.data.curator, where="data.curator")
+    CURATOR.check(config.data.curator, ("tasks", "seed"), "data.curator")
     for index, sink in enumerate(config.metrics.sinks):
         SINK.check(sink, where=f"metrics.sinks[{index}]")

@@ -190,7 +190,7 @@ class _Draft:
         return path in self.components or (path[:-1] in self.components and path[-1].isdigit())
 
     def chooses(self, override: str) -> bool:
-        """Whether an override says which component it is: `environment=search`, `algorithm.losses.0.name=kl`."""
+        """Whether an override says which component it is: `environment=mine`, `algorithm.losses.0.name=kl`."""
         path = tuple(override.partition("=")[0].strip().split("."))
         return path[-1] == "name" or self.holds_component(path)
 

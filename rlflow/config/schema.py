@@ -39,8 +39,7 @@ class DataSection:
     train_split: str = "train"
     val_split: str = "val"
     max_prompt_tokens: PositiveInt = 4096  # longer prompts are dropped and counted
-    shuffle: bool = True
-    curator: Annotated[Component, CURATOR] | None = None  # which tasks are worth an attempt now; None: every one, in its turn
+    curator: Annotated[Component, CURATOR] = field(default_factory=lambda: {"name": "epochs"})  # which tasks come next
 
 
 @dataclass

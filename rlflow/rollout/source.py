@@ -16,10 +16,6 @@ class TaskSource(Protocol):
     def take(self, count: int) -> list[Task]:
         """The next `count` tasks; fewer, or none, where the source ends."""
 
-    @property
-    def epoch(self) -> float:
-        """Passes over the tasks so far; 1.5 is the middle of the second pass."""
-
     def state_dict(self) -> dict[str, Any]:
         """The position, as plain data; part of a checkpoint."""
 

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlflow.algorithms.base import Advantage, Curator, Filter, Part, SumLoss, Transform, as_part
+from rlflow.algorithms.base import Advantage, Filter, Part, SumLoss, Transform, as_part
 from rlflow.algorithms.losses.monitored import Monitored
-from rlflow.components import ADVANTAGE, AGGREGATE, CURATOR, FILTER, LOSS, TRANSFORM
+from rlflow.components import ADVANTAGE, AGGREGATE, FILTER, LOSS, TRANSFORM
 from rlflow.config.schema import RunConfig
 from rlflow.errors import CheckpointError, ConfigError
 from rlflow.types import Batch, Group, Loss
@@ -26,7 +26,6 @@ class Algorithm:
     aggregate: Callable[[Batch], Tensor]
     filters: Sequence[Filter] = ()
     transforms: Sequence[Transform] = ()
-    curator: Curator | None = None
     minibatches_per_step: int = 1
     epochs_per_step: int = 1
     seed: int = 0  # of the split into minibatches
@@ -41,7 +40,6 @@ class Algorithm:
             aggregate=AGGREGATE.build(section.aggregate, "algorithm.aggregate", tokens=response_budget),
             filters=[as_part(made) for made in _all(FILTER, section.filters, "algorithm.filters")],
             transforms=[as_part(made) for made in _all(TRANSFORM, section.transforms, "algorithm.transforms")],
-            curator=None if config.data.curator is None else CURATOR.build(config.data.curator, "data.curator"),
             minibatches_per_step=section.minibatches_per_step,
             epochs_per_step=section.epochs_per_step,
             seed=config.run.seed,
@@ -54,9 +52,7 @@ class Algorithm:
         return frozenset().union(self.loss.needs, *parts)
 
     def admit(self, groups: list[Group]) -> list[Group]:
-        """The groups to train on: tells the curator of all, and passes them through the filters."""
-        if self.curator is not None:
-            self.curator.observe(groups)
+        """The groups to train on: those that every filter lets through, in order."""
         for keep in self.filters:
             groups = keep(groups)
         return groups
@@ -88,8 +84,6 @@ class Algorithm:
         yield "advantage", self.advantage
         yield from ((f"filters.{place}", part) for place, part in enumerate(self.filters))
         yield from ((f"transforms.{place}", part) for place, part in enumerate(self.transforms))
-        if self.curator is not None:
-            yield "curator", self.curator
 
 
 def make_loss(components: Sequence[Any]) -> Loss:

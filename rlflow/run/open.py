@@ -6,6 +6,7 @@ import logging
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 
+from rlflow.components import CURATOR
 from rlflow.config.schema import RunConfig
 from rlflow.errors import RLFlowError
 from rlflow.metrics.names import save_registered
@@ -22,7 +23,6 @@ from rlflow.run.progress import make_progress
 from rlflow.run.resume import chosen_checkpoint, resume
 from rlflow.run.run import Run
 from rlflow.run.saver import Saver
-from rlflow.run.task_order import TaskOrder
 
 logger = logging.getLogger(__name__)
 
@@ -86,7 +86,7 @@ def _start(config: RunConfig, stack: ExitStack) -> Run:
         algorithm=algorithm,
         rollout=rollout,
         trainer=trainer,
-        source=TaskOrder(train_tasks, config.run.seed, config.data.shuffle),
+        source=CURATOR.build(config.data.curator, "data.curator", tasks=train_tasks, seed=config.run.seed),
         evaluation=EvaluationSchedule(
             val_tasks,
             every_steps=section.every_steps,

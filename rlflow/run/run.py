@@ -7,13 +7,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from rlflow.algorithms.base import Curator
 from rlflow.config.schema import RunConfig
 from rlflow.metrics.memory import highest
 from rlflow.metrics.names import Metrics, leading_score
 from rlflow.metrics.reductions import rollout_metrics, step_shares
 from rlflow.metrics.sinks import MetricsLog
 from rlflow.metrics.timer import PhaseTimer
-from rlflow.rollout import Rollout, TaskSource
+from rlflow.rollout import Rollout
 from rlflow.run.algorithm import Algorithm
 from rlflow.run.clock import Clock
 from rlflow.run.directory import RunDirectory
@@ -43,7 +44,7 @@ class Run:
     algorithm: Algorithm
     rollout: Rollout
     trainer: Trainer
-    source: TaskSource
+    source: Curator
     evaluation: EvaluationSchedule
     saver: Saver
     progress: Progress
@@ -74,11 +75,15 @@ class Run:
     def groups(self) -> Iterator[list[Group]]:
         """The groups of one step after another, as long as the run should go on; sampled when they are asked for."""
         prompts = self.config.rollout.prompts_per_step
-        stream = self.rollout.stream(self.source, prompts, start=self.step, admit=self.algorithm.admit)
+        stream = self.rollout.stream(self.source, prompts, start=self.step, admit=self._admit)
         while self.step < self.config.run.steps and not self.should_stop():
             with self.timer.phase("rollout"):
                 groups = next(stream)
             yield groups
+
+    def _admit(self, groups: list[Group]) -> list[Group]:
+        self.source.observe(groups)
+        return self.algorithm.admit(groups)
 
     def finish_step(self, metrics: dict[str, float], groups: Sequence[Group]) -> None:
         """Counts the step and writes its metrics and some of its trajectories."""

@@ -1,6 +1,6 @@
-"""Curators: which tasks are asked next, and how often. One small file per method."""
+"""Curators: which training tasks come next, with feedback from what came of the others. One small file per method."""
 
 from __future__ import annotations
 
-BUILT_IN: dict[str, str] = {}
+BUILT_IN = {"epochs": "rlflow.algorithms.curators.epochs:Epochs"}
 """Name -> `module:Name`."""

@@ -196,7 +196,7 @@ def _run(
 def _combined(parts: list[dict[str, Tensor]], world: World, reductions: Mapping[str, Reduction]) -> dict[str, float]:
     """Metrics over micro-batches and data-parallel ranks, known to every pipeline stage: maxima, and sums of all others."""
     names = sorted(parts[0]) if parts else []
-    largest = torch.tensor([reductions.get(name) == "max" for name in names], device=device())
+    largest = torch.tensor([reductions.get(name) == "max" for name in names], dtype=torch.bool, device=device())
     values = torch.where(largest, -torch.inf, 0.0).double()
     for part in parts:
         if sorted(part) != names:

@@ -76,7 +76,7 @@ def test_components_are_checked_against_their_constructors() -> None:
     with pytest.raises(ConfigError, match=r"rollout.engine.max_concurrency: expected a whole number, found 'lots' \(text\)"):
         check_config(load_config(None, ["rollout.engine.max_concurrency=lots"]))
     with pytest.raises(ConfigError, match=r"environment.top_k: expected a whole number, found 'many' \(text\)"):
-        check_config(load_config(None, ["environment.top_k=many"]))
+        check_config(load_config(None, ["environment.name=search", "environment.top_k=many"]))
 
 
 def numbers(schema: type, path: str = "") -> Iterator[tuple[str, Any]]:

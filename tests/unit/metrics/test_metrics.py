@@ -69,7 +69,8 @@ def test_reductions_are_per_key_over_the_records_that_have_it() -> None:
 def test_minibatches_are_reduced_as_the_table_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(METRICS, "train/ratio_max", Metric("1", "largest ratio", reduction="max"))  # type: ignore[arg-type]
     updates = [{"loss": 1.0, "ratio_max": 3.0}, {"loss": 3.0, "ratio_max": 2.0}]
-    assert update_metrics(updates) == {"train/loss": 2.0, "train/ratio_max": 3.0}
+    assert update_metrics(updates, {}) == {"train/loss": 2.0, "train/ratio_max": 3.0}
+    assert update_metrics([{"seen": 1.0}, {"seen": 2.0}], {"seen": "sum"}) == {"train/seen": 3.0}  # as the loss has it
 
 
 def test_an_environments_declaration_decides_section_and_reduction() -> None:

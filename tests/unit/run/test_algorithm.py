@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from rlflow.algorithms import PPOClipLoss, SFTLoss, SumLoss, token_weights
-from rlflow.algorithms.base import Curator, Filter, Transform, as_part
+from rlflow.algorithms.base import Filter, Transform, as_part
 from rlflow.batching import make_batch
 from rlflow.config.schema import load_config
 from rlflow.errors import CheckpointError
@@ -37,17 +37,6 @@ class Counting(Filter):
         self.seen = state["seen"]
 
 
-class Observing(Curator):
-    def __init__(self) -> None:
-        self.rewards: list[float] = []
-
-    def admits(self, task: Task) -> bool:
-        return True
-
-    def observe(self, groups: Any) -> None:
-        self.rewards += [attempt.reward for group in groups for attempt in group.trajectories]
-
-
 class Doubling(Transform):
     """Doubles every kernel, and proves that it runs without gradients."""
 
@@ -69,11 +58,9 @@ def algorithm(**parts: Any) -> Algorithm:
     return Algorithm(advantage=as_part(lambda batch: batch.rewards), loss=SumLoss((SFTLoss(),)), aggregate=token_weights, **parts)
 
 
-def test_filters_drop_groups_and_the_curator_hears_of_all():
-    curator = Observing()
-    made = algorithm(filters=[Counting()], curator=curator)
+def test_filters_drop_groups():
+    made = algorithm(filters=[Counting()])
     assert [kept.id for kept in made.admit([group("a", 0.0), group("b", 1.0)])] == ["b"]
-    assert curator.rewards == [0.0, 1.0]
 
 
 def test_transforms_follow_one_another_without_gradients():
@@ -119,14 +106,13 @@ def test_a_configuration_names_parts_of_every_kind_and_functions_will_do():
             "'tests.unit.run.test_algorithm:Counting']",
             "algorithm.transforms=['tests.unit.run.test_algorithm:Doubling']",
             "algorithm.aggregate=constant",
-            "data.curator='tests.unit.run.test_algorithm:Observing'",
         ],
     )
     made = Algorithm.from_config(config, response_budget=4)
     assert made.needs == {"entropy", "proximal", "current"}
     assert made.loss.loss == PPOClipLoss(anchor="proximal")
     groups = made.admit([group("a", 1.0), group("b", 0.0), group("c", 1.0)])
-    assert [kept.id for kept in groups] == ["a"] and made.curator.rewards == [1.0, 0.0, 1.0]
+    assert [kept.id for kept in groups] == ["a"]
     batch = make_batch(groups[0].trajectories)
     assert made.advantage(batch).tolist() == [0.0]
     assert made.aggregate(batch).tolist() == [[0.0, 0.25, 0.25]]  # 1 trajectory, a budget of 4 tokens

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from rlflow import Step, train
+from rlflow.algorithms.curators.epochs import Epochs
 from rlflow.errors import CheckpointError, MissingPackageError, RolloutError
 from rlflow.loop import training_step
 from rlflow.metrics.sinks import read_metrics
@@ -19,7 +20,6 @@ from rlflow.run.checkpoints import read_state
 from rlflow.run.export import EXPORT_TOLERANCE
 from rlflow.run.open import open_run
 from rlflow.run.saver import write_state
-from rlflow.run.task_order import TaskOrder
 from rlflow.storage.files import read_json
 from rlflow.types import Batch, Episode
 from tests.flow.letters import letters_config, write_letters_model
@@ -82,7 +82,7 @@ def test_a_resumed_run_goes_on_where_the_data_were_whatever_the_prompts_per_step
     assert state["source"] == {"taken": 12, "tasks": 36}
     with open_run(letters_config(model, tmp_path, *TINY, "run.resume=true", "rollout.prompts_per_step=6")) as run:
         assert (run.step, run.source.epoch) == (3, 1 / 3)
-        whole = TaskOrder(run.rollout.environment.tasks("train"), run.config.run.seed).take(18)
+        whole = Epochs(run.rollout.environment.tasks("train"), run.config.run.seed).take(18)
         assert [task.id for task in run.source.take(6)] == [task.id for task in whole[12:]]
 
 
@@ -152,8 +152,8 @@ def test_minibatches_are_split_by_the_runs_seed(model: Path, tmp_path: Path) -> 
 
 def test_every_minibatch_of_every_epoch_compares_with_the_policy_before_the_step(model: Path, tmp_path: Path) -> None:
     values = ("algorithm.minibatches_per_step=2", "algorithm.epochs_per_step=3",
-              "algorithm.losses=[{name: ppo_clip, anchor: proximal}]",
-              "evaluation.at_start=false", "trainer.optimizer.weight_decay=0.5", EVERY_ROW_LEARNS)  # fmt: skip
+              "evaluation.at_start=false", "trainer.optimizer.weight_decay=0.5", EVERY_ROW_LEARNS,
+              "algorithm.losses.0.anchor=proximal")  # fmt: skip
     with open_run(letters_config(model, tmp_path, *TINY, *values)) as run:
         batches: list[Batch] = []
         update, before = run.trainer.update, dict(run.trainer.weights())

@@ -73,9 +73,10 @@ def test_update_is_invariant_to_micro_batches_and_padding(make: Any) -> None:
         for name in ("tokens", "loss_mask", "logprobs", "advantages", "weights")
     }
     results = []
-    exact = rounding.Updates(lambda: make(backend="reference", eps=1e-5), batch, policy_gradient, updates=1)
+    adamw = {"name": "adamw", "eps": 1e-5}
+    exact = rounding.Updates(lambda: make(backend="reference", optimizer=adamw), batch, policy_gradient, updates=1)
     for limit, rows in ((16384, batch), (40, batch), (1, batch), (16384, batch.replace(**wide))):
-        trainer = make(tokens_per_microbatch=limit, optimizer={"name": "adamw", "eps": 1e-5})
+        trainer = make(tokens_per_microbatch=limit, optimizer=adamw)
         results.append((trainer.update(rows, policy_gradient), dict(trainer.weights())))
     (first, weights), others = results[0], results[1:]
     assert first["microbatches"] == 1

@@ -1,4 +1,4 @@
-"""Where the training tasks of each step come from: a source that remembers how far it is."""
+"""Passes over the training tasks: what a run does that has no better idea."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import random
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from rlflow.algorithms.base import Curator
 from rlflow.types import Task
 
 logger = logging.getLogger(__name__)
 
 
-class TaskOrder:
-    """The source of a run (`rlflow.rollout.TaskSource`): passes over a list of tasks, one after another, without an end; with
-    `shuffle` each is a permutation by seed and epoch."""
+class Epochs(Curator):
+    """Every task once per pass, pass after pass, without an end; with `shuffle` each pass is a permutation by seed and epoch."""
 
     def __init__(self, tasks: Sequence[Task], seed: int, shuffle: bool = True) -> None:
         self._tasks = tasks

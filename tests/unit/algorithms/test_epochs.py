@@ -7,8 +7,8 @@ import random
 
 import pytest
 
+from rlflow.algorithms.curators.epochs import Epochs
 from rlflow.rollout import TaskSource
-from rlflow.run.task_order import TaskOrder
 from rlflow.types import Task
 
 
@@ -20,16 +20,16 @@ def names(taken: list[Task]) -> list[str]:
     return [task.id for task in taken]
 
 
-def resumed(source: TaskOrder, count: int, seed: int = 3) -> TaskOrder:
+def resumed(source: Epochs, count: int, seed: int = 3) -> Epochs:
     """A new source in the state of another one, by way of JSON, as a checkpoint holds it."""
-    restored = TaskOrder(tasks(count), seed)
+    restored = Epochs(tasks(count), seed)
     restored.load_state_dict(json.loads(json.dumps(source.state_dict())))
     return restored
 
 
 def test_each_epoch_is_a_permutation_by_seed_and_epoch() -> None:
     """Steps straddle epochs: 36 tasks, 8 a step."""
-    source, drawn = TaskOrder(tasks(36), seed=3), list[str]()
+    source, drawn = Epochs(tasks(36), seed=3), list[str]()
     for _ in range(9):
         drawn += names(source.take(8))
     for epoch in range(2):
@@ -39,7 +39,7 @@ def test_each_epoch_is_a_permutation_by_seed_and_epoch() -> None:
 
 
 def test_without_shuffling_every_epoch_has_the_order_of_the_file() -> None:
-    assert names(TaskOrder(tasks(3), seed=0, shuffle=False).take(7)) == [*"0120120"]
+    assert names(Epochs(tasks(3), seed=0, shuffle=False).take(7)) == [*"0120120"]
 
 
 def test_the_order_is_drawn_once_per_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -47,14 +47,14 @@ def test_the_order_is_drawn_once_per_epoch(monkeypatch: pytest.MonkeyPatch) -> N
     seeds: list[str] = []
     generator = random.Random
     monkeypatch.setattr(random, "Random", lambda seed: seeds.append(seed) or generator(seed))
-    source = TaskOrder(tasks(10), seed=3)
+    source = Epochs(tasks(10), seed=3)
     for _ in range(5):
         source.take(4)
     assert seeds == ["3/0", "3/1"]
 
 
 def test_the_epoch_counts_passes() -> None:
-    source = TaskOrder(tasks(8), seed=0)
+    source = Epochs(tasks(8), seed=0)
     assert isinstance(source, TaskSource)
     assert source.epoch == 0
     source.take(12)
@@ -64,8 +64,8 @@ def test_the_epoch_counts_passes() -> None:
 @pytest.mark.parametrize("then", [1, 4, 9])
 def test_a_restored_source_goes_on_whatever_the_number_per_step(then: int) -> None:
     """The position is a state, not steps times prompts: other prompts per step neither repeat nor leave out a task."""
-    whole = names(TaskOrder(tasks(10), seed=3).take(24))
-    source = TaskOrder(tasks(10), seed=3)
+    whole = names(Epochs(tasks(10), seed=3).take(24))
+    source = Epochs(tasks(10), seed=3)
     begun = names(source.take(6))
     after = resumed(source, 10)
     while len(begun) < 24:
@@ -74,7 +74,7 @@ def test_a_restored_source_goes_on_whatever_the_number_per_step(then: int) -> No
 
 
 def test_over_other_data_a_new_epoch_begins(caplog: pytest.LogCaptureFixture) -> None:
-    source = TaskOrder(tasks(10), seed=3)
+    source = Epochs(tasks(10), seed=3)
     source.take(15)
     after = resumed(source, 4)
     assert after.epoch == 2 and "have 4 tasks, 10 when the checkpoint was written" in caplog.text
