@@ -165,7 +165,9 @@ class _Draft:
         self.raw = raw
         self.origins: dict[str, str] = {}
         self.sections = set(_sections(schema, ()))
-        self.components = {path for _, path in _component_hints(schema, ())}
+        hints = {path: hint for hint, path in _component_hints(schema, ())}
+        self.components = set(hints)
+        self.lists = {path for path, hint in hints.items() if not is_component(hint)}
 
     def merge(self, into: dict[str, Any], new: dict[str, Any], source: str, path: tuple[str, ...]) -> None:
         """Merges mappings in place. A component with another `name` is another component and starts from nothing."""
@@ -182,8 +184,9 @@ class _Draft:
 
     def named(self, path: tuple[str, ...], value: Any) -> Any:
         """The value, with a bare name of a component, or in a list of them, as {name: ...}."""
-        if path in self.components and isinstance(value, list):
-            return [{"name": entry} if isinstance(entry, str) else entry for entry in value]
+        if path in self.lists and isinstance(value, (str, list)):
+            entries = [value] if isinstance(value, str) else value
+            return [{"name": entry} if isinstance(entry, str) else entry for entry in entries]
         return {"name": value} if isinstance(value, str) and self.holds_component(path) else value
 
     def holds_component(self, path: tuple[str, ...]) -> bool:

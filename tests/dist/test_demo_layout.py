@@ -153,7 +153,7 @@ def test_the_demo_trains_alike_in_one_process_and_over_ranks(
     assert distance <= RELATIVE * size
     rate = demo.config.trainer.lr
     for name, tensor in expected_weights.items():
-        excess = (weights[name] - tensor).abs() / rate - _most_apart(smallest_gradients[name], demo.config.trainer.eps)
+        excess = (weights[name] - tensor).abs() / rate - _most_apart(smallest_gradients[name], demo.config.trainer.adamw.eps)
         assert excess.max() <= 0, f"{name}: {excess.max():.2g} lr too far apart"
     start = dict(iterate_weights(demo.config.model.path))
     assert _norm({name: tensor - start[name] for name, tensor in expected_weights.items()}) > 100 * RELATIVE * size

@@ -93,7 +93,8 @@ def test_a_bare_name_is_a_component_everywhere(tmp_path: Path) -> None:
     assert config.algorithm.losses == [{"name": "ppo_clip", "clip_low": 0.1}, {"name": "kl", "clamp": 3}]
     for overrides in (["environment=new", "environment.highest=3"], ["environment.highest=3", "environment=new"]):
         assert load_run_config(file, overrides).environment == {"name": "new", "highest": 3}
-    assert load_run_config(file, ["algorithm.losses=[sft]"]).algorithm.losses == [{"name": "sft"}]
+    for override in ("algorithm.losses=[sft]", "algorithm.losses=sft"):
+        assert load_run_config(file, [override]).algorithm.losses == [{"name": "sft"}]
 
 
 def test_a_run_name_is_no_component_name() -> None:
@@ -120,6 +121,7 @@ def test_null_is_allowed_where_a_key_is_optional_only() -> None:
         ("rollout.temprature=1", "Did you mean 'rollout.temperature'?"),
         ("rollout.qqq=1", "Known keys of rollout: engine, prompts_per_step"),
         ("rollout.max_turns=four", "rollout.max_turns: expected a whole number above 0, found 'four' (text)"),
+        ("metrics.sinks=3", "metrics.sinks: expected a list"),
         ("trainer=3", "trainer: expected a section with keys, found 3"),
         ("rollout.max_turns", "expected section.key=value, found 'rollout.max_turns'"),
         ("trainer.lr.x=1", "'trainer.lr' is 1e-06 (number), it has no keys"),
