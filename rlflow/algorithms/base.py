@@ -1,6 +1,6 @@
 """What the parts of an algorithm are: the seams at which a method is added in a small file of its own.
 
-    tasks --Curator--> groups --Filter--> batch --Advantage--> minibatch --Transform--> Loss terms, summed, under the aggregate's weights
+    tasks --Curator--> groups --Filter--> batch --Advantage--> minibatch --Transform--> losses, summed under the weights
 
 A part says in `needs` what must be in the batch beyond what `make_batch` puts there, and the training step fills exactly the
 union: `proximal` and `reference` (log-probs, once per step), `current` and `current_entropy` (once per minibatch, just before
