@@ -125,7 +125,7 @@ rlflow_step_or_fail() {
     rlflow_step "$@" && return
     tail -n 15 "$RLFLOW_SETUP_LOG" | sed 's/^/    /' >&2
     rm -f "$RLFLOW_SETUP_MARK" # a clean failure: what is installed so far is whole and serves the next attempt
-    rlflow_fail "the last step failed; the log is $RLFLOW_SETUP_LOG. Mend the cause (network? disk space?) and start again."
+    rlflow_fail "the last step failed; the log is $RLFLOW_SETUP_LOG. Fix the cause (network? disk space?) and start again."
 }
 
 # The CPU build of torch where there is no NVIDIA GPU: what pip's own configuration offers, else PyTorch's CPU index, else plain.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -47,7 +48,7 @@ def make_batch(trajectories: Sequence[Trajectory], *, min_width: int = 0) -> Bat
     )
 
 
-def _facts(owners: Sequence[Trajectory]) -> dict[str, Tensor]:
+def _facts(owners: Sequence[Trajectory]) -> dict[str, Any]:
     """The (B,) fields of `Batch` that a row has from its trajectory and its group."""
     stats = [owner.group_stats or (0, 0.0, 0.0) for owner in owners]
     groups = {group: number for number, group in enumerate(dict.fromkeys(owner.group_id for owner in owners))}
@@ -71,7 +72,7 @@ def _facts(owners: Sequence[Trajectory]) -> dict[str, Tensor]:
 
 def _turns(
     rows: Sequence[tuple[int, int, Segment]], trajectories: Sequence[Trajectory], shape: torch.Size
-) -> dict[str, Tensor]:
+) -> dict[str, Any]:
     """The (B, T) fields of `Batch` that a token has from the turn that sampled it."""
     number, rewards, durations_s = torch.full(shape, -1), torch.zeros(shape), torch.zeros(shape)
     for row, (index, part, _) in enumerate(rows):

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 
 
 class RLFlowError(Exception):
-    """A problem that the user can mend. The text says what, where, expected, found and how to fix it, in one line."""
+    """A problem that the user can fix. The text says what, where, expected, found and how to fix it, in one line."""
 
     exit_code: int = 2
     """What a command ends with."""

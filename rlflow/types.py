@@ -217,8 +217,8 @@ class Batch:
     def map(self, change: Callable[[Tensor], Tensor]) -> Batch:
         """The batch with every tensor that it has, `extras` included, put through `change`."""
         values = {item.name: getattr(self, item.name) for item in dataclasses.fields(self) if item.name != "extras"}
-        changed = {name: None if value is None else change(value) for name, value in values.items()}
-        return Batch(**changed, extras={name: change(value) for name, value in self.extras.items()})
+        changed: dict[str, Any] = {name: None if value is None else change(value) for name, value in values.items()}
+        return dataclasses.replace(self, **changed, extras={name: change(value) for name, value in self.extras.items()})
 
     def replace(self, **changes: Any) -> Batch:
         """A copy with fields exchanged; `extras` are merged into the present ones."""

@@ -77,7 +77,7 @@ class Disturbances:
         found = await find(generator.choice(others), len(passages))
         shown = list(passages)
         kept = {passage.id for passage in passages}
-        for place, passage in zip(places, (one for one in found if one.id not in kept)):
+        for place, passage in zip(places, (passage for passage in found if passage.id not in kept)):
             shown[place] = passage
         return shown
 

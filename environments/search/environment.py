@@ -184,7 +184,7 @@ class SearchEnvironment(Environment):
     def _texts(self, result: Result) -> list[str]:
         """What a result shows of documents and pages."""
         cut = self._protocol.max_document_characters
-        return [one.contents[:cut] for found in result.passages for one in found] + [
+        return [passage.contents[:cut] for found in result.passages for passage in found] + [
             page for page in result.pages if page
         ]
 

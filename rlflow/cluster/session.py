@@ -65,7 +65,7 @@ class RaySession:
         found any more."""
         for child in psutil.Process().children():
             if child.pid in self._family or (child.pid not in self._earlier and not self._complete):
-                self._family.update({one.pid: one for one in (child, *_descendants(child))})
+                self._family.update({process.pid: process for process in (child, *_descendants(child))})
 
     def close(self) -> None:
         """Leaves Ray; where it was started here, waits until its processes have ended, and ends those that have not.
@@ -76,9 +76,9 @@ class RaySession:
         self.watch()
         ray.shutdown()
         _, left = psutil.wait_procs(self._family.values(), timeout=STOP_TIMEOUT_S)
-        for one in left:
+        for process in left:
             with contextlib.suppress(psutil.NoSuchProcess):
-                one.kill()
+                process.kill()
         self._ended.set()
 
 

@@ -38,14 +38,14 @@ def find_task(tasks: Sequence[Task], wanted: str, split: str) -> Task:
     Raises:
         ConfigError: neither, or there are no tasks.
     """
-    for one in tasks:
-        if one.id == wanted:
-            return one
+    for task in tasks:
+        if task.id == wanted:
+            return task
     if not tasks:
         raise ConfigError(f"env play: tasks('{split}') is empty; try the other split with --split.")
     if wanted.isdigit() and int(wanted) < len(tasks):
         return tasks[int(wanted)]
-    hint = did_you_mean(wanted, [one.id for one in tasks[:1000]])
+    hint = did_you_mean(wanted, [task.id for task in tasks[:1000]])
     raise ConfigError(f"env play: expected a task id or a position below {len(tasks)}, found '{wanted}'.{hint}")
 
 

@@ -41,8 +41,8 @@ class PeakMemory:
 def highest(peaks: Iterable[Mapping[str, float]]) -> dict[str, float]:
     """Per name the highest of the processes' peaks."""
     result: dict[str, float] = {}
-    for one in peaks:
-        for name, value in one.items():
+    for peak in peaks:
+        for name, value in peak.items():
             result[name] = max(result.get(name, 0.0), value)
     return result
 

@@ -60,7 +60,7 @@ def write_model(
     stream = chain(iter([first]), stream)  # iter: chain would keep a list, and the tensor in it, to the end
     del first
     parameters = sum(map(math.prod, shapes.values()))
-    manifest = {
+    manifest: dict[str, Any] = {
         "source": {"format": "trainer"},
         "reference": companions_digest(reference),
         "family": model.family,

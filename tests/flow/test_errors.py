@@ -71,7 +71,7 @@ SEARCH = (
     "retriever: bm25}}"
 )
 
-# What is wrong -> (arguments after those of a good run, what the one line must say: what, where, how to mend it)
+# What is wrong -> (arguments after those of a good run, what the one line must say: what, where, how to fix it)
 MISTAKES: dict[str, tuple[list[str], list[str]]] = {
     "unknown key": (["rollout.sample_per_prompt=4"], ["rollout.sample_per_prompt", "Did you mean", "samples_per_prompt"]),
     "unknown section": (["rolout.max_turns=4"], ["rolout", "Did you mean 'rollout'"]),

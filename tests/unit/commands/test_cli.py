@@ -1,4 +1,4 @@
-"""The command line: what it hands on, its exit codes, and no traceback for what a user can mend."""
+"""The command line: what it hands on, its exit codes, and no traceback for what a user can fix."""
 
 from __future__ import annotations
 
