@@ -13,7 +13,7 @@ from rlflow.types import Batch, Reduction
 def reduce_tokens(metric: Tensor, batch: Batch, how: Reduction) -> Tensor:
     """One number for a micro-batch: sum(weights * metric), or the maximum or sum over the trained tokens (-inf or 0 of none)."""
     if how == "mean":
-        return (batch.weights * metric).sum(dtype=torch.float64)
+        return (batch.weights * metric).sum().double()
     trained = batch.weights != 0
     if how == "max":
         return torch.where(trained, metric, -torch.inf).amax().double()
