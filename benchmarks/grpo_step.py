@@ -218,8 +218,7 @@ def rlflow_side(turns: Turns, path: Path, case: Case, setting: Setting) -> None:
         while turns.begin():
             groups = next(stream)
             metrics = training_step(run.step, groups, run.trainer, run.algorithm, run.timer)
-            with run.timer.phase("sync"):
-                run.rollout.load_weights(run.trainer.weights(), version=run.step + 1)
+            run.sync_weights(version=run.step + 1)
             run.finish_step(metrics, groups)
             written = json.loads(run.directory.metrics.read_text().splitlines()[-1])
             sampled, fed = metrics["train/tokens"], metrics["train/fed_tokens"]

@@ -48,6 +48,22 @@ def make_batch(trajectories: Sequence[Trajectory], *, min_width: int = 0) -> Bat
     )
 
 
+def token_batch(rows: Sequence[Sequence[int]]) -> Batch:
+    """Rows of token ids to be scored, at temperature 1; nothing of them is trained."""
+    width = max(len(row) for row in rows)
+    tokens = _pad([torch.tensor(row) for row in rows], width, torch.int64, 0)
+    nothing = torch.zeros(tokens.shape)
+    return Batch(
+        tokens=tokens,
+        loss_mask=torch.zeros(tokens.shape, dtype=torch.bool),
+        logprobs=nothing,
+        advantages=nothing,
+        weights=nothing,
+        lengths=torch.tensor([len(row) for row in rows]),
+        temperatures=torch.ones(len(rows)),
+    )
+
+
 def _facts(owners: Sequence[Trajectory]) -> dict[str, Any]:
     """The (B,) fields of `Batch` that a row has from its trajectory and its group."""
     stats = [owner.group_stats or (0, 0.0, 0.0) for owner in owners]

@@ -37,8 +37,7 @@ def train(config: RunConfig) -> dict[str, Any]:
             run.evaluate()
         for groups in run.groups():
             metrics = training_step(run.step, groups, run.trainer, run.algorithm, run.timer)
-            with run.timer.phase("sync"):
-                run.rollout.load_weights(run.trainer.weights(), version=run.step + 1)
+            run.sync_weights(version=run.step + 1)
             run.finish_step(metrics, groups)
             if run.evaluation_due():
                 run.evaluate()

@@ -6,12 +6,11 @@ import logging
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
+from rlflow.batching import token_batch
 from rlflow.errors import ModelError
 from rlflow.models.export import write_model
 from rlflow.trainer.base import Trainer
-from rlflow.types import Batch
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +49,7 @@ def check_export(trainer: Trainer, path: str | Path, tolerance: float = 1e-4) ->
     finally:
         if shown:
             transformers_logging.enable_progress_bar()
-    batch = _random_batch(model.config.vocab_size)
+    batch = token_batch(_random_rows(model.config.vocab_size))
     with torch.no_grad():
         logits = model(batch.tokens).logits[:, :-1]
     expected = logits.log_softmax(-1).gather(-1, batch.tokens[:, 1:, None]).squeeze(-1)
@@ -65,16 +64,7 @@ def check_export(trainer: Trainer, path: str | Path, tolerance: float = 1e-4) ->
     return difference
 
 
-def _random_batch(vocab: int) -> Batch:
+def _random_rows(vocab: int) -> list[list[int]]:
     draw = torch.Generator().manual_seed(0)
-    shape = (ROWS, WIDTH)
-    nothing: Tensor = torch.zeros(shape)
-    return Batch(
-        tokens=torch.randint(0, vocab, shape, generator=draw),
-        loss_mask=torch.zeros(shape, dtype=torch.bool),
-        logprobs=nothing,
-        advantages=nothing,
-        weights=nothing,
-        lengths=torch.tensor([WIDTH, WIDTH // 2, WIDTH // 3, WIDTH]),
-        temperatures=torch.ones(ROWS),
-    )
+    tokens = torch.randint(0, vocab, (ROWS, WIDTH), generator=draw)
+    return [row[:length].tolist() for row, length in zip(tokens, (WIDTH, WIDTH // 2, WIDTH // 3, WIDTH), strict=True)]

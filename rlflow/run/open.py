@@ -19,6 +19,7 @@ from rlflow.run.full_disk import explain_full_disk
 from rlflow.run.interrupt import Interrupt
 from rlflow.run.log import RunLog
 from rlflow.run.preflight import check_start
+from rlflow.run.probe import make_probe
 from rlflow.run.progress import make_progress
 from rlflow.run.resume import chosen_checkpoint, resume
 from rlflow.run.run import Run
@@ -99,6 +100,7 @@ def _start(config: RunConfig, stack: ExitStack) -> Run:
         interrupt=interrupt,
         clock=clock,
         timer=timer,
+        probe=make_probe(rollout, trainer, train_tasks, config.model.dtype),
         prompts_dropped=dropped,
     )
     resume(run)

@@ -37,7 +37,7 @@ def resume(run: Run) -> None:
     except DamagedCheckpointError as error:
         raise DamagedCheckpointError(f"{error} {saved.advice(step)}") from error
     run.load_state_dict(state)
-    run.rollout.load_weights(run.trainer.weights(), version=step)
+    run.sync_weights(version=step)
     for aside in saved.set_aside_after(step):
         logger.warning("resume: the newer checkpoint is set aside as %s; remove it when it is not needed", aside)
     logger.info("resumed after step %d from %s", step, path)

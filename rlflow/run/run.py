@@ -14,7 +14,7 @@ from rlflow.metrics.names import Metrics, leading_score
 from rlflow.metrics.reductions import rollout_metrics, step_shares
 from rlflow.metrics.sinks import MetricsLog
 from rlflow.metrics.timer import PhaseTimer
-from rlflow.rollout import Rollout
+from rlflow.rollout import Rollout, WeightProbe
 from rlflow.run.algorithm import Algorithm
 from rlflow.run.clock import Clock
 from rlflow.run.directory import RunDirectory
@@ -51,6 +51,7 @@ class Run:
     interrupt: Interrupt
     clock: Clock
     timer: PhaseTimer
+    probe: WeightProbe | None = None  # for engines that cannot hash their weights
     prompts_dropped: int = 0
     metrics: MetricsLog = field(init=False)  # opened once it is known from which step on they are kept
     step: int = 0
@@ -84,6 +85,11 @@ class Run:
     def _admit(self, groups: list[Group]) -> list[Group]:
         self.source.observe(groups)
         return self.algorithm.admit(groups)
+
+    def sync_weights(self, version: int) -> None:
+        """Gives the engines the trainer's weights under that version, verified by content hash or by the probe."""
+        with self.timer.phase("sync"):
+            self.rollout.load_weights(self.trainer.weights(), version, self.probe)
 
     def finish_step(self, metrics: dict[str, float], groups: Sequence[Group]) -> None:
         """Counts the step and writes its metrics and some of its trajectories."""

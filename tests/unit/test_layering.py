@@ -30,8 +30,8 @@ ALLOWED: dict[str, set[str]] = {
     "config": {"trainer", "storage", "components", "values", "errors"},
     "cluster": {"trainer", "metrics", "components", *BASIS},
     # What surrounds the loop; the loop itself; the commands.
-    "run": {"cluster", "config", "rollout", "trainer", "algorithms", "environment", "models", "metrics", "storage", "components",
-            *BASIS},
+    "run": {"batching", "cluster", "config", "rollout", "trainer", "algorithms", "environment", "models", "metrics", "storage",
+            "components", *BASIS},
     "loop": {"run", "config", "rollout", "trainer", "algorithms", "batching", "metrics", *BASIS},
     "commands": {"__init__", "loop", "run", "config", "rollout", "environment", "models", "metrics", "storage", "components",
                  *BASIS},

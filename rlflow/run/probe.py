@@ -1,0 +1,26 @@
+"""The probe of a run's weight syncs, for engines that cannot hash their weights."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rlflow.batching import token_batch
+from rlflow.rollout import Rollout, WeightProbe
+from rlflow.trainer.base import Trainer
+from rlflow.types import Task
+
+PROMPTS = 4
+TOLERANCE = {"float32": 1e-3, "bfloat16": 0.2}
+"""Nats, by model.dtype: a bfloat16 model's log-probs depend on the order in which engine and trainer add."""
+
+
+def make_probe(rollout: Rollout, trainer: Trainer, tasks: Sequence[Task], dtype: str) -> WeightProbe | None:
+    """A probe on the prompts of a few tasks, scored by the trainer; None where every engine hashes its weights."""
+    if all(engine.hashes_weights for engine in rollout.engines):
+        return None
+
+    def score(rows: Sequence[Sequence[int]]) -> list[list[float]]:
+        logprobs = trainer.score(token_batch(rows))["logprobs"]
+        return [values[: len(row)].tolist() for row, values in zip(rows, logprobs, strict=True)]
+
+    return WeightProbe([rollout.prompt_tokens(task) for task in tasks[:PROMPTS]], score, TOLERANCE[dtype])

@@ -1,0 +1,55 @@
+"""A run over an engine that cannot hash its weights: every sync is probed, and an engine that kept the old ones is found out."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterable, Iterable
+from pathlib import Path
+
+import pytest
+from torch import Tensor
+
+from rlflow.errors import RolloutError
+from rlflow.loop import train
+from rlflow.rollout.embedded.engine import EmbeddedEngine
+from rlflow.run.open import open_run
+from tests.flow.letters import letters_config, write_letters_model
+
+FEW = ("run.steps=2", "rollout.prompts_per_step=4", "rollout.samples_per_prompt=2", "evaluation.questions=4",
+       "evaluation.final_questions=4", "checkpoint.export=false", "trainer.backend=reference", "trainer.lr=0.1")  # fmt: skip
+
+
+class Unhashed(EmbeddedEngine):
+    """The embedded engine, did it not know its weights."""
+
+    hashes_weights = False
+
+
+class Forgetful(Unhashed):
+    """Takes new weights and goes on with the old ones, under the new version."""
+
+    async def load_weights(
+        self, weights: Iterable[tuple[str, Tensor]] | AsyncIterable[tuple[str, Tensor]], version: int
+    ) -> None:
+        mine = [(name, tensor.clone()) for name, tensor in self._model.named_weights()]
+        await super().load_weights(weights, version)
+        await super().load_weights(mine, version)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_letters_model(tmp_path_factory.mktemp("model"))
+
+
+def test_a_run_probes_an_engine_that_cannot_hash_its_weights(model: Path, tmp_path: Path) -> None:
+    config = letters_config(model, tmp_path, *FEW, f"rollout.engine.name={__name__}:Unhashed")
+    with open_run(config) as run:
+        assert run.probe is not None and len(run.probe.prompts) == 4
+    assert train(letters_config(model, tmp_path / "whole", *FEW, f"rollout.engine.name={__name__}:Unhashed"))["steps"] == 2
+    with open_run(letters_config(model, tmp_path / "hashed", *FEW)) as run:
+        assert run.probe is None
+
+
+def test_an_engine_that_kept_the_old_weights_ends_the_run(model: Path, tmp_path: Path) -> None:
+    config = letters_config(model, tmp_path, *FEW, f"rollout.engine.name={__name__}:Forgetful")
+    with pytest.raises(RolloutError, match=r"engine and trainer differ by .* nats on a token of the probe"):
+        train(config)
