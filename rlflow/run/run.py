@@ -79,7 +79,10 @@ class Run:
         stream = self.rollout.stream(self.source, prompts, start=self.step, admit=self._admit)
         while self.step < self.config.run.steps and not self.should_stop():
             with self.timer.phase("rollout"):
-                groups = next(stream)
+                groups = next(stream, None)
+            if groups is None:
+                logger.info("stopping: data.curator has no more tasks after step %d", self.step)
+                return
             yield groups
 
     def _admit(self, groups: list[Group]) -> list[Group]:

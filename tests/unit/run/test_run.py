@@ -21,7 +21,7 @@ from rlflow.run.export import EXPORT_TOLERANCE
 from rlflow.run.open import open_run
 from rlflow.run.saver import write_state
 from rlflow.storage.files import read_json
-from rlflow.types import Batch, Episode
+from rlflow.types import Batch, Episode, Task
 from tests.flow.letters import letters_config, write_letters_model
 
 EVERY_ROW_LEARNS = "algorithm.losses=[{name: ppo_clip}, {name: entropy, coefficient: 0.001}]"  # also without an advantage
@@ -212,3 +212,16 @@ def test_the_minutes_of_earlier_sessions_count(model: Path, tmp_path: Path) -> N
         assert not run.should_stop()
         run.clock.before_s = 600.0
         assert run.should_stop()
+
+
+class Twelve(Epochs):
+    """Ends after twelve tasks."""
+
+    def take(self, count: int) -> list[Task]:
+        return super().take(min(count, 12 - round(self.epoch * 36)))
+
+
+def test_a_run_ends_where_its_curator_has_no_more_tasks(model: Path, tmp_path: Path) -> None:
+    values = (f"data.curator={__name__}:Twelve", "rollout.prompts_per_step=8", "run.steps=9")
+    summary = train(letters_config(model, tmp_path, *TINY, *values))
+    assert (summary["status"], summary["steps"]) == ("finished", 2)  # the second step has what was left, four prompts
