@@ -21,11 +21,12 @@ from rlflow_tools.ckpt_convert.verify import verify_export
 from torch import Tensor
 from torch.distributed import checkpoint as torch_checkpoint
 
+from rlflow.batching import token_batch
 from rlflow.errors import ConversionError, RLFlowError
 from rlflow.models.architecture import architecture, placed_rules
 from rlflow.models.huggingface import WeightFiles, digest, iterate_weights, read_config
 from rlflow.models.sharding import shard
-from rlflow.run.export import _random_batch, check_export
+from rlflow.run.export import _random_rows, check_export
 from rlflow.trainer.base import Trainer
 from tests import rounding
 from tools.ckpt_convert.command import main
@@ -72,7 +73,7 @@ def test_export_has_the_trainers_weights_and_computes_what_it_does(name: str, ma
     assert digest(iterate_weights(tmp_path / "out")) == digest(iterate_weights(model)), "not bitwise equal"
     assert manifest["source"]["iteration"] == 7
     trainer = Trainer.from_pretrained(model)
-    _, bound = rounding.logprobs(model, rounding.rows_of(_random_batch(VOCAB)), temperature=1.0)  # of each side
+    _, bound = rounding.logprobs(model, rounding.rows_of(token_batch(_random_rows(VOCAB))), temperature=1.0)  # of each side
     assert check_export(trainer, tmp_path / "out") <= 2 * bound
     trainer.close()
 
