@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rlflow.types import Observation
+from rlflow_environments.common.text import load_json
 from rlflow_environments.search.blocks import blocks
 from rlflow_environments.search.protocols.base import Call, Protocol, Reading, Result, Shown
 from rlflow_environments.search.protocols.searchr1 import NO_RESULTS
@@ -63,7 +64,7 @@ class Native(Protocol):
     def _call(self, block: str) -> Call | str:
         """The call of a block, or what is wrong with it, for the model to read."""
         try:
-            call = json.loads(block)
+            call = load_json(block.encode(errors="replace"))
             name, arguments = call["name"], call.get("arguments", call.get("parameters"))  # Llama 3.1 writes "parameters"
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError):  # the last: a thousand brackets
             return "Error: a tool call is one JSON object with 'name' and 'arguments'."
