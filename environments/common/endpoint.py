@@ -19,6 +19,7 @@ from typing import TypeVar
 from rlflow.errors import ConfigError, MissingPackageError, RLFlowError
 from rlflow_environments.common.http import GaveUp, Retryable, RetryPolicy, check_status
 from rlflow_environments.common.jsonl import BadRow, parse_object, records
+from rlflow_environments.common.text import well_formed
 
 LONGEST_PAUSE_S = 30.0
 
@@ -154,7 +155,7 @@ class ChatEndpoint:
         """The reply, empty where the model gave none. Raises Retryable, EndpointRefusedError."""
         import httpx
 
-        body = {**self._body, "messages": [{"role": "user", "content": prompt}]}
+        body = {**self._body, "messages": [{"role": "user", "content": well_formed(prompt)}]}
         try:
             response = self._client.post(self.url, json=body)
         except httpx.HTTPError as failure:
@@ -165,7 +166,7 @@ class ChatEndpoint:
             raise EndpointRefusedError(f"{self.url}: status {response.status_code}: {excerpt}. {self._fix}")
         try:
             content = response.json()["choices"][0]["message"]["content"]
-        except (ValueError, KeyError, IndexError, TypeError):
+        except (ValueError, KeyError, IndexError, TypeError, RecursionError):
             raise UnreadableReply(f"expected a chat completion, found {excerpt}") from None
         return content if isinstance(content, str) else ""  # null where the model only thought, or called a tool
 
@@ -194,6 +195,6 @@ class _Answers:
             self._known[key] = answer
             if self._path is not None:
                 self._path.parent.mkdir(parents=True, exist_ok=True)
-                with self._path.open("a", encoding="utf-8") as file:
+                with self._path.open("a", encoding="utf-8", errors="backslashreplace") as file:
                     # A newline first as well, so that a line that a kill cut off spoils none but itself.
                     file.write("\n" + json.dumps({"key": key, "answer": answer}, ensure_ascii=False) + "\n")

@@ -20,14 +20,15 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class RetryPolicy:
-    """At most `tries` attempts, the first included, and at most `timeout_s` from the first attempt to the last answer.
+    """At most `tries` attempts, the first included (None: as many as the time allows), and at most `timeout_s` from the first
+    attempt to the last answer.
 
     The pause before attempt n+1 is uniform in [0, first_pause_s * 2**(n-1)], at most longest_pause_s, on top of what the server
     asks for: "full jitter" (AWS Architecture Blog, "Exponential Backoff And Jitter", 2015), so that the clients of a server that
     was down do not all come back in the same moment.
     """
 
-    tries: int
+    tries: int | None
     first_pause_s: float
     longest_pause_s: float
     timeout_s: float = math.inf
@@ -101,7 +102,7 @@ class _Attempts:
         if not failure.at_once:
             bound_s = backoff_s(self._policy.first_pause_s, self._policy.longest_pause_s, self._number)
             pause_s = failure.retry_after_s + self._generator.uniform(0, bound_s)
-        if self._number >= self._policy.tries or time.monotonic() + pause_s >= self.deadline:
+        if (self._policy.tries is not None and self._number >= self._policy.tries) or time.monotonic() + pause_s >= self.deadline:
             raise self.gave_up()
         self._number += 1
         return pause_s

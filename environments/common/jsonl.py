@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from rlflow.errors import DataError
+from rlflow_environments.common.text import load_json
 
 logger = logging.getLogger(__name__)
 
@@ -65,11 +66,15 @@ def refuse(path: Path, what: str, bad: Sequence[tuple[str, str]], good: int, *, 
 def parse_object(record: bytes) -> dict[str, Any]:
     """The JSON object of a record. Raises BadRow."""
     try:
-        row = json.loads(record.decode("utf-8-sig"))
+        row = load_json(record, "utf-8-sig")
     except UnicodeDecodeError as problem:
         raise BadRow(f"not UTF-8 ({problem.reason} at byte {problem.start})") from None
     except json.JSONDecodeError as problem:
         raise BadRow(f"not JSON ({problem.msg} at column {problem.colno})") from None
+    except ValueError:
+        raise BadRow("not JSON that can be read (a number of thousands of digits)") from None
+    except RecursionError:
+        raise BadRow("not JSON that can be read (nested too deeply)") from None
     if not isinstance(row, dict):
         raise BadRow(f"expected a JSON object, found {kind_of(row)}")
     return row

@@ -115,9 +115,10 @@ def parse_passage(record: bytes, row: int, path: str | Path) -> Passage:
 
 def write_rows(path: str | Path, rows: Iterable[Mapping[str, Any]]) -> Path:
     """Writes one JSON object per line, aside and renamed, so that no reader ever sees half a file; returns the path."""
-    with replacing(path, durable=False) as aside, aside.open("w", encoding="utf-8", newline="\n") as file:
+    with replacing(path, durable=False) as aside, aside.open("wb") as file:
         for row in rows:
-            file.write(json.dumps(row, ensure_ascii=False) + "\n")
+            text = json.dumps(row, ensure_ascii=False) + "\n"
+            file.write(text.encode(errors="backslashreplace"))  # lone surrogates as JSON escapes them
     return Path(path)
 
 

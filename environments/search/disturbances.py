@@ -13,6 +13,7 @@ from typing import Any
 
 from rlflow.components import check_options
 from rlflow.values import NonNegativeFloat, Share
+from rlflow_environments.common.text import well_formed
 from rlflow_environments.retrieval.corpus import Passage
 
 Find = Callable[[str, int], Awaitable[list[Passage]]]
@@ -45,7 +46,7 @@ class Disturbances:
     ) -> tuple[list[Passage], bool]:
         """(the passages that come back, whether that differs from what a perfect retriever gives). asked_before: how often the
         episode asked this; others: questions that noise is searched with."""
-        generator = random.Random(f"{self._seed}/{task_id}/{asked_before}/{query}")
+        generator = random.Random(well_formed(f"{self._seed}/{task_id}/{asked_before}/{query}"))
         delay = generator.expovariate(1 / self._latency_s) if self._latency_s else 0.0
         dropped = generator.random() < self._drop
         if delay:
@@ -65,7 +66,7 @@ class Disturbances:
         return [passage for passage in further if not self._missing(passage)][:top_k]
 
     def _missing(self, passage: Passage) -> bool:
-        return random.Random(f"{self._seed}/stale/{passage.id}/{passage.url}").random() < self._stale
+        return random.Random(well_formed(f"{self._seed}/stale/{passage.id}/{passage.url}")).random() < self._stale
 
     async def _with_noise(
         self, find: Find, passages: list[Passage], generator: random.Random, others: Sequence[str]

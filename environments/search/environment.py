@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from rlflow.environment import Environment
 from rlflow.errors import ConfigError, did_you_mean
 from rlflow.types import Episode, Observation, Step, Task
+from rlflow_environments.common.threads import beside_the_loop
 from rlflow_environments.retrieval.indices import Retriever
 from rlflow_environments.search.disturbances import make_disturbances
 from rlflow_environments.search.lookups import Lookups
@@ -177,9 +178,15 @@ class SearchEnvironment(Environment):
         for call in calls:
             results.append(await self._lookups.carry_out(call, episode, self._split_of.get(id(episode.task))))
             state["searches"] += len(call.inputs) if call.tool == "search" else 0
-        if any(scoring.contains_gold(text, episode.task.answer) for result in results for text in self._texts(result)):
+        texts = [text for result in results for text in self._texts(result)]
+
+        def read() -> tuple[bool, list[Shown]]:
+            return any(scoring.contains_gold(text, episode.task.answer) for text in texts), self._protocol.show(results)
+
+        gold, shown = await beside_the_loop(sum(map(len, texts)), read)
+        if gold:
             state["gold_in_results"] = 1.0
-        return self._protocol.show(results)
+        return shown
 
     def _texts(self, result: Result) -> list[str]:
         """What a result shows of documents and pages."""
@@ -208,12 +215,11 @@ class SearchEnvironment(Environment):
     async def _finish(self, episode: Episode, terminated: bool = True) -> Step:
         state = episode.scratch
         transcript = Transcript(episode.task, tuple(state["responses"]), tuple(state["observations"]))
-        answer, golds = scoring.extract_answer(transcript.model_text), transcript.golds
         score = await self._score(transcript)
-        scores = {"exact_match": scoring.exact_match(answer, golds), "f1": scoring.f1(answer, golds)}
-        metrics = {**self._metrics(episode), **scores, "answered": float(answer is not None)}
+        length = sum(map(len, (*transcript.responses, *transcript.observations)))
+        scores = await beside_the_loop(length, lambda: _scores(transcript))
         return Step(
-            reward=score.value, terminated=terminated, metrics={**metrics, **rule_scores(transcript), **score.metrics}
+            reward=score.value, terminated=terminated, metrics={**self._metrics(episode), **scores, **score.metrics}
         )
 
     def _metrics(self, episode: Episode) -> dict[str, float]:
@@ -223,6 +229,12 @@ class SearchEnvironment(Environment):
         counts = {name: state[name] for name in (*COUNTS, "disturbed") if name in state}
         unscored = {"exact_match": 0.0, "f1": 0.0, "answered": 0.0, **dict.fromkeys(RULE_SCORES, 0.0)}
         return {name: float(value) for name, value in {**unscored, **counts, **numbers}.items()}
+
+
+def _scores(transcript: Transcript) -> dict[str, float]:
+    answer, golds = scoring.extract_answer(transcript.model_text), transcript.golds
+    matches = {"exact_match": scoring.exact_match(answer, golds), "f1": scoring.f1(answer, golds)}
+    return {**matches, "answered": float(answer is not None), **rule_scores(transcript)}
 
 
 def _check_limits(**limits: tuple[int | None, int]) -> None:

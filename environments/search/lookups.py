@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from rlflow.errors import ConfigError
 from rlflow.types import Episode
+from rlflow_environments.common.threads import beside_the_loop
 from rlflow_environments.retrieval.client.asynchronous import AsyncRetriever
 from rlflow_environments.retrieval.client.trace import trace_id
 from rlflow_environments.retrieval.coalescer import CoalescedSearch
@@ -97,7 +98,10 @@ class Lookups:
             state["disturbed"] += changed
         else:
             passages = await find(query, self._top_k)
-        gold = any(scoring.contains_gold(passage.contents, episode.task.answer) for passage in passages)
+        length = sum(len(passage.contents) for passage in passages)
+        gold = await beside_the_loop(
+            length, lambda: any(scoring.contains_gold(passage.contents, episode.task.answer) for passage in passages)
+        )
         self._account.book(empty=not passages, repeated=asked_before > 0, gold=gold)
         return passages
 

@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -22,6 +23,7 @@ from rlflow.components import check_options
 from rlflow.errors import ConfigError
 from rlflow.types import Task
 from rlflow.values import PositiveFloat, PositiveInt, Share
+from rlflow_environments.common.http import backoff_s
 from rlflow_environments.retrieval.client.client import HttpRetriever
 from rlflow_environments.retrieval.corpus import Passage
 from rlflow_environments.retrieval.errors import RetrievalError
@@ -35,6 +37,8 @@ logger = logging.getLogger("rlflow.search.managed")  # under `rlflow`, so that a
 STOP_S = 12.0  # the server itself takes at most 10
 POLL_S = 0.2
 REPORT_EVERY_S = 10.0
+MAX_RESTARTS = 5  # of a service that dies again before it has lived for STEADY_S
+STEADY_S = 300.0
 OPENING_WORDS = 12  # of a passage, asked for with its title
 RECALL = ("questions", "min_recall")
 """The options of `managed` that `check_recall` takes."""
@@ -44,7 +48,8 @@ _ADDRESS = re.compile(r"serving on (http://\S+)")
 class ManagedServer:
     """`rlflow search serve` as a child process on a free port of this machine.
 
-    It ends with `stop`, with this object, and when this process ends in whatever way: it watches for its parent.
+    It ends with `stop`, with this object, and when this process ends in whatever way: it watches for its parent. Where it ends
+    by itself once it was ready, it is started again on its port; searches wait for it as for any server.
     """
 
     def __init__(
@@ -62,21 +67,15 @@ class ManagedServer:
         Raises ConfigError: the service ended or was not ready in time; with what it said."""
         self._folder = Path(tempfile.mkdtemp(prefix="rlflow-search-"))
         self.log = Path(log) if log is not None else self._folder / "server.log"
-        arguments = ["--retriever", json.dumps(dict(component)), "--port", "0", "--parent", str(os.getpid())]
+        arguments = ["--retriever", json.dumps(dict(component)), "--parent", str(os.getpid())]
         if corpus is not None:
             arguments += ["--corpus", str(Path(corpus).expanduser().resolve())]
-        with self.log.open("wb") as output:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "rlflow_environments.retrieval", "serve", *arguments, *map(str, server)],
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-                start_new_session=True,  # Ctrl-C is for the run, which stops the service when it has ended
-            )
-        self._stop = weakref.finalize(self, _end, self._process, self._folder)
+        self.log.write_bytes(b"")
+        self._service = _Service([*arguments, *map(str, server)], self.log, self._folder)
+        self._stop = weakref.finalize(self, self._service.end)
         try:
             self.url = self._wait(wait_s)
+            self._service.supervise(self.url)
             self.retriever = HttpRetriever(self.url, **dict(client or {}))
         except BaseException:
             self.stop()
@@ -98,9 +97,9 @@ class ManagedServer:
                 logger.info("the retrieval service is ready at %s after %.1f s", match[1], time.monotonic() - start)
                 return match[1]
             state = f"{health.get('stage')}, {health.get('progress', 0.0):.0%} done"
-            if self._process.poll() is not None:
+            if (code := self._service.ended()) is not None:
                 raise ConfigError(
-                    f"environment.managed: the retrieval service ended with code {self._process.returncode}: {self._last_words()}"
+                    f"environment.managed: the retrieval service ended with code {code}: {self._last_words()}"
                 )
             now = time.monotonic()
             if now - start > wait_s:
@@ -194,12 +193,65 @@ def _health(url: str) -> dict[str, Any]:
         return {"stage": "starting", "progress": 0.0}
 
 
-def _end(process: subprocess.Popen[bytes], folder: Path) -> None:
-    """Ends the process, by force if it must, and removes the folder."""
-    process.terminate()
-    try:
-        process.wait(STOP_S)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
-    shutil.rmtree(folder, ignore_errors=True)
+class _Service:
+    """The child process, started again where it dies."""
+
+    def __init__(self, arguments: Sequence[str], log: Path, folder: Path) -> None:
+        """Starts it on a free port. folder: removed at the end."""
+        self._arguments, self._log, self._folder = list(arguments), log, folder
+        self._over = threading.Event()
+        self._changing = threading.Lock()
+        self.process = self._start(0)
+
+    def ended(self) -> int | None:
+        """The code that the process ended with, None while it runs."""
+        return self.process.poll()
+
+    def supervise(self, url: str) -> None:
+        """From now on the process is started again where it ends, at the same address."""
+        port = int(url.rpartition(":")[2])
+        threading.Thread(target=self._watch, args=(port,), name="managed-service", daemon=True).start()
+
+    def end(self) -> None:
+        """Ends the process, by force if it must, and removes the folder."""
+        self._over.set()
+        with self._changing:
+            process = self.process
+        process.terminate()
+        try:
+            process.wait(STOP_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _start(self, port: int) -> subprocess.Popen[bytes]:
+        with self._log.open("ab") as output:
+            return subprocess.Popen(
+                [sys.executable, "-m", "rlflow_environments.retrieval", "serve", "--port", str(port), *self._arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+                start_new_session=True,  # Ctrl-C is for the run, which stops the service when it has ended
+            )
+
+    def _watch(self, port: int) -> None:
+        deaths = 0
+        started = time.monotonic()
+        while not self._over.wait(POLL_S):
+            code = self.ended()
+            if code is None:
+                deaths = 0 if time.monotonic() - started > STEADY_S else deaths
+                continue
+            deaths += 1
+            if deaths > MAX_RESTARTS:
+                logger.error("the retrieval service ended with code %s, %d times in a row: it is given up", code, deaths)
+                return
+            logger.warning("the retrieval service ended with code %s: it is started again on port %d", code, port)
+            if self._over.wait(backoff_s(POLL_S, REPORT_EVERY_S, deaths)):
+                return
+            with self._changing:
+                if not self._over.is_set():
+                    self.process = self._start(port)
+            started = time.monotonic()

@@ -192,7 +192,7 @@ class EpisodePlayer:
         """Appends the observation; False if it leaves no room for another response."""
         limits = self._limits
         if step.replace:
-            state.replace({turn: self._tokenizer.encode(text) for turn, text in step.replace.items()})
+            state.replace({turn: self._tokenizer.encode_text(text) for turn, text in step.replace.items()})
         tokens = self._observation_tokens(state, step, completion)
         if sum(len(span.tokens) for span in state.spans) + len(tokens) >= limits.max_total_tokens:
             return False
@@ -202,7 +202,7 @@ class EpisodePlayer:
 
     def _observation_tokens(self, state: EpisodeState, step: Step, completion: Completion) -> list[int]:
         if isinstance(step.observation, str):
-            tokens = self._tokenizer.encode(step.observation)
+            tokens = self._tokenizer.encode_text(step.observation)
             most = self._limits.max_observation_tokens
             if most is not None and len(tokens) > most:
                 tokens = self._cut(step.observation, most)
@@ -225,9 +225,9 @@ class EpisodePlayer:
         """The first tokens of an observation and, where it ends as the environment's frame does, that end: `most` in all."""
         closing = self._environment.frame[1]
         if not closing or not observation.endswith(closing):
-            return self._tokenizer.encode(observation)[:most]
-        end = self._tokenizer.encode(closing)
-        return self._tokenizer.encode(observation.removesuffix(closing))[: most - len(end)] + end
+            return self._tokenizer.encode_text(observation)[:most]
+        end = self._tokenizer.encode_text(closing)
+        return self._tokenizer.encode_text(observation.removesuffix(closing))[: most - len(end)] + end
 
     async def _call(self, method: Callable[..., Any], *arguments: Any) -> Any:
         """The result of an environment's method; a plain one runs in a thread."""

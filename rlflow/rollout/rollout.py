@@ -306,7 +306,7 @@ def _seeds(seed: int, group_id: str, attempt: int) -> Any:
 
 def _check_frame(frame: tuple[str, str], tokenizer: Tokenizer, limit: int | None) -> None:
     """Raises ConfigError if an observation of the smallest size would be cut to less than its frame."""
-    needed = len(tokenizer.encode(frame[0])) + len(tokenizer.encode(frame[1])) if limit is not None else 0
+    needed = len(tokenizer.encode_text(frame[0])) + len(tokenizer.encode_text(frame[1])) if limit is not None else 0
     if limit is not None and needed >= limit and any(frame):
         raise ConfigError(
             f"rollout.max_observation_tokens: {limit} tokens hold no content: what stands around it in an observation alone "

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from rlflow.errors import EnvironmentContractError, ModelError
 from rlflow.types import Message, Observation
+
+_PLAIN_TAG = re.compile(r"</?[a-z][a-z_]*>")
 
 
 class Tokenizer:
@@ -24,6 +27,8 @@ class Tokenizer:
         # `all_special_ids` holds those with a role (end, padding) only; decoding strips all that are marked special.
         marked = {token for token, added in inner.added_tokens_decoder.items() if added.special}
         self._special_ids = frozenset(marked | set(inner.all_special_ids))
+        self._control = _control_tokens(inner, self._special_ids)
+        self._control_text = re.compile("|".join(sorted(map(re.escape, self._control.values()), key=len, reverse=True)))
 
     @classmethod
     def from_pretrained(cls, path: str | Path, trust_remote_code: bool = False) -> Tokenizer:
@@ -65,8 +70,29 @@ class Tokenizer:
         return self._special_ids
 
     def encode(self, text: str) -> list[int]:
-        """The ids of the text alone: no special tokens are added."""
-        return self.inner.encode(text, add_special_tokens=False) if text else []
+        """The ids of the text alone: no special tokens are added. Control tokens in it become what they are: for text that
+        the user wrote or a template rendered."""
+        return self.inner.encode(_well_formed(text), add_special_tokens=False) if text else []
+
+    def encode_text(self, text: str) -> list[int]:
+        """The ids of what an environment says, which may quote anybody: no control token is among them.
+
+        Control tokens are those that the tokenizer marks as special (but for the one that unknown characters become), and added
+        ones that look like it, such as `[INST]` or `<|fim_prefix|>`; a plain tag such as `<think>` is a protocol's own word.
+        Where one stands in the text, a blank behind its first character keeps it text."""
+        tokens = self.encode(_well_formed(text))
+        if self._control.keys().isdisjoint(tokens):
+            return tokens
+        tokens = self.encode(self.without_control(text))
+        # A vocabulary may spell a control token in a way that its text does not show, after normalization for example.
+        return [token for token in tokens if token not in self._control]
+
+    def without_control(self, text: str) -> str:
+        """The text with every control token's text taken apart."""
+        text = _well_formed(text)
+        if not self._control:
+            return text
+        return self._control_text.sub(lambda found: f"{found[0][:1]} {found[0][1:]}" if len(found[0]) > 1 else " ", text)
 
     def decode(self, tokens: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The text of the ids, exactly; special tokens are left out unless asked for."""
@@ -86,8 +112,18 @@ class Tokenizer:
         if not self.inner.chat_template:
             raise ModelError("tokenizer: it has no chat template, but a prompt or observation consists of messages.")
         return self.inner.apply_chat_template(
-            list(messages), tools=self.tools or None, tokenize=False, add_generation_prompt=generation_prompt
+            self._quoted(messages), tools=self.tools or None, tokenize=False, add_generation_prompt=generation_prompt
         )
+
+    def _quoted(self, messages: Sequence[Message]) -> list[Message]:
+        """The messages as a template may be given them: only the template itself says control tokens. What the policy wrote
+        stays as it stands, since its ids are known."""
+        return [
+            {**message, "content": self.without_control(message["content"])}
+            if message.get("role") != "assistant" and isinstance(message.get("content"), str)
+            else message
+            for message in messages
+        ]
 
     def encode_turn(
         self, history: Sequence[Message], response: str, answer: Sequence[Message], closing: int | None
@@ -110,6 +146,33 @@ class Tokenizer:
         rest = after[len(before) :]
         sampled_end = "" if closing is None else self.decode([closing], skip_special_tokens=False)
         return self.encode(rest.removeprefix(sampled_end))
+
+
+def _control_tokens(inner: Any, special: frozenset[int]) -> dict[int, str]:
+    """{id: text} of the tokens that only a template or the engine may say."""
+    added = {token: entry.content for token, entry in inner.added_tokens_decoder.items()}
+    added |= {token: inner.convert_ids_to_tokens(token) for token in special - added.keys()}
+    unknown = getattr(inner, "unk_token_id", None)
+    ends = inner.eos_token_id, inner.pad_token_id, inner.bos_token_id
+    return {
+        token: text
+        for token, text in added.items()
+        if text and (token != unknown or token in ends) and (token in special or _looks_like_control(text))
+    }
+
+
+def _looks_like_control(text: str) -> bool:
+    bracketed = text[0] + text[-1] in ("<>", "[]") and len(text) > 2
+    return bracketed and not _PLAIN_TAG.fullmatch(text)
+
+
+def _well_formed(text: str) -> str:
+    """The text with U+FFFD in place of half a surrogate pair, which no tokenizer takes."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
+    return text
 
 
 def _as_messages(prompt: Observation) -> list[Message]:

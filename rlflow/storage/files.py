@@ -55,9 +55,10 @@ def replacing_directory(path: str | Path, *, keep_existing: bool = False) -> Ite
 
 
 def write_text(path: str | Path, text: str, *, durable: bool = True) -> None:
-    """Writes UTF-8 text with `replacing`, line ends as they are."""
+    """Writes UTF-8 text with `replacing`, line ends as they are. A lone surrogate (half of a cut emoji, in text from outside)
+    is written as JSON escapes it."""
     with replacing(path, durable=durable) as aside:
-        aside.write_bytes(text.encode())
+        aside.write_bytes(text.encode(errors="backslashreplace"))
 
 
 def write_json(path: str | Path, value: Any) -> None:

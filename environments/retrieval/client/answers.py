@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from rlflow_environments.common.http import check_status
+from rlflow_environments.common.text import load_json
 from rlflow_environments.retrieval.corpus import Passage, make_contents
 from rlflow_environments.retrieval.errors import RetrievalError
 
@@ -74,8 +75,8 @@ def _results(endpoint: str, status: int, headers: Mapping[str, str], content: by
     if status != 200:
         raise RetrievalError(f"{endpoint}: status {status}: {_excerpt(content)}")
     try:
-        answer = json.loads(content)
-    except ValueError:
+        answer = load_json(content)
+    except (ValueError, RecursionError):
         raise NotASearchServer(f"{endpoint} does not answer with JSON: {_excerpt(content)}") from None
     results = answer.get("result") if isinstance(answer, dict) else None
     if not isinstance(results, list) or len(results) != count:

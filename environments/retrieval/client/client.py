@@ -21,6 +21,7 @@ from rlflow_environments.common.http import GaveUp, Retryable, RetryPolicy
 from rlflow_environments.retrieval.client.answers import NotASearchServer, SearchRequest, page_request, search_request
 from rlflow_environments.retrieval.client.asynchronous import AsyncRetriever, CacheCounts
 from rlflow_environments.retrieval.client.cache import SearchCache
+from rlflow_environments.retrieval.client.circuit import Circuit
 from rlflow_environments.retrieval.client.servers import ServerPool, server_url
 from rlflow_environments.retrieval.client.trace import DEADLINE_HEADER, TRACE_HEADER
 from rlflow_environments.retrieval.corpus import Passage
@@ -35,6 +36,7 @@ KEEPALIVE_S = 4.0  # below the 5 s after which uvicorn closes an idle connection
 POLL_S = 0.3
 CLOSE_S = 2.0
 REPORT_EVERY_S = 10.0
+STRANGERS = 3  # answers that are none of a retrieval server, before the address is called wrong
 
 T = TypeVar("T")
 
@@ -54,7 +56,7 @@ class HttpRetriever(AsyncRetriever):
         discovery: str | Path | None = None,
         timeout_s: float = 30.0,
         attempt_timeout_s: float = 10.0,
-        tries: int = 5,
+        tries: int | None = None,
         connections: int = 256,
         wait_s: float = 60.0,
         cache: Mapping[str, Any] | None = None,
@@ -66,13 +68,14 @@ class HttpRetriever(AsyncRetriever):
 
         urls: one server or several, `http://host:port` or `host:port`. discovery: a folder of `Host{ip}_IP{port}.txt` files, read
         again whenever a server fails. timeout_s: of a search, all attempts and pauses together; tries: attempts, the first
-        included, each of at most attempt_timeout_s. connections: open at the same time; further searches wait, within their
-        deadline. wait_s: for a first server to be ready. cache: {directory, mode}, see `cache.MODES`. identity: of the index,
-        for the cache, where the server does not say it. headers: sent with every request. seed: of pauses and choices.
+        included (None: until timeout_s), each of at most attempt_timeout_s. connections: open at the same time; further
+        searches wait, within their deadline. wait_s: for a first server to be ready. cache: {directory, mode}, see `cache.MODES`.
+        identity: of the index, for the cache, where the server does not say it. headers: sent with every request. seed: of pauses and choices.
         Raises ConfigError, MissingPackageError.
         """
-        _check_numbers(timeout_s=timeout_s, attempt_timeout_s=attempt_timeout_s, tries=tries, connections=connections)
-        self._policy = RetryPolicy(int(tries), FIRST_PAUSE_S, LONGEST_PAUSE_S, timeout_s)
+        _check_numbers(timeout_s=timeout_s, attempt_timeout_s=attempt_timeout_s, tries=1 if tries is None else tries)
+        _check_numbers(connections=connections)
+        self._policy = RetryPolicy(None if tries is None else int(tries), FIRST_PAUSE_S, LONGEST_PAUSE_S, timeout_s)
         self._attempt_timeout_s = attempt_timeout_s
         self._given_identity = identity
         self._generator = random.Random(seed)
@@ -81,6 +84,9 @@ class HttpRetriever(AsyncRetriever):
         self.cache_counts = None if self._cache is None else CacheCounts()
         self._pool = ServerPool(_address_source(urls, discovery, self._cache), self._generator)
         self._where = f"the folder {discovery}" if discovery is not None else ", ".join(_as_list(urls))
+        self._circuit = Circuit(self._where)
+        self._known = False  # whether a search was ever answered: the address is right then
+        self._strangers = 0
         self._slots = asyncio.Semaphore(connections)
         self._identified = asyncio.Lock()
         self._loop = asyncio.new_event_loop()
@@ -150,22 +156,28 @@ class HttpRetriever(AsyncRetriever):
 
         async def attempt(deadline: float) -> T:
             nonlocal failed
-            async with self._slots:  # waiting for a connection does not count as a failed attempt
-                failed = url = self._pool.take(failed)
-                if url is None:
-                    raise Retryable(f"no server is listed in {self._where}")
-                try:
-                    return await self._attempt(url, request, trace, deadline)
-                except Retryable as problem:
-                    problem.at_once = problem.server_failed and self._pool.others(url)
-                    raise
+            for_all = await self._circuit.wait()
+            # Waiting for a connection does not count as a failed attempt.
+            with self._circuit.asking(for_all):
+                async with self._slots:
+                    failed = url = self._pool.take(failed)
+                    if url is None:
+                        raise Retryable(f"no server is listed in {self._where}")
+                    try:
+                        return await self._attempt(url, request, trace, deadline)
+                    except Retryable as problem:
+                        problem.at_once = problem.server_failed and self._pool.others(url)
+                        if problem.server_failed and not problem.at_once:
+                            self._circuit.failed(str(problem))
+                        raise
 
         try:
             return await self._policy.call_async(attempt, self._generator)
         except GaveUp as end:
-            last = end.last or "every connection was in use"
+            last = end.last or self._circuit.last or "every connection was in use"
+            most = "" if self._policy.tries is None else f" of {self._policy.tries}"
             raise RetrievalError(
-                f"search failed after {end.attempts} of {self._policy.tries} attempts in {end.spent_s:.1f} s; last: {last}."
+                f"search failed after {end.attempts}{most} attempts in {end.spent_s:.1f} s; last: {last}."
             ) from None
 
     async def _attempt(self, url: str, request: SearchRequest[T], trace: str, deadline: float) -> T:
@@ -174,14 +186,17 @@ class HttpRetriever(AsyncRetriever):
         failed = True
         try:
             answer = await self._post(url, request, trace, seconds)
-            failed = False
+            failed, self._known = False, True
+            self._circuit.succeeded()
             return answer
         except Retryable as problem:
             failed = problem.server_failed
             raise
         except NotASearchServer as problem:
-            # A discovery file may outlive its server, and another program may have its port by now.
-            if self._pool.others(url):
+            # A discovery file may outlive its server, and another program may have its port by now; a gateway answers with a
+            # page or 404 of its own while the server behind it starts. Only where nothing else was ever heard it is a mistake.
+            self._strangers += 1
+            if self._known or self._strangers < STRANGERS or self._pool.others(url):
                 raise Retryable(str(problem)) from None
             raise ConfigError(f"retriever http: {problem}. Give the address of a retrieval server.") from None
         except RetrievalError:
@@ -304,7 +319,7 @@ def _check_numbers(**numbers: float) -> None:
     for name, value in numbers.items():
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
             raise ConfigError(f"retriever http: {name}: expected a number above 0, found {value!r}.")
-    if numbers["tries"] != int(numbers["tries"]):
+    if "tries" in numbers and numbers["tries"] != int(numbers["tries"]):
         raise ConfigError(f"retriever http: tries: expected a whole number, found {numbers['tries']}.")
 
 

@@ -13,6 +13,8 @@ from typing import Any
 
 import orjson
 
+from rlflow_environments.common.text import load_json
+
 Hit = tuple[bytes, float]
 """A document as JSON, and its score."""
 
@@ -87,7 +89,7 @@ def read_object(body: bytes) -> dict[str, Any]:
         message = orjson.loads(body)
     except orjson.JSONDecodeError:
         try:  # a sampled query may hold half a surrogate pair, which orjson refuses and Python's writer sends
-            message = json.loads(body)
+            message = load_json(body)
         except (ValueError, RecursionError) as problem:
             raise BadRequest(f"the body is not JSON: {problem}.") from None
     if not isinstance(message, dict):

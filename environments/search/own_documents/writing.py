@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import random
-import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
@@ -111,16 +110,20 @@ def _candidates(
         yield Candidate(question, answer, "model pair", hops, names_of(question, bridge, answer))
 
 
+def _outermost(text: str) -> str:
+    """From the first bracket that is closed to its last closing; "" without one."""
+    found = [(text.find(opening), text.rfind(closing)) for opening, closing in ("[]", "{}")]
+    start, stop = min((pair for pair in found if 0 <= pair[0] < pair[1]), default=(0, -1))
+    return text[start : stop + 1]
+
+
 def read_reply(text: str) -> Iterator[tuple[str, str]]:
     """The (question, answer) pairs of a reply: JSON, alone or among other text, an object or a list of them.
 
     What a model thinks aloud before it replies is not read."""
-    found = re.search(r"\[.*\]|\{.*\}", text.rpartition("</think>")[2], re.DOTALL)
-    if found is None:
-        return
     try:
-        content = json.loads(found[0])
-    except ValueError:
+        content = json.loads(_outermost(text.rpartition("</think>")[2]))
+    except (ValueError, RecursionError):
         return
     for item in content if isinstance(content, list) else [content]:
         question, answer = (item.get(key) for key in ("question", "answer")) if isinstance(item, dict) else (None, None)

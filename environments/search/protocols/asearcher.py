@@ -102,6 +102,6 @@ def with_validity(prompt_text: str, task_id: str, ratio: float) -> str:
 
     Drawn by the task's id, so that all attempts of a group are asked alike. ratio: the original's `valid_inst_ratio`.
     """
-    digest = hashlib.blake2b(f"validity/{task_id}".encode(), digest_size=8).digest()
+    digest = hashlib.blake2b(f"validity/{task_id}".encode(errors="replace"), digest_size=8).digest()
     drawn = int.from_bytes(digest, "big") / 2**64
     return prompt_text.replace(MAY_BE_INVALID, IS_VALID) if drawn < ratio else prompt_text

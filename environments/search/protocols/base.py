@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -10,6 +9,7 @@ from typing import Any, ClassVar, Literal
 
 from rlflow.types import Observation
 from rlflow_environments.retrieval.corpus import Passage
+from rlflow_environments.search.blocks import blocks
 from rlflow_environments.search.protocols.text import neutralize_tags
 
 Tool = Literal["search", "access"]
@@ -107,5 +107,5 @@ class Protocol(ABC):
 
 def last_block(tag: str, text: str) -> str | None:
     """The content of the last `<tag>...</tag>`, stripped; of nested openings the innermost; None without one."""
-    blocks = re.findall(rf"<{tag}>(.*?)</{tag}>", text, re.DOTALL)
-    return blocks[-1].rpartition(f"<{tag}>")[2].strip() if blocks else None
+    found = blocks(tag, text)
+    return found[-1].rpartition(f"<{tag}>")[2].strip() if found else None

@@ -6,11 +6,12 @@ Source of the search tool and its results: verl `tools/search_tool.py`, `tools/u
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rlflow.types import Observation
+from rlflow_environments.common.text import load_json
+from rlflow_environments.search.blocks import blocks
 from rlflow_environments.search.protocols.base import Call, Protocol, Reading, Result, Shown
 from rlflow_environments.search.protocols.searchr1 import NO_RESULTS
 from rlflow_environments.search.protocols.text import neutralize_tags
@@ -21,7 +22,6 @@ PROMPT = (
     "an explanation, between <answer> and </answer> as soon as nothing is missing, for example <answer> Beijing </answer>. "
     "Question: {question}"
 )
-_CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
 
 
 def _schema(name: str, description: str, parameter: str, kind: Mapping[str, Any]) -> dict[str, Any]:
@@ -55,7 +55,7 @@ class Native(Protocol):
         return tuple(_SCHEMAS[tool] for tool in self.enabled)
 
     def read(self, response: str, stop: tuple[str, ...], cut: bool) -> Reading:
-        found = [self._call(block) for block in _CALL.findall(response) or _bare_call(response)]
+        found = [self._call(block) for block in blocks("tool_call", response) or _bare_call(response)]
         calls = tuple(call for call in found if isinstance(call, Call))
         if calls or not found:
             return Reading(calls=calls, ends=not found and not cut)
@@ -64,9 +64,9 @@ class Native(Protocol):
     def _call(self, block: str) -> Call | str:
         """The call of a block, or what is wrong with it, for the model to read."""
         try:
-            call = json.loads(block)
+            call = load_json(block.encode(errors="replace"))
             name, arguments = call["name"], call.get("arguments", call.get("parameters"))  # Llama 3.1 writes "parameters"
-        except (ValueError, TypeError, KeyError, AttributeError):
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError):  # the last: a thousand brackets
             return "Error: a tool call is one JSON object with 'name' and 'arguments'."
         if name not in self.enabled:
             return f"Error: the tools are {', '.join(self.enabled)}."

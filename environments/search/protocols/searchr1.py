@@ -7,11 +7,11 @@ Sources: Search-R1 `search_r1/llm_agent/generation.py`; RLinf `agents/searchr1`,
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Sequence
 
 from rlflow.types import Observation
 from rlflow_environments.retrieval.corpus import Passage
+from rlflow_environments.search.blocks import blocks
 from rlflow_environments.search.protocols.base import Call, Protocol, Reading, Result, Shown
 from rlflow_environments.search.protocols.text import (
     INVALID_ACTION,
@@ -22,7 +22,6 @@ from rlflow_environments.search.protocols.text import (
 )
 
 NO_RESULTS = "No search results found."
-_SEARCH = re.compile(r"<search>(.*?)</search>", re.DOTALL)
 
 
 class SearchR1(Protocol):
@@ -66,10 +65,10 @@ class RLinf(Protocol):
     def read(self, response: str, stop: tuple[str, ...], cut: bool) -> Reading:
         # searchr1_agent_loop.py cuts at the first closing tag by hand: whatever follows it is not read, a second search neither.
         head, found, _ = response.partition("</search>")
-        match = _SEARCH.search(head + found)
-        if match is None:
+        wanted = blocks("search", head + found)
+        if not wanted:
             return Reading(ends=not cut)
-        return Reading(calls=(Call("search", (match[1].strip(),)),))
+        return Reading(calls=(Call("search", (wanted[0].strip(),)),))
 
     def show(self, results: Sequence[Result]) -> list[Shown]:
         return [Shown(as_observation(information(self, results[0].passages[0])))]
@@ -91,10 +90,10 @@ class SkyRL(Protocol):
         # env.py, `_is_done`: both tags anywhere, in either order, and before it looks for a search.
         if "<answer>" in response and "</answer>" in response:
             return Reading(ends=True)
-        match = _SEARCH.search(response)
-        if match is None:
+        wanted = blocks("search", response)
+        if not wanted:
             return Reading(message="\n<information></information>\n", invalid=True)
-        return Reading(calls=(Call("search", (match[1].strip(),)),))
+        return Reading(calls=(Call("search", (wanted[0].strip(),)),))
 
     def show(self, results: Sequence[Result]) -> list[Shown]:
         passages = results[0].passages[0]

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from rlflow.errors import ConfigError, did_you_mean
+from rlflow_environments.search.blocks import block_span
 
 if TYPE_CHECKING:
     from rlflow_environments.retrieval.corpus import Passage
@@ -35,17 +36,21 @@ INVALID_ACTION = (
 SEARCHES_SPENT = "\n\nNo searches are left. I give my answer now as <answer> the answer </answer>.\n\n"
 
 
+ActionKind = Literal["search", "answer"]
+ACTIONS: tuple[ActionKind, ...] = ("search", "answer")
+
+
 @dataclass(frozen=True)
 class Action:
     """What a response asks for. content: the query or the answer, stripped."""
 
-    kind: Literal["search", "answer"]
+    kind: ActionKind
     content: str
 
 
-_ACTION = re.compile(r"<(search|answer)>(.*?)</\1>", re.DOTALL)
+# Possessive: a page may hold "<" and ten thousand blanks.
 _PROTOCOL_TAG = re.compile(
-    r"<(\s*/?\s*(?:think|search|access|information|answer|tool_call|tool_response)\s*)>", re.IGNORECASE
+    r"<(\s*+(?:/\s*+)?(?:think|search|access|information|answer|tool_call|tool_response)\s*+)>", re.IGNORECASE
 )
 # `<|name|>` of most models, DeepSeek's full-width bars, and the plain ones of Llama 2, Mistral and Gemma: a tokenizer that meets
 # one of its own in text makes it the token.
@@ -63,9 +68,14 @@ def parse_action(response: str) -> Action | None:
     for closing in ("</search>", "</answer>"):
         head, found, _ = response.partition(closing)
         if found:
-            match = _ACTION.search(head + found)
-            return Action(match[1], match[2].strip()) if match else None  # type: ignore[arg-type]
+            return _first_action(head + found)
     return None
+
+
+def _first_action(text: str) -> Action | None:
+    spans = {kind: block_span(kind, text) for kind in ACTIONS}
+    first = min((span, kind) for kind, span in spans.items() if span is not None) if any(spans.values()) else None
+    return None if first is None else Action(first[1], text[slice(*first[0])].strip())
 
 
 def neutralize_tags(text: str) -> str:

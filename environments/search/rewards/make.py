@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 from rlflow.components import Kind
+from rlflow_environments.common.threads import beside_the_loop
 from rlflow_environments.search.rewards.asearcher import asearcher_compat, asearcher_em, asearcher_f1
 from rlflow_environments.search.rewards.score import Score
 from rlflow_environments.search.rewards.searchr1 import searchr1_em, searchr1_em_format, searchr1_subem
@@ -44,7 +45,8 @@ def make_reward(component: str | Mapping[str, Any], where: str = "environment.re
         return made
 
     async def reward(transcript: Transcript) -> Score:
-        return Score(made(transcript))
+        length = sum(map(len, (*transcript.responses, *transcript.observations)))
+        return Score(await beside_the_loop(length, lambda: made(transcript)))
 
     return reward
 

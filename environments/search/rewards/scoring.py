@@ -10,9 +10,10 @@ import string
 from collections import Counter
 from collections.abc import Sequence
 
+from rlflow_environments.search.blocks import blocks
+
 MAX_ANSWER_TAGS = 10
 
-_ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 _ARTICLE = re.compile(r"\b(a|an|the)\b")
 _DELETE_PUNCTUATION = str.maketrans("", "", string.punctuation)
 
@@ -27,7 +28,7 @@ def normalize_answer(text: str) -> str:
 
 def extract_answer(model_text: str) -> str | None:
     """The content of the last complete answer tag, stripped; None without one."""
-    answers = _ANSWER.findall(model_text)
+    answers = blocks("answer", model_text)
     return answers[-1].strip() if answers else None
 
 

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import re
 
+from rlflow_environments.search.blocks import blocks
 from rlflow_environments.search.rewards import scoring
 from rlflow_environments.search.rewards.transcript import Transcript
 
 _TAGS = ("think", "search", "information", "answer")
 _TAG = re.compile(r"(</?(?:think|search|information|answer)>)")
-_INFORMATION = re.compile(r"<information>(.*?)</information>", re.DOTALL)
 
 # (state, tag) -> state: think, then any number of search, information, think, then answer.
 _ORDER = {
@@ -88,7 +88,7 @@ def tags_in_order(text: str) -> bool:
 
 def _gold_retrieved(transcript: Transcript) -> bool:
     """Whether a normalized gold answer is a substring of an information block that the policy was shown."""
-    blocks = [block for text in transcript.observations for block in _INFORMATION.findall(text)]
-    normalized = [scoring.normalize_answer(block) for block in blocks]
+    shown = [block for text in transcript.observations for block in blocks("information", text)]
+    normalized = [scoring.normalize_answer(block) for block in shown]
     golds = [scoring.normalize_answer(gold) for gold in transcript.golds]
     return any(gold in block for gold in golds for block in normalized)

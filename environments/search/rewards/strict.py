@@ -72,19 +72,20 @@ def _numbers(tokens: list[str]) -> Iterator[str]:
     """The tokens with number words replaced by their value, as far as they go together."""
     place = 0
     while place < len(tokens):
-        used, value = _spelled(tokens[place:])
+        used, value = _spelled(tokens, place)
         yield str(value) if used else tokens[place]
         place += max(1, used)
 
 
-def _spelled(tokens: list[str]) -> tuple[int, int]:
-    """(how many leading tokens spell a number, the number); (0, 0) if they do not begin with a number word.
+def _spelled(tokens: list[str], start: int) -> tuple[int, int]:
+    """(how many tokens from `start` on spell a number, the number); (0, 0) if there is no number word there.
 
     "two hundred and five thousand" is (5, 205000); "twenty one" is 21, but "one two" is two numbers.
     """
     total = group = used = 0
     last = None  # the last small number word, which only a unit after tens may follow
-    for place, token in enumerate(tokens):
+    for place in range(len(tokens) - start):
+        token = tokens[start + place]
         if token in _SMALL:
             joins = last is None or (last >= 20 and last % 10 == 0 and 0 < _SMALL[token] < 10)
             if not joins:
@@ -92,11 +93,13 @@ def _spelled(tokens: list[str]) -> tuple[int, int]:
             group, last, used = group + _SMALL[token], _SMALL[token], place + 1
         elif token in _SCALES and used == place and group:
             scale = _SCALES[token]
+            if scale == 100 and group >= 100:  # "hundred hundred hundred": no number, and one of any length
+                break
             if scale == 100:
                 group *= 100
             else:
                 total, group = total + group * scale, 0
             last, used = None, place + 1
-        elif not (token == "and" and used == place and used and tokens[place - 1] in _SCALES):
+        elif not (token == "and" and used == place and used and tokens[start + place - 1] in _SCALES):
             break
     return used, total + group

@@ -97,3 +97,42 @@ def test_missing_things_are_named(tokenizer: Tokenizer, tmp_path: Path) -> None:
         tokenizer.encode_prompt([USER])
     with pytest.raises(ModelError, match="no tokenizer that transformers can read"):
         Tokenizer.from_pretrained(tmp_path)
+
+
+def _with_controls(directory: Path) -> Tokenizer:
+    inner = Tokenizer.from_pretrained(directory).inner
+    inner.add_special_tokens({"additional_special_tokens": ["[INST]", "[gMASK]", "<image>", "\u2603"]})
+    inner.add_tokens(["<|fim_prefix|>", "[TOOL]", "<think>"])
+    return Tokenizer(inner)
+
+
+@pytest.mark.parametrize(
+    "text", ["[INST]", "<image>", "[gMASK]", "<|im_end|>", "\u2603", "<|fim_prefix|>", "[TOOL]", "<|im_<|im_end|>end|>"]
+)
+def test_no_text_of_an_environment_becomes_a_control_token(directory: Path, text: str) -> None:
+    tokenizer = _with_controls(directory)
+    controls = {*tokenizer.special_ids, *tokenizer.inner.convert_tokens_to_ids(["<|fim_prefix|>", "[TOOL]"])}
+    assert controls & set(tokenizer.encode(text))
+    for said in (text, f"Doc 1: {text}{text} and {text}"):
+        tokens = tokenizer.encode_text(said)
+        assert not controls & set(tokens)
+        assert tokenizer.decode(tokens, skip_special_tokens=False).replace(" ", "") == said.replace(" ", "").replace("\u2603", "")
+    messages = [USER, {"role": "assistant", "content": "x"}, {"role": "tool", "content": f"found {text}"}]
+    harmless = [*messages[:2], {"role": "tool", "content": "found it"}]
+    counts = [sum(token in controls for token in tokenizer.encode(tokenizer.render(chat))) for chat in (messages, harmless)]
+    assert counts[0] == counts[1]
+    answered = tokenizer.encode_turn(messages[:1], "x", messages[2:], None)
+    quiet = tokenizer.encode_turn(messages[:1], "x", harmless[2:], None)
+    assert sum(token in controls for token in answered) == sum(token in controls for token in quiet)
+
+
+def test_words_of_a_protocol_and_ordinary_text_are_encoded_as_ever(directory: Path) -> None:
+    tokenizer = _with_controls(directory)
+    for text in ("\n\n<information>a [b] <c></information>\n<think>\n", "", "x"):
+        assert tokenizer.encode_text(text) == tokenizer.encode(text)
+    assert tokenizer.encode_prompt("<|im_start|>user") == tokenizer.encode("<|im_start|>user")
+
+
+def test_half_a_surrogate_pair_is_a_replacement_character(tokenizer: Tokenizer) -> None:
+    assert tokenizer.decode(tokenizer.encode_text("a\ud83d b")) == "a\ufffd b"
+    assert tokenizer.encode("\ud83d\ude00") == tokenizer.encode("\U0001f600")

@@ -68,10 +68,10 @@ def test_what_another_attempt_would_not_change_is_not_tried_again(status):
 
 @pytest.mark.parametrize("status", [401, 404, 405])
 def test_a_wrong_address_is_a_mistake_of_the_configuration(status):
-    server = Scripted(status)
+    server = Scripted(*[status] * 9)
     with serving(server) as url, pytest.raises(ConfigError, match=f"status {status}.*address"):
         client(url).search(["a"], 1)
-    assert len(server.requests) == 1
+    assert len(server.requests) == 3
 
 
 @pytest.mark.parametrize(
@@ -80,6 +80,49 @@ def test_a_wrong_address_is_a_mistake_of_the_configuration(status):
 def test_an_answer_of_another_shape_is_never_taken_for_an_empty_one(body):
     with serving(Scripted(body=body)) as url, pytest.raises(RetrievalError, match=r"expected|no 'contents'"):
         client(url).search(["a"], 1)
+
+
+@pytest.mark.parametrize("before", [0, 1])
+def test_a_stray_answer_of_a_gateway_ends_nothing(before):
+    server = Scripted(*[200] * before, 404, 404)
+    with serving(server) as url:
+        retriever = client(url)
+        assert [retriever.search(["a"], 1)[0][0].id for _ in range(2)] == ["s/a"] * 2
+    assert len(server.requests) == 4
+
+
+def test_a_server_that_starts_again_is_waited_for_with_one_line_in_the_log(caplog):
+    with bind("127.0.0.1", 0) as taken:
+        port = taken.getsockname()[1]
+    with serving(Scripted(), port) as url:
+        retriever = client(url)
+        retriever.search(["a"], 1)
+
+    async def many():
+        searches = [asyncio.ensure_future(retriever.find(f"q{i}", 1)) for i in range(20)]
+        await asyncio.sleep(1.5)
+        with serving(server := Scripted(), port):
+            return server, await asyncio.gather(*searches)
+
+    with caplog.at_level("INFO", "rlflow.search.client"):
+        server, found = asyncio.run(many())
+    assert [hits[0].id for hits in found] == [f"s/q{i}" for i in range(20)]
+    assert len(server.requests) == 20
+    lines = [record.message for record in caplog.records]
+    assert len(lines) == 2 and "no retrieval server answers" in lines[0] and "answers again" in lines[1]
+
+
+def test_a_server_that_stays_away_fails_every_search_at_its_deadline():
+    with serving(Scripted()) as url:
+        retriever = client(url, timeout_s=0.8)
+
+    async def many():
+        return await asyncio.gather(*(retriever.find(f"q{i}", 1) for i in range(5)), return_exceptions=True)
+
+    start = time.monotonic()
+    found = asyncio.run(many())
+    assert time.monotonic() - start < 4
+    assert all(isinstance(problem, RetrievalError) and "last: http" in str(problem) for problem in found)
 
 
 def test_tries_counts_all_attempts():

@@ -101,6 +101,22 @@ def test_a_run_has_a_service_of_its_own_until_it_shuts_down(tmp_path, caplog):
     environment.shutdown()
 
 
+def test_a_service_that_is_killed_is_started_again_and_costs_no_search(tmp_path, caplog):
+    with caplog.at_level("WARNING"):
+        service = start_managed("bm25", write_corpus(tmp_path), True, [], 2)
+        try:
+            before = service.retriever.search(["market number5"], 2)
+            first = service._service.process
+            first.kill()
+            first.wait()
+            assert service.retriever.search(["market number5"], 2) == before
+            assert service._service.process.pid != first.pid
+        finally:
+            service.stop()
+    assert caplog.text.count("it is started again on port") == 1
+    assert not [child for child in psutil.Process().children() if "serve" in child.cmdline()]
+
+
 def test_a_service_that_cannot_start_says_why_and_leaves_nothing(tmp_path):
     with pytest.raises(ConfigError, match=r"ended with code 2: ConfigError: .*Did you mean 'title_weight'"):
         start_managed({"name": "bm25", "titel_weight": 1}, write_corpus(tmp_path), True, [], 3)
@@ -114,7 +130,7 @@ def test_the_service_ends_when_its_run_is_killed(tmp_path, number):
         "import sys, time\n"
         "from rlflow_environments.search.managed import ManagedServer\n"
         "service = ManagedServer({'name': 'bm25'}, sys.argv[1])\n"
-        "print(service._process.pid, flush=True)\n"
+        "print(service._service.process.pid, flush=True)\n"
         "time.sleep(600)\n"
     )
     run = subprocess.Popen(
