@@ -56,7 +56,7 @@ class TokenSpan:
 
     tokens: list[int]
     completion: Completion | None = None  # of a response that is trained in this segment
-    turn: int = -1  # of an observation: the turn that it answers
+    turn: int | None = None  # of an observation: the turn that it answers
 
 
 @dataclass
@@ -83,7 +83,10 @@ class EpisodeState:
         """Closes the segment and starts another one, with the observations of some turns exchanged. Responses so far
         are context there: they are trained in the segment that they were sampled in."""
         self.segments.append(make_segment(self.spans))
-        self.spans = [TokenSpan(observations.get(span.turn, span.tokens), None, span.turn) for span in self.spans]
+        self.spans = [
+            TokenSpan(span.tokens if span.turn is None else observations.get(span.turn, span.tokens), None, span.turn)
+            for span in self.spans
+        ]
 
 
 class EpisodePlayer:
@@ -182,11 +185,28 @@ class EpisodePlayer:
             raise EnvironmentContractError(
                 f"{type(self._environment).__name__}.step: expected a finite reward, found {step.reward}."
             )
+        if step.replace:
+            self._check_replace(step.replace, len(state.turns) - 1)
         turn.reward = float(step.reward)
         turn.observation = _as_text(step.observation)
         state.reward += turn.reward
         state.metrics.update({name: float(value) for name, value in step.metrics.items()})
         return step
+
+    def _check_replace(self, replace: dict[int, str], answered: int) -> None:
+        """Raises EnvironmentContractError for what cannot be replaced: anything but observations of turns before this one."""
+        for turn, text in replace.items():
+            if isinstance(turn, bool) or not isinstance(turn, int) or not 0 <= turn < answered:
+                earlier = f"an earlier turn (0 to {answered - 1})" if answered else "none, as no turn was answered before"
+                found = f"{turn!r}"
+            elif not isinstance(text, str):
+                earlier, found = f"text for turn {turn}", type(text).__name__
+            else:
+                continue
+            raise EnvironmentContractError(
+                f"{type(self._environment).__name__}.step: replace: expected {earlier}, found {found}; its keys are turns, "
+                "counted from 0, whose observations read differently from now on."
+            )
 
     def _observe(self, state: EpisodeState, step: Step, completion: Completion) -> bool:
         """Appends the observation; False if it leaves no room for another response."""
