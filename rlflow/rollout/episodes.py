@@ -41,13 +41,15 @@ class EpisodeLimits:
 
 @dataclass(frozen=True)
 class Attempt:
-    """Which episode to play. seeds: one per turn. number: which of its group."""
+    """Which episode to play. request_id: sorts in the order of the attempts. seeds: one per turn. number: which of its group.
+    id: of its trajectory."""
 
     task: Task
     group_id: str
     request_id: str
     seeds: Callable[[int], int]
     number: int = 0
+    id: str = ""
 
 
 @dataclass
@@ -171,14 +173,14 @@ class EpisodePlayer:
         state.response_tokens += len(completion.tokens)
         response = self._tokenizer.decode(completion.tokens)
         state.speech += response
-        duration_s = time.monotonic() - started
-        turn = Turn(len(state.segments), start, stop, 0.0, duration_s, response)
+        turn = Turn(len(state.segments), start, stop, 0.0, time.monotonic() - started, response)
         state.turns.append(turn)
         episode.turns += 1
         episode.cut = completion.stop == "length"
         full = episode.cut or stop >= self._limits.max_total_tokens
         episode.turns_left = 0 if full else max(0, self._limits.max_turns - episode.turns)
         step = await self._call(self._environment.step, episode, response)
+        turn.duration_s = time.monotonic() - started
         if not isinstance(step, Step):
             raise EnvironmentContractError(_wrong_type(self._environment, "step", "a Step", step))
         if not math.isfinite(step.reward):
@@ -277,6 +279,8 @@ class EpisodePlayer:
             temperature=self._limits.temperature or 1.0,  # greedy log-probs are those at temperature 1
             prompt=state.prompt,
             error=error,
+            attempt=attempt.number,
+            id=attempt.id,
         )
 
 

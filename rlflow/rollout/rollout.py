@@ -289,8 +289,12 @@ class Rollout:
             # The repetition stands before the colon, where a task's id cannot look like it.
             group_id = f"{step}.{repeated}:{task.id}" if repeated else f"{step}:{task.id}"
             for number in range(samples):
-                request_id = f"{self._collections}/{len(attempts):06d}/{group_id}/{number}"
-                attempts.append(Attempt(task, group_id, request_id, _seeds(self.seed, group_id, number), number))
+                name = f"{group_id}/{number}"
+                request_id = f"{self._collections}/{len(attempts):06d}/{name}"
+                # Evaluations come again under the same group ids, for the same samples.
+                unique = name if step >= 0 else f"{self._collections}/{name}"
+                seeds = _seeds(self.seed, group_id, number)
+                attempts.append(Attempt(task, group_id, request_id, seeds, number, unique))
         return attempts
 
 
