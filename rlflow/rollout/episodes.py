@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
-import inspect
 import logging
 import math
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +13,7 @@ import torch
 
 from rlflow.environment import Environment
 from rlflow.errors import ConfigError, EnvironmentContractError, ModelError, RolloutError
+from rlflow.rollout.calls import CallThreads, call, deadline
 from rlflow.rollout.engine import Completion, Sampling
 from rlflow.rollout.tokenizer import Tokenizer
 from rlflow.types import Episode, Message, Segment, Step, StopReason, Task, Trajectory, Turn
@@ -23,13 +21,16 @@ from rlflow.types import Episode, Message, Segment, Step, StopReason, Task, Traj
 logger = logging.getLogger(__name__)
 
 Generate = Callable[[Sequence[int], Sampling, str], Awaitable[Completion]]
+CALL_S, EPISODE_S = 600.0, 7200.0
+"""Deadlines of a call of the environment and of an episode, by which whoever takes longer counts as hung."""
 MISTAKES = (EnvironmentContractError, ModelError, ConfigError)
 """Errors of the set-up: they would hit every episode, so they stop the collection instead of aborting one."""
 
 
 @dataclass(frozen=True)
 class EpisodeLimits:
-    """How long an episode may get. Tokens: a response, an observation, the whole episode."""
+    """How long an episode may get. Tokens: a response, an observation, the whole episode. call_s: a call of the environment,
+    episode_s: the whole episode."""
 
     max_turns: int
     max_response_tokens: int
@@ -37,6 +38,8 @@ class EpisodeLimits:
     max_observation_tokens: int | None
     temperature: float
     chat_template: bool
+    call_s: float = CALL_S
+    episode_s: float = EPISODE_S
 
 
 @dataclass(frozen=True)
@@ -95,19 +98,25 @@ class EpisodePlayer:
     """Plays episodes of one environment; everything about an episode is in its EpisodeState."""
 
     def __init__(
-        self, environment: Environment, tokenizer: Tokenizer, limits: EpisodeLimits, threads: Executor
+        self, environment: Environment, tokenizer: Tokenizer, limits: EpisodeLimits, threads: CallThreads
     ) -> None:
         self._environment = environment
         self._tokenizer = tokenizer
         self._limits = limits
         self._threads = threads
 
+    @property
+    def call_s(self) -> float:
+        """The deadline of a call of the environment."""
+        return self._limits.call_s
+
     async def play(self, attempt: Attempt, generate: Generate) -> Trajectory:
         """The trajectory of one attempt. An exception from the environment or the engine makes it ABORTED."""
         state = EpisodeState()
         error = ""
         try:
-            stop = await self._from_reset_to_close(attempt, state, generate)
+            async with deadline(self._limits.episode_s, "the episode (rollout.faults.episode_s)"):
+                stop = await self._from_reset_to_close(attempt, state, generate)
         except MISTAKES:
             raise
         except Exception as failure:  # noqa: BLE001 -- the episode boundary: a failure of others must not end the run
@@ -116,13 +125,19 @@ class EpisodePlayer:
         return self._trajectory(attempt, state, stop, error)
 
     async def _from_reset_to_close(self, attempt: Attempt, state: EpisodeState, generate: Generate) -> StopReason:
-        episode = await self._call(self._environment.reset, attempt.task)
+        episode = await self._call("reset", attempt.task)
         if not isinstance(episode, Episode):
             raise EnvironmentContractError(_wrong_type(self._environment, "reset", "an Episode", episode))
         try:
-            return await self._turns(attempt, episode, state, generate)
-        finally:
-            await self._call(self._environment.close, episode)
+            stop = await self._turns(attempt, episode, state, generate)
+        except BaseException:
+            try:
+                await self._call("close", episode)
+            except Exception as failure:  # noqa: BLE001 -- what went wrong before is what the user must hear of
+                logger.info("episode %s: close failed too: %r", attempt.request_id, failure)
+            raise
+        await self._call("close", episode)
+        return stop
 
     async def _turns(self, attempt: Attempt, episode: Episode, state: EpisodeState, generate: Generate) -> StopReason:
         limits = self._limits
@@ -179,7 +194,7 @@ class EpisodePlayer:
         episode.cut = completion.stop == "length"
         full = episode.cut or stop >= self._limits.max_total_tokens
         episode.turns_left = 0 if full else max(0, self._limits.max_turns - episode.turns)
-        step = await self._call(self._environment.step, episode, response)
+        step = await self._call("step", episode, response)
         turn.duration_s = time.monotonic() - started
         if not isinstance(step, Step):
             raise EnvironmentContractError(_wrong_type(self._environment, "step", "a Step", step))
@@ -251,12 +266,10 @@ class EpisodePlayer:
         end = self._tokenizer.encode(closing)
         return self._tokenizer.encode(observation.removesuffix(closing))[: most - len(end)] + end
 
-    async def _call(self, method: Callable[..., Any], *arguments: Any) -> Any:
-        """The result of an environment's method; a plain one runs in a thread."""
-        if inspect.iscoroutinefunction(method):
-            return await method(*arguments)
-        result = await asyncio.get_running_loop().run_in_executor(self._threads, method, *arguments)
-        return await result if inspect.isawaitable(result) else result
+    async def _call(self, name: str, *arguments: Any) -> Any:
+        """The result of an environment's method, within the deadline."""
+        what = f"{type(self._environment).__name__}.{name}"
+        return await call(self._threads, getattr(self._environment, name), arguments, self._limits.call_s, what)
 
     def _trajectory(self, attempt: Attempt, state: EpisodeState, stop: StopReason, error: str) -> Trajectory:
         sampled = any(span.completion is not None for span in state.spans)
