@@ -15,7 +15,8 @@ class Environment(ABC):
     """One shared instance serves many episodes at the same time, so an episode's state lives in `episode.scratch`.
 
     `reset`, `step` and `close` may be plain or `async` methods; plain ones run in a thread. An exception that escapes
-    from them aborts the episode: it is counted and kept out of loss and group baseline.
+    from them, or a call that takes longer than `rollout.faults.call_s`, aborts the episode: it is counted and kept out of loss
+    and group baseline.
     """
 
     stop: tuple[str, ...] = ()

@@ -93,7 +93,7 @@ class Turn:
     start: int
     stop: int
     reward: float
-    duration_s: float
+    duration_s: float  # of the response and the environment's answer
     response: str = ""
     observation: str = ""
 
@@ -116,6 +116,7 @@ class Trajectory:
     group_stats: tuple[int, float, float] | None = None
     prompt: str = ""
     error: str = ""  # of an aborted attempt
+    id: str = ""  # no other trajectory of the run has it; the same where a resumed run samples the same attempt again
 
     @property
     def usable(self) -> bool:

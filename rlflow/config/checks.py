@@ -4,9 +4,20 @@ from __future__ import annotations
 
 import re
 
-from rlflow.components import ADVANTAGE, AGGREGATE, CURATOR, ENGINE, ENVIRONMENT, FILTER, LOSS, SINK, TRANSFORM
+from rlflow.components import (
+    ADVANTAGE,
+    AGGREGATE,
+    CURATOR,
+    ENGINE,
+    ENVIRONMENT,
+    FILTER,
+    LOSS,
+    SINK,
+    TRANSFORM,
+    check_options,
+)
 from rlflow.config.loading import check_values
-from rlflow.config.schema import RunConfig
+from rlflow.config.schema import Faults, RunConfig
 from rlflow.errors import ConfigError
 
 _NAME = re.compile(r"[\w][\w.+=-]*")
@@ -22,6 +33,7 @@ def check_config(config: RunConfig, components: bool = True) -> None:
         ConfigError: the first contradiction, with the keys to change.
     """
     check_values(config)
+    config.rollout.faults = check_options(config.rollout.faults, Faults, where="rollout.faults")
     _check_sampling(config)
     _check_batch(config)
     config.trainer.decaying_over(config.updates).check(config.cluster.ranks)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from rlflow.components import ADVANTAGE, AGGREGATE, CURATOR, ENGINE, ENVIRONMENT, FILTER, LOSS, SINK, TRANSFORM
 from rlflow.config import loading as configuration
@@ -43,6 +43,15 @@ class DataSection:
 
 
 @dataclass
+class Faults:
+    """The keys of `rollout.faults`: how much may go wrong in episodes, and when a call counts as hung."""
+
+    max_aborted_share: Share = 0.25  # of a step's episodes; above it the run stops
+    call_s: PositiveFloat = 600.0  # a reset, step or close of the environment
+    episode_s: PositiveFloat = 7200.0  # an episode, generation included
+
+
+@dataclass
 class RolloutSection:
     engine: Annotated[Component, ENGINE] = field(default_factory=lambda: {"name": "embedded"})
     prompts_per_step: PositiveInt = 16
@@ -52,7 +61,7 @@ class RolloutSection:
     max_total_tokens: PositiveInt = 4096  # prompt, responses and observations of an episode together
     max_observation_tokens: PositiveInt | None = None
     temperature: PositiveFloat = 1.0
-    max_aborted_share: Share = 0.25  # of a step's episodes; above it the run stops
+    faults: dict[str, Any] = field(default_factory=lambda: asdict(Faults()))
     chat_template: bool = False  # put text prompts through the chat template as one user message
 
 

@@ -31,11 +31,14 @@ class Rounds:
     ) -> Completion:
         """Waits for the round to be complete, then for the completion."""
         future: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
-        self._pending.append((request_id, tokens, sampling, priority, future))
+        request = (request_id, tokens, sampling, priority, future)
+        self._pending.append(request)
         self._start_if_complete()
         try:
             return await future
         finally:
+            # Of an episode that was given up while others were waited for: its lane comes with another request.
+            self._pending = [other for other in self._pending if other is not request]
             task = self._tasks.pop(request_id, None)
             if task is not None:
                 task.cancel()  # of no effect where it is done; else nobody waits for it any longer

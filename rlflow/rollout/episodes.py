@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
-import inspect
 import logging
 import math
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +13,7 @@ import torch
 
 from rlflow.environment import Environment
 from rlflow.errors import ConfigError, EnvironmentContractError, ModelError, RolloutError
+from rlflow.rollout.calls import CallThreads, call, deadline
 from rlflow.rollout.engine import Completion, Sampling
 from rlflow.rollout.tokenizer import Tokenizer
 from rlflow.types import Episode, Message, Segment, Step, StopReason, Task, Trajectory, Turn
@@ -23,13 +21,16 @@ from rlflow.types import Episode, Message, Segment, Step, StopReason, Task, Traj
 logger = logging.getLogger(__name__)
 
 Generate = Callable[[Sequence[int], Sampling, str], Awaitable[Completion]]
+CALL_S, EPISODE_S = 600.0, 7200.0
+"""Deadlines of a call of the environment and of an episode, by which whoever takes longer counts as hung."""
 MISTAKES = (EnvironmentContractError, ModelError, ConfigError)
 """Errors of the set-up: they would hit every episode, so they stop the collection instead of aborting one."""
 
 
 @dataclass(frozen=True)
 class EpisodeLimits:
-    """How long an episode may get. Tokens: a response, an observation, the whole episode."""
+    """How long an episode may get. Tokens: a response, an observation, the whole episode. call_s: a call of the environment,
+    episode_s: the whole episode."""
 
     max_turns: int
     max_response_tokens: int
@@ -37,17 +38,21 @@ class EpisodeLimits:
     max_observation_tokens: int | None
     temperature: float
     chat_template: bool
+    call_s: float = CALL_S
+    episode_s: float = EPISODE_S
 
 
 @dataclass(frozen=True)
 class Attempt:
-    """Which episode to play. seeds: one per turn. number: which of its group."""
+    """Which episode to play. request_id: sorts in the order of the attempts. seeds: one per turn. number: which of its group.
+    id: of its trajectory."""
 
     task: Task
     group_id: str
     request_id: str
     seeds: Callable[[int], int]
     number: int = 0
+    id: str = ""
 
 
 @dataclass
@@ -56,7 +61,7 @@ class TokenSpan:
 
     tokens: list[int]
     completion: Completion | None = None  # of a response that is trained in this segment
-    turn: int = -1  # of an observation: the turn that it answers
+    turn: int | None = None  # of an observation: the turn that it answers
 
 
 @dataclass
@@ -83,26 +88,35 @@ class EpisodeState:
         """Closes the segment and starts another one, with the observations of some turns exchanged. Responses so far
         are context there: they are trained in the segment that they were sampled in."""
         self.segments.append(make_segment(self.spans))
-        self.spans = [TokenSpan(observations.get(span.turn, span.tokens), None, span.turn) for span in self.spans]
+        self.spans = [
+            TokenSpan(span.tokens if span.turn is None else observations.get(span.turn, span.tokens), None, span.turn)
+            for span in self.spans
+        ]
 
 
 class EpisodePlayer:
     """Plays episodes of one environment; everything about an episode is in its EpisodeState."""
 
     def __init__(
-        self, environment: Environment, tokenizer: Tokenizer, limits: EpisodeLimits, threads: Executor
+        self, environment: Environment, tokenizer: Tokenizer, limits: EpisodeLimits, threads: CallThreads
     ) -> None:
         self._environment = environment
         self._tokenizer = tokenizer
         self._limits = limits
         self._threads = threads
 
+    @property
+    def call_s(self) -> float:
+        """The deadline of a call of the environment."""
+        return self._limits.call_s
+
     async def play(self, attempt: Attempt, generate: Generate) -> Trajectory:
         """The trajectory of one attempt. An exception from the environment or the engine makes it ABORTED."""
         state = EpisodeState()
         error = ""
         try:
-            stop = await self._from_reset_to_close(attempt, state, generate)
+            async with deadline(self._limits.episode_s, "the episode (rollout.faults.episode_s)"):
+                stop = await self._from_reset_to_close(attempt, state, generate)
         except MISTAKES:
             raise
         except Exception as failure:  # noqa: BLE001 -- the episode boundary: a failure of others must not end the run
@@ -111,13 +125,19 @@ class EpisodePlayer:
         return self._trajectory(attempt, state, stop, error)
 
     async def _from_reset_to_close(self, attempt: Attempt, state: EpisodeState, generate: Generate) -> StopReason:
-        episode = await self._call(self._environment.reset, attempt.task)
+        episode = await self._call("reset", attempt.task)
         if not isinstance(episode, Episode):
             raise EnvironmentContractError(_wrong_type(self._environment, "reset", "an Episode", episode))
         try:
-            return await self._turns(attempt, episode, state, generate)
-        finally:
-            await self._call(self._environment.close, episode)
+            stop = await self._turns(attempt, episode, state, generate)
+        except BaseException:
+            try:
+                await self._call("close", episode)
+            except Exception as failure:  # noqa: BLE001 -- what went wrong before is what the user must hear of
+                logger.info("episode %s: close failed too: %r", attempt.request_id, failure)
+            raise
+        await self._call("close", episode)
+        return stop
 
     async def _turns(self, attempt: Attempt, episode: Episode, state: EpisodeState, generate: Generate) -> StopReason:
         limits = self._limits
@@ -168,25 +188,42 @@ class EpisodePlayer:
         state.response_tokens += len(completion.tokens)
         response = self._tokenizer.decode(completion.tokens)
         state.speech += response
-        duration_s = time.monotonic() - started
-        turn = Turn(len(state.segments), start, stop, 0.0, duration_s, response)
+        turn = Turn(len(state.segments), start, stop, 0.0, time.monotonic() - started, response)
         state.turns.append(turn)
         episode.turns += 1
         episode.cut = completion.stop == "length"
         full = episode.cut or stop >= self._limits.max_total_tokens
         episode.turns_left = 0 if full else max(0, self._limits.max_turns - episode.turns)
-        step = await self._call(self._environment.step, episode, response)
+        step = await self._call("step", episode, response)
+        turn.duration_s = time.monotonic() - started
         if not isinstance(step, Step):
             raise EnvironmentContractError(_wrong_type(self._environment, "step", "a Step", step))
         if not math.isfinite(step.reward):
             raise EnvironmentContractError(
                 f"{type(self._environment).__name__}.step: expected a finite reward, found {step.reward}."
             )
+        if step.replace:
+            self._check_replace(step.replace, len(state.turns) - 1)
         turn.reward = float(step.reward)
         turn.observation = _as_text(step.observation)
         state.reward += turn.reward
         state.metrics.update({name: float(value) for name, value in step.metrics.items()})
         return step
+
+    def _check_replace(self, replace: dict[int, str], answered: int) -> None:
+        """Raises EnvironmentContractError for what cannot be replaced: anything but observations of turns before this one."""
+        for turn, text in replace.items():
+            if isinstance(turn, bool) or not isinstance(turn, int) or not 0 <= turn < answered:
+                earlier = f"an earlier turn (0 to {answered - 1})" if answered else "none, as no turn was answered before"
+                found = f"{turn!r}"
+            elif not isinstance(text, str):
+                earlier, found = f"text for turn {turn}", type(text).__name__
+            else:
+                continue
+            raise EnvironmentContractError(
+                f"{type(self._environment).__name__}.step: replace: expected {earlier}, found {found}; its keys are turns, "
+                "counted from 0, whose observations read differently from now on."
+            )
 
     def _observe(self, state: EpisodeState, step: Step, completion: Completion) -> bool:
         """Appends the observation; False if it leaves no room for another response."""
@@ -229,12 +266,10 @@ class EpisodePlayer:
         end = self._tokenizer.encode_text(closing)
         return self._tokenizer.encode_text(observation.removesuffix(closing))[: most - len(end)] + end
 
-    async def _call(self, method: Callable[..., Any], *arguments: Any) -> Any:
-        """The result of an environment's method; a plain one runs in a thread."""
-        if inspect.iscoroutinefunction(method):
-            return await method(*arguments)
-        result = await asyncio.get_running_loop().run_in_executor(self._threads, method, *arguments)
-        return await result if inspect.isawaitable(result) else result
+    async def _call(self, name: str, *arguments: Any) -> Any:
+        """The result of an environment's method, within the deadline."""
+        what = f"{type(self._environment).__name__}.{name}"
+        return await call(self._threads, getattr(self._environment, name), arguments, self._limits.call_s, what)
 
     def _trajectory(self, attempt: Attempt, state: EpisodeState, stop: StopReason, error: str) -> Trajectory:
         sampled = any(span.completion is not None for span in state.spans)
@@ -257,6 +292,8 @@ class EpisodePlayer:
             temperature=self._limits.temperature or 1.0,  # greedy log-probs are those at temperature 1
             prompt=state.prompt,
             error=error,
+            attempt=attempt.number,
+            id=attempt.id,
         )
 
 

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import logging
+import sys
 import threading
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from typing import Any, Generic, TypeVar
 
+from rlflow.errors import RolloutError
+
+logger = logging.getLogger(__name__)
 T = TypeVar("T")
 CANCEL_TIMEOUT_S = 30.0
+CLOSE_TIMEOUT_S = 5.0
 
 
 class Running(Generic[T]):
@@ -66,7 +72,8 @@ class LoopThread:
 
     def __init__(self, name: str) -> None:
         self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name=name, daemon=True)
+        self._closed = False
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
     def start(self, coroutine: Coroutine[Any, Any, T]) -> Running[T]:
@@ -77,8 +84,65 @@ class LoopThread:
         """The coroutine's result, waited for; see `Running.result`."""
         return self.start(coroutine).result()
 
+    def watch(self, limit_s: float) -> LoopWatch:
+        """Who waits for this loop's work asks it from time to time whether the loop still turns."""
+        return LoopWatch(self._loop, self._thread, limit_s)
+
+    def answers(self, timeout_s: float = CANCEL_TIMEOUT_S) -> bool:
+        """Whether the loop turns, or does so again in time."""
+        answered = threading.Event()
+        self._loop.call_soon_threadsafe(answered.set)
+        return answered.wait(timeout_s)
+
     def close(self) -> None:
-        """Stops the loop and ends its thread."""
+        """Stops the loop and ends its thread; one that does not end is left alone, and does not keep the process from ending."""
+        self._closed = True
         self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
+        self._thread.join(CLOSE_TIMEOUT_S)
+        if self._thread.is_alive():
+            logger.warning("%s: still in %s after %g s; left alone", self._thread.name, where(self._thread), CLOSE_TIMEOUT_S)
+        else:
+            self._loop.close()
+
+    def _run(self) -> None:
+        while not self._closed:
+            try:
+                self._loop.run_forever()
+            except (SystemExit, KeyboardInterrupt):
+                # asyncio lets these two out of the loop. They are in the future of the task that raised them, so whoever waits
+                # for that one hears of it; all others would wait for ever for a loop that has ended.
+                logger.warning("%s: something in the event loop tried to end the process", self._thread.name, exc_info=True)
+
+
+class LoopWatch:
+    """Whether a loop's thread still answers: a loop that a callback blocks cannot keep its own deadlines."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, thread: threading.Thread, limit_s: float) -> None:
+        self.poll_s = min(1.0, limit_s / 4)
+        self._loop = loop
+        self._thread = thread
+        self._limit_s = limit_s
+        self._answered = threading.Event()
+        self._answered.set()
+        self._unanswered = 0
+
+    def check(self) -> None:
+        """Called every `poll_s`. Raises RolloutError where the loop has not answered for `limit_s`, counted in calls, so that
+        a process that was stopped for a while is not blamed."""
+        if self._answered.is_set():
+            self._unanswered = 0
+            self._answered.clear()
+            self._loop.call_soon_threadsafe(self._answered.set)
+            return
+        self._unanswered += 1
+        if self._unanswered * self.poll_s > self._limit_s:
+            raise RolloutError(
+                f"rollout: its event loop has not answered for {self._limit_s:g} s (rollout.faults.call_s), it is in "
+                f"{where(self._thread)}. An async method must not block; a plain one (def, not async def) runs in a thread."
+            )
+
+
+def where(thread: threading.Thread) -> str:
+    """The place in the code that a thread is at."""
+    frame = sys._current_frames().get(thread.ident or 0)
+    return "no code" if frame is None else f"{frame.f_code.co_name} ({frame.f_code.co_filename}:{frame.f_lineno})"

@@ -9,7 +9,6 @@ import itertools
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +17,9 @@ from torch import Tensor
 from rlflow.components import ENGINE
 from rlflow.environment import Environment
 from rlflow.errors import ConfigError, RolloutError
+from rlflow.rollout.calls import CallThreads
 from rlflow.rollout.engine import Engine
-from rlflow.rollout.episodes import Attempt, EpisodeLimits, EpisodePlayer
+from rlflow.rollout.episodes import CALL_S, EPISODE_S, Attempt, EpisodeLimits, EpisodePlayer
 from rlflow.rollout.event_loop import LoopThread
 from rlflow.rollout.source import TaskSource
 from rlflow.rollout.submission import Submission
@@ -37,8 +37,8 @@ class Rollout:
 
     engine: one, or several over which the groups are spread; an episode stays on its engine. deterministic: equal
     seeds and weights give equal bits whatever the timing (episodes wait for each other's turns; use one engine thread
-    count). The other keywords are those of the `rollout` section of the configuration. Methods are synchronous and
-    may be called from any thread, also where an event loop is running (a notebook). weight_sync: how weights reach the
+    count). The other keywords are those of the `rollout` section of the configuration and of its `faults`. Methods are
+    synchronous and may be called from any thread, also where an event loop is running (a notebook). weight_sync: how weights reach the
     engines; None: by reference, within this process. verify_weights: False takes it on trust that they did.
     """
 
@@ -55,6 +55,8 @@ class Rollout:
         max_observation_tokens: int | None = None,
         temperature: float = 1.0,
         max_aborted_share: float = 0.25,
+        call_s: float = CALL_S,
+        episode_s: float = EPISODE_S,
         chat_template: bool = False,
         seed: int = 0,
         deterministic: bool = False,
@@ -79,6 +81,8 @@ class Rollout:
             max_observation_tokens,
             temperature,
             chat_template,
+            call_s,
+            episode_s,
         )
         _check_positive(samples_per_prompt=samples_per_prompt, max_turns=max_turns)
         _check_positive(max_response_tokens=max_response_tokens, max_total_tokens=max_total_tokens)
@@ -90,7 +94,7 @@ class Rollout:
         self._turn = asyncio.Lock()  # deterministic collections take turns
         self._lock = threading.Lock()  # any thread may submit
         self._loop: LoopThread | None = None
-        self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="rlflow-environment")
+        self._threads = CallThreads(THREADS, "rlflow-environment")
 
     @classmethod
     def from_pretrained(
@@ -229,10 +233,11 @@ class Rollout:
         """Ends what is in flight and frees threads; the engines are closed and the environment is shut down too."""
         for submission in self._in_flight:
             submission.cancel()
-        for engine in self.engines:
-            self._thread().run(engine.close())
+        if self._thread().answers():
+            for engine in self.engines:
+                self._thread().run(engine.close())
         self.environment.shutdown()
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._threads.close()
         if self._loop is not None:
             self._loop.close()
             self._loop = None
@@ -289,8 +294,12 @@ class Rollout:
             # The repetition stands before the colon, where a task's id cannot look like it.
             group_id = f"{step}.{repeated}:{task.id}" if repeated else f"{step}:{task.id}"
             for number in range(samples):
-                request_id = f"{self._collections}/{len(attempts):06d}/{group_id}/{number}"
-                attempts.append(Attempt(task, group_id, request_id, _seeds(self.seed, group_id, number), number))
+                name = f"{group_id}/{number}"
+                request_id = f"{self._collections}/{len(attempts):06d}/{name}"
+                # Evaluations come again under the same group ids, for the same samples.
+                unique = name if step >= 0 else f"{self._collections}/{name}"
+                seeds = _seeds(self.seed, group_id, number)
+                attempts.append(Attempt(task, group_id, request_id, seeds, number, unique))
         return attempts
 
 

@@ -7,7 +7,7 @@ import functools
 import logging
 from collections.abc import Coroutine, Iterator, Sequence
 from contextlib import AsyncExitStack
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import Any
 
 from rlflow.errors import RolloutError
@@ -15,7 +15,7 @@ from rlflow.rollout.assembler import GroupAssembler
 from rlflow.rollout.deterministic import Rounds
 from rlflow.rollout.engine import Engine
 from rlflow.rollout.episodes import Attempt, EpisodePlayer, Generate
-from rlflow.rollout.event_loop import LoopThread, Running
+from rlflow.rollout.event_loop import LoopThread, LoopWatch, Running
 from rlflow.types import Group, Trajectory
 
 logger = logging.getLogger(__name__)
@@ -38,6 +38,7 @@ class Submission:
         self._groups: SimpleQueue[Group | None] = SimpleQueue()  # None: there are no more
         self._aborted: dict[int, str] = {}
         self._running: Running[None]
+        self._watch: LoopWatch
 
     def start(
         self,
@@ -49,6 +50,7 @@ class Submission:
         turn: asyncio.Lock | None = None,
     ) -> None:
         """Plays the attempts in the loop's thread. turn: deterministic collections wait for it, one at a time."""
+        self._watch = thread.watch(player.call_s)
         self._running = thread.start(self._play(engines, player, priority, turn))
         self._running.on_end(lambda: self._groups.put(None))
 
@@ -58,13 +60,20 @@ class Submission:
         Leaving the iterator early ends what is in flight. Raises what was wrong with the set-up, and RolloutError where
         too many attempts were aborted; it names the first error."""
         try:
-            while (group := self._groups.get()) is not None:
+            while (group := self._next()) is not None:
                 yield group
             self._groups.put(None)  # for a second reader
             self._running.result()
         finally:
             self.cancel()
         self._check_aborted()
+
+    def _next(self) -> Group | None:
+        while True:
+            try:
+                return self._groups.get(timeout=self._watch.poll_s)
+            except Empty:
+                self._watch.check()
 
     @property
     def ended(self) -> bool:

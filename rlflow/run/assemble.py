@@ -48,7 +48,7 @@ def make_rollout(config: RunConfig) -> Rollout:
         max_total_tokens=section.max_total_tokens,
         max_observation_tokens=section.max_observation_tokens,
         temperature=section.temperature,
-        max_aborted_share=section.max_aborted_share,
+        **section.faults,
         chat_template=section.chat_template,
         seed=config.run.seed,
         deterministic=config.run.deterministic,

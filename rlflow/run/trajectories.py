@@ -41,6 +41,7 @@ def trajectory_record(group: Group, attempt: int) -> dict[str, Any]:
     ]
     return plain(
         {
+            "id": trajectory.id,
             "task_id": trajectory.task_id,
             "group_id": trajectory.group_id,
             "attempt": attempt,

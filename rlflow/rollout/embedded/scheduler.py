@@ -208,6 +208,7 @@ class Scheduler:
                 break
             start = self._slots.cached[slot]
             chunk = PrefillChunk(slot, start, min(len(tokens), start + budget), tokens)
+            self._widen(len(tokens) + 1)  # the tokens of a second prefill may fill the tables, and one more is sampled
             coming.update(keys[start // BLOCK_SIZE : blocks_for(chunk.stop)])
             budget -= chunk.stop - start
             chunks.append(chunk)

@@ -27,7 +27,7 @@ def test_the_defaults_fit_together() -> None:
         (["run.steps=0"], "run.steps: expected a whole number above 0, found 0"),
         (["rollout.prompts_per_step=0"], "rollout.prompts_per_step: expected a whole number above 0"),
         (["trainer.lr=.nan"], "trainer.lr: expected a number above 0, found nan"),
-        (["rollout.max_aborted_share=1.5"], "rollout.max_aborted_share: expected a number from 0 to 1"),
+        (["rollout.faults.max_aborted_share=1.5"], "rollout.faults.max_aborted_share: expected a number from 0 to 1"),
         (["trainer.backend=megatorn"], "Did you mean 'megatron'?"),
         (["algorithm.aggregate=tokenmean"], "Did you mean 'token_mean'?"),
         (["algorithm.losses.0.name=ppo_clipp"], "ppo_clip"),

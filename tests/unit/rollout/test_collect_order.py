@@ -14,13 +14,15 @@ from typing import Any
 
 import pytest
 
+from rlflow.batching import make_batch
 from rlflow.environment import Environment
 from rlflow.errors import ConfigError
 from rlflow.models.huggingface import iterate_weights
 from rlflow.rollout import Rollout, Tokenizer
 from rlflow.rollout.embedded.engine import EmbeddedEngine
-from rlflow.types import Episode, Step, Task
+from rlflow.types import Episode, Step, Task, Trajectory
 from tests.unit.rollout.asking import Asking, RecordingEngine, all_trajectories, make
+from tests.unit.rollout.fake_engine import FakeEngine
 
 
 def test_seeds_follow_step_task_and_attempt(qwen: Path, tokenizer: Tokenizer) -> None:
@@ -53,6 +55,47 @@ def test_a_task_that_comes_again_in_a_step_gets_samples_and_a_group_of_its_own(
     assert [group.id for group in evaluated] == ["-1:a", "-1:a"]
     first, second = ([t.segments[0].tokens.tolist() for t in group.trajectories] for group in evaluated)
     assert first == second
+
+
+def test_every_trajectory_of_a_run_has_an_id_of_its_own_and_a_resumed_run_gives_it_again(tokenizer: Tokenizer) -> None:
+    tasks = [Task("a", "Question?"), Task("a", "Question?"), Task("a:1", "Question?"), Task("a/1", "Question?")]
+
+    def collect(rollout: Rollout, step: int) -> list[Trajectory]:
+        return all_trajectories(rollout.collect(tasks, step))
+
+    def new() -> Rollout:
+        return Rollout(FakeEngine(tokenizer), Asking(), tokenizer, samples_per_prompt=3, max_response_tokens=4)
+
+    with new() as rollout:
+        before = collect(rollout, -1) + collect(rollout, 1) + collect(rollout, 1)
+        state = rollout.state_dict()
+        after = collect(rollout, 2) + collect(rollout, -1)
+    with new() as rollout:
+        rollout.load_state_dict(state)
+        resumed = collect(rollout, 2) + collect(rollout, -1)
+    ids = [trajectory.id for trajectory in before + after]
+    assert len(set(ids)) == len(ids) == 60 and all(ids)
+    assert [trajectory.id for trajectory in resumed] == [trajectory.id for trajectory in after]
+    assert [trajectory.attempt for trajectory in after] == [0, 1, 2] * 8
+    assert make_batch(after).attempt.tolist() == [0, 1, 2] * 8
+
+
+@pytest.mark.parametrize("plain", [True, False])
+def test_a_turn_lasts_until_the_environment_has_answered(tokenizer: Tokenizer, plain: bool) -> None:
+    class Slow(Asking):
+        async def step(self, episode: Episode, response: str) -> Step:
+            await asyncio.sleep(0.02)
+            return await super().step(episode, response)
+
+    class SlowPlain(Asking):
+        def step(self, episode: Episode, response: str) -> Step:  # type: ignore[override]
+            time.sleep(0.02)
+            return asyncio.run(super().step(episode, response))
+
+    environment = SlowPlain() if plain else Slow()
+    with Rollout(FakeEngine(tokenizer), environment, tokenizer, max_response_tokens=4) as rollout:
+        trajectories = all_trajectories(rollout.collect(environment.tasks("train")[:1]))
+    assert min(turn.duration_s for trajectory in trajectories for turn in trajectory.turns) >= 0.02
 
 
 class Jittery(Asking):

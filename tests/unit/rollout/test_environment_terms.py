@@ -8,7 +8,7 @@ import pytest
 
 from rlflow.algorithms.advantages.grpo import grpo
 from rlflow.batching import make_batch
-from rlflow.errors import ConfigError, ModelError
+from rlflow.errors import ConfigError, EnvironmentContractError, ModelError
 from rlflow.rollout import Tokenizer
 from rlflow.types import Episode, Step, StopReason
 from tests.unit.rollout.asking import OBSERVATION, Asking, all_trajectories, make
@@ -112,3 +112,42 @@ def test_a_report_is_taken_once_per_collection(qwen: Path, tokenizer: Tokenizer)
         for count in (4, 2):
             rollout.collect(environment.tasks("train")[:count])
             assert rollout.report == {"mine/episodes": 4.0 * count}
+
+
+@pytest.mark.parametrize(
+    ("replace", "message"),
+    [
+        ({-1: "x"}, r"Rewriting\.step: replace: expected an earlier turn \(0 to 0\), found -1"),  # not the prompt
+        ({7: "x"}, r"expected an earlier turn \(0 to 0\), found 7"),
+        ({1: "x"}, r"expected an earlier turn \(0 to 0\), found 1"),  # the answer itself says what this turn reads
+        ({True: "x"}, r"expected an earlier turn \(0 to 0\), found True"),
+        ({"0": "x"}, r"expected an earlier turn \(0 to 0\), found '0'"),
+        ({0: None}, r"expected text for turn 0, found NoneType"),
+    ],
+)
+def test_only_observations_of_earlier_turns_can_be_replaced(
+    qwen: Path, tokenizer: Tokenizer, replace: dict[int, str], message: str
+) -> None:
+    class Rewriting(Asking):
+        async def step(self, episode: Episode, response: str) -> Step:
+            return Step(OBSERVATION, replace=replace if episode.turns == 2 else None)
+
+    environment = Rewriting()
+    with (
+        make(qwen, tokenizer, environment, samples_per_prompt=8) as rollout,
+        pytest.raises(EnvironmentContractError, match=message),
+    ):
+        rollout.collect(environment.tasks("train")[:1])
+
+
+def test_the_first_answer_has_nothing_to_replace(qwen: Path, tokenizer: Tokenizer) -> None:
+    class Early(Asking):
+        async def step(self, episode: Episode, response: str) -> Step:
+            return Step(OBSERVATION, terminated=True, replace={0: "x"})
+
+    environment = Early()
+    with (
+        make(qwen, tokenizer, environment) as rollout,
+        pytest.raises(EnvironmentContractError, match="expected none, as no turn was answered before, found 0"),
+    ):
+        rollout.collect(environment.tasks("train")[:1])

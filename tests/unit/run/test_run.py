@@ -115,7 +115,7 @@ def test_a_package_that_the_end_of_a_run_needs_is_missed_at_its_start(
 def test_a_step_without_a_usable_episode_is_one_clear_error(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = letters_config(model, tmp_path, *TINY, "rollout.max_aborted_share=1.0", "evaluation.at_start=false")
+    config = letters_config(model, tmp_path, *TINY, "rollout.faults.max_aborted_share=1.0", "evaluation.at_start=false")
     with open_run(config) as run:
 
         async def broken(episode: Episode, response: str) -> Step:

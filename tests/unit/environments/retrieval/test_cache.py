@@ -126,8 +126,7 @@ def test_the_trace_in_the_servers_log_follows_from_the_trajectory():
 
 
 def test_a_failure_aborts_the_episode_and_its_text_reaches_nobody():
-    from concurrent.futures import ThreadPoolExecutor
-
+    from rlflow.rollout.calls import CallThreads
     from rlflow.rollout.engine import Completion
     from rlflow.rollout.episodes import Attempt, EpisodeLimits, EpisodePlayer
 
@@ -148,9 +147,9 @@ def test_a_failure_aborts_the_episode_and_its_text_reaches_nobody():
         return Completion(response, [0.0] * len(response), [0] * len(response), "stop")
 
     server = Scripted(500, 500)
-    with serving(server) as url, ThreadPoolExecutor(1) as threads:
+    with serving(server) as url:
         limits = EpisodeLimits(3, 100, 1000, None, 1.0, False)
-        player = EpisodePlayer(environment(url), Bytes(), limits, threads)
+        player = EpisodePlayer(environment(url), Bytes(), limits, CallThreads(1, "test"))
         attempt = Attempt(Task("t", "Question?", ["x"]), "g", "r", lambda turn: turn)
         trajectory = asyncio.run(player.play(attempt, generate))
     assert trajectory.stop.name == "ABORTED" and "RetrievalError" in trajectory.error

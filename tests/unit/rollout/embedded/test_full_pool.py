@@ -9,9 +9,11 @@ from pathlib import Path
 import pytest
 
 from rlflow.errors import ConfigError, RolloutError
+from rlflow.models.huggingface import iterate_weights
 from rlflow.rollout import Rollout, Tokenizer
 from rlflow.rollout.embedded.block_manager import BLOCK_SIZE
 from rlflow.rollout.embedded.engine import EmbeddedEngine
+from rlflow.rollout.embedded.scheduler import FIRST_WIDTH
 from rlflow.rollout.engine import Completion, Sampling
 from tests.rounding import margin
 from tests.unit.rollout.asking import Asking, all_trajectories
@@ -248,6 +250,31 @@ def test_an_urgent_prompt_takes_its_blocks_from_those_that_run(qwen: Path) -> No
 
     assert asyncio.run(order(0)) == [0, 1]
     assert asyncio.run(order(-1)) == [1, 0]
+
+
+def test_a_preempted_request_whose_tokens_fill_the_tables_goes_on(qwen: Path) -> None:
+    engine = EmbeddedEngine(qwen, max_concurrency=2, kv_tokens=480)
+    completions = run(
+        *(engine.generate(prompt, Sampling(40, seed=seed)) for seed, prompt in enumerate(random_rows([200, 231])))
+    )
+    assert engine.statistics.preempted > 0
+    assert [len(completion.tokens) for completion in completions] == [40, 40]
+
+
+def test_a_request_whose_tokens_fill_the_tables_is_prefilled_again_after_new_weights(qwen: Path) -> None:
+    weights = list(iterate_weights(qwen))
+    (prompt,) = random_rows([FIRST_WIDTH - 3])
+
+    async def load_after(count: int) -> Completion:
+        engine = EmbeddedEngine(qwen)
+        request = asyncio.ensure_future(engine.generate(prompt, Sampling(8, seed=1)))
+        while engine.statistics.decoded < count:
+            await asyncio.sleep(0)
+        await engine.load_weights(weights, version=1)
+        return await request
+
+    for count in (2, 3, 4):
+        assert len(asyncio.run(load_after(count)).tokens) == 8
 
 
 def test_a_pool_of_less_than_a_block_is_refused(qwen: Path) -> None:

@@ -1,0 +1,155 @@
+"""What an environment does wrong costs its episode, never the run: exits, hung calls, blocked loops."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+import threading
+import time
+from typing import Any
+
+import pytest
+
+from rlflow.errors import RolloutError
+from rlflow.rollout import Rollout, Tokenizer
+from rlflow.types import Episode, Step, StopReason, Task
+from tests.unit.rollout.asking import Asking
+from tests.unit.rollout.fake_engine import FakeEngine
+
+ESCAPES = [StopIteration("empty"), SystemExit(3), KeyboardInterrupt(), GeneratorExit(), asyncio.CancelledError()]
+
+
+def over(tokenizer: Tokenizer, environment: Asking, **options: Any) -> Rollout:
+    defaults = {"samples_per_prompt": 2, "max_response_tokens": 8, "max_aborted_share": 0.6}
+    return Rollout(FakeEngine(tokenizer), environment, tokenizer, **{**defaults, **options})
+
+
+@pytest.mark.parametrize("method", ["reset", "step", "close"])
+@pytest.mark.parametrize("plain", [True, False], ids=["plain", "async"])
+@pytest.mark.parametrize("error", ESCAPES, ids=lambda error: type(error).__name__)
+def test_whatever_a_method_raises_aborts_its_episode_alone(
+    tokenizer: Tokenizer, error: BaseException, plain: bool, method: str
+) -> None:
+    class Escaping(Asking):
+        pass
+
+    def raising(self: Asking, subject: Any, *rest: Any) -> Any:
+        if getattr(subject, "task", subject).id == "t0":
+            raise error
+        return asyncio.run(getattr(Asking, method)(self, subject, *rest))
+
+    async def raising_async(self: Asking, subject: Any, *rest: Any) -> Any:
+        if getattr(subject, "task", subject).id == "t0":
+            raise error
+        return await getattr(Asking, method)(self, subject, *rest)
+
+    setattr(Escaping, method, raising if plain else raising_async)
+    environment = Escaping(turns=1)
+    with over(tokenizer, environment) as rollout:
+        groups = rollout.collect(environment.tasks("train")[:2])
+    assert [[trajectory.usable for trajectory in group.trajectories] for group in groups] == [[False] * 2, [True] * 2]
+    said = groups[0].trajectories[0].error
+    assert type(error).__name__ in said and (f"Escaping.{method} raised" in said or "coroutine raised" in said)
+
+
+class Hanging(Asking):
+    """One method hangs in episodes of the first task, until the test is over."""
+
+    def __init__(self, method: str, plain: bool) -> None:
+        super().__init__(turns=1)
+        self.over = threading.Event()
+        self.method, self.plain = method, plain
+        hang = self._hang_plain if plain else self._hang
+        setattr(self, method, hang)
+
+    def _hang_plain(self, subject: Any, *rest: Any) -> Any:
+        if getattr(subject, "task", subject).id == "t0":
+            self.over.wait(30)
+        return asyncio.run(getattr(Asking, self.method)(self, subject, *rest))
+
+    async def _hang(self, subject: Any, *rest: Any) -> Any:
+        if getattr(subject, "task", subject).id == "t0":
+            await asyncio.sleep(30)
+        return await getattr(Asking, self.method)(self, subject, *rest)
+
+
+@pytest.mark.parametrize("method", ["reset", "step", "close"])
+@pytest.mark.parametrize("plain", [True, False], ids=["plain", "async"])
+@pytest.mark.parametrize("deterministic", [True, False], ids=["deterministic", "free"])
+def test_a_call_that_hangs_is_given_up_at_its_deadline(
+    tokenizer: Tokenizer, method: str, plain: bool, deterministic: bool
+) -> None:
+    environment = Hanging(method, plain)
+    with over(tokenizer, environment, call_s=0.1, samples_per_prompt=3, deterministic=deterministic) as rollout:
+        groups = rollout.collect(environment.tasks("train"))
+        environment.over.set()
+    assert [len(group.usable) for group in groups] == [0, 3, 3, 3]
+    assert f"Hanging.{method} did not end within 0.1 s" in groups[0].trajectories[0].error
+
+
+def test_hung_calls_do_not_use_the_threads_up(tokenizer: Tokenizer) -> None:
+    environment = Hanging("step", plain=True)
+    with over(tokenizer, environment, call_s=0.1, max_aborted_share=1.0) as rollout:
+        first = rollout.collect(environment.tasks("train")[:1], samples_per_prompt=40)
+        groups = rollout.collect(environment.tasks("train")[1:])
+        environment.over.set()
+    assert not first[0].usable and [len(group.usable) for group in groups] == [2, 2, 2]
+
+
+@pytest.mark.parametrize("deterministic", [True, False], ids=["deterministic", "free"])
+def test_an_episode_that_never_ends_is_given_up_at_its_deadline(tokenizer: Tokenizer, deterministic: bool) -> None:
+    class Endless(Asking):
+        async def step(self, episode: Episode, response: str) -> Step:
+            if episode.task.id != "t0":
+                return await super().step(episode, response)
+            await asyncio.sleep(0.02)
+            return Step(" go on")
+
+    environment = Endless(turns=1)
+    endless = {"max_response_tokens": 4000, "max_turns": 10**6, "max_total_tokens": 10**9}
+    with over(tokenizer, environment, episode_s=0.3, deterministic=deterministic, **endless) as rollout:
+        groups = rollout.collect(environment.tasks("train")[:2])
+    assert [len(group.usable) for group in groups] == [0, 2]
+    aborted = groups[0].trajectories[0]
+    assert aborted.stop is StopReason.ABORTED and len(aborted.turns) > 1
+    assert "the episode (rollout.faults.episode_s) did not end within 0.3 s" in aborted.error
+    assert sorted(environment.closed.values()) == [1, 1, 1, 1]
+
+
+def test_the_first_error_is_told_also_where_close_fails_too(tokenizer: Tokenizer) -> None:
+    class Twice(Asking):
+        async def step(self, episode: Episode, response: str) -> Step:
+            raise ConnectionError("gone")
+
+        async def close(self, episode: Episode) -> None:
+            raise ValueError("nothing to close")
+
+    with over(tokenizer, Twice(), max_aborted_share=1.0) as rollout:
+        (group,) = rollout.collect([Task("t0", "?")])
+    assert group.trajectories[0].error == "ConnectionError: gone"
+
+
+def test_an_async_method_that_blocks_the_loop_is_named(tokenizer: Tokenizer) -> None:
+    class Blocking(Asking):
+        async def step(self, episode: Episode, response: str) -> Step:
+            time.sleep(1.0)
+            return await super().step(episode, response)
+
+    with over(tokenizer, Blocking(turns=1), call_s=0.2) as rollout, pytest.raises(RolloutError, match=r"step \(.*test_faults"):
+        rollout.collect([Task("t0", "?")], samples_per_prompt=1)
+
+
+def test_a_thread_that_hangs_does_not_keep_the_process_from_ending() -> None:
+    program = (
+        "import asyncio, time\n"
+        "from rlflow.rollout.calls import CallThreads, call\n"
+        "async def main():\n"
+        "    try:\n"
+        "        await call(CallThreads(1, 'test'), lambda: time.sleep(60), (), 0.05, 'it')\n"
+        "    except Exception as error:\n"
+        "        print(error)\n"
+        "asyncio.run(main())\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=30)
+    assert (done.returncode, done.stdout) == (0, "it did not end within 0.05 s\n")
