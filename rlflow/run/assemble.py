@@ -109,11 +109,12 @@ def open_directory(config: RunConfig) -> Iterator[RunDirectory]:
             raise
 
 
-def make_metrics(config: RunConfig, directory: RunDirectory, resumed_step: int) -> MetricsLog:
+def make_metrics(config: RunConfig, directory: RunDirectory, resumed_step: int, evaluations: int) -> MetricsLog:
     """The run's metrics.jsonl and further sinks, without what was written after `resumed_step`; the caller closes it.
 
     resumed_step: -1 where no checkpoint was loaded. Nothing is kept then, not even an evaluation before the first step:
-    it is made again."""
+    it is made again. evaluations: how many the checkpoint knows of at its own step; one that was measured and not yet noted
+    there is made again too."""
     sinks = make_sinks(
         directory.path,
         config.metrics.sinks,
@@ -121,4 +122,4 @@ def make_metrics(config: RunConfig, directory: RunDirectory, resumed_step: int) 
         config=redact(to_dict(config)),
         resumed_step=resumed_step,
     )
-    return MetricsLog(directory.path, sinks, resumed_step=resumed_step)
+    return MetricsLog(directory.path, sinks, resumed_step=resumed_step, evaluations=evaluations)
