@@ -10,13 +10,15 @@ from typing import Any
 
 from rlflow.cluster.trainer import RayTrainer
 from rlflow.components import ENGINE, ENVIRONMENT
-from rlflow.config.loading import redact, save_config, to_dict
+from rlflow.config.loading import save_config, to_dict
+from rlflow.config.redaction import redact
 from rlflow.config.schema import RunConfig
 from rlflow.environment import Environment
 from rlflow.errors import DataError
 from rlflow.metrics.sinks import MetricsLog, make_sinks
 from rlflow.rollout import Rollout, Tokenizer
 from rlflow.run.directory import RunDirectory
+from rlflow.run.origin import mark_own
 from rlflow.run.preflight import run_path
 from rlflow.trainer.base import Trainer
 from rlflow.types import Task
@@ -103,6 +105,7 @@ def open_directory(config: RunConfig) -> Iterator[RunDirectory]:
     with RunDirectory.create(run_path(config), resume=section.resume, overwrite=section.overwrite) as directory:
         try:
             save_config(config, directory.config)
+            mark_own(directory.config)
             yield directory
         except BaseException:
             directory.discard_unless_begun()

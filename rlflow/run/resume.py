@@ -8,7 +8,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from rlflow.config.loading import redact, to_dict
+from rlflow.config.loading import to_dict
+from rlflow.config.redaction import redact
 from rlflow.config.schema import RunConfig
 from rlflow.errors import CheckpointError, ConfigError, DamagedCheckpointError
 from rlflow.run.checkpoints import STATE, TRAINER, Checkpoints

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rlflow.algorithms.base import Curator
-from rlflow.config.loading import redact, to_dict
+from rlflow.config.loading import to_dict
+from rlflow.config.redaction import redact
 from rlflow.config.schema import RunConfig
 from rlflow.metrics.memory import highest
 from rlflow.metrics.names import Metrics, leading_score
