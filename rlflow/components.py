@@ -144,6 +144,12 @@ SINK = Kind("sink", "rlflow.metrics", reserved=("directory", "run_name", "config
 """The kinds of the core. A plug-in declares its own with the same class."""
 
 
+def names_code(text: str) -> bool:
+    """Whether a text has the form of a reference to code: `package.module:Name` or `file.py:Name`."""
+    module, _, attribute = text.rpartition(":")
+    return bool(module) and all(part.isidentifier() for part in attribute.split("."))
+
+
 def file_modules() -> list[ModuleType]:
     """The modules that `file.py:Name` has loaded. Another process cannot import them by name: objects of theirs are pickled by
     value."""
@@ -230,7 +236,7 @@ def _signature(target: Any, where: str) -> inspect.Signature:
 def _load(where: str, reference: str) -> Any:
     """The attribute behind `package.module:Name` or `path/file.py:Name`."""
     module_name, _, attribute = reference.rpartition(":")
-    if not module_name or not attribute:
+    if not names_code(reference):  # before anything is imported: what is refused has not run either
         raise ConfigError(f"{where}: '{reference}': expected package.module:Name or file.py:Name.")
     if module_name.endswith(".py"):
         module = _load_file(where, Path(module_name))

@@ -39,10 +39,10 @@ def train(config: RunConfig) -> dict[str, Any]:
             metrics = training_step(run.step, groups, run.trainer, run.algorithm, run.timer)
             run.sync_weights(version=run.step + 1)
             run.finish_step(metrics, groups)
+            if run.checkpoint_due():
+                run.save()  # first: an evaluation may take long, and a kill in it must not cost a step
             if run.evaluation_due():
                 run.evaluate()
-            if run.checkpoint_due():
-                run.save()
         return run.finish()
 
 

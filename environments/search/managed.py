@@ -67,7 +67,9 @@ class ManagedServer:
         Raises ConfigError: the service ended or was not ready in time; with what it said."""
         self._folder = Path(tempfile.mkdtemp(prefix="rlflow-search-"))
         self.log = Path(log) if log is not None else self._folder / "server.log"
-        arguments = ["--retriever", json.dumps(dict(component)), "--parent", str(os.getpid())]
+        described = self._folder / "retriever.json"  # in a folder of this user alone: every user can read a command line
+        described.write_text(json.dumps(dict(component)), encoding="utf-8")
+        arguments = ["--retriever", f"@{described}", "--parent", str(os.getpid())]
         if corpus is not None:
             arguments += ["--corpus", str(Path(corpus).expanduser().resolve())]
         self.log.write_bytes(b"")
@@ -80,6 +82,7 @@ class ManagedServer:
         except BaseException:
             self.stop()
             raise
+        described.unlink()
 
     def stop(self) -> None:
         """Ends the service; nothing happens the second time."""

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from importlib import metadata
 
 from rlflow.commands import doctor, env, eval, show, train
+from rlflow.config.redaction import redact_text
 from rlflow.errors import RLFlowError
 
 PLUGINS = "rlflow.commands"
@@ -29,7 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except RLFlowError as error:
         if os.environ.get("RLFLOW_DEBUG") == "1":
             raise
-        print(f"rlflow: {type(error).__name__}: {error}", file=sys.stderr)
+        print(f"rlflow: {type(error).__name__}: {redact_text(str(error))}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt as stop:
         print("rlflow: interrupted.", file=sys.stderr)
@@ -45,7 +46,8 @@ def _warnings_on_stderr() -> Iterator[None]:
 
     class Handler(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
-            print(f"rlflow: {self.format(record)}", file=sys.stderr)  # today's stderr: a live display may stand in for it
+            shown = redact_text(self.format(record))
+            print(f"rlflow: {shown}", file=sys.stderr)  # today's stderr: a live display may stand in for it
 
     logger, handler = logging.getLogger("rlflow"), Handler(logging.WARNING)
     before = logger.level

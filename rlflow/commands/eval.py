@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -43,6 +43,9 @@ def add(commands: Commands) -> None:
     parser.add_argument("--data", metavar="PATH", help="validation tasks, in a form that the environment reads")
     parser.add_argument(
         "--config", metavar="FILE", help="YAML configuration: environment and rollout sections are used"
+    )
+    parser.add_argument(
+        "--allow-code", action="store_true", help="run code that the config.yaml beside the model names, though others made it"
     )
     parser.add_argument("--out", metavar="DIR", help="where to write summary.json and trajectories.jsonl")
     parser.add_argument("--questions", type=int, metavar="N", help="only the first N tasks")
@@ -126,11 +129,27 @@ def evaluation_config(args: argparse.Namespace, model: ModelDirectory) -> RunCon
     """The configuration of the evaluation: --config, else that of the run that the model comes from, else the defaults."""
     from rlflow.config.schema import load_config
 
-    config = load_config(args.config or model.config, option_overrides(args, "eval"))
+    overrides = option_overrides(args, "eval")
+    config = load_config(args.config or model.config, overrides)
+    if not args.config and model.config is not None and not args.allow_code:
+        refuse_code_of_others(model.config, config, overrides)
     if args.data:
         config.environment |= data_options(config, args.data)
     config.model.path = str(model.path)
     return config
+
+
+def refuse_code_of_others(path: Path, config: RunConfig, overrides: Sequence[str]) -> None:
+    """Raises ConfigError where `config` names code because the file beside the model does, which this user did not make."""
+    from rlflow.run.origin import code_of_others, is_own
+
+    asked = {} if is_own(path) else code_of_others(path, config, overrides)
+    if asked:
+        told = ", ".join(f"{key} = {value}" for key, value in asked.items())
+        raise ConfigError(
+            f"--model: {path} was not made by you on this machine, and asks to run code with your rights: {told}. Read it, then "
+            "add --allow-code; or name your own with --config FILE, --env NAME or section.key=value."
+        )
 
 
 def data_options(config: RunConfig, path: str) -> dict[str, Any]:

@@ -14,19 +14,13 @@ from typing import Any, TypeVar
 import yaml
 
 from rlflow.components import Kind
+from rlflow.config.redaction import redact
 from rlflow.errors import ConfigError, RLFlowError, did_you_mean
 from rlflow.storage.files import write_text
 from rlflow.values import checked, is_component, show
 
 T = TypeVar("T")
-REDACTED = "***"
 COMMAND_LINE = "command line"
-
-_SECRET_WORDS = r"(?:api|access|secret|private)[_-]?keys?|token|passwords?|passwd|secrets?|credentials?|authorization"
-_SECRET = re.compile(rf"(^|_|-)({_SECRET_WORDS})$", re.I)
-_NOT_SECRET = re.compile(r"(^|_)(eos|bos|pad|unk|sep|mask|stop|start|end|cls)_token$", re.I)
-_URL_PASSWORD = re.compile(r"(\w+://[^/\s:@]*):[^/\s@]+@")
-_URL_PARAMETER = re.compile(rf"([?&](?:\w+[_-])?(?:{_SECRET_WORDS})=)[^&#\s]+", re.I)
 
 
 class _Loader(yaml.SafeLoader):
@@ -88,19 +82,6 @@ def config_text(config: Any) -> str:
     """The resolved configuration as YAML text, secrets replaced by `***`."""
     values = redact(config if isinstance(config, dict) else to_dict(config))
     return yaml.safe_dump(values, sort_keys=False, allow_unicode=True, width=120)
-
-
-def redact(value: Any, key: str = "") -> Any:
-    """A copy in which texts under secret-looking keys (api_key, ..._token, password) and secrets in URLs are `***`."""
-    if isinstance(value, dict):
-        return {name: redact(item, str(name)) for name, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [redact(item, key) for item in value]
-    if isinstance(value, str):
-        if value and _SECRET.search(key) and not _NOT_SECRET.search(key):
-            return REDACTED
-        return _URL_PARAMETER.sub(rf"\1{REDACTED}", _URL_PASSWORD.sub(rf"\1:{REDACTED}@", value))
-    return value
 
 
 def config_keys(schema: type) -> list[str]:

@@ -32,6 +32,10 @@ class PeakMemory:
         finally:
             self._peaks[name] = max(self._peaks.get(name, 0.0), peak_bytes() / GIB)
 
+    def take_one(self, name: str) -> float:
+        """The highest peak of one name since the last call, in GiB; starts it anew."""
+        return self._peaks.pop(name)
+
     def take(self) -> dict[str, float]:
         """The highest peak of each name since the last call, in GiB; starts anew."""
         taken, self._peaks = self._peaks, {}

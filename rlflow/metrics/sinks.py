@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import time
 import uuid
 from collections.abc import Mapping, Sequence
@@ -29,14 +30,26 @@ class MetricsLog:
     On resume, records after `resumed_step` are dropped first, so that the file reads as if the run had never stopped.
     """
 
-    def __init__(self, directory: str | Path, sinks: Sequence[Sink] = (), resumed_step: int | None = None) -> None:
-        self.sinks: list[Sink] = [JsonlSink(Path(directory) / "metrics.jsonl", resumed_step), *sinks]
+    def __init__(
+        self,
+        directory: str | Path,
+        sinks: Sequence[Sink] = (),
+        resumed_step: int | None = None,
+        evaluations: int | None = None,
+    ) -> None:
+        """evaluations: how many of the evaluations at `resumed_step` are kept; None for all."""
+        self._file = JsonlSink(Path(directory) / "metrics.jsonl", resumed_step, evaluations)
+        self.sinks: list[Sink] = [self._file, *sinks]
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Writes one record. Values become plain floats; what is not finite is null in the file."""
         plain = {name: float(value) for name, value in values.items()}
         for sink in self.sinks:
             sink.write(step, plain)
+
+    def sync(self) -> None:
+        """Brings the file to disk: what a checkpoint follows on must survive a power cut if the checkpoint does."""
+        os.fsync(self._file.file.fileno())
 
     def close(self) -> None:
         for sink in self.sinks:
@@ -52,9 +65,9 @@ class MetricsLog:
 class JsonlSink:
     """One JSON object per line: step, time (Unix seconds), metrics. Each line is flushed whole."""
 
-    def __init__(self, path: Path, resumed_step: int | None = None) -> None:
+    def __init__(self, path: Path, resumed_step: int | None = None, evaluations: int | None = None) -> None:
         if path.exists():
-            _drop_records_after(path, resumed_step)
+            _drop_records_after(path, resumed_step, evaluations)
         self.file = path.open("a", encoding="utf-8")
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
@@ -174,7 +187,11 @@ def _records(path: Path) -> list[dict[str, Any]]:
     return records
 
 
-def _drop_records_after(path: Path, step: int | None) -> None:
-    """Rewrites the file without records after `step` (None keeps all) and without a half-written last line."""
+def _drop_records_after(path: Path, step: int | None, evaluations: int | None) -> None:
+    """Rewrites the file without records after `step` (None keeps all), without the evaluations at `step` beyond the first
+    so many (None keeps all), and without a half-written last line."""
     kept = [record for record in _records(path) if step is None or record["step"] <= step]
+    at_step = [record for record in kept if record["step"] == step and any(name.startswith("eval/") for name in record)]
+    unknown = {id(record) for record in at_step[evaluations:]} if evaluations is not None else set()
+    kept = [record for record in kept if id(record) not in unknown]
     write_text(path, "".join(json.dumps(record) + "\n" for record in kept))

@@ -31,6 +31,12 @@ class PhaseTimer:
         finally:
             self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
 
+    def take_phase(self, name: str) -> dict[str, float]:
+        """`time/<phase>_s` and `memory/<phase>_gib` of one phase, which no longer counts in what `take` gives next."""
+        seconds = self.seconds.pop(name)
+        self.started += seconds
+        return {f"time/{name}_s": seconds, f"memory/{name}_gib": self.memory.take_one(name)}
+
     def take(self) -> dict[str, float]:
         """`time/<phase>_s` and `memory/<phase>_gib` of every phase entered and `time/step_s` since the last call; starts anew."""
         now = time.perf_counter()

@@ -10,13 +10,15 @@ from typing import Any
 
 from rlflow.cluster.trainer import RayTrainer
 from rlflow.components import ENGINE, ENVIRONMENT
-from rlflow.config.loading import redact, save_config, to_dict
+from rlflow.config.loading import save_config, to_dict
+from rlflow.config.redaction import redact
 from rlflow.config.schema import RunConfig
 from rlflow.environment import Environment
 from rlflow.errors import DataError
 from rlflow.metrics.sinks import MetricsLog, make_sinks
 from rlflow.rollout import Rollout, Tokenizer
 from rlflow.run.directory import RunDirectory
+from rlflow.run.origin import mark_own
 from rlflow.run.preflight import run_path
 from rlflow.trainer.base import Trainer
 from rlflow.types import Task
@@ -103,17 +105,19 @@ def open_directory(config: RunConfig) -> Iterator[RunDirectory]:
     with RunDirectory.create(run_path(config), resume=section.resume, overwrite=section.overwrite) as directory:
         try:
             save_config(config, directory.config)
+            mark_own(directory.config)
             yield directory
         except BaseException:
             directory.discard_unless_begun()
             raise
 
 
-def make_metrics(config: RunConfig, directory: RunDirectory, resumed_step: int) -> MetricsLog:
+def make_metrics(config: RunConfig, directory: RunDirectory, resumed_step: int, evaluations: int) -> MetricsLog:
     """The run's metrics.jsonl and further sinks, without what was written after `resumed_step`; the caller closes it.
 
     resumed_step: -1 where no checkpoint was loaded. Nothing is kept then, not even an evaluation before the first step:
-    it is made again."""
+    it is made again. evaluations: how many the checkpoint knows of at its own step; one that was measured and not yet noted
+    there is made again too."""
     sinks = make_sinks(
         directory.path,
         config.metrics.sinks,
@@ -121,4 +125,4 @@ def make_metrics(config: RunConfig, directory: RunDirectory, resumed_step: int) 
         config=redact(to_dict(config)),
         resumed_step=resumed_step,
     )
-    return MetricsLog(directory.path, sinks, resumed_step=resumed_step)
+    return MetricsLog(directory.path, sinks, resumed_step=resumed_step, evaluations=evaluations)

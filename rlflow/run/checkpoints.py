@@ -99,12 +99,27 @@ class Checkpoints:
         """One line about what is wrong with the checkpoint; None where all its files are what was written."""
         path = self.path(step)
         try:
-            read_state(path)
+            self.read_state(step)
             manifest = path / TRAINER / TRAINER_MANIFEST
             files = read_fingerprints(read_sealed(manifest), manifest)
         except DamagedCheckpointError as error:
             return str(error)
         return find_damage(path / TRAINER, files)
+
+    def read_state(self, step: int) -> dict[str, Any]:
+        """The run's part of the checkpoint of a step.
+
+        Raises DamagedCheckpointError where it, or the trainer's part, is of another step than the directory's name says:
+        what was copied or renamed by hand would load without a word."""
+        path = self.path(step)
+        state, manifest = read_state(path), path / TRAINER / TRAINER_MANIFEST
+        for file, held in ((path / STATE, state), (manifest, read_sealed(manifest))):
+            if held.get("step", step) != step:
+                raise DamagedCheckpointError(
+                    f"{file}: expected the checkpoint of step {step}, as the directory is called, found that of step "
+                    f"{held['step']}: directories or files were exchanged."
+                )
+        return state
 
     def partial_path(self, step: int) -> Path:
         """Where the checkpoint of a step is until it is complete."""

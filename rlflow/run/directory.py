@@ -1,6 +1,6 @@
 """The one layout of a run directory, and how everything in it is written: aside first, then renamed.
 
-config.yaml                      the resolved configuration, secrets redacted
+config.yaml                      the resolved configuration, secrets redacted; config.origin: see `rlflow.run.origin`
 metrics.jsonl                    one object per step
 environment_metrics.json         what the metrics of the environment are
 checkpoints/step_000050/         see `rlflow.run.checkpoints`
@@ -27,9 +27,9 @@ from rlflow.storage.files import PARTIAL, clear_partials
 
 logger = logging.getLogger(__name__)
 
-LAYOUT = ("config.yaml", "metrics.jsonl", "environment_metrics.json", "checkpoints", "export", "trajectories", "evaluations",
-          "progress.png", "summary.json", "log.txt", "tensorboard", "wandb")  # fmt: skip
-STARTED = {"config.yaml", "log.txt", "metrics.jsonl", "environment_metrics.json", "tensorboard", "wandb"}
+LAYOUT = ("config.yaml", "config.origin", "metrics.jsonl", "environment_metrics.json", "checkpoints", "export",
+          "trajectories", "evaluations", "progress.png", "summary.json", "log.txt", "tensorboard", "wandb")  # fmt: skip
+STARTED = {"config.yaml", "config.origin", "log.txt", "metrics.jsonl", "environment_metrics.json", "tensorboard", "wandb"}
 """What a run may have written before its first metrics."""
 
 

@@ -31,6 +31,8 @@ class EvaluationSchedule:
         self._questions = questions
         self._final_questions = final_questions
         self._step = -1  # that of the latest evaluation
+        self._made = 0  # evaluations at that step
+        self._asked = 0  # tasks of the latest one
 
     def due(self, step: int) -> bool:
         """Whether to evaluate after `step` steps; never twice at a step."""
@@ -39,21 +41,28 @@ class EvaluationSchedule:
 
     def final_due(self, step: int) -> bool:
         """Whether the end of the run needs one more: none was made at this step, or one over other tasks."""
-        return step != self._step or len(self.tasks(final=True)) != len(self.tasks())
+        return step != self._step or len(self.tasks(final=True)) != self._asked
+
+    def made(self, step: int) -> int:
+        """How many evaluations were made after `step` steps."""
+        return self._made if step == self._step else 0
 
     def tasks(self, final: bool = False) -> list[Task]:
         """The tasks of a scheduled evaluation, or of the last one."""
         return list(self._tasks[: self._final_questions if final else self._questions])
 
-    def record(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Notes that an evaluation was made."""
+    def record(self, step: int, metrics: Mapping[str, float], final: bool = False) -> None:
+        """Notes that an evaluation was made, of the tasks that `tasks(final)` gives."""
+        self._made, self._asked = self.made(step) + 1, len(self.tasks(final))
         self.last, self._step = dict(metrics), step
         self.first = self.first or self.last
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs to evaluate nothing twice and to report where it began."""
-        return {"step": self._step, "first": self.first, "last": self.last}
+        counts = {"made": self._made, "asked": self._asked}
+        return {"step": self._step, **counts, "first": self.first, "last": self.last}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restores `state_dict`."""
         self._step, self.first, self.last = int(state["step"]), dict(state["first"]), dict(state["last"])
+        self._made, self._asked = int(state.get("made", 1)), int(state.get("asked", len(self.tasks())))

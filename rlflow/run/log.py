@@ -7,6 +7,8 @@ from logging.handlers import MemoryHandler
 from pathlib import Path
 from types import TracebackType
 
+from rlflow.config.redaction import redact_text
+
 
 class RunLog:
     """While active, keeps rlflow's log records: in memory until `write_to` says where, in that file from then on."""
@@ -18,7 +20,7 @@ class RunLog:
     def write_to(self, path: Path) -> None:
         """Appends what was kept, and every later record at once."""
         self._file = _LogFile(path, encoding="utf-8")
-        self._file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+        self._file.setFormatter(_Redacting("%(asctime)s %(levelname)s %(name)s: %(message)s"))
         self._handler.setTarget(self._file)
         self._handler.flush()
         self._handler.flushLevel = logging.DEBUG
@@ -35,6 +37,13 @@ class RunLog:
         self._handler.close()
         if self._file is not None:
             self._file.close()
+
+
+class _Redacting(logging.Formatter):
+    """URLs of services stand in messages; their passwords do not belong into a file."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return redact_text(super().format(record))
 
 
 class _LogFile(logging.FileHandler):

@@ -21,7 +21,7 @@ from rlflow.run.log import RunLog
 from rlflow.run.preflight import check_start
 from rlflow.run.probe import make_probe
 from rlflow.run.progress import make_progress
-from rlflow.run.resume import chosen_checkpoint, resume
+from rlflow.run.resume import check_continuation, chosen_checkpoint, resume
 from rlflow.run.run import Run
 from rlflow.run.saver import Saver
 
@@ -60,6 +60,7 @@ def _start(config: RunConfig, stack: ExitStack) -> Run:
     check_start(config)
     interrupt = stack.enter_context(Interrupt())  # first: a signal while ranks start must end them too
     log = stack.enter_context(RunLog())
+    check_continuation(config)
     first_step, _ = chosen_checkpoint(config) or (0, None)
     progress = make_progress(
         config.metrics.progress, steps=config.run.steps, title=config.run.name, first_step=first_step
@@ -104,7 +105,8 @@ def _start(config: RunConfig, stack: ExitStack) -> Run:
         prompts_dropped=dropped,
     )
     resume(run)
-    run.metrics = stack.enter_context(make_metrics(config, directory, resumed_step=run.saved_step))
+    evaluations = run.evaluation.made(run.saved_step)
+    run.metrics = stack.enter_context(make_metrics(config, directory, run.saved_step, evaluations))
     return run
 
 

@@ -1,19 +1,29 @@
-"""Taking a run back to a checkpoint: which one, and what is restored from it."""
+"""Taking a run back to a checkpoint: which one, whether it is the same run, and what is restored from it."""
 
 from __future__ import annotations
 
 import logging
+import re
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from rlflow.config.loading import to_dict
+from rlflow.config.redaction import redact
 from rlflow.config.schema import RunConfig
-from rlflow.errors import CheckpointError, DamagedCheckpointError
-from rlflow.run.checkpoints import STATE, TRAINER, read_state
+from rlflow.errors import CheckpointError, ConfigError, DamagedCheckpointError
+from rlflow.run.checkpoints import STATE, TRAINER, Checkpoints
 from rlflow.run.directory import RunDirectory
 from rlflow.run.preflight import run_path
-from rlflow.run.run import Run
+from rlflow.run.run import CONFIG, Run
+from rlflow.storage.files import plain
 
 logger = logging.getLogger(__name__)
+
+KEPT = ("run.seed", "environment.name")
+"""Keys that a resumed run keeps: with another order of the tasks, or other tasks, its position in them means nothing."""
+COMPARED = ("run.seed", "model", "data", "environment", "rollout", "algorithm", "trainer")
+"""What results depend on. The rest says how long a run lasts, what it reports, and where it runs."""
 
 
 def chosen_checkpoint(config: RunConfig) -> tuple[int, Path] | None:
@@ -21,6 +31,30 @@ def chosen_checkpoint(config: RunConfig) -> tuple[int, Path] | None:
     if not config.run.resume:
         return None
     return RunDirectory(run_path(config)).saved.choose(config.run.resume_step)
+
+
+def check_continuation(config: RunConfig) -> None:
+    """Warns of every key with another value than when the checkpoint was written that the configuration resumes from.
+
+    Raises ConfigError for one that a resumed run has to keep, DamagedCheckpointError as `resume`."""
+    chosen = chosen_checkpoint(config)
+    if chosen is None:
+        return
+    saved = RunDirectory(run_path(config)).saved
+    before = _read_state(saved, chosen[0]).get(CONFIG)
+    if before is None:  # an older version of rlflow wrote it
+        return
+    old, new = dict(_compared(before)), dict(_compared(plain(redact(to_dict(config)))))
+    changed = [key for key in sorted({*old, *new}) if old.get(key) != new.get(key)]
+    for key in KEPT:
+        if key in changed:
+            raise ConfigError(
+                f"{key}: expected {_short(old, key)}, that of the checkpoint of step {chosen[0]}, found {_short(new, key)}: a "
+                "resumed run keeps it. Set it back, or begin another run with --overwrite or run.name."
+            )
+    if changed:
+        told = ", ".join(f"{key} {_short(old, key)} -> {_short(new, key)}" for key in changed)
+        logger.warning("resume: other values than at step %d: %s", chosen[0], told)
 
 
 def resume(run: Run) -> None:
@@ -31,8 +65,14 @@ def resume(run: Run) -> None:
     if chosen is None:
         return
     saved, (step, path) = run.directory.saved, chosen
+    state = _read_state(saved, step)
+    missing = [name for name in run.state_dict() if name not in state and name != CONFIG]
+    if missing:
+        raise CheckpointError(
+            f"{path / STATE}: expected {', '.join(run.state_dict())}, found no {', '.join(missing)}: another version of "
+            "rlflow wrote it. Continue with that version, or begin anew with --overwrite or another run.name."
+        )
     try:
-        state = _read_state(path, expected=run.state_dict())
         run.trainer.load(path / TRAINER)
     except DamagedCheckpointError as error:
         raise DamagedCheckpointError(f"{error} {saved.advice(step)}") from error
@@ -43,12 +83,30 @@ def resume(run: Run) -> None:
     logger.info("resumed after step %d from %s", step, path)
 
 
-def _read_state(checkpoint: Path, expected: dict[str, Any]) -> dict[str, Any]:
-    state = read_state(checkpoint)
-    missing = [name for name in expected if name not in state]
-    if missing:
-        raise CheckpointError(
-            f"{checkpoint / STATE}: expected {', '.join(expected)}, found no {', '.join(missing)}: another version of "
-            "rlflow wrote it. Continue with that version, or begin anew with --overwrite or another run.name."
-        )
-    return state
+def _read_state(saved: Checkpoints, step: int) -> dict[str, Any]:
+    try:
+        return saved.read_state(step)
+    except DamagedCheckpointError as error:
+        raise DamagedCheckpointError(f"{error} {saved.advice(step)}") from error
+
+
+def _compared(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """(dotted key, value) of what is compared; objects by what they are, not by where they lie in memory."""
+    for key, value in _leaves(config, ""):
+        if any(key == wanted or key.startswith(f"{wanted}.") for wanted in COMPARED):
+            text = re.sub(r" at 0x[0-9a-f]+", "", value) if isinstance(value, str) else value
+            moved = key == "environment.name" and isinstance(text, str)
+            yield key, text.rpartition("/")[2] if moved else text  # the same file elsewhere is the same environment
+
+
+def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
+    entries = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list) else ()
+    for key, entry in entries:
+        yield from _leaves(entry, f"{path}.{key}" if path else str(key))
+    if not isinstance(value, (Mapping, list)):
+        yield path, value
+
+
+def _short(values: Mapping[str, Any], key: str) -> str:
+    text = str(values[key]) if key in values else "nothing"
+    return text if len(text) <= 60 else f"{text[:57]}..."

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rlflow.algorithms.base import Curator
+from rlflow.config.loading import to_dict
+from rlflow.config.redaction import redact
 from rlflow.config.schema import RunConfig
 from rlflow.metrics.memory import highest
 from rlflow.metrics.names import Metrics, leading_score
@@ -32,6 +34,9 @@ from rlflow.trainer.base import Trainer
 from rlflow.types import Group
 
 logger = logging.getLogger(__name__)
+
+CONFIG = "config"
+"""Of a saved state: the configuration, secrets redacted, that a resumed run is compared with."""
 
 
 @dataclass(eq=False)
@@ -121,12 +126,13 @@ class Run:
         with self.timer.phase("evaluate"):
             result = evaluate(self.rollout, tasks, step=self.step, samples_per_prompt=section.samples_per_prompt,
                               temperature=section.temperature)  # fmt: skip
-        self.evaluation.record(self.step, result.metrics)
-        taken = self.timer.take()
-        measured = {name: taken[name] for name in ("time/evaluate_s", "memory/evaluate_gib")}
-        self.metrics.log(self.step, {**result.metrics, **measured})
+        self.evaluation.record(self.step, result.metrics, final)
+        self.metrics.log(self.step, {**result.metrics, **self.timer.take_phase("evaluate")})
         self.progress.evaluated(self.step, result.metrics)
         write_trajectories(self.directory.evaluations(self.step), result.groups)
+        if self.saved_step == self.step:
+            self.metrics.sync()
+            self.saver.update_state(self.step, self.state_dict())
         self._draw()
 
     def checkpoint_due(self) -> bool:
@@ -137,12 +143,14 @@ class Run:
     def save(self) -> None:
         """Writes a checkpoint of the present step, or begins to; a kill leaves the one before."""
         with self.timer.phase("checkpoint"):
+            self.metrics.sync()
             self.saver.save(self.step, self.state_dict())
         self.saved_step = self.step
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs beside the trainer's part: state.json of a checkpoint."""
-        return {"step": self.step, "seconds": self.clock.seconds, **states(self._parts())}
+        config = {CONFIG: redact(to_dict(self.config))}
+        return {"step": self.step, "seconds": self.clock.seconds, **states(self._parts()), **config}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restores `state_dict`, which a checkpoint held."""
@@ -156,12 +164,11 @@ class Run:
     def finish(self) -> dict[str, Any]:
         """Saves; unless a signal ended the run, evaluates and exports; draws. Writes and returns the summary."""
         if self.saved_step != self.step:
-            self.save()  # first: the last evaluation may take long, and a kill in it must not cost a step
+            self.save()
         self.saver.finish()
         interrupted, export_gap = self.interrupt.requested, None
         if not interrupted and self.evaluation.final_due(self.step):
             self.evaluate(final=True)
-            self.saver.update_state(self.step, self.state_dict())
         if not interrupted and self.config.checkpoint.export:
             self.progress.phase("exporting")
             model = self.config.model

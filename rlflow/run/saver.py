@@ -55,7 +55,10 @@ class Saver:
                 self._commit()
 
     def update_state(self, step: int, state: dict[str, Any]) -> None:
-        """Exchanges the run's part of a finished checkpoint. Raises StorageError."""
+        """Exchanges the run's part of a checkpoint, finished or under way. Raises StorageError."""
+        if self._pending is not None and self._pending[0] == step:
+            self._pending = step, plain(state)
+            return
         with self._explained(step):
             write_state(self.checkpoints.path(step), state)
 

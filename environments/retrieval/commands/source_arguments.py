@@ -24,7 +24,9 @@ def add_source_arguments(parser: argparse._ActionsContainer) -> None:
         help="an index folder of `rlflow search build`, or a faiss file as Search-R1 builds it",
     )
     parser.add_argument(
-        "--retriever", metavar="NAME|{...}", help="bm25, faiss, torch, hybrid, qdrant, ..., or {name: ..., option: ...} (YAML)"
+        "--retriever",
+        metavar="NAME|{...}",
+        help="bm25, faiss, torch, hybrid, qdrant, ..., or {name: ..., option: ...} (YAML), or @FILE with that",
     )
     parser.add_argument(
         "--retriever_name", metavar="NAME", help="of a faiss file: the encoder's family (e5, bge, ...); or bm25 (default e5)"
@@ -60,9 +62,15 @@ def read_source(args: argparse.Namespace) -> tuple[dict[str, Any], str | None]:
 
 
 def read_component(text: str) -> dict[str, Any]:
-    """A retriever by name, or by name and options in YAML (of which JSON is a part)."""
+    """A retriever by name, or by name and options in YAML (of which JSON is a part); @FILE: what stands in the file, where a
+    key is nobody else's to read. Raises ConfigError."""
     import yaml
 
+    if text.startswith("@"):
+        try:
+            text = Path(text[1:]).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as problem:
+            raise ConfigError(f"--retriever: {text[1:]} cannot be read ({problem}).") from None
     try:
         component = yaml.safe_load(text)
     except yaml.YAMLError as problem:

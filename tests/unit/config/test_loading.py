@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from rlflow.config.loading import config_keys, config_text, load_config, redact, save_config, to_dict
+from rlflow.config.loading import config_keys, config_text, load_config, save_config, to_dict
+from rlflow.config.redaction import redact, redact_text
 from rlflow.config.schema import RunConfig
 from rlflow.config.schema import load_config as load_run_config
 from rlflow.errors import ConfigError
@@ -189,6 +190,32 @@ def test_secrets_are_redacted_and_look_alikes_are_not() -> None:
                           "api_keys": ["***", "***"], "query": "https://host/x?hf_token=***&top=3&api-key=***#part",
                           "redis": "redis://:***@host/0"}  # fmt: skip
     assert redact({"api_key": None}) == {"api_key": None}
+
+
+@pytest.mark.parametrize("key", ["openai_key", "pwd", "Cookie", "bearer", "jwt", "apikey", "X-Api-Key", "wandb-key", "db_pwd"])
+def test_whatever_is_called_a_secret_is_one(key: str) -> None:
+    assert redact({key: "s3cret"}) == {key: "***"}
+
+
+@pytest.mark.parametrize("key", ["key", "question_key", "answer_key", "cache_key", "keyword", "bearers_name"])
+def test_names_of_columns_are_no_secrets(key: str) -> None:
+    assert redact({key: "question"}) == {key: "question"}
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("https://hf_s3cret@host/x", "https://***@host/x"),
+        ("http://host/search?key=s3cret&top=3", "http://host/search?key=***&top=3"),
+        ("http://host/search?api-key=s3cret", "http://host/search?api-key=***"),
+        ("cannot reach http://me:s3cr@et@host:80/x", "cannot reach http://me:***@host:80/x"),
+        ("redis://:s3cret@host/0 and http://u:s3cret@h", "redis://:***@host/0 and http://u:***@h"),
+        ("Authorization: Bearer abcdef0123456789", "Authorization: Bearer ***"),
+        ("mail me@host or see http://host:80/x, ssh://git@host", "mail me@host or see http://host:80/x, ssh://git@host"),
+    ],
+)
+def test_secrets_in_texts_are_not_shown(text: str, shown: str) -> None:
+    assert redact_text(text) == shown and redact({"text": text}) == {"text": shown}
 
 
 def test_keys_cover_every_section() -> None:

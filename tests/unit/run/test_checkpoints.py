@@ -107,6 +107,21 @@ def test_every_kind_of_damage_is_found_and_the_newest_whole_checkpoint_named(che
     assert "trainer" in (checkpoints.find_damage(2) or "")
 
 
+@pytest.mark.parametrize("part", ["", STATE, TRAINER])
+def test_parts_of_another_step_than_the_directorys_are_found(part: str, checkpoints: Checkpoints) -> None:
+    """Two whole checkpoints, or parts of them, were exchanged by hand: every checksum is right."""
+    for step in (1, 2, 3):
+        write(checkpoints, step)
+    first, second, aside = checkpoints.path(2) / part, checkpoints.path(3) / part, checkpoints.folder / "aside"
+    first.rename(aside)
+    second.rename(first)
+    aside.rename(second)
+    words = r"step_000003.*: expected the checkpoint of step 3, .* found that of step 2: directories or files were exchanged"
+    with pytest.raises(DamagedCheckpointError, match=words):
+        checkpoints.read_state(3)
+    assert "exchanged" in (checkpoints.find_damage(2) or "") and "that of step 1" in checkpoints.advice(3)
+
+
 def test_a_checkpoint_without_a_checksum_is_not_trusted(checkpoints: Checkpoints) -> None:
     write(checkpoints, 1)
     write_json(checkpoints.path(1) / STATE, {"step": 1})

@@ -53,5 +53,10 @@ def test_the_end_evaluates_again_only_over_other_tasks(scheduled: int | None, fi
     schedule = EvaluationSchedule(TASKS, every_steps=1, questions=scheduled, final_questions=final)
     assert schedule.final_due(3)
     schedule.record(3, {})
-    assert schedule.final_due(3) is again
+    assert schedule.final_due(3) is again and schedule.made(3) == 1
+    schedule.record(3, {}, final=True)
+    after_a_kill = EvaluationSchedule(TASKS, every_steps=1, questions=scheduled, final_questions=final)
+    after_a_kill.load_state_dict(json.loads(json.dumps(schedule.state_dict())))
+    assert not schedule.final_due(3) and not after_a_kill.final_due(3)
+    assert (after_a_kill.made(3), after_a_kill.made(2)) == (2, 0)
     assert [task.id for task in schedule.tasks(final=True)] == [*"012345"][: final or 6]

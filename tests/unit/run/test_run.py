@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +14,7 @@ import torch
 
 from rlflow import Step, train
 from rlflow.algorithms.curators.epochs import Epochs
-from rlflow.errors import CheckpointError, MissingPackageError, RolloutError
+from rlflow.errors import CheckpointError, ConfigError, MissingPackageError, RolloutError
 from rlflow.loop import training_step
 from rlflow.metrics.sinks import read_metrics
 from rlflow.run.checkpoints import read_state
@@ -75,10 +76,69 @@ def test_the_checkpoint_is_written_before_the_last_evaluation(
     assert read_json(tmp_path / "letters" / "checkpoints" / "step_000002" / "state.json")["step"] == 2
 
 
+@pytest.mark.parametrize("killed_in", ["evaluate", "export_policy", "write_trajectories"])
+def test_a_kill_after_the_last_step_costs_no_step_and_leaves_each_evaluation_once(
+    killed_in: str, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the evaluation of a step with a checkpoint, between an evaluation and its note in the checkpoint, in the export."""
+    options = (*TINY, "run.steps=2", "evaluation.every_steps=2", "checkpoint.every_steps=2", "evaluation.at_start=false",
+               "evaluation.final_questions=9", "checkpoint.export=true", "metrics.trajectories_per_step=0")  # fmt: skip
+
+    def killed(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(f"rlflow.run.run.{killed_in}", killed)
+        train(letters_config(model, tmp_path, *options))
+    directory = tmp_path / "letters"
+    assert read_json(directory / "checkpoints" / "step_000002" / "state.json")["step"] == 2
+    assert train(letters_config(model, tmp_path, *options, "run.resume=true"))["status"] == "finished"
+    lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    assert [line["eval/questions"] for line in lines if "eval/reward" in line] == [4, 9]
+    assert [line["step"] for line in lines if "train/reward" in line] == [1, 2]
+
+
+def test_metrics_reach_the_disk_before_the_checkpoint_that_follows_them(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: list[str] = []
+    fsync, directory = os.fsync, tmp_path / "letters"
+    with open_run(letters_config(model, tmp_path, *TINY)) as run:
+        monkeypatch.setattr(os, "fsync", lambda file: (synced.append(os.readlink(f"/proc/self/fd/{file}")), fsync(file)))
+        run.save()
+    names = [Path(path).relative_to(directory).as_posix() for path in synced]
+    assert names[0] == "metrics.jsonl" and any(name.endswith("state.json") or "step_000000" in name for name in names[1:])
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("run.seed=7", r"run\.seed: expected 0, that of the checkpoint of step 1, found 7: a resumed run keeps it"),
+        ("environment={name: search}", r"environment\.name: expected .*letters\.py:Letters.*found search:"),
+    ],
+)
+def test_a_run_does_not_resume_as_another_one(override: str, words: str, model: Path, tmp_path: Path) -> None:
+    options = (*TINY, "evaluation.every_steps=0", "evaluation.at_start=false")
+    train(letters_config(model, tmp_path, *options, "run.steps=1"))
+    before = (tmp_path / "letters" / "config.yaml").read_text()
+    with pytest.raises(ConfigError, match=words):
+        train(letters_config(model, tmp_path, *options, "run.steps=2", "run.resume=true", override))
+    assert (tmp_path / "letters" / "config.yaml").read_text() == before
+
+
+def test_what_a_resumed_run_changes_is_said(model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    options = (*TINY, "evaluation.every_steps=0", "evaluation.at_start=false")
+    train(letters_config(model, tmp_path, *options, "run.steps=1"))
+    changed = ("rollout.prompts_per_step=6", "environment.tasks=30")
+    train(letters_config(model, tmp_path, *options, "run.steps=2", "run.resume=true", *changed))
+    told = "resume: other values than at step 1: environment.tasks nothing -> 30, rollout.prompts_per_step 4 -> 6"
+    assert [record.message for record in caplog.records if "other values" in record.message] == [told]
+
+
 def test_a_resumed_run_goes_on_where_the_data_were_whatever_the_prompts_per_step(model: Path, tmp_path: Path) -> None:
     train(letters_config(model, tmp_path, *TINY, "run.steps=3"))
     state = read_state(tmp_path / "letters" / "checkpoints" / "step_000003")
-    assert list(state) == ["step", "seconds", "source", "rollout", "evaluation", "algorithm"]
+    assert list(state) == ["step", "seconds", "source", "rollout", "evaluation", "algorithm", "config"]
     assert state["source"] == {"taken": 12, "tasks": 36}
     with open_run(letters_config(model, tmp_path, *TINY, "run.resume=true", "rollout.prompts_per_step=6")) as run:
         assert (run.step, run.source.epoch) == (3, 1 / 3)
