@@ -120,6 +120,24 @@ def test_keys_per_layer_and_padded_vocabulary(made: Path, tmp_path: Path) -> Non
     assert digest(iterate_weights(tmp_path / "out")) == digest(iterate_weights(model))
 
 
+def test_plans_of_older_megatrons_beside_the_tables_are_read_over(
+    made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from megatron.core.dist_checkpointing.strategies import torch as strategy
+    from torch.distributed.checkpoint.planner import SavePlan
+
+    class MCoreSavePlan(SavePlan):
+        __module__, __qualname__ = strategy.__name__, "MCoreSavePlan"
+
+    monkeypatch.setattr(strategy, "MCoreSavePlan", MCoreSavePlan, raising=False)
+    model, checkpoint = made / "qwen3" / "hf", tmp_path / "checkpoint"
+    write_by_hand(model, checkpoint, padding=0)
+    tables = pickle.loads((checkpoint / ".metadata").read_bytes())
+    tables.all_local_plans = [MCoreSavePlan([])]
+    (checkpoint / ".metadata").write_bytes(pickle.dumps(tables))
+    to_huggingface(checkpoint, tmp_path / "out", model)
+
+
 class Payload:
     """Runs code when it is unpickled."""
 
