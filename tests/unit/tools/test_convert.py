@@ -246,6 +246,7 @@ def test_out_is_replaced_only_when_asked_and_never_the_checkpoint(case: Any, tmp
     (out / "config.json").write_text("{}")
     (tmp_path / "out.partial").mkdir()  # what a killed conversion leaves
     (tmp_path / "out.partial" / "half").write_text("")
+    (tmp_path / "out.partial" / "conversion.journal").write_text('{"source": {}, "plan": "", "files": ""}\n0 0 0\n')
     assert main([*call, str(out), "--overwrite"]) == 0
     assert digest(iterate_weights(out)) == digest(iterate_weights(reference))
     assert not (out / "notes.txt").exists() and not (out / "half").exists() and not (tmp_path / "out.partial").exists()
