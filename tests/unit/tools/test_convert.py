@@ -252,6 +252,22 @@ def test_out_is_replaced_only_when_asked_and_never_the_checkpoint(case: Any, tmp
     assert not (out / "notes.txt").exists() and not (out / "half").exists() and not (tmp_path / "out.partial").exists()
 
 
+@pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata", "common.pt", "tokenizer.json"])
+def test_a_source_that_was_saved_over_meanwhile_is_refused(name: str, case: Any, tmp_path: Path) -> None:
+    """With the same size and the same time: only its place on the disk, or the time of the change, is another."""
+    checkpoint, reference, out = case
+    file = next(place / name for place in (checkpoint, reference) if (place / name).exists())
+
+    def save_over(_: Path) -> None:
+        status, content = file.stat(), file.read_bytes()
+        file.write_bytes(content)
+        os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))
+
+    with pytest.raises(ConversionError, match=f"{name}: was written to while it was read") as caught:
+        to_huggingface(checkpoint, out, reference, Options(check=save_over))
+    assert caught.value.exit_code == 4 and not out.exists() and not (tmp_path / "out.partial").exists()
+
+
 def test_full_disk_leaves_nothing(case: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     checkpoint, reference, out = case
     usage = "rlflow_tools.ckpt_convert.writers.output_files.shutil.disk_usage"

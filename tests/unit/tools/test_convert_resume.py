@@ -189,7 +189,7 @@ def test_an_output_that_was_finished_meanwhile_is_not_replaced(made: Path, tmp_p
     assert caught.value.exit_code == 9 and contents(out) == {"config.json": b"theirs"}
     with pytest.raises(ConversionError, match="exists"):
         write_directory(
-            out, [], WriteOptions(), key={}, fill=lambda _: None, complete=lambda _: None, record={}
+            out, [], WriteOptions(), key={}, fill=lambda _: None, complete=lambda _: None, unchanged=list, record={}
         )
     assert contents(out) == {"config.json": b"theirs"} and not (tmp_path / "out.partial").exists()
 

@@ -66,12 +66,14 @@ def write_directory(
     key: dict[str, Any],
     fill: Callable[[OutputFiles], None],
     complete: Callable[[Path], None],
+    unchanged: Callable[[], None],
     record: dict[str, Any],
 ) -> dict[str, Any]:
     """Writes a directory and returns its manifest: `record`, and size and checksums of every file.
 
-    fill: writes the blocks of `files` into the outputs. complete: adds the other files to the partial directory. key: what
-    a resumed conversion must agree in. On failure `out` is as it was. Raises ConversionError."""
+    fill: writes the blocks of `files` into the outputs. complete: adds the other files to the partial directory. unchanged:
+    raises where what was read has changed since. key: what a resumed conversion must agree in. On failure `out` is as it
+    was. Raises ConversionError."""
     with _partial(out, key, writing) as (partial, journal):
         with OutputFiles(partial, files, journal) as outputs:
             fill(outputs)
@@ -79,6 +81,7 @@ def write_directory(
         complete(partial)
         written = _fingerprints(partial, checksums, writing)
         manifest = write_manifest(partial / EXPORT_MANIFEST, {**record, "verified": writing.verify}, written)
+        unchanged()
         check_replaceable(out, writing.overwrite)  # somebody may have made it meanwhile
         replace_directory(partial, out, keep_existing=not writing.overwrite)
         with contextlib.suppress(OSError):
