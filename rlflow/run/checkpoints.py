@@ -1,7 +1,7 @@
 """The checkpoints of one run, and how one comes to be: written aside, brought to disk, renamed.
 
 step_000050/            state.json (the run's part, sealed) and trainer/ (what the trainer saved)
-step_000050.partial/    being written, or half removed; `.replaced`: being replaced
+step_000050.partial/    being written; names with two numbers more are being removed or replaced (rlflow/storage/files.py)
 step_000050.aside/      newer than the checkpoint that the run was resumed from by `run.resume_step`; read by nobody
 """
 
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from rlflow.errors import ConfigError, DamagedCheckpointError
-from rlflow.storage.files import PARTIAL, REPLACED, partial_path, remove_directory, replace_directory, restore_replaced
+from rlflow.storage.files import PARTIAL, clear_partials, partial_path, remove_directory, replace_directory
 from rlflow.storage.integrity import TRAINER_MANIFEST, find_damage, read_fingerprints, read_sealed
 
 STATE = "state.json"
@@ -70,10 +70,10 @@ class Checkpoints:
 
     def clean(self) -> None:
         """Clears what a kill left half written or half removed; a checkpoint caught while being replaced is put back."""
+        clear_partials(self.folder)
         for entry in self.folder.glob(f"*{PARTIAL}"):
-            shutil.rmtree(entry, ignore_errors=True)
-        for entry in self.folder.glob(f"*{REPLACED}"):
-            restore_replaced(entry.with_suffix(""))
+            if _STEP.fullmatch(entry.name.removesuffix(PARTIAL)):
+                shutil.rmtree(entry, ignore_errors=True)
 
     def set_aside_after(self, step: int) -> list[Path]:
         """Renames the checkpoints after `step`, which the run has been taken back to; returns their new names."""

@@ -1,8 +1,11 @@
 """Files and directories that are written whole or not at all: aside, brought to disk, renamed.
 
-<name>.<process>.<thread>.partial    being written by `replacing`; a kill leaves it behind, no reader takes it for whole
+<name>.<process>.<number>.partial    being written by `replacing`, or removed; a kill leaves it behind, read by nobody
+<name>.<process>.<number>.replaced   a directory that is being exchanged for a new one
 <name>.partial                       being written by a caller that continues it after a kill
-<name>.replaced                      a directory that is being exchanged for a new one, or removed
+
+The number is random, so that none of these names is that of a directory which somebody else made, or another container, whose
+processes have the same numbers: nothing under a name of the user's choice is removed, and no symbolic link is followed.
 """
 
 from __future__ import annotations
@@ -11,8 +14,8 @@ import json
 import math
 import os
 import re
+import secrets
 import shutil
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -22,7 +25,7 @@ from rlflow.errors import CheckpointError
 
 PARTIAL = ".partial"
 REPLACED = ".replaced"
-_OF_A_PROCESS = re.compile(rf"\.\d+\.\d+{re.escape(PARTIAL)}$")
+_OF_A_PROCESS = re.compile(rf"\.\d+\.\d+({re.escape(PARTIAL)}|{re.escape(REPLACED)})$")
 
 
 @contextmanager
@@ -83,45 +86,49 @@ def replace_file(partial: Path, path: str | Path, *, durable: bool = True) -> No
 def replace_directory(partial: Path, path: Path, *, keep_existing: bool = False) -> None:
     """Gives a finished directory its name, in place of one that stands there; all its files reach the disk first.
 
-    A kill between the two renames leaves the old directory as `.replaced`: `restore_replaced` puts it back. Raises OSError,
-    and leaves the old one in its place."""
+    keep_existing: raises OSError where there is one with something in it. A kill between the two renames leaves the old
+    directory as `.replaced`: `restore_replaced` puts it back. Raises OSError, and leaves the old one in its place."""
     sync_tree(partial)
-    replaced = _replaced_path(path)
-    if path.exists() and not keep_existing:
-        shutil.rmtree(replaced, ignore_errors=True)
+    replaced = None
+    if os.path.lexists(path) and not keep_existing:
+        replaced = _own_name(path, REPLACED)
         os.replace(path, replaced)
     try:
         os.replace(partial, path)
     except OSError:
-        restore_replaced(path)
+        if replaced is not None:
+            os.replace(replaced, path)
         raise
     sync(path.absolute().parent)
-    with suppress(OSError):  # there is none, or it stays for `restore_replaced`: the new one is in place
-        remove_directory(replaced)
+    if replaced is not None:
+        with suppress(OSError):  # it stays for `restore_replaced`: the new one is in place
+            _remove_renamed(replaced, path)
 
 
 def restore_replaced(path: Path) -> None:
-    """Clears up after a kill within `replace_directory` or `remove_directory`: `path` is put back where it is missing."""
-    replaced = _replaced_path(path)
-    if path.exists():
-        shutil.rmtree(replaced, ignore_errors=True)
-    elif replaced.exists():
-        os.replace(replaced, path)
+    """Clears up after a kill within `replace_directory`: `path` is put back where it is missing."""
+    for replaced in _of_processes(path.parent, REPLACED):
+        if _OF_A_PROCESS.sub("", replaced.name) != path.name:
+            continue
+        if os.path.lexists(path):
+            with suppress(OSError):
+                _remove_renamed(replaced, path)
+        else:
+            os.replace(replaced, path)
 
 
 def remove_directory(path: Path) -> None:
     """Removes a directory. It is renamed first: a kill in the middle leaves no half of it under a good name."""
-    doomed = partial_path(path)
-    shutil.rmtree(doomed, ignore_errors=True)
-    os.replace(path, doomed)
-    shutil.rmtree(doomed)
+    _remove_renamed(path, path)
 
 
 def clear_partials(folder: Path) -> None:
-    """Removes what a kill within `replacing` or `replacing_directory` left in a folder that nobody else writes to."""
-    for entry in folder.glob(f"*{PARTIAL}"):
-        if _OF_A_PROCESS.search(entry.name):
-            _remove(entry)
+    """Clears what a kill within this module left in a folder that nobody else writes to: what was being written or removed
+    goes, a directory that was being exchanged is put back where it is missing."""
+    for entry in _of_processes(folder, PARTIAL):
+        _remove(entry)
+    for entry in _of_processes(folder, REPLACED):
+        restore_replaced(folder / _OF_A_PROCESS.sub("", entry.name))
 
 
 def sync_tree(directory: Path) -> None:
@@ -145,22 +152,36 @@ def sync(path: Path) -> None:
 def _aside(path: Path) -> Iterator[Path]:
     """A name beside `path` that no other process or thread writes to; what is under it at the end is removed."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    aside = partial_path(f"{path}.{os.getpid()}.{threading.get_ident()}")
+    aside = _own_name(path, PARTIAL)
     try:
         yield aside
     finally:
         _remove(aside)
 
 
-def _remove(path: Path) -> None:
-    if path.is_dir():
-        shutil.rmtree(path, ignore_errors=True)
+def _own_name(path: Path, ending: str) -> Path:
+    return path.with_name(f"{path.name}.{os.getpid()}.{secrets.randbits(48)}{ending}")
+
+
+def _of_processes(folder: Path, ending: str) -> list[Path]:
+    """What lies in a folder under names of `_own_name`."""
+    if not folder.is_dir():
+        return []
+    return [entry for entry in folder.iterdir() if entry.name.endswith(ending) and _OF_A_PROCESS.search(entry.name)]
+
+
+def _remove_renamed(directory: Path, path: Path) -> None:
+    """Removes a directory under a name that no reader takes for `path`."""
+    doomed = _own_name(path, PARTIAL)
+    os.replace(directory, doomed)
+    _remove(doomed, ignore_errors=False)
+
+
+def _remove(path: Path, ignore_errors: bool = True) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=ignore_errors)
     else:
         path.unlink(missing_ok=True)
-
-
-def _replaced_path(path: Path) -> Path:
-    return path.with_name(path.name + REPLACED)
 
 
 def read_json(path: str | Path) -> Any:

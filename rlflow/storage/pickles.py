@@ -10,10 +10,12 @@ from typing import IO, Any
 DTYPES = ("float32", "bfloat16", "float16", "float64", "int64", "int32", "int16", "int8", "uint8", "bool")
 CLASSES_OF_METADATA = {
     ("megatron.core.dist_checkpointing.strategies.torch", "MCoreMetadata"),  # Megatron's subclass of Metadata
+    ("megatron.core.dist_checkpointing.strategies.torch", "MCoreSavePlan"),  # and of SavePlan, in older versions
     ("pathlib", "PosixPath"),
     ("pathlib", "PurePosixPath"),
     ("torch", "Size"),
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+    ("torch.distributed.checkpoint.filesystem", "_StoragePrefix"),
     ("torch.distributed.checkpoint.metadata", "BytesStorageMetadata"),
     ("torch.distributed.checkpoint.metadata", "ChunkStorageMetadata"),
     ("torch.distributed.checkpoint.metadata", "Metadata"),
@@ -22,6 +24,13 @@ CLASSES_OF_METADATA = {
     ("torch.distributed.checkpoint.metadata", "TensorProperties"),
     ("torch.distributed.checkpoint.metadata", "TensorStorageMetadata"),
     ("torch.distributed.checkpoint.metadata", "_MEM_FORMAT_ENCODING"),
+    # Megatron keeps the plans of all ranks there, to reuse them in its next save (dist_checkpointing/strategies/
+    # state_dict_saver.py, `all_local_plans`).
+    ("torch.distributed.checkpoint.planner", "BytesIOWriteData"),
+    ("torch.distributed.checkpoint.planner", "SavePlan"),
+    ("torch.distributed.checkpoint.planner", "TensorWriteData"),
+    ("torch.distributed.checkpoint.planner", "WriteItem"),
+    ("torch.distributed.checkpoint.planner", "WriteItemType"),
     ("torch.serialization", "_get_layout"),
     *(("torch", name) for name in DTYPES),
 }
@@ -38,9 +47,13 @@ STAND_INS = {
     ("pathlib", "PosixPath"),
     ("signal", "Signals"),
     ("torch", "Size"),
+    ("torch", "Tensor"),
     ("torch", "device"),
+    ("torch._tensor", "_rebuild_from_type_v2"),  # a tensor with attributes, such as an optimizer's main parameters
     ("torch._utils", "_rebuild_tensor_v2"),
     ("torch._utils", "_rebuild_parameter"),
+    ("torch._utils", "_rebuild_parameter_with_state"),
+    ("torch.nn.parameter", "Parameter"),
     ("types", "SimpleNamespace"),
     *(("torch", name) for name in DTYPES),
 }

@@ -206,34 +206,8 @@ def _save(job: Job, chunks: list[Any]) -> None:
         (place.parent / "latest_checkpointed_iteration.txt").write_text(str(ITERATION))
     torch.distributed.barrier()
     common = {"args": _arguments(job, chunks), "iteration": ITERATION, "checkpoint_version": 3.0}
-    dist_checkpointing.save({**content, **(common if job.args else {})}, str(place), sharded_strategy=_in_process_save())
+    dist_checkpointing.save({**content, **(common if job.args else {})}, str(place))
     _save_legacy(job, chunks)
-
-
-def _in_process_save() -> Any:
-    """megatron-core's torch_dist format, written by torch's own writer in this process: megatron-core's starts another for
-    each save, which imports torch again."""
-    from megatron.core.dist_checkpointing.strategies.base import SaveShardedStrategy
-    from megatron.core.dist_checkpointing.strategies.torch import (
-        MCoreSavePlanner,
-        _replace_state_dict_keys_with_sharded_keys,
-        mcore_to_pyt_state_dict,
-    )
-    from torch.distributed import checkpoint as torch_checkpoint
-
-    class InProcessSave(SaveShardedStrategy):
-        def save(self, sharded_state_dict: Any, checkpoint_dir: str | Path) -> None:
-            flat, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict, True)
-            torch_checkpoint.save(
-                mcore_to_pyt_state_dict(flat, False),
-                storage_writer=torch_checkpoint.FileSystemWriter(checkpoint_dir),
-                planner=MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False),
-            )
-
-        def can_handle_sharded_objects(self) -> bool:
-            return True
-
-    return InProcessSave("torch_dist", 1)
 
 
 def _save_legacy(job: Job, chunks: list[Any]) -> None:

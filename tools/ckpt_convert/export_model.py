@@ -12,13 +12,13 @@ import torch
 
 from rlflow.errors import ConversionError, ExitCode, ModelError
 from rlflow.models.architecture import Architecture, stored_architecture
-from rlflow.models.huggingface import companions_digest, copy_files, read_config, with_dtype
+from rlflow.models.huggingface import companions, companions_digest, copy_files, read_config, with_dtype
 from rlflow.storage.integrity import EXPORT_MANIFEST
 
 from .mapping.plan import Plan
 from .mapping.to_huggingface import Export, make_export
 from .readers.formats import open_source
-from .readers.source import TensorSource
+from .readers.source import Stamps, TensorSource
 from .stream import check_equal, copy
 from .verify import check_inverse, verify_export
 from .writers.directory import WriteOptions, check_output, write_directory
@@ -90,6 +90,7 @@ def to_huggingface(
     ConversionError, whose exit_code tells the kinds of problems apart."""
     options, out, reference = options or Options(), Path(out), Path(reference)
     check_output(out, Path(path), reference, options.overwrite)
+    described = Stamps(reference)
     source, export = prepare(path, reference, options)
     plan, config = export.plan, read_config(reference)
     files = safetensors_files(plan.targets, options.shard_bytes)
@@ -106,13 +107,20 @@ def to_huggingface(
         if options.check is not None:
             options.check(partial)
 
+    origin = source.identity()
+
+    def unchanged() -> None:
+        source.stamps.check(origin["files"])
+        described.check(["config.json", *companions(reference)])
+
     return write_directory(
         out,
         files,
         options.writing,
-        key={"source": source.identity(), "plan": plan.digest, "files": layout_digest(files)},
+        key={"source": origin, "plan": plan.digest, "files": layout_digest(files)},
         fill=fill,
         complete=complete,
+        unchanged=unchanged,
         record=_record(source, export.model, plan, options.dtype, reference),
     )
 

@@ -106,15 +106,17 @@ def to_megatron(
         if options.check is not None:
             options.check(partial)
 
+    origin = work.source.identity()
     return write_directory(
         out,
         files,
         options.writing,
-        key={"source": work.source.identity(), "plan": plan.digest, "files": layout_digest(files)},
+        key={"source": origin, "plan": plan.digest, "files": layout_digest(files)},
         fill=fill,
         complete=complete,
+        unchanged=lambda: work.source.stamps.check(origin["files"]),
         record={
-            "source": {"format": work.source.format, **work.source.identity()},
+            "source": {"format": work.source.format, **origin},
             "family": work.model.family,
             "format": options.format,
             "layout": asdict(options.layout),

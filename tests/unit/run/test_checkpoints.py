@@ -64,11 +64,12 @@ def test_whatever_stands_there_the_checkpoint_just_written_and_newer_ones_stay(
 
 def test_a_save_that_ends_early_leaves_the_last_good_checkpoint(checkpoints: Checkpoints) -> None:
     write(checkpoints, 1)
+    (checkpoints.folder / "mine.partial").mkdir()
     (checkpoints.begin(2) / STATE).write_text("{}")
     assert checkpoints.steps() == [1] and checkpoints.find_damage(1) is None
     assert list(checkpoints.begin(2).iterdir()) == []  # what was left is not in it
     checkpoints.clean()
-    assert names(checkpoints) == ["step_000001"]
+    assert names(checkpoints) == ["mine.partial", "step_000001"]
 
 
 def test_saving_a_step_again_replaces_it(checkpoints: Checkpoints) -> None:
@@ -81,7 +82,7 @@ def test_saving_a_step_again_replaces_it(checkpoints: Checkpoints) -> None:
 
 def test_a_kill_while_replacing_loses_nothing(checkpoints: Checkpoints) -> None:
     write(checkpoints, 1)
-    os.replace(checkpoints.path(1), checkpoints.folder / "step_000001.replaced")  # the state between the two renames
+    os.replace(checkpoints.path(1), checkpoints.folder / "step_000001.1.2.replaced")  # the state between the two renames
     checkpoints.clean()
     assert checkpoints.steps() == [1] and checkpoints.find_damage(1) is None
 

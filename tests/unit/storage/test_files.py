@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -92,23 +93,45 @@ def test_of_two_processes_that_make_the_same_directory_the_first_one_wins(tmp_pa
 
 @pytest.mark.parametrize("renames", [1, 2])
 def test_a_kill_while_replacing_a_directory_loses_nothing(tmp_path: Path, renames: int) -> None:
-    path, new = tmp_path / "folder", tmp_path / "folder.partial"
+    path, new = tmp_path / "folder", tmp_path / "folder.1.2.partial"
     path.mkdir()
     (path / "old").write_text("")
     new.mkdir()
-    os.replace(path, tmp_path / "folder.replaced")
+    os.replace(path, tmp_path / "folder.1.2.replaced")
     if renames == 2:
         os.replace(new, path)
     restore_replaced(path)
     assert names(path) == (["old"] if renames == 1 else [])
-    assert not (tmp_path / "folder.replaced").exists()
+    clear_partials(tmp_path)
+    assert names(tmp_path) == ["folder"]
 
 
-def test_removing_begins_with_a_rename(tmp_path: Path) -> None:
+def test_removing_begins_with_a_rename(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "folder").mkdir()
-    (partial_path(tmp_path / "folder") / "left").mkdir(parents=True)  # by a kill in an earlier removal
-    remove_directory(tmp_path / "folder")
+    with monkeypatch.context() as killed:
+        killed.setattr(shutil, "rmtree", lambda *arguments, **options: None)
+        remove_directory(tmp_path / "folder")
+    assert len(names(tmp_path)) == 1 and names(tmp_path) != ["folder"]
+    clear_partials(tmp_path)
     assert names(tmp_path) == []
+
+
+def test_what_somebody_else_named_so_and_what_links_lead_to_stay(tmp_path: Path) -> None:
+    path, theirs = tmp_path / "folder", tmp_path / "theirs"
+    for place in (theirs, tmp_path / "folder.replaced", tmp_path / "folder.partial"):
+        place.mkdir()
+        (place / "thesis").write_text("mine")
+    (tmp_path / "folder.3.4.replaced").symlink_to(theirs)
+    for link in (path, tmp_path / "folder.3.4.partial"):
+        link.symlink_to(theirs)
+    for name in ("old", "new"):
+        with replacing_directory(path) as aside:
+            (aside / name).write_text(name)
+    assert names(path) == ["new"] and not path.is_symlink()
+    remove_directory(path)
+    clear_partials(tmp_path)
+    for place in (theirs, tmp_path / "folder.replaced", tmp_path / "folder.partial"):
+        assert (place / "thesis").read_text() == "mine"
 
 
 def test_a_rename_that_fails_puts_the_old_directory_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

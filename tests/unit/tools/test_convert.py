@@ -121,6 +121,24 @@ def test_keys_per_layer_and_padded_vocabulary(made: Path, tmp_path: Path) -> Non
     assert digest(iterate_weights(tmp_path / "out")) == digest(iterate_weights(model))
 
 
+def test_plans_of_older_megatrons_beside_the_tables_are_read_over(
+    made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from megatron.core.dist_checkpointing.strategies import torch as strategy
+    from torch.distributed.checkpoint.planner import SavePlan
+
+    class MCoreSavePlan(SavePlan):
+        __module__, __qualname__ = strategy.__name__, "MCoreSavePlan"
+
+    monkeypatch.setattr(strategy, "MCoreSavePlan", MCoreSavePlan, raising=False)
+    model, checkpoint = made / "qwen3" / "hf", tmp_path / "checkpoint"
+    write_by_hand(model, checkpoint, padding=0)
+    tables = pickle.loads((checkpoint / ".metadata").read_bytes())
+    tables.all_local_plans = [MCoreSavePlan([])]
+    (checkpoint / ".metadata").write_bytes(pickle.dumps(tables))
+    to_huggingface(checkpoint, tmp_path / "out", model)
+
+
 class Payload:
     """Runs code when it is unpickled."""
 
@@ -229,9 +247,26 @@ def test_out_is_replaced_only_when_asked_and_never_the_checkpoint(case: Any, tmp
     (out / "config.json").write_text("{}")
     (tmp_path / "out.partial").mkdir()  # what a killed conversion leaves
     (tmp_path / "out.partial" / "half").write_text("")
+    (tmp_path / "out.partial" / "conversion.journal").write_text('{"source": {}, "plan": "", "files": ""}\n0 0 0\n')
     assert main([*call, str(out), "--overwrite"]) == 0
     assert digest(iterate_weights(out)) == digest(iterate_weights(reference))
     assert not (out / "notes.txt").exists() and not (out / "half").exists() and not (tmp_path / "out.partial").exists()
+
+
+@pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata", "common.pt", "tokenizer.json"])
+def test_a_source_that_was_saved_over_meanwhile_is_refused(name: str, case: Any, tmp_path: Path) -> None:
+    """With the same size and the same time: only its place on the disk, or the time of the change, is another."""
+    checkpoint, reference, out = case
+    file = next(place / name for place in (checkpoint, reference) if (place / name).exists())
+
+    def save_over(_: Path) -> None:
+        status, content = file.stat(), file.read_bytes()
+        file.write_bytes(content)
+        os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))
+
+    with pytest.raises(ConversionError, match=f"{name}: was written to while it was read") as caught:
+        to_huggingface(checkpoint, out, reference, Options(check=save_over))
+    assert caught.value.exit_code == 4 and not out.exists() and not (tmp_path / "out.partial").exists()
 
 
 def test_full_disk_leaves_nothing(case: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

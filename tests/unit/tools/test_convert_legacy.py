@@ -205,7 +205,12 @@ def test_training_state_beside_the_weights_is_read_and_ignored(case: Any) -> Non
     def add(state: dict[str, Any]) -> None:
         state["args"] = argparse.Namespace(**vars(state["args"]), exit_signal=signal.SIGTERM, save=Path("/somewhere"))
         state["rng_state"] = [{"np_rng_state": numpy.random.RandomState(0).get_state(), "random": (3, (1, 2), None)}]
-        state["optimizer"] = {"state": {0: {"exp_avg": torch.ones(3)}}, "param_groups": [{"lr": 1e-3}]}
+        main = torch.ones(3)  # of the bf16 optimizer, which copies the parameter's attributes
+        main.tensor_model_parallel, main.partition_dim = True, 0  # type: ignore[attr-defined]
+        state["optimizer"] = {
+            "optimizer": {"state": {0: {"exp_avg": torch.ones(3)}}, "param_groups": [{"lr": 1e-3}]},
+            "fp32_from_fp16_params": [[main, torch.nn.Parameter(main)]],
+        }
         state["model"]["decoder.layers.0.mlp.linear_fc1._extra_state"] = io.BytesIO(b"recipe")
         state["model"]["rotary_pos_emb.inv_freq"] = torch.ones(4)
 

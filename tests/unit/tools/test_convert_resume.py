@@ -13,9 +13,11 @@ from typing import Any
 import pytest
 from fixtures import tiny_model
 from rlflow_tools.ckpt_convert.export_model import Options, to_huggingface
+from rlflow_tools.ckpt_convert.writers.directory import WriteOptions, write_directory
 from rlflow_tools.ckpt_convert.writers.journal import Journal
 
 from rlflow.errors import ConversionError
+from rlflow.storage.files import replace_directory
 from rlflow.trainer.base import Trainer
 from tests.unit.tools import killed_conversion
 from tests.unit.tools.killed_conversion import BLOCK_BYTES
@@ -78,7 +80,9 @@ def kill_and_resume(made: Path, place: Path, kills: int, seed: int) -> None:
         out = place / f"out{number:02}"
         left = {path.name for path in place.glob(f"out{number:02}*")}
         assert left <= {f"out{number:02}.partial"} or left == {out.name}, f"killed in call {call}: {left}"
-        if not out.exists():
+        if out.exists():
+            (out / "conversion.journal").unlink(missing_ok=True)  # killed just before it would have removed it
+        else:
             to_huggingface(made / "step", out, made / "hf", RESUME)
         assert contents(out) == contents(place / "whole"), f"killed in call {call}"
         assert not out.with_name(out.name + ".partial").exists()
@@ -147,11 +151,73 @@ def test_two_conversions_cannot_write_the_same_output(made: Path, tmp_path: Path
     to_huggingface(made / "step", tmp_path / "out", made / "hf")
 
 
+@pytest.mark.parametrize("options", [Options(), Options(resume=True)])
+@pytest.mark.parametrize("linked", [False, True])
+def test_a_directory_that_no_conversion_made_is_left_alone(
+    made: Path, tmp_path: Path, options: Options, linked: bool
+) -> None:
+    theirs = tmp_path / ("thesis" if linked else "out.partial")
+    theirs.mkdir()
+    (theirs / "chapter").write_text("mine")
+    if linked:
+        (theirs / "conversion.journal").write_text('{"source": 1, "plan": 2, "files": 3}\n')
+        (tmp_path / "out.partial").symlink_to(theirs)
+    before = contents(theirs)
+    with pytest.raises(ConversionError, match="is left alone") as caught:
+        to_huggingface(made / "step", tmp_path / "out", made / "hf", options)
+    assert caught.value.exit_code == 9 and contents(theirs) == before and not (tmp_path / "out").exists()
+
+
+def test_another_directory_called_replaced_stays(made: Path, tmp_path: Path) -> None:
+    to_huggingface(made / "step", tmp_path / "out", made / "hf")
+    (tmp_path / "out.replaced").mkdir()
+    (tmp_path / "out.replaced" / "chapter").write_text("mine")
+    to_huggingface(made / "step", tmp_path / "out", made / "hf", Options(overwrite=True))
+    assert (tmp_path / "out.replaced" / "chapter").read_text() == "mine"
+
+
+def test_an_output_that_was_finished_meanwhile_is_not_replaced(made: Path, tmp_path: Path) -> None:
+    """Another conversion ends, first before this one begins to write, then before this one gets its name."""
+    out = tmp_path / "out"
+
+    def other(place: Path) -> None:
+        out.mkdir()
+        (out / "config.json").write_text("theirs")
+
+    with pytest.raises(ConversionError, match="exists") as caught:
+        to_huggingface(made / "step", out, made / "hf", Options(check=other))
+    assert caught.value.exit_code == 9 and contents(out) == {"config.json": b"theirs"}
+    with pytest.raises(ConversionError, match="exists"):
+        write_directory(
+            out, [], WriteOptions(), key={}, fill=lambda _: None, complete=lambda _: None, unchanged=list, record={}
+        )
+    assert contents(out) == {"config.json": b"theirs"} and not (tmp_path / "out.partial").exists()
+
+
+def test_the_lock_lasts_until_the_output_has_its_name(
+    made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from rlflow_tools.ckpt_convert.writers import directory
+
+    refused = []
+
+    def rename(partial: Path, out: Path, **options: Any) -> None:
+        with pytest.raises(ConversionError, match="another conversion is writing there") as caught:
+            to_huggingface(made / "step", tmp_path / "out", made / "hf", Options(resume=True))
+        refused.append(caught.value.exit_code)
+        replace_directory(partial, out, **options)
+
+    monkeypatch.setattr(directory, "replace_directory", rename)
+    to_huggingface(made / "step", tmp_path / "out", made / "hf")
+    assert refused == [9] and "conversion.journal" not in contents(tmp_path / "out")
+    assert main(["verify", str(tmp_path / "out")]) == 0
+
+
 def test_an_output_that_was_moved_aside_comes_back(made: Path, tmp_path: Path) -> None:
     """Killed between the two renames of --overwrite, the old output is `.replaced` and the new one still `.partial`."""
     out = tmp_path / "out"
     to_huggingface(made / "step", out, made / "hf")
-    out.rename(tmp_path / "out.replaced")
+    out.rename(tmp_path / "out.17.42.replaced")
     to_huggingface(made / "step", out, made / "hf", Options(resume=True, overwrite=True))
     assert (out / "config.json").is_file()
     assert [path.name for path in tmp_path.iterdir()] == ["out"]

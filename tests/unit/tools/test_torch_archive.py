@@ -70,6 +70,23 @@ def test_reader_finds_windows_of_a_shared_buffer(tmp_path: Path) -> None:
         assert torch.equal(torch.frombuffer(bytearray(data), dtype=window.dtype), expected)
 
 
+def test_reader_finds_tensors_and_parameters_with_attributes(tmp_path: Path) -> None:
+    """Megatron marks parameters (`tensor_model_parallel`), and torch then saves them in another form."""
+    content = {
+        "tensor": torch.arange(3.0).bfloat16(),
+        "parameter": torch.nn.Parameter(torch.arange(4.0)),
+        "plain": torch.nn.Parameter(torch.arange(5.0)),
+    }
+    content["tensor"].tensor_model_parallel = content["parameter"].partition_dim = True  # type: ignore[attr-defined]
+    torch.save(content, tmp_path / "file.pt")
+    with (tmp_path / "file.pt").open("rb") as stream:
+        archive = Archive(stream)
+        found = {name: archive.window(archive.value[name]) for name in content}
+    assert {name: window and (window.shape, window.dtype) for name, window in found.items()} == {
+        name: (tuple(tensor.shape), tensor.dtype) for name, tensor in content.items()
+    }
+
+
 def test_reader_refuses_what_is_no_run_of_bytes(tmp_path: Path) -> None:
     torch.save(torch.arange(6.0).view(2, 3).t(), tmp_path / "file.pt")
     with (tmp_path / "file.pt").open("rb") as stream, pytest.raises(ValueError, match="one after another"):

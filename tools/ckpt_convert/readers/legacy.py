@@ -22,7 +22,7 @@ from rlflow.storage.pickles import Chunk, Inert
 
 from .arguments import described_layout, described_model
 from .join_ranks import RankTensor, join_ranks
-from .source import Content, Record, StoredTensor
+from .source import Content, Record, Stamps, StoredTensor
 from .torch_archive import Archive, Window, explained
 
 FILES = ("model_optim_rng.pt", "model_rng.pt")
@@ -59,6 +59,7 @@ class LegacyRanks:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self.stamps = Stamps(path)
         directories = sorted(directory for directory in path.glob("mp_rank_*") if directory.is_dir())
         self._ranks = _complete(path, [_read(path, directory) for directory in directories])
         experts = self._ranks[0].args.get("expert_tensor_parallel_size") or self.layout["tensor_parallel"]

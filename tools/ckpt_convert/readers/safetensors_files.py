@@ -14,7 +14,7 @@ from rlflow.errors import ConversionError, ExitCode, ModelError
 from rlflow.models.huggingface import INDEX_FILE, WeightFiles, header
 from rlflow.storage.pickles import Chunk
 
-from .source import Content, Record, StoredTensor, identity_of
+from .source import Content, Record, Stamps, StoredTensor, identity_of
 
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64}
 """Of a safetensors header."""
@@ -31,6 +31,7 @@ class HuggingFace:
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
+        self.stamps = Stamps(self.path)
         self.layout: dict[str, int] = {}
         self.described: dict[str, Any] = {}
         self._check_files()

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 import torch
 
+from rlflow.errors import ConversionError, ExitCode
 from rlflow.storage.pickles import Chunk
 
 
@@ -54,6 +55,7 @@ class TensorSource(Protocol):
     """Directory that the chunks' files are relative to."""
     format: str
     tensors: dict[str, StoredTensor]
+    stamps: Stamps
     copies: tuple[tuple[StoredTensor, StoredTensor], ...]
     """Tensors that the source has more than once, with another copy of theirs; they must hold the same bytes."""
 
@@ -77,6 +79,35 @@ class TensorSource(Protocol):
 
     def identity(self) -> dict[str, Any]:
         """`files`: {relative name: [bytes, mtime in ns]}, `headers`: hash of the tables. Equal means: nothing changed."""
+
+
+class Stamps:
+    """What the files of a directory looked like before the first of them was read: size, both times, place on the disk."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._seen = {
+            file.relative_to(path).as_posix(): _stamp(file)
+            for pattern in ("*", "*/*")
+            for file in path.glob(pattern)
+            if file.is_file()
+        }
+
+    def check(self, names: Iterable[str]) -> None:
+        """Raises ConversionError (4) where one of these files is another one now, or was written to."""
+        for name in sorted(names):
+            file = self._path / name
+            if not file.is_file() or self._seen.get(name) != _stamp(file):
+                raise ConversionError(
+                    f"{file}: was written to while it was read, so that what was read may be of two models; convert again "
+                    "when nothing writes there.",
+                    ExitCode.DAMAGED,
+                )
+
+
+def _stamp(file: Path) -> tuple[int, ...]:
+    status = file.stat()
+    return status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_dev, status.st_ino
 
 
 def identity_of(path: Path, files: Iterable[str], headers: Iterable[str]) -> dict[str, Any]:

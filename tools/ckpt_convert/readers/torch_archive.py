@@ -74,8 +74,7 @@ class Archive:
 
     def window(self, tensor: Any) -> Window | None:
         """Where a tensor of `value` lies; None for what is no tensor. Raises ValueError unless its bytes are one run."""
-        if isinstance(tensor, Inert) and type(tensor).__name__ == "_rebuild_parameter":
-            tensor = tensor.arguments[0]
+        tensor = _without_attributes(tensor)
         if not isinstance(tensor, Inert) or type(tensor).__name__ != "_rebuild_tensor_v2":
             return None
         storage, offset, size, stride = tensor.arguments[:4]
@@ -125,6 +124,18 @@ def damaged(file: Path, error: BaseException, where: str = "") -> ConversionErro
         f"{file}{place}: damaged ({type(error).__name__}: {reason}); copy it again or use an earlier checkpoint.",
         ExitCode.DAMAGED,
     )
+
+
+def _without_attributes(value: Any) -> Any:
+    """The tensor that a parameter is made of, or one that was saved with attributes (torch/_tensor.py,
+    Tensor.__reduce_ex__)."""
+    name = type(value).__name__
+    if name == "_rebuild_from_type_v2":
+        function, _, arguments, _ = value.arguments
+        name, value = function.__name__, function(*arguments)
+    if name in ("_rebuild_parameter", "_rebuild_parameter_with_state"):
+        value = value.arguments[0]
+    return value
 
 
 def _contiguous(shape: Sequence[int], stride: Any) -> bool:

@@ -19,7 +19,7 @@ from rlflow.storage.integrity import TRAINER_MANIFEST, read_fingerprints, read_s
 from rlflow.storage.pickles import DAMAGE, DTYPES, Chunk, ForbiddenName, Inert, read_metadata
 
 from .arguments import described_layout, described_model
-from .source import Content, Record, StoredTensor, covers_once, identity_of
+from .source import Content, Record, Stamps, StoredTensor, covers_once, identity_of
 from .torch_archive import Archive, damaged, explained
 
 
@@ -65,6 +65,7 @@ class TorchDist:
 
     def __init__(self, path: str | Path) -> None:
         self.path = locate(Path(path))
+        self.stamps = Stamps(self.path)
         self._check_backend()
         try:
             with (self.path / ".metadata").open("rb") as file:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -40,7 +41,12 @@ def check_output(out: Path, source: Path | None, reference: Path, overwrite: boo
     for name, path in (("checkpoint", source), ("reference", reference)):
         if path is not None and (place == path.resolve() or place in path.resolve().parents):
             raise ConversionError(f"{out}: holds the {name}; choose another directory.", ExitCode.OUTPUT_EXISTS)
-    if not out.exists() and not out.is_symlink():
+    check_replaceable(out, overwrite)
+
+
+def check_replaceable(out: Path, overwrite: bool) -> None:
+    """Raises ConversionError (9) where something stands at `out` that may not be replaced."""
+    if not os.path.lexists(out):
         return
     if not overwrite:
         raise ConversionError(f"{out}: exists; choose another directory or pass --overwrite.", ExitCode.OUTPUT_EXISTS)
@@ -60,43 +66,48 @@ def write_directory(
     key: dict[str, Any],
     fill: Callable[[OutputFiles], None],
     complete: Callable[[Path], None],
+    unchanged: Callable[[], None],
     record: dict[str, Any],
 ) -> dict[str, Any]:
     """Writes a directory and returns its manifest: `record`, and size and checksums of every file.
 
-    fill: writes the blocks of `files` into the outputs. complete: adds the other files to the partial directory. key: what
-    a resumed conversion must agree in. On failure `out` is as it was. Raises ConversionError."""
-    with _partial(out, key, writing.resume) as (partial, journal):
+    fill: writes the blocks of `files` into the outputs. complete: adds the other files to the partial directory. unchanged:
+    raises where what was read has changed since. key: what a resumed conversion must agree in. On failure `out` is as it
+    was. Raises ConversionError."""
+    with _partial(out, key, writing) as (partial, journal):
         with OutputFiles(partial, files, journal) as outputs:
             fill(outputs)
             checksums = outputs.finish(writing.workers, writing.verify != "none")
         complete(partial)
         written = _fingerprints(partial, checksums, writing)
         manifest = write_manifest(partial / EXPORT_MANIFEST, {**record, "verified": writing.verify}, written)
-        journal.remove()
-        replace_directory(partial, out)
+        unchanged()
+        check_replaceable(out, writing.overwrite)  # somebody may have made it meanwhile
+        replace_directory(partial, out, keep_existing=not writing.overwrite)
+        with contextlib.suppress(OSError):
+            (out / JOURNAL).unlink()  # only now: without it nobody could tell whose the directory is
     return manifest
 
 
 @contextlib.contextmanager
-def _partial(out: Path, key: dict[str, Any], resume: bool) -> Iterator[tuple[Path, Journal]]:
-    """`<out>.partial` with its journal. It stays after an interruption, or with `resume`; any other failure removes it."""
-    partial = partial_path(out)
-    with _explained(partial):
-        partial.mkdir(parents=True, exist_ok=True)
-        restore_replaced(out)
+def _partial(out: Path, key: dict[str, Any], writing: WriteOptions) -> Iterator[tuple[Path, Journal]]:
+    """`<out>.partial` with its journal, locked until it has its final name. It stays after an interruption, or with
+    `resume`; any other failure removes it."""
+    partial, resume = partial_path(out), writing.resume
     with _explained(partial), contextlib.closing(Journal.open(partial)) as journal:
-        if resume:
-            journal.resume(key)
-        else:
-            _empty(partial)
-            journal.begin(key)
         try:
+            restore_replaced(out)
+            check_replaceable(out, writing.overwrite)  # another conversion may have ended since the first check
+            if resume:
+                journal.resume(key)
+            else:
+                _empty(partial)
+                journal.begin(key)
             yield partial, journal
         except KeyboardInterrupt:
             raise
         except BaseException:
-            if not resume:
+            if not resume and journal.is_of(partial):
                 shutil.rmtree(partial, ignore_errors=True)
             raise
 

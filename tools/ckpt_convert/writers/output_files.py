@@ -202,7 +202,7 @@ class OutputFiles:
     def _preallocate(self, file: OutputFile) -> None:
         path = self.directory / file.name
         path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
         self._descriptors.append(descriptor)
         if os.fstat(descriptor).st_size > file.size:
             os.ftruncate(descriptor, file.size)
