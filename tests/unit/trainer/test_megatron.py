@@ -268,3 +268,13 @@ def test_the_adaptation_leaves_nothing_behind(make: Any) -> None:
     assert fusions == (rope_utils.fused_apply_rotary_pos_emb, rope_utils.fused_apply_rotary_pos_emb_thd)
     assert parallel_state.create_group is create
     assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize("first_closed", [0, 1], ids=["its maker first", "its maker last"])
+def test_trainers_of_one_process_share_the_groups_until_the_last_is_closed(make: Any, first_closed: int) -> None:
+    trainers = [make(), make()]
+    for trainer in (trainers[first_closed],) * 2:  # twice: a second call must not count again
+        trainer.close()
+    assert trainers[1 - first_closed].update(make_batch(), policy_gradient)["gradient_norm"] > 0
+    trainers[1 - first_closed].close()
+    assert not torch.distributed.is_initialized()
