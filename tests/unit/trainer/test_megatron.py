@@ -199,9 +199,33 @@ def test_non_finite_gradients_stop_before_the_weights_change(make: Any, model: P
     trainer, batch = make(), make_batch()
     advantages = batch.advantages.clone()
     advantages[0, -1] = value
-    with pytest.raises(RLFlowError, match="gradient norm is"):
+    with pytest.raises(RLFlowError, match="the loss is"):
         trainer.update(batch.replace(advantages=advantages), policy_gradient)
     assert digest(trainer.weights()) == digest(iterate_weights(model))
+
+
+@pytest.mark.parametrize("backend", ["megatron", "reference"])
+def test_a_loss_that_is_not_finite_is_refused_though_its_gradients_are(make: Any, backend: str) -> None:
+    def endless(output: PolicyOutput, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
+        return output.logprobs + torch.inf, {}
+
+    trainer, batch = make(backend=backend), make_batch()
+    before = digest(trainer.weights())
+    with pytest.raises(RLFlowError, match=r"the loss is (inf|nan), expected a finite number"):
+        trainer.update(batch, endless)
+    assert digest(trainer.weights()) == before
+
+
+@pytest.mark.parametrize("backend", ["megatron", "reference"])
+def test_an_update_without_gradient_moves_nothing_not_even_by_momentum(make: Any, backend: str) -> None:
+    trainer, batch = make(backend=backend, optimizer={"name": "adamw", "weight_decay": 0.1}), make_batch()
+    assert "updates_skipped" not in trainer.update(batch, policy_gradient)
+    before = digest(trainer.weights())
+    metrics = trainer.update(batch.replace(advantages=torch.zeros_like(batch.advantages)), policy_gradient)
+    assert (metrics["gradient_norm"], metrics["updates_skipped"]) == (0.0, 1.0)
+    assert digest(trainer.weights()) == before
+    trainer.update(batch, policy_gradient)
+    assert digest(trainer.weights()) != before
 
 
 def test_a_summed_loss_is_refused(make: Any) -> None:
