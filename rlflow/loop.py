@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from collections.abc import Sequence
 from typing import Any
@@ -61,7 +62,7 @@ def training_step(
     batch = batch.replace(advantages=advantages[:, None] * batch.loss_mask if advantages.dim() == 1 else advantages)
     updates = []
     for epoch in range(algorithm.epochs_per_step):
-        shuffle = torch.Generator().manual_seed(hash((algorithm.seed, step, epoch)) & 0x7FFFFFFF)
+        shuffle = torch.Generator().manual_seed(shuffle_seed(algorithm.seed, step, epoch))
         for minibatch in split_minibatches(batch, algorithm.minibatches_per_step, shuffle):
             minibatch = minibatch.replace(weights=algorithm.aggregate(minibatch))
             if algorithm.transforms:
@@ -71,7 +72,17 @@ def training_step(
                 if algorithm.loss.vanishes_at_zero_advantage:
                     minibatch = rows_with_advantage(minibatch)
                 updates.append(trainer.update(minibatch, algorithm.loss))
+    idle = sum("updates_skipped" in update for update in updates)
+    if idle:
+        told = "step %d: no gradient in %d of %d updates (all advantages are 0): the weights stayed as they were there"
+        logger.warning(told, step, idle, len(updates))
     return step_metrics(trajectories, batch, updates, algorithm)
+
+
+def shuffle_seed(seed: int, step: int, epoch: int) -> int:
+    """63 bits from a digest, as the seeds of the rollout: `hash` gives -1 and -2 the same, and other numbers elsewhere."""
+    text = f"{seed}/{step}/minibatches/{epoch}"
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
 
 
 def score_step(batch: Batch, trainer: Trainer, needs: frozenset[str]) -> Batch:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from rlflow.cluster.session import LOOPBACK
 from rlflow.cluster.wire import pack, unpack_batch
+from rlflow.matmul import PRODUCTS, Library
 from rlflow.metrics.memory import PeakMemory
 from rlflow.trainer.base import LossFunction, Trainer
 
@@ -19,7 +20,7 @@ from rlflow.trainer.base import LossFunction, Trainer
 class TrainerRank:
     """One rank: lives in a Ray actor and holds a trainer. Answers are given by rank 0, None elsewhere."""
 
-    def __init__(self, threads: int, gpus: float, local: bool) -> None:
+    def __init__(self, threads: int, gpus: float, local: bool, products: dict[str, Library]) -> None:
         self.local = local
         self.gpus = gpus
         self.rank = 0
@@ -28,6 +29,7 @@ class TrainerRank:
         self.stream: Iterator[tuple[str, Tensor]] = iter(())
         self.memory = PeakMemory()
         torch.set_num_threads(threads)
+        PRODUCTS.fix(products)  # those of the driver: ranks that measured for themselves might differ
         if not gpus:
             os.environ["CUDA_VISIBLE_DEVICES"] = ""
         if local:

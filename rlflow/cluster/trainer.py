@@ -21,6 +21,7 @@ from rlflow.cluster.session import RaySession, connect, first_line
 from rlflow.cluster.wire import pack_batch, unpack
 from rlflow.components import file_modules
 from rlflow.errors import ConfigError, RLFlowError
+from rlflow.matmul import PRODUCTS
 from rlflow.metrics.memory import highest
 from rlflow.trainer.base import LossFunction, Trainer
 from rlflow.trainer.layout import ParallelLayout
@@ -138,10 +139,11 @@ class RayTrainer(Trainer):
                 f"cluster: no room for {ranks} ranks with {bundle} each within {PLACEMENT_TIMEOUT_S:.0f} s; Ray has "
                 f"{found} in all; lower cluster.ranks, threads_per_rank or gpus_per_rank, or add nodes"
             )
+        products = dict(PRODUCTS.chosen())
         actor_class = ray.remote(num_cpus=threads, num_gpus=gpus, max_restarts=0)(TrainerRank)
         for index in range(ranks):
             strategy = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=index)
-            self._actors.append(actor_class.options(scheduling_strategy=strategy).remote(threads, gpus, local))
+            self._actors.append(actor_class.options(scheduling_strategy=strategy).remote(threads, gpus, local, products))
         nodes = self._gather(self._submit("node"))
         self._actors = [actor for _, actor in sorted(zip(nodes, self._actors, strict=True), key=lambda pair: pair[0])]
         host, port = self._gather([self._actors[0].open_rendezvous.remote(ranks)])[0]

@@ -186,10 +186,23 @@ def machine_rows(gpus: list[str]) -> list[tuple[str, str]]:
         ("python", f"{platform.python_version()} ({sys.executable})"),
         ("system", f"{platform.system()} {platform.machine()}"),
         ("cores", f"{cores} usable; OMP_NUM_THREADS={threads or 'unset'} OMP_WAIT_POLICY={policy or 'unset'}{advice}"),
+        ("products", products_text()),
         ("memory", memory_text()),
         ("disk", f"{disk:.0f} GiB free here"),
         ("GPU", ", ".join(gpus) or "none"),
     ]
+
+
+def products_text() -> str:
+    """Which library computes float32 products on the CPU, for which class of them."""
+    if importlib.util.find_spec("torch") is None:
+        return "unknown (torch is missing)"
+    from rlflow import matmul
+
+    chosen = matmul.PRODUCTS.chosen()
+    parts = [(library, [name for name, taken in chosen.items() if taken == library]) for library in matmul.LIBRARIES]
+    told = "; ".join(f"{library} for {', '.join(names)}" for library, names in parts if names)
+    return f"{told} ({matmul.processor_name()}; {matmul.VARIABLE}={os.environ.get(matmul.VARIABLE, 'auto')})"
 
 
 def memory_text() -> str:

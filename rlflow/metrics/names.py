@@ -70,7 +70,7 @@ METRICS: Metrics = {
     "train/reward": Metric("reward", "mean return of the usable episodes"),
     "train/gradient_norm": Metric("1", "global L2 norm before clipping, mean over minibatches"),
     "train/lr": Metric("1", "learning rate of the step's last minibatch"),
-    "train/clip_fraction": Metric("share", "of trained tokens whose ratio was clipped"),
+    "train/clip_fraction": Metric("share", "of trained tokens in the rows that were fed whose ratio was clipped"),
     "train/ratio": Metric(
         "1", "mean importance ratio, policy / old policy (the kernel's anchor), over trained tokens"
     ),
@@ -86,6 +86,9 @@ METRICS: Metrics = {
     "train/tokens": Metric("tokens", "trained in the step (loss mask)"),
     "train/fed_tokens": Metric("tokens", "in the training rows, padding excluded"),
     "train/microbatches": Metric("count", "per optimizer step and data-parallel rank"),
+    "train/updates_skipped": Metric(
+        "count", "updates of the step without any gradient: the optimizer made no step; left out where it is 0", "sum"
+    ),
     "rollout/episodes": Metric("count", "collected in the step, aborted ones included"),
     "rollout/turns": Metric("per episode", "responses of the policy"),
     "rollout/response_tokens": Metric("tokens/episode", "sampled by the policy"),

@@ -15,6 +15,7 @@ from rlflow.config.redaction import redact
 from rlflow.config.schema import RunConfig
 from rlflow.environment import Environment
 from rlflow.errors import DataError
+from rlflow.matmul import PRODUCTS
 from rlflow.metrics.sinks import MetricsLog, make_sinks
 from rlflow.rollout import Rollout, Tokenizer
 from rlflow.run.directory import RunDirectory
@@ -28,6 +29,8 @@ logger = logging.getLogger(__name__)
 
 def make_rollout(config: RunConfig) -> Rollout:
     """The rollout of a configuration over a new engine and environment; the caller closes it."""
+    if config.run.deterministic:
+        PRODUCTS.fix()
     section = config.rollout
     tokenizer = Tokenizer.from_pretrained(config.model.path, trust_remote_code=config.model.trust_remote_code)
     environment: Environment = ENVIRONMENT.build(config.environment)
@@ -87,6 +90,8 @@ def make_trainer(config: RunConfig) -> Trainer:
 
     Raises ConfigError where ranks and parallel sizes do not fit, MissingPackageError without Ray.
     """
+    if config.run.deterministic:
+        PRODUCTS.fix()
     section, ranks = config.trainer.decaying_over(config.updates), config.cluster.ranks
     section.check(ranks)
     options = dataclasses.asdict(section)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
+from rlflow.errors import RLFlowError
 from rlflow.types import Batch, Reduction
 
 
@@ -36,3 +38,17 @@ def finish_metrics(totals: Mapping[str, float], reductions: Mapping[str, Reducti
         name: value if name == "loss" or reductions.get(name, "mean") != "mean" else value / share
         for name, value in totals.items()
     }
+
+
+def check_loss(loss: float, updates: int) -> None:
+    """Raises RLFlowError where the loss of an update is not finite: its gradients may be, and mean nothing then."""
+    if not math.isfinite(loss):
+        raise RLFlowError(
+            f"update {updates}: the loss is {loss}, expected a finite number; the weights were not changed. Look for "
+            "non-finite advantages, log-probs or weights in the batch, or lower trainer.lr."
+        )
+
+
+def skipped(norm: float) -> dict[str, float]:
+    """The metric of an update whose gradient was 0 everywhere, so that the optimizer made no step."""
+    return {"updates_skipped": 1.0} if norm == 0 else {}

@@ -34,7 +34,7 @@ from rlflow.storage.integrity import (
 )
 from rlflow.trainer.base import LossFunction, Trainer
 from rlflow.trainer.options import TrainerOptions, torch_dtype
-from rlflow.trainer.reducing import combine, finish_metrics, reduce_tokens
+from rlflow.trainer.reducing import check_loss, combine, finish_metrics, reduce_tokens, skipped
 from rlflow.types import Batch, Loss, PolicyOutput, as_loss
 
 FILES = ("policy.safetensors", "snapshots.safetensors", "optimizer.pt")
@@ -138,10 +138,11 @@ class ReferenceTrainer(Trainer):
                 found = reduce_tokens(value, part, loss.reductions.get(name, "mean"))
                 totals[name] = combine(totals.get(name), found, loss.reductions.get(name, "mean"))
         totals = finish_metrics(totals, loss.reductions, batch)
+        check_loss(totals["loss"], self.updates)
         rate = self.learning_rate(self.updates)
         norm = self._step(rate)
         counts = {"tokens": float(batch.lengths.sum()), "microbatches": float(len(microbatches))}
-        return {**totals, "gradient_norm": norm, "lr": rate, **counts}
+        return {**totals, "gradient_norm": norm, "lr": rate, **counts, **skipped(norm)}
 
     def snapshot(self, name: str) -> None:
         if name == "policy":
@@ -232,6 +233,8 @@ class ReferenceTrainer(Trainer):
                 f"trainer: the gradient norm of update {self.updates} is {norm}, the weights were left as they are; look at the "
                 "batch's advantages and log-probs, or lower trainer.lr"
             )
+        if norm == 0:  # the moments alone would move the weights, and nothing asked for that
+            return norm
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         self.optimizer.step()

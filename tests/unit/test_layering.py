@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[2]
 BASIS = {"types", "errors"}
 ALLOWED: dict[str, set[str]] = {
     "errors": set(),
-    "matmul": set(),
+    "matmul": {"errors"},
     "values": {"errors"},
     "types": {"errors"},
     "components": {"values", "errors"},
@@ -28,13 +28,13 @@ ALLOWED: dict[str, set[str]] = {
     "rollout": {"environment", "models", "matmul", "components", *BASIS},
     "trainer": {"batching", "models", "matmul", "storage", "components", "values", *BASIS},
     "config": {"trainer", "storage", "components", "values", "errors"},
-    "cluster": {"trainer", "metrics", "components", *BASIS},
+    "cluster": {"trainer", "metrics", "components", "matmul", *BASIS},
     # What surrounds the loop; the loop itself; the commands.
     "run": {"batching", "cluster", "config", "rollout", "trainer", "algorithms", "environment", "models", "metrics", "storage",
-            "components", *BASIS},
+            "components", "matmul", *BASIS},
     "loop": {"run", "config", "rollout", "trainer", "algorithms", "batching", "metrics", *BASIS},
     "commands": {"__init__", "loop", "run", "config", "rollout", "environment", "models", "metrics", "storage", "components",
-                 *BASIS},
+                 "matmul", *BASIS},
     "__main__": {"commands"},
     # under TYPE_CHECKING
     "__init__": {"loop", "commands", "metrics", "config", "rollout", "trainer", "environment", "batching", *BASIS},

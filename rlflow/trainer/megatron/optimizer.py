@@ -82,6 +82,8 @@ def zero_gradients(model: Sequence[DistributedDataParallel], optimizer: Megatron
 def step(optimizer: MegatronOptimizer, lr: float) -> float:
     """Clips and applies the accumulated gradients; returns their norm before clipping, over all ranks.
 
+    Where the norm is 0, nothing is applied: the moments alone would move the weights, and nothing asked for that.
+
     Raises RLFlowError, and leaves the weights alone, where the norm is not finite."""
     for group in optimizer.param_groups:
         group["lr"] = lr
@@ -92,6 +94,8 @@ def step(optimizer: MegatronOptimizer, lr: float) -> float:
             f"update: the gradient norm is {norm}; the weights were not changed. Look for non-finite advantages, "
             "log-probs or weights in the batch, or lower trainer.lr."
         )
+    if norm == 0:
+        return norm
     # Applied to the buffer at once: Megatron's own clipping walks the parameters one by one.
     limit = optimizer.config.clip_grad
     if limit > 0 and norm > limit:

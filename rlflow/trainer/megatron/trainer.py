@@ -17,7 +17,7 @@ from rlflow.trainer.base import LossFunction, Trainer
 from rlflow.trainer.megatron import checkpoint, cpu, offload, optimizer, step, world
 from rlflow.trainer.megatron.model import build_model, gather_weights, load_weights, named_parameters
 from rlflow.trainer.options import TrainerOptions, torch_dtype
-from rlflow.trainer.reducing import finish_metrics
+from rlflow.trainer.reducing import check_loss, finish_metrics, skipped
 from rlflow.types import Batch, Loss, as_loss
 
 SCORES = ("logprobs", "entropy")
@@ -85,16 +85,18 @@ class MegatronTrainer(Trainer):
                 offload.restore_gradients(self._model)
             optimizer.zero_gradients(self._model, self._optimizer)
             metrics = step.forward_backward(self._model, self._world, microbatches, loss, tokens)
+            check_loss(metrics["loss"], self._updates)  # all ranks know it: they raise together
             norm = optimizer.step(self._optimizer, rate)
             if self._release_gradients:
                 offload.release_gradients(self._model)
-        self._updates += 1
+        self._updates += norm > 0
         return {
             **finish_metrics(metrics, loss.reductions, batch),
             "gradient_norm": norm,
             "lr": rate,
             "tokens": float(tokens),
             "microbatches": float(len(microbatches)),
+            **skipped(norm),
         }
 
     def score(self, batch: Batch, model: str = "policy", want: Sequence[str] = ("logprobs",)) -> dict[str, Tensor]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -16,9 +17,9 @@ from rlflow.trainer.layout import ParallelLayout
 from rlflow.trainer.megatron.cpu import adapted, sharing_groups
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class World:
-    """This rank's place in a layout. `made_process_group` and `made_groups` say what `leave` has to take down."""
+    """This rank's place in a layout: a trainer's, until it `leave`s. Every trainer of a process has its own."""
 
     layout: ParallelLayout
     data_parallel: int
@@ -26,8 +27,6 @@ class World:
     pipeline_rank: int
     context_rank: int
     data_rank: int
-    made_process_group: bool
-    made_groups: bool
 
     @property
     def tensor_parallel(self) -> int:
@@ -72,17 +71,29 @@ class World:
         return dist.get_process_group_ranks(self.pipeline_group)[stage]
 
 
+@dataclass
+class _Groups:
+    """The groups of this process, which torch and megatron-core hold once for all: whether `join` made them (what a caller made
+    is his to end), and the worlds that stand on them."""
+
+    process_group: bool = False
+    model_parallel: bool = False
+    worlds: WeakSet[World] = field(default_factory=WeakSet)
+
+
+_GROUPS = _Groups()
+
+
 def join(layout: ParallelLayout, seed: int) -> World:
     """Lays the model-parallel groups over the ranks of torch.distributed; where there are none, over this process alone.
 
     Raises ConfigError where the ranks cannot be divided so, or another trainer of this process divided them otherwise."""
     data_parallel = layout.data_parallel(dist.get_world_size() if dist.is_initialized() else 1)
-    made_process_group = not dist.is_initialized()
-    if made_process_group:
+    if not dist.is_initialized():
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-    made_groups = not parallel_state.model_parallel_is_initialized()
-    if made_groups:
+        _GROUPS.process_group = True
+    if not parallel_state.model_parallel_is_initialized():
         with sharing_groups():
             parallel_state.initialize_model_parallel(
                 layout.tensor_parallel,
@@ -91,19 +102,20 @@ def join(layout: ParallelLayout, seed: int) -> World:
                 context_parallel_size=layout.context_parallel,
                 create_gloo_process_groups=False,
             )
+        _GROUPS.model_parallel = True
     _check_groups(layout)
     with adapted(), torch.random.fork_rng(devices=[]):  # seeding Megatron's generators must not touch the caller's
         model_parallel_cuda_manual_seed(seed)
-    return World(
+    world = World(
         layout=layout,
         data_parallel=data_parallel,
         tensor_rank=parallel_state.get_tensor_model_parallel_rank(),
         pipeline_rank=parallel_state.get_pipeline_model_parallel_rank(),
         context_rank=parallel_state.get_context_parallel_rank(),
         data_rank=parallel_state.get_data_parallel_rank(),
-        made_process_group=made_process_group,
-        made_groups=made_groups,
     )
+    _GROUPS.worlds.add(world)
+    return world
 
 
 def _check_groups(layout: ParallelLayout) -> None:
@@ -123,12 +135,21 @@ def _check_groups(layout: ParallelLayout) -> None:
 
 
 def leave(world: World) -> None:
-    """Takes down the groups that `join` made. gloo's threads, some 50 per rank, end once nothing refers to a group."""
-    if world.made_groups and parallel_state.model_parallel_is_initialized():
+    """Ends a world; with the last one, takes down the groups that `join` made. May be called twice.
+
+    gloo's threads, some 50 per rank, end once nothing refers to a group."""
+    if world not in _GROUPS.worlds:
+        return
+    _GROUPS.worlds.discard(world)
+    RotaryEmbedding.forward.cache_clear()  # remembers its model, and that its groups
+    if _GROUPS.worlds:
+        return
+    made_groups, _GROUPS.model_parallel = _GROUPS.model_parallel, False
+    made_process_group, _GROUPS.process_group = _GROUPS.process_group, False
+    if made_groups and parallel_state.model_parallel_is_initialized():
         groups = {group for group in parallel_state._global_process_group_list if isinstance(group, ProcessGroup)}
         parallel_state.destroy_model_parallel()  # forgets them only
-        RotaryEmbedding.forward.cache_clear()  # remembers its model, and that its groups
         for group in groups:
             dist.destroy_process_group(group)
-    if world.made_process_group and dist.is_initialized():
+    if made_process_group and dist.is_initialized():
         dist.destroy_process_group()

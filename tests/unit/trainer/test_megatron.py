@@ -199,9 +199,33 @@ def test_non_finite_gradients_stop_before_the_weights_change(make: Any, model: P
     trainer, batch = make(), make_batch()
     advantages = batch.advantages.clone()
     advantages[0, -1] = value
-    with pytest.raises(RLFlowError, match="gradient norm is"):
+    with pytest.raises(RLFlowError, match="the loss is"):
         trainer.update(batch.replace(advantages=advantages), policy_gradient)
     assert digest(trainer.weights()) == digest(iterate_weights(model))
+
+
+@pytest.mark.parametrize("backend", ["megatron", "reference"])
+def test_a_loss_that_is_not_finite_is_refused_though_its_gradients_are(make: Any, backend: str) -> None:
+    def endless(output: PolicyOutput, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
+        return output.logprobs + torch.inf, {}
+
+    trainer, batch = make(backend=backend), make_batch()
+    before = digest(trainer.weights())
+    with pytest.raises(RLFlowError, match=r"the loss is (inf|nan), expected a finite number"):
+        trainer.update(batch, endless)
+    assert digest(trainer.weights()) == before
+
+
+@pytest.mark.parametrize("backend", ["megatron", "reference"])
+def test_an_update_without_gradient_moves_nothing_not_even_by_momentum(make: Any, backend: str) -> None:
+    trainer, batch = make(backend=backend, optimizer={"name": "adamw", "weight_decay": 0.1}), make_batch()
+    assert "updates_skipped" not in trainer.update(batch, policy_gradient)
+    before = digest(trainer.weights())
+    metrics = trainer.update(batch.replace(advantages=torch.zeros_like(batch.advantages)), policy_gradient)
+    assert (metrics["gradient_norm"], metrics["updates_skipped"]) == (0.0, 1.0)
+    assert digest(trainer.weights()) == before
+    trainer.update(batch, policy_gradient)
+    assert digest(trainer.weights()) != before
 
 
 def test_a_summed_loss_is_refused(make: Any) -> None:
@@ -268,3 +292,13 @@ def test_the_adaptation_leaves_nothing_behind(make: Any) -> None:
     assert fusions == (rope_utils.fused_apply_rotary_pos_emb, rope_utils.fused_apply_rotary_pos_emb_thd)
     assert parallel_state.create_group is create
     assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize("first_closed", [0, 1], ids=["its maker first", "its maker last"])
+def test_trainers_of_one_process_share_the_groups_until_the_last_is_closed(make: Any, first_closed: int) -> None:
+    trainers = [make(), make()]
+    for trainer in (trainers[first_closed],) * 2:  # twice: a second call must not count again
+        trainer.close()
+    assert trainers[1 - first_closed].update(make_batch(), policy_gradient)["gradient_norm"] > 0
+    trainers[1 - first_closed].close()
+    assert not torch.distributed.is_initialized()

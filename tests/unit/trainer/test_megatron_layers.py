@@ -26,13 +26,15 @@ def test_swiglu_and_its_gradient(draw: torch.Generator) -> None:
     assert torch.autograd.gradcheck(module, both)
 
 
-@pytest.mark.parametrize("threshold", [0, 1 << 62], ids=["oneDNN", "MKL"])
+@pytest.mark.parametrize("library", products.LIBRARIES)
 @pytest.mark.parametrize("buffered", [False, True])
 def test_a_linear_layer_and_its_gradients(
-    draw: torch.Generator, monkeypatch: pytest.MonkeyPatch, threshold: int, buffered: bool
+    draw: torch.Generator, monkeypatch: pytest.MonkeyPatch, library: products.Library, buffered: bool
 ) -> None:
     """Against double precision; the weight's gradient is added to Megatron's buffer where there is one."""
-    monkeypatch.setattr(products, "ONEDNN_MULTIPLICATIONS", threshold)
+    monkeypatch.setattr(products, "ONEDNN_MULTIPLICATIONS", 0)
+    monkeypatch.setattr(products, "PRODUCTS", products.Products())
+    products.PRODUCTS.fix(dict.fromkeys(products.CLASSES, library))
     values = [torch.randn(shape, generator=draw) for shape in ((5, 2, 8), (6, 8), (6,))]
     inputs, weight, bias = (value.clone().requires_grad_() for value in values)
     exact = [value.double().requires_grad_() for value in values]
