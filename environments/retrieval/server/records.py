@@ -12,6 +12,7 @@ import numpy as np
 import orjson
 
 from rlflow.errors import DataError
+from rlflow_environments.common.text import load_json
 from rlflow_environments.retrieval.corpus import Passage, make_contents, parse_passage
 from rlflow_environments.retrieval.server.offsets import ShareProgress, map_file, map_offsets
 
@@ -44,7 +45,7 @@ class StoredCorpus(Sequence[Passage]):
         """A record as a JSON object that has `id`, `contents` and `url`: as it stands if it has them, else completed."""
         start, length, whole = self._entries[row].item()
         record = self._map[start : start + length]
-        return record if whole else dump_json(complete_document(row, _load_json(record)))
+        return record if whole else dump_json(complete_document(row, load_record(record)))
 
     def _check(self, record: bytes, row: int) -> bool:
         fields = _strings(record, ("id", "contents", "url"))
@@ -90,7 +91,7 @@ class Pages:
             row = int(self._rows[place])
             if self._url(row) == url:
                 record = self._record(row)
-                return record if self._entries[row]["whole"] else dump_json(_load_json(record))
+                return record if self._entries[row]["whole"] else dump_json(load_record(record))
             place -= 1
         return None
 
@@ -99,13 +100,13 @@ class Pages:
         return self._map[start : start + length]
 
     def _url(self, row: int) -> str:
-        return _load_json(self._record(row))["url"]
+        return load_record(self._record(row))["url"]
 
     def _check(self, record: bytes, row: int) -> bool:
         if all(_strings(record, ("url", "contents"))):
             return True
         try:
-            page = _load_json(record)
+            page = load_record(record)
         except ValueError as problem:
             raise DataError(f"{self.path}: row {row}: not JSON ({problem}). Fix or remove it.") from None
         texts = isinstance(page, dict) and isinstance(page.get("url"), str) and isinstance(page.get("contents"), str)
@@ -132,12 +133,12 @@ def dump_json(value: Any) -> bytes:
         return json.dumps(value).encode()
 
 
-def _load_json(record: bytes) -> Any:
-    """What Python's reader takes: also NaN and lone surrogates, which orjson refuses."""
+def load_record(record: bytes) -> Any:
+    """What Python's reader takes: also NaN and lone surrogates (as U+FFFD), which orjson refuses."""
     try:
         return orjson.loads(record)
     except orjson.JSONDecodeError:
-        return json.loads(record)
+        return load_json(record)
 
 
 def _strings(record: bytes, keys: Sequence[str]) -> list[str | None]:
