@@ -58,11 +58,26 @@ def read_meta(folder: Path) -> IndexMeta:
         raise DataError(f"{folder}: expected an index made by `rlflow search build`, found {found}.")
     try:
         meta = IndexMeta(**json.loads(path.read_bytes()))
-    except (ValueError, TypeError) as problem:
-        raise DataError(f"{path}: cannot be read ({problem}). Build the index again.") from None
+        _check_types(meta)
+    except (ValueError, TypeError, KeyError, RecursionError) as problem:
+        raise DataError(f"{path}: cannot be read ({str(problem)[:200]}). Build the index again.") from None
     if meta.format != FORMAT:
         raise DataError(f"{path}: format {meta.format}; this version reads format {FORMAT}. Build the index again.")
     return meta
+
+
+def _check_types(meta: IndexMeta) -> None:
+    """Raises ValueError, TypeError or KeyError for what no build writes."""
+    numbers = (meta.dimensions, meta.count, meta.corpus["bytes"], meta.corpus["modified_ns"])
+    if not all(type(number) is int and number >= 0 for number in numbers):
+        raise ValueError(f"expected numbers of 0 or more, found {numbers}")
+    texts = [meta.kind, meta.metric, meta.corpus["path"], meta.corpus["sha256"]]
+    if meta.encoder is not None:
+        texts += [meta.encoder["family"], meta.encoder["sha256"]]
+    if not all(isinstance(text, str) for text in texts):
+        raise ValueError("expected texts for kind, metric, paths, family and hashes")
+    if meta.embeddings is not None and meta.embeddings not in EMBEDDINGS:
+        raise ValueError(f"embeddings: expected one of {', '.join(EMBEDDINGS)}, found {meta.embeddings!r}")
 
 
 def write_meta(folder: Path, meta: IndexMeta) -> None:

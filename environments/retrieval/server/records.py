@@ -13,7 +13,7 @@ import orjson
 
 from rlflow.errors import DataError
 from rlflow_environments.common.text import load_json
-from rlflow_environments.retrieval.corpus import Passage, make_contents, parse_passage
+from rlflow_environments.retrieval.corpus import EmptyRow, Passage, RowCheck, make_contents, parse_passage, row_number
 from rlflow_environments.retrieval.server.offsets import ShareProgress, map_file, map_offsets
 
 
@@ -23,7 +23,9 @@ class StoredCorpus(Sequence[Passage]):
     def __init__(self, path: str | Path, *, progress: ShareProgress = lambda share: None) -> None:
         """Maps the file and its offsets; the first time every row is checked. Raises DataError: no such file, a bad row."""
         self.path, self._map = map_file(path, "corpus")
-        self._entries, self.sha256 = map_offsets(self.path, self._map, self._check, progress)
+        self._rows = RowCheck(self.path)
+        self._entries, self._gaps, self.sha256 = map_offsets(self.path, self._map, self._check, progress)
+        self._rows.report()
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -39,19 +41,24 @@ class StoredCorpus(Sequence[Passage]):
             return [self[row] for row in range(*index.indices(len(self)))]
         row = range(len(self))[index]
         start, length, _ = self._entries[row].item()
-        return parse_passage(self._map[start : start + length], row, self.path)
+        return parse_passage(self._map[start : start + length], row_number(self._gaps, row), self.path)
 
     def document(self, row: int) -> bytes:
         """A record as a JSON object that has `id`, `contents` and `url`: as it stands if it has them, else completed."""
         start, length, whole = self._entries[row].item()
         record = self._map[start : start + length]
-        return record if whole else dump_json(complete_document(row, load_record(record)))
+        return record if whole else dump_json(complete_document(row_number(self._gaps, row), load_record(record)))
 
-    def _check(self, record: bytes, row: int) -> bool:
-        fields = _strings(record, ("id", "contents", "url"))
-        if all(fields):
+    def _check(self, record: bytes, number: int) -> bool | None:
+        name, contents, url = _strings(record, ("id", "contents", "url"))
+        if name and url and contents and contents.strip():
+            self._rows.keep(name)
             return True
-        parse_passage(record, row, self.path)
+        try:
+            self._rows.keep(parse_passage(record, number, self.path).id)
+        except EmptyRow:
+            self._rows.skip()
+            return None
         return False
 
 
@@ -61,7 +68,7 @@ class Pages:
     def __init__(self, path: str | Path, *, progress: ShareProgress = lambda share: None) -> None:
         """Maps the file and its offsets and hashes every URL. Raises DataError: no such file, a page without URL or contents."""
         self.path, self._map = map_file(path, "pages")
-        self._entries, self.sha256 = map_offsets(self.path, self._map, self._check, lambda share: progress(share / 2))
+        self._entries, _, self.sha256 = map_offsets(self.path, self._map, self._check, lambda share: progress(share / 2))
         hashes = np.empty(len(self), np.uint64)
         for row in range(len(self)):
             hashes[row] = _hash(self._url(row))
@@ -107,8 +114,8 @@ class Pages:
             return True
         try:
             page = load_record(record)
-        except ValueError as problem:
-            raise DataError(f"{self.path}: row {row}: not JSON ({problem}). Fix or remove it.") from None
+        except (ValueError, RecursionError) as problem:
+            raise DataError(f"{self.path}: row {row}: not JSON ({str(problem)[:100]}). Fix or remove it.") from None
         texts = isinstance(page, dict) and isinstance(page.get("url"), str) and isinstance(page.get("contents"), str)
         if not texts:
             raise DataError(f"{self.path}: row {row}: expected 'url' and 'contents' as text. Fix or remove it.")
