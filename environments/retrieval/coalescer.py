@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import heapq
 import itertools
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -16,6 +16,8 @@ from typing import Any, Generic, Protocol, TypeVar
 from rlflow_environments.retrieval.errors import QueueFullError
 
 Hit = TypeVar("Hit")
+_AT_A_TURN = 16  # queries of one request that are searched before the next request has its turn
+_BATCH_CHARACTERS = 65_536  # of a batch, and one query more: others wait for its end
 Key = tuple[str, int]
 """(query, top_k): searches of one key have one result."""
 
@@ -56,12 +58,17 @@ class PendingSearch(Generic[Hit]):
 
 @dataclass(eq=False)
 class _Lookup(Generic[Hit]):
-    """One distinct search, and the places in the callers' results that it fills. number: in order of arrival."""
+    """One distinct search, and the places in the callers' results that it fills. turn: when it
+    is searched, before larger ones; number: in order of arrival, among equal turns."""
 
     query: str
     top_k: int
+    turn: int
     number: int
     callers: list[tuple[PendingSearch[Hit], int]] = field(default_factory=list)
+
+    def __lt__(self, other: _Lookup[Hit]) -> bool:
+        return (self.turn, self.number) < (other.turn, other.number)
 
     def begin(self, now: float) -> bool:
         """Whether anybody still waits for it; records for how long."""
@@ -73,6 +80,7 @@ class _Lookup(Generic[Hit]):
 class CoalescedSearch(Generic[Hit]):
     """Searches one query at a time for its callers, in batches for the retriever.
 
+    Requests take turns: of one with many queries some are searched, then those of others.
     One thread owns the retriever: what arrives while it searches is the next batch, so nobody ever waits for a batch to fill.
     No request can see another: a batch has one top_k, an equal search that is waiting or under way is joined but answered with
     a list of one's own, and when a batch fails each of its searches is tried again alone, so that only the one at fault fails.
@@ -93,7 +101,8 @@ class CoalescedSearch(Generic[Hit]):
         self._max_waiting = max_waiting
         self._on_batch = on_batch
         self._lookups: dict[Key, _Lookup[Hit]] = {}  # waiting or under way
-        self._waiting: dict[int, deque[_Lookup[Hit]]] = {}  # by top_k; no empty ones
+        self._waiting: dict[int, list[_Lookup[Hit]]] = {}  # heaps by top_k; no empty ones
+        self._turn = 0  # of the search that was taken up last
         self._waiting_count = 0
         self._numbers = itertools.count()
         self._lock = threading.Lock()
@@ -121,8 +130,9 @@ class CoalescedSearch(Generic[Hit]):
             for slot, query in enumerate(queries):
                 lookup = self._lookups.get((query, top_k))
                 if lookup is None:
-                    lookup = self._lookups[query, top_k] = _Lookup(query, top_k, next(self._numbers))
-                    self._waiting.setdefault(top_k, deque()).append(lookup)
+                    turn = self._turn + slot // _AT_A_TURN
+                    lookup = self._lookups[query, top_k] = _Lookup(query, top_k, turn, next(self._numbers))
+                    heapq.heappush(self._waiting.setdefault(top_k, []), lookup)
                     self._waiting_count += 1
                 else:
                     call.shared += 1
@@ -149,15 +159,18 @@ class CoalescedSearch(Generic[Hit]):
             self._answer(batch)
 
     def _take(self) -> list[_Lookup[Hit]]:
-        """The oldest search and later ones with the same top_k, without those that nobody waits for any more."""
+        """The search whose turn it is and following ones with the same top_k, without those that nobody waits for any more."""
         batch: list[_Lookup[Hit]] = []
         now = time.perf_counter()
         with self._lock:
             while self._waiting and not batch:  # a queue may hold only searches whose callers went away
-                top_k = min(self._waiting, key=lambda top_k: self._waiting[top_k][0].number)
+                top_k = min(self._waiting, key=lambda top_k: self._waiting[top_k][0])
                 queue = self._waiting[top_k]
-                while queue and len(batch) < self._max_batch:
-                    lookup = queue.popleft()
+                characters = 0
+                while queue and len(batch) < self._max_batch and characters < _BATCH_CHARACTERS:
+                    lookup = heapq.heappop(queue)
+                    characters += len(lookup.query)
+                    self._turn = max(self._turn, lookup.turn)
                     self._waiting_count -= 1
                     if lookup.begin(now):
                         batch.append(lookup)

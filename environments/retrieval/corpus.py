@@ -9,7 +9,9 @@ A record ends at a newline byte and nowhere else (text may hold U+2028 and the l
 
 from __future__ import annotations
 
+import bisect
 import json
+import logging
 import mmap
 import os
 from array import array
@@ -21,6 +23,8 @@ from typing import Any, overload
 from rlflow.errors import DataError
 from rlflow.storage.files import replacing
 from rlflow_environments.common.jsonl import BadRow, existing, kind_of, parse_object, records, refuse, text_of
+
+logger = logging.getLogger("rlflow.search.corpus")  # under `rlflow`, so that a run's log has it
 
 
 @dataclass(frozen=True)
@@ -52,15 +56,23 @@ class Corpus(Sequence[Passage]):
         self._starts = array("q")
         self._lines = array("q")
         bad: list[tuple[str, str]] = []
+        rows = RowCheck(self.path)
         for line, start, record in records(self._map):
             try:
-                _passage(parse_object(record), len(self._starts))
+                passage = _passage(parse_object(record), rows.number)
+            except EmptyRow:
+                rows.skip()
+                continue
             except BadRow as problem:
+                rows.number += 1
                 bad.append((f"line {line}", str(problem)))
                 continue
+            rows.keep(passage.id)
             self._starts.append(start)
             self._lines.append(start + len(record))
+        self._gaps = rows.gaps
         refuse(self.path, "corpus", bad, len(self._starts))
+        rows.report()
 
     def __len__(self) -> int:
         return len(self._starts)
@@ -75,11 +87,59 @@ class Corpus(Sequence[Passage]):
         if isinstance(index, slice):
             return [self[row] for row in range(*index.indices(len(self)))]
         row = range(len(self))[index]
-        return _passage(self.record(row), row)
+        return _passage(self.record(row), row_number(self._gaps, row))
 
     def record(self, row: int) -> dict[str, Any]:
         """The whole record of a row, as it stands in the file."""
         return parse_object(self._map[self._starts[row] : self._lines[row]])
+
+
+class EmptyRow(BadRow):
+    """A row that has the keys of a passage and no text: it is left out, and said once."""
+
+
+class RowCheck:
+    """What is to be said of a corpus as a whole. number: of the next row, those without text included: rows without an id are
+    named by it, so that ids keep their gaps."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self.number = 0
+        self.gaps = array("q")  # per row that was left out, how many were kept before it
+        self._ids = array("q")
+
+    def keep(self, name: str) -> None:
+        """The next row is good."""
+        self._ids.append(hash(name))
+        self.number += 1
+
+    def skip(self) -> None:
+        """The next row has no text."""
+        self.gaps.append(len(self._ids))
+        self.number += 1
+
+    def report(self) -> None:
+        """Says in one line each what was left out and which ids are not unique."""
+        import numpy as np
+
+        if self.gaps:
+            logger.warning(
+                "%s: %d of %d rows have no text and are left out; the first is row %d",
+                self._path,
+                len(self.gaps),
+                self.number,
+                self.gaps[0],
+            )
+        ids = np.frombuffer(self._ids, np.int64)
+        repeated = len(ids) - len(np.unique(ids))
+        if repeated:
+            text = "%s: %d of %d rows have the id of an earlier row; results tell them apart by their text only"
+            logger.warning(text, self._path, repeated, len(ids))
+
+
+def row_number(gaps: Sequence[int], row: int) -> int:
+    """The number of a kept row among all rows of its file. gaps: see `RowCheck`."""
+    return row + bisect.bisect_right(gaps, row)
 
 
 def make_passage(record: Mapping[str, Any], row: int) -> Passage:
@@ -96,19 +156,29 @@ def read_passages(path: str | Path, *, skip_bad_rows: bool = False) -> list[Pass
     file = existing(path, "corpus")
     passages: list[Passage] = []
     bad: list[tuple[str, str]] = []
+    rows = RowCheck(file)
     for line, _, record in records(file.read_bytes()):
         try:
-            passages.append(_passage(parse_object(record), len(passages)))
+            passages.append(_passage(parse_object(record), rows.number - len(bad)))
+        except EmptyRow:
+            rows.skip()
+            continue
         except BadRow as problem:
+            rows.number += 1
             bad.append((f"line {line}", str(problem)))
+            continue
+        rows.keep(passages[-1].id)
     refuse(file, "corpus", bad, len(passages), skip=skip_bad_rows)
+    rows.report()
     return passages
 
 
 def parse_passage(record: bytes, row: int, path: str | Path) -> Passage:
-    """The passage of one record of a corpus. Raises DataError that names the row (from 0)."""
+    """The passage of one record of a corpus. Raises DataError that names the row (from 0), EmptyRow."""
     try:
         return _passage(parse_object(record), row)
+    except EmptyRow:
+        raise
     except BadRow as problem:
         raise DataError(f"{path}: row {row}: {problem}. Fix or remove it.") from None
 
@@ -138,6 +208,12 @@ def make_contents(title: str, text: str) -> str:
 
 
 def _passage(row: dict[str, Any], number: int) -> Passage:
+    for key in ("contents", "text"):
+        value = row.get(key)
+        if value is not None:
+            if isinstance(value, str) and not value.strip():
+                raise EmptyRow(f"'{key}': expected text, found empty text")
+            break
     if row.get("contents") is not None:
         contents = text_of(row, "contents")
         title = row.get("title") or contents.partition("\n")[0].strip().strip('"')

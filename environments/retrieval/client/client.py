@@ -70,8 +70,8 @@ class HttpRetriever(AsyncRetriever):
         again whenever a server fails. timeout_s: of a search, all attempts and pauses together; tries: attempts, the first
         included (None: until timeout_s), each of at most attempt_timeout_s. connections: open at the same time; further
         searches wait, within their deadline. wait_s: for a first server to be ready. cache: {directory, mode}, see `cache.MODES`.
-        identity: of the index, for the cache, where the server does not say it. headers: sent with every request. seed: of
-        pauses and choices.
+        identity: of the index, for the cache, where the server does not say it.
+        headers: sent with every request. seed: of pauses and choices.
         Raises ConfigError, MissingPackageError.
         """
         _check_numbers(timeout_s=timeout_s, attempt_timeout_s=attempt_timeout_s, tries=1 if tries is None else tries)

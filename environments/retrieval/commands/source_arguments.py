@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from rlflow.errors import ConfigError, did_you_mean
+from rlflow_environments.retrieval.encoders.rules import FAMILIES
 from rlflow_environments.retrieval.indices.folder import read_meta
 
 FIELD_ENCODER = "intfloat/e5-base-v2"
@@ -86,7 +87,8 @@ def _indexed(path: Path, args: argparse.Namespace) -> dict[str, Any]:
     """The retriever of an index on disk: what its meta.json says, or a faiss file and the encoder of the flags."""
     if path.is_dir():
         kind = read_meta(path).kind
-        return {"name": kind if kind in ("bm25", "torch") else "faiss", "path": str(path)}
+        name = "qdrant" if kind.startswith("qdrant") else kind if kind in ("bm25", "torch") else "faiss"
+        return {"name": name, "path": str(path)}
     return {"name": "faiss", "path": str(path), "encoder": _encoder(args)}
 
 
@@ -121,7 +123,11 @@ def _qdrant(args: argparse.Namespace) -> dict[str, Any]:
 def _encoder(args: argparse.Namespace) -> dict[str, Any]:
     """The encoder of --retriever_model; --retriever_name says its family where the name of the model does not."""
     encoder = {"name": args.retriever_model or FIELD_ENCODER}
-    return encoder if args.retriever_name is None else {**encoder, "family": args.retriever_name.lower()}
+    if args.retriever_name is None:
+        return encoder
+    name = args.retriever_name.lower()
+    # As the field's servers do: `e5-base` and `e5-base-v2` are of the family e5.
+    return {**encoder, "family": next((family for family in FAMILIES if family in name), name)}
 
 
 def _json(text: str) -> Any:

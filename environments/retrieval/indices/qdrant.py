@@ -12,6 +12,7 @@ import numpy as np
 
 from rlflow.components import takes
 from rlflow.errors import ConfigError, DataError, did_you_mean
+from rlflow.values import PositiveInt
 from rlflow_environments.retrieval.corpus import Passage, make_passage
 from rlflow_environments.retrieval.encoders import Encoder, NgramEncoder
 from rlflow_environments.retrieval.indices import qdrant_collections as collections
@@ -68,7 +69,7 @@ def qdrant_retriever(
     tries: int = 3,
     path: str | None = None,
     engine: str = "edge",
-    hnsw_ef: int | None = None,
+    hnsw_ef: PositiveInt | None = None,
     exact: bool = False,
     quantization: Mapping[str, Any] | None = None,
     encoder: EncoderOption = None,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import random
+import sqlite3
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -264,8 +265,9 @@ def open_local(
     else:
         try:
             client = client_class(path=str(folder), force_disable_check_same_thread=True)
-        except RuntimeError as problem:
-            raise DataError(f"{folder}: cannot be opened ({problem}). Another process may hold it.") from None
+        except (RuntimeError, ValueError, KeyError, TypeError, OSError, sqlite3.Error) as problem:
+            reason = " ".join(str(problem).split())[:200]
+            raise DataError(f"{folder}: cannot be opened ({reason}). Another process may hold it.") from None
     where = "memory" if folder is None else str(folder)
     if create is not None:
         _create(client, name, create, lambda request: call(request, where, name, 1))

@@ -28,13 +28,19 @@ class DiscoveryFile:
             raise ConfigError(f"--save-address-to {folder}: cannot be made ({problem}).") from None
 
     def write(self) -> None:
-        """Writes the file, whole at once."""
-        write_text(self.path, self.content, durable=False)
+        """Writes the file, whole at once. Raises ConfigError where that is not possible: nobody would find the server."""
+        try:
+            write_text(self.path, self.content, durable=False)
+        except OSError as problem:
+            raise ConfigError(f"--save-address-to: {self.path} cannot be written ({problem.strerror}).") from None
         logger.info("discovery file: %s", self.path)
 
     def remove(self) -> None:
         """Removes the file, if it is there."""
-        self.path.unlink(missing_ok=True)
+        try:
+            self.path.unlink(missing_ok=True)
+        except OSError as problem:
+            logger.warning("the discovery file %s cannot be removed (%s)", self.path, problem.strerror)
 
 
 def read_addresses(folder: str | Path) -> list[str]:

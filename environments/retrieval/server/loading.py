@@ -14,6 +14,7 @@ from rlflow import __version__
 from rlflow.errors import ConfigError, did_you_mean
 from rlflow_environments.retrieval.indices import Retriever, make_retriever
 from rlflow_environments.retrieval.indices.folder import read_meta
+from rlflow_environments.retrieval.indices.make import RETRIEVER
 from rlflow_environments.retrieval.server.index import ServedIndex
 from rlflow_environments.retrieval.server.records import Pages, StoredCorpus
 from rlflow_environments.retrieval.server.service import LoadProgress
@@ -36,6 +37,11 @@ class ServedSource:
         for key in changes:
             if key not in known:
                 raise ConfigError(f"reload: unknown key '{key}'; known: {', '.join(known)}.{did_you_mean(key, known)}")
+        for key in ("corpus", "pages"):
+            if not isinstance(changes.get(key), (str, type(None))):
+                raise ConfigError(f"reload: {key}: expected a path or null, found {type(changes[key]).__name__}.")
+        if "retriever" in changes:
+            changes = {**changes, "retriever": RETRIEVER.component(changes["retriever"], "reload: retriever")}
         return dataclasses.replace(self, **changes)
 
     def load(self, changes: Mapping[str, Any], report: LoadProgress, on_batch: Callable[[int, float], None]) -> ServedIndex:
@@ -82,7 +88,8 @@ def _index_contents(component: Mapping[str, Any]) -> dict[str, Any]:
         return contents
     path = Path(component["path"]).expanduser()
     if path.is_dir():
-        contents["built"] = {key: value for key, value in asdict(read_meta(path)).items() if key not in ("corpus", "encoder")}
+        left_out = ("corpus", "encoder", "files")
+        contents["built"] = {key: value for key, value in asdict(read_meta(path)).items() if key not in left_out}
     else:
         contents["file"] = _file_mark(path)
     return contents

@@ -18,19 +18,32 @@ import numpy as np
 from rlflow.errors import DataError
 from rlflow.storage.files import replacing
 from rlflow_environments.common.jsonl import existing, records
+from rlflow_environments.retrieval.indices.contents import sample_digest
 
 logger = logging.getLogger(__name__)
 
 ENTRY = np.dtype([("start", "<u8"), ("length", "<u4"), ("whole", "u1")])
 """Of one record: where it starts, its bytes without surrounding blanks, 1 if it can be sent to a client as it is."""
 
-Check = Callable[[bytes, int], bool]
-"""(record, row) -> whether it can be sent as it is. Raises DataError for a record that cannot be used."""
+Check = Callable[[bytes, int], bool | None]
+"""(record, number of the row) -> whether it can be sent as it is; None to leave it out. Raises DataError for a record that
+cannot be used."""
 ShareProgress = Callable[[float], None]
 """Called with the share that is done, from 0 to 1."""
 
-_MAGIC = b"rlflow offsets 1"
-_HEADER = np.dtype([("magic", "S16"), ("size", "<u8"), ("modified", "<i8"), ("count", "<u8"), ("sha256", "S64")])
+_MAGIC = b"rlflow offsets 2"
+_HEADER = np.dtype(
+    [
+        ("magic", "S16"),
+        ("size", "<u8"),
+        ("modified", "<i8"),
+        ("count", "<u8"),
+        ("gaps", "<u8"),
+        ("sample", "S64"),
+        ("sha256", "S64"),
+    ]
+)
+_GAP = np.dtype("<u8")  # after the entries: per record that was left out, how many were kept before it
 _BLOCK = 1 << 16  # entries gathered before they are written
 _LONGEST = 2**32 - 1  # bytes
 _HASHED = 1 << 24  # bytes at a time
@@ -45,14 +58,16 @@ def map_file(path: str | Path, what: str) -> tuple[Path, mmap.mmap]:
         return file, mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ)
 
 
-def map_offsets(path: Path, data: mmap.mmap, check: Check, progress: ShareProgress) -> tuple[np.ndarray, str]:
-    """The entries of a file, (records,) of ENTRY, and its SHA-256: from `<file>.offsets` if that is of the file's present
-    state, else made.
+def map_offsets(
+    path: Path, data: mmap.mmap, check: Check, progress: ShareProgress
+) -> tuple[np.ndarray, np.ndarray, str]:
+    """The entries of a file, (records,) of ENTRY, its gaps, and its SHA-256: from `<file>.offsets` if that is of the file's
+    present state, else made.
 
     They are written beside the file; where that is not possible they lie in an unnamed temporary file, mapped all the same.
     """
     status = path.stat()
-    header = np.array([(_MAGIC, status.st_size, status.st_mtime_ns, 0, b"")], _HEADER)
+    header = np.array([(_MAGIC, status.st_size, status.st_mtime_ns, 0, 0, sample_digest(path).encode(), b"")], _HEADER)
     kept = path.with_name(f"{path.name}.offsets")
     known = _read(kept, header)
     if known is not None:
@@ -68,23 +83,26 @@ def map_offsets(path: Path, data: mmap.mmap, check: Check, progress: ShareProgre
         return _map(Path(temporary.name))
 
 
-def _read(path: Path, expected: np.ndarray) -> tuple[np.ndarray, str] | None:
+def _read(path: Path, expected: np.ndarray) -> tuple[np.ndarray, np.ndarray, str] | None:
     """What `map_offsets` returns, from an offsets file; None where there is none, or of another state of the records."""
     if not path.is_file():
         return None
     found = np.fromfile(path, _HEADER, count=1)
-    if not len(found) or any(found[key] != expected[key] for key in ("magic", "size", "modified")):
+    if not len(found) or any(found[key] != expected[key] for key in ("magic", "size", "modified", "sample")):
         return None
-    if path.stat().st_size != _HEADER.itemsize + int(found["count"][0]) * ENTRY.itemsize:
+    count, gaps = int(found["count"][0]), int(found["gaps"][0])
+    if path.stat().st_size != _HEADER.itemsize + count * ENTRY.itemsize + gaps * _GAP.itemsize:
         return None
     return _map(path)
 
 
-def _map(path: Path) -> tuple[np.ndarray, str]:
+def _map(path: Path) -> tuple[np.ndarray, np.ndarray, str]:
     header = np.fromfile(path, _HEADER, count=1)
     # As a plain array: every access to an np.memmap makes another np.memmap, which is slow.
-    entries = np.memmap(path, ENTRY, mode="r", offset=_HEADER.itemsize).view(np.ndarray)
-    return entries, header["sha256"][0].decode()
+    count = int(header["count"][0])
+    entries = np.memmap(path, ENTRY, "r", _HEADER.itemsize, (count,)).view(np.ndarray)
+    gaps = np.fromfile(path, _GAP, offset=_HEADER.itemsize + count * ENTRY.itemsize)
+    return entries, gaps, header["sha256"][0].decode()
 
 
 def _write(
@@ -96,20 +114,25 @@ def _write(
     for start in range(0, len(data), _HASHED):
         digest.update(data[start : start + _HASHED])  # reads the file ahead of what follows, too
     block: list[tuple[int, int, bool]] = []
+    gaps: list[int] = []
     count = 0
     for start, record in lines(data):
         if len(record) > _LONGEST:
             raise DataError(f"{path}: row {count} has {len(record)} bytes; the most is {_LONGEST}.")
-        block.append((start, len(record), check(record, count)))
+        whole = check(record, count + len(gaps))
+        if whole is None:
+            gaps.append(count)
+            continue
+        block.append((start, len(record), whole))
         count += 1
         if len(block) == _BLOCK:
             file.write(np.array(block, ENTRY).tobytes())
             block.clear()
             progress(start / len(data))
     if not count:
-        raise DataError(f"{path}: expected one JSON object per line, found only blank lines.")
-    file.write(np.array(block, ENTRY).tobytes())
-    header["count"], header["sha256"] = count, digest.hexdigest().encode()
+        raise DataError(f"{path}: expected one JSON object per line, found none with text.")
+    file.write(np.array(block, ENTRY).tobytes() + np.array(gaps, _GAP).tobytes())
+    header["count"], header["gaps"], header["sha256"] = count, len(gaps), digest.hexdigest().encode()
     file.seek(0)
     file.write(header.tobytes())
     file.flush()

@@ -16,6 +16,7 @@ import uvicorn
 
 from rlflow.errors import RLFlowError
 from rlflow_environments.retrieval.server.app import SearchApp
+from rlflow_environments.retrieval.server.connections import ImpatientProtocol, allow_many_files
 from rlflow_environments.retrieval.server.discovery import DiscoveryFile
 from rlflow_environments.retrieval.server.listener import BACKLOG
 from rlflow_environments.retrieval.server.service import SearchService, Unavailable
@@ -46,6 +47,7 @@ def serve(
 
     config = uvicorn.Config(
         SearchApp(service),
+        http=ImpatientProtocol,
         log_level="warning",
         access_log=False,  # a line per request slows rollouts down; the query log is buffered
         lifespan="off",
@@ -54,6 +56,7 @@ def serve(
         timeout_graceful_shutdown=GRACE_S,
         backlog=BACKLOG,
     )
+    allow_many_files()
     life = _Life(service, uvicorn.Server(config), discovery, parent, on_ready, last_resort)
     with _signals(life), asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(life.run(listener))
@@ -103,14 +106,14 @@ class _Life:
     async def _load(self) -> None:
         try:
             await self.service.load()
+            if self.stop_requested:
+                return
+            if self._discovery is not None:
+                self._discovery.write()
         except Exception as problem:  # noqa: BLE001 -- `serve` raises it when the server has ended
             self.service.fail(problem)
             self.stop_requested = True
             return
-        if self.stop_requested:
-            return
-        if self._discovery is not None:
-            self._discovery.write()
         self._on_ready()
 
     async def _reload(self) -> None:

@@ -12,7 +12,8 @@ import numpy as np
 import orjson
 
 from rlflow.errors import DataError
-from rlflow_environments.retrieval.corpus import Passage, make_contents, parse_passage
+from rlflow_environments.common.text import load_json
+from rlflow_environments.retrieval.corpus import EmptyRow, Passage, RowCheck, make_contents, parse_passage, row_number
 from rlflow_environments.retrieval.server.offsets import ShareProgress, map_file, map_offsets
 
 
@@ -22,7 +23,9 @@ class StoredCorpus(Sequence[Passage]):
     def __init__(self, path: str | Path, *, progress: ShareProgress = lambda share: None) -> None:
         """Maps the file and its offsets; the first time every row is checked. Raises DataError: no such file, a bad row."""
         self.path, self._map = map_file(path, "corpus")
-        self._entries, self.sha256 = map_offsets(self.path, self._map, self._check, progress)
+        self._rows = RowCheck(self.path)
+        self._entries, self._gaps, self.sha256 = map_offsets(self.path, self._map, self._check, progress)
+        self._rows.report()
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -38,19 +41,24 @@ class StoredCorpus(Sequence[Passage]):
             return [self[row] for row in range(*index.indices(len(self)))]
         row = range(len(self))[index]
         start, length, _ = self._entries[row].item()
-        return parse_passage(self._map[start : start + length], row, self.path)
+        return parse_passage(self._map[start : start + length], row_number(self._gaps, row), self.path)
 
     def document(self, row: int) -> bytes:
         """A record as a JSON object that has `id`, `contents` and `url`: as it stands if it has them, else completed."""
         start, length, whole = self._entries[row].item()
         record = self._map[start : start + length]
-        return record if whole else dump_json(complete_document(row, _load_json(record)))
+        return record if whole else dump_json(complete_document(row_number(self._gaps, row), load_record(record)))
 
-    def _check(self, record: bytes, row: int) -> bool:
-        fields = _strings(record, ("id", "contents", "url"))
-        if all(fields):
+    def _check(self, record: bytes, number: int) -> bool | None:
+        name, contents, url = _strings(record, ("id", "contents", "url"))
+        if name and url and contents and contents.strip():
+            self._rows.keep(name)
             return True
-        parse_passage(record, row, self.path)
+        try:
+            self._rows.keep(parse_passage(record, number, self.path).id)
+        except EmptyRow:
+            self._rows.skip()
+            return None
         return False
 
 
@@ -60,7 +68,7 @@ class Pages:
     def __init__(self, path: str | Path, *, progress: ShareProgress = lambda share: None) -> None:
         """Maps the file and its offsets and hashes every URL. Raises DataError: no such file, a page without URL or contents."""
         self.path, self._map = map_file(path, "pages")
-        self._entries, self.sha256 = map_offsets(self.path, self._map, self._check, lambda share: progress(share / 2))
+        self._entries, _, self.sha256 = map_offsets(self.path, self._map, self._check, lambda share: progress(share / 2))
         hashes = np.empty(len(self), np.uint64)
         for row in range(len(self)):
             hashes[row] = _hash(self._url(row))
@@ -90,7 +98,7 @@ class Pages:
             row = int(self._rows[place])
             if self._url(row) == url:
                 record = self._record(row)
-                return record if self._entries[row]["whole"] else dump_json(_load_json(record))
+                return record if self._entries[row]["whole"] else dump_json(load_record(record))
             place -= 1
         return None
 
@@ -99,15 +107,15 @@ class Pages:
         return self._map[start : start + length]
 
     def _url(self, row: int) -> str:
-        return _load_json(self._record(row))["url"]
+        return load_record(self._record(row))["url"]
 
     def _check(self, record: bytes, row: int) -> bool:
         if all(_strings(record, ("url", "contents"))):
             return True
         try:
-            page = _load_json(record)
-        except ValueError as problem:
-            raise DataError(f"{self.path}: row {row}: not JSON ({problem}). Fix or remove it.") from None
+            page = load_record(record)
+        except (ValueError, RecursionError) as problem:
+            raise DataError(f"{self.path}: row {row}: not JSON ({str(problem)[:100]}). Fix or remove it.") from None
         texts = isinstance(page, dict) and isinstance(page.get("url"), str) and isinstance(page.get("contents"), str)
         if not texts:
             raise DataError(f"{self.path}: row {row}: expected 'url' and 'contents' as text. Fix or remove it.")
@@ -132,12 +140,12 @@ def dump_json(value: Any) -> bytes:
         return json.dumps(value).encode()
 
 
-def _load_json(record: bytes) -> Any:
-    """What Python's reader takes: also NaN and lone surrogates, which orjson refuses."""
+def load_record(record: bytes) -> Any:
+    """What Python's reader takes: also NaN and lone surrogates (as U+FFFD), which orjson refuses."""
     try:
         return orjson.loads(record)
     except orjson.JSONDecodeError:
-        return json.loads(record)
+        return load_json(record)
 
 
 def _strings(record: bytes, keys: Sequence[str]) -> list[str | None]:

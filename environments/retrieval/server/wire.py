@@ -19,6 +19,13 @@ Hit = tuple[bytes, float]
 """A document as JSON, and its score."""
 
 
+MAX_QUERIES = 8192
+MAX_TEXT = 262_144
+"""Characters of one query or URL: a longer one would hold up the searches of all others."""
+MAX_TEXTS = 1 << 22
+"""Characters of all queries or URLs of a request together."""
+
+
 class BadRequest(Exception):
     """A request that cannot be served, and the status that says so: always 4xx."""
 
@@ -90,8 +97,10 @@ def read_object(body: bytes) -> dict[str, Any]:
     except orjson.JSONDecodeError:
         try:  # a sampled query may hold half a surrogate pair, which orjson refuses and Python's writer sends
             message = load_json(body)
-        except (ValueError, RecursionError) as problem:
-            raise BadRequest(f"the body is not JSON: {problem}.") from None
+        except ValueError as problem:
+            raise BadRequest(f"the body is not JSON: {str(problem)[:200]}.") from None
+        except RecursionError:
+            raise BadRequest("the body is not JSON that is read here: it is nested deeper than 1000 levels.") from None
     if not isinstance(message, dict):
         raise BadRequest(f"expected a JSON object, found {_shown(message)}.")
     return message
@@ -109,9 +118,17 @@ def _single_query(message: dict[str, Any]) -> list[str]:
 def _check_texts(key: str, values: Any) -> None:
     if not isinstance(values, list):
         raise BadRequest(f"{key}: expected a list of texts, found {_shown(values)}.")
+    if len(values) > MAX_QUERIES:
+        raise BadRequest(f"{key}: at most {MAX_QUERIES} in one request, found {len(values)}.", status=413)
+    total = 0
     for place, value in enumerate(values):
         if not isinstance(value, str):
             raise BadRequest(f"{key}[{place}]: expected a text, found {_shown(value)}.")
+        if len(value) > MAX_TEXT:
+            raise BadRequest(f"{key}[{place}]: at most {MAX_TEXT} characters, found {len(value)}.", status=413)
+        total += len(value)
+    if total > MAX_TEXTS:
+        raise BadRequest(f"{key}: at most {MAX_TEXTS} characters in one request, found {total}.", status=413)
 
 
 def _top_k(value: Any) -> int | None:
@@ -127,5 +144,8 @@ def _top_k(value: Any) -> int | None:
 
 def _shown(value: Any) -> str:
     """A value as a message shows it: JSON, cut."""
-    text = json.dumps(value)
+    try:
+        text = json.dumps(value)
+    except (RecursionError, ValueError):  # nested too deeply, or a number of thousands of digits
+        text = f"a {type(value).__name__}"
     return text if len(text) <= 60 else f"{text[:57]}..."

@@ -264,5 +264,5 @@ def test_records_that_no_client_could_read_are_refused_by_number(tmp_path):
     with pytest.raises(DataError, match="row 1: no 'contents'"):
         StoredCorpus(path)
     path.write_text('{"id": "a", "contents": NaN, "title": "t", "text": "\\ud800"}\n'.replace("NaN", "null"))
-    assert json.loads(StoredCorpus(path).document(0))["contents"] == '"t"\n\ud800'
+    assert json.loads(StoredCorpus(path).document(0))["contents"] == '"t"\n\ufffd'
     assert not list(tmp_path.glob("*.partial"))
