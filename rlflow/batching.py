@@ -30,8 +30,8 @@ def make_batch(trajectories: Sequence[Trajectory], *, min_width: int = 0) -> Bat
         if not len(segment):
             owner = trajectories[index]
             raise DataError(
-                f"trajectory of task '{owner.task_id}', attempt {owner.attempt}: segment {part} has no tokens, expected one or more; "
-                "leave it out."
+                f"trajectory of task '{owner.task_id}', attempt {owner.attempt}: segment {part} has no tokens, "
+                "expected one or more; leave it out."
             )
     width = max([min_width, *(len(segment) for _, _, segment in rows)])
     segments = [segment for _, _, segment in rows]

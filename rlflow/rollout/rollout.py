@@ -38,8 +38,8 @@ class Rollout:
     engine: one, or several over which the groups are spread; an episode stays on its engine. deterministic: equal
     seeds and weights give equal bits whatever the timing (episodes wait for each other's turns; use one engine thread
     count). The other keywords are those of the `rollout` section of the configuration and of its `faults`. Methods are
-    synchronous and may be called from any thread, also where an event loop is running (a notebook). weight_sync: how weights reach the
-    engines; None: by reference, within this process. verify_weights: False takes it on trust that they did.
+    synchronous and may be called from any thread, also where an event loop is running (a notebook). weight_sync: how weights
+    reach the engines; None: by reference, within this process. verify_weights: False takes it on trust that they did.
     """
 
     def __init__(
