@@ -17,7 +17,8 @@ def make_batch(trajectories: Sequence[Trajectory], *, min_width: int = 0) -> Bat
     """A row per segment, right-padded to the longest segment or `min_width`; advantages and weights 0, to be filled.
 
     Every field of `Batch` that trajectories know is there. Aborted trajectories get no row. Position 0 is never trained: no
-    token precedes it, so the policy has no probability for it. Raises DataError for a source that is not one of SOURCES.
+    token precedes it, so the policy has no probability for it. Rewards and their statistics are float64, for differences of
+    large ones to survive. Raises DataError for a source that is not one of SOURCES, and for a segment without tokens.
     """
     rows = [
         (index, part, segment)
@@ -25,6 +26,13 @@ def make_batch(trajectories: Sequence[Trajectory], *, min_width: int = 0) -> Bat
         if trajectory.usable
         for part, segment in enumerate(trajectory.segments)
     ]
+    for index, part, segment in rows:
+        if not len(segment):
+            owner = trajectories[index]
+            raise DataError(
+                f"trajectory of task '{owner.task_id}', attempt {owner.attempt}: segment {part} has no tokens, "
+                "expected one or more; leave it out."
+            )
     width = max([min_width, *(len(segment) for _, _, segment in rows)])
     segments = [segment for _, _, segment in rows]
     owners = [trajectories[index] for index, _, _ in rows]
@@ -75,11 +83,11 @@ def _facts(owners: Sequence[Trajectory]) -> dict[str, Any]:
                 f"trajectory of task '{owner.task_id}': expected a source out of {', '.join(SOURCES)}, found '{owner.source}'."
             )
     return {
-        "rewards": torch.tensor([owner.reward for owner in owners], dtype=torch.float32),
+        "rewards": torch.tensor([owner.reward for owner in owners], dtype=torch.float64),
         "group": torch.tensor([groups[owner.group_id] for owner in owners], dtype=torch.int64),
         "group_size": torch.tensor([size for size, _, _ in stats], dtype=torch.int64),
-        "group_mean": torch.tensor([mean for _, mean, _ in stats], dtype=torch.float32),
-        "group_std": torch.tensor([std for _, _, std in stats], dtype=torch.float32),
+        "group_mean": torch.tensor([mean for _, mean, _ in stats], dtype=torch.float64),
+        "group_std": torch.tensor([std for _, _, std in stats], dtype=torch.float64),
         "attempt": torch.tensor([owner.attempt for owner in owners], dtype=torch.int64),
         "stop": torch.tensor([reasons[owner.stop] for owner in owners], dtype=torch.int64),
         "source": torch.tensor([SOURCES.index(owner.source) for owner in owners], dtype=torch.int64),
@@ -90,7 +98,8 @@ def _turns(
     rows: Sequence[tuple[int, int, Segment]], trajectories: Sequence[Trajectory], shape: torch.Size
 ) -> dict[str, Any]:
     """The (B, T) fields of `Batch` that a token has from the turn that sampled it."""
-    number, rewards, durations_s = torch.full(shape, -1), torch.zeros(shape), torch.zeros(shape)
+    number, durations_s = torch.full(shape, -1), torch.zeros(shape)
+    rewards = torch.zeros(shape, dtype=torch.float64)
     for row, (index, part, _) in enumerate(rows):
         for place, turn in enumerate(trajectories[index].turns):
             if turn.segment == part:

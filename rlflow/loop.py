@@ -58,7 +58,7 @@ def training_step(
     batch = make_batch(usable)
     with timer.phase("score"):
         batch = score_step(batch, trainer, algorithm.needs)
-    advantages = algorithm.advantage(batch)
+    advantages = algorithm.advantage(batch).float()
     batch = batch.replace(advantages=advantages[:, None] * batch.loss_mask if advantages.dim() == 1 else advantages)
     updates = []
     for epoch in range(algorithm.epochs_per_step):

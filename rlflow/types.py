@@ -161,16 +161,16 @@ class Batch:
     # From the trajectories, by `make_batch`.
     logprobs_known: Tensor | None = None  # (B,) bool: `logprobs` are those of the policy that sampled the row
     versions: Tensor | None = None  # (B, T) int64: weight version that sampled the token, -1 elsewhere
-    rewards: Tensor | None = None  # (B,) return of the row's trajectory
+    rewards: Tensor | None = None  # (B,) float64: return of the row's trajectory
     group: Tensor | None = None  # (B,) int64: rows of one group have one number, from 0 in order of appearance
     group_size: Tensor | None = None  # (B,) int64: usable attempts while the group was whole; 0: never stamped
-    group_mean: Tensor | None = None  # (B,) of the group's returns
-    group_std: Tensor | None = None  # (B,) of the group's returns, with Bessel's correction
+    group_mean: Tensor | None = None  # (B,) float64, of the group's returns
+    group_std: Tensor | None = None  # (B,) float64, of the group's returns, with Bessel's correction
     trajectory: Tensor | None = None  # (B,) int64: index of the row's trajectory
     attempt: Tensor | None = None  # (B,) int64: which attempt of its group the trajectory is
     segment: Tensor | None = None  # (B,) int64: which segment of its trajectory the row is
     turn: Tensor | None = None  # (B, T) int64: the trajectory's turn that sampled the token, from 0; -1 elsewhere
-    turn_rewards: Tensor | None = None  # (B, T) reward of the token's turn, on each of its tokens; 0 elsewhere
+    turn_rewards: Tensor | None = None  # (B, T) float64: reward of the token's turn, on each of its tokens; 0 elsewhere
     turn_durations_s: Tensor | None = None  # (B, T) seconds that the token's turn took, generation and environment
     stop: Tensor | None = None  # (B,) int64: place of the trajectory's StopReason in `tuple(StopReason)`
     source: Tensor | None = None  # (B,) int64: place of the trajectory's source in SOURCES

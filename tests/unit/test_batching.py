@@ -41,6 +41,19 @@ def test_rows_are_segments_and_describe_their_trajectory():
     assert not batch.weights.any() and not batch.advantages.any()
 
 
+def test_rewards_keep_the_precision_that_they_were_given():
+    one = trajectory(segment(4), reward=1000.001)
+    one.group_stats, one.turns = (2, 1000.0005, 0.0005 * 2**0.5), [Turn(0, 2, 4, 1000.001, 1.0)]
+    batch = make_batch([one])
+    assert (batch.rewards.item(), batch.group_mean.item(), batch.group_std.item()) == (1000.001, *one.group_stats[1:])
+    assert batch.turn_rewards[0, 2].item() == 1000.001
+
+
+def test_a_segment_without_tokens_is_refused_by_name():
+    with pytest.raises(DataError, match="task 't', attempt 0: segment 1 has no tokens, expected one or more"):
+        make_batch([trajectory(segment(4), segment(0))])
+
+
 def test_rows_know_their_group_attempt_segment_stop_and_source():
     first = trajectory(segment(4), segment(6))
     second = trajectory(segment(3), stop=StopReason.MAX_TURNS)

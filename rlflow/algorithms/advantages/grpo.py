@@ -15,7 +15,7 @@ Std = Literal["sample", "population", "none"]
 
 
 def grpo(batch: Batch, std: Std = "sample", eps: NonNegativeFloat = 1e-6) -> Tensor:
-    """(B,) (reward - group mean) / (group std + eps), from the statistics stamped while the group was whole.
+    """(B,) float32: (reward - group mean) / (group std + eps), from the statistics stamped while the group was whole.
 
     GRPO, arXiv 2402.03300 section 4.1. std: sample (Bessel's correction, as Search-R1 has it), population, or none,
     which is Dr.GRPO's reward - mean (arXiv 2503.20783; pair it with the `constant` token weights). A group of one
@@ -38,8 +38,8 @@ def grpo(batch: Batch, std: Std = "sample", eps: NonNegativeFloat = 1e-6) -> Ten
         )
     rounding = 4 * torch.finfo(rewards.dtype).eps * mean.abs()
     flat = (size == 1) | (sample_std <= rounding)
-    centred = rewards - mean
+    centred = (rewards - mean).float()  # 1000.001 and 1000 differ by 1000.001 - 1000 only before they are rounded
     if std == "none":
         return centred.masked_fill(flat, 0.0)
     bessel = ((size - 1) / size).sqrt() if std == "population" else 1.0
-    return (centred / (sample_std * bessel + eps)).masked_fill(flat, 0.0)
+    return (centred / (sample_std.float() * bessel + eps)).masked_fill(flat, 0.0)

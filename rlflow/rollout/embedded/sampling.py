@@ -121,12 +121,15 @@ class StopTable:
             if any(not end.isascii() for end in ends):
                 ends.add("\ufffd")  # part of a character: several tokens may make the last one
             texts = self._token_texts()
-            special = [
-                token for token in self._tokenizer().special_ids if token < vocab
-            ]  # a tokenizer may know more ids
+            tokenizer = self._tokenizer()
+            special = {  # a tokenizer may know more ids than the model
+                token: tokenizer.decode([token], skip_special_tokens=False)
+                for token in tokenizer.special_ids
+                if token < vocab
+            }
             row[[token for token, text in enumerate(texts) if not ends.isdisjoint(text)]] = MAY_END_STRING
             for string in strings:  # a stop string that is one special token has no text of its own
-                row[[token for token in special if texts[token] == string]] = END_TOKEN
+                row[[token for token, text in special.items() if text == string]] = END_TOKEN
         outside = [token for token in token_ids if not 0 <= token < vocab]
         if outside:
             raise RolloutError(f"sampling.stop_token_ids: {outside[0]} is outside the model's vocabulary of {vocab}.")
@@ -135,6 +138,10 @@ class StopTable:
 
     def _token_texts(self) -> list[str]:
         if self._texts is None:
-            tokenizer = self._tokenizer()
-            self._texts = [tokenizer.decode([token], skip_special_tokens=False) for token in range(self.flags.shape[1])]
+            tokenizer, tokens = self._tokenizer(), range(self.flags.shape[1])
+            alone = (tokenizer.decode([token], skip_special_tokens=False) for token in tokens)
+            # Metaspace tokenizers leave out the space that a text begins with, so the token is looked at behind a letter.
+            letter = next(([token] for token, text in enumerate(alone) if len(text) == 1 and text.isalpha()), [])
+            before = len(tokenizer.decode(letter, skip_special_tokens=False)) if letter else 0
+            self._texts = [tokenizer.decode([*letter, token], skip_special_tokens=False)[before:] for token in tokens]
         return self._texts

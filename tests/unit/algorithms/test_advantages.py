@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import statistics
+
 import pytest
 import torch
 
 from rlflow.algorithms import grpo
+from rlflow.batching import make_batch
 from rlflow.errors import ConfigError, RLFlowError
 from rlflow.run.algorithm import make_advantage
-from rlflow.types import Batch
+from rlflow.types import Batch, Segment, StopReason, Trajectory
 
 
 def batch_of(*groups: list[float]) -> Batch:
@@ -34,6 +37,20 @@ def batch_of(*groups: list[float]) -> Batch:
         group_mean=torch.tensor([mean for _, mean, _ in stats]),
         group_std=torch.tensor([std for _, _, std in stats]),
     )
+
+
+def test_a_small_difference_of_large_rewards_counts_as_much_as_without_the_offset():
+    def made(*rewards: float):
+        stats = len(rewards), statistics.fmean(rewards), statistics.stdev(rewards)
+        tokens = torch.arange(3)
+        part = Segment(tokens, tokens > 0, torch.zeros(3), tokens)
+        return make_batch(
+            [Trajectory("t", "g", [part], [], r, StopReason.TERMINATED, group_stats=stats) for r in rewards]
+        )
+
+    large, small = grpo(made(1000.001, 1000.0)), grpo(made(0.001, 0.0))
+    assert large.dtype == torch.float32
+    torch.testing.assert_close(large, small, rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize(

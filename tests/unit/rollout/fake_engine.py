@@ -70,9 +70,9 @@ class FakeEngine(Engine):
         try:
             while request.stop is None and not self._admit(request):
                 await asyncio.sleep(0)
+                self._check_weights()
             while request.stop is None:
-                if self._broken:
-                    raise RolloutError("fake engine: weights were half loaded.")
+                self._check_weights()
                 if self._state in ("open", "draining") and not self._loading:
                     self._sample(request, completion, tokens, sampling, room)
                 await asyncio.sleep(0)
@@ -83,6 +83,8 @@ class FakeEngine(Engine):
         return completion
 
     async def load_weights(self, weights: Weights, version: int) -> None:
+        if self._state == "closed" or self._loading:
+            raise RolloutError("fake engine: it is closed, or another load is under way.")
         self._loading = True
         try:
             loaded = {name: tensor.clone() async for name, tensor in each_weight(weights)}
@@ -129,6 +131,10 @@ class FakeEngine(Engine):
             raise RolloutError(f"fake engine: a prompt of {len(tokens)} tokens; the limit is {self.max_tokens}.")
         if request_id is not None and request_id in {other.id for other in (*self._waiting, *self._running)}:
             raise RolloutError(f"fake engine: request id '{request_id}' is in flight already.")
+
+    def _check_weights(self) -> None:
+        if self._broken:
+            raise RolloutError("fake engine: weights were half loaded.")
 
     def _admit(self, request: FakeRequest) -> bool:
         """Whether it runs now: its turn came and there is a place."""

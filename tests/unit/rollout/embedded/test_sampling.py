@@ -1,8 +1,10 @@
 from __future__ import annotations
 
 import pytest
+import tokenizers
 import torch
 from fixtures import tiny_tokenizer
+from transformers import PreTrainedTokenizerFast
 
 from rlflow.errors import RolloutError
 from rlflow.rollout.embedded.sampling import END_TOKEN, MAY_END_STRING, StopTable, sample, uniforms
@@ -116,6 +118,23 @@ def test_a_stop_string_ends_with_the_token_that_completes_it(
         (*_, last) = [0, *ends(stops, tokens, (string,))]
         assert last == len(tokens) - 1
         assert ends(stops, tokens, (string,))[0] == first_completion(tokenizer, tokens, string)
+
+
+@pytest.mark.parametrize("string", ["Answer: ", "a ", " ", "b c"])
+@pytest.mark.parametrize("text", ["Answer: b c", "a b Answer:  c"])
+def test_a_stop_string_that_ends_in_a_space_is_found_on_metaspace_tokenizers(string: str, text: str) -> None:
+    """Their tokens carry the space in front (`\u2581b`), and decoding a token alone drops it."""
+    vocab = {token: number for number, token in enumerate(["<unk>", "\u2581", *"Answer:abc", "\u2581b", "\u2581A"])}
+    merges = [("\u2581", "b"), ("\u2581", "A")]
+    inner = tokenizers.Tokenizer(tokenizers.models.BPE(vocab, merges, unk_token="<unk>"))
+    inner.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace(split=False)
+    inner.decoder = tokenizers.decoders.Metaspace()
+    tokenizer = Tokenizer(PreTrainedTokenizerFast(tokenizer_object=inner, unk_token="<unk>"))
+    tokens = tokenizer.encode(text)
+    assert tokenizer.decode(tokens) == text
+    stops = StopTable(len(vocab), lambda: tokenizer, torch.device("cpu"))
+    expected = [at for at in range(len(tokens)) if string in tokenizer.decode(tokens[: at + 1])]
+    assert ends(stops, tokens, (string,))[:1] == expected[:1]
 
 
 def first_completion(tokenizer: Tokenizer, tokens: list[int], string: str) -> int:
