@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import inspect
 import logging
-import math
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Executor
@@ -14,7 +13,7 @@ from typing import Any
 
 import torch
 
-from rlflow.environment import Environment
+from rlflow.environment import MAX_REWARD, Environment
 from rlflow.errors import ConfigError, EnvironmentContractError, ModelError, RolloutError
 from rlflow.rollout.engine import Completion, Sampling
 from rlflow.rollout.tokenizer import Tokenizer
@@ -178,9 +177,10 @@ class EpisodePlayer:
         step = await self._call(self._environment.step, episode, response)
         if not isinstance(step, Step):
             raise EnvironmentContractError(_wrong_type(self._environment, "step", "a Step", step))
-        if not math.isfinite(step.reward):
+        if not abs(step.reward) <= MAX_REWARD:  # NaN included
             raise EnvironmentContractError(
-                f"{type(self._environment).__name__}.step: expected a finite reward, found {step.reward}."
+                f"{type(self._environment).__name__}.step: expected a finite reward, found {step.reward}; at most "
+                f"{MAX_REWARD:g} either way."
             )
         turn.reward = float(step.reward)
         turn.observation = _as_text(step.observation)
