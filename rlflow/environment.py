@@ -10,6 +10,9 @@ from rlflow.errors import ConfigError
 from rlflow.metrics.names import Metric
 from rlflow.types import Episode, Step, Task
 
+MAX_REWARD = 1e18
+"""Of a step, either way: statistics square differences of rewards, in float32, which ends at 3.4e38."""
+
 
 class Environment(ABC):
     """One shared instance serves many episodes at the same time, so an episode's state lives in `episode.scratch`.

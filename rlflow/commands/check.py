@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
-from rlflow.environment import Environment
+from rlflow.environment import MAX_REWARD, Environment
 from rlflow.metrics.names import Metric, scores
 from rlflow.types import Episode, Step, Task
 
@@ -232,6 +232,8 @@ class _Audit:
             return False
         if not _finite_number(step.reward):
             self.breach("reward", f"step: reward: expected a finite number, found {step.reward!r}")
+        elif abs(step.reward) > MAX_REWARD:
+            self.breach("reward", f"step: reward: expected at most {MAX_REWARD:g} either way, found {step.reward!r}")
             return False
         if not isinstance(step.terminated, bool):
             self.breach("terminated", f"step: terminated: expected True or False, found {step.terminated!r}")

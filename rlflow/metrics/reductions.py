@@ -10,8 +10,16 @@ from rlflow.metrics.names import METRICS, Metric, Metrics, scores, training_name
 
 
 def mean(values: Sequence[float]) -> float:
-    """The arithmetic mean; NaN of nothing."""
-    return math.fsum(values) / len(values) if values else math.nan
+    """The arithmetic mean; NaN of nothing, infinite where the sum is too large for a number."""
+    return total(values) / len(values) if values else math.nan
+
+
+def total(values: Sequence[float]) -> float:
+    """The sum, rounded once; infinite where it is too large for a number."""
+    try:
+        return math.fsum(values)
+    except OverflowError:  # of finite values
+        return sum(values)
 
 
 def reduced(records: Sequence[Mapping[str, float]], metrics: Metrics) -> dict[str, float]:
@@ -20,7 +28,7 @@ def reduced(records: Sequence[Mapping[str, float]], metrics: Metrics) -> dict[st
     for record in records:
         for key, value in record.items():
             values.setdefault(key, []).append(value)
-    reductions: dict[str, Callable[[Sequence[float]], float]] = {"mean": mean, "max": max, "min": min, "sum": math.fsum}
+    reductions: dict[str, Callable[[Sequence[float]], float]] = {"mean": mean, "max": max, "min": min, "sum": total}
     return {key: reductions[metrics[key].reduction if key in metrics else "mean"](found) for key, found in values.items()}
 
 
@@ -54,7 +62,8 @@ def interval95(values: Sequence[float]) -> tuple[float, float]:
         return max(0.0, middle - half), min(1.0, middle + half)
     if count == 1:
         return -math.inf, math.inf
-    deviation = math.sqrt(math.fsum((value - center) ** 2 for value in values) / (count - 1))
+    distances = [value - center for value in values]
+    deviation = math.sqrt(total([distance * distance for distance in distances]) / (count - 1))  # ** raises for 1e300
     half = z * deviation / math.sqrt(count)
     return center - half, center + half
 

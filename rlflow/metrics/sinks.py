@@ -175,16 +175,34 @@ def read_metrics(path: str | Path) -> list[dict[str, float]]:
 
 
 def _records(path: Path) -> list[dict[str, Any]]:
-    lines = path.read_text(encoding="utf-8").splitlines()
+    lines = path.read_bytes().split(b"\n")
+    while lines and not lines[-1].strip():
+        lines.pop()
     records = []
     for number, line in enumerate(lines, start=1):
         try:
-            records.append(json.loads(line))
-        except json.JSONDecodeError as error:
+            records.append(_record(line))
+        except ValueError as error:
             if number == len(lines):
                 break
-            raise CheckpointError(f"{path}:{number}: not JSON ({error.msg}); remove this line.") from None
+            raise CheckpointError(f"{path}:{number}: {error}; remove this line.") from None
     return records
+
+
+def _record(line: bytes) -> dict[str, Any]:
+    """Raises ValueError, which says what is wrong with the line."""
+    try:
+        record = json.loads(line.decode("utf-8"))
+    except UnicodeDecodeError:
+        raise ValueError("not UTF-8") from None
+    except json.JSONDecodeError as error:
+        raise ValueError(f"not JSON ({error.msg})") from None
+    except RecursionError:
+        raise ValueError("not a record of metrics, but nested without end") from None
+    step = record.get("step") if isinstance(record, dict) else None
+    if not isinstance(step, (int, float)) or isinstance(step, bool) or not math.isfinite(step):
+        raise ValueError("expected an object with the number of its step, found another value")
+    return record
 
 
 def _drop_records_after(path: Path, step: int | None, evaluations: int | None) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
@@ -11,7 +10,7 @@ from typing import Any
 
 import torch
 
-from rlflow.environment import Environment
+from rlflow.environment import MAX_REWARD, Environment
 from rlflow.errors import ConfigError, EnvironmentContractError, ModelError, RolloutError
 from rlflow.rollout.calls import CallThreads, call, deadline
 from rlflow.rollout.engine import Completion, Sampling
@@ -198,9 +197,10 @@ class EpisodePlayer:
         turn.duration_s = time.monotonic() - started
         if not isinstance(step, Step):
             raise EnvironmentContractError(_wrong_type(self._environment, "step", "a Step", step))
-        if not math.isfinite(step.reward):
+        if not abs(step.reward) <= MAX_REWARD:  # NaN included
             raise EnvironmentContractError(
-                f"{type(self._environment).__name__}.step: expected a finite reward, found {step.reward}."
+                f"{type(self._environment).__name__}.step: expected a finite reward, found {step.reward}; at most "
+                f"{MAX_REWARD:g} either way."
             )
         if step.replace:
             self._check_replace(step.replace, len(state.turns) - 1)

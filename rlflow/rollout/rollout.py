@@ -19,6 +19,7 @@ from rlflow.environment import Environment
 from rlflow.errors import ConfigError, RolloutError
 from rlflow.rollout.calls import CallThreads
 from rlflow.rollout.engine import Engine
+from rlflow.rollout.environment_calls import reported, shut_down
 from rlflow.rollout.episodes import CALL_S, EPISODE_S, Attempt, EpisodeLimits, EpisodePlayer
 from rlflow.rollout.event_loop import LoopThread
 from rlflow.rollout.source import TaskSource
@@ -173,7 +174,7 @@ class Rollout:
             return self._collect(tasks, step, samples_per_prompt=samples_per_prompt, temperature=temperature,
                                  max_aborted_share=max_aborted_share)  # fmt: skip
         finally:
-            self.report = self.environment.report()
+            self.report = reported(self.environment)
 
     def stream(
         self,
@@ -194,7 +195,7 @@ class Rollout:
             try:
                 groups = self._admitted(source, prompts, step, admit, max_rounds)
             finally:
-                self.report = self.environment.report()
+                self.report = reported(self.environment)
             if not groups:
                 return
             yield groups
@@ -236,7 +237,7 @@ class Rollout:
         if self._thread().answers():
             for engine in self.engines:
                 self._thread().run(engine.close())
-        self.environment.shutdown()
+        shut_down(self.environment)
         self._threads.close()
         if self._loop is not None:
             self._loop.close()

@@ -13,16 +13,15 @@ progress.png  summary.json  log.txt
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import logging
 import os
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from rlflow.errors import ConfigError
 from rlflow.run.checkpoints import Checkpoints
+from rlflow.run.lock import DirectoryLock
 from rlflow.storage.files import PARTIAL, clear_partials
 
 logger = logging.getLogger(__name__)
@@ -34,12 +33,12 @@ STARTED = {"config.yaml", "config.origin", "log.txt", "metrics.jsonl", "environm
 
 
 class RunDirectory:
-    """One run's files. While it is open for writing, no other process can open it (`run.lock`)."""
+    """One run's files. While it is open for writing, nobody else can open it (`rlflow.run.lock`)."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         self.saved = Checkpoints(self.checkpoints)
-        self._lock: Any = None
+        self._lock: DirectoryLock | None = None
 
     @classmethod
     def create(cls, directory: str | Path, *, resume: bool = False, overwrite: bool = False) -> RunDirectory:
@@ -53,7 +52,7 @@ class RunDirectory:
         begun = run._refuse_if_taken(resume, overwrite)
         try:
             run.path.mkdir(parents=True, exist_ok=True)
-            run._acquire_lock()
+            run._lock = DirectoryLock(run.path)
         except OSError as error:
             raise ConfigError(f"run.directory: {run.path} cannot be written ({error.strerror}); choose another one.") from None
         if overwrite or not begun:
@@ -74,8 +73,7 @@ class RunDirectory:
         if not ground.is_dir() or not os.access(ground, os.W_OK | os.X_OK):
             raise ConfigError(f"run.directory: {run.path} cannot be written, as {ground} does not allow it; choose another one.")
         if (run.path / "run.lock").is_file():
-            run._acquire_lock()
-            run.close()
+            DirectoryLock(run.path).close()
 
     @classmethod
     def open(cls, directory: str | Path) -> RunDirectory:
@@ -143,6 +141,11 @@ class RunDirectory:
         """(step, directory) of the newest complete checkpoint, or None."""
         return self.saved.latest()
 
+    def confirm(self) -> None:
+        """Returns where this run may still write here; whoever writes asks first. Raises StorageError where it may not."""
+        if self._lock is not None:
+            self._lock.confirm()
+
     def close(self) -> None:
         """Lets other processes write here again."""
         if self._lock is not None:
@@ -156,7 +159,10 @@ class RunDirectory:
         self.close()
 
     def discard_unless_begun(self) -> None:
-        """Removes the directory if nothing but the start of a run is in it: a failed start leaves no trace."""
+        """Removes the directory if nothing but the start of a run is in it: a failed start leaves no trace.
+        What was moved away, or is another process's by now, is left alone."""
+        if self._lock is not None and not self._lock.held():
+            return
         present = self._present()
         if present and not self._begun(present):
             self._remove_run()
@@ -197,26 +203,6 @@ class RunDirectory:
                 "choose another run.directory or run.name."
             )
         return True
-
-    def _acquire_lock(self) -> None:
-        """The kernel drops the lock when the process ends, killed or not, so a stale file never blocks."""
-        lock = (self.path / "run.lock").open("a+", encoding="utf-8")
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            lock.seek(0)
-            owner = lock.read().strip() or "unknown"
-            lock.close()
-            if owner != str(os.getpid()):  # a second run object in one process is the caller's own business
-                raise ConfigError(
-                    f"run.directory: process {owner} is writing to {self.path}; wait for it, stop it, or "
-                    "choose another run.name."
-                ) from None
-            return
-        lock.truncate(0)
-        lock.write(str(os.getpid()))
-        lock.flush()
-        self._lock = lock
 
     def _remove_run(self) -> None:
         for name in LAYOUT:

@@ -15,7 +15,6 @@ from rlflow.run.algorithm import Algorithm
 from rlflow.run.assemble import fitting_tasks, make_metrics, make_rollout, make_trainer, open_directory
 from rlflow.run.clock import Clock
 from rlflow.run.evaluation_schedule import EvaluationSchedule
-from rlflow.run.full_disk import explain_full_disk
 from rlflow.run.interrupt import Interrupt
 from rlflow.run.log import RunLog
 from rlflow.run.preflight import check_start
@@ -24,6 +23,7 @@ from rlflow.run.progress import make_progress
 from rlflow.run.resume import check_continuation, chosen_checkpoint, resume
 from rlflow.run.run import Run
 from rlflow.run.saver import Saver
+from rlflow.run.unwritable import explain_unwritable
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +33,7 @@ def open_run(config: RunConfig) -> Iterator[Run]:
     """A run at its first step, or at the checkpoint that it resumes from. Signals end it at once until it is open, between
     steps from then on. On an error the save under way is ended first, unless the user wants out at once.
 
-    Raises RLFlowError where it cannot start; StorageError for a full disk, whenever that is met."""
+    Raises RLFlowError where it cannot start; StorageError for a disk that is full, broken or gone, whenever that is met."""
     with ExitStack() as stack:
         run = _start(config, stack)
         parts = stack.pop_all()
@@ -46,12 +46,12 @@ def open_run(config: RunConfig) -> Iterator[Run]:
             _end_save(run)
         with suppress(OSError):  # a sink that cannot write its last lines; what went wrong first says more
             parts.close()
-        explain_full_disk(error, run.directory)
+        explain_unwritable(error, run.directory)
         raise
     try:
         parts.close()
     except OSError as error:
-        explain_full_disk(error, run.directory)
+        explain_unwritable(error, run.directory)
         raise
 
 

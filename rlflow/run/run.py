@@ -101,6 +101,7 @@ class Run:
 
     def finish_step(self, metrics: dict[str, float], groups: Sequence[Group]) -> None:
         """Counts the step and writes its metrics and some of its trajectories."""
+        self.directory.confirm()
         self.step += 1
         elsewhere = {f"memory/{phase}_gib": peak for phase, peak in self.trainer.peak_memory().items()}
         trajectories = [trajectory for group in groups for trajectory in group.trajectories]
@@ -126,6 +127,7 @@ class Run:
         with self.timer.phase("evaluate"):
             result = evaluate(self.rollout, tasks, step=self.step, samples_per_prompt=section.samples_per_prompt,
                               temperature=section.temperature)  # fmt: skip
+        self.directory.confirm()
         self.evaluation.record(self.step, result.metrics, final)
         self.metrics.log(self.step, {**result.metrics, **self.timer.take_phase("evaluate")})
         self.progress.evaluated(self.step, result.metrics)
@@ -143,6 +145,7 @@ class Run:
     def save(self) -> None:
         """Writes a checkpoint of the present step, or begins to; a kill leaves the one before."""
         with self.timer.phase("checkpoint"):
+            self.directory.confirm()
             self.metrics.sync()
             self.saver.save(self.step, self.state_dict())
         self.saved_step = self.step
@@ -171,8 +174,10 @@ class Run:
             self.evaluate(final=True)
         if not interrupted and self.config.checkpoint.export:
             self.progress.phase("exporting")
+            self.directory.confirm()
             model = self.config.model
             export_gap = export_policy(self.trainer, self.directory.export, model.path, model.dtype)
+        self.directory.confirm()
         summary = write_summary(
             self.directory,
             steps=self.step,

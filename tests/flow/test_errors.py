@@ -256,6 +256,25 @@ def test_what_fails_in_the_first_step_is_one_line_too(
     assert run(place, [f"run.directory={tmp_path}/run"], capsys)[0] == 0  # nothing was measured: the name is free
 
 
+@pytest.mark.parametrize(
+    ("method", "code", "words"),
+    [("report", 2, "Odd.report: expected a dict of numbers, found KeyError: 'lost'"),
+     ("shutdown", 0, "Odd.shutdown failed, what it started may still be running: KeyError: 'lost'")],
+)  # fmt: skip
+def test_an_environment_that_fails_outside_of_episodes_is_one_line(
+    method: str, code: int, words: str, place: Place, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With the run's own exit code: what fails after the end takes nothing from what was reached."""
+    (tmp_path / "odd.py").write_text(
+        "from rlflow import Environment, Step, Task\n\n\nclass Odd(Environment):\n    def tasks(self, split):\n"
+        "        return [Task('0', 'a?')]\n\n    async def step(self, episode, response):\n"
+        f"        return Step(reward=1.0, terminated=True)\n\n    def {method}(self):\n        raise KeyError('lost')\n"
+    )
+    named = f"environment={{{{name: '{tmp_path}/odd.py:Odd'}}}}"
+    found, err = run(place, [f"run.directory={tmp_path}/run", named], capsys)
+    assert found == code and len(err.splitlines()) == 1 and words in err, err
+
+
 def _failing(path: Path) -> list[str]:
     (path / "failing.py").write_text(
         "from rlflow import Environment, Task\n\n\nclass Failing(Environment):\n    def tasks(self, split):\n"

@@ -59,6 +59,12 @@ def test_normal_interval_by_hand() -> None:
     assert all(math.isnan(end) for end in interval95([]))
 
 
+def test_numbers_too_large_to_square_or_to_add_are_infinite_not_errors() -> None:
+    assert interval95([1e300, -1e300, 5.0]) == (-math.inf, math.inf)
+    assert mean([1e308] * 4) == math.inf and mean([1e300, 1e300]) == 1e300
+    assert reduced([{"reward": 1e308}, {"reward": 1e308}], {}) == {"reward": math.inf}
+
+
 def test_reductions_are_per_key_over_the_records_that_have_it() -> None:
     kinds = {name: Metric("1", name, reduction=name) for name in ("max", "min", "sum")}
     records = [{"max": 1.0, "min": 1.0, "sum": 1.0, "other": 1.0}, {"max": 5.0, "min": 5.0, "sum": 5.0}, {"other": 2.0}]
@@ -194,6 +200,20 @@ def test_a_damaged_line_in_the_middle_is_named(tmp_path: Path) -> None:
     (tmp_path / "m.jsonl").write_text('{"step": 1}\nnot\n{"step": 2}\n')
     with pytest.raises(CheckpointError, match=r"m\.jsonl:2: not JSON"):
         read_metrics(tmp_path / "m.jsonl")
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [(b'{"step": 1, "x": "\xff"}', "not UTF-8"), (b"[1]", "an object with the number of its step"),
+     (b'{"x": 1}', "an object with"), (b'{"step": "one"}', "an object with"), (b"[" * 100_000, "nested|not JSON")],
+)  # fmt: skip
+def test_a_line_that_is_no_record_is_named_and_at_the_end_left_out(line: bytes, words: str, tmp_path: Path) -> None:
+    path, good = tmp_path / "metrics.jsonl", b'{"step": 1}\n'
+    path.write_bytes(good + line + b"\n" + good)
+    with pytest.raises(CheckpointError, match=rf"metrics\.jsonl:2: .*({words}).*; remove this line"):
+        read_metrics(path)
+    path.write_bytes(good + line)
+    assert read_metrics(path) == [{"step": 1}]
 
 
 def test_tensorboard_gets_what_the_file_gets(tmp_path: Path) -> None:

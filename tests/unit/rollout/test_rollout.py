@@ -121,7 +121,8 @@ def test_too_many_aborted_episodes_stop_the_run_and_name_the_first_error(qwen: P
 
 @pytest.mark.parametrize(
     "result, message",
-    [("text", "expected a Step as its result, found str"), (Step(reward=float("nan")), "finite reward, found nan")],
+    [("text", "expected a Step as its result, found str"), (Step(reward=float("nan")), "finite reward, found nan"),
+     (Step(reward=-1e300), r"finite reward, found -1e\+300; at most 1e\+18 either way")],
 )
 def test_a_broken_contract_is_an_error_of_its_own(qwen: Path, tokenizer: Tokenizer, result: Any, message: str) -> None:
     class Wrong(Asking):

@@ -74,7 +74,7 @@ def test_another_process_cannot_write_into_an_open_run(tmp_path: Path) -> None:
         other = subprocess.Popen([sys.executable, "-c", TWO_TRIES, str(tmp_path / "run")], cwd=ROOT, text=True,
                                  stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)  # fmt: skip
         assert other.stdout is not None and other.stdin is not None
-        assert f"process {os.getpid()} is writing" in other.stdout.readline()
+        assert f"run.directory: process {os.getpid()} of host " in other.stdout.readline()
     out, _ = other.communicate("\n\n", timeout=30)
     assert out.strip() == "open"
 

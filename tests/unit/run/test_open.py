@@ -47,8 +47,8 @@ def test_a_disk_that_is_full_at_the_very_end_is_a_storage_error(config: RunConfi
 
 def test_another_failure_to_close_is_told_as_it_is(config: RunConfig) -> None:
     with pytest.raises(OSError, match=r"events\.out") as caught, open_run(config) as run:
-        run.metrics.sinks.append(FailingSink(errno.EIO))
-    assert caught.value.errno == errno.EIO
+        run.metrics.sinks.append(FailingSink(errno.EACCES))
+    assert caught.value.errno == errno.EACCES
 
 
 def test_what_went_wrong_first_says_more_than_a_sink_that_cannot_close(config: RunConfig, tmp_path: Path) -> None:

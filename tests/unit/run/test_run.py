@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +15,7 @@ import torch
 
 from rlflow import Step, train
 from rlflow.algorithms.curators.epochs import Epochs
-from rlflow.errors import CheckpointError, ConfigError, MissingPackageError, RolloutError
+from rlflow.errors import CheckpointError, ConfigError, MissingPackageError, RolloutError, StorageError
 from rlflow.loop import training_step
 from rlflow.metrics.sinks import read_metrics
 from rlflow.run.checkpoints import read_state
@@ -108,6 +109,37 @@ def test_metrics_reach_the_disk_before_the_checkpoint_that_follows_them(
         run.save()
     names = [Path(path).relative_to(directory).as_posix() for path in synced]
     assert names[0] == "metrics.jsonl" and any(name.endswith("state.json") or "step_000000" in name for name in names[1:])
+
+
+@pytest.mark.parametrize("fate", ["deleted", "moved", "taken"])
+def test_a_directory_that_is_not_the_runs_any_more_ends_it_and_is_left_alone(
+    fate: str, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Deleted or moved away in the second step, or written by another machine by then."""
+    place, elsewhere = tmp_path / "letters", tmp_path / "elsewhere"
+    step, theirs = training_step, '{"process": 1, "host": "b", "epoch": 9, "token": "x"}'
+
+    def disturbed(number: int, *arguments: Any) -> dict[str, float]:
+        if number == 1 and fate == "deleted":
+            shutil.rmtree(place)
+        elif number == 1 and fate == "moved":
+            place.rename(elsewhere)
+        elif number == 1:
+            (place / "run.lock").write_text(theirs)
+        return step(number, *arguments)
+
+    monkeypatch.setattr("rlflow.loop.training_step", disturbed)
+    words = "is written by process 1 of host b now" if fate == "taken" else "deleted, moved or unmounted"
+    with pytest.raises(StorageError, match=words):
+        train(letters_config(model, tmp_path, *TINY, "run.steps=3", "evaluation.at_start=false", "checkpoint.every_steps=1"))
+    if fate == "taken":
+        assert (place / "run.lock").read_text() == theirs and len(read_metrics(place / "metrics.jsonl")) == 1
+    else:
+        assert not place.exists()
+    if fate == "moved":
+        elsewhere.rename(place)
+        monkeypatch.undo()
+        assert train(letters_config(model, tmp_path, *TINY, "run.steps=3", "run.resume=true"))["status"] == "finished"
 
 
 @pytest.mark.parametrize(
