@@ -34,6 +34,7 @@ class HuggingFace:
         self.stamps = Stamps(self.path)
         self.layout: dict[str, int] = {}
         self.described: dict[str, Any] = {}
+        self.arguments: dict[str, Any] = {}
         self._check_files()
         try:
             weights = WeightFiles(self.path)

@@ -87,6 +87,10 @@ class TensorSource(Protocol):
         """`tensor_parallel`, `pipeline_parallel`, ... of the run that saved it, as far as its files tell."""
 
     @property
+    def arguments(self) -> Mapping[str, Any]:
+        """Megatron's arguments, as far as its files have them."""
+
+    @property
     def described(self) -> Mapping[str, Any]:
         """What its files say of the model, by field of `models.architecture.Architecture`."""
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -122,6 +122,11 @@ class TorchDist:
     def layout(self) -> dict[str, int]:
         """Ranks by kind (`tensor_parallel`, ...) of the run that saved it, as far as its files tell."""
         return {**described_layout(self.common.get("args") or {}), **self.manifest.get("layout", {})}
+
+    @property
+    def arguments(self) -> Mapping[str, Any]:
+        """Megatron's arguments, as far as the files have them."""
+        return self.common.get("args") or {}
 
     @property
     def described(self) -> dict[str, Any]:
