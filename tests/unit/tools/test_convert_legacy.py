@@ -206,6 +206,21 @@ def test_stages_need_not_have_as_many_layers(case: Any) -> None:
     assert digest(iterate_weights(out)) == digest(iterate_weights(reference))
 
 
+def test_a_file_without_permission_is_one_line(case: Any, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoint, reference, out = case
+    opened = Path.open
+
+    def refuse(path: Path, *arguments: Any, **options: Any) -> Any:
+        if path.name == "model_optim_rng.pt":
+            raise PermissionError(13, "Permission denied", str(path))
+        return opened(path, *arguments, **options)
+
+    monkeypatch.setattr(Path, "open", refuse)
+    assert main(["to-hf", str(checkpoint), str(out), "--hf", str(reference)]) == 4
+    message = capsys.readouterr().err
+    assert "model_optim_rng.pt: cannot be read (Permission denied)" in message and message.count("\n") == 1
+
+
 def test_files_that_say_which_rank_saved_them_convert(case: Any) -> None:
     checkpoint, reference, out = case
     as_saved_by_ranks(checkpoint)

@@ -104,6 +104,11 @@ class TensorSource(Protocol):
         """`files`: {relative name: [bytes, mtime in ns]}, `headers`: hash of the tables. Equal means: nothing changed."""
 
 
+def unreadable(error: OSError, path: str | Path) -> ConversionError:
+    """The error (4) for a file that the operating system does not let us read."""
+    return ConversionError(f"{error.filename or path}: cannot be read ({error.strerror or error}).", ExitCode.DAMAGED)
+
+
 class Stamps:
     """What the files of a directory looked like before the first of them was read: size, both times, place on the disk."""
 
