@@ -82,6 +82,30 @@ def contradictions(
                 yield name, args[name], f"{expected} follows"
 
 
+def flags_to_give(config: Mapping[str, Any], model: Architecture) -> list[str]:
+    """What Megatron-LM does not take from a checkpoint, even with `--use-checkpoint-args`, and computes with nevertheless:
+    its options for this model."""
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    kind, factor = rope.get("rope_type") or rope.get("type") or "default", rope.get("factor")
+    flags = [f"--norm-epsilon {model.norm_eps:g}"]
+    if model.rope_factor is not None:
+        flags.append(f"--use-rope-scaling --rope-scaling-factor {model.rope_factor:g}")
+    elif kind == "linear":
+        flags.append(f"--rotary-seq-len-interpolation-factor {factor}")
+    elif kind == "yarn" and model.latent is not None:
+        flags.append(f"--rope-type yarn --rotary-scaling-factor {factor}")
+        names = {"mscale": "--mscale", "mscale_all_dim": "--mscale-all-dim"}
+        flags += [f"{flag} {rope[name]}" for name, flag in names.items() if rope.get(name) is not None]
+    elif kind != "default":
+        flags.append(f"(rope scaling '{kind}' with factor {factor}: as your version of Megatron-LM spells it)")
+    if (window := window_of(config)) is not None:
+        flags.append(f"--window-size '({window - 1}, 0)'")  # tokens before the current one
+    scaling = config.get("routed_scaling_factor")
+    if model.experts is not None and scaling not in (None, 1):
+        flags.append(f"--moe-router-topk-scaling-factor {scaling}")
+    return flags
+
+
 def _window_contradictions(args: Mapping[str, Any], window: int | None) -> Iterator[tuple[str, Any, str]]:
     """Megatron's window counts the tokens before the current one, that of transformers also the token itself."""
     found, length = args.get("window_size"), args.get("seq_length")
@@ -124,6 +148,7 @@ def arguments_of(
     """Megatron-LM's arguments for a model and layout, as `--use-checkpoint-args` reads them from a checkpoint."""
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     found = {theirs: getattr(model, ours) for theirs, ours in MODEL.items()}
+    found |= dict.fromkeys(EPSILON, model.norm_eps)
     found |= {
         "group_query_attention": model.groups != model.heads,
         "num_query_groups": model.groups,
@@ -162,8 +187,9 @@ def arguments_of(
             "moe_ffn_hidden_size": model.experts.ffn,
             "moe_shared_expert_intermediate_size": model.experts.shared_ffn or None,
             "moe_layer_freq": 1 if all(sparse) else [int(layer) for layer in sparse],
-            "moe_router_topk": config.get("num_experts_per_tok"),
             "moe_grouped_gemm": layout.fused,
+            "moe_shared_expert_gate": model.family == "qwen2_moe",
+            **routing(config),
         }
     if model.latent is not None:
         found |= {
