@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -9,6 +10,9 @@ from typing import Any
 from rlflow.errors import ModelError, did_you_mean
 from rlflow.models.rules import Rule, Where
 from rlflow.models.tables import EMBEDDING, FAMILIES, LATENT_ATTENTION, Q_NORM, QKV_BIAS
+
+MOST, MOST_LAYERS, MOST_FLOAT = 2**31 - 1, 2**16, 1e30
+"""Above these, an entry of config.json is a mistake, and planning with it would take all memory."""
 
 
 @dataclass(frozen=True)
@@ -115,7 +119,8 @@ def architecture(config: dict[str, Any]) -> Architecture:
     if config.get("hidden_act", "silu") != "silu":
         raise ModelError(f"config.json: hidden_act '{config['hidden_act']}' is not supported; expected 'silu'.")
     windowed = config.get("use_sliding_window", model.family == "mistral" and config.get("sliding_window") is not None)
-    if windowed or "sliding_attention" in (config.get("layer_types") or ()):
+    kinds = config.get("layer_types") or ()
+    if windowed or (isinstance(kinds, list | tuple | str) and "sliding_attention" in kinds):
         raise ModelError("config.json: sliding-window attention is not supported; expected sliding_window null.")
     _check_rope(_rope(config))
     return model
@@ -125,7 +130,7 @@ def stored_architecture(config: dict[str, Any]) -> Architecture:
     """Reads config.json of a model that is to be converted: what its files hold, whether or not it can be computed here.
 
     Raises ModelError for an unknown family, a missing entry, or tensors that the family's table does not have."""
-    family = str(config.get("model_type"))
+    family = str(config.get("model_type"))[:100]
     if family not in FAMILIES:
         known = ", ".join(sorted(FAMILIES))
         raise ModelError(
@@ -135,22 +140,25 @@ def stored_architecture(config: dict[str, Any]) -> Architecture:
     _refuse_other_tensors(config, family)
     heads = _entry(config, "num_attention_heads")
     hidden = _entry(config, "hidden_size")
+    groups = _entry(config, "num_key_value_heads", default=heads)
+    if heads % groups:
+        raise ModelError(f"config.json: num_attention_heads {heads} is not a multiple of num_key_value_heads {groups}.")
     rope = _rope(config)
     scaled = (rope.get("rope_type") or rope.get("type")) == "llama3"
     return Architecture(
         family=family,
-        layers=_entry(config, "num_hidden_layers"),
+        layers=_entry(config, "num_hidden_layers", most=MOST_LAYERS),
         hidden=hidden,
         heads=heads,
-        groups=config.get("num_key_value_heads") or heads,
-        head_dim=config.get("head_dim") or hidden // heads,
+        groups=groups,
+        head_dim=_entry(config, "head_dim", default=max(1, hidden // heads)),
         ffn=_entry(config, "intermediate_size"),
         vocab=_entry(config, "vocab_size"),
-        tied=bool(config.get("tie_word_embeddings", False)),
-        norm_eps=float(config.get("rms_norm_eps", 1e-6)),
-        rope_theta=float(rope.get("rope_theta") or config.get("rope_theta") or 10000.0),
-        rope_factor=float(rope["factor"]) if scaled else None,
-        max_positions=int(config.get("max_position_embeddings", 32768)),
+        tied=_flag(config, "tie_word_embeddings"),
+        norm_eps=_number(config, "rms_norm_eps", 1e-6),
+        rope_theta=_number(rope, "rope_theta", _number(config, "rope_theta", 10000.0)),
+        rope_factor=_number(rope, "factor") if scaled else None,
+        max_positions=_entry(config, "max_position_embeddings", default=32768),
         experts=_experts(config) if any(rule.where is Where.SPARSE for rule in FAMILIES[family]) else None,
         latent=_latent(config) if LATENT_ATTENTION[-1] in FAMILIES[family] else None,
     )
@@ -192,31 +200,64 @@ def padded_vocab(vocab: int, tensor_parallel: int) -> int:
     return -(-vocab // tensor_parallel) * tensor_parallel
 
 
-def _entry(config: dict[str, Any], *keys: str) -> int:
-    """The first of these entries that is there. Raises ModelError unless it is a whole number."""
-    found = next((config[key] for key in keys if config.get(key) is not None), None)
-    if not isinstance(found, int):
-        raise ModelError(f"config.json: '{keys[0]}' is missing or not a whole number (found {found!r}).")
-    return found
+def _entry(
+    config: dict[str, Any], *keys: str, default: int | None = None, least: int = 1, most: int = MOST
+) -> int:
+    """The first of these entries that is there. Raises ModelError unless it is a whole number from `least` to `most`."""
+    key, found = next(((key, config[key]) for key in keys if config.get(key) is not None), (keys[0], default))
+    if found is None or not _is_number(found) or found != int(found) or isinstance(found, float):
+        raise ModelError(f"config.json: '{key}' is missing or not a whole number (found {_short(found)}).")
+    if not least <= found <= most:
+        raise ModelError(f"config.json: '{key}' is {_short(found)}; expected a number from {least} to {most}.")
+    return int(found)
+
+
+def _number(config: dict[str, Any], key: str, default: float | None = None) -> float:
+    """Raises ModelError unless the entry is a finite number above 0."""
+    found = default if config.get(key) is None else config[key]
+    if found is None or not _is_number(found) or not 0 < found < MOST_FLOAT:
+        raise ModelError(f"config.json: '{key}' is {_short(found)}; expected a number above 0.")
+    return float(found)
+
+
+def _flag(config: dict[str, Any], key: str) -> bool:
+    found = config.get(key)
+    if found is not None and not isinstance(found, bool):
+        raise ModelError(f"config.json: '{key}' is {_short(found)}; expected true or false.")
+    return bool(found)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(min(value, MOST_FLOAT))
+
+
+def _short(value: Any) -> str:
+    if isinstance(value, int) and abs(value) > MOST_FLOAT:
+        return "a number of more than 30 digits"
+    return repr(value)[:60]
 
 
 def _experts(config: dict[str, Any]) -> Experts:
     """The entries of Qwen, Mixtral and DeepSeek, whose names differ."""
     ffn = _entry(config, "moe_intermediate_size", "intermediate_size")
-    first, every = config.get("first_k_dense_replace", 0), config.get("decoder_sparse_step", 1)
+    layers = _entry(config, "num_hidden_layers", most=MOST_LAYERS)
+    first = _entry(config, "first_k_dense_replace", default=0, least=0)
+    every = _entry(config, "decoder_sparse_step", default=1)
     dense = config.get("mlp_only_layers") or ()
-    layers = range(_entry(config, "num_hidden_layers"))
+    if not isinstance(dense, list | tuple):
+        raise ModelError(f"config.json: 'mlp_only_layers' is {_short(dense)}; expected a list of layers.")
+    shared = _entry(config, "n_shared_experts", default=0, least=0) * ffn
     return Experts(
-        count=_entry(config, "num_experts", "num_local_experts", "n_routed_experts"),
+        count=_entry(config, "num_experts", "num_local_experts", "n_routed_experts", most=MOST_LAYERS),
         ffn=ffn,
-        shared_ffn=config.get("shared_expert_intermediate_size") or (config.get("n_shared_experts") or 0) * ffn,
-        sparse=tuple(layer >= first and layer not in dense and (layer + 1) % every == 0 for layer in layers),
+        shared_ffn=_entry(config, "shared_expert_intermediate_size", default=0, least=0) or shared,
+        sparse=tuple(layer >= first and layer not in dense and (layer + 1) % every == 0 for layer in range(layers)),
     )
 
 
 def _latent(config: dict[str, Any]) -> Latent:
     return Latent(
-        query_rank=config.get("q_lora_rank"),
+        query_rank=None if config.get("q_lora_rank") is None else _entry(config, "q_lora_rank"),
         key_rank=_entry(config, "kv_lora_rank"),
         plain=_entry(config, "qk_nope_head_dim"),
         rotating=_entry(config, "qk_rope_head_dim"),
@@ -237,15 +278,19 @@ def _refuse_other_tensors(config: dict[str, Any], family: str) -> None:
         raise ModelError(f"config.json: qkv_bias=false is not supported for model family '{family}'.")
     if config.get("moe_layer_freq", 1) != 1:
         raise ModelError(f"config.json: moe_layer_freq={config['moe_layer_freq']} is not supported; expected 1.")
-    if config.get("quantization_config"):
-        method = config["quantization_config"].get("quant_method", "unknown")
+    if quantized := config.get("quantization_config"):
+        method = quantized.get("quant_method", "unknown") if isinstance(quantized, dict) else _short(quantized)
         raise ModelError(
             f"config.json: weights quantized by '{method}' are not supported; expected 16 or 32-bit floats."
         )
 
 
 def _rope(config: dict[str, Any]) -> dict[str, Any]:
-    return config.get("rope_parameters") or config.get("rope_scaling") or {}
+    """The entry for rotary embeddings, in the spelling of transformers 5 or 4. Raises ModelError unless it is an object."""
+    found = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if not isinstance(found, dict):
+        raise ModelError(f"config.json: 'rope_parameters' is {_short(found)}; expected an object or null.")
+    return found
 
 
 def _check_rope(rope: dict[str, Any]) -> None:

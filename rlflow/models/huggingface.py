@@ -126,7 +126,11 @@ def check_tensors(path: str | Path) -> None:
 
 def _read_json(file: Path) -> dict[str, Any]:
     try:
-        value = json.loads(file.read_text())
+        value = json.loads(file.read_bytes())
+    except OSError as error:
+        raise ModelError(f"{file}: cannot be read ({error.strerror}).") from None
+    except RecursionError:
+        raise ModelError(f"{file}: not valid JSON of a model (nested too deeply).") from None
     except ValueError as error:
         raise ModelError(f"{file}: not valid JSON ({error}).") from None
     if not isinstance(value, dict):
@@ -140,6 +144,11 @@ def _locate(path: Path) -> dict[str, str]:
         weight_map = _read_json(path / INDEX_FILE).get("weight_map")
         if not isinstance(weight_map, dict) or not weight_map:
             raise ModelError(f"{path / INDEX_FILE}: has no weight_map.")
+        for name, file in weight_map.items():
+            if not isinstance(file, str) or not file or file.startswith("/") or ".." in Path(file).parts:
+                raise ModelError(
+                    f"{path / INDEX_FILE}: places '{name}' in {file!r}; expected the name of a file in the same directory."
+                )
         return dict(sorted(weight_map.items(), key=lambda item: item[1]))
     if (path / SINGLE_FILE).is_file():
         return dict.fromkeys(header(path / SINGLE_FILE), SINGLE_FILE)
@@ -154,18 +163,20 @@ def header(file: Path) -> dict[str, Any]:
     """The header of a safetensors file: 8 bytes little-endian length, then JSON with each tensor's byte range."""
     if not file.is_file():
         raise ModelError(f"{file}: missing; {INDEX_FILE} in the same directory lists it.")
-    size = file.stat().st_size
-    with file.open("rb") as stream:
-        start = stream.read(8)
-        length = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
-        if not 0 < length <= size - 8:
-            raise ModelError(f"{file}: truncated or not a safetensors file ({size} bytes).")
-        try:
+    try:
+        size = file.stat().st_size
+        with file.open("rb") as stream:
+            start = stream.read(8)
+            length = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
+            if not 0 < length <= size - 8:
+                raise ModelError(f"{file}: truncated or not a safetensors file ({size} bytes).")
             entries = json.loads(stream.read(length))
-        except ValueError:
-            raise ModelError(f"{file}: the safetensors header is damaged.") from None
-    entries.pop("__metadata__", None)
-    expected = 8 + length + max((entry["data_offsets"][1] for entry in entries.values()), default=0)
+        entries.pop("__metadata__", None)
+        expected = 8 + length + max((int(entry["data_offsets"][1]) for entry in entries.values()), default=0)
+    except OSError as error:
+        raise ModelError(f"{file}: cannot be read ({error.strerror}).") from None
+    except (ValueError, RecursionError, AttributeError, LookupError, TypeError):
+        raise ModelError(f"{file}: the safetensors header is damaged.") from None
     if size < expected:
         raise ModelError(f"{file}: truncated, {size} bytes found, {expected} expected.")
     return entries
@@ -187,7 +198,11 @@ def companions_digest(reference: str | Path) -> str:
     """A hash of config.json and of all that `copy_files` copies: 64 hex digits."""
     content = hashlib.sha256()
     for name in ("config.json", *companions(Path(reference))):
-        content.update(f"{name}|".encode() + hashlib.sha256((Path(reference) / name).read_bytes()).digest())
+        file = Path(reference) / name
+        try:
+            content.update(f"{name}|".encode() + hashlib.sha256(file.read_bytes()).digest())
+        except OSError as error:
+            raise ModelError(f"{file}: cannot be read ({error.strerror}).") from None
     return content.hexdigest()
 
 

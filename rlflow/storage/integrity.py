@@ -114,7 +114,7 @@ def read_sealed(path: Path) -> dict[str, Any]:
         document = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise DamagedCheckpointError(f"{path}: missing, the checkpoint is incomplete.") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise DamagedCheckpointError(f"{path}: damaged ({error}).") from None
     found = document.pop(SEAL, None) if isinstance(document, dict) else None
     if found is None:

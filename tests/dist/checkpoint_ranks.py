@@ -268,6 +268,9 @@ def _arguments(job: Job, chunks: list[Any]) -> argparse.Namespace:
         params_dtype=job.dtype,
         bf16=job.dtype is torch.bfloat16,
         padded_vocab_size=_padded(job),
+        layernorm_epsilon=chunks[0].config.layernorm_epsilon,
+        rank=torch.distributed.get_rank(),
+        world_size=torch.distributed.get_world_size(),
     )
 
 

@@ -106,6 +106,7 @@ def run_to_megatron(args: argparse.Namespace) -> int:
         f"wrote {args.out}: {found['format']}, {found['parameters']:,} parameters, {found['weight_bytes'] / 1e9:.3f} GB in "
         f"{seconds:.1f} s, verified: {found['verified']}"
     )
+    print(f"Megatron-LM takes sizes from it (--use-checkpoint-args); give as well: {' '.join(found['flags_to_give'])}")
     if found["left_out"]:
         print(f"left out: {len(found['left_out'])} tensors of multi-token prediction, such as {found['left_out'][0]}")
     return 0

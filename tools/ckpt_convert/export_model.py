@@ -17,6 +17,7 @@ from rlflow.storage.integrity import EXPORT_MANIFEST
 
 from .mapping.plan import Plan
 from .mapping.to_huggingface import Export, make_export
+from .readers.arguments import contradictions
 from .readers.formats import open_source
 from .readers.source import Stamps, TensorSource
 from .stream import check_equal, copy
@@ -54,6 +55,12 @@ def prepare(path: str | Path, reference: str | Path, options: Options) -> tuple[
     model = _architecture(reference)
     source = open_source(path)
     check_sizes(source, model, options.expected)
+    for name, claimed, present in contradictions(source.arguments, read_config(reference), model):
+        raise ConversionError(
+            f"{source.path}: was trained with {name}={claimed}, but by config.json of the reference {present}; give the "
+            "reference that the training began from.",
+            ExitCode.OTHER_MODEL,
+        )
     export = make_export(source, model, DTYPES[options.dtype])
     for equal in export.plan.equal:
         check_equal(source, equal)

@@ -19,7 +19,7 @@ from .export_model import DTYPES, Progress
 from .mapping.plan import Plan, View
 from .mapping.to_huggingface import make_export
 from .mapping.to_megatron import CheckpointLayout, Import, make_import, parameters
-from .readers.arguments import arguments_of
+from .readers.arguments import arguments_of, flags_to_give
 from .readers.formats import open_source
 from .readers.safetensors_files import HuggingFace
 from .readers.source import TensorSource
@@ -125,6 +125,7 @@ def to_megatron(
             "weight_bytes": plan.nbytes,
             "dtype": options.dtype,
             "left_out": list(work.left_out),
+            "flags_to_give": flags_to_give(read_config(path), work.model),
         },
     )
 

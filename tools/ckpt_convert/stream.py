@@ -15,7 +15,7 @@ from rlflow.errors import ConversionError, ExitCode
 from rlflow.storage.pickles import Chunk
 
 from .mapping.plan import Equal, Rectangle, Target, Tile, View
-from .readers.source import Content, TensorSource
+from .readers.source import Content, TensorSource, unreadable
 from .writers.output_files import OutputFiles, RowBlock
 
 Progress = Callable[[int], None]
@@ -166,7 +166,10 @@ class Reader:
         with self._lock:
             self._contents[key] = content
             if chunk.file not in self._files:
-                self._files[chunk.file] = os.open(file, os.O_RDONLY)
+                try:
+                    self._files[chunk.file] = os.open(file, os.O_RDONLY)
+                except OSError as error:
+                    raise unreadable(error, file) from None
             return self._files[chunk.file], content, file
 
 

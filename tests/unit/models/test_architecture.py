@@ -104,3 +104,37 @@ def test_tensors_beyond_the_tables_are_refused(
     config = {**read_config(tiny_model(tmp_path, family, tokenizer=False)), **changes}
     with pytest.raises(ModelError, match=words):
         stored_architecture(config)
+
+
+BROKEN: dict[str, Any] = {
+    "num_attention_heads": [0, None, "4", 4.5, [], True, 10**400],
+    "num_key_value_heads": [0, -2, "2", 3],
+    "head_dim": [-16, "16"],
+    "num_hidden_layers": [0, -1, 10**9, {}],
+    "vocab_size": [0, "many"],
+    "tie_word_embeddings": ["no", 1],
+    "rms_norm_eps": [0, "small", float("nan"), float("inf"), -1e-6],
+    "rope_parameters": [["default"], "default", {"rope_type": "llama3"}, {"rope_theta": "big"}],
+    "max_position_embeddings": [0, "long"],
+    "quantization_config": ["fp8", ["fp8"]],
+    "model_type": [None, ["qwen3_moe"], {}],
+    "num_experts": [0, "all"],
+    "mlp_only_layers": [3, "1"],
+    "decoder_sparse_step": [0, "2"],
+}
+
+
+@pytest.mark.parametrize("key", BROKEN)
+def test_malformed_entries_are_one_line_that_names_them(key: str, tmp_path: Path) -> None:
+    config = read_config(tiny_model(tmp_path, "qwen3_moe", tokenizer=False))
+    for value in BROKEN[key]:
+        with pytest.raises(ModelError, match=r"^config.json: ") as caught:
+            stored_architecture({**config, key: value})
+        assert len(str(caught.value)) < 400 and "\n" not in str(caught.value), value
+
+
+def test_nulls_stand_for_defaults(tmp_path: Path) -> None:
+    config = read_config(tiny_model(tmp_path, "qwen3", tokenizer=False))
+    optional = ("rms_norm_eps", "rope_parameters", "max_position_embeddings", "num_key_value_heads", "head_dim")
+    found = stored_architecture({**config, **dict.fromkeys(optional)})
+    assert (found.norm_eps, found.rope_theta, found.groups) == (1e-6, 10000.0, found.heads)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -68,6 +69,25 @@ def test_directories_without_readable_weights(tmp_path: Path, files: dict[str, s
         (tmp_path / name).write_text(content)
     with pytest.raises(ModelError, match=words):
         list(iterate_weights(tmp_path))
+
+
+@pytest.mark.parametrize("file", ["../other/model.safetensors", "/etc/model.safetensors", "a/../../x", "", 7, None])
+def test_an_index_that_leads_elsewhere_is_refused(file: object, tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": file}}))
+    with pytest.raises(ModelError, match="expected the name of a file in the same directory"):
+        WeightFiles(tmp_path)
+
+
+def test_damaged_and_unreadable_tables_are_one_line(tmp_path: Path) -> None:
+    deep = "[" * 100_000
+    (tmp_path / "config.json").write_text(deep)
+    with pytest.raises(ModelError, match=r"config.json: not valid JSON"):
+        read_config(tmp_path)
+    for text in (deep, "[]", '{"a": 1}', '{"a": {}}', '{"a": {"data_offsets": [0]}}', '{"a": {"data_offsets": [0, "b"]}}'):
+        content = text.encode()
+        (tmp_path / "model.safetensors").write_bytes(len(content).to_bytes(8, "little") + content)
+        with pytest.raises(ModelError, match="the safetensors header is damaged"):
+            WeightFiles(tmp_path)
 
 
 def test_config_errors_name_the_file(tmp_path: Path) -> None:

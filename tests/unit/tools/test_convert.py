@@ -211,6 +211,15 @@ BAD = {
     "larger vocabulary": (7, "has shape", shape_only(vocab_size=VOCAB + 1)),
     "output layer of an untied model": (7, "is not the embedding", shape_only(tie_word_embeddings=True)),
     "tracker without its directory": (3, "names '12'", tracker_names_nothing),
+    "tracker with another digit": (
+        3,
+        "names '\u00b2'",
+        lambda ckpt, ref: (
+            (ckpt / ".metadata").unlink(),
+            (ckpt / "latest_checkpointed_iteration.txt").write_text("\u00b2"),
+        ),
+    ),
+    "no heads": (6, "'num_attention_heads' is 0", lambda ckpt, ref: edit(ref / "config.json", num_attention_heads=0)),
     "optimizer only": (10, "holds no weights", optimizer_only),
     "tied": (7, "its tied is False", lambda ckpt, ref: edit(ref / "config.json", tie_word_embeddings=True)),
     "fsdp": (10, "'fsdp_dtensor'", lambda ckpt, ref: edit(ckpt / "metadata.json", sharded_backend="fsdp_dtensor")),

@@ -18,10 +18,12 @@ from rlflow_tools.ckpt_convert.describe import describe
 from rlflow_tools.ckpt_convert.export_model import Options, to_huggingface
 from rlflow_tools.ckpt_convert.import_model import FORMATS, ImportOptions, to_megatron
 from rlflow_tools.ckpt_convert.mapping.to_megatron import CheckpointLayout
+from rlflow_tools.ckpt_convert.readers.arguments import contradictions
 from rlflow_tools.ckpt_convert.readers.legacy import LegacyRanks
 
 from rlflow.errors import RLFlowError
-from rlflow.models.huggingface import digest, iterate_weights
+from rlflow.models.architecture import stored_architecture
+from rlflow.models.huggingface import digest, iterate_weights, read_config
 from tools.ckpt_convert.command import main
 
 DENSE = (
@@ -95,6 +97,26 @@ def norms(state: dict[str, Any]) -> None:
     state["model"]["decoder.final_layernorm.weight"][0] += 1
 
 
+def as_saved_by_ranks(checkpoint: Path) -> None:
+    """Megatron-LM's arguments have the number of the process that saved them: of the tensor ranks in turn, per stage."""
+    for number, rank in enumerate(("mp_rank_00_000", "mp_rank_01_000", "mp_rank_00_001", "mp_rank_01_001")):
+        edit(lambda state, number=number: vars(state["args"]).update(rank=number, world_size=4), rank)(checkpoint)
+
+
+def exchange(first: str, second: str) -> Callable[[Path], None]:
+    def damage(checkpoint: Path) -> None:
+        as_saved_by_ranks(checkpoint)
+        files = file_of(checkpoint, first), file_of(checkpoint, second)
+        for file, content in zip(files, [file.read_bytes() for file in reversed(files)]):
+            file.write_bytes(content)
+
+    return damage
+
+
+def duplicate(checkpoint: Path) -> None:
+    shutil.copy(file_of(checkpoint, "mp_rank_00_001"), file_of(checkpoint, "mp_rank_01_001"))
+
+
 class Payload:
     """Runs code when it is unpickled."""
 
@@ -125,6 +147,8 @@ BAD: dict[str, tuple[int, str, Callable[[Path], None]]] = {
     ),
     "two iterations": (5, "of iteration 9", edit(lambda state: state.update(iteration=9))),
     "replicas differ": (5, "is not what another rank has", edit(norms)),
+    "tensor ranks exchanged": (5, "tensor rank 1, and lies in", exchange("mp_rank_00_000", "mp_rank_01_000")),
+    "a rank twice": (5, "is a copy of the other", duplicate),
     "shapes differ": (
         5,
         "ranks disagree in 'output_layer.weight'",
@@ -180,6 +204,86 @@ def test_stages_need_not_have_as_many_layers(case: Any) -> None:
             torch.save(state, file_of(checkpoint, f"mp_rank_{tensor}_00{stage}"))
     to_huggingface(checkpoint, out, reference, Options(verify="full"))
     assert digest(iterate_weights(out)) == digest(iterate_weights(reference))
+
+
+def test_a_file_without_permission_is_one_line(case: Any, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoint, reference, out = case
+    opened = Path.open
+
+    def refuse(path: Path, *arguments: Any, **options: Any) -> Any:
+        if path.name == "model_optim_rng.pt":
+            raise PermissionError(13, "Permission denied", str(path))
+        return opened(path, *arguments, **options)
+
+    monkeypatch.setattr(Path, "open", refuse)
+    assert main(["to-hf", str(checkpoint), str(out), "--hf", str(reference)]) == 4
+    message = capsys.readouterr().err
+    assert "model_optim_rng.pt: cannot be read (Permission denied)" in message and message.count("\n") == 1
+
+
+def test_files_that_say_which_rank_saved_them_convert(case: Any) -> None:
+    checkpoint, reference, out = case
+    as_saved_by_ranks(checkpoint)
+    to_huggingface(checkpoint, out, reference)
+    assert digest(iterate_weights(out)) == digest(iterate_weights(reference))
+
+
+CONTRADICTIONS: dict[str, dict[str, Any]] = {
+    "norm_eps": {"norm_epsilon": None, "layernorm_epsilon": 0.25},
+    "groups": {"group_query_attention": False},
+    "vocab_size": {"vocab_size": 120},
+    "use_rope_scaling": {"use_rope_scaling": True},
+    "rotary_seq_len_interpolation_factor": {"rotary_seq_len_interpolation_factor": 4},
+    "rotary_percent": {"rotary_percent": 0.5},
+    "window_size": {"window_size": (128, 0)},
+}
+
+
+@pytest.mark.parametrize("name", CONTRADICTIONS)
+def test_arguments_that_contradict_the_reference_are_refused(name: str, case: Any) -> None:
+    checkpoint, reference, out = case
+    for rank in ("mp_rank_00_000", "mp_rank_01_000", "mp_rank_00_001", "mp_rank_01_001"):
+        edit(lambda state: vars(state["args"]).update(CONTRADICTIONS[name]), rank)(checkpoint)
+    with pytest.raises(RLFlowError, match=name) as caught:
+        to_huggingface(checkpoint, out, reference)
+    assert caught.value.exit_code == 7 and not out.exists()
+
+
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0}
+WINDOW = {"sliding_window": 64, "use_sliding_window": True}
+ROUTED = {"num_experts_per_tok": 2, "norm_topk_prob": True}
+
+
+@pytest.mark.parametrize(
+    ("family", "config", "args", "expected"),
+    [
+        ("llama", {"rope_scaling": LLAMA3}, {"use_rope_scaling": True, "rope_scaling_factor": 8}, []),
+        ("llama", {"rope_scaling": LLAMA3}, {"use_rope_scaling": False}, ["use_rope_scaling"]),
+        (
+            "llama",
+            {"rope_scaling": LLAMA3},
+            {"use_rope_scaling": True, "rope_scaling_factor": 32},
+            ["rope_scaling_factor"],
+        ),
+        ("qwen2", WINDOW, {"window_size": [63, 0], "seq_length": 4096}, []),
+        ("qwen2", WINDOW, {"window_size": None, "seq_length": 64}, []),
+        ("qwen2", WINDOW, {"window_size": None, "seq_length": 65}, ["window_size"]),
+        ("qwen2", {**WINDOW, "use_sliding_window": False}, {"window_size": None, "seq_length": 65}, []),
+        ("qwen2", {}, {"vocab_size": 90, "seq_length": 65}, []),
+        ("qwen3_moe", ROUTED, {"moe_router_topk": 2, "moe_router_pre_softmax": False}, []),
+        ("qwen3_moe", ROUTED, {"moe_router_topk": 8}, ["moe_router_topk"]),
+        ("qwen3_moe", {**ROUTED, "norm_topk_prob": False}, {"moe_router_pre_softmax": False}, ["moe_router_pre_softmax"]),
+        ("deepseek_v3", ROUTED, {"moe_router_pre_softmax": True, "moe_router_score_function": "sigmoid"}, []),
+        ("deepseek_v3", ROUTED, {"moe_router_score_function": "softmax"}, ["moe_router_score_function"]),
+    ],
+)
+def test_what_contradicts(
+    family: str, config: dict[str, Any], args: dict[str, Any], expected: list[str], tmp_path: Path
+) -> None:
+    path = tiny_model(tmp_path / "hf", family, tokenizer=False, vocab_size=101)
+    whole = {**read_config(path), "rope_parameters": None, **config}
+    found = [name for name, _, _ in contradictions(args, whole, stored_architecture(whole))]
+    assert found == expected
 
 
 def test_two_numbers_are_tensor_and_expert_where_there_is_no_pipeline(tmp_path: Path) -> None:

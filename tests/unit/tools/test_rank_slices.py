@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import cProfile
+import itertools
+import random
 from pathlib import Path
 
 import pytest
@@ -9,13 +12,14 @@ import torch
 from fixtures import tiny_model
 from rlflow_tools.ckpt_convert.mapping.plan import Target, View
 from rlflow_tools.ckpt_convert.mapping.rank_slices import rank_slice
-from rlflow_tools.ckpt_convert.readers.source import StoredTensor
+from rlflow_tools.ckpt_convert.readers.source import StoredTensor, _overlap, covers_once
 from torch import Tensor
 
 from rlflow.models.architecture import Architecture, padded_vocab, placed_rules, stored_architecture
 from rlflow.models.huggingface import read_config
 from rlflow.models.rules import Rule
 from rlflow.models.sharding import shard
+from rlflow.storage.pickles import Chunk
 
 
 def assembled(rule: Rule, tensors: dict[str, Tensor], model: Architecture, rank: int, ranks: int) -> Tensor:
@@ -51,3 +55,40 @@ def test_rectangles_make_what_shard_makes(family: str, ranks: int, tmp_path: Pat
         for rank in range(ranks):
             expected = shard(rule, list(tensors.values()), model, rank, ranks)
             assert torch.equal(assembled(rule, tensors, model, rank, ranks), expected), rule.megatron
+
+
+def stack(layers: int, experts: int) -> StoredTensor:
+    """Experts' weights as megatron-core stores them: a chunk per layer, expert, half and rank."""
+    chunks = tuple(
+        Chunk((layer, expert, 2 * part, 0), (1, 1, 2, 3), "file", 0, 24)
+        for layer, expert, part in itertools.product(range(layers), range(experts), range(4))
+    )
+    return StoredTensor("fc1", (layers, experts, 8, 3), torch.float32, chunks)
+
+
+def test_planning_a_stack_of_experts_takes_time_in_proportion() -> None:
+    def calls(layers: int, experts: int) -> int:
+        """Function calls, which unlike seconds are the same on every machine."""
+        stored, profile = stack(layers, experts), cProfile.Profile()
+        profile.enable()
+        assert covers_once([tuple(zip(chunk.offsets, chunk.sizes)) for chunk in stored.chunks], stored.shape)
+        for index in itertools.product(range(layers), range(experts)):
+            assert [found.row for found in View(stored, index).rectangles()] == [0, 2, 4, 6]
+        profile.disable()
+        return sum(entry.callcount for entry in profile.getstats())
+
+    assert calls(4, 32) < 2.2 * calls(4, 16) and calls(8, 16) < 2.2 * calls(4, 16)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_boxes_that_overlap_are_found_however_they_lie(seed: int) -> None:
+    draw, shape = random.Random(seed), (3, 4, 4)
+    boxes = [
+        tuple((at, draw.randint(1, full - at)) for full in shape for at in [draw.randrange(full)])
+        for _ in range(draw.randint(1, 5))
+    ]
+    seen = torch.zeros(shape, dtype=torch.int64)
+    for box in boxes:
+        seen[tuple(slice(at, at + size) for at, size in box)] += 1
+    assert covers_once(boxes, shape) == bool((seen == 1).all())
+    assert _overlap(boxes) == bool((seen > 1).any())

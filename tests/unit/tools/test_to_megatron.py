@@ -16,9 +16,11 @@ from fixtures import tiny_model
 from rlflow_tools.ckpt_convert.export_model import Options, to_huggingface
 from rlflow_tools.ckpt_convert.import_model import ImportOptions, to_megatron
 from rlflow_tools.ckpt_convert.mapping.to_megatron import CheckpointLayout
+from rlflow_tools.ckpt_convert.readers.arguments import flags_to_give
 from safetensors.torch import load_file, save_file
 
-from rlflow.models.huggingface import digest, iterate_weights
+from rlflow.models.architecture import stored_architecture
+from rlflow.models.huggingface import digest, iterate_weights, read_config
 from tools.ckpt_convert.command import main
 
 
@@ -190,3 +192,32 @@ def test_resume_gives_what_an_uninterrupted_run_gives(model: Path, tmp_path: Pat
     for file in (tmp_path / "whole" / "release").iterdir():
         assert file.read_bytes() == (tmp_path / "out" / "release" / file.name).read_bytes(), file.name
     shutil.rmtree(tmp_path / "out")
+
+
+ROUTES: dict[str, tuple[dict[str, Any], tuple[str, bool, bool]]] = {
+    "qwen2_moe": ({"norm_topk_prob": False}, ("softmax", True, False)),
+    "qwen3_moe": ({}, ("softmax", False, False)),
+    "mixtral": ({}, ("softmax", False, False)),
+    "deepseek_v3": ({}, ("sigmoid", False, True)),
+}
+
+
+@pytest.mark.parametrize("family", ROUTES)
+def test_arguments_say_how_tokens_choose_experts(family: str, tmp_path: Path) -> None:
+    sizes, expected = ROUTES[family]
+    model = tiny_model(tmp_path / "hf", family, tokenizer=False, vocab_size=101, **sizes)
+    to_megatron(model, tmp_path / "out")
+    args = torch.load(tmp_path / "out" / "release" / "common.pt", weights_only=False)["args"]
+    found = (args.moe_router_score_function, args.moe_router_pre_softmax, args.moe_router_enable_expert_bias)
+    assert found == expected and args.moe_router_topk == 2
+    assert args.layernorm_epsilon == args.norm_epsilon == read_config(model)["rms_norm_eps"]
+
+
+def test_what_a_checkpoint_cannot_carry_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = tiny_model(tmp_path / "hf", "llama", tokenizer=False, vocab_size=101)
+    assert main(["to-megatron", str(model), str(tmp_path / "out")]) == 0
+    printed = capsys.readouterr().out
+    assert "--norm-epsilon 1e-06" in printed and "--use-rope-scaling --rope-scaling-factor 8" in printed
+    window = {"sliding_window": 4096, "use_sliding_window": True}
+    config = {**read_config(tiny_model(tmp_path / "qwen", "qwen2", tokenizer=False)), **window}
+    assert "--window-size '(4095, 0)'" in flags_to_give(config, stored_architecture(config))

@@ -49,16 +49,14 @@ class View:
         """The chunks' parts of this view, by row and column; they tile it."""
         depth = len(self.index)
         found = []
-        for chunk in self.stored.chunks:
-            lead = list(zip(self.index, chunk.offsets, chunk.sizes))
-            if all(start <= at < start + size for at, start, size in lead):
-                place = 0
-                for at, start, size in lead:
-                    place = place * size + at - start
-                offsets, sizes = chunk.offsets[depth:], chunk.sizes[depth:]
-                column = offsets[1] * math.prod(self.shape[2:]) if len(offsets) > 1 else 0
-                width = math.prod(sizes[1:])
-                found.append(Rectangle(chunk, place * math.prod(sizes), offsets[0], column, sizes[0], width))
+        for chunk in self.stored.chunks_at(self.index):
+            place = 0
+            for at, start, size in zip(self.index, chunk.offsets, chunk.sizes):
+                place = place * size + at - start
+            offsets, sizes = chunk.offsets[depth:], chunk.sizes[depth:]
+            column = offsets[1] * math.prod(self.shape[2:]) if len(offsets) > 1 else 0
+            width = math.prod(sizes[1:])
+            found.append(Rectangle(chunk, place * math.prod(sizes), offsets[0], column, sizes[0], width))
         return sorted(found, key=lambda rectangle: (rectangle.row, rectangle.column))
 
 

@@ -62,6 +62,7 @@ class LegacyRanks:
         self.stamps = Stamps(path)
         directories = sorted(directory for directory in path.glob("mp_rank_*") if directory.is_dir())
         self._ranks = _complete(path, [_read(path, directory) for directory in directories])
+        _check_places(path, self._ranks)
         experts = self._ranks[0].args.get("expert_tensor_parallel_size") or self.layout["tensor_parallel"]
         self.tensors, self.copies = join_ranks(path, list(_parts(path, self._ranks)), experts)
 
@@ -81,6 +82,11 @@ class LegacyRanks:
         }
         claimed = {name: size for name, size in described_layout(self._ranks[0].args).items() if name not in found}
         return {**claimed, **{name: size for name, size in found.items() if size > 1 or "virtual" not in name}}
+
+    @property
+    def arguments(self) -> Mapping[str, Any]:
+        """Megatron's arguments, as far as the files have them."""
+        return self._ranks[0].args
 
     @property
     def described(self) -> dict[str, Any]:
@@ -243,6 +249,48 @@ def _complete(path: Path, ranks: list[RankFile]) -> list[RankFile]:
             ExitCode.MISSING,
         )
     return ranks
+
+
+def _check_places(path: Path, ranks: list[RankFile]) -> None:
+    """Raises ConversionError (5) where a file lies in another rank's directory: by the global rank that its arguments name,
+    or because two tensor ranks have the same weights."""
+    numbers = {rank.args.get("rank") for rank in ranks}
+    seen: dict[Any, RankFile] = {}
+    for rank in ranks:
+        own = {"tensor": rank.tensor, "pipeline": rank.pipeline, "expert": rank.expert}
+        if len(numbers) > 1:  # tools that save all ranks in one process leave the same number in all
+            for kind, number in _place(rank.args).items():
+                if own[kind] != number:
+                    raise ConversionError(
+                        f"{path / rank.name}: was saved by rank {rank.args['rank']}, {kind} rank {number}, and lies in the "
+                        f"directory of {kind} rank {own[kind]}; files of ranks were exchanged. Copy the checkpoint again.",
+                        ExitCode.OTHER_LAYOUT,
+                    )
+        checksums = tuple(window.record.crc32 for chunk in rank.chunks for window in chunk.values())
+        other = seen.setdefault((rank.pipeline, rank.expert, checksums), rank)
+        if other is not rank and any(checksums):  # torch can leave checksums out
+            raise ConversionError(
+                f"{path / rank.name}: has the weights of {other.name}; one is a copy of the other. Copy the checkpoint again.",
+                ExitCode.OTHER_LAYOUT,
+            )
+
+
+def _place(args: Mapping[str, Any]) -> dict[str, int]:
+    """{`tensor`, `pipeline`, `expert`: rank} that a global rank has by its arguments, as far as they tell (megatron-core,
+    parallel_state.py, initialize_model_parallel: tensor ranks are neighbours, then context, data, pipeline ranks)."""
+    number, layout, world = args.get("rank"), described_layout(args), args.get("world_size")
+    tensor, pipeline = layout.get("tensor_parallel"), layout.get("pipeline_parallel")
+    if not isinstance(number, int) or not tensor or not pipeline:
+        return {}
+    found = {"tensor": number % tensor}
+    if args.get("use_tp_pp_dp_mapping"):
+        found["pipeline"] = number // (tensor * layout.get("context_parallel", 1)) % pipeline
+    elif isinstance(world, int) and world >= pipeline and world % pipeline == 0:
+        found["pipeline"] = number // (world // pipeline)
+    experts = layout.get("expert_parallel")
+    if experts:
+        found["expert"] = number // (args.get("expert_tensor_parallel_size") or tensor) % experts
+    return found
 
 
 def _parts(path: Path, ranks: list[RankFile]) -> Iterator[RankTensor]:

@@ -34,6 +34,7 @@ class HuggingFace:
         self.stamps = Stamps(self.path)
         self.layout: dict[str, int] = {}
         self.described: dict[str, Any] = {}
+        self.arguments: dict[str, Any] = {}
         self._check_files()
         try:
             weights = WeightFiles(self.path)
@@ -42,7 +43,7 @@ class HuggingFace:
             self.tensors = {name: self._stored(name, weights.file_of(name), headers) for name in weights}
         except ModelError as error:
             raise ConversionError(str(error), ExitCode.DAMAGED) from None
-        except (ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
             raise ConversionError(
                 f"{self.path}: a safetensors header is damaged ({error}); copy the model again.", ExitCode.DAMAGED
             ) from None
@@ -65,9 +66,9 @@ class HuggingFace:
         if not index.is_file():
             return
         try:
-            names = set(json.loads(index.read_text())["weight_map"].values())
+            names = set(json.loads(index.read_bytes())["weight_map"].values())
             missing = sorted(name for name in names if not (self.path / name).is_file())
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise ConversionError(f"{index}: damaged ({error}); copy the model again.", ExitCode.DAMAGED) from None
         if missing:
             raise ConversionError(

@@ -8,9 +8,11 @@ copies from the first to the last as the plan says and knows neither format."""
 from __future__ import annotations
 
 import hashlib
+import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -47,6 +49,23 @@ class StoredTensor:
     dtype: torch.dtype
     chunks: tuple[Chunk, ...]
 
+    def chunks_at(self, index: tuple[int, ...]) -> Sequence[Chunk]:
+        """The chunks that hold something of these leading indices."""
+        if not index:
+            return self.chunks
+        if len(index) not in self._by_index:
+            table: dict[tuple[int, ...], list[Chunk]] = {}
+            for chunk in self.chunks:
+                lead = [range(at, at + size) for at, size in zip(chunk.offsets, chunk.sizes)][: len(index)]
+                for place in itertools.product(*lead):
+                    table.setdefault(place, []).append(chunk)
+            self._by_index[len(index)] = table
+        return self._by_index[len(index)].get(index, ())
+
+    @cached_property
+    def _by_index(self) -> dict[int, dict[tuple[int, ...], list[Chunk]]]:
+        return {}
+
 
 class TensorSource(Protocol):
     """A checkpoint or model directory whose tables have been read and checked. Nothing of it is in memory."""
@@ -68,6 +87,10 @@ class TensorSource(Protocol):
         """`tensor_parallel`, `pipeline_parallel`, ... of the run that saved it, as far as its files tell."""
 
     @property
+    def arguments(self) -> Mapping[str, Any]:
+        """Megatron's arguments, as far as its files have them."""
+
+    @property
     def described(self) -> Mapping[str, Any]:
         """What its files say of the model, by field of `models.architecture.Architecture`."""
 
@@ -79,6 +102,11 @@ class TensorSource(Protocol):
 
     def identity(self) -> dict[str, Any]:
         """`files`: {relative name: [bytes, mtime in ns]}, `headers`: hash of the tables. Equal means: nothing changed."""
+
+
+def unreadable(error: OSError, path: str | Path) -> ConversionError:
+    """The error (4) for a file that the operating system does not let us read."""
+    return ConversionError(f"{error.filename or path}: cannot be read ({error.strerror or error}).", ExitCode.DAMAGED)
 
 
 class Stamps:
@@ -122,7 +150,11 @@ def identity_of(path: Path, files: Iterable[str], headers: Iterable[str]) -> dic
     }
 
 
-def covers_once(boxes: Sequence[tuple[tuple[int, int], ...]], shape: Sequence[int]) -> bool:
+Box = tuple[tuple[int, int], ...]
+"""(first, size) per axis."""
+
+
+def covers_once(boxes: Sequence[Box], shape: Sequence[int]) -> bool:
     """Whether boxes, (first, size) per axis, lie inside a shape and cover each of its elements once."""
     inside = all(
         len(box) == len(shape)
@@ -133,13 +165,28 @@ def covers_once(boxes: Sequence[tuple[tuple[int, int], ...]], shape: Sequence[in
     return inside and elements == math.prod(shape) and not _overlap(boxes)
 
 
-def _overlap(boxes: Iterable[tuple[tuple[int, int], ...]]) -> bool:
-    """Whether two boxes share an element. Boxes are sorted by their first axis, so that few pairs are compared."""
+def _overlap(boxes: Iterable[Box], axis: int = 0) -> bool:
+    """Whether two boxes share an element. Compared are only boxes whose extents on an axis overlap without being equal,
+    which chunks of ranks, layers and experts never do: otherwise the time is that of sorting."""
     ordered = sorted(boxes)
-    for number, box in enumerate(ordered):
-        for other in ordered[number + 1 :]:
-            if box and other[0][0] >= box[0][0] + box[0][1]:
-                break
-            if all(a < b + m and b < a + n for (a, n), (b, m) in zip(box, other)):
+    if len(ordered) < 2 or axis == len(ordered[0]):
+        return len(ordered) > 1
+    end, runs = -1, []
+    for box in ordered:
+        at, size = box[axis]
+        if at >= end or not runs:
+            runs.append([box])
+        else:
+            runs[-1].append(box)
+        end = max(end, at + size)
+    for run in runs:
+        if len({box[axis] for box in run}) == 1:
+            if _overlap(run, axis + 1):
                 return True
+        elif any(_meet(first, second) for first, second in itertools.combinations(run, 2)):
+            return True
     return False
+
+
+def _meet(first: Box, second: Box) -> bool:
+    return all(a < b + m and b < a + n for (a, n), (b, m) in zip(first, second))

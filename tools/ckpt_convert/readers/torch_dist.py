@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -30,9 +30,12 @@ def locate(path: Path) -> Path:
         raise ConversionError(f"{path}: no such checkpoint directory.", ExitCode.MISSING)
     tracker = path / "latest_checkpointed_iteration.txt"
     if tracker.is_file() and not (path / ".metadata").exists():
-        word = tracker.read_text(errors="replace").strip()
-        path = path / (f"iter_{int(word):07d}" if word.isdigit() else word)
-        if not path.is_dir():
+        try:
+            word = tracker.read_text(errors="replace").strip()[:100]
+        except OSError as error:
+            raise ConversionError(f"{tracker}: cannot be read ({error.strerror}).", ExitCode.DAMAGED) from None
+        path = path / (f"iter_{int(word):07d}" if word.isascii() and word.isdigit() else word)
+        if not re.fullmatch(r"\w+", word) or not path.is_dir():
             raise ConversionError(f"{tracker}: names '{word}', but {path.name}/ is not there.", ExitCode.MISSING)
     if (path / "trainer").is_dir() and not (path / ".metadata").exists():
         path = path / "trainer"
@@ -122,6 +125,11 @@ class TorchDist:
     def layout(self) -> dict[str, int]:
         """Ranks by kind (`tensor_parallel`, ...) of the run that saved it, as far as its files tell."""
         return {**described_layout(self.common.get("args") or {}), **self.manifest.get("layout", {})}
+
+    @property
+    def arguments(self) -> Mapping[str, Any]:
+        """Megatron's arguments, as far as the files have them."""
+        return self.common.get("args") or {}
 
     @property
     def described(self) -> dict[str, Any]:

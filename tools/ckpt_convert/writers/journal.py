@@ -74,7 +74,7 @@ class Journal:
             )
         for line in lines[1:-1]:  # what follows the last line break was cut short
             words = line.split()
-            if len(words) == 3 and all(word.isdigit() for word in words):
+            if len(words) == 3 and all(word.isascii() and word.isdigit() for word in words):
                 self.done[int(words[0]), int(words[1])] = int(words[2])
         os.write(self._descriptor, b"\n")
 
