@@ -216,8 +216,7 @@ def test_a_signal_to_the_driver_leaves_no_process_behind(model_path, number):
         else:
             os.kill(driver.pid, number)
         driver.wait(timeout=60)
-        # A killed driver cannot stop Ray: the ranks die at once, two agents of Ray give up on it within a minute or two.
-        assert not still_alive(family, within_s=150 if number == signal.SIGKILL else 15)
+        assert not still_alive(family)  # a killed driver cannot stop Ray: its guard does
     finally:
         driver.kill()
         driver.wait()
