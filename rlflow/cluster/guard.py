@@ -43,6 +43,10 @@ class Guard:
         self._told: set[int] = set()
         self._process: subprocess.Popen[str] | None = None
 
+    @property
+    def pid(self) -> int | None:
+        return self._process.pid if self._process is not None else None
+
     def protect(self, processes: Iterable[psutil.Process]) -> None:
         """The processes are to end with this one. Told by number and start time, so that no later process is taken for them."""
         if not sys.platform.startswith("linux"):

@@ -70,6 +70,8 @@ class RaySession:
         """Takes note of Ray's servers and of what they have started. Called often: whoever outlives its parent is not
         found any more."""
         for child in psutil.Process().children():
+            if child.pid == self._guard.pid:
+                continue
             if child.pid in self._family or (child.pid not in self._earlier and not self._complete):
                 self._family.update({process.pid: process for process in (child, *_descendants(child))})
         self._guard.protect(self._family.values())

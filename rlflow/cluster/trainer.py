@@ -81,6 +81,8 @@ class RayTrainer(Trainer):
         try:
             self._place(ranks, threads_per_rank, gpus_per_rank, local=address is None)
             self._call("build", backend, str(path), options)
+            if self._session is not None:
+                self._session.watch()  # Ray's agents are there by now
         except BaseException:  # Ctrl-C included: no process may be left behind
             self.close()
             raise

@@ -164,3 +164,16 @@ def test_a_running_cluster_is_joined_as_the_docs_print_it(tmp_path: Path, short_
         cluster.wait(timeout=30)
         for process in psutil.wait_procs(family, timeout=10)[1]:
             process.kill()
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+def test_the_guard_is_not_one_of_those_that_it_ends() -> None:
+    """It would end itself before the others, and a close would wait for it."""
+    kept = session.RaySession()
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    for _ in range(2):
+        kept.watch()
+    assert list(kept._family) == [child.pid] and kept._guard.pid is not None
+    kept._guard.close()
+    child.kill()
+    child.wait()
