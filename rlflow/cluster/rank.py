@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from rlflow.cluster.session import LOOPBACK
+from rlflow.cluster.watching import Doing, Work
 from rlflow.cluster.wire import pack, unpack_batch
 from rlflow.matmul import PRODUCTS, Library
 from rlflow.metrics.memory import PeakMemory
@@ -28,12 +29,25 @@ class TrainerRank:
         self.trainer: Any = None
         self.stream: Iterator[tuple[str, Tensor]] = iter(())
         self.memory = PeakMemory()
+        self.work = Work()
         torch.set_num_threads(threads)
         PRODUCTS.fix(products)  # those of the driver: ranks that measured for themselves might differ
         if not gpus:
             os.environ["CUDA_VISIBLE_DEVICES"] = ""
         if local:
             os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+
+    def look(self) -> Doing:
+        """What this rank does just now; answered from a thread of its own, whatever the rank is in."""
+        return self.work.look()
+
+    def run(self, method: str, *arguments: Any) -> Any:
+        """Calls a method, to be looked at while it runs."""
+        self.work.begin(method if method != "trainer_method" else str(arguments[0]))
+        try:
+            return getattr(self, method)(*arguments)
+        finally:
+            self.work.end()
 
     def node(self) -> str:
         import ray

@@ -9,6 +9,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
 from functools import partial
@@ -16,10 +17,14 @@ from typing import Any
 
 import psutil
 
-from rlflow.errors import ConfigError, MissingPackageError
+from rlflow.cluster.guard import Guard
+from rlflow.errors import ConfigError, MissingPackageError, RLFlowError
 
 LOOPBACK = "127.0.0.1"
 PROBE_TIMEOUT_S = 10.0
+JOIN_TIMEOUT_S = 60.0
+HTTP2_SETTINGS = b"\x00\x00\x00\x04\x00\x00\x00\x00\x00"  # an empty frame: length, type 4, flags, stream
+HTTP2_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + HTTP2_SETTINGS
 WATCH_INTERVAL_S = 0.2
 STOP_TIMEOUT_S = 5.0  # for Ray's processes to end by themselves
 QUIET = {"RAY_USAGE_STATS_ENABLED": "0"}
@@ -35,6 +40,7 @@ class RaySession:
         self._earlier = {child.pid for child in psutil.Process().children()}
         self._family: dict[int, psutil.Process] = {}
         self._complete = False
+        self._guard = Guard()
         self._ended = threading.Event()
 
     def start(self, initialize: Callable[[], object]) -> Future[None]:
@@ -64,8 +70,11 @@ class RaySession:
         """Takes note of Ray's servers and of what they have started. Called often: whoever outlives its parent is not
         found any more."""
         for child in psutil.Process().children():
+            if child.pid == self._guard.pid:
+                continue
             if child.pid in self._family or (child.pid not in self._earlier and not self._complete):
                 self._family.update({process.pid: process for process in (child, *_descendants(child))})
+        self._guard.protect(self._family.values())
 
     def close(self) -> None:
         """Leaves Ray; where it was started here, waits until its processes have ended, and ends those that have not.
@@ -79,6 +88,11 @@ class RaySession:
         for process in left:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
+        self._guard.close()
+        self._ended.set()
+
+    def abandon(self) -> None:
+        """Lets go of a cluster that is still being joined: nothing was started here that would have to end."""
         self._ended.set()
 
 
@@ -86,7 +100,8 @@ def connect(address: str | None, cpus: int) -> RaySession | None:
     """Connects to Ray; None where it was connected before, so that it is not for the caller to disconnect.
 
     Sends no telemetry, opens no dashboard, logs errors only.
-    Raises MissingPackageError without Ray, ConfigError where no cluster answers at `address`.
+    Raises MissingPackageError without Ray, ConfigError where no cluster answers at `address`, RLFlowError where Ray does not
+    start here.
     """
     values = {**QUIET, **(LOCAL_ONLY if address is None else {})}
     with _environment(values, {"OMP_WAIT_POLICY": "passive"}):
@@ -102,42 +117,69 @@ def connect(address: str | None, cpus: int) -> RaySession | None:
             return _start(partial(ray.init, address="local", num_cpus=max(cpus, os.cpu_count() or 1), **quiet))
         try:
             _probe(address)
-            return _start(partial(ray.init, address=address, **quiet))
-        except (OSError, ValueError, RuntimeError) as error:
+            return _start(partial(_join, address, quiet), JOIN_TIMEOUT_S)
+        except (OSError, ValueError, RuntimeError, RLFlowError) as error:  # Ray's own are RuntimeErrors
             raise ConfigError(
-                f"cluster.address: no Ray cluster answers at '{address}': {first_line(error)}; start one with "
-                "`ray start --head`, and set RAY_AUTH_MODE=token where it guards itself with a token"
+                f"cluster.address: no Ray cluster answers at '{address}': {first_line(error)}; start one with `ray start "
+                "--head`, and give every machine the token of the first, ~/.ray/auth_token, where it has one"
             ) from error
+
+
+def _join(address: str, options: dict[str, Any]) -> None:
+    """Joins a cluster, with this user's token where there is one, as `ray start` guards its cluster with it. Ray itself looks for
+    the token only where the address is "auto"; a cluster without a token takes who brings one."""
+    import ray
+
+    with contextlib.suppress(ImportError):  # a Ray without tokens
+        from ray._private.authentication import authentication_token_setup as tokens
+
+        tokens.maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
+    ray.init(address=address, **options)
 
 
 def first_line(error: BaseException) -> str:
     return next(iter(str(error).strip().splitlines()), "no message")
 
 
-def _start(initialize: Callable[[], object]) -> RaySession:
+def _start(initialize: Callable[[], object], join_timeout_s: float | None = None) -> RaySession:
     """Starts Ray, or joins a cluster, in a thread: a signal in the middle of ray.init would leave Ray's servers behind.
 
     A signal's exception is raised when Ray is up, and down again. ray.init in the main thread would also replace the
-    caller's handler of SIGTERM; where there is none, one is set that lets Ray's processes end with the program."""
+    caller's handler of SIGTERM; where there is none, one is set that lets Ray's processes end with the program.
+
+    join_timeout_s: for joining a cluster; nothing is left behind then, so a signal ends it at once.
+    Raises RLFlowError for whatever goes wrong in `initialize`, and where joining takes longer."""
     if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
         signal.signal(signal.SIGTERM, _exit)
     logging.getLogger("ray").setLevel(logging.ERROR)  # it warns that it sets no handler
     session = RaySession()
     interruption: BaseException | None = None
     starting = session.start(initialize)
+    deadline = time.monotonic() + (join_timeout_s or float("inf"))
     while not starting.done():
         try:
             wait([starting], timeout=WATCH_INTERVAL_S)
             _take_signals_back()
             session.watch()
         except (KeyboardInterrupt, SystemExit) as stop:
+            if join_timeout_s is not None:
+                session.abandon()
+                raise
             interruption = interruption or stop
             signal.setitimer(signal.ITIMER_REAL, 0)  # Ray's handler, if it was the first, aborts the process after 3 s
+        if time.monotonic() > deadline and not starting.done():
+            session.abandon()
+            raise RLFlowError(f"no Ray cluster let this process join within {join_timeout_s:.0f} s")
     _take_signals_back()
     session.complete()
     failure = interruption or starting.exception()
     if failure is not None:
         session.close()
+        if isinstance(failure, Exception) and join_timeout_s is None:
+            raise RLFlowError(
+                f"cluster: Ray did not start: {type(failure).__name__}: {first_line(failure)}; its logs are in "
+                "/tmp/ray/session_latest/logs. cluster.ranks=0 trains without Ray"
+            ) from failure
         raise failure
     return session
 
@@ -164,10 +206,22 @@ def _descendants(process: psutil.Process) -> list[psutil.Process]:
 
 
 def _probe(address: str) -> None:
-    """Raises OSError where nothing listens at host:port: Ray itself would try for minutes."""
+    """Raises OSError where nothing listens at host:port, or what does is no gRPC server: Ray itself would try for minutes.
+
+    An HTTP/2 server, as gRPC's, answers a client's preface with a SETTINGS frame (RFC 9113, section 3.4)."""
     host, colon, port = address.removeprefix("ray://").rpartition(":")
     if colon and port.isdigit():
-        socket.create_connection((host.strip("[]"), int(port)), timeout=PROBE_TIMEOUT_S).close()
+        with socket.create_connection((host.strip("[]"), int(port)), timeout=PROBE_TIMEOUT_S) as connection:
+            if os.environ.get("RAY_USE_TLS", "0") != "0":
+                return
+            connection.sendall(HTTP2_PREFACE)
+            answer = b""
+            with contextlib.suppress(TimeoutError, ConnectionResetError):
+                while len(answer) < len(HTTP2_SETTINGS) and (part := connection.recv(64)):
+                    answer += part
+            if answer[3:4] != HTTP2_SETTINGS[3:4]:
+                found = f"it answered {answer[:16]!r}" if answer else f"it said nothing within {PROBE_TIMEOUT_S:.0f} s"
+                raise OSError(f"what listens there is not Ray ({found})")
 
 
 @contextlib.contextmanager

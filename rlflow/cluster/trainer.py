@@ -7,6 +7,7 @@ tensors not.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import time
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from rlflow.cluster.rank import TrainerRank
 from rlflow.cluster.session import RaySession, connect, first_line
+from rlflow.cluster.watching import Doing, Stillness, verdict
 from rlflow.cluster.wire import pack_batch, unpack
 from rlflow.components import file_modules
 from rlflow.errors import ConfigError, RLFlowError
@@ -32,10 +34,17 @@ logger = logging.getLogger(__name__)
 CHUNK_BYTES = 64 * 2**20  # of weights per message; two are in flight
 OTHERS_GRACE_S = 10.0  # for the other ranks to finish a call in which one rank failed
 PLACEMENT_TIMEOUT_S = 120.0
+LOOK_EVERY_S = 5.0  # at what the ranks do, while a call runs
+LOOK_TIMEOUT_S = 2.0
+WATCH = "watch"  # Ray's concurrency group for that: a thread beside the one that works
 
 
 class RankDied(RLFlowError):
     """The process of a trainer rank is gone; the trainer is closed."""
+
+
+class RankStuck(RLFlowError):
+    """No trainer rank moves any more; the trainer is closed."""
 
 
 class RayTrainer(Trainer):
@@ -43,7 +52,8 @@ class RayTrainer(Trainer):
 
     address None starts Ray on this machine, bound to 127.0.0.1, and `close` stops it; else the running cluster at that
     address is joined ("auto": the one of this machine), and paths must be on a file system that all its nodes share.
-    gpus_per_rank 0 keeps a rank on the CPU. Further keywords are those of `Trainer.from_pretrained`.
+    gpus_per_rank 0 keeps a rank on the CPU. stall_timeout_s: a call in which no rank has moved for so long is given
+    up. Further keywords are those of `Trainer.from_pretrained`.
     """
 
     def __init__(
@@ -54,6 +64,7 @@ class RayTrainer(Trainer):
         address: str | None = None,
         threads_per_rank: int = 1,
         gpus_per_rank: float = 0.0,
+        stall_timeout_s: float = 300.0,
         backend: str = "megatron",
         **options: Any,
     ) -> None:
@@ -63,10 +74,15 @@ class RayTrainer(Trainer):
         ParallelLayout(**sizes).data_parallel(ranks)
         self._actors: list[Any] = []
         self._group: Any = None
+        self._phase = ""
+        self._stall_timeout_s = stall_timeout_s
+        self._questions: dict[int, Any] = {}  # by rank: what it does, asked and not answered yet
         self._session: RaySession | None = connect(address, cpus=ranks * threads_per_rank)
         try:
             self._place(ranks, threads_per_rank, gpus_per_rank, local=address is None)
             self._call("build", backend, str(path), options)
+            if self._session is not None:
+                self._session.watch()  # Ray's agents are there by now
         except BaseException:  # Ctrl-C included: no process may be left behind
             self.close()
             raise
@@ -140,14 +156,17 @@ class RayTrainer(Trainer):
                 f"{found} in all; lower cluster.ranks, threads_per_rank or gpus_per_rank, or add nodes"
             )
         products = dict(PRODUCTS.chosen())
-        actor_class = ray.remote(num_cpus=threads, num_gpus=gpus, max_restarts=0)(TrainerRank)
+        options: dict[str, Any] = {"max_restarts": 0, "concurrency_groups": {WATCH: 1}}  # the latter is in no stub of Ray's
+        actor_class = ray.remote(num_cpus=threads, num_gpus=gpus, **options)(TrainerRank)
         for index in range(ranks):
             strategy = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=index)
             self._actors.append(actor_class.options(scheduling_strategy=strategy).remote(threads, gpus, local, products))
         nodes = self._gather(self._submit("node"))
         self._actors = [actor for _, actor in sorted(zip(nodes, self._actors, strict=True), key=lambda pair: pair[0])]
-        host, port = self._gather([self._actors[0].open_rendezvous.remote(ranks)])[0]
-        self._gather([actor.join.remote(rank, ranks, host, port) for rank, actor in enumerate(self._actors)])
+        self._phase = "join"
+        self._questions.clear()  # were in the order of before
+        host, port = self._gather([self._actors[0].run.remote("open_rendezvous", ranks)])[0]
+        self._gather([actor.run.remote("join", rank, ranks, host, port) for rank, actor in enumerate(self._actors)])
 
     def _share(self, batch: Batch) -> Any:
         import ray
@@ -161,7 +180,8 @@ class RayTrainer(Trainer):
 
     def _submit(self, method: str, *arguments: Any) -> list[Any]:
         self._check_open()
-        return [getattr(actor, method).remote(*arguments) for actor in self._actors]
+        self._phase = method if method != "trainer_method" else str(arguments[0])
+        return [actor.run.remote(method, *arguments) for actor in self._actors]
 
     def _call(self, method: str, *arguments: Any) -> Any:
         return self._gather(self._submit(method, *arguments))[0]
@@ -170,28 +190,61 @@ class RayTrainer(Trainer):
         """What every rank answered, or the first failure as one RLFlowError.
 
         When one rank fails, the others may wait for it in a collective for ever. If all of them come back, the ranks
-        are still in step (all refused the same argument, say) and the trainer lives on; else it is closed.
+        are still in step (all refused the same argument, say) and the trainer lives on; else it is closed. So it is where
+        no rank moves any more: the failure then names the one that the others wait for, and the log has all stacks.
         """
         import ray
 
         waiting = list(pending)
         failure: RLFlowError | None = None
         deadline: float | None = None
+        stillness = Stillness(self._stall_timeout_s)
         while waiting:
-            left = None if deadline is None else max(0.0, deadline - time.monotonic())
+            left = LOOK_EVERY_S if deadline is None else max(0.0, deadline - time.monotonic())
             done, waiting = ray.wait(waiting, num_returns=1, timeout=left)
-            if not done:
+            if not done and deadline is None:
+                failure = self._look([pending.index(call) for call in waiting], stillness)
+            if not done and (deadline is not None or failure is not None):
                 break
-            error = _failure_of(done[0], pending.index(done[0]))
-            if error is not None and failure is None:
+            error = _failure_of(done[0], pending.index(done[0])) if done else None
+            died = isinstance(error, RankDied) and not isinstance(failure, RankDied)  # the others lost it: not their fault
+            if error is not None and (failure is None or died):
                 failure = error
-                deadline = time.monotonic() + (0.0 if isinstance(error, RankDied) else OTHERS_GRACE_S)
+                deadline = time.monotonic() + (0.0 if died else OTHERS_GRACE_S)
         if failure is None:
             return ray.get(pending)
-        if waiting or isinstance(failure, RankDied):
+        if waiting or isinstance(failure, (RankDied, RankStuck)):
             logger.warning("ranks are lost or out of step: ending all of them")
             self.close()
         raise failure
+
+
+    def _look(self, ranks: list[int], stillness: Stillness) -> RankStuck | None:
+        """Asks the ranks what they do; the failure where none of them has moved for too long. A rank that has not answered
+        yet is not asked again: a stopped one would find all the questions when it goes on."""
+        import ray
+
+        for rank in ranks:
+            if rank not in self._questions:
+                self._questions[rank] = self._actors[rank].look.options(concurrency_group=WATCH).remote()
+        asked = {rank: self._questions[rank] for rank in ranks}
+        answered, _ = ray.wait(list(asked.values()), num_returns=len(asked), timeout=LOOK_TIMEOUT_S)
+        found: dict[int, Doing | None] = {}
+        for rank, question in asked.items():
+            found[rank] = None
+            if question in answered:
+                del self._questions[rank]
+                with contextlib.suppress(ray.exceptions.RayError):  # it died: its call says so
+                    found[rank] = ray.get(question)
+        if not stillness.look(found):
+            return None
+        for rank, doing in found.items():
+            stack = "no answer" if doing is None else f"in {doing.phase or 'no call'}\n{doing.stack()}"
+            logger.error("trainer rank %d: %s", rank, stack)
+        finished = [rank for rank in range(len(self._actors)) if rank not in found]
+        told = verdict(self._phase, found, finished, stillness.limit_s)
+        hint = "the log has all stacks; the same command with --resume goes on from the last checkpoint"
+        return RankStuck(f"cluster: {told}; {hint}")
 
 
 def _failure_of(reference: Any, rank: int) -> RLFlowError | None:

@@ -1,0 +1,102 @@
+"""Whether ranks still work: what each one does, asked while a call runs, and who holds up the others when nobody moves."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+WAITING_IN = ("/torch/distributed/", "/megatron/core/pipeline_parallel/p2p_communication")
+"""Where a rank's innermost frame lies while it waits for other ranks."""
+
+
+@dataclass(frozen=True)
+class Doing:
+    """What a rank does. phase: the call that it is in, "" between calls; frames: of the thread that works, innermost last, as
+    (file, line, function, instruction)."""
+
+    phase: str = ""
+    frames: tuple[tuple[str, int, str, int], ...] = ()
+
+    @property
+    def waits(self) -> bool:
+        """It waits for other ranks; or it has nothing to do."""
+        return not self.frames or any(part in self.frames[-1][0] for part in WAITING_IN)
+
+    @property
+    def place(self) -> str:
+        """The innermost frame, in words."""
+        if not self.frames:
+            return "idle"
+        file, line, function, _ = self.frames[-1]
+        return f"{'/'.join(file.split('/')[-3:])}:{line} in {function}"
+
+    def stack(self) -> str:
+        return "\n".join(f"  {file}:{line} in {function}" for file, line, function, _ in self.frames)
+
+
+class Work:
+    """Of one rank: the call that its working thread is in, to be looked at from another thread."""
+
+    def __init__(self) -> None:
+        self._phase = ""
+        self._thread = 0
+
+    def begin(self, phase: str) -> None:
+        self._phase, self._thread = phase, threading.get_ident()
+
+    def end(self) -> None:
+        self._phase = ""
+
+    def look(self) -> Doing:
+        """What the working thread does just now."""
+        frame = sys._current_frames().get(self._thread) if self._phase else None
+        frames = []
+        while frame is not None:
+            frames.append((frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name, frame.f_lasti))
+            frame = frame.f_back
+        return Doing(self._phase, tuple(reversed(frames)))
+
+
+@dataclass
+class Stillness:
+    """How long ranks have not moved: the same frames at every look, or no answer. None stands for no answer."""
+
+    limit_s: float
+    seen: dict[int, Doing | None] = field(default_factory=dict)
+    since_s: dict[int, float] = field(default_factory=dict)
+
+    def look(self, found: Mapping[int, Doing | None], now_s: float | None = None) -> bool:
+        """Takes note of what the ranks do that have not finished; True where none of them has moved for `limit_s`."""
+        now_s = time.monotonic() if now_s is None else now_s
+        for rank, doing in found.items():
+            if rank not in self.seen or (doing is not None and doing != self.seen[rank]):
+                self.since_s[rank] = now_s
+            if doing is not None or rank not in self.seen:
+                self.seen[rank] = doing
+        return bool(found) and all(now_s - self.since_s[rank] >= self.limit_s for rank in found)
+
+
+def culprits(found: Mapping[int, Doing | None]) -> list[int]:
+    """The ranks that the others wait for: those that do not answer, else those that are not waiting themselves, else all."""
+    silent = [rank for rank, doing in found.items() if doing is None]
+    busy = [rank for rank, doing in found.items() if doing is not None and not doing.waits]
+    return sorted(silent or busy or found)
+
+
+def verdict(phase: str, found: Mapping[int, Doing | None], finished: Sequence[int], limit_s: float) -> str:
+    """One line: who holds up a call that does not end, and where."""
+    parts = []
+    for rank in culprits(found):
+        doing = found[rank]
+        parts.append(f"rank {rank} does not answer (stopped?)" if doing is None else f"rank {rank} is at {doing.place}")
+    others = sorted(set(found) - set(culprits(found)))
+    rest = f"; waiting for it: {_numbers(others)}" if others else ""
+    done = f"; finished: {_numbers(finished)}" if finished else ""
+    return f"{phase}: nothing moved for {limit_s:g} s: {', '.join(parts)}{rest}{done}"
+
+
+def _numbers(ranks: Sequence[int]) -> str:
+    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(str(rank) for rank in ranks)

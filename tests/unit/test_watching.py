@@ -1,0 +1,77 @@
+"""Who holds up ranks that do not move, told from what each of them does."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+
+from rlflow.cluster.watching import Doing, Stillness, Work, culprits, verdict
+
+
+def at(file: str, instruction: int = 0) -> Doing:
+    return Doing("update", (("/x/rlflow/loop.py", 1, "call", 0), (f"/site/{file}", 7, "work", instruction)))
+
+
+WAITING = at("torch/distributed/distributed_c10d.py")
+PIPELINE = at("megatron/core/pipeline_parallel/p2p_communication.py")
+
+
+@pytest.mark.parametrize(
+    ("found", "expected"),
+    [
+        ({0: WAITING, 1: at("loss.py"), 2: PIPELINE}, [1]),
+        ({0: WAITING, 1: None, 2: at("loss.py")}, [1]),
+        ({0: WAITING, 1: WAITING}, [0, 1]),
+        ({0: at("loss.py"), 1: at("loss.py")}, [0, 1]),
+    ],
+    ids=["works", "is silent", "all wait", "all work"],
+)
+def test_the_culprit_is_who_does_not_wait_for_others(found: dict[int, Doing | None], expected: list[int]) -> None:
+    assert culprits(found) == expected
+
+
+def test_the_verdict_is_one_line_with_phase_culprit_place_and_who_waits() -> None:
+    told = verdict("update", {0: WAITING, 1: at("my/loss.py"), 2: WAITING}, [3], limit_s=300)
+    culprit = "rank 1 is at site/my/loss.py:7 in work"
+    assert told == f"update: nothing moved for 300 s: {culprit}; waiting for it: ranks 0, 2; finished: rank 3"
+    assert "rank 1 does not answer (stopped?)" in verdict("save", {0: WAITING, 1: None}, [], 5)
+
+
+def test_ranks_are_still_when_none_has_moved_for_the_limit() -> None:
+    stillness = Stillness(limit_s=10)
+    assert not stillness.look({0: WAITING, 1: at("loss.py", 1)}, now_s=0)
+    assert not stillness.look({0: WAITING, 1: at("loss.py", 2)}, now_s=9), "rank 1 moved"
+    assert not stillness.look({0: WAITING, 1: None}, now_s=18)
+    assert stillness.look({0: WAITING, 1: None}, now_s=19)
+    assert not stillness.look({}, now_s=99)
+
+
+def test_a_rank_that_answers_again_as_before_has_not_moved() -> None:
+    stillness = Stillness(limit_s=10)
+    stillness.look({0: WAITING}, now_s=0)
+    stillness.look({0: None}, now_s=5)
+    assert stillness.look({0: WAITING}, now_s=10)
+    assert not stillness.look({0: PIPELINE}, now_s=11)
+
+
+def test_work_is_seen_from_another_thread() -> None:
+    work, begun, done = Work(), threading.Event(), threading.Event()
+
+    def hang_here() -> None:
+        work.begin("update")
+        begun.set()
+        done.wait(5)
+        work.end()
+
+    thread = threading.Thread(target=hang_here)
+    thread.start()
+    begun.wait(5)
+    time.sleep(0.05)
+    first, second = work.look(), work.look()
+    assert first == second and first.phase == "update"
+    assert any(function == "hang_here" for _, _, function, _ in first.frames) and "hang_here" in first.stack()
+    done.set()
+    thread.join()
+    assert work.look() == Doing() and work.look().place == "idle"
