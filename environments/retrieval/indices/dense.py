@@ -74,7 +74,7 @@ def faiss_retriever(
 ) -> Retriever:
     """Retrieval with faiss. path: an index folder, or a faiss file as Search-R1 builds it; without one the index is built in
     memory as `index` says (an index_factory string, Flat by default). See FaissIndex for nprobe, ef_search, refine, gpu, dtype.
-    mmap: leave a file's vectors on disk. verify: encode a few passages again and compare, for files without meta.json.
+    mmap: leave a file's vectors on disk. verify: encode a few passages again and compare, where single vectors can be read.
     """
     common = {"nprobe": nprobe, "ef_search": ef_search, "refine": refine, "gpu": gpu, "dtype": dtype}
     if path is None:
@@ -93,6 +93,8 @@ def faiss_retriever(
     retriever = CorpusRetriever(corpus, DenseIndex(opened.encoder, vectors))
     if verify and opened.meta is None:
         verify_encoder(str(path), opened.encoder, corpus, loaded.reconstruct)
+    elif verify and opened.embeddings is not None:
+        verify_encoder(str(path), opened.encoder, corpus, opened.embeddings.__getitem__)
     return retriever
 
 
@@ -121,7 +123,7 @@ def torch_retriever(
     check_count(Path(path), len(opened.embeddings), corpus)
     index = TorchIndex(opened.embeddings, dtype=dtype, device=device)
     retriever = CorpusRetriever(corpus, DenseIndex(opened.encoder, index))
-    if verify and opened.meta is None:
+    if verify:
         verify_encoder(str(path), opened.encoder, corpus, lambda row: index.stored(np.array([row]))[0])
     return retriever
 

@@ -14,7 +14,7 @@ import hashlib
 import json
 import struct
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ import numpy as np
 from rlflow.errors import DataError
 from rlflow.storage.files import write_json
 from rlflow_environments.retrieval.corpus import Passage
+from rlflow_environments.retrieval.indices.contents import check_files, sample_digest, stamp_file
 
 META, INDEX, ENCODER, BM25, PROGRESS = "meta.json", "index.faiss", "encoder.json", "bm25", "progress.json"
 EMBEDDINGS = {"float32": "embeddings.f32", "float16": "embeddings.f16"}
@@ -37,7 +38,8 @@ _INNER_PRODUCT = 0
 class IndexMeta:
     """What an index folder holds. kind: torch, bm25, or a faiss index_factory string. metric: cosine (unit vectors),
     inner_product or bm25. corpus: path, bytes, modified_ns, sha256 of the file. encoder: its description, None for bm25.
-    embeddings: the dtype of the embeddings file, None without one."""
+    embeddings: the dtype of the embeddings file, None without one.
+    files: {name: bytes, sha256, sample} of what else lies in the folder; None in folders of earlier versions and of databases."""
 
     kind: str
     metric: str
@@ -46,6 +48,7 @@ class IndexMeta:
     corpus: Mapping[str, Any]
     encoder: Mapping[str, Any] | None = None
     embeddings: str | None = None
+    files: Mapping[str, Any] | None = None
     format: int = FORMAT
 
 
@@ -76,13 +79,26 @@ def _check_types(meta: IndexMeta) -> None:
         texts += [meta.encoder["family"], meta.encoder["sha256"]]
     if not all(isinstance(text, str) for text in texts):
         raise ValueError("expected texts for kind, metric, paths, family and hashes")
+    if not isinstance(meta.files or {}, dict) or not all(isinstance(stamp, dict) for stamp in (meta.files or {}).values()):
+        raise ValueError("expected hashes by file under files")
     if meta.embeddings is not None and meta.embeddings not in EMBEDDINGS:
         raise ValueError(f"embeddings: expected one of {', '.join(EMBEDDINGS)}, found {meta.embeddings!r}")
 
 
-def write_meta(folder: Path, meta: IndexMeta) -> None:
-    """Writes meta.json, last of all: a folder that has it is whole."""
+def write_meta(folder: Path, meta: IndexMeta) -> IndexMeta:
+    """Writes meta.json with the hashes of what it stands for, and returns it; last of all: a folder that has it is whole."""
+    files = None
+    if not meta.kind.startswith("qdrant"):  # a database changes its files
+        held = [folder / INDEX, folder / ENCODER, *(folder / name for name in EMBEDDINGS.values()), *(folder / BM25).rglob("*")]
+        files = {str(path.relative_to(folder)): stamp_file(path) for path in sorted(held) if path.is_file()}
+    meta = replace(meta, files=files)
     write_json(folder / META, asdict(meta))
+    return meta
+
+
+def check_folder(folder: Path, meta: IndexMeta, *, deep: bool = False) -> None:
+    """Raises DataError where the folder's files are not those of its build; by samples, or wholly with `deep`."""
+    check_files(folder, meta.files or {}, deep=deep)
 
 
 def read_progress(folder: Path) -> Any:
@@ -95,16 +111,23 @@ def read_progress(folder: Path) -> Any:
 
 
 def stamp_corpus(path: str | Path) -> dict[str, Any]:
-    """{path, bytes, modified_ns, sha256} of a corpus file."""
+    """{path, bytes, modified_ns, sha256, sample} of a corpus file."""
     file = Path(path).resolve()
     state = file.stat()
     with file.open("rb") as opened:
         digest = hashlib.file_digest(opened, "sha256").hexdigest()
-    return {"path": str(file), "bytes": state.st_size, "modified_ns": state.st_mtime_ns, "sha256": digest}
+    return {
+        "path": str(file),
+        "bytes": state.st_size,
+        "modified_ns": state.st_mtime_ns,
+        "sha256": digest,
+        "sample": sample_digest(file),
+    }
 
 
 def check_corpus(folder: Path, meta: IndexMeta, corpus: Sequence[Passage]) -> None:
-    """Raises DataError where the index was built on another corpus. A file that has not changed since then is not read again."""
+    """Raises DataError where the index was built on another corpus. Of a file that has not changed since then only
+    samples are read."""
     if len(corpus) != meta.count:
         raise DataError(
             f"{folder}: the index holds {meta.count} passages, the corpus {len(corpus)}. It was built on another corpus "
@@ -116,6 +139,7 @@ def check_corpus(folder: Path, meta: IndexMeta, corpus: Sequence[Passage]) -> No
     state = Path(path).stat()
     same_size = state.st_size == meta.corpus["bytes"]
     untouched = str(Path(path).resolve()) == meta.corpus["path"] and state.st_mtime_ns == meta.corpus["modified_ns"]
+    untouched = untouched and meta.corpus.get("sample") in (None, sample_digest(Path(path)))
     if same_size and (untouched or stamp_corpus(path)["sha256"] == meta.corpus["sha256"]):
         return
     raise DataError(

@@ -58,7 +58,7 @@ def bm25_retriever(
 ) -> CorpusRetriever:
     """BM25 with bm25s. path: an index folder of kind bm25, whose parameters are stored there; without one the index is built
     in memory (see BM25Index for k1, b and title_weight)."""
-    from rlflow_environments.retrieval.indices.folder import BM25, check_corpus, read_meta
+    from rlflow_environments.retrieval.indices.folder import BM25, check_corpus, check_folder, read_meta
     from rlflow_environments.retrieval.indices.lexical import BM25Index
 
     given = {name: value for name, value in (("k1", k1), ("b", b), ("title_weight", title_weight)) if value is not None}
@@ -75,6 +75,7 @@ def bm25_retriever(
             f"{folder}: an index of kind {meta.kind}, expected bm25. Set retriever.name to faiss or torch."
         )
     check_corpus(folder, meta, corpus)
+    check_folder(folder, meta)
     return CorpusRetriever(corpus, BM25Index.load(folder / BM25, mmap=mmap))
 
 

@@ -18,6 +18,7 @@ from rlflow_environments.retrieval.indices.folder import (
     IndexMeta,
     check_corpus,
     check_encoder,
+    check_folder,
     open_embeddings,
     open_flat_file,
     read_meta,
@@ -53,6 +54,7 @@ def open_index(path: Path, encoder: EncoderOption, hashed: Mapping[str, Any], co
     if meta.encoder is None:
         raise ConfigError(f"{path}: an index of kind {meta.kind}. Set retriever.name to {meta.kind}.")
     check_corpus(path, meta, corpus)
+    check_folder(path, meta)
     opened = stored_encoder(path, meta, encoder, hashed)
     check_encoder(path, meta, opened.description)
     return OpenedIndex(path / INDEX, meta, opened, open_embeddings(path, meta))

@@ -88,7 +88,8 @@ def _index_contents(component: Mapping[str, Any]) -> dict[str, Any]:
         return contents
     path = Path(component["path"]).expanduser()
     if path.is_dir():
-        contents["built"] = {key: value for key, value in asdict(read_meta(path)).items() if key not in ("corpus", "encoder")}
+        left_out = ("corpus", "encoder", "files")
+        contents["built"] = {key: value for key, value in asdict(read_meta(path)).items() if key not in left_out}
     else:
         contents["file"] = _file_mark(path)
     return contents

@@ -18,6 +18,7 @@ import numpy as np
 from rlflow.errors import DataError
 from rlflow.storage.files import replacing
 from rlflow_environments.common.jsonl import existing, records
+from rlflow_environments.retrieval.indices.contents import sample_digest
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +32,17 @@ ShareProgress = Callable[[float], None]
 """Called with the share that is done, from 0 to 1."""
 
 _MAGIC = b"rlflow offsets 2"
-_HEADER = np.dtype([("magic", "S16"), ("size", "<u8"), ("modified", "<i8"), ("count", "<u8"), ("gaps", "<u8"), ("sha256", "S64")])
+_HEADER = np.dtype(
+    [
+        ("magic", "S16"),
+        ("size", "<u8"),
+        ("modified", "<i8"),
+        ("count", "<u8"),
+        ("gaps", "<u8"),
+        ("sample", "S64"),
+        ("sha256", "S64"),
+    ]
+)
 _GAP = np.dtype("<u8")  # after the entries: per record that was left out, how many were kept before it
 _BLOCK = 1 << 16  # entries gathered before they are written
 _LONGEST = 2**32 - 1  # bytes
@@ -56,7 +67,7 @@ def map_offsets(
     They are written beside the file; where that is not possible they lie in an unnamed temporary file, mapped all the same.
     """
     status = path.stat()
-    header = np.array([(_MAGIC, status.st_size, status.st_mtime_ns, 0, 0, b"")], _HEADER)
+    header = np.array([(_MAGIC, status.st_size, status.st_mtime_ns, 0, 0, sample_digest(path).encode(), b"")], _HEADER)
     kept = path.with_name(f"{path.name}.offsets")
     known = _read(kept, header)
     if known is not None:
@@ -77,7 +88,7 @@ def _read(path: Path, expected: np.ndarray) -> tuple[np.ndarray, np.ndarray, str
     if not path.is_file():
         return None
     found = np.fromfile(path, _HEADER, count=1)
-    if not len(found) or any(found[key] != expected[key] for key in ("magic", "size", "modified")):
+    if not len(found) or any(found[key] != expected[key] for key in ("magic", "size", "modified", "sample")):
         return None
     count, gaps = int(found["count"][0]), int(found["gaps"][0])
     if path.stat().st_size != _HEADER.itemsize + count * ENTRY.itemsize + gaps * _GAP.itemsize:

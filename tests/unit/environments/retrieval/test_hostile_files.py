@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 from pathlib import Path
 
 import pytest
 
 from rlflow.errors import DataError
 from rlflow_environments.retrieval.building.building import BuildRequest, build_index
+from rlflow_environments.retrieval.commands import check
 from rlflow_environments.retrieval.commands.source_arguments import add_source_arguments, read_source
 from rlflow_environments.retrieval.corpus import Corpus, read_passages
 from rlflow_environments.retrieval.indices import make_retriever
@@ -115,3 +117,57 @@ def test_a_folder_of_qdrant_is_opened_as_one(built, tmp_path):
     meta = json.loads((built[1] / "meta.json").read_text())
     (tmp_path / "meta.json").write_text(json.dumps({**meta, "kind": "qdrant-edge"}))
     assert source("--index", str(tmp_path))["name"] == "qdrant"
+
+
+def _copied(built: tuple[Path, Path], folder: Path, kind: str) -> tuple[Path, Path]:
+    rows = [{"id": f"{row:04}", "contents": f'"Town {row:04}"\nharbour and market'} for row in range(600)]
+    corpus = write(folder / "corpus.jsonl", rows)
+    build_index(Corpus(corpus), folder / "index", BuildRequest(kind=kind), lambda *progress: None)
+    return corpus, folder / "index"
+
+
+@pytest.mark.parametrize(("kind", "name", "file"), [("torch", "torch", "embeddings.f32"), ("Flat", "faiss", "index.faiss")])
+def test_random_bytes_in_an_index_are_refused_at_the_start(built, tmp_path, kind, name, file):
+    corpus, index = _copied(built, tmp_path, kind)
+    component = {"name": name, "path": str(index)}
+    assert make_retriever(component, Corpus(corpus)).search(["town"], 1)
+    data = bytearray((index / file).read_bytes())
+    data[len(data) // 2 :] = b"\x3c" * (len(data) - len(data) // 2)
+    (index / file).write_bytes(data)
+    with pytest.raises(DataError, match=r"is not what the build wrote"):
+        make_retriever(component, Corpus(corpus))
+    meta = json.loads((index / "meta.json").read_text())
+    (index / "meta.json").write_text(json.dumps({**meta, "files": None}))  # of an earlier version: the passages tell
+    with pytest.raises(DataError, match=r"cosine|passage"):
+        make_retriever(component, Corpus(corpus))
+
+
+def test_a_corpus_in_another_order_is_refused_though_its_times_are_kept(built, tmp_path):
+    corpus, index = _copied(built, tmp_path, "bm25")
+    before, opened = corpus.stat(), StoredCorpus(corpus)
+    reversed_lines = corpus.read_text().splitlines(keepends=True)[::-1]
+    corpus.write_text("".join(reversed_lines))
+    os.utime(corpus, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert corpus.stat().st_size == before.st_size and opened.sha256 != StoredCorpus(corpus).sha256
+    with pytest.raises(DataError, match=r"another corpus"):
+        make_retriever({"name": "bm25", "path": str(index)}, Corpus(corpus))
+
+
+def test_a_deep_check_reads_every_byte(built, tmp_path, capsys):
+    corpus, index = _copied(built, tmp_path, "torch")
+    parser = argparse.ArgumentParser()
+    check.add_arguments(parser)
+    assert check.run(parser.parse_args([str(index), "--deep"])) == 0
+    assert "every byte" in capsys.readouterr().out
+    file = index / "embeddings.f32"
+    data = bytearray(file.read_bytes())
+    place = (len(data) - (1 << 15)) // 31 // 2 + (1 << 14)  # between two samples, where the file is large enough for that
+    data[place] ^= 1
+    file.write_bytes(data)
+    with pytest.raises(DataError, match=r"is not what the build wrote"):
+        check.run(parser.parse_args([str(index), "--deep"]))
+    data[place] ^= 1
+    file.write_bytes(data)
+    corpus.write_text(corpus.read_text().replace("0300", "9300"))
+    with pytest.raises(DataError, match=r"is not the corpus"):
+        check.run(parser.parse_args([str(index), "--deep"]))
