@@ -81,7 +81,7 @@ def build_index(corpus: Sequence[Passage], folder: Path, request: BuildRequest, 
         embeddings=request.dtype if request.kind == "torch" or request.keep_embeddings else None,
     )
     if _is_built(folder, meta, corpus):
-        return meta
+        return read_meta(folder)
     if request.kind != "torch":
         new_index(request.kind, encoder.dimensions)  # a mistake in the string shows now, not after hours of encoding
     _begin(folder, meta, request.dtype)
@@ -93,7 +93,7 @@ def build_index(corpus: Sequence[Passage], folder: Path, request: BuildRequest, 
     embeddings = folder / EMBEDDINGS[request.dtype]
     if meta.embeddings is not None:
         replace_file(partial_path(embeddings), embeddings)
-    write_meta(folder, meta)
+    meta = write_meta(folder, meta)
     for left in (partial_path(embeddings), folder / PROGRESS):
         left.unlink(missing_ok=True)
     clear_partials(folder)
@@ -107,14 +107,13 @@ def _build_bm25(
 
     meta = IndexMeta("bm25", "bm25", 0, len(corpus), stamp)
     if _is_built(folder, meta, corpus):
-        return meta
+        return read_meta(folder)
     report("counting words", 0, len(corpus))
     index = BM25Index(_counted(corpus, report), **(request.bm25 or {}))
     report("writing the index", 0, 1)
     shutil.rmtree(folder / BM25, ignore_errors=True)
     index.save(folder / BM25)
-    write_meta(folder, meta)
-    return meta
+    return write_meta(folder, meta)
 
 
 def _counted(corpus: Sequence[Passage], report: StageProgress) -> Iterator[Passage]:

@@ -85,13 +85,15 @@ def _check_types(meta: IndexMeta) -> None:
         raise ValueError(f"embeddings: expected one of {', '.join(EMBEDDINGS)}, found {meta.embeddings!r}")
 
 
-def write_meta(folder: Path, meta: IndexMeta) -> None:
-    """Writes meta.json with the hashes of what it stands for, last of all: a folder that has it is whole."""
+def write_meta(folder: Path, meta: IndexMeta) -> IndexMeta:
+    """Writes meta.json with the hashes of what it stands for, and returns it; last of all: a folder that has it is whole."""
     files = None
     if not meta.kind.startswith("qdrant"):  # a database changes its files
         held = [folder / INDEX, folder / ENCODER, *(folder / name for name in EMBEDDINGS.values()), *(folder / BM25).rglob("*")]
         files = {str(path.relative_to(folder)): stamp_file(path) for path in sorted(held) if path.is_file()}
-    write_json(folder / META, asdict(replace(meta, files=files)))
+    meta = replace(meta, files=files)
+    write_json(folder / META, asdict(meta))
+    return meta
 
 
 def check_folder(folder: Path, meta: IndexMeta, *, deep: bool = False) -> None:

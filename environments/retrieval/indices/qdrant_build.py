@@ -80,8 +80,7 @@ def build_folder(corpus: Sequence[Passage], folder: Path, encoder: Encoder, engi
         opened.close()
     if isinstance(encoder, NgramEncoder):
         encoder.save(folder / ENCODER, stamp["sha256"])
-    write_meta(folder, meta)
-    return meta
+    return write_meta(folder, meta)
 
 
 def record_of(corpus: Sequence[Passage], row: int) -> dict[str, Any]:
