@@ -11,6 +11,7 @@ import importlib
 import importlib.util
 import inspect
 import sys
+import traceback
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -263,6 +264,8 @@ def _import(where: str, module_name: str, reference: str) -> ModuleType:
                 "directory that holds it."
             ) from None
         raise ConfigError(f"{where}: '{reference}' needs the package '{error.name}', which is not installed.") from error
+    except (Exception, SystemExit) as error:
+        raise ConfigError(f"{where}: '{reference}' cannot be imported: {_import_failure(error)}.") from error
 
 
 def _load_file(where: str, path: Path) -> ModuleType:
@@ -280,7 +283,18 @@ def _load_file(where: str, path: Path) -> ModuleType:
     sys.modules[name] = module
     try:
         specification.loader.exec_module(module)
-    except BaseException:
+    except BaseException as error:
         del sys.modules[name]
+        if isinstance(error, (Exception, SystemExit)):
+            raise ConfigError(f"{where}: {path} cannot be imported: {_import_failure(error)}.") from error
         raise
     return module
+
+
+def _import_failure(error: BaseException) -> str:
+    """What a module raised, and where: in one line."""
+    frames = traceback.extract_tb(error.__traceback__)
+    syntax = isinstance(error, SyntaxError) and error.lineno
+    place = f"{error.filename}:{error.lineno}" if syntax else f"{frames[-1].filename}:{frames[-1].lineno}"  # type: ignore[attr-defined]
+    said = error.msg if isinstance(error, SyntaxError) else " ".join(str(error).split())
+    return f"{type(error).__name__} in {place}: {said or 'no reason given'}"

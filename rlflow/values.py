@@ -29,7 +29,7 @@ class Range:
 
     def __str__(self) -> str:
         bounds = (("above", self.above), ("from", self.low), ("to", self.high), ("below", self.below))
-        return " ".join(f"{word} {bound:g}" for word, bound in bounds if math.isfinite(bound))
+        return " ".join(f"{word} {bound:.12g}" for word, bound in bounds if math.isfinite(bound))
 
 
 PositiveInt = Annotated[int, Range(above=0)]

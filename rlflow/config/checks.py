@@ -20,6 +20,7 @@ from rlflow.config.loading import check_values
 from rlflow.config.schema import Faults, RunConfig
 from rlflow.errors import ConfigError
 
+MOST_TRAJECTORIES = 1_000_000
 _NAME = re.compile(r"[\w][\w.+=-]*")
 _ENGINE_GETS = ("path", "tokenizer", "dtype", "seed", "deterministic", "trust_remote_code")
 
@@ -78,6 +79,11 @@ def _check_sampling(config: RunConfig) -> None:
 def _check_batch(config: RunConfig) -> None:
     rollout, algorithm = config.rollout, config.algorithm
     trajectories = rollout.prompts_per_step * rollout.samples_per_prompt
+    if trajectories > MOST_TRAJECTORIES:
+        raise ConfigError(
+            f"rollout.prompts_per_step x rollout.samples_per_prompt: expected at most {MOST_TRAJECTORIES:,} trajectories "
+            f"per step, which are all in memory at once; found {rollout.prompts_per_step:,} x {rollout.samples_per_prompt:,}."
+        )
     if trajectories % algorithm.minibatches_per_step:
         divisors = [n for n in range(1, min(trajectories, 64) + 1) if trajectories % n == 0]
         raise ConfigError(

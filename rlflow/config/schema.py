@@ -10,14 +10,14 @@ from typing import Annotated, Any, Literal
 from rlflow.components import ADVANTAGE, AGGREGATE, CURATOR, ENGINE, ENVIRONMENT, FILTER, LOSS, SINK, TRANSFORM
 from rlflow.config import loading as configuration
 from rlflow.trainer.options import DType, TrainerOptions
-from rlflow.values import Component, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Share
+from rlflow.values import Component, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Range, Share
 
 
 @dataclass
 class RunSection:
     directory: str = "runs/{name}"  # {name} is run.name
     name: str = "run"
-    seed: NonNegativeInt = 0
+    seed: Annotated[int, Range(0, 2**32 - 1)] = 0  # what every generator takes
     steps: PositiveInt = 100  # optimizer steps at the most
     max_minutes: PositiveFloat | None = None  # stops cleanly after this wall time
     target: Share | None = None  # stops when eval/exact_match reaches this

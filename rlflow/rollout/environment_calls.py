@@ -11,7 +11,7 @@ logger = logging.getLogger(__name__)
 
 
 def reported(environment: Environment) -> dict[str, float]:
-    """What the environment reports about the last collection. Raises EnvironmentContractError where that is no dict of numbers."""
+    """What the environment reports about the last collection. Raises EnvironmentContractError where it is no dict of numbers."""
     name = type(environment).__name__
     try:
         report = environment.report()

@@ -10,11 +10,12 @@ from typing import Any
 
 from rlflow.cluster.trainer import RayTrainer
 from rlflow.components import ENGINE, ENVIRONMENT
+from rlflow.config.checks import environment_name
 from rlflow.config.loading import save_config, to_dict
 from rlflow.config.redaction import redact
 from rlflow.config.schema import RunConfig
 from rlflow.environment import Environment
-from rlflow.errors import DataError
+from rlflow.errors import ConfigError, DataError
 from rlflow.matmul import PRODUCTS
 from rlflow.metrics.sinks import MetricsLog, make_sinks
 from rlflow.rollout import Rollout, Tokenizer
@@ -33,7 +34,7 @@ def make_rollout(config: RunConfig) -> Rollout:
         PRODUCTS.fix()
     section = config.rollout
     tokenizer = Tokenizer.from_pretrained(config.model.path, trust_remote_code=config.model.trust_remote_code)
-    environment: Environment = ENVIRONMENT.build(config.environment)
+    environment = make_environment(config)
     offered: dict[str, Any] = {
         "path": config.model.path,
         "tokenizer": tokenizer,
@@ -65,6 +66,22 @@ def make_rollout(config: RunConfig) -> Rollout:
         told = "the engine holds %d tokens: episodes end there, not at rollout.max_total_tokens = %d"
         logger.warning(told, rollout.max_total_tokens, section.max_total_tokens)
     return rollout
+
+
+def make_environment(config: RunConfig) -> Environment:
+    """The environment of a configuration. Raises ConfigError where what is named is none, before it is made if that shows."""
+    name = environment_name(config)
+    target, _ = ENVIRONMENT.check(config.environment)
+    if isinstance(target, type):
+        missing = sorted(getattr(target, "__abstractmethods__", ()))
+        found = "a class that is not one" if not issubclass(target, Environment) else f"one without {', '.join(missing)}"
+        if missing or not issubclass(target, Environment):
+            raise ConfigError(f"environment.name: '{name}': expected an rlflow.Environment, found {found}.")
+    environment = ENVIRONMENT.build(config.environment)
+    if not isinstance(environment, Environment):
+        found = type(environment).__name__
+        raise ConfigError(f"environment.name: '{name}': expected a function that makes an Environment, it returned {found}.")
+    return environment
 
 
 def fitting_tasks(rollout: Rollout, split: str, config: RunConfig) -> tuple[list[Task], int]:

@@ -6,6 +6,8 @@ import importlib.util
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from rlflow.config.checks import check_config
 from rlflow.config.schema import RunConfig
 from rlflow.errors import ConfigError, MissingPackageError
@@ -28,6 +30,7 @@ def check_start(config: RunConfig) -> None:
     config.trainer.layout.check_model(architecture(read_config(config.model.path)))
     WeightFiles(config.model.path)
     _check_packages(config)
+    _check_gpus(config)
     if config.run.resume_step is not None and not config.run.resume:
         raise ConfigError(f"run.resume_step: {config.run.resume_step} needs run.resume (--resume).")
     RunDirectory.check(run_path(config), resume=config.run.resume, overwrite=config.run.overwrite)
@@ -52,6 +55,17 @@ def finished_summary(config: RunConfig) -> dict[str, Any] | None:
     summary = read_json(directory.summary)
     done = summary.get("status") == "finished" and summary.get("steps") == latest[0] >= config.run.steps
     return summary if done else None
+
+
+def _check_gpus(config: RunConfig) -> None:
+    """Ray would wait for GPUs that a cluster of this machine alone can never have."""
+    section = config.cluster
+    wanted, here = section.ranks * section.gpus_per_rank, torch.cuda.device_count()
+    if section.address is None and wanted > here:
+        raise ConfigError(
+            f"cluster.gpus_per_rank: {section.ranks} ranks x {section.gpus_per_rank:g} = {wanted:g} GPUs, this machine has "
+            f"{here}: lower cluster.ranks or cluster.gpus_per_rank, or set cluster.address to a running cluster."
+        )
 
 
 def _check_packages(config: RunConfig) -> None:

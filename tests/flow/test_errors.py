@@ -44,6 +44,14 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
     (place.path / "corpus.jsonl").write_text(json.dumps({"id": "0", "contents": '"Me"\nMyself'}) + "\n")
     (place.path / "not.yaml").write_text("run: [unclosed\n")
     (place.path / "file").write_text("a file, no directory")
+    (place.path / "cut.py").write_text("import os\n\nclass Thing(:\n")
+    (place.path / "failing.py").write_text("import os\n\nThing = 1 / 0\n")
+    (place.path / "leaving.py").write_text("import sys\n\nsys.exit('good\\nbye')\n")
+    (place.path / "needy.py").write_text("import nowhere_at_all\n")
+    (place.path / "other.py").write_text(
+        "from rlflow import Environment\n\nNUMBER = 3\n\nclass Plain: ...\n\nclass Half(Environment): ...\n\n"
+        "def five(): return 5\n"
+    )
     return place
 
 
@@ -98,6 +106,27 @@ MISTAKES: dict[str, tuple[list[str], list[str]]] = {
     "unknown environment": (["environment={{name: serch}}"], ["environment", "Did you mean 'search'"]),
     "environment's module missing": (["environment={{name: 'nowhere:Thing'}}"], ["nowhere", "no module"]),
     "environment's file missing": (["environment={{name: '{place}/no.py:Thing'}}"], ["no.py", "no such file"]),
+    "environment's file not Python": (
+        ["environment={{name: '{place}/cut.py:Thing'}}"], ["cut.py:3", "SyntaxError"]),
+    "environment's file raises": (
+        ["environment={{name: '{place}/failing.py:Thing'}}"], ["failing.py:3", "ZeroDivisionError in"]),
+    "environment's file exits": (
+        ["environment={{name: '{place}/leaving.py:Thing'}}"], ["leaving.py:3", "SystemExit", "good bye"]),
+    "environment's file needs a package": (
+        ["environment={{name: '{place}/needy.py:Thing'}}"], ["needy.py:1", "nowhere_at_all"]),
+    "environment is a number": (
+        ["environment={{name: '{place}/other.py:NUMBER'}}"], ["expected a class or a function", "3"]),
+    "environment is another class": (
+        ["environment={{name: '{place}/other.py:Plain'}}"], ["Plain", "expected an rlflow.Environment"]),
+    "environment is half written": (["environment={{name: '{place}/other.py:Half'}}"], ["Half", "without step, tasks"]),
+    "environment's function makes none": (
+        ["environment={{name: '{place}/other.py:five'}}"], ["other.py:five", "it returned int"]),
+    "huge seed": (["run.seed=18446744073709551616"], ["run.seed", "from 0 to 4294967295"]),
+    "prompts without end": (
+        ["rollout.prompts_per_step=1000000000"], ["rollout.prompts_per_step", "at most 1,000,000 trajectories"]),
+    "GPUs that are not there": (
+        ["cluster.ranks=64", "cluster.gpus_per_rank=2"],
+        ["cluster.gpus_per_rank", "128 GPUs, this machine has", "cluster.address"]),
     "environment's keyword unknown": (["environment.taks=3"], ["taks", "Did you mean 'tasks'"]),
     "missing data": ([SEARCH, "--train-data", "{place}/none.jsonl"], ["--train-data", "{place}/none.jsonl", "no such file"]),
     "missing data, as a key": ([SEARCH, "environment.train={place}/none.jsonl"], ["{place}/none.jsonl", "train questions"]),
