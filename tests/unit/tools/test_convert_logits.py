@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -42,6 +43,26 @@ def test_both_directions_verify(family: str, layout: CheckpointLayout, saved: st
     to_megatron(model, tmp_path / "megatron", ImportOptions(layout=layout, format=saved))
     rows = torch.randint(0, 101, (ROWS, WIDTH), generator=torch.Generator().manual_seed(0)).tolist()
     _, bound = rounding.logits(model, rows)  # of each side
+    assert check_logits(tmp_path / "megatron", model) <= 2 * bound
+
+
+STRETCHED = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 16}
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("qwen2", {"rope_parameters": STRETCHED, "max_position_embeddings": 64}),
+        ("mistral", {"sliding_window": 5}),
+        ("qwen2", {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1}),
+    ],
+    ids=["yarn", "window", "window of some layers"],
+)
+def test_stretched_positions_and_windows_verify(family: str, changes: dict[str, Any], tmp_path: Path) -> None:
+    model = tiny_model(tmp_path / "hf", family, tokenizer=False, vocab_size=101, **changes)
+    to_megatron(model, tmp_path / "megatron")
+    rows = torch.randint(0, 101, (ROWS, WIDTH), generator=torch.Generator().manual_seed(0)).tolist()
+    _, bound = rounding.logits(model, rows)
     assert check_logits(tmp_path / "megatron", model) <= 2 * bound
 
 

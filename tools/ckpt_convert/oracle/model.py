@@ -19,9 +19,12 @@ from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
 
 from rlflow.errors import ModelError
+
+from ..readers.arguments import window_of
 
 
 @dataclass(frozen=True)
@@ -38,11 +41,15 @@ class OracleLayout:
 
 
 class Attention(MegatronModule):
-    """Causal attention, written out. Takes values narrower than keys, as latent attention has them."""
+    """Causal attention, in some layers within a window, written out. Values may be narrower than keys (latent attention)."""
 
-    def __init__(self, config: TransformerConfig, softmax_scale: float | None = None, **_: Any) -> None:
+    def __init__(
+        self, config: TransformerConfig, layer_number: int, *_: Any, softmax_scale: float | None = None, **__: Any
+    ) -> None:
         super().__init__(config=config)
         self.scale = softmax_scale
+        windowed = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
+        self.window = config.window_size if windowed else None
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Tensor:
         """(tokens, rows, heads, size) each, keys and values with fewer heads -> (tokens, rows, heads * size of a value)."""
@@ -50,6 +57,8 @@ class Attention(MegatronModule):
         key, value = (part.repeat_interleave(copies, dim=2) for part in (key, value))
         scores = torch.einsum("qbhd,kbhd->bhqk", query, key) * (self.scale or query.shape[-1] ** -0.5)
         later = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
+        if self.window is not None:
+            later = later | torch.ones_like(later).tril(-self.window[0] - 1)
         weights = scores.float().masked_fill(later, float("-inf")).softmax(-1).to(value.dtype)
         return torch.einsum("bhqk,kbhd->qbhd", weights, value).flatten(2)
 
@@ -87,6 +96,8 @@ def build(config: dict[str, Any], layout: OracleLayout, dtype: torch.dtype = tor
     Raises ModelError for what megatron-core does not compute."""
     megatron = _megatron_config(config, layout, dtype)
     rope = _rope(config)
+    if _is_yarn(rope, megatron):
+        vars(megatron).update(_yarn(config, rope))
     stages = range(layout.virtual) if layout.virtual > 1 else [None]
     chunks = []
     for stage in stages:
@@ -103,7 +114,7 @@ def build(config: dict[str, Any], layout: OracleLayout, dtype: torch.dtype = tor
                 post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage),
                 parallel_output=False,
                 share_embeddings_and_output_weights=bool(config.get("tie_word_embeddings")),
-                position_embedding_type="rope",
+                position_embedding_type="yarn" if _is_yarn(rope, megatron) else "rope",
                 rotary_base=rope.get("rope_theta") or config.get("rope_theta") or 10000.0,
                 rope_scaling=_kind(rope) == "llama3",
                 rope_scaling_factor=rope.get("factor") or 1.0,
@@ -185,7 +196,7 @@ def _megatron_config(config: dict[str, Any], layout: OracleLayout, dtype: torch.
     if experts:
         values |= _experts(config, experts)
     if "kv_lora_rank" not in config:
-        return TransformerConfig(**values)
+        return TransformerConfig(**values, **_window(config))
     del values["num_query_groups"]
     return MLATransformerConfig(**values, **_latent(config))
 
@@ -243,6 +254,40 @@ def _latent(config: dict[str, Any]) -> dict[str, Any]:
         values |= {name: rope[name] for name in names if rope.get(name) is not None}
     known = {field.name for field in dataclasses.fields(MLATransformerConfig)}
     return {name: value for name, value in values.items() if name in known}
+
+
+def _is_yarn(rope: dict[str, Any], megatron: TransformerConfig) -> bool:
+    """YaRN of ordinary attention; latent attention has its own."""
+    return _kind(rope) == "yarn" and not isinstance(megatron, MLATransformerConfig)
+
+
+def _yarn(config: dict[str, Any], rope: dict[str, Any]) -> dict[str, Any]:
+    """Attributes of the configuration that megatron-core reads (models/gpt/gpt_model.py), with the defaults of transformers
+    (modeling_rope_utils.py, _compute_yarn_parameters)."""
+    return {
+        "yarn_rotary_scaling_factor": float(rope["factor"]),
+        "yarn_original_max_position_embeddings": rope.get("original_max_position_embeddings")
+        or config["max_position_embeddings"],
+        "yarn_beta_fast": float(rope.get("beta_fast") or 32),
+        "yarn_beta_slow": float(rope.get("beta_slow") or 1),
+        "yarn_mscale": rope.get("mscale"),
+        "yarn_mscale_all_dim": rope.get("mscale_all_dim"),
+        "yarn_correction_range_round_to_int": rope.get("truncate", True),
+    }
+
+
+def _window(config: dict[str, Any]) -> dict[str, Any]:
+    """Which layers look back on a window, which in Megatron does not count the token itself."""
+    window = window_of(config)
+    if window is None:
+        return {}
+    layers = config["num_hidden_layers"]
+    first = config.get("max_window_layers", 0) if config["model_type"].startswith("qwen") else 0
+    kinds = config.get("layer_types") or ["sliding_attention" if layer >= first else "" for layer in range(layers)]
+    return {
+        "window_size": (window - 1, 0),
+        "window_attn_skip_freq": [int(kind == "sliding_attention") for kind in kinds],
+    }
 
 
 def _rope(config: dict[str, Any]) -> dict[str, Any]:
