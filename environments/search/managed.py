@@ -67,7 +67,8 @@ class ManagedServer:
         Raises ConfigError: the service ended or was not ready in time; with what it said."""
         self._folder = Path(tempfile.mkdtemp(prefix="rlflow-search-"))
         self.log = Path(log) if log is not None else self._folder / "server.log"
-        described = self._folder / "retriever.json"  # in a folder of this user alone: every user can read a command line
+        # In a folder of this user alone, as every user can read a command line; kept to the end, as a service may be restarted.
+        described = self._folder / "retriever.json"
         described.write_text(json.dumps(dict(component)), encoding="utf-8")
         arguments = ["--retriever", f"@{described}", "--parent", str(os.getpid())]
         if corpus is not None:
@@ -82,7 +83,6 @@ class ManagedServer:
         except BaseException:
             self.stop()
             raise
-        described.unlink()
 
     def stop(self) -> None:
         """Ends the service; nothing happens the second time."""

@@ -301,7 +301,8 @@ def test_an_environment_that_fails_outside_of_episodes_is_one_line(
     )
     named = f"environment={{{{name: '{tmp_path}/odd.py:Odd'}}}}"
     found, err = run(place, [f"run.directory={tmp_path}/run", named], capsys)
-    assert found == code and len(err.splitlines()) == 1 and words in err, err
+    said = [line for line in err.splitlines() if "no gradient" not in line]  # of a task that is always solved
+    assert found == code and len(said) == 1 and words in said[0], err
 
 
 def _failing(path: Path) -> list[str]:
