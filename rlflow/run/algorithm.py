@@ -13,8 +13,11 @@ from rlflow.algorithms.base import Advantage, Filter, Part, SumLoss, Transform, 
 from rlflow.algorithms.losses.monitored import Monitored
 from rlflow.components import ADVANTAGE, AGGREGATE, FILTER, LOSS, TRANSFORM
 from rlflow.config.schema import RunConfig
-from rlflow.errors import CheckpointError, ConfigError
+from rlflow.errors import CheckpointError, ConfigError, did_you_mean
 from rlflow.types import Batch, Group, Loss
+
+FILLED = frozenset({"entropy", "proximal", "reference", "current", "current_entropy"})
+"""What the training step and the trainers fill where a part `needs` it."""
 
 
 @dataclass
@@ -29,6 +32,14 @@ class Algorithm:
     minibatches_per_step: int = 1
     epochs_per_step: int = 1
     seed: int = 0  # of the split into minibatches
+
+    def __post_init__(self) -> None:
+        unknown = sorted(self.needs - FILLED)
+        if unknown:
+            raise ConfigError(
+                f"algorithm: a part needs '{unknown[0]}', which nothing fills; expected {', '.join(sorted(FILLED))}."
+                f"{did_you_mean(unknown[0], FILLED)}"
+            )
 
     @classmethod
     def from_config(cls, config: RunConfig, response_budget: int) -> Algorithm:

@@ -13,7 +13,7 @@ from rlflow.algorithms import PPOClipLoss, SFTLoss, SumLoss, token_weights
 from rlflow.algorithms.base import Filter, Transform, as_part
 from rlflow.batching import make_batch
 from rlflow.config.schema import load_config
-from rlflow.errors import CheckpointError
+from rlflow.errors import CheckpointError, ConfigError
 from rlflow.run.algorithm import Algorithm
 from rlflow.types import Batch, Group, Segment, StopReason, Task, Trajectory
 
@@ -72,6 +72,14 @@ def test_transforms_follow_one_another_without_gradients():
 def test_the_needs_of_all_parts_are_filled():
     made = algorithm(filters=[Counting()], transforms=[Doubling()])
     assert made.needs == {"proximal", "current"}
+
+
+def test_a_need_that_nothing_fills_is_refused_at_the_start():
+    class Hopeful(Doubling):
+        needs = frozenset({"curent"})
+
+    with pytest.raises(ConfigError, match=r"needs 'curent', which nothing fills.*Did you mean 'current'"):
+        algorithm(transforms=[Hopeful()])
 
 
 def test_what_parts_remember_is_restored_by_its_place():
