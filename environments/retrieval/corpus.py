@@ -15,7 +15,7 @@ import logging
 import mmap
 import os
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, overload
@@ -44,7 +44,26 @@ class Passage:
         return self.contents.partition("\n")[2]
 
 
-class Corpus(Sequence[Passage]):
+class PassageSequence(Sequence[Passage]):
+    """Passages by row, from the end and by slice, for a class that has `__len__` and `passage`."""
+
+    def passage(self, row: int) -> Passage:
+        """The passage of a row from 0 to the length less 1."""
+        raise NotImplementedError
+
+    @overload
+    def __getitem__(self, index: int) -> Passage: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[Passage]: ...
+
+    def __getitem__(self, index: int | slice) -> Passage | list[Passage]:
+        if isinstance(index, slice):
+            return [self[row] for row in range(*index.indices(len(self)))]
+        return self.passage(range(len(self))[index])
+
+
+class Corpus(PassageSequence):
     """The passages of a corpus.jsonl: read from a memory map when asked for, so that only offsets stay in memory."""
 
     def __init__(self, path: str | Path) -> None:
@@ -57,19 +76,9 @@ class Corpus(Sequence[Passage]):
         self._lines = array("q")
         bad: list[tuple[str, str]] = []
         rows = RowCheck(self.path)
-        for line, start, record in records(self._map):
-            try:
-                passage = _passage(parse_object(record), rows.number)
-            except EmptyRow:
-                rows.skip()
-                continue
-            except BadRow as problem:
-                rows.number += 1
-                bad.append((f"line {line}", str(problem)))
-                continue
-            rows.keep(passage.id)
+        for start, end, _ in _good_rows(self._map, rows, bad):
             self._starts.append(start)
-            self._lines.append(start + len(record))
+            self._lines.append(end)
         self._gaps = rows.gaps
         refuse(self.path, "corpus", bad, len(self._starts))
         rows.report()
@@ -77,16 +86,7 @@ class Corpus(Sequence[Passage]):
     def __len__(self) -> int:
         return len(self._starts)
 
-    @overload
-    def __getitem__(self, index: int) -> Passage: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> list[Passage]: ...
-
-    def __getitem__(self, index: int | slice) -> Passage | list[Passage]:
-        if isinstance(index, slice):
-            return [self[row] for row in range(*index.indices(len(self)))]
-        row = range(len(self))[index]
+    def passage(self, row: int) -> Passage:
         return _passage(self.record(row), row_number(self._gaps, row))
 
     def record(self, row: int) -> dict[str, Any]:
@@ -154,23 +154,31 @@ def read_passages(path: str | Path, *, skip_bad_rows: bool = False) -> list[Pass
     """All passages of a corpus, in memory, as a new corpus would have them. Raises DataError as `Corpus` does, with
     `skip_bad_rows` only where no row is good."""
     file = existing(path, "corpus")
-    passages: list[Passage] = []
     bad: list[tuple[str, str]] = []
     rows = RowCheck(file)
-    for line, _, record in records(file.read_bytes()):
-        try:
-            passages.append(_passage(parse_object(record), rows.number - len(bad)))
-        except EmptyRow:
-            rows.skip()
-            continue
-        except BadRow as problem:
-            rows.number += 1
-            bad.append((f"line {line}", str(problem)))
-            continue
-        rows.keep(passages[-1].id)
+    passages = [passage for _, _, passage in _good_rows(file.read_bytes(), rows, bad)]
     refuse(file, "corpus", bad, len(passages), skip=skip_bad_rows)
     rows.report()
     return passages
+
+
+def _good_rows(
+    data: mmap.mmap | bytes, rows: RowCheck, bad: list[tuple[str, str]]
+) -> Iterator[tuple[int, int, Passage]]:
+    """Start, end and passage of every row that is kept; tells `rows` of all and `bad` of the others.
+
+    Rows without an id are named by their number among the rows that are not bad, as if the bad ones had been deleted."""
+    for line, start, record in records(data):
+        try:
+            passage = _passage(parse_object(record), rows.number - len(bad))
+        except EmptyRow:
+            rows.skip()
+        except BadRow as problem:
+            rows.number += 1
+            bad.append((f"line {line}", str(problem)))
+        else:
+            rows.keep(passage.id)
+            yield start, start + len(record), passage
 
 
 def parse_passage(record: bytes, row: int, path: str | Path) -> Passage:

@@ -48,23 +48,7 @@ QKV_BIAS = Rule(
 Q_NORM = Rule(_TO_ATTENTION + "q_layernorm.weight", Split.REPLICATED, ((_ATTENTION + "q_norm.weight", "head"),))
 K_NORM = Rule(_TO_ATTENTION + "k_layernorm.weight", Split.REPLICATED, ((_ATTENTION + "k_norm.weight", "head"),))
 
-DENSE_MLP = (
-    Rule(
-        _TO + "pre_mlp_layernorm.weight",
-        Split.REPLICATED,
-        ((_LAYER + "post_attention_layernorm.weight", "hidden"),),
-        Where.DENSE,
-        fused=_TO_MLP + "linear_fc1.layer_norm_weight",
-    ),
-    Rule(
-        _TO_MLP + "linear_fc1.weight",
-        Split.GATE_UP,
-        ((_MLP + "gate_proj.weight", "ffn hidden"), (_MLP + "up_proj.weight", "ffn hidden")),
-        Where.DENSE,
-    ),
-    Rule(_TO_MLP + "linear_fc2.weight", Split.ROW, ((_MLP + "down_proj.weight", "hidden ffn"),), Where.DENSE),
-)
-DENSE_LAYER = (*ATTENTION, *DENSE_MLP)
+_GATE_UP_DOWN = ("gate_proj", "up_proj", "down_proj")
 
 
 def _gated_mlp(
@@ -81,9 +65,20 @@ def _gated_mlp(
     )
 
 
-def _sparse_mlp(
-    block: str = _MLP, names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
-) -> tuple[Rule, ...]:
+DENSE_MLP = (
+    Rule(
+        _TO + "pre_mlp_layernorm.weight",
+        Split.REPLICATED,
+        ((_LAYER + "post_attention_layernorm.weight", "hidden"),),
+        Where.DENSE,
+        fused=_TO_MLP + "linear_fc1.layer_norm_weight",
+    ),
+    *_gated_mlp(_TO_MLP, _MLP, "ffn", Where.DENSE, _GATE_UP_DOWN),
+)
+DENSE_LAYER = (*ATTENTION, *DENSE_MLP)
+
+
+def _sparse_mlp(block: str = _MLP, names: tuple[str, str, str] = _GATE_UP_DOWN) -> tuple[Rule, ...]:
     """Norm, router and experts below a HuggingFace prefix. names: of an expert's gate, up and down projection."""
     return (
         Rule(
@@ -108,8 +103,7 @@ def _sparse_mlp(
 
 def _shared_mlp(name: str) -> tuple[Rule, ...]:
     """The experts that every token passes through, which Megatron keeps as one wide MLP."""
-    names = ("gate_proj", "up_proj", "down_proj")
-    return _gated_mlp(_TO_MLP + "shared_experts.", f"{_MLP}{name}.", "shared", Where.SHARED, names)
+    return _gated_mlp(_TO_MLP + "shared_experts.", f"{_MLP}{name}.", "shared", Where.SHARED, _GATE_UP_DOWN)
 
 
 SHARED_GATE = Rule(

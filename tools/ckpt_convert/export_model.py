@@ -20,13 +20,11 @@ from .mapping.to_huggingface import Export, make_export
 from .readers.arguments import contradictions
 from .readers.formats import open_source
 from .readers.source import Stamps, TensorSource
-from .stream import check_equal, copy
+from .stream import Progress, check_equal, copy
 from .verify import check_inverse, verify_export
 from .writers.directory import WriteOptions, check_output, write_directory
-from .writers.output_files import OutputFiles, layout_digest, safetensors_files
+from .writers.output_files import layout_digest, safetensors_files
 
-Progress = Callable[[int, int], None]
-"""Called with the bytes that were written since the last call, and those of the whole; first with what was there before."""
 DTYPES = {"keep": None, "bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
@@ -102,11 +100,6 @@ def to_huggingface(
     plan, config = export.plan, read_config(reference)
     files = safetensors_files(plan.targets, options.shard_bytes)
 
-    def fill(outputs: OutputFiles) -> None:
-        left = outputs.unwritten(options.workers)
-        progress(plan.nbytes - sum(block.size for block in left), plan.nbytes)
-        copy(source, left, outputs, options.workers, lambda count: progress(count, plan.nbytes))
-
     def complete(partial: Path) -> None:
         _add_companions(partial, reference, config, plan.targets[0].dtype)
         if options.verify == "full":
@@ -125,7 +118,7 @@ def to_huggingface(
         files,
         options.writing,
         key={"source": origin, "plan": plan.digest, "files": layout_digest(files)},
-        fill=fill,
+        fill=lambda outputs: copy(source, outputs, plan.nbytes, options.workers, progress),
         complete=complete,
         unchanged=unchanged,
         record=_record(source, export.model, plan, options.dtype, reference),

@@ -15,7 +15,7 @@ from rlflow.models.architecture import Architecture, stored_architecture
 from rlflow.models.huggingface import read_config
 from rlflow.models.tables import EMBEDDING
 
-from .export_model import DTYPES, Progress
+from .export_model import DTYPES
 from .mapping.plan import Plan, View
 from .mapping.to_huggingface import make_export
 from .mapping.to_megatron import CheckpointLayout, Import, make_import, parameters
@@ -23,11 +23,11 @@ from .readers.arguments import arguments_of, flags_to_give
 from .readers.formats import open_source
 from .readers.safetensors_files import HuggingFace
 from .readers.source import TensorSource
-from .stream import Reader, check_equal, copy
+from .stream import Progress, Reader, check_equal, copy
 from .verify import check_records
 from .writers.directory import WriteOptions, check_output, write_directory
 from .writers.legacy import legacy_common, legacy_files
-from .writers.output_files import OutputFile, OutputFiles, layout_digest
+from .writers.output_files import OutputFile, layout_digest
 from .writers.torch_dist import torch_dist_files
 
 FORMATS = ("torch_dist", "torch")
@@ -95,11 +95,6 @@ def to_megatron(
         check_equal(work.source, equal)
     plan = Plan(tuple(target for file in files for target, _ in file.places), work.equal)
 
-    def fill(outputs: OutputFiles) -> None:
-        left = outputs.unwritten(options.workers)
-        progress(plan.nbytes - sum(block.size for block in left), plan.nbytes)
-        copy(work.source, left, outputs, options.workers, lambda count: progress(count, plan.nbytes))
-
     def complete(partial: Path) -> None:
         if options.verify == "full":
             check_export(work.source, work.model, partial)
@@ -112,7 +107,7 @@ def to_megatron(
         files,
         options.writing,
         key={"source": origin, "plan": plan.digest, "files": layout_digest(files)},
-        fill=fill,
+        fill=lambda outputs: copy(work.source, outputs, plan.nbytes, options.workers, progress),
         complete=complete,
         unchanged=lambda: work.source.stamps.check(origin["files"]),
         record={

@@ -18,7 +18,8 @@ from .mapping.plan import Equal, Rectangle, Target, Tile, View
 from .readers.source import Content, TensorSource, unreadable
 from .writers.output_files import OutputFiles, RowBlock
 
-Progress = Callable[[int], None]
+Progress = Callable[[int, int], None]
+"""Called with the bytes that were written since the last call, and those of the whole; first with what was there before."""
 COMPARED_BYTES = 4 << 20
 INFINITE = {
     torch.bfloat16: (np.int16, 0x7F80, np.uint16, 0xFF80),
@@ -30,12 +31,13 @@ INFINITE = {
 ones, -Inf and the other NaNs those from the second on. Two passes without a temporary array (IEEE 754 ordering)."""
 
 
-def copy(
-    source: TensorSource, blocks: Sequence[RowBlock], outputs: OutputFiles, workers: int, progress: Progress
-) -> None:
-    """Copies blocks in `workers` threads; progress is called with the bytes of each, by one thread at a time.
+def copy(source: TensorSource, outputs: OutputFiles, total: int, workers: int, progress: Progress) -> None:
+    """Writes what the outputs still lack, in `workers` threads. total: the bytes of all blocks, those included that a
+    killed conversion has left; progress is called by one thread at a time.
 
     Raises ConversionError for a damaged source (4), NaN or Inf in the weights (4), a full disk (8)."""
+    blocks = outputs.unwritten(workers)
+    progress(total - sum(block.size for block in blocks), total)
     waiting, lock, stop = iter(blocks), threading.Lock(), threading.Event()
 
     def work() -> None:
@@ -50,7 +52,7 @@ def copy(
             check_finite(rows, block, str(source.path))
             outputs.write(block, rows.data.cast("B"))
             with lock:
-                progress(block.size)
+                progress(block.size, total)
 
     with Reader(source) as reader, ThreadPoolExecutor(workers) as pool:
         try:

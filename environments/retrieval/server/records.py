@@ -6,18 +6,26 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, overload
+from typing import Any
 
 import numpy as np
 import orjson
 
 from rlflow.errors import DataError
 from rlflow_environments.common.text import load_json
-from rlflow_environments.retrieval.corpus import EmptyRow, Passage, RowCheck, make_contents, parse_passage, row_number
+from rlflow_environments.retrieval.corpus import (
+    EmptyRow,
+    Passage,
+    PassageSequence,
+    RowCheck,
+    make_contents,
+    parse_passage,
+    row_number,
+)
 from rlflow_environments.retrieval.server.offsets import ShareProgress, map_file, map_offsets
 
 
-class StoredCorpus(Sequence[Passage]):
+class StoredCorpus(PassageSequence):
     """The passages of a corpus.jsonl, also of one that is larger than memory."""
 
     def __init__(self, path: str | Path, *, progress: ShareProgress = lambda share: None) -> None:
@@ -30,16 +38,7 @@ class StoredCorpus(Sequence[Passage]):
     def __len__(self) -> int:
         return len(self._entries)
 
-    @overload
-    def __getitem__(self, index: int) -> Passage: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> list[Passage]: ...
-
-    def __getitem__(self, index: int | slice) -> Passage | list[Passage]:
-        if isinstance(index, slice):
-            return [self[row] for row in range(*index.indices(len(self)))]
-        row = range(len(self))[index]
+    def passage(self, row: int) -> Passage:
         start, length, _ = self._entries[row].item()
         return parse_passage(self._map[start : start + length], row_number(self._gaps, row), self.path)
 
