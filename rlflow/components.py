@@ -136,13 +136,16 @@ ENVIRONMENT = Kind("environment")
 ENGINE = Kind("engine", "rlflow.rollout")
 TRAINER = Kind("trainer", "rlflow.trainer")
 ADVANTAGE = Kind("advantage", "rlflow.algorithms.advantages", call=1)
-LOSS = Kind("loss", "rlflow.algorithms.losses")
+LOSS = Kind("loss", "rlflow.algorithms.losses", call=2)
 TRANSFORM = Kind("transform", "rlflow.algorithms.transforms", call=1)
 FILTER = Kind("filter", "rlflow.algorithms.filters", call=1)
 AGGREGATE = Kind("aggregate", "rlflow.algorithms.aggregates", call=1)
 CURATOR = Kind("curator", "rlflow.algorithms.curators", reserved=("tasks", "seed"))
 SINK = Kind("sink", "rlflow.metrics", reserved=("directory", "run_name", "config", "resumed_step"))
 """The kinds of the core. A plug-in declares its own with the same class."""
+
+PARTS = {kind.name: kind for kind in (ADVANTAGE, LOSS, AGGREGATE, TRANSFORM, FILTER, CURATOR)}
+"""Those that an algorithm is made of."""
 
 
 def names_code(text: str) -> bool:

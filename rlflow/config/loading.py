@@ -68,6 +68,17 @@ def load_config(path: str | Path | None, overrides: Sequence[str], schema: type[
     return typing.cast(T, draft.build(schema, draft.raw, ()))
 
 
+def read_assignment(text: str, form: str = "KEY=VALUE") -> tuple[str, Any]:
+    """The key and the YAML value of `KEY=VALUE`. Raises ConfigError, naming the `form` that was expected."""
+    key, equals, written = text.partition("=")
+    if not equals or not key.strip():
+        raise ConfigError(f"{COMMAND_LINE}: expected {form}, found '{text}'.")
+    try:
+        return key.strip(), yaml.load(written, Loader=_Loader)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{COMMAND_LINE}: {key}: '{written}' is not a YAML value: {_problem(error)}.") from None
+
+
 def to_dict(config: Any) -> dict[str, Any]:
     """The configuration as plain nested dicts and lists (copies)."""
     return dataclasses.asdict(config)
@@ -180,14 +191,10 @@ class _Draft:
 
     def override(self, text: str) -> None:
         """Applies one `section.key=value`; missing mappings on the way are made, list positions must exist."""
-        key, equals, written = text.partition("=")
-        path = tuple(key.strip().split("."))
-        if not equals or not all(path):
+        key, value = read_assignment(text, "section.key=value")
+        path = tuple(key.split("."))
+        if not all(path):
             raise ConfigError(f"{COMMAND_LINE}: expected section.key=value, found '{text}'.")
-        try:
-            value = yaml.load(written, Loader=_Loader)
-        except yaml.YAMLError as error:
-            raise ConfigError(f"{COMMAND_LINE}: {key}: '{written}' is not a YAML value: {_problem(error)}.") from None
         node: Any = self.raw
         for depth, part in enumerate(path[:-1]):
             if isinstance(node, dict) and node.get(part) is None:

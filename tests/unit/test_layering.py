@@ -33,8 +33,8 @@ ALLOWED: dict[str, set[str]] = {
     "run": {"batching", "cluster", "config", "rollout", "trainer", "algorithms", "environment", "models", "metrics", "storage",
             "components", "matmul", *BASIS},
     "loop": {"run", "config", "rollout", "trainer", "algorithms", "batching", "metrics", *BASIS},
-    "commands": {"__init__", "loop", "run", "config", "rollout", "environment", "models", "metrics", "storage", "components",
-                 "matmul", *BASIS},
+    "commands": {"__init__", "loop", "run", "config", "rollout", "environment", "algorithms", "batching", "models", "metrics",
+                 "storage", "components", "matmul", *BASIS},
     "__main__": {"commands"},
     # under TYPE_CHECKING
     "__init__": {"loop", "commands", "metrics", "config", "rollout", "trainer", "environment", "batching", *BASIS},
