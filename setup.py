@@ -55,6 +55,7 @@ EXTRAS = {
     "dev": [
         "pytest>=8.2",
         "pytest-timeout>=2.3",
+        "pytest-xdist>=3.6",
         "hypothesis>=6.100",
         "httpx>=0.27",
         "onnx>=1.16",

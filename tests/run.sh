@@ -6,6 +6,8 @@
 #   (none)   every claim at its smallest size; under 10 minutes on two cores
 #   --full   also the slow matrices, kill tests and real engines; under 60 minutes
 #
+# RLFLOW_TEST_PROCESSES=1 runs one test after another (2).
+#
 # Examples: bash tests/run.sh tests/unit -k losses
 #           bash tests/run.sh --full -x
 set -euo pipefail
@@ -27,5 +29,6 @@ export OMP_NUM_THREADS=1 PYTHONUNBUFFERED=1
 status=0
 "$RLFLOW_PYTHON" -m ruff check --quiet --output-format concise . || status=1
 [ $status -eq 0 ] && echo "ruff: no findings" || echo "ruff: findings above"
-"$RLFLOW_PYTHON" -m pytest -m "$select" "$@" || status=$?
+# Two processes, each with whole files in their order: the files of several ranks come first and take longest.
+"$RLFLOW_PYTHON" -m pytest -m "$select" -n "${RLFLOW_TEST_PROCESSES:-2}" --dist loadfile --no-loadscope-reorder "$@" || status=$?
 exit $status

@@ -67,7 +67,13 @@ def batch() -> Batch:
 
 
 @pytest.fixture(scope="module")
-def two_ranks(model_path) -> Iterator[RayTrainer]:
+def processes_before() -> set[psutil.Process]:
+    """What other tests have left running in this process."""
+    return set(descendants())
+
+
+@pytest.fixture(scope="module")
+def two_ranks(model_path, processes_before) -> Iterator[RayTrainer]:
     section = TrainerOptions(tensor_parallel=2, **OPTIONS)
     trainer = make_trainer(
         config_of(model=ModelSection(path=str(model_path)), trainer=section, cluster=ClusterSection(ranks=2))
@@ -167,10 +173,10 @@ def test_an_error_of_the_ranks_is_one_line_and_the_trainer_lives_on(two_ranks, b
 
 @needs_ray
 @pytest.mark.dist
-def test_a_rank_that_dies_is_one_error_and_no_process_stays(two_ranks, batch):
+def test_a_rank_that_dies_is_one_error_and_no_process_stays(two_ranks, batch, processes_before):
     """Ends the shared trainer, so it stands last among the tests that use it."""
-    ranks = [process for process in descendants() if "TrainerRank" in " ".join(process.cmdline())]
-    everyone = descendants()
+    everyone = [process for process in descendants() if process not in processes_before]
+    ranks = [process for process in everyone if "TrainerRank" in " ".join(process.cmdline())]
     assert len(ranks) == 2
     ranks[0].kill()
     with pytest.raises(RLFlowError, match=r"^trainer rank \d"):
