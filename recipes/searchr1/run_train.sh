@@ -16,6 +16,7 @@ Options
   --short               the demo in three minutes (config/short.yaml)
   --config FILE         another run configuration (YAML); every key: docs/configuration.md
   --model DIR           HuggingFace directory of the starting policy (config.json, *.safetensors, tokenizer)
+  --preset NAME         a named algorithm in place of the configuration's (rlflow algorithm list --kind preset)
   --train-data FILE     training questions, JSON Lines: {"prompt": ..., "solutions": [...]}
   --val-data FILE       validation questions, same format
   --corpus FILE         the passages to search, JSON Lines: {"id": ..., "contents": "\"Title\"\nText"}
@@ -58,13 +59,14 @@ done
 config='' own_data='' short='' arguments=() overrides=()
 while [ $# -gt 0 ]; do
     case $1 in
-    --config | --model | --train-data | --val-data | --corpus)
+    --config | --preset | --model | --train-data | --val-data | --corpus)
         [ $# -ge 2 ] || rlflow_fail "$1 needs a value; see --help"
         name=$1 value=$2
         shift 2
         set -- "$name=$value" "$@"
         ;;
     --config=*) config=$(rlflow_path "${1#*=}"); shift ;;
+    --preset=*) arguments+=(--preset "${1#*=}"); shift ;;
     --model=* | --corpus=*) arguments+=("${1%%=*}" "$(rlflow_path "${1#*=}")"); shift ;;
     --train-data=* | --val-data=*) own_data=1 arguments+=("${1%%=*}" "$(rlflow_path "${1#*=}")"); shift ;;
     --short) short=1; shift ;;

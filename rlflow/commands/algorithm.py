@@ -7,6 +7,7 @@ import inspect
 
 from rlflow.commands.options import Commands, add_command
 from rlflow.components import PARTS
+from rlflow.config.loading import presets, read_assignment
 
 
 def add(commands: Commands) -> None:
@@ -18,10 +19,10 @@ def add(commands: Commands) -> None:
         actions,
         "list",
         run_list,
-        "list every known part",
+        "list every known part and preset",
         "Prints the advantages, losses, aggregates, transforms, filters and curators that a configuration can name, with\n"
-        "their keywords.",
-        "example:\n  rlflow algorithm list --kind loss\n",
+        "their keywords, and the presets: whole algorithms by name (rlflow train --preset NAME).",
+        "examples:\n  rlflow algorithm list --kind loss\n  rlflow algorithm list --kind preset\n",
     )
     check = add_command(
         actions,
@@ -36,25 +37,28 @@ def add(commands: Commands) -> None:
     check.add_argument(
         "--set", action="append", default=[], metavar="KEY=VALUE", help="a keyword of the part (YAML value)"
     )
-    for action in (listing, check):
-        action.add_argument("--kind", choices=list(PARTS), help="kind of part")
+    check.add_argument("--kind", choices=list(PARTS), help="kind of part, where its signature does not say")
+    listing.add_argument("--kind", choices=[*PARTS, "preset"], help="only these")
 
 
 def run_list(args: argparse.Namespace) -> int:
-    """Prints name, first sentence and keywords of every part, by kind."""
-    for kind in [PARTS[args.kind]] if args.kind else PARTS.values():
+    """Prints name, keywords and first paragraph of every part, by kind, and the presets."""
+    for kind in [kind for name, kind in PARTS.items() if args.kind in (None, name)]:
         print(f"{kind.name}:")
         for name in kind.names():
             text = (inspect.getdoc(kind.resolve(name)) or "").split("\n\n")[0].replace("\n", " ")
             options = kind.options(name)
             print(f"  {name}{'(' + ', '.join(options) + ')' if options else ''}\n      {text}")
+    if args.kind in (None, "preset"):
+        print("preset:")
+        for name, text in presets().items():
+            print(f"  {name}\n      {text}")
     return 0
 
 
 def run_check(args: argparse.Namespace) -> int:
     """Prints the report; returns 1 where the contract is broken."""
     from rlflow.commands.check_algorithm import check_algorithm
-    from rlflow.config.loading import read_assignment
 
     report = check_algorithm(args.name, args.kind, **dict(read_assignment(pair) for pair in args.set))
     print(report)

@@ -20,10 +20,12 @@ def add(commands: Commands) -> None:
         "examples:\n"
         "  rlflow train --config my.yaml\n"
         "  rlflow train --config my.yaml run.steps=20 trainer.lr=1e-4 algorithm.losses.0.clip_high=0.28\n"
+        "  rlflow train --config my.yaml --preset dapo\n"
         "  rlflow train --model DIR --env my_task.py:MyTask environment.difficulty=3 --dry-run\n"
         "  rlflow train --config my.yaml --resume\n",
     )
     parser.add_argument("--config", metavar="FILE", help="YAML configuration; a relative `base:` in it is read first")
+    parser.add_argument("--preset", metavar="NAME", help="a named algorithm in place of the file's (rlflow algorithm list)")
     parser.add_argument("--resume", action="store_true", help="continue the run from its last checkpoint")
     parser.add_argument("--overwrite", action="store_true", help="throw away the files of an earlier run of that name")
     parser.add_argument(
@@ -39,7 +41,7 @@ def run(args: argparse.Namespace) -> int:
     from rlflow.config.loading import config_text
     from rlflow.config.schema import load_config
 
-    config = load_config(args.config, train_overrides(args))
+    config = load_config(args.config, train_overrides(args), args.preset)
     check_config(config)
     if args.dry_run:
         print(f"# resolved configuration\n{config_text(config)}\n# batch plan\n{batch_plan(config)}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import difflib
+import itertools
 import re
 import typing
 from collections.abc import Iterator, Sequence
@@ -21,6 +22,11 @@ from rlflow.values import checked, is_component, show
 
 T = TypeVar("T")
 COMMAND_LINE = "command line"
+PRESETS = Path(__file__).parents[1] / "algorithms" / "presets"
+PRESET = "preset:"
+"""Before a preset's name, where a file is expected."""
+WHOLE = ("algorithm",)
+"""Sections that a preset replaces: which losses run must not depend on what stood there before."""
 
 
 class _Loader(yaml.SafeLoader):
@@ -48,8 +54,10 @@ for _tag, _pattern, _first in (
     _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(rf"^(?:{_pattern})$"), _first)
 
 
-def load_config(path: str | Path | None, overrides: Sequence[str], schema: type[T]) -> T:
+def load_config(path: str | Path | None, overrides: Sequence[str], schema: type[T], preset: str | None = None) -> T:
     """The configuration from a YAML file, its `base:` files and `section.key=value` overrides, over the schema's defaults.
+
+    preset: a file of `algorithms/presets` by name, laid over the file and under the overrides; `base: preset:NAME` lays it under.
 
     Values of overrides are YAML; their keys reach into components and lists (`algorithm.losses.0.clip_low=0.1`).
     `base: other.yaml` in a file is read first, relative to that file. A component that is given another `name` is
@@ -59,13 +67,33 @@ def load_config(path: str | Path | None, overrides: Sequence[str], schema: type[
         ConfigError: file missing or not YAML, key unknown, value of the wrong type.
     """
     draft = _Draft(schema, to_dict(schema()))
-    if path is not None:
-        for source, content in _read_files(Path(path), ()):
-            draft.merge(draft.raw, content, source, ())
+    files = [] if path is None else [*_read_files(Path(path), ())]
+    files += [] if preset is None else [*_read_files(preset_path(preset, "--preset"), ())]
+    for source, content in files:
+        if Path(source).parent == PRESETS:
+            draft.raw.update({name: value for name, value in to_dict(schema()).items() if name in WHOLE and name in content})
+        draft.merge(draft.raw, content, source, ())
     # Names first: `environment.size=5 environment=mine` must mean the same in either order.
     for override in sorted(overrides, key=lambda text: not draft.chooses(text)):
         draft.override(override)
     return typing.cast(T, draft.build(schema, draft.raw, ()))
+
+
+def presets() -> dict[str, str]:
+    """Every preset's name with the comment that its file begins with."""
+    found = {}
+    for path in sorted(PRESETS.glob("*.yaml")):
+        lines = itertools.takewhile(lambda line: line.startswith("#"), path.read_text(encoding="utf-8").splitlines())
+        found[path.stem] = " ".join(line.lstrip("# ") for line in lines)
+    return found
+
+
+def preset_path(name: str, where: str) -> Path:
+    """The file of a preset. Raises ConfigError for an unknown name."""
+    if name not in presets():
+        known = list(presets())
+        raise ConfigError(f"{where}: unknown preset '{name}'.{did_you_mean(name, known)} Known: {', '.join(known)}.")
+    return PRESETS / f"{name}.yaml"
 
 
 def read_assignment(text: str, form: str = "KEY=VALUE") -> tuple[str, Any]:
@@ -118,7 +146,9 @@ def _read_files(path: Path, chain: tuple[Path, ...]) -> Iterator[tuple[str, dict
     if base is not None:
         if not isinstance(base, str):
             raise ConfigError(f"{path}: base: expected a file name (text), found {show(base)}.")
-        yield from _read_files(path.parent / base, (*chain, path.resolve()))
+        preset = base.startswith(PRESET)
+        below = preset_path(base.removeprefix(PRESET), f"{path}: base") if preset else path.parent / base
+        yield from _read_files(below, (*chain, path.resolve()))
     yield str(path), content
 
 

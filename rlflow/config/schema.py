@@ -130,6 +130,6 @@ class RunConfig:
         return self.run.steps * self.algorithm.minibatches_per_step * self.algorithm.epochs_per_step
 
 
-def load_config(path: str | Path | None = None, overrides: Sequence[str] = ()) -> RunConfig:
-    """The run configuration from a YAML file and `section.key=value` overrides, over the defaults above."""
-    return configuration.load_config(path, overrides, RunConfig)
+def load_config(path: str | Path | None = None, overrides: Sequence[str] = (), preset: str | None = None) -> RunConfig:
+    """The run configuration from a YAML file, a preset and `section.key=value` overrides, over the defaults above."""
+    return configuration.load_config(path, overrides, RunConfig, preset)

@@ -5,14 +5,11 @@ from __future__ import annotations
 import dataclasses
 import math
 import pickle
-from pathlib import Path
 
 import pytest
 import torch
-import yaml
 from torch import Tensor
 
-import rlflow.algorithms
 from rlflow.algorithms import (
     EntropyLoss,
     KLLoss,
@@ -22,11 +19,8 @@ from rlflow.algorithms import (
     token_weights,
 )
 from rlflow.algorithms.losses.monitored import Monitored
-from rlflow.components import AGGREGATE
-from rlflow.config.schema import AlgorithmSection
 from rlflow.errors import ConfigError, RLFlowError
-from rlflow.run.algorithm import make_advantage, make_loss
-from rlflow.trainer.options import TrainerOptions
+from rlflow.run.algorithm import make_loss
 from rlflow.types import Batch, PolicyOutput
 
 
@@ -316,14 +310,3 @@ def test_losses_are_made_from_their_components():
 def test_wrong_components_are_config_errors(components, message):
     with pytest.raises(ConfigError, match=message):
         make_loss(components)
-
-
-@pytest.mark.parametrize("name", ["grpo", "searchr1"])
-def test_presets_hold_known_keys_and_components_that_resolve(name):
-    text = (Path(rlflow.algorithms.__file__).parent / "presets" / f"{name}.yaml").read_text()
-    preset = yaml.safe_load(text)
-    section = AlgorithmSection(**preset["algorithm"])
-    TrainerOptions.of(preset.get("trainer", {})).check()
-    make_advantage(section.advantage)
-    assert "reference" in make_loss(section.losses).needs
-    AGGREGATE.check(section.aggregate, ("tokens",))

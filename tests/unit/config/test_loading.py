@@ -41,6 +41,25 @@ def test_files_merge_over_their_bases_and_overrides_over_files(tmp_path: Path) -
     assert (trainer.lr, trainer.max_gradient_norm, trainer.logits_chunk_mib, config.run.name) == (1e-3, 0.6, 1e-4, "root")
 
 
+def test_a_preset_replaces_the_algorithm_of_a_file_and_overrides_go_over_it(tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text(
+        "algorithm: {losses: [sft], minibatches_per_step: 4, epochs_per_step: 3}\ntrainer: {lr: 0.5}\n"
+    )
+    config = load_config(tmp_path / "mine.yaml", ["algorithm.losses.0.clip_high=0.3"], RunConfig, preset="grpo")
+    assert [loss["name"] for loss in config.algorithm.losses] == ["ppo_clip", "kl"]
+    assert config.algorithm.losses[0] == {"name": "ppo_clip", "clip_low": 0.2, "clip_high": 0.3}
+    assert (config.algorithm.minibatches_per_step, config.algorithm.epochs_per_step, config.trainer.lr) == (1, 1, 0.5)
+
+
+def test_a_file_may_be_based_on_a_preset(tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text("base: preset:grpo\nalgorithm: {epochs_per_step: 3}\n")
+    section = load_config(tmp_path / "mine.yaml", [], RunConfig).algorithm
+    assert (section.losses[1]["name"], section.epochs_per_step, section.aggregate) == ("kl", 3, {"name": "trajectory_mean"})
+    (tmp_path / "mine.yaml").write_text("base: preset:grop\n")
+    with pytest.raises(ConfigError, match=r"mine.yaml: base: unknown preset 'grop'. Did you mean 'grpo'"):
+        load_config(tmp_path / "mine.yaml", [], RunConfig)
+
+
 def test_bases_that_lead_in_a_circle_are_named(tmp_path: Path) -> None:
     write(tmp_path / "a.yaml", "base: b.yaml\n")
     write(tmp_path / "b.yaml", "base: a.yaml\n")
