@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from rlflow.algorithms.statistics import first_rows
 from rlflow.batching import make_batch, rows_with_advantage, split_minibatches
 from rlflow.config.schema import RunConfig
 from rlflow.errors import RolloutError
@@ -58,8 +59,7 @@ def training_step(
     batch = make_batch(usable)
     with timer.phase("score"):
         batch = score_step(batch, trainer, algorithm.needs)
-    advantages = algorithm.advantage(batch).float()
-    batch = batch.replace(advantages=advantages[:, None] * batch.loss_mask if advantages.dim() == 1 else advantages)
+    batch = algorithm.credit(batch)
     updates = []
     for epoch in range(algorithm.epochs_per_step):
         shuffle = torch.Generator().manual_seed(shuffle_seed(algorithm.seed, step, epoch))
@@ -72,6 +72,7 @@ def training_step(
                 if algorithm.loss.vanishes_at_zero_advantage:
                     minibatch = rows_with_advantage(minibatch)
                 updates.append(trainer.update(minibatch, algorithm.loss))
+                algorithm.observe(updates[-1])
     idle = sum("updates_skipped" in update for update in updates)
     if idle:
         told = "step %d: no gradient in %d of %d updates (all advantages are 0): the weights stayed as they were there"
@@ -114,5 +115,7 @@ def step_metrics(
     metrics["train/tokens"] = float(batch.loss_mask.sum())
     metrics["train/fed_tokens"] = float(batch.lengths.sum())
     spreads = [trajectory.group_stats[2] for trajectory in trajectories if trajectory.group_stats is not None]
+    if algorithm.reward_terms:
+        metrics["train/shaped_reward"] = float(batch.require("rewards", "step_metrics")[first_rows(batch)[0]].mean())
     metrics["train/advantage_zero"] = mean([float(spread == 0) for spread in spreads])
     return metrics

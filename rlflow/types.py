@@ -57,7 +57,8 @@ class Episode:
 class Step:
     """What an environment answers to one model turn.
 
-    observation: text appended verbatim, or messages for the chat template. reward: added to the episode's return.
+    observation: text appended verbatim, or messages for the chat template. reward: added to the episode's return. rewards: by
+    name, each added to the episode's return of that name, for methods that weigh several; `reward` is what all others see.
     metrics: numbers about the episode; a later step's value replaces an earlier one's. stop: stop strings of the next
     turn (None keeps the environment's default). replace: an earlier observation to rewrite (starts a new segment).
     """
@@ -68,6 +69,7 @@ class Step:
     metrics: dict[str, float] = field(default_factory=dict)
     replace: dict[int, str] | None = None
     stop: tuple[str, ...] | None = None
+    rewards: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass
@@ -100,8 +102,9 @@ class Turn:
 
 @dataclass
 class Trajectory:
-    """One finished attempt. `reward` is the sum of its step rewards. `group_stats` = (size, mean, std with Bessel's
-    correction) of the usable attempts of its group, stamped while the group was whole."""
+    """One finished attempt. `reward` is the sum of its step rewards, `rewards` that of its named ones. `group_stats` = (size, mean,
+    std with Bessel's correction) of the usable attempts of its group, stamped while the group was whole; `rewards_stats` the
+    (mean, std) of each named reward, which is 0 for an attempt that never got it."""
 
     task_id: str
     group_id: str
@@ -117,6 +120,8 @@ class Trajectory:
     prompt: str = ""
     error: str = ""  # of an aborted attempt
     id: str = ""  # no other trajectory of the run has it; the same where a resumed run samples the same attempt again
+    rewards: dict[str, float] = field(default_factory=dict)
+    rewards_stats: dict[str, tuple[float, float]] = field(default_factory=dict)
 
     @property
     def usable(self) -> bool:
@@ -138,6 +143,9 @@ class Group:
 
 SOURCES = ("local", "external", "replay", "demonstration")
 """Where a trajectory may come from: this run's own rollout, a peer's, an earlier step's, or a teacher's hand."""
+
+NAMED_REWARD, NAMED_MEAN, NAMED_STD = "reward/", "reward_mean/", "reward_std/"
+"""Before a name in `Batch.extras`: (B,) float64, the return of the row's trajectory under it, and its group's statistics."""
 
 
 @dataclass
@@ -171,6 +179,7 @@ class Batch:
     segment: Tensor | None = None  # (B,) int64: which segment of its trajectory the row is
     turn: Tensor | None = None  # (B, T) int64: the trajectory's turn that sampled the token, from 0; -1 elsewhere
     turn_rewards: Tensor | None = None  # (B, T) float64: reward of the token's turn, on each of its tokens; 0 elsewhere
+    token_rewards: Tensor | None = None  # (B, T) float64: where reward terms were added, what each token earned; sums to `rewards`
     turn_durations_s: Tensor | None = None  # (B, T) seconds that the token's turn took, generation and environment
     stop: Tensor | None = None  # (B,) int64: place of the trajectory's StopReason in `tuple(StopReason)`
     source: Tensor | None = None  # (B,) int64: place of the trajectory's source in SOURCES
@@ -267,8 +276,26 @@ class Loss(ABC):
     reductions: Mapping[str, Reduction] = {}
     """How metrics become one number, where that is not `mean`: `max` and `sum` over trained tokens."""
 
+    refreshes: Mapping[str, int] = {}
+    """Snapshots that a run takes anew of the policy, and after how many steps each: {"reference": 100}. The others are frozen."""
+
+    @property
+    def terms(self) -> tuple[Loss, ...]:
+        """The losses that it is the sum of; itself alone where it is none."""
+        return (self,)
+
     @abstractmethod
     def __call__(self, output: PolicyOutput, batch: Batch) -> LossResult: ...
+
+    def observe(self, metrics: Mapping[str, float]) -> None:
+        """Told, on the controller, of the metrics of each update: where a loss with a memory changes it."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run must know, as JSON-able values; {} where nothing is remembered."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restores `state_dict`."""
 
 
 @dataclass(frozen=True)

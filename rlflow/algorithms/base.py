@@ -1,6 +1,6 @@
 """What the parts of an algorithm are: the seams at which a method is added in a small file of its own.
 
-    tasks --Curator--> groups --Filter--> batch --Advantage--> minibatch --Transform--> losses, summed under the weights
+    tasks --Curator--> groups --Filter--> batch --RewardTerm, Advantage--> minibatch --Transform--> losses, summed under the weights
 
 A part says in `needs` what must be in the batch beyond what `make_batch` puts there, and the training step fills exactly the
 union: `proximal` and `reference` (log-probs, once per step), `current` and `current_entropy` (once per minibatch, just before
@@ -10,9 +10,9 @@ its update). A part that remembers something returns it from `state_dict`; it is
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -30,6 +30,7 @@ class Part(ABC):  # noqa: B024 -- every kind of part adds its own call
     """What every part of an algorithm other than a loss has; each has a default."""
 
     needs: frozenset[str] = frozenset()
+    refreshes: Mapping[str, int] = {}  # snapshots that are taken anew, and after how many steps each, as of a Loss
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run must know, as JSON-able values; {} where nothing is remembered."""
@@ -47,6 +48,15 @@ class FunctionPart(Part):
 
     def __call__(self, value: Any) -> Any:
         return self.function(value)
+
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def compares_attempts(function: Function) -> Function:
+    """Marks an advantage that is a plain function as one with `Advantage.compares_attempts`."""
+    function.compares_attempts = True  # type: ignore[attr-defined]
+    return function
 
 
 def as_part(part: Any) -> Any:
@@ -78,9 +88,20 @@ class Curator(Part):
         """Called with every finished group, before any filter."""
 
 
+class RewardTerm(Part):
+    """Batch -> (B,) or (B, T) float64, added to the rewards before the advantage: a (B,) to each trajectory's return (all rows of a
+    trajectory have the same), a (B, T) to single tokens. Group statistics are taken again over the sums."""
+
+    @abstractmethod
+    def __call__(self, batch: Batch) -> Tensor: ...
+
+
 class Advantage(Part):
     """Batch -> (B,) or (B, T): how much better an attempt, or a token, was than expected. A (B,) is spread over the row's
     trained tokens."""
+
+    compares_attempts: bool = False
+    """Attempts at the same task are compared: one attempt per task teaches nothing, and is refused at the start."""
 
     @abstractmethod
     def __call__(self, batch: Batch) -> Tensor: ...
@@ -129,6 +150,10 @@ class SumLoss(Loss):
     def reductions(self) -> Mapping[str, Reduction]:  # type: ignore[override]
         return {name: how for loss in reversed(self.losses) for name, how in loss.reductions.items()}
 
+    @property
+    def terms(self) -> tuple[Loss, ...]:
+        return tuple(term for loss in self.losses for term in loss.terms)
+
     def __call__(self, output: PolicyOutput, batch: Batch) -> LossResult:
         total, metrics = self.losses[0](output, batch)
         for loss in self.losses[1:]:
@@ -137,12 +162,34 @@ class SumLoss(Loss):
         return total, metrics
 
 
+def merged_refreshes(parts: Iterable[Loss | Part]) -> dict[str, int]:
+    """`refreshes` of all parts. Raises ConfigError where two want the same snapshot at different steps."""
+    found: dict[str, int] = {}
+    for part in parts:
+        for name, steps in part.refreshes.items():
+            if found.setdefault(name, steps) != steps:
+                raise ConfigError(
+                    f"algorithm: two parts refresh the {name}, after {found[name]} and after {steps} steps; expected the same "
+                    "refresh_steps in both: there is one."
+                )
+    return found
+
+
 def log_ratio(logprobs: Tensor, base: Tensor, mask: Tensor) -> Tensor:
     """(B, T) logprobs - base on the mask, 0 off it, clamped to +-20 nats.
 
     The mask comes before any exp: what stands in a masked place can then reach neither value nor gradient (inf * 0 is nan).
     """
     return torch.where(mask, logprobs - base, 0.0).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+
+
+def kl_estimate(estimator: str, logprobs: Tensor, reference: Tensor, mask: Tensor) -> Tensor:
+    """(B, T) k1, k2 or k3 of KL(policy || reference) from the policy's own tokens, nats; 0 off the mask. With x = reference -
+    log-prob, clamped to +-20: -x, x^2 / 2, e^x - x - 1."""
+    x = -log_ratio(logprobs, reference, mask)
+    if estimator == "k1":
+        return -x
+    return x.square() / 2 if estimator == "k2" else x.exp() - x - 1
 
 
 def anchor_logprobs(batch: Batch, anchor: Anchor, who: str) -> Tensor:

@@ -12,6 +12,7 @@ from rlflow.components import (
     ENVIRONMENT,
     FILTER,
     LOSS,
+    REWARD_TERM,
     SINK,
     TRANSFORM,
     check_options,
@@ -90,10 +91,6 @@ def _check_batch(config: RunConfig) -> None:
             f"algorithm.minibatches_per_step: expected a divisor of the {trajectories} trajectories per step "
             f"({', '.join(str(n) for n in divisors[:8])}, ...), found {algorithm.minibatches_per_step}."
         )
-    if algorithm.advantage.get("name") == "grpo" and rollout.samples_per_prompt < 2:
-        raise ConfigError(
-            "rollout.samples_per_prompt: grpo compares attempts at the same prompt; expected at least 2, found 1."
-        )
 
 
 def _check_components(config: RunConfig) -> None:
@@ -101,7 +98,9 @@ def _check_components(config: RunConfig) -> None:
         raise ConfigError("algorithm.losses: expected at least one loss, found none; try [ppo_clip]")
     for index, loss in enumerate(config.algorithm.losses):
         LOSS.build(loss, f"algorithm.losses[{index}]")  # a loss checks its own limits when it is made
-    ADVANTAGE.check(config.algorithm.advantage, where="algorithm.advantage")
+    _check_advantage(config)
+    for index, term in enumerate(config.algorithm.reward_terms):
+        REWARD_TERM.check(term, ("tokens",), f"algorithm.reward_terms[{index}]")
     AGGREGATE.check(config.algorithm.aggregate, ("tokens",), "algorithm.aggregate")
     for kind, name in ((FILTER, "filters"), (TRANSFORM, "transforms")):
         for index, component in enumerate(getattr(config.algorithm, name)):
@@ -109,3 +108,14 @@ def _check_components(config: RunConfig) -> None:
     CURATOR.check(config.data.curator, ("tasks", "seed"), "data.curator")
     for index, sink in enumerate(config.metrics.sinks):
         SINK.check(sink, where=f"metrics.sinks[{index}]")
+
+
+def _check_advantage(config: RunConfig) -> None:
+    """Whether it can be made, which for one with limits of its own its constructor knows; and has attempts to compare."""
+    made = ADVANTAGE.build(config.algorithm.advantage, "algorithm.advantage")
+    compares = getattr(getattr(made, "func", made), "compares_attempts", False)  # a function with its keywords bound: its own
+    if compares and config.rollout.samples_per_prompt < 2:
+        raise ConfigError(
+            f"rollout.samples_per_prompt: {config.algorithm.advantage['name']} compares attempts at the same prompt; expected at "
+            "least 2, found 1."
+        )

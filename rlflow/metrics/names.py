@@ -68,6 +68,7 @@ _PHASE_MEANING = {
 METRICS: Metrics = {
     "train/loss": Metric("nats", "the minimized loss, mean over the step's minibatches"),
     "train/reward": Metric("reward", "mean return of the usable episodes"),
+    "train/shaped_reward": Metric("reward", "as train/reward, with what algorithm.reward_terms added"),
     "train/gradient_norm": Metric("1", "global L2 norm before clipping, mean over minibatches"),
     "train/lr": Metric("1", "learning rate of the step's last minibatch"),
     "train/clip_fraction": Metric("share", "of trained tokens in the rows that were fed whose ratio was clipped"),
@@ -77,8 +78,9 @@ METRICS: Metrics = {
     "train/old_kl": Metric("nats/token", "KL(old policy || policy), the same two (k3 estimator)"),
     "train/policy_loss": Metric("nats", "the clipped policy-gradient term alone"),
     "train/nll": Metric("nats/token", "negative log-likelihood, with the sft loss"),
-    "train/kl": Metric("nats/token", "KL of the policy to the reference (k3 estimator)"),
+    "train/kl": Metric("nats/token", "KL of the policy to the reference (the loss's estimator; of wk3 its k3)"),
     "train/entropy": Metric("nats/token", "entropy of the distribution sampled from"),
+    "train/entropy_coefficient": Metric("1", "of the entropy bonus, with the entropy_target loss"),
     "train/logprob_gap": Metric(
         "nats", "mean absolute difference of engine and trainer log-probs of sampled tokens, before the update"
     ),

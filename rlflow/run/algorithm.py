@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from rlflow.algorithms.base import Advantage, Filter, Part, SumLoss, Transform, as_part
+from rlflow.algorithms.base import Advantage, Filter, Part, RewardTerm, SumLoss, Transform, as_part, merged_refreshes
 from rlflow.algorithms.losses.monitored import Monitored
-from rlflow.components import ADVANTAGE, AGGREGATE, FILTER, LOSS, TRANSFORM
+from rlflow.algorithms.rewards import add_reward_term
+from rlflow.algorithms.statistics import token_shares, whitened
+from rlflow.components import ADVANTAGE, AGGREGATE, FILTER, LOSS, REWARD_TERM, TRANSFORM
 from rlflow.config.schema import RunConfig
 from rlflow.errors import CheckpointError, ConfigError, did_you_mean
 from rlflow.types import Batch, Group, Loss
@@ -22,13 +24,15 @@ FILLED = frozenset({"entropy", "proximal", "reference", "current", "current_entr
 
 @dataclass
 class Algorithm:
-    """What the training step asks, in this order: filters, advantage, aggregate, transforms, loss."""
+    """What the training step asks, in this order: filters, reward terms, advantage, aggregate, transforms, loss."""
 
     advantage: Advantage
     loss: Loss
     aggregate: Callable[[Batch], Tensor]
     filters: Sequence[Filter] = ()
     transforms: Sequence[Transform] = ()
+    reward_terms: Sequence[RewardTerm] = ()
+    normalize_advantages: Literal["none", "trajectories", "tokens"] = "none"
     minibatches_per_step: int = 1
     epochs_per_step: int = 1
     seed: int = 0  # of the split into minibatches
@@ -40,6 +44,7 @@ class Algorithm:
                 f"algorithm: a part needs '{unknown[0]}', which nothing fills; expected {', '.join(sorted(FILLED))}."
                 f"{did_you_mean(unknown[0], FILLED)}"
             )
+        self.refreshes = merged_refreshes([*self.loss.terms, *self._others()])
 
     @classmethod
     def from_config(cls, config: RunConfig, response_budget: int) -> Algorithm:
@@ -51,6 +56,11 @@ class Algorithm:
             aggregate=AGGREGATE.build(section.aggregate, "algorithm.aggregate", tokens=response_budget),
             filters=[as_part(made) for made in _all(FILTER, section.filters, "algorithm.filters")],
             transforms=[as_part(made) for made in _all(TRANSFORM, section.transforms, "algorithm.transforms")],
+            reward_terms=[
+                as_part(made)
+                for made in _all(REWARD_TERM, section.reward_terms, "algorithm.reward_terms", tokens=response_budget)
+            ],
+            normalize_advantages=section.normalize_advantages,
             minibatches_per_step=section.minibatches_per_step,
             epochs_per_step=section.epochs_per_step,
             seed=config.run.seed,
@@ -59,8 +69,7 @@ class Algorithm:
     @property
     def needs(self) -> frozenset[str]:
         """What the batch must hold beyond what trajectories know: the union over all parts."""
-        parts = [part.needs for part in (self.advantage, *self.filters, *self.transforms)]
-        return frozenset().union(self.loss.needs, *parts)
+        return frozenset().union(self.loss.needs, *(part.needs for part in self._others()))
 
     def admit(self, groups: list[Group]) -> list[Group]:
         """The groups to train on: those that every filter lets through, in order."""
@@ -69,11 +78,28 @@ class Algorithm:
         return groups
 
     @torch.no_grad()
+    def credit(self, batch: Batch) -> Batch:
+        """The step's batch with its advantages, (B, T) float32, and with the rewards that they were made from."""
+        for place, term in enumerate(self.reward_terms):
+            batch = add_reward_term(batch, term(batch), f"algorithm.reward_terms[{place}]")
+        advantages = self.advantage(batch).float()
+        if advantages.dim() == 1:
+            advantages = advantages[:, None] * batch.loss_mask
+        if self.normalize_advantages != "none":
+            advantages = whitened(advantages, token_shares(batch, self.normalize_advantages)).float()
+        return batch.replace(advantages=advantages)
+
+    @torch.no_grad()
     def transform(self, batch: Batch) -> Batch:
         """The minibatch after every transform, in order."""
         for change in self.transforms:
             batch = change(batch)
         return batch
+
+    def observe(self, metrics: Mapping[str, float]) -> None:
+        """Tells every loss of an update's metrics."""
+        for loss in self.loss.terms:
+            loss.observe(metrics)
 
     def state_dict(self) -> dict[str, Any]:
         """What the parts remember, by their place in the section; parts that remember nothing are left out."""
@@ -91,10 +117,20 @@ class Algorithm:
         for place, remembered in state.items():
             parts[place].load_state_dict(remembered)
 
-    def _parts(self) -> Iterator[tuple[str, Part]]:
+    def _parts(self) -> Iterator[tuple[str, Part | Loss]]:
         yield "advantage", self.advantage
-        yield from ((f"filters.{place}", part) for place, part in enumerate(self.filters))
-        yield from ((f"transforms.{place}", part) for place, part in enumerate(self.transforms))
+        lists: dict[str, Sequence[Part | Loss]] = {
+            "filters": self.filters,
+            "transforms": self.transforms,
+            "reward_terms": self.reward_terms,
+            "losses": self.loss.terms,
+        }
+        for name, parts in lists.items():
+            yield from ((f"{name}.{place}", part) for place, part in enumerate(parts))
+
+    def _others(self) -> Sequence[Part]:
+        """Every part but the loss."""
+        return (self.advantage, *self.filters, *self.transforms, *self.reward_terms)
 
 
 def make_loss(components: Sequence[Any]) -> Loss:
@@ -113,5 +149,5 @@ def make_advantage(component: Any) -> Advantage:
     return as_part(ADVANTAGE.build(component, "algorithm.advantage"))
 
 
-def _all(kind: Any, components: Sequence[Any], where: str) -> list[Any]:
-    return [kind.build(component, f"{where}[{place}]") for place, component in enumerate(components)]
+def _all(kind: Any, components: Sequence[Any], where: str, **offered: Any) -> list[Any]:
+    return [kind.build(component, f"{where}[{place}]", **offered) for place, component in enumerate(components)]

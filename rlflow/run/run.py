@@ -100,9 +100,12 @@ class Run:
             self.rollout.load_weights(self.trainer.weights(), version, self.probe)
 
     def finish_step(self, metrics: dict[str, float], groups: Sequence[Group]) -> None:
-        """Counts the step and writes its metrics and some of its trajectories."""
+        """Counts the step, takes the snapshots anew that are due, and writes its metrics and some of its trajectories."""
         self.directory.confirm()
         self.step += 1
+        for name, steps in self.algorithm.refreshes.items():
+            if self.step % steps == 0:
+                self.trainer.snapshot(name)
         elsewhere = {f"memory/{phase}_gib": peak for phase, peak in self.trainer.peak_memory().items()}
         trajectories = [trajectory for group in groups for trajectory in group.trajectories]
         metrics = {**metrics, **rollout_metrics(trajectories, self.registered), **self.rollout.report}

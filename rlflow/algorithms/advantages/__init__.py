@@ -1,6 +1,16 @@
-"""Advantages: how much better an attempt was than its group. One small file per method."""
+"""Advantages: how much better an attempt, a turn or a token was than expected. One small file per method."""
 
 from __future__ import annotations
 
-BUILT_IN = {"grpo": "rlflow.algorithms.advantages.grpo:grpo"}
+BUILT_IN = {
+    "grpo": "rlflow.algorithms.advantages.grpo:grpo",
+    "rloo": "rlflow.algorithms.advantages.rloo:rloo",
+    "reinforce": "rlflow.algorithms.advantages.reinforce:Reinforce",
+    "reinforce_pp": "rlflow.algorithms.advantages.reinforce_pp:ReinforcePP",
+    "running": "rlflow.algorithms.advantages.running:Running",
+    "maxrl": "rlflow.algorithms.advantages.maxrl:maxrl",
+    "gdpo": "rlflow.algorithms.advantages.gdpo:gdpo",
+    "turn_returns": "rlflow.algorithms.advantages.turns:turn_returns",
+    "step_grpo": "rlflow.algorithms.advantages.turns:step_grpo",
+}
 """Name -> `module:Name`."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from rlflow.algorithms.aggregates.means import owners
+from rlflow.algorithms.statistics import first_rows
 from rlflow.errors import ConfigError
 from rlflow.types import Batch
 
@@ -17,4 +17,4 @@ def constant(batch: Batch, tokens: int) -> Tensor:
     """
     if tokens < 1:
         raise ConfigError(f"algorithm.aggregate: constant needs the most tokens that an attempt may generate, found {tokens}")
-    return (batch.loss_mask.double() / (max(1, len(owners(batch).unique())) * tokens)).float()
+    return (batch.loss_mask.double() / (max(1, len(first_rows(batch)[0])) * tokens)).float()

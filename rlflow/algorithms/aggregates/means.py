@@ -6,6 +6,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from rlflow.algorithms.statistics import first_rows
 from rlflow.types import Batch
 
 
@@ -22,13 +23,7 @@ def sequence_mean(batch: Batch) -> Tensor:
 
 def trajectory_mean(batch: Batch) -> Tensor:
     """(B, T) every trajectory counts alike, its rows joined, and its tokens share equally."""
-    return _mean_over(batch, owners(batch))
-
-
-def owners(batch: Batch) -> Tensor:
-    """(B,) the trajectory of each row; where the batch does not say, each row is its own."""
-    rows = torch.arange(len(batch), device=batch.tokens.device)
-    return rows if batch.trajectory is None else batch.trajectory
+    return _mean_over(batch, first_rows(batch)[1])
 
 
 def _mean_over(batch: Batch, owner: Tensor) -> Tensor:

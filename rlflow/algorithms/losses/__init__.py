@@ -6,6 +6,7 @@ BUILT_IN = {
     "ppo_clip": "rlflow.algorithms.losses.ppo_clip:PPOClipLoss",
     "kl": "rlflow.algorithms.losses.kl:KLLoss",
     "entropy": "rlflow.algorithms.losses.entropy:EntropyLoss",
+    "entropy_target": "rlflow.algorithms.losses.entropy:EntropyTargetLoss",
     "sft": "rlflow.algorithms.losses.sft:SFTLoss",
 }
 """Name -> `module:Name`."""

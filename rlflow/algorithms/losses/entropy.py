@@ -1,13 +1,17 @@
-"""Entropy bonus."""
+"""Entropy bonus, of a fixed size or of as much as a target needs."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from rlflow.errors import RLFlowError
 from rlflow.types import Batch, Loss, LossResult, PolicyOutput
+from rlflow.values import NonNegativeFloat, PositiveFloat
 
 
 @dataclass(frozen=True)
@@ -19,7 +23,48 @@ class EntropyLoss(Loss):
     coefficient: float
 
     def __call__(self, output: PolicyOutput, batch: Batch) -> LossResult:
-        if output.entropy is None:
-            raise RLFlowError("loss entropy: the trainer gave no entropy; it must honour `needs` of the loss")
-        entropy = torch.where(batch.loss_mask, output.entropy, 0.0)
+        entropy = trained_entropy(output, batch, "loss entropy")
         return -self.coefficient * entropy, {"entropy": entropy.detach()}
+
+
+class EntropyTargetLoss(Loss):
+    """Minus coefficient * entropy, the coefficient following the entropy: after an update whose mean entropy was below the target
+    it grows by `step`, after another it shrinks by as much, and it counts only while the last entropy was at most the target.
+
+    Skywork-OR1, arXiv 2505.22312 (adaptive entropy control; step .005 and a first coefficient of 0). target: nats per token.
+    most: its upper limit; the lower one is 0. Metrics: entropy (nats), entropy_coefficient.
+    """
+
+    needs = frozenset({"entropy"})
+
+    def __init__(
+        self, target: NonNegativeFloat, step: PositiveFloat = 0.005, coefficient: NonNegativeFloat = 0.0, most: PositiveFloat = 1.0
+    ) -> None:
+        self.target, self.step, self.most = target, step, most
+        self.coefficient = coefficient
+        self.active = True
+
+    def __call__(self, output: PolicyOutput, batch: Batch) -> LossResult:
+        entropy = trained_entropy(output, batch, "loss entropy_target")
+        used = self.coefficient if self.active else 0.0
+        metrics = {"entropy": entropy.detach(), "entropy_coefficient": torch.full_like(entropy, used).detach()}
+        return -used * entropy, metrics
+
+    def observe(self, metrics: Mapping[str, float]) -> None:
+        entropy = metrics["entropy"]
+        self.active = entropy <= self.target
+        change = self.step if entropy < self.target else -self.step if entropy > self.target else 0.0
+        self.coefficient = min(self.most, max(0.0, self.coefficient + change))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"coefficient": self.coefficient, "active": self.active}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.coefficient, self.active = float(state["coefficient"]), bool(state["active"])
+
+
+def trained_entropy(output: PolicyOutput, batch: Batch, who: str) -> Tensor:
+    """(B, T) the entropy on the loss mask, 0 off it. Raises RLFlowError where the trainer gave none."""
+    if output.entropy is None:
+        raise RLFlowError(f"{who}: the trainer gave no entropy; it must honour `needs` of the loss")
+    return torch.where(batch.loss_mask, output.entropy, 0.0)

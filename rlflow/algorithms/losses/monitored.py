@@ -32,6 +32,10 @@ class Monitored(Loss):
     def reductions(self) -> Mapping[str, Reduction]:  # type: ignore[override]
         return self.loss.reductions
 
+    @property
+    def terms(self) -> tuple[Loss, ...]:
+        return self.loss.terms
+
     def __call__(self, output: PolicyOutput, batch: Batch) -> LossResult:
         loss, metrics = self.loss(output, batch)
         gap = torch.where(batch.loss_mask, output.logprobs.detach() - batch.logprobs, 0.0).abs()

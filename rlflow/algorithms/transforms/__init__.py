@@ -2,5 +2,9 @@
 
 from __future__ import annotations
 
-BUILT_IN: dict[str, str] = {}
+BUILT_IN = {
+    "duration_weight": "rlflow.algorithms.transforms.row_weights:duration_weight",
+    "size_weight": "rlflow.algorithms.transforms.row_weights:size_weight",
+    "kept_mean": "rlflow.algorithms.transforms.kept_mean:kept_mean",
+}
 """Name -> `module:Name`."""
