@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from rlflow.errors import ConfigError, DataError
-from rlflow.types import SOURCES, Batch, Segment, StopReason, Trajectory
+from rlflow.types import NAMED_MEAN, NAMED_REWARD, NAMED_STD, SOURCES, Batch, Segment, StopReason, Trajectory
 
 
 def make_batch(trajectories: Sequence[Trajectory], *, min_width: int = 0) -> Batch:
@@ -53,6 +53,7 @@ def make_batch(trajectories: Sequence[Trajectory], *, min_width: int = 0) -> Bat
         segment=torch.tensor([part for _, part, _ in rows], dtype=torch.int64),
         **_facts(owners),
         **_turns(rows, trajectories, tokens.shape),
+        extras=_named_rewards(owners),
     )
 
 
@@ -92,6 +93,17 @@ def _facts(owners: Sequence[Trajectory]) -> dict[str, Any]:
         "stop": torch.tensor([reasons[owner.stop] for owner in owners], dtype=torch.int64),
         "source": torch.tensor([SOURCES.index(owner.source) for owner in owners], dtype=torch.int64),
     }
+
+
+def _named_rewards(owners: Sequence[Trajectory]) -> dict[str, Tensor]:
+    """(B,) float64 by NAMED_REWARD, NAMED_MEAN and NAMED_STD before each name; 0 where a trajectory or its group has none."""
+    found: dict[str, Tensor] = {}
+    for name in sorted({name for owner in owners for name in (*owner.rewards, *owner.rewards_stats)}):
+        stats = [owner.rewards_stats.get(name, (0.0, 0.0)) for owner in owners]
+        found[NAMED_REWARD + name] = torch.tensor([owner.rewards.get(name, 0.0) for owner in owners], dtype=torch.float64)
+        found[NAMED_MEAN + name] = torch.tensor([mean for mean, _ in stats], dtype=torch.float64)
+        found[NAMED_STD + name] = torch.tensor([std for _, std in stats], dtype=torch.float64)
+    return found
 
 
 def _turns(

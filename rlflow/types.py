@@ -102,9 +102,9 @@ class Turn:
 
 @dataclass
 class Trajectory:
-    """One finished attempt. `reward` is the sum of its step rewards, `rewards` that of its named ones. `group_stats` = (size, mean,
-    std with Bessel's correction) of the usable attempts of its group, stamped while the group was whole; `rewards_stats` the
-    (mean, std) of each named reward, which is 0 for an attempt that never got it."""
+    """One finished attempt. `reward` is the sum of its step rewards. `group_stats` = (size, mean, std with Bessel's
+    correction) of the usable attempts of its group, stamped while the group was whole. `rewards` and `rewards_stats`: the sums of
+    the named rewards, and (mean, std) of each in the group, 0 standing for an attempt that never got it."""
 
     task_id: str
     group_id: str
@@ -179,7 +179,7 @@ class Batch:
     segment: Tensor | None = None  # (B,) int64: which segment of its trajectory the row is
     turn: Tensor | None = None  # (B, T) int64: the trajectory's turn that sampled the token, from 0; -1 elsewhere
     turn_rewards: Tensor | None = None  # (B, T) float64: reward of the token's turn, on each of its tokens; 0 elsewhere
-    token_rewards: Tensor | None = None  # (B, T) float64: where reward terms were added, what each token earned; sums to `rewards`
+    token_rewards: Tensor | None = None  # (B, T) float64: what each token earned, once reward terms were added
     turn_durations_s: Tensor | None = None  # (B, T) seconds that the token's turn took, generation and environment
     stop: Tensor | None = None  # (B,) int64: place of the trajectory's StopReason in `tuple(StopReason)`
     source: Tensor | None = None  # (B,) int64: place of the trajectory's source in SOURCES

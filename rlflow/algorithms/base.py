@@ -1,6 +1,6 @@
 """What the parts of an algorithm are: the seams at which a method is added in a small file of its own.
 
-    tasks --Curator--> groups --Filter--> batch --RewardTerm, Advantage--> minibatch --Transform--> losses, summed under the weights
+    tasks --Curator--> groups --Filter--> batch --RewardTerm, Advantage--> minibatch --Transform--> losses, summed by weight
 
 A part says in `needs` what must be in the batch beyond what `make_batch` puts there, and the training step fills exactly the
 union: `proximal` and `reference` (log-probs, once per step), `current` and `current_entropy` (once per minibatch, just before
@@ -89,8 +89,8 @@ class Curator(Part):
 
 
 class RewardTerm(Part):
-    """Batch -> (B,) or (B, T) float64, added to the rewards before the advantage: a (B,) to each trajectory's return (all rows of a
-    trajectory have the same), a (B, T) to single tokens. Group statistics are taken again over the sums."""
+    """Batch -> (B,) or (B, T) float64, added to the rewards before the advantage: a (B,) to each trajectory's return (all rows of
+    a trajectory have the same), a (B, T) to single tokens. Group statistics are taken again over the sums."""
 
     @abstractmethod
     def __call__(self, batch: Batch) -> Tensor: ...

@@ -53,7 +53,9 @@ def add_reward_term(batch: Batch, term: Tensor, who: str) -> Batch:
         return changed
     found = moments(returns, batch.group[first])
     return changed.replace(
-        group_size=torch.where(batch.group_size > 0, found.size[place], 0), group_mean=found.mean[place], group_std=found.std[place]
+        group_size=torch.where(batch.group_size > 0, found.size[place], 0),
+        group_mean=found.mean[place],
+        group_std=found.std[place],
     )
 
 

@@ -30,8 +30,8 @@ class Moments:
 
 
 def first_rows(batch: Batch) -> tuple[Tensor, Tensor]:
-    """((N,), (B,)): one row of each of the N trajectories, and for every row the place of its trajectory among them. Where the batch
-    does not name trajectories, each row is its own."""
+    """((N,), (B,)): one row of each of the N trajectories, and for every row the place of its trajectory among them. Where the
+    batch does not name trajectories, each row is its own."""
     rows = torch.arange(len(batch), device=batch.tokens.device)
     if batch.trajectory is None:
         return rows, rows

@@ -50,6 +50,7 @@ class Play:
     steps: list[tuple[Any, float, bool]] = field(default_factory=list)
     terminated: bool = False
     metrics: dict[str, float] = field(default_factory=dict)
+    rewards: set[str] = field(default_factory=set)  # names of the named ones
     failed: bool = False
 
 
@@ -221,6 +222,7 @@ class _Audit:
                 break
             play.steps.append((copy.deepcopy(step.observation), float(step.reward), bool(step.terminated)))
             play.metrics.update(step.metrics)
+            play.rewards.update(step.rewards)
             play.terminated = step.terminated
         await self.call("close", self.environment.close, episode)
         return play
@@ -235,6 +237,14 @@ class _Audit:
         elif abs(step.reward) > MAX_REWARD:
             self.breach("reward", f"step: reward: expected at most {MAX_REWARD:g} either way, found {step.reward!r}")
             return False
+        if not isinstance(step.rewards, Mapping):
+            self.breach("rewards", f"step: rewards: expected a mapping of names to numbers, found {step.rewards!r}")
+            return False
+        for name, value in step.rewards.items():
+            if not isinstance(name, str) or not _finite_number(value) or abs(value) > MAX_REWARD:
+                expected = f"names with finite numbers, at most {MAX_REWARD:g} either way"
+                self.breach("rewards", f"step: rewards: expected {expected}, found {name!r}: {value!r}")
+                return False
         if not isinstance(step.terminated, bool):
             self.breach("terminated", f"step: terminated: expected True or False, found {step.terminated!r}")
         if problem := _observation_problem(step.observation):
@@ -285,6 +295,9 @@ class _Audit:
             f"returns from {min(rewards):g} to {max(rewards):g}",
             f"metrics: {', '.join(names) or 'none'}",
         ]
+        named = sorted({name for play in done for name in play.rewards})
+        if named:
+            self.report.facts.append(f"named rewards: {', '.join(named)}")
 
 
 async def _invoke(method: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:

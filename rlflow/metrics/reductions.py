@@ -76,6 +76,12 @@ def episode_records(trajectories: Sequence[Any], registered: Metrics) -> list[di
     return [{"turns": float(len(trajectory.turns)), **missing, **trajectory.metrics} for trajectory in trajectories]
 
 
+def named_reward_means(trajectories: Sequence[Any], section: str) -> dict[str, float]:
+    """`<section>/reward/<name>`: the mean return of each named reward; 0 counts for a trajectory that never got it."""
+    names = sorted({name for trajectory in trajectories for name in trajectory.rewards})
+    return {f"{section}/reward/{name}": mean([one.rewards.get(name, 0.0) for one in trajectories]) for name in names}
+
+
 def rollout_metrics(trajectories: Sequence[Any], registered: Metrics) -> dict[str, float]:
     """`train/` and `rollout/` metrics of a step's trajectories (`rlflow.types.Trajectory`), aborted ones included in the list.
     registered: those of their environment.
@@ -91,6 +97,7 @@ def rollout_metrics(trajectories: Sequence[Any], registered: Metrics) -> dict[st
     own = reduced(episode_records(usable, registered), registered)
     return {
         **({"train/reward": mean([trajectory.reward for trajectory in usable])} if usable else {}),
+        **named_reward_means(usable, "train"),
         **{training_name(name, registered): value for name, value in own.items()},
         "rollout/episodes": float(len(trajectories)),
         "rollout/truncated_max_turns": share("max_turns"),

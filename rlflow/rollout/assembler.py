@@ -43,11 +43,16 @@ class GroupAssembler:
 
 
 def stamp(trajectories: list[Trajectory]) -> None:
-    """Writes (size, mean, std with Bessel's correction) of the usable attempts' rewards on each of them."""
+    """Writes (size, mean, std with Bessel's correction) of the usable attempts' rewards on each of them, named ones too."""
     usable = [trajectory for trajectory in trajectories if trajectory.usable]
-    rewards = [trajectory.reward for trajectory in usable]
-    if not rewards:
+    if not usable:
         return
-    stats = (len(rewards), statistics.fmean(rewards), statistics.stdev(rewards) if len(rewards) > 1 else 0.0)
+    stats = (len(usable), *_mean_and_std([trajectory.reward for trajectory in usable]))
+    names = sorted({name for trajectory in usable for name in trajectory.rewards})
+    by_name = {name: _mean_and_std([trajectory.rewards.get(name, 0.0) for trajectory in usable]) for name in names}
     for trajectory in usable:
-        trajectory.group_stats = stats
+        trajectory.group_stats, trajectory.rewards_stats = stats, dict(by_name)
+
+
+def _mean_and_std(values: list[float]) -> tuple[float, float]:
+    return statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else 0.0

@@ -76,6 +76,7 @@ class EpisodeState:
     messages: list[Message] | None = None
     speech: str = ""  # text of the assistant's message so far, observations that are text included
     reward: float = 0.0
+    rewards: dict[str, float] = field(default_factory=dict)  # by name
     response_tokens: int = 0
     observation_tokens: int = 0
     observations_cut: int = 0
@@ -197,16 +198,20 @@ class EpisodePlayer:
         turn.duration_s = time.monotonic() - started
         if not isinstance(step, Step):
             raise EnvironmentContractError(_wrong_type(self._environment, "step", "a Step", step))
-        if not abs(step.reward) <= MAX_REWARD:  # NaN included
-            raise EnvironmentContractError(
-                f"{type(self._environment).__name__}.step: expected a finite reward, found {step.reward}; at most "
-                f"{MAX_REWARD:g} either way."
-            )
+        named = {f"rewards['{name}']": value for name, value in step.rewards.items()}
+        for name, reward in {"reward": step.reward, **named}.items():
+            if not abs(reward) <= MAX_REWARD:  # NaN included
+                raise EnvironmentContractError(
+                    f"{type(self._environment).__name__}.step: expected a finite {name}, found {reward}; at most {MAX_REWARD:g} "
+                    "either way."
+                )
         if step.replace:
             self._check_replace(step.replace, len(state.turns) - 1)
         turn.reward = float(step.reward)
         turn.observation = _as_text(step.observation)
         state.reward += turn.reward
+        for name, value in step.rewards.items():
+            state.rewards[name] = state.rewards.get(name, 0.0) + float(value)
         state.metrics.update({name: float(value) for name, value in step.metrics.items()})
         return step
 
@@ -287,6 +292,7 @@ class EpisodePlayer:
             segments=state.segments,
             turns=state.turns,
             reward=state.reward,
+            rewards=state.rewards,
             stop=stop,
             metrics={**state.metrics, **counts},
             temperature=self._limits.temperature or 1.0,  # greedy log-probs are those at temperature 1

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from rlflow.metrics.names import Metrics, scores
-from rlflow.metrics.reductions import episode_records, interval95, mean, reduced
+from rlflow.metrics.reductions import episode_records, interval95, mean, named_reward_means, reduced
 from rlflow.rollout import Rollout
 from rlflow.types import Group, Task, Trajectory
 
@@ -47,6 +47,7 @@ def evaluation_metrics(trajectories: Sequence[Trajectory], registered: Metrics) 
         "eval/questions": float(len({trajectory.group_id for trajectory in usable})),
         "eval/attempts": float(len(usable)),
         "eval/failed": float(len(trajectories) - len(usable)),
+        **named_reward_means(usable, "eval"),
     }
     with_interval = {"reward", *scores(registered)}
     for name, value in reduced(records, registered).items():

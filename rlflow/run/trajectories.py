@@ -49,6 +49,7 @@ def trajectory_record(group: Group, attempt: int) -> dict[str, Any]:
             "answer": group.task.answer,
             "turns": turns,
             "reward": trajectory.reward,
+            **({"rewards": trajectory.rewards} if trajectory.rewards else {}),
             "stop": trajectory.stop.value,
             "metrics": trajectory.metrics,
             "metadata": group.task.metadata,

@@ -22,6 +22,7 @@ def maxrl(batch: Batch) -> Tensor:
     who = "advantage maxrl"
     rewards, found = batch.require("rewards", who), group_moments(batch, who)
     if bool((rewards < 0).any()):
-        raise RLFlowError(f"{who}: expected rewards from 0, found {float(rewards.min()):g}; choose another advantage, or shift them")
+        found_least = float(rewards.min())
+        raise RLFlowError(f"{who}: expected rewards from 0, found {found_least:g}; choose another advantage, or shift them")
     centred = standardized(rewards, found, "none", 0.0)
     return torch.where(found.mean > 0, centred / found.mean, 0.0).float()

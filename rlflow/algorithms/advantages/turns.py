@@ -24,9 +24,9 @@ def turn_returns(
 ) -> Tensor:
     """(B, T) float32: each turn's discounted return-to-go, minus its mean over turns, divided by their std + eps.
 
-    The return-to-go of turn k is r_k + gamma * r_(k+1) + ...: a turn is not paid for what came before it. compare: with all turns of
-    the group's attempts, or with the same (the k-th with the k-th). Statistics are of the turns in the batch; a set of one turn,
-    or of equal returns, gives exactly 0. Turn-level credit: arXiv 2505.11821.
+    The return-to-go of turn k is r_k + gamma * r_(k+1) + ...: a turn is not paid for what came before it. compare: with all turns
+    of the group's attempts, or with the same (the k-th with the k-th). Statistics are of the turns in the batch; a set of one
+    turn, or of equal returns, gives exactly 0. Turn-level credit: arXiv 2505.11821.
     """
     who = "advantage turn_returns"
     turns = turns_of(batch, who)

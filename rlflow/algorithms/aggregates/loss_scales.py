@@ -20,12 +20,13 @@ def loss_scales(batch: Batch, scales: list[Scale] | None = None) -> Tensor:
 
     RLinf's loss_scales (rlinf/algorithms/loss_scales.py), where every turn is a row. With N turns of B trajectories, T_i turns
     in trajectory i and o_t tokens in turn t: group multiplies by N / B, agent by 1 / T_i, turn by T_i * o_t / (sum of o over the
-    trajectory). All three give every trajectory 1 / B, shared equally by its tokens: `trajectory_mean`. A trajectory has one agent
-    here. How responses lie in segments makes no difference. Raises ConfigError for another order, or a scale named twice.
+    trajectory). All three give every trajectory 1 / B, shared equally by its tokens: `trajectory_mean`. A trajectory has one
+    agent here. How responses lie in segments makes no difference. Raises ConfigError for another order, or a scale named twice.
     """
     scales = list(ORDER) if scales is None else list(scales)
     if scales != [scale for scale in ORDER if scale in scales]:
-        raise ConfigError(f"algorithm.aggregate.scales: expected {', '.join(ORDER)} in this order, each once at most, found {scales}")
+        expected = f"{', '.join(ORDER)} in this order, each once at most"
+        raise ConfigError(f"algorithm.aggregate.scales: expected {expected}, found {scales}")
     turns = turns_of(batch, "aggregate loss_scales")
     tokens = turns.total(torch.ones(batch.tokens.shape))
     _, owner, turns_per_owner = turns.owner.unique(return_inverse=True, return_counts=True)

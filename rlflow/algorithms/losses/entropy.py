@@ -28,8 +28,9 @@ class EntropyLoss(Loss):
 
 
 class EntropyTargetLoss(Loss):
-    """Minus coefficient * entropy, the coefficient following the entropy: after an update whose mean entropy was below the target
-    it grows by `step`, after another it shrinks by as much, and it counts only while the last entropy was at most the target.
+    """Minus coefficient * entropy, the coefficient following the entropy: after an update whose mean entropy was below the
+    target it grows by `step`, after one above it shrinks by as much, and it counts only while the last entropy was at most the
+    target.
 
     Skywork-OR1, arXiv 2505.22312 (adaptive entropy control; step .005 and a first coefficient of 0). target: nats per token.
     most: its upper limit; the lower one is 0. Metrics: entropy (nats), entropy_coefficient.
@@ -38,7 +39,11 @@ class EntropyTargetLoss(Loss):
     needs = frozenset({"entropy"})
 
     def __init__(
-        self, target: NonNegativeFloat, step: PositiveFloat = 0.005, coefficient: NonNegativeFloat = 0.0, most: PositiveFloat = 1.0
+        self,
+        target: NonNegativeFloat,
+        step: PositiveFloat = 0.005,
+        coefficient: NonNegativeFloat = 0.0,
+        most: PositiveFloat = 1.0,
     ) -> None:
         self.target, self.step, self.most = target, step, most
         self.coefficient = coefficient

@@ -12,7 +12,8 @@ from rlflow.values import NonNegativeFloat, PositiveInt
 
 
 def overlong(batch: Batch, buffer: PositiveInt, tokens: PositiveInt, factor: NonNegativeFloat = 1.0) -> Tensor:
-    """(B,) float64: 0 up to tokens - buffer sampled tokens of a trajectory, falling linearly to -factor at `tokens`, -factor above.
+    """(B,) float64: 0 up to tokens - buffer sampled tokens of a trajectory, falling linearly to -factor at `tokens`, and -factor
+    above.
 
     DAPO, arXiv 2503.14476 equation 13 (factor 1; tokens 20480, buffer 4096). tokens: by default the most that an attempt may
     generate. Raises ConfigError for a buffer that is longer than that.

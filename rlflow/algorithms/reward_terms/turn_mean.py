@@ -10,8 +10,8 @@ from rlflow.types import Batch
 
 
 def turn_mean(batch: Batch) -> Tensor:
-    """(B,) float64: what makes return / turns of each return (RLinf's grpo_dynamic, before its group normalisation). Turns without a
-    token at the end of a trajectory do not count."""
+    """(B,) float64: what makes return / turns of each return (RLinf's grpo_dynamic, before its group normalisation). Turns
+    without a token at the end of a trajectory do not count."""
     first, place = first_rows(batch)
     rewards = batch.require("rewards", "reward term turn_mean").double()
     turn = batch.require("turn", "reward term turn_mean")

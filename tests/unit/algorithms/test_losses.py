@@ -149,14 +149,20 @@ def test_kl_estimators_of_one_token(x, expected):
 
 @pytest.mark.parametrize(
     ("estimator", "expectation", "gradient"),
-    [("k1", 0.0201355, 0.0), ("k2", 0.0199310, 0.0973116), ("k3", 0.0201355, 0.1)],
+    [
+        ("k1", 0.0201355, 0.0),
+        ("k2", 0.0199310, 0.0973116),
+        ("k3", 0.0201355, 0.1),
+        ("wk1", 0.0201355, 0.0973116),
+        ("wk3", 0.0201355, 0.0973116),
+    ],
 )
 def test_kl_estimators_in_expectation_over_two_actions(estimator, expectation, gradient):
-    """Policy (.6, .4) by a logit, reference (.5, .5): the exact KL is .0201355 and its gradient .0973116."""
+    """Policy (.6, .4) by a logit, reference (.5, .5): the exact KL is .0201355 and its gradient .0973116. On-policy."""
     logit = torch.tensor(math.log(0.6 / 0.4), dtype=torch.float64, requires_grad=True)
     logprobs = torch.stack([torch.nn.functional.logsigmoid(logit), torch.nn.functional.logsigmoid(-logit)])
     reference = torch.full((1, 2), math.log(0.5), dtype=torch.float64)
-    batch = batch_of(torch.zeros(1, 2), torch.zeros(1, 2), reference_logprobs=reference)
+    batch = batch_of(logprobs.detach()[None], torch.zeros(1, 2), reference_logprobs=reference)
     loss, _ = KLLoss(1.0, estimator)(PolicyOutput(logprobs[None]), batch)
     expected_loss = (logprobs.exp().detach() * loss[0]).sum()
     expected_loss.backward()
@@ -164,11 +170,43 @@ def test_kl_estimators_in_expectation_over_two_actions(estimator, expectation, g
     assert float(logit.grad) == pytest.approx(gradient, abs=1e-6)
 
 
-def test_kl_is_clamped_and_stays_finite():
+@pytest.mark.parametrize("estimator", ["wk1", "wk3"])
+def test_the_weighted_estimators_are_unbiased_off_policy_too(estimator):
+    """Tokens of an old policy (.2, .8), the same policy and reference: value and gradient of the exact KL, in float64."""
+    logit = torch.tensor(math.log(0.6 / 0.4), dtype=torch.float64, requires_grad=True)
+    logprobs = torch.stack([torch.nn.functional.logsigmoid(logit), torch.nn.functional.logsigmoid(-logit)])
+    old = torch.tensor([0.2, 0.8], dtype=torch.float64)
+    batch = batch_of(old.log()[None], torch.zeros(1, 2), reference_logprobs=torch.full((1, 2), math.log(0.5)).double())
+    loss, metrics = KLLoss(1.0, estimator)(PolicyOutput(logprobs[None]), batch)
+    expected = (old * loss[0]).sum()
+    expected.backward()
+    exact = 0.6 * math.log(1.2) + 0.4 * math.log(0.8)
+    assert float(expected.detach()) == pytest.approx(exact, abs=1e-8)
+    assert float(logit.grad) == pytest.approx(0.6 * 0.4 * math.log(1.5), abs=1e-8)  # d KL / d logit = p (1 - p) log(p / (1 - p))
+    unweighted = KLLoss(1.0, estimator[1:])(PolicyOutput(logprobs[None].detach()), batch)[1]["kl"]
+    assert torch.equal(metrics["kl"], unweighted)
+
+
+def test_the_weighted_kl_takes_its_ratio_from_the_anchor_and_asks_for_no_more_than_that():
+    reference, proximal = torch.full((1, 1), -0.5), torch.full((1, 1), -1.5)
+    batch = batch_of(torch.full((1, 1), -1.0), torch.zeros(1, 1), reference_logprobs=reference, proximal_logprobs=proximal)
+    output, k1 = PolicyOutput(torch.full((1, 1), -1.0)), -0.5
+    assert float(KLLoss(1.0, "wk1")(output, batch)[0]) == pytest.approx(k1)
+    assert float(KLLoss(1.0, "wk1", anchor="proximal")(output, batch)[0]) == pytest.approx(math.exp(0.5) * k1)
+    assert KLLoss(1.0, anchor="proximal").needs == {"reference", "proximal"}
+    assert KLLoss(1.0).needs == KLLoss(1.0, "k3", anchor="proximal").needs == {"reference"}
+
+
+@pytest.mark.parametrize("estimator", ["k3", "wk3"])
+def test_kl_is_clamped_and_stays_finite(estimator):
     reference = torch.tensor([[80.0, -80.0]])
     batch = batch_of(torch.zeros(1, 2), torch.zeros(1, 2), reference_logprobs=reference)
-    loss, _ = KLLoss(1.0, clamp=10.0)(PolicyOutput(torch.zeros(1, 2)), batch)
+    loss, _ = KLLoss(1.0, estimator, clamp=10.0)(PolicyOutput(torch.zeros(1, 2)), batch)
     assert loss.tolist() == [[10.0, 10.0]]
+    far = torch.tensor([[1e4, -1e4]], requires_grad=True)
+    loss, _ = KLLoss(1.0, estimator)(PolicyOutput(far), batch)
+    loss.sum().backward()
+    assert torch.isfinite(loss).all() and torch.isfinite(far.grad).all()
 
 
 def test_kl_without_reference_scores_says_what_to_do():
@@ -301,7 +339,7 @@ def test_losses_are_made_from_their_components():
         ([{"name": "kl", "coefficient": -1}], r"losses\[0\].coefficient: expected a number from 0, found -1"),
         ([{"name": "kl", "coefficient": float("nan")}], r"losses\[0\].coefficient: expected a number from 0, found nan"),
         ([{"name": "ppo_clip", "clip_low": True}], "expected a number, found true"),
-        ([{"name": "kl", "coefficient": 1, "estimator": "k4"}], r"estimator: expected one of k1, k2, k3, found 'k4'"),
+        ([{"name": "kl", "coefficient": 1, "estimator": "k4"}], r"estimator: expected one of k1, k2, k3, wk1, wk3, found 'k4'"),
         ([{"name": "ppo_clip", "clip_low": 1.5}], "clip_low"),
         ([{"name": "ppo_clip", "dual_clip": 0.5}], "dual_clip"),
         ([{"name": "rlflow.algorithms.losses.ppo_clip:Nothing"}], "ppo_clip has no 'Nothing'"),
