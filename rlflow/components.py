@@ -135,7 +135,6 @@ class Kind(Named):
 ENVIRONMENT = Kind("environment")
 ENGINE = Kind("engine", "rlflow.rollout")
 TRAINER = Kind("trainer", "rlflow.trainer")
-REWARD_TERM = Kind("reward_term", "rlflow.algorithms.reward_terms", call=1)
 ADVANTAGE = Kind("advantage", "rlflow.algorithms.advantages", call=1)
 LOSS = Kind("loss", "rlflow.algorithms.losses", call=2)
 TRANSFORM = Kind("transform", "rlflow.algorithms.transforms", call=1)

@@ -115,7 +115,7 @@ def step_metrics(
     metrics["train/tokens"] = float(batch.loss_mask.sum())
     metrics["train/fed_tokens"] = float(batch.lengths.sum())
     spreads = [trajectory.group_stats[2] for trajectory in trajectories if trajectory.group_stats is not None]
-    if algorithm.reward_terms:
+    if any(change.stage == "rewards" for change in algorithm.transforms):
         metrics["train/shaped_reward"] = float(batch.require("rewards", "step_metrics")[first_rows(batch)[0]].mean())
     metrics["train/advantage_zero"] = mean([float(spread == 0) for spread in spreads])
     return metrics

@@ -1,6 +1,6 @@
 """What the parts of an algorithm are: the seams at which a method is added in a small file of its own.
 
-    tasks --Curator--> groups --Filter--> batch --RewardTerm, Advantage--> minibatch --Transform--> losses, summed by weight
+    tasks --Curator--> groups --Filter--> batch --Advantage--> minibatch --Transform--> losses, summed under the weights
 
 A part says in `needs` what must be in the batch beyond what `make_batch` puts there, and the training step fills exactly the
 union: `proximal` and `reference` (log-probs, once per step), `current` and `current_entropy` (once per minibatch, just before
@@ -17,6 +17,7 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import Tensor
 
+from rlflow.algorithms.rewards import add_reward_term
 from rlflow.errors import ConfigError, RLFlowError
 from rlflow.types import Batch, Group, Loss, LossResult, PolicyOutput, Reduction, Task, as_loss
 
@@ -42,9 +43,10 @@ class Part(ABC):  # noqa: B024 -- every kind of part adds its own call
 
 @dataclass(frozen=True)
 class FunctionPart(Part):
-    """A plain function as a part that needs nothing further and remembers nothing."""
+    """A plain function as a part that needs nothing further and remembers nothing; as a transform, one of minibatches."""
 
     function: Callable[[Any], Any]
+    stage = "minibatch"
 
     def __call__(self, value: Any) -> Any:
         return self.function(value)
@@ -88,14 +90,6 @@ class Curator(Part):
         """Called with every finished group, before any filter."""
 
 
-class RewardTerm(Part):
-    """Batch -> (B,) or (B, T) float64, added to the rewards before the advantage: a (B,) to each trajectory's return (all rows of
-    a trajectory have the same), a (B, T) to single tokens. Group statistics are taken again over the sums."""
-
-    @abstractmethod
-    def __call__(self, batch: Batch) -> Tensor: ...
-
-
 class Advantage(Part):
     """Batch -> (B,) or (B, T): how much better an attempt, or a token, was than expected. A (B,) is spread over the row's
     trained tokens."""
@@ -108,11 +102,28 @@ class Advantage(Part):
 
 
 class Transform(Part):
-    """Batch -> Batch, on the whole minibatch of an optimizer step and without gradients, so that what it decides does not
-    depend on micro-batches and ranks: importance corrections and keep-masks go to `coefficients`, row weights to `weights`."""
+    """Batch -> Batch, without gradients, on the whole minibatch of an optimizer step or on the whole step, so that what it decides
+    does not depend on micro-batches and ranks. On the minibatch, importance corrections and keep-masks go to `coefficients`, row
+    weights to `weights`."""
+
+    stage: Literal["rewards", "advantages", "minibatch"] = "minibatch"
+    """When it runs: on the step's batch before the advantage is made of the rewards, on it afterwards, or on each minibatch."""
 
     @abstractmethod
     def __call__(self, batch: Batch) -> Batch: ...
+
+
+class RewardTerm(Transform):
+    """Adds to the rewards before the advantage is made of them. Group statistics are taken again over the sums."""
+
+    stage = "rewards"
+
+    @abstractmethod
+    def term(self, batch: Batch) -> Tensor:
+        """(B,) to add to each trajectory's return (all rows of a trajectory have the same), or (B, T) to add to single tokens."""
+
+    def __call__(self, batch: Batch) -> Batch:
+        return add_reward_term(batch, self.term(batch), f"transform {type(self).__name__}")
 
 
 class Kernel(Loss):

@@ -12,7 +12,6 @@ from rlflow.components import (
     ENVIRONMENT,
     FILTER,
     LOSS,
-    REWARD_TERM,
     SINK,
     TRANSFORM,
     check_options,
@@ -99,12 +98,10 @@ def _check_components(config: RunConfig) -> None:
     for index, loss in enumerate(config.algorithm.losses):
         LOSS.build(loss, f"algorithm.losses[{index}]")  # a loss checks its own limits when it is made
     _check_advantage(config)
-    for index, term in enumerate(config.algorithm.reward_terms):
-        REWARD_TERM.check(term, ("tokens",), f"algorithm.reward_terms[{index}]")
     AGGREGATE.check(config.algorithm.aggregate, ("tokens",), "algorithm.aggregate")
     for kind, name in ((FILTER, "filters"), (TRANSFORM, "transforms")):
         for index, component in enumerate(getattr(config.algorithm, name)):
-            kind.check(component, where=f"algorithm.{name}[{index}]")
+            kind.check(component, ("tokens",), f"algorithm.{name}[{index}]")
     CURATOR.check(config.data.curator, ("tasks", "seed"), "data.curator")
     for index, sink in enumerate(config.metrics.sinks):
         SINK.check(sink, where=f"metrics.sinks[{index}]")

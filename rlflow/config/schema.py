@@ -7,18 +7,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from rlflow.components import (
-    ADVANTAGE,
-    AGGREGATE,
-    CURATOR,
-    ENGINE,
-    ENVIRONMENT,
-    FILTER,
-    LOSS,
-    REWARD_TERM,
-    SINK,
-    TRANSFORM,
-)
+from rlflow.components import ADVANTAGE, AGGREGATE, CURATOR, ENGINE, ENVIRONMENT, FILTER, LOSS, SINK, TRANSFORM
 from rlflow.config import loading as configuration
 from rlflow.trainer.options import DType, TrainerOptions
 from rlflow.values import Component, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Range, Share
@@ -78,13 +67,11 @@ class RolloutSection:
 
 @dataclass
 class AlgorithmSection:
-    reward_terms: list[Annotated[Component, REWARD_TERM]] = field(default_factory=list)  # added to the rewards
     advantage: Annotated[Component, ADVANTAGE] = field(default_factory=lambda: {"name": "grpo"})
-    normalize_advantages: Literal["none", "trajectories", "tokens"] = "none"  # over the step's batch; which count alike
     losses: list[Annotated[Component, LOSS]] = field(default_factory=lambda: [{"name": "ppo_clip"}])  # summed
     aggregate: Annotated[Component, AGGREGATE] = field(default_factory=lambda: {"name": "token_mean"})
     filters: list[Annotated[Component, FILTER]] = field(default_factory=list)  # of a step's groups, in order
-    transforms: list[Annotated[Component, TRANSFORM]] = field(default_factory=list)  # of each minibatch, in order
+    transforms: list[Annotated[Component, TRANSFORM]] = field(default_factory=list)  # of rewards, advantages, minibatches
     minibatches_per_step: PositiveInt = 1
     epochs_per_step: PositiveInt = 1
 

@@ -68,7 +68,7 @@ _PHASE_MEANING = {
 METRICS: Metrics = {
     "train/loss": Metric("nats", "the minimized loss, mean over the step's minibatches"),
     "train/reward": Metric("reward", "mean return of the usable episodes"),
-    "train/shaped_reward": Metric("reward", "as train/reward, with what algorithm.reward_terms added"),
+    "train/shaped_reward": Metric("reward", "as train/reward, with what algorithm.transforms added"),
     "train/gradient_norm": Metric("1", "global L2 norm before clipping, mean over minibatches"),
     "train/lr": Metric("1", "learning rate of the step's last minibatch"),
     "train/clip_fraction": Metric("share", "of trained tokens in the rows that were fed whose ratio was clipped"),

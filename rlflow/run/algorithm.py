@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from rlflow.algorithms.base import Advantage, Filter, Part, RewardTerm, SumLoss, Transform, as_part, merged_refreshes
+from rlflow.algorithms.base import Advantage, Filter, Part, SumLoss, Transform, as_part, merged_refreshes
 from rlflow.algorithms.losses.monitored import Monitored
-from rlflow.algorithms.rewards import add_reward_term
-from rlflow.algorithms.statistics import token_shares, whitened
-from rlflow.components import ADVANTAGE, AGGREGATE, FILTER, LOSS, REWARD_TERM, TRANSFORM
+from rlflow.components import ADVANTAGE, AGGREGATE, FILTER, LOSS, TRANSFORM
 from rlflow.config.schema import RunConfig
 from rlflow.errors import CheckpointError, ConfigError, did_you_mean
 from rlflow.types import Batch, Group, Loss
@@ -24,15 +22,13 @@ FILLED = frozenset({"entropy", "proximal", "reference", "current", "current_entr
 
 @dataclass
 class Algorithm:
-    """What the training step asks, in this order: filters, reward terms, advantage, aggregate, transforms, loss."""
+    """What the training step asks, in this order: filters, advantage, aggregate, transforms, loss."""
 
     advantage: Advantage
     loss: Loss
     aggregate: Callable[[Batch], Tensor]
     filters: Sequence[Filter] = ()
     transforms: Sequence[Transform] = ()
-    reward_terms: Sequence[RewardTerm] = ()
-    normalize_advantages: Literal["none", "trajectories", "tokens"] = "none"
     minibatches_per_step: int = 1
     epochs_per_step: int = 1
     seed: int = 0  # of the split into minibatches
@@ -55,12 +51,9 @@ class Algorithm:
             loss=Monitored(make_loss(section.losses)),
             aggregate=AGGREGATE.build(section.aggregate, "algorithm.aggregate", tokens=response_budget),
             filters=[as_part(made) for made in _all(FILTER, section.filters, "algorithm.filters")],
-            transforms=[as_part(made) for made in _all(TRANSFORM, section.transforms, "algorithm.transforms")],
-            reward_terms=[
-                as_part(made)
-                for made in _all(REWARD_TERM, section.reward_terms, "algorithm.reward_terms", tokens=response_budget)
+            transforms=[
+                as_part(made) for made in _all(TRANSFORM, section.transforms, "algorithm.transforms", tokens=response_budget)
             ],
-            normalize_advantages=section.normalize_advantages,
             minibatches_per_step=section.minibatches_per_step,
             epochs_per_step=section.epochs_per_step,
             seed=config.run.seed,
@@ -80,20 +73,17 @@ class Algorithm:
     @torch.no_grad()
     def credit(self, batch: Batch) -> Batch:
         """The step's batch with its advantages, (B, T) float32, and with the rewards that they were made from."""
-        for place, term in enumerate(self.reward_terms):
-            batch = add_reward_term(batch, term(batch), f"algorithm.reward_terms[{place}]")
+        batch = self.transform(batch, "rewards")
         advantages = self.advantage(batch).float()
-        if advantages.dim() == 1:
-            advantages = advantages[:, None] * batch.loss_mask
-        if self.normalize_advantages != "none":
-            advantages = whitened(advantages, token_shares(batch, self.normalize_advantages)).float()
-        return batch.replace(advantages=advantages)
+        batch = batch.replace(advantages=advantages[:, None] * batch.loss_mask if advantages.dim() == 1 else advantages)
+        return self.transform(batch, "advantages")
 
     @torch.no_grad()
-    def transform(self, batch: Batch) -> Batch:
-        """The minibatch after every transform, in order."""
+    def transform(self, batch: Batch, stage: str = "minibatch") -> Batch:
+        """The batch after every transform of that stage, in order."""
         for change in self.transforms:
-            batch = change(batch)
+            if change.stage == stage:
+                batch = change(batch)
         return batch
 
     def observe(self, metrics: Mapping[str, float]) -> None:
@@ -122,7 +112,6 @@ class Algorithm:
         lists: dict[str, Sequence[Part | Loss]] = {
             "filters": self.filters,
             "transforms": self.transforms,
-            "reward_terms": self.reward_terms,
             "losses": self.loss.terms,
         }
         for name, parts in lists.items():
@@ -130,7 +119,7 @@ class Algorithm:
 
     def _others(self) -> Sequence[Part]:
         """Every part but the loss."""
-        return (self.advantage, *self.filters, *self.transforms, *self.reward_terms)
+        return (self.advantage, *self.filters, *self.transforms)
 
 
 def make_loss(components: Sequence[Any]) -> Loss:

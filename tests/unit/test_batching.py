@@ -49,6 +49,17 @@ def test_rewards_keep_the_precision_that_they_were_given():
     assert batch.turn_rewards[0, 2].item() == 1000.001
 
 
+def test_named_rewards_and_their_statistics_travel_with_the_rows():
+    first, second = trajectory(segment(4), segment(6)), trajectory(segment(3))
+    first.rewards, first.rewards_stats = {"style": 0.5}, {"style": (0.25, 0.1), "speed": (1.0, 2.0)}
+    batch = make_batch([first, second])
+    assert {name: value.tolist() for name, value in batch.extras.items()} == {
+        "reward/style": [0.5, 0.5, 0.0], "reward_mean/style": [0.25, 0.25, 0.0], "reward_std/style": [0.1, 0.1, 0.0],
+        "reward/speed": [0.0] * 3, "reward_mean/speed": [1.0, 1.0, 0.0], "reward_std/speed": [2.0, 2.0, 0.0],
+    }  # fmt: skip
+    assert batch.select([2, 1]).extras["reward/style"].tolist() == [0.0, 0.5]
+
+
 def test_a_segment_without_tokens_is_refused_by_name():
     with pytest.raises(DataError, match="task 't', attempt 0: segment 1 has no tokens, expected one or more"):
         make_batch([trajectory(segment(4), segment(0))])

@@ -1,8 +1,14 @@
-"""Transforms: Batch -> Batch over a whole mini-batch, before its update. One small file per method."""
+"""Transforms: Batch -> Batch, over the rewards or the advantages of a step, or over a whole mini-batch before its update. One
+small file per method."""
 
 from __future__ import annotations
 
 BUILT_IN = {
+    "kl_reward": "rlflow.algorithms.transforms.kl_reward:KLReward",
+    "overlong": "rlflow.algorithms.transforms.overlong:Overlong",
+    "affine_reward": "rlflow.algorithms.transforms.reward_scale:AffineReward",
+    "turn_mean_reward": "rlflow.algorithms.transforms.reward_scale:TurnMeanReward",
+    "normalize_advantages": "rlflow.algorithms.transforms.normalize:NormalizeAdvantages",
     "duration_weight": "rlflow.algorithms.transforms.row_weights:duration_weight",
     "size_weight": "rlflow.algorithms.transforms.row_weights:size_weight",
     "kept_mean": "rlflow.algorithms.transforms.kept_mean:kept_mean",

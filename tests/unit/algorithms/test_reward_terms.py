@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlflow.algorithms.reward_terms.affine import affine
-from rlflow.algorithms.reward_terms.kl import KLPenalty
-from rlflow.algorithms.reward_terms.overlong import overlong
-from rlflow.algorithms.reward_terms.turn_mean import turn_mean
 from rlflow.algorithms.rewards import add_reward_term, per_trajectory, token_rewards
-from rlflow.components import REWARD_TERM
+from rlflow.algorithms.transforms.kl_reward import KLReward
+from rlflow.algorithms.transforms.normalize import NormalizeAdvantages
+from rlflow.algorithms.transforms.overlong import Overlong
+from rlflow.algorithms.transforms.reward_scale import AffineReward, TurnMeanReward
+from rlflow.components import TRANSFORM
 from rlflow.errors import ConfigError, RLFlowError
 from rlflow.run.algorithm import Algorithm, make_advantage, make_loss
 from rlflow.types import Batch
@@ -31,27 +31,27 @@ def added(batch: Batch, term: Tensor) -> Batch:
 )  # fmt: skip
 def test_the_soft_penalty_of_long_responses(length, tokens, buffer, expected):
     batch = batch_of([Tried([Said(length)])])
-    assert overlong(batch, buffer, tokens).tolist() == pytest.approx([expected], abs=1e-9)
-    assert overlong(batch, buffer, tokens, factor=2.0).tolist() == pytest.approx([2 * expected], abs=1e-9)
+    assert Overlong(buffer, tokens).term(batch).tolist() == pytest.approx([expected], abs=1e-9)
+    assert Overlong(buffer, tokens, 2.0).term(batch).tolist() == pytest.approx([2 * expected], abs=1e-9)
 
 
 def test_the_length_is_that_of_all_segments_and_the_budget_of_the_run_is_the_limit():
     batch = batch_of([Tried([Said(4), Said(4, new_segment=True)]), Tried([Said(4)])])
-    term = REWARD_TERM.build({"name": "overlong", "buffer": 4}, tokens=10)
-    assert term(batch).tolist() == [-0.5, -0.5, 0]
+    term = TRANSFORM.build({"name": "overlong", "buffer": 4}, tokens=10)
+    assert term.term(batch).tolist() == [-0.5, -0.5, 0]
     with pytest.raises(ConfigError, match="expected a buffer of at most the 3 tokens, found 4"):
-        overlong(batch, buffer=4, tokens=3)
+        Overlong(buffer=4, tokens=3)
 
 
 def test_the_mean_of_turn_rewards_in_place_of_their_sum():
     batch = batch_of([Tried([Said(1, 1.0), Said(1, 0.0, new_segment=True), Said(1, 0.5)]), 2.0])
-    assert added(batch, turn_mean(batch)).rewards.tolist() == pytest.approx([0.5, 0.5, 2.0])
+    assert TurnMeanReward()(batch).rewards.tolist() == pytest.approx([0.5, 0.5, 2.0])
 
 
 def test_rewards_on_another_scale():
     """10 * (score - .5), and the mean of the group taken away: no deviation hides the scale."""
     batch = batch_of([1.0, 0.0])
-    scaled = added(batch, affine(batch, scale=10.0, bias=-0.5))
+    scaled = AffineReward(scale=10.0, bias=-0.5)(batch)
     assert scaled.rewards.tolist() == [5.0, -5.0]
     assert make_advantage({"name": "grpo", "std": "none"})(scaled).tolist() == [5.0, -5.0]
 
@@ -60,12 +60,12 @@ def test_kl_of_each_token_is_taken_from_its_reward():
     """Behaviour log-probs are -1; the reference's -1.5 and -.5: k1 = .5 and -.5."""
     batch = batch_of([Tried([Said(2, 1.0)])])
     batch = batch.replace(reference_logprobs=torch.tensor([[9.0, -1.5, -0.5]]))
-    assert KLPenalty(0.1)(batch).tolist() == [pytest.approx([0, -0.05, 0.05])]
+    assert KLReward(0.1).term(batch).tolist() == [pytest.approx([0, -0.05, 0.05])]
     k3 = [math.exp(-0.5) + 0.5 - 1, math.exp(0.5) - 0.5 - 1]
-    assert KLPenalty(1.0, "k3")(batch)[0, 1:].tolist() == pytest.approx([-value for value in k3], abs=1e-6)
+    assert KLReward(1.0, "k3").term(batch)[0, 1:].tolist() == pytest.approx([-value for value in k3], abs=1e-6)
     proximal = batch.replace(proximal_logprobs=torch.full((1, 3), -1.5))
-    assert KLPenalty(1.0, anchor="proximal")(proximal)[0].tolist() == pytest.approx([0, 0, 1.0])
-    assert KLPenalty(1.0, anchor="proximal").needs == {"reference", "proximal"} and KLPenalty(1.0).needs == {"reference"}
+    assert KLReward(1.0, anchor="proximal").term(proximal)[0].tolist() == pytest.approx([0, 0, 1.0])
+    assert KLReward(1.0, anchor="proximal").needs == {"reference", "proximal"} and KLReward(1.0).needs == {"reference"}
 
 
 def test_kl_in_the_reward_stays_finite_at_extreme_log_probs():
@@ -73,7 +73,7 @@ def test_kl_in_the_reward_stays_finite_at_extreme_log_probs():
     for far in (1e4, -1e4):
         away = batch.replace(reference_logprobs=torch.full(batch.tokens.shape, far))
         for estimator in ("k1", "k2", "k3"):
-            assert torch.isfinite(KLPenalty(0.1, estimator)(away)).all()
+            assert torch.isfinite(KLReward(0.1, estimator).term(away)).all()
 
 
 def test_tokens_earn_the_return():
@@ -117,16 +117,15 @@ def test_a_group_that_was_never_stamped_stays_so():
         make_advantage("grpo")(changed)
 
 
-def algorithm(advantage: str, *terms, **options) -> Algorithm:
-    loss = make_loss(["ppo_clip"])
-    return Algorithm(make_advantage(advantage), loss, lambda batch: batch.weights, reward_terms=terms, **options)
+def algorithm(advantage: str, *transforms) -> Algorithm:
+    return Algorithm(make_advantage(advantage), make_loss(["ppo_clip"]), lambda batch: batch.weights, transforms=transforms)
 
 
 def test_kl_in_the_reward_with_returns_to_go():
     """REINFORCE++ by hand: three tokens, k1 of .2 each, coefficient .5, return 1 on the last: to go .7, .8, .9."""
     batch = batch_of([Tried([Said(1), Said(2, 1.0, new_segment=True)])])
     batch = batch.replace(reference_logprobs=torch.full(batch.tokens.shape, -1.2))
-    made = algorithm("reinforce_pp", KLPenalty(0.5))
+    made = algorithm("reinforce_pp", KLReward(0.5))
     assert made.needs >= {"reference"}
     found = made.credit(batch).advantages[batch.loss_mask]
     torch.testing.assert_close(found, torch.tensor([-1.5**0.5, 0.0, 1.5**0.5]), atol=1e-5, rtol=0)
@@ -143,7 +142,7 @@ def test_without_terms_the_rewards_are_the_environments_and_nothing_else_is_in_t
 def test_any_advantage_can_be_normalised_over_the_batch(over, mean, std):
     """Rewards 1 of 1 token and 0 of 3, minus their mean: .5 and -.5."""
     batch = batch_of([Tried([Said(1, 1.0)]), Tried([Said(3, 0.0)])])
-    made = algorithm("reinforce", normalize_advantages=over)
+    made = algorithm("reinforce", NormalizeAdvantages(over))
     found = made.credit(batch).advantages[batch.loss_mask]
     expected = [(0.5 - mean) / std] + [(-0.5 - mean) / std] * 3
     assert found.tolist() == pytest.approx(expected, abs=1e-6)

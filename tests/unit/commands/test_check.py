@@ -50,18 +50,19 @@ def test_an_environment_that_keeps_the_contract_has_no_problem_and_every_episode
     assert "the contract holds" in str(report) and "train: 5 tasks" in str(report)
 
 
-def test_plain_methods_are_accepted() -> None:
+def test_plain_methods_and_named_rewards_are_accepted() -> None:
     class Plain(Good):
         def reset(self, task: Task) -> Episode:  # type: ignore[override]
             return Episode(task)
 
         def step(self, episode: Episode, response: str) -> Step:
-            return Step(terminated=True)
+            return Step(terminated=True, rewards={"style": 0.5, "answer": 1})
 
         def close(self, episode: Episode) -> None:  # type: ignore[override]
             pass
 
-    assert check_environment(Plain(), episodes=4).passed
+    report = check_environment(Plain(), episodes=4)
+    assert report.passed and "named rewards: answer, style" in str(report)
 
 
 def test_it_works_inside_a_running_event_loop() -> None:
@@ -123,6 +124,14 @@ serial = itertools.count()
         (
             {"step": lambda self, episode, response: Step(metrics={"a": "b"})},
             "metrics: expected names with finite numbers",
+        ),
+        (
+            {"step": lambda self, episode, response: Step(rewards={"style": float("inf")})},
+            "rewards: expected names with finite numbers, at most 1e+18 either way, found 'style': inf",
+        ),
+        (
+            {"step": lambda self, episode, response: Step(rewards=0.5)},
+            "rewards: expected a mapping of names to numbers, found 0.5",
         ),
         ({"step": lambda self, episode, response: int(response)}, "step raised ValueError"),
         ({"close": lambda self, episode: 1 / 0}, "close raised ZeroDivisionError"),

@@ -21,6 +21,11 @@ def test_the_defaults_fit_together() -> None:
     check_config(load_config(), components=False)
 
 
+@pytest.mark.parametrize("advantage", ["running", "{name: reinforce, baseline: running}", "reinforce_pp"])
+def test_advantages_that_compare_no_attempts_do_with_one(advantage: str) -> None:
+    check_config(load_config(None, ["rollout.samples_per_prompt=1", f"algorithm.advantage={advantage}"]), components=False)
+
+
 @pytest.mark.parametrize(
     ("overrides", "expected"),
     [
@@ -35,6 +40,10 @@ def test_the_defaults_fit_together() -> None:
         (["algorithm.advantage.name=grop"], "Did you mean 'grpo'?"),
         (["algorithm.minibatches_per_step=3", "rollout.prompts_per_step=4"], "a divisor of the 32 trajectories"),
         (["rollout.samples_per_prompt=1"], "grpo compares attempts"),
+        (["rollout.samples_per_prompt=1", "algorithm.advantage=rloo"], "rloo compares attempts"),
+        (["rollout.samples_per_prompt=1", "algorithm.advantage=reinforce"], "reinforce compares attempts"),
+        (["algorithm.transforms=[{name: overlong}]"], "algorithm.transforms[0] 'overlong': missing keyword buffer"),
+        (["algorithm.transforms=[{name: normalize_advantages, over: token}]"], "Did you mean 'tokens'?"),
         (["rollout.engine.top_p=0.9"], "rollout.engine.top_p: training samples from the whole distribution"),
         (["rollout.max_total_tokens=512"], "rollout.max_total_tokens: expected more than"),
         (["trainer.tensor_parallel=2"], "cluster.ranks: expected a multiple of"),

@@ -17,7 +17,8 @@ OBSERVATION = "\n\n<information>Doc 1(Title: Orvan Telmik) é☃</information>\n
 
 
 class Asking(Environment):
-    """Answers every response with a text, `turns` times; the reward is the share of vowels. Keeps count of its calls."""
+    """Answers every response with a text, `turns` times; the reward is the share of vowels, also by name. Keeps count of its
+    calls."""
 
     stop = ("e", "a", "i", "o", " ", "\n", "s", "t")
 
@@ -37,9 +38,10 @@ class Asking(Environment):
 
     async def step(self, episode: Episode, response: str) -> Step:
         reward = sum(response.count(vowel) for vowel in "aeiou") / len(response or "x")
+        named = {"vowels": reward}
         if episode.turns == self.turns:
-            return Step("", reward, True, {"answered": 1.0})
-        return Step(self.observation, reward, metrics={"answered": 0.0, "searches": float(episode.turns)})
+            return Step("", reward, True, {"answered": 1.0}, rewards={**named, "patience": 1.0})
+        return Step(self.observation, reward, metrics={"answered": 0.0, "searches": float(episode.turns)}, rewards=named)
 
     async def close(self, episode: Episode) -> None:
         self.closed[id(episode)] += 1

@@ -48,6 +48,32 @@ def test_segments_are_exactly_what_the_engine_was_fed_and_sampled(qwen: Path, to
         assert len(segment) == len(last_tokens) + len(last.tokens)
 
 
+def test_named_rewards_add_up_and_are_stamped_on_the_whole_group(qwen: Path, tokenizer: Tokenizer) -> None:
+    environment = Asking()
+    with make(qwen, tokenizer, environment) as rollout:
+        groups = rollout.collect(environment.tasks("train"))
+    for group in groups:
+        assert all(one.rewards["vowels"] == pytest.approx(one.reward) for one in group.usable)  # the reward, once more by name
+        assert all(one.rewards_stats["vowels"] == pytest.approx(one.group_stats[1:]) for one in group.usable)
+        finished = [float(one.stop is StopReason.TERMINATED) for one in group.usable]
+        assert [one.rewards.get("patience", 0.0) for one in group.usable] == finished
+        if any(finished):
+            found = statistics.fmean(finished), statistics.stdev(finished)
+            assert all(one.rewards_stats["patience"] == pytest.approx(found) for one in group.usable)
+    assert any(trajectory.rewards for trajectory in all_trajectories(groups))
+
+
+@pytest.mark.parametrize("value", [float("nan"), 1e19])
+def test_a_named_reward_that_is_no_reward_stops_the_collection(qwen: Path, tokenizer: Tokenizer, value: float) -> None:
+    class Odd(Asking):
+        async def step(self, episode: Episode, response: str) -> Step:
+            return Step("", 0.0, True, rewards={"style": value})
+
+    expected = r"finite rewards\['style'\], found"
+    with make(qwen, tokenizer, Odd()) as rollout, pytest.raises(EnvironmentContractError, match=expected):
+        rollout.collect(Odd().tasks("train"))
+
+
 def test_environment_tokens_are_outside_the_mask_and_decode_to_what_was_said(qwen: Path, tokenizer: Tokenizer) -> None:
     environment = Asking()
     with make(qwen, tokenizer, environment) as rollout:

@@ -37,6 +37,13 @@ def test_one_attempt_per_question_has_wilsons_interval() -> None:
     assert (metrics["eval/exact_match_low"], metrics["eval/exact_match_high"]) == interval95([1.0] * 3 + [0.0] * 7)
 
 
+def test_named_rewards_are_means_in_which_0_stands_for_none() -> None:
+    attempts = [attempt("q0", 1.0), attempt("q1", 0.0), attempt("q2", 1.0, StopReason.ABORTED)]
+    attempts[0].rewards = {"style": 0.5}
+    attempts[2].rewards = {"style": 9.0}
+    assert evaluation_metrics(attempts)["eval/reward/style"] == 0.25
+
+
 def test_asking_the_same_questions_again_narrows_no_interval() -> None:
     """A policy that is right about the same 3 of 10 questions, four times each, was still asked 10 questions."""
     once = [attempt(f"q{index}", float(index < 3)) for index in range(10)]

@@ -15,9 +15,11 @@ import torch
 
 from rlflow import Step, train
 from rlflow.algorithms.curators.epochs import Epochs
+from rlflow.config.schema import load_config
 from rlflow.errors import CheckpointError, ConfigError, MissingPackageError, RolloutError, StorageError
 from rlflow.loop import training_step
 from rlflow.metrics.sinks import read_metrics
+from rlflow.run.algorithm import Algorithm
 from rlflow.run.checkpoints import read_state
 from rlflow.run.export import EXPORT_TOLERANCE
 from rlflow.run.open import open_run
@@ -193,6 +195,26 @@ def test_a_run_resumes_with_a_reference_that_it_began_without(model: Path, tmp_p
     losses = "algorithm.losses=[{name: ppo_clip}, {name: kl, coefficient: 0.01}]"
     train(letters_config(model, tmp_path, *TINY, "run.steps=2", "run.resume=true", losses))
     assert records()[-1]["train/kl"] > 0  # against the starting policy, one update away
+
+
+def test_the_reference_is_refreshed_after_every_so_many_steps(model: Path, tmp_path: Path, records: Any) -> None:
+    """A reference that is the policy of before the step has a KL of 0 to it; the starting policy has not, from step 2 on."""
+    frozen = "algorithm.losses=[{name: ppo_clip}, {name: kl, coefficient: 0.01, estimator: k2}, {name: entropy, coefficient: .1}]"
+    values = ("run.steps=4", "trainer.lr=0.01", "evaluation.at_start=false", "evaluation.every_steps=0")
+    found = []
+    for losses in (frozen, frozen.replace("k2", "k2, refresh_steps: 2")):
+        train(letters_config(model, tmp_path, *TINY, *values, losses, "run.overwrite=true"))
+        found.append([record["train/kl"] > 1e-8 for record in records() if "train/kl" in record])
+    assert found == [[False, True, True, True], [False, True, False, True]]
+
+
+def test_two_parts_that_refresh_the_reference_at_different_steps_are_refused() -> None:
+    terms = "algorithm.transforms=[{name: kl_reward, coefficient: .1, refresh_steps: 3}]"
+    losses = "algorithm.losses=[ppo_clip, {name: kl, coefficient: .1, refresh_steps: 2}]"
+    with pytest.raises(ConfigError, match="two parts refresh the reference, after 2 and after 3 steps"):
+        Algorithm.from_config(load_config(None, [terms, losses]), response_budget=8)
+    made = Algorithm.from_config(load_config(None, [terms]), response_budget=8)
+    assert made.refreshes == {"reference": 3} and "reference" in made.needs
 
 
 def test_a_package_that_the_end_of_a_run_needs_is_missed_at_its_start(

@@ -14,7 +14,7 @@ from rlflow.values import NonNegativeFloat, PositiveInt
 
 
 @dataclass(frozen=True)
-class KLPenalty(RewardTerm):
+class KLReward(RewardTerm):
     """(B, T) float64: minus coefficient * KL estimate of each token, of the policy that sampled it to `Batch.reference_logprobs`.
 
     In the reward k1 has the gradient of the reverse KL (InstructGPT, arXiv 2203.02155; REINFORCE++, arXiv 2501.03262); as a loss
@@ -28,7 +28,7 @@ class KLPenalty(RewardTerm):
     refresh_steps: PositiveInt | None = None
 
     def __post_init__(self) -> None:
-        check_anchor(self.anchor, "reward term kl")
+        check_anchor(self.anchor, "transform kl_reward")
 
     @property
     def needs(self) -> frozenset[str]:  # type: ignore[override]
@@ -38,7 +38,7 @@ class KLPenalty(RewardTerm):
     def refreshes(self) -> Mapping[str, int]:  # type: ignore[override]
         return {} if self.refresh_steps is None else {"reference": self.refresh_steps}
 
-    def __call__(self, batch: Batch) -> Tensor:
-        reference = batch.require("reference_logprobs", "reward term kl")
-        sampled = anchor_logprobs(batch, self.anchor, "reward term kl")
+    def term(self, batch: Batch) -> Tensor:
+        reference = batch.require("reference_logprobs", "transform kl_reward")
+        sampled = anchor_logprobs(batch, self.anchor, "transform kl_reward")
         return -self.coefficient * kl_estimate(self.estimator, sampled, reference, batch.loss_mask).double()
