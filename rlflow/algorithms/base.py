@@ -102,9 +102,9 @@ class Advantage(Part):
 
 
 class Transform(Part):
-    """Batch -> Batch, without gradients, on the whole minibatch of an optimizer step or on the whole step, so that what it decides
-    does not depend on micro-batches and ranks. On the minibatch, importance corrections and keep-masks go to `coefficients`, row
-    weights to `weights`."""
+    """Batch -> Batch, without gradients, on the whole minibatch of an optimizer step or on the whole step, so that what it
+    decides does not depend on micro-batches and ranks. On the minibatch, importance corrections and keep-masks go to
+    `coefficients`, row weights to `weights`."""
 
     stage: Literal["rewards", "advantages", "minibatch"] = "minibatch"
     """When it runs: on the step's batch before the advantage is made of the rewards, on it afterwards, or on each minibatch."""

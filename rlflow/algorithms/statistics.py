@@ -99,7 +99,8 @@ def flat(found: Moments, rounding: float = torch.finfo(torch.float64).eps) -> Te
 def whitened(values: Tensor, shares: Tensor, eps: float = 1e-8) -> Tensor:
     """(value - mean) / (population std + eps) under the shares, both of the values' shape; 0 where the values do not differ.
 
-    Shares are 0 where a value is not to count; they need not add up to 1. What stands there comes out as 0.
+    Shares are 0 where a value is not to count; they need not add up to 1. What stands there comes out as 0. A mean that is 0 but
+    for rounding, as that of group-centred values, is 0: else a group that teaches nothing would not stay at 0.
     """
     values, shares = values.double(), shares.double()
     counted = shares > 0
@@ -109,10 +110,12 @@ def whitened(values: Tensor, shares: Tensor, eps: float = 1e-8) -> Tensor:
     anchor = values[counted][0]
     apart = torch.where(counted, values - anchor, 0.0)
     mean_apart = (shares * apart).sum() / total
-    centred = torch.where(counted, apart - mean_apart, 0.0)
+    mean, centred = anchor + mean_apart, torch.where(counted, apart - mean_apart, 0.0)
     std = ((shares * centred.square()).sum() / total).sqrt()
-    if std <= 4 * torch.finfo(torch.float64).eps * (anchor + mean_apart).abs():
+    if std <= 4 * torch.finfo(torch.float64).eps * mean.abs():
         return torch.zeros_like(values)
+    if mean.abs() <= 1e-12 * std:
+        centred = torch.where(counted, values, 0.0)
     return centred / (std + eps)
 
 

@@ -150,6 +150,15 @@ def test_decay_forgets_older_steps():
     assert made(batch_of([1.0, 1.0])).tolist() == pytest.approx([(1 / 3) / (2 / 9) ** 0.5] * 2, abs=1e-5)
 
 
+@pytest.mark.parametrize("component", ["grpo", "rloo", "reinforce", "maxrl", "gdpo", "turn_returns", "step_grpo",
+                                       {"name": "reinforce_pp", "baseline": "group"}], ids=str)  # fmt: skip
+def test_a_group_without_a_difference_stays_at_exactly_0_beside_others_that_have_one(component):
+    groups = [[0.1, 0.7, 0.3], [0.7] * 5, [1 / 3, 0.9, 0.2, 0.6]]
+    batch = batch_of(*[[Tried([Said(2, r)], {"a": r}) for r in group] for group in groups])
+    found = advantage(component, batch)
+    assert not found[3:8].any() and found[:3].any() and found[8:].any()
+
+
 @pytest.mark.parametrize("component", EVERY, ids=str)
 @pytest.mark.parametrize("reward", [0.0, 1.0, 0.1, 1 / 3])
 def test_equal_rewards_and_groups_of_one_teach_exactly_nothing(component, reward):
