@@ -101,7 +101,7 @@ class _Findings:
 
 def _make(kind: Kind, component: Mapping[str, Any]) -> Any:
     offered: dict[str, Any] = {}
-    if kind is AGGREGATE:
+    if kind in (AGGREGATE, TRANSFORM):
         offered = {"tokens": 64}
     elif kind is CURATOR:
         offered = {"tasks": sample_tasks(), "seed": 0}
@@ -291,17 +291,18 @@ def _check_transform(audit: _Findings, make: Callable[[], Any]) -> None:
     for name in ("tokens", "loss_mask", "logprobs", "lengths"):
         if not torch.equal(getattr(results[0], name), getattr(copy, name)):
             audit.problem(f"gives other batch.{name}: corrections go to coefficients, row weights to weights")
-    for name in ("coefficients", "weights", "advantages"):
+    for name in ("coefficients", "weights", "advantages", "token_rewards"):
         value = getattr(results[0], name)
         if value is not None and (value.shape != batch.tokens.shape or not bool(value.isfinite().all())):
             audit.problem(f"batch.{name}: expected (rows, tokens), finite everywhere")
     if audit.report.problems:
         return
-    for name in ("coefficients", "weights"):
+    for name in ("coefficients", "weights", "rewards", "token_rewards"):
         if getattr(results[0], name) is not None:
             with torch.no_grad():
                 _check_views(audit, functools.partial(_field_of, make, name), batch, getattr(results[0], name), f"batch.{name}")
-    changed = [name for name in ("coefficients", "weights", "advantages") if not _equal(results[0], copy, name)]
+    fields = ("coefficients", "weights", "advantages", "rewards")
+    changed = [name for name in fields if not _equal(results[0], copy, name)]
     audit.report.facts.append(f"changes {', '.join(changed) or 'none'} of the made-up batch")
     if results[0].coefficients is not None:
         kept = results[0].coefficients[batch.loss_mask]

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from rlflow.batching import make_batch
+from rlflow.rollout.assembler import stamp
 from rlflow.types import Batch, Group, PolicyOutput, Segment, StopReason, Task, Trajectory, Turn
 
 FIELDS = {  # what a need fills, in the batch and in the policy's output
@@ -26,7 +27,7 @@ def sample_groups(seed: int = 0) -> list[Group]:
     """Four groups: of mixed rewards, of two segments per attempt, of equal rewards, of a single usable attempt; one attempt is
     aborted, one was cut and one has a segment in which nothing was sampled."""
     generator = torch.Generator().manual_seed(seed)
-    rewards = ([0.0, 1.0, 0.0, 0.5], [1.0, -1.0, 2.0, 0.25], [1.0, 1.0, 1.0, 1.0], [0.75])
+    rewards = ([0.0, 1.0, 0.0, 0.5], [1.0, 0.0, 2.0, 0.25], [1.0, 1.0, 1.0, 1.0], [0.75])
     groups = []
     for number, returns in enumerate(rewards):
         attempts = [_trajectory(number, attempt, value, generator) for attempt, value in enumerate(returns)]
@@ -34,10 +35,7 @@ def sample_groups(seed: int = 0) -> list[Group]:
             attempts[3].stop = StopReason.MAX_TOKENS
             attempts[2].segments[-1].loss_mask[:] = False
             attempts.append(dataclasses.replace(attempts[0], attempt=4, stop=StopReason.ABORTED, segments=[], turns=[]))
-        usable = torch.tensor([each.reward for each in attempts if each.usable], dtype=torch.float64)
-        deviation = float(usable.std()) if len(usable) > 1 else 0.0
-        for each in attempts:
-            each.group_stats = (len(usable), float(usable.mean()), deviation)
+        stamp(attempts)
         groups.append(Group(f"0:task-{number}", sample_tasks()[number], attempts))
     return groups
 
@@ -67,6 +65,7 @@ def _trajectory(group: int, attempt: int, reward: float, generator: torch.Genera
         stop=StopReason.TERMINATED,
         attempt=attempt,
         id=f"0:task-{group}/{attempt}",
+        rewards={"answer": reward, "style": attempt / 4},
     )
 
 

@@ -44,4 +44,4 @@ class Reinforce(Advantage):
         return {} if self.average is None else {"average": self.average}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.average = float(state["average"])
+        self.average = state.get("average")

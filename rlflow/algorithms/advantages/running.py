@@ -48,4 +48,4 @@ class Running(Advantage):
         return {"count": self.count, "mean": self.mean, "squares": self.squares} if self.count else {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.count, self.mean, self.squares = (float(state[name]) for name in ("count", "mean", "squares"))
+        self.count, self.mean, self.squares = (float(state.get(name, 0.0)) for name in ("count", "mean", "squares"))

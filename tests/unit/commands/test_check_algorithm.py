@@ -17,7 +17,13 @@ from rlflow.components import PARTS
 from rlflow.errors import ConfigError
 from rlflow.types import Batch, Loss, LossResult, PolicyOutput, Task
 
-REQUIRED: dict[str, dict[str, Any]] = {"kl": {"coefficient": 0.1}, "entropy": {"coefficient": 0.1}}
+REQUIRED: dict[str, dict[str, Any]] = {
+    "kl": {"coefficient": 0.1},
+    "entropy": {"coefficient": 0.1},
+    "entropy_target": {"target": 0.2},
+    "kl_reward": {"coefficient": 0.1},
+    "overlong": {"buffer": 16},
+}
 SHIPPED = [(kind.name, name) for kind in PARTS.values() for name in kind.names()]
 
 
