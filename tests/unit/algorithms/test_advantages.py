@@ -76,6 +76,12 @@ def test_equal_rewards_and_groups_of_one_teach_exactly_nothing(reward, std):
     assert grpo(batch_of([reward] * 7, [reward]), std=std).tolist() == [0.0] * 8
 
 
+def test_an_attempt_that_is_alone_may_keep_its_reward():
+    batch = batch_of([1.0, 0.0], [0.5], [0.25] * 3)
+    assert grpo(batch, single="raw")[2:].tolist() == [0.5, 0, 0, 0]
+    assert torch.equal(grpo(batch, single="raw")[:2], grpo(batch)[:2])
+
+
 @pytest.mark.parametrize("std", ["sample", "population", "none"])
 def test_rounding_in_the_statistics_of_equal_rewards_is_not_magnified(std):
     batch = batch_of([0.1] * 7)
@@ -125,7 +131,7 @@ def test_an_advantage_is_made_from_its_component():
         ({"name": "grpo", "stdd": "none"}, "Did you mean 'std'"),
         ({"name": "grpo", "eps": "tiny"}, "expected a number from 0, found 'tiny'"),
         ({"name": "grpo", "eps": -1}, "algorithm.advantage.eps: expected a number from 0, found -1"),
-        ({"name": "grpo", "batch": 1}, "unknown keyword 'batch'. It takes: std, eps"),
+        ({"name": "grpo", "batch": 1}, "unknown keyword 'batch'. It takes: std, eps, single"),
         ({"name": "no.such:thing"}, "'no.such:thing': no module 'no'"),
     ],
 )

@@ -14,7 +14,7 @@ import pytest
 
 from rlflow.errors import ConfigError, EnvironmentContractError, RolloutError
 from rlflow.rollout import Rollout, TaskSource, Tokenizer
-from rlflow.rollout.assembler import GroupAssembler
+from rlflow.rollout.assembler import GroupAssembler, stamp
 from rlflow.types import Episode, Group, Step, StopReason, Task, Trajectory
 from tests.unit.rollout.asking import Asking
 from tests.unit.rollout.fake_engine import FakeEngine
@@ -71,6 +71,14 @@ def test_a_group_comes_out_whole_in_order_and_stamped_when_its_last_attempt_ends
     assert group is not None and [t.reward for t in group.trajectories] == [1.0, 9.0, 4.0]
     stats = (2, 2.5, pytest.approx(4.5**0.5))  # of 1 and 4: variance 2 * 1.5**2 / (2 - 1)
     assert [t.group_stats for t in group.trajectories] == [stats, None, stats]
+
+
+def test_a_named_reward_counts_as_0_for_an_attempt_that_never_got_it_and_not_at_all_for_an_aborted_one() -> None:
+    attempts = [trajectory(1.0), trajectory(0.0), trajectory(0.0, StopReason.ABORTED)]
+    attempts[0].rewards, attempts[2].rewards = {"style": 1.0}, {"style": 9.0, "speed": 1.0}
+    stamp(attempts)
+    found = {"style": (0.5, pytest.approx(0.5**0.5))}
+    assert [one.rewards_stats for one in attempts] == [found, found, {}]
 
 
 def test_a_group_whose_attempts_were_all_aborted_comes_out_too_and_ids_must_differ() -> None:
