@@ -7,7 +7,7 @@ BUILT_IN = {
     "rloo": "rlflow.algorithms.advantages.rloo:rloo",
     "reinforce": "rlflow.algorithms.advantages.reinforce:Reinforce",
     "reinforce_pp": "rlflow.algorithms.advantages.reinforce_pp:ReinforcePP",
-    "running": "rlflow.algorithms.advantages.running:Running",
+    "running": "rlflow.algorithms.advantages.running:RunningNormalization",
     "maxrl": "rlflow.algorithms.advantages.maxrl:maxrl",
     "gdpo": "rlflow.algorithms.advantages.gdpo:gdpo",
     "turn_returns": "rlflow.algorithms.advantages.turns:turn_returns",

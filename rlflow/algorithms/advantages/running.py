@@ -15,7 +15,7 @@ from rlflow.types import Batch
 from rlflow.values import NonNegativeFloat, Share
 
 
-class Running(Advantage):
+class RunningNormalization(Advantage):
     """(B,) float32: (reward - mean) / (population std + eps), over every trajectory of this step and of those before.
 
     The trajectory-aware relative policy optimisation of Mobile-Agent-v3, arXiv 2508.15144. Statistics are merged

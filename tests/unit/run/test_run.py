@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import sys
@@ -206,6 +207,22 @@ def test_the_reference_is_refreshed_after_every_so_many_steps(model: Path, tmp_p
         train(letters_config(model, tmp_path, *TINY, *values, losses, "run.overwrite=true"))
         found.append([record["train/kl"] > 1e-8 for record in records() if "train/kl" in record])
     assert found == [[False, True, True, True], [False, True, False, True]]
+
+
+def test_a_run_puts_reward_terms_turn_credit_scales_and_row_weights_together(model: Path, tmp_path: Path, records: Any) -> None:
+    values = (
+        "run.steps=2", "evaluation.at_start=false", "evaluation.every_steps=0", "algorithm.minibatches_per_step=2",
+        "algorithm.transforms=[{name: kl_reward, coefficient: 0.1}, {name: overlong, buffer: 4}, normalize_advantages, "
+        "duration_weight, size_weight, kept_mean]",
+        "algorithm.advantage=turn_returns", "algorithm.aggregate=loss_scales",
+        "algorithm.losses=[ppo_clip, {name: kl, coefficient: 0.01}, {name: entropy_target, target: 9, step: .5}]",
+    )  # fmt: skip
+    train(letters_config(model, tmp_path, *TINY, *values))
+    first, second = [record for record in records() if "train/loss" in record]
+    penalty = first["rollout/response_tokens"] / 4  # of at most 4 tokens; the KL to the starting policy is 0 yet
+    assert penalty > 0 and first["train/shaped_reward"] == pytest.approx(first["train/reward"] - penalty, abs=1e-5)
+    assert [first["train/entropy_coefficient"], second["train/entropy_coefficient"]] == [0.25, 1.0]  # 0, .5; then at its limit
+    assert all(math.isfinite(record["train/loss"]) for record in (first, second))
 
 
 def test_two_parts_that_refresh_the_reference_at_different_steps_are_refused() -> None:
