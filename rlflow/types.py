@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import statistics
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -139,6 +140,22 @@ class Group:
     @property
     def usable(self) -> list[Trajectory]:
         return [trajectory for trajectory in self.trajectories if trajectory.usable]
+
+    def stamp(self) -> None:
+        """Writes (size, mean, std with Bessel's correction) of the usable attempts' rewards on each of them, named ones too: while
+        the group is whole, and again where an attempt of another source has come in."""
+        usable = self.usable
+        if not usable:
+            return
+        stats = (len(usable), *_mean_and_std([one.reward for one in usable]))
+        names = sorted({name for one in usable for name in one.rewards})
+        by_name = {name: _mean_and_std([one.rewards.get(name, 0.0) for one in usable]) for name in names}
+        for one in usable:
+            one.group_stats, one.rewards_stats = stats, dict(by_name)
+
+
+def _mean_and_std(values: list[float]) -> tuple[float, float]:
+    return statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else 0.0
 
 
 SOURCES = ("local", "external", "replay", "demonstration")

@@ -34,11 +34,18 @@ class Part(ABC):  # noqa: B024 -- every kind of part adds its own call
     refreshes: Mapping[str, int] = {}  # snapshots that are taken anew, and after how many steps each, as of a Loss
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run must know, as JSON-able values; {} where nothing is remembered."""
+        """What a resumed run must know, as JSON-able values and tensors; {} where nothing is remembered."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restores `state_dict`."""
+
+    def report(self) -> dict[str, float]:
+        """Numbers about what the part did since the last call, by name: logged as `train/<name>`, once per step."""
+        return {}
+
+    def close(self) -> None:
+        """Called when the run ends: frees what outlives steps (connections, threads)."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +54,8 @@ class FunctionPart(Part):
 
     function: Callable[[Any], Any]
     stage = "minibatch"
+    whole_step = False  # where it is a filter, what `Filter` says
+    max_rounds = 10
 
     def __call__(self, value: Any) -> Any:
         return self.function(value)
@@ -67,7 +76,15 @@ def as_part(part: Any) -> Any:
 
 
 class Filter(Part):
-    """[groups] -> those of them to train on. What it leaves out is replaced by fresh groups, as far as the step allows."""
+    """[groups] -> those of them to train on. What it leaves out is replaced by fresh groups, as far as the step allows: it is
+    asked again about those, in at most `max_rounds` rounds in all."""
+
+    whole_step: bool = False
+    """Asked once per step, about all groups that the filters before it have let through in any round: for what may add or leave
+    out groups without asking for more. Such filters come after all others."""
+
+    max_rounds: int = 10
+    """Rounds of fresh groups in a step at the most; among several filters the least one holds."""
 
     @abstractmethod
     def __call__(self, groups: list[Group]) -> list[Group]: ...

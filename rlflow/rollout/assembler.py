@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 from dataclasses import dataclass, field
 
 from rlflow.errors import RolloutError
@@ -37,22 +36,6 @@ class GroupAssembler:
         if len(group.ended) < group.size:
             return None
         del self._open[group_id]
-        trajectories = [group.ended[number] for number in sorted(group.ended)]
-        stamp(trajectories)
-        return Group(group_id, group.task, trajectories)
-
-
-def stamp(trajectories: list[Trajectory]) -> None:
-    """Writes (size, mean, std with Bessel's correction) of the usable attempts' rewards on each of them, named ones too."""
-    usable = [trajectory for trajectory in trajectories if trajectory.usable]
-    if not usable:
-        return
-    stats = (len(usable), *_mean_and_std([trajectory.reward for trajectory in usable]))
-    names = sorted({name for trajectory in usable for name in trajectory.rewards})
-    by_name = {name: _mean_and_std([trajectory.rewards.get(name, 0.0) for trajectory in usable]) for name in names}
-    for trajectory in usable:
-        trajectory.group_stats, trajectory.rewards_stats = stats, dict(by_name)
-
-
-def _mean_and_std(values: list[float]) -> tuple[float, float]:
-    return statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else 0.0
+        whole = Group(group_id, group.task, [group.ended[number] for number in sorted(group.ended)])
+        whole.stamp()
+        return whole

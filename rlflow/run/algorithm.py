@@ -43,14 +43,16 @@ class Algorithm:
         self.refreshes = merged_refreshes([*self.loss.terms, *self._others()])
 
     @classmethod
-    def from_config(cls, config: RunConfig, response_budget: int) -> Algorithm:
-        """The parts that the configuration names. response_budget: the most tokens that an attempt may generate."""
+    def from_config(cls, config: RunConfig, response_budget: int, **offered: Any) -> Algorithm:
+        """The parts that the configuration names. response_budget: the most tokens that an attempt may generate. offered: what
+        filters may name in their signatures (`rollout`), beside `seed`."""
         section = config.algorithm
+        offered["seed"] = config.run.seed
         return cls(
             advantage=make_advantage(section.advantage),
             loss=Monitored(make_loss(section.losses)),
             aggregate=AGGREGATE.build(section.aggregate, "algorithm.aggregate", tokens=response_budget),
-            filters=[as_part(made) for made in _all(FILTER, section.filters, "algorithm.filters")],
+            filters=[as_part(made) for made in _all(FILTER, section.filters, "algorithm.filters", **offered)],
             transforms=[
                 as_part(made) for made in _all(TRANSFORM, section.transforms, "algorithm.transforms", tokens=response_budget)
             ],
@@ -64,10 +66,21 @@ class Algorithm:
         """What the batch must hold beyond what trajectories know: the union over all parts."""
         return frozenset().union(self.loss.needs, *(part.needs for part in self._others()))
 
+    @property
+    def max_rounds(self) -> int:
+        """Rounds of fresh groups that a step may ask for."""
+        return min([part.max_rounds for part in self.filters if not part.whole_step], default=Filter.max_rounds)
+
     def admit(self, groups: list[Group]) -> list[Group]:
-        """The groups to train on: those that every filter lets through, in order."""
+        """The groups of one round that every filter but those of whole steps lets through, in order."""
         for keep in self.filters:
-            groups = keep(groups)
+            groups = groups if keep.whole_step else keep(groups)
+        return groups
+
+    def complete(self, groups: list[Group]) -> list[Group]:
+        """What a step trains on, of all the groups that were admitted: the filters of whole steps, in order."""
+        for keep in self.filters:
+            groups = keep(groups) if keep.whole_step else groups
         return groups
 
     @torch.no_grad()
@@ -106,6 +119,15 @@ class Algorithm:
             )
         for place, remembered in state.items():
             parts[place].load_state_dict(remembered)
+
+    def report(self) -> dict[str, float]:
+        """What the parts report about the step, as `train/<name>`."""
+        return {f"train/{name}": value for part in self._others() for name, value in part.report().items()}
+
+    def close(self) -> None:
+        """Closes the parts."""
+        for part in self._others():
+            part.close()
 
     def _parts(self) -> Iterator[tuple[str, Part | Loss]]:
         yield "advantage", self.advantage

@@ -1,6 +1,7 @@
 """The checkpoints of one run, and how one comes to be: written aside, brought to disk, renamed.
 
-step_000050/            state.json (the run's part, sealed) and trainer/ (what the trainer saved)
+step_000050/            state.json (the run's part, sealed), where there are tensors in it state-CRC32.safetensors, and
+                        trainer/ (what the trainer saved)
 step_000050.partial/    being written; names with two numbers more are being removed or replaced (rlflow/storage/files.py)
 step_000050.aside/      newer than the checkpoint that the run was resumed from by `run.resume_step`; read by nobody
 """
@@ -14,10 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from rlflow.errors import ConfigError, DamagedCheckpointError
+from rlflow.run.state import put_back
 from rlflow.storage.files import PARTIAL, clear_partials, partial_path, remove_directory, replace_directory
-from rlflow.storage.integrity import TRAINER_MANIFEST, find_damage, read_fingerprints, read_sealed
+from rlflow.storage.integrity import TRAINER_MANIFEST, Fingerprint, find_damage, read_fingerprints, read_sealed
 
 STATE = "state.json"
+TENSORS = "state-{}.safetensors"
 TRAINER = "trainer"
 _STEP = re.compile(r"step_(\d{6,})$")
 
@@ -127,5 +130,14 @@ class Checkpoints:
 
 
 def read_state(checkpoint: Path) -> dict[str, Any]:
-    """The run's part of a checkpoint. Raises DamagedCheckpointError."""
-    return read_sealed(checkpoint / STATE)
+    """The run's part of a checkpoint, tensors in their places. Raises DamagedCheckpointError."""
+    from safetensors.torch import load_file
+
+    state = read_sealed(checkpoint / STATE)
+    entry = state.pop("tensors", None)
+    if entry is None:
+        return state
+    damage = find_damage(checkpoint, {entry["file"]: Fingerprint(entry["bytes"], entry["crc32"])})
+    if damage is not None:
+        raise DamagedCheckpointError(f"{damage}.")
+    return put_back(state, load_file(checkpoint / entry["file"]))

@@ -72,7 +72,8 @@ def _start(config: RunConfig, stack: ExitStack) -> Run:
     progress.registered = rollout.environment.metrics
     train_tasks, dropped = fitting_tasks(rollout, config.data.train_split, config)
     val_tasks, _ = fitting_tasks(rollout, config.data.val_split, config)
-    algorithm = Algorithm.from_config(config, rollout.response_budget)
+    algorithm = Algorithm.from_config(config, rollout.response_budget, rollout=rollout)
+    stack.callback(algorithm.close)
     progress.phase("loading", "the trainer")
     trainer = make_trainer(config)
     stack.callback(trainer.close)

@@ -61,6 +61,7 @@ class Run:
     metrics: MetricsLog = field(init=False)  # opened once it is known from which step on they are kept
     step: int = 0
     saved_step: int = -1
+    _sampled: list[Group] = field(default_factory=list)  # of the step, before any filter
 
     @property
     def registered(self) -> Metrics:
@@ -81,10 +82,13 @@ class Run:
     def groups(self) -> Iterator[list[Group]]:
         """The groups of one step after another, as long as the run should go on; sampled when they are asked for."""
         prompts = self.config.rollout.prompts_per_step
-        stream = self.rollout.stream(self.source, prompts, start=self.step, admit=self._admit)
+        rounds = self.algorithm.max_rounds
+        stream = self.rollout.stream(self.source, prompts, start=self.step, admit=self._admit, max_rounds=rounds)
         while self.step < self.config.run.steps and not self.should_stop():
+            self._sampled.clear()
             with self.timer.phase("rollout"):
                 groups = next(stream, None)
+                groups = None if groups is None else self.algorithm.complete(groups)
             if groups is None:
                 logger.info("stopping: data.curator has no more tasks after step %d", self.step)
                 return
@@ -92,6 +96,7 @@ class Run:
 
     def _admit(self, groups: list[Group]) -> list[Group]:
         self.source.observe(groups)
+        self._sampled += groups
         return self.algorithm.admit(groups)
 
     def sync_weights(self, version: int) -> None:
@@ -100,15 +105,17 @@ class Run:
             self.rollout.load_weights(self.trainer.weights(), version, self.probe)
 
     def finish_step(self, metrics: dict[str, float], groups: Sequence[Group]) -> None:
-        """Counts the step, takes the snapshots anew that are due, and writes its metrics and some of its trajectories."""
+        """Counts the step, takes the snapshots anew that are due, and writes its metrics and some of its trajectories. Metrics of
+        episodes are about all that were sampled, whether or not a filter let them into the update."""
         self.directory.confirm()
         self.step += 1
         for name, steps in self.algorithm.refreshes.items():
             if self.step % steps == 0:
                 self.trainer.snapshot(name)
         elsewhere = {f"memory/{phase}_gib": peak for phase, peak in self.trainer.peak_memory().items()}
-        trajectories = [trajectory for group in groups for trajectory in group.trajectories]
-        metrics = {**metrics, **rollout_metrics(trajectories, self.registered), **self.rollout.report}
+        trajectories = [trajectory for group in self._sampled or groups for trajectory in group.trajectories]
+        reports = {f"train/{name}": value for name, value in self.source.report().items()} | self.algorithm.report()
+        metrics = {**metrics, **rollout_metrics(trajectories, self.registered), **self.rollout.report, **reports}
         metrics |= highest([self.timer.take(), elsewhere])
         metrics |= {"data/prompts_dropped": float(self.prompts_dropped), "data/epoch": self.source.epoch}
         metrics |= step_shares(metrics, self.registered)

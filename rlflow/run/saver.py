@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from rlflow.errors import StorageError
-from rlflow.run.checkpoints import STATE, TRAINER, Checkpoints
-from rlflow.storage.files import plain
-from rlflow.storage.integrity import write_sealed
+from rlflow.run.checkpoints import STATE, TENSORS, TRAINER, Checkpoints
+from rlflow.run.state import take_out
+from rlflow.storage.files import plain, replacing
+from rlflow.storage.integrity import fingerprint, write_sealed
 from rlflow.trainer.base import Trainer
 
 logger = logging.getLogger(__name__)
@@ -26,14 +30,14 @@ class Saver:
         self.checkpoints = checkpoints
         self.keep = keep
         self.asynchronous = asynchronous
-        self._pending: tuple[int, dict[str, Any]] | None = None
+        self._pending: tuple[int, RunState] | None = None
 
     def save(self, step: int, state: dict[str, Any]) -> None:
         """Begins the checkpoint of a step, after the one under way; ends it, unless asynchronous. Raises StorageError."""
         self.finish()
         with self._explained(step):
             path = self.checkpoints.begin(step)
-            self._pending = step, plain(state)
+            self._pending = step, RunState(state)
             if self.asynchronous:
                 self.trainer.begin_save(path / TRAINER, step)
             else:
@@ -57,14 +61,15 @@ class Saver:
     def update_state(self, step: int, state: dict[str, Any]) -> None:
         """Exchanges the run's part of a checkpoint, finished or under way. Raises StorageError."""
         if self._pending is not None and self._pending[0] == step:
-            self._pending = step, plain(state)
+            self._pending = step, RunState(state)
             return
         with self._explained(step):
             write_state(self.checkpoints.path(step), state)
 
     def _commit(self) -> None:
-        step, state = self._pending or (0, {})
-        write_state(self.checkpoints.partial_path(step), state)
+        assert self._pending is not None
+        step, state = self._pending
+        state.write(self.checkpoints.partial_path(step))
         self.checkpoints.commit(step, self.keep)
         self._pending = None
 
@@ -86,6 +91,32 @@ class Saver:
             ) from error
 
 
+class RunState:
+    """A copy of the run's part of a checkpoint, to be written later."""
+
+    def __init__(self, state: dict[str, Any]) -> None:
+        self._tensors: dict[str, Tensor] = {}
+        self._document = plain(take_out(state, self._tensors))
+
+    def write(self, checkpoint: Path) -> None:
+        """Writes it, sealed. Tensors go to a file of their own that is called after its content: a kill while the state of a
+        finished checkpoint is exchanged leaves the old state with the old file."""
+        document, file = self._document, None
+        if self._tensors:
+            from safetensors.torch import save_file
+
+            with replacing(checkpoint / TENSORS.format("new")) as aside:
+                save_file(self._tensors, aside)
+            made = fingerprint(checkpoint / TENSORS.format("new"))
+            file = checkpoint / TENSORS.format(made.crc32)
+            os.replace(checkpoint / TENSORS.format("new"), file)
+            document = {**document, "tensors": {"file": file.name, "bytes": made.size, "crc32": made.crc32}}
+        write_sealed(checkpoint / STATE, document)
+        for old in checkpoint.glob(TENSORS.format("*")):
+            if old != file:
+                old.unlink()
+
+
 def write_state(checkpoint: Path, state: dict[str, Any]) -> None:
     """Writes the run's part of a checkpoint, sealed."""
-    write_sealed(checkpoint / STATE, state)
+    RunState(state).write(checkpoint)

@@ -1,14 +1,19 @@
-"""The states of a run's parts, as a checkpoint holds them."""
+"""The states of a run's parts, as a checkpoint holds them: what JSON can say in state.json, tensors in a file beside it."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any, Protocol, runtime_checkable
 
+from torch import Tensor
+
+TENSOR = "__tensor__"
+"""Key of the mapping that stands in state.json in a tensor's place: {TENSOR: its name in the tensors' file}."""
+
 
 @runtime_checkable
 class Stateful(Protocol):
-    """A part of a run that remembers something from step to step. A state is made of what JSON can say."""
+    """A part of a run that remembers something from step to step. A state is made of what JSON can say, and of tensors."""
 
     def state_dict(self) -> dict[str, Any]: ...
 
@@ -25,3 +30,25 @@ def load_states(parts: Mapping[str, object], saved: Mapping[str, Any]) -> None:
     for name, part in parts.items():
         if saved[name] and isinstance(part, Stateful):
             part.load_state_dict(saved[name])
+
+
+def take_out(state: Any, tensors: dict[str, Tensor]) -> Any:
+    """The state with its tensors exchanged for their names, and copies of them in `tensors`."""
+    if isinstance(state, Tensor):
+        name = str(len(tensors))
+        tensors[name] = state.detach().cpu().clone().contiguous()
+        return {TENSOR: name}
+    if isinstance(state, Mapping):
+        return {key: take_out(value, tensors) for key, value in state.items()}
+    if isinstance(state, (list, tuple)):
+        return [take_out(value, tensors) for value in state]
+    return state
+
+
+def put_back(state: Any, tensors: Mapping[str, Tensor]) -> Any:
+    """Inverse of `take_out`. Raises KeyError for a tensor that is not there."""
+    if isinstance(state, Mapping):
+        if set(state) == {TENSOR}:
+            return tensors[state[TENSOR]]
+        return {key: put_back(value, tensors) for key, value in state.items()}
+    return [put_back(value, tensors) for value in state] if isinstance(state, list) else state

@@ -2,5 +2,9 @@
 
 from __future__ import annotations
 
-BUILT_IN = {"epochs": "rlflow.algorithms.curators.epochs:Epochs"}
+BUILT_IN = {
+    "epochs": "rlflow.algorithms.curators.epochs:Epochs",
+    "filter_solved": "rlflow.algorithms.curators.filter_solved:FilterSolved",
+    "greso": "rlflow.algorithms.curators.greso:Greso",
+}
 """Name -> `module:Name`."""

@@ -2,5 +2,11 @@
 
 from __future__ import annotations
 
-BUILT_IN: dict[str, str] = {}
+BUILT_IN = {
+    "dynamic_sampling": "rlflow.algorithms.filters.dynamic_sampling:DynamicSampling",
+    "zero_advantage": "rlflow.algorithms.filters.zero_advantage:ZeroAdvantage",
+    "overlong": "rlflow.algorithms.filters.overlong:Overlong",
+    "success_pool": "rlflow.algorithms.filters.success_pool:SuccessPool",
+    "replay": "rlflow.algorithms.filters.replay:Replay",
+}
 """Name -> `module:Name`."""

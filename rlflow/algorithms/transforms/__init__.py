@@ -12,5 +12,8 @@ BUILT_IN = {
     "duration_weight": "rlflow.algorithms.transforms.row_weights:duration_weight",
     "size_weight": "rlflow.algorithms.transforms.row_weights:size_weight",
     "kept_mean": "rlflow.algorithms.transforms.kept_mean:kept_mean",
+    "high_entropy_tokens": "rlflow.algorithms.transforms.high_entropy_tokens:HighEntropyTokens",
+    "high_entropy_steps": "rlflow.algorithms.transforms.high_entropy_steps:HighEntropySteps",
+    "zero_variance_rows": "rlflow.algorithms.transforms.zero_variance_rows:ZeroVarianceRows",
 }
 """Name -> `module:Name`."""

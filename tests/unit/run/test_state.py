@@ -3,9 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
+import pytest
+import torch
+
+from rlflow.errors import DamagedCheckpointError
+from rlflow.run.checkpoints import read_state
 from rlflow.run.clock import Clock
+from rlflow.run.saver import write_state
 from rlflow.run.state import load_states, states
 
 
@@ -40,3 +47,22 @@ def test_a_clock_counts_earlier_sessions() -> None:
     clock = Clock(before_s=100.0)
     first = clock.seconds
     assert 100 <= first <= clock.seconds < 160
+
+
+def test_tensors_of_a_state_lie_in_a_file_beside_it(tmp_path: Path) -> None:
+    state = {"algorithm": {"filters.0": {"tokens": torch.arange(3), "names": [torch.tensor([True]), "x"]}}, "step": 1}
+    write_state(tmp_path, state)
+    found = read_state(tmp_path)
+    assert torch.equal(found["algorithm"]["filters.0"]["tokens"], torch.arange(3))
+    assert found["algorithm"]["filters.0"]["names"][0].dtype is torch.bool and found["step"] == 1
+    (file,) = tmp_path.glob("*.safetensors")
+    write_state(tmp_path, {"tokens": torch.arange(4)})  # another content, another name: the old state had its file until now
+    (other,) = tmp_path.glob("*.safetensors")
+    assert other.name != file.name and torch.equal(read_state(tmp_path)["tokens"], torch.arange(4))
+    content = bytearray(other.read_bytes())
+    content[-1] ^= 1
+    other.write_bytes(content)
+    with pytest.raises(DamagedCheckpointError, match=r"safetensors: damaged"):
+        read_state(tmp_path)
+    write_state(tmp_path, {"step": 2})
+    assert [path.name for path in tmp_path.iterdir()] == ["state.json"] and read_state(tmp_path) == {"step": 2}

@@ -1,0 +1,111 @@
+"""Tasks whose groups keep scoring all alike come less and less often."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+from rlflow.algorithms.curators.screened import Screened
+from rlflow.algorithms.filters.dynamic_sampling import scores_alike
+from rlflow.types import Group, Task
+from rlflow.values import PositiveFloat, Share
+
+Kind = Literal["easy", "hard"]
+KINDS: tuple[Kind, Kind] = ("easy", "hard")
+LOW, HIGH = 0.01, 0.99  # of the base probabilities
+FIRST = 0.5
+
+
+class Greso(Screened):
+    """Samples a task with probability max(p ** z, floor), z its present streak of groups without variance, p that of the streak's
+    kind: easy where the mean return exceeds 0.5, else hard; 1 where there is no streak (GRESO, arXiv 2506.02177; the floors
+    are those of AstraFlow, arXiv 2605.15565).
+
+    A streak whose kind changes begins again at 1; a group with variance ends it. Whenever the weights have changed, once the first
+    pass is over: p of a kind falls by `adjust` if the share of such groups since the last change has reached its target (easy
+    0.083, hard 0.167), else it rises, within 0.01 to 0.99.
+    """
+
+    def __init__(
+        self,
+        tasks: Sequence[Task],
+        seed: int,
+        shuffle: bool = True,
+        easy_target: Share = 0.083,
+        hard_target: Share = 0.167,
+        easy_floor: Share = 0.10,
+        hard_floor: Share = 0.40,
+        adjust: PositiveFloat = 0.01,
+    ) -> None:
+        super().__init__(tasks, seed, shuffle)
+        self._seed = seed
+        self._targets = {"easy": easy_target, "hard": hard_target}
+        self._floors = {"easy": easy_floor, "hard": hard_floor}
+        self._adjust = adjust
+        self._bases = {"easy": FIRST, "hard": FIRST}
+        self._streaks: dict[str, tuple[Kind, int]] = {}  # by task
+        self._window = {"easy": 0, "hard": 0, "all": 0}  # groups since the weights changed
+        self._version = 0
+        self._draws = 0
+
+    def probability(self, task_id: str) -> float:
+        """With which the task is sampled when its turn comes."""
+        kind, streak = self._streaks.get(task_id, ("easy", 0))
+        return 1.0 if streak == 0 else max(self._bases[kind] ** streak, self._floors[kind])
+
+    def wanted(self, task: Task) -> bool:
+        self._draws += 1
+        return random.Random(f"{self._seed}/greso/{self._draws}").random() < self.probability(task.id)
+
+    def take(self, count: int) -> list[Task]:
+        """The next `count` tasks; where a whole pass is left to chance in vain, they come in the order as it is."""
+        taken = super().take(count)
+        return [*taken, *self._order.take(count - len(taken))]
+
+    def observe(self, groups: Sequence[Group]) -> None:
+        """Continues or ends the streaks of the groups' tasks; groups without a usable attempt say nothing."""
+        for group in groups:
+            if not group.usable:
+                continue
+            version = max(int(segment.versions.max()) for one in group.usable for segment in one.segments)
+            if version > self._version:
+                self._version = version
+                self._adjust_bases()
+            self._count_group(group)
+
+    def report(self) -> dict[str, float]:
+        """Tasks that were passed over, and the base probabilities."""
+        return {**super().report(), "greso_p_easy": self._bases["easy"], "greso_p_hard": self._bases["hard"]}
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position, the streaks by task, the base probabilities and what they are adjusted by."""
+        own = {"bases": dict(self._bases), "streaks": dict(self._streaks), "window": dict(self._window)}
+        return {**super().state_dict(), **own, "version": self._version, "draws": self._draws}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restores `state_dict`."""
+        super().load_state_dict(state)
+        self._bases, self._window = dict(state["bases"]), dict(state["window"])
+        self._streaks = {task: (kind, int(streak)) for task, (kind, streak) in state["streaks"].items()}
+        self._version, self._draws = int(state["version"]), int(state["draws"])
+
+    def _count_group(self, group: Group) -> None:
+        self._window["all"] += 1
+        if not scores_alike(group):
+            self._streaks.pop(group.task.id, None)
+            return
+        mean = sum(one.reward for one in group.usable) / len(group.usable)
+        kind: Kind = "easy" if mean > 0.5 else "hard"
+        self._window[kind] += 1
+        before, streak = self._streaks.get(group.task.id, (kind, 0))
+        self._streaks[group.task.id] = kind, streak + 1 if before == kind else 1
+
+    def _adjust_bases(self) -> None:
+        if self.epoch >= 1 and self._window["all"]:
+            for kind in KINDS:
+                too_many = self._window[kind] / self._window["all"] >= self._targets[kind]
+                moved = self._bases[kind] + (-self._adjust if too_many else self._adjust)
+                self._bases[kind] = min(HIGH, max(LOW, moved))
+        if self._window["all"]:
+            self._window = {"easy": 0, "hard": 0, "all": 0}

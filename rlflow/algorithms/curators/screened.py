@@ -1,0 +1,56 @@
+"""What curators share that pass tasks over: the order of `Epochs`, and a screen that each task has to pass."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rlflow.algorithms.base import Curator
+from rlflow.algorithms.curators.epochs import Epochs
+from rlflow.types import Task
+
+
+class Screened(Curator):
+    """Passes over the tasks; `wanted` says of each whether it is handed out this time."""
+
+    def __init__(self, tasks: Sequence[Task], seed: int, shuffle: bool = True) -> None:
+        self._order = Epochs(tasks, seed, shuffle)
+        self._count = len(tasks)
+        self._passed_over = 0
+
+    @abstractmethod
+    def wanted(self, task: Task) -> bool:
+        """Whether the task is to be sampled now; asked once each time its turn comes."""
+
+    @property
+    def epoch(self) -> float:
+        """Passes over the tasks so far, those that were passed over included."""
+        return self._order.epoch
+
+    def take(self, count: int) -> list[Task]:
+        """The next `count` wanted tasks; fewer where a whole pass finds no other: a call looks at `count` passes at the most."""
+        taken: list[Task] = []
+        skipped = 0
+        while len(taken) < count and skipped < self._count:
+            (task,) = self._order.take(1)
+            if self.wanted(task):
+                taken.append(task)
+                skipped = 0
+            else:
+                skipped += 1
+                self._passed_over += 1
+        return taken
+
+    def report(self) -> dict[str, float]:
+        """Tasks that were passed over."""
+        counted, self._passed_over = float(self._passed_over), 0
+        return {"tasks_passed_over": counted}
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position in the order."""
+        return {"order": self._order.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restores `state_dict`."""
+        self._order.load_state_dict(state["order"])

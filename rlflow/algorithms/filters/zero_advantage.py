@@ -1,0 +1,27 @@
+"""Groups whose attempts all score the same are left out of the step, and nothing takes their place."""
+
+from __future__ import annotations
+
+from rlflow.algorithms.base import Filter
+from rlflow.algorithms.filters.dynamic_sampling import scores_alike
+from rlflow.types import Group
+
+
+class ZeroAdvantage(Filter):
+    """Leaves out the groups whose attempts score alike: AstraFlow's filter_zero_adv (arXiv 2605.15565), ASearcher's dynamic
+    filtering (arXiv 2508.07976). Where all are such, the first one stays, for the step to have a batch: its advantages are 0."""
+
+    whole_step = True
+
+    def __init__(self) -> None:
+        self._left_out = 0
+
+    def __call__(self, groups: list[Group]) -> list[Group]:
+        kept = [group for group in groups if not scores_alike(group)] or groups[:1]
+        self._left_out += len(groups) - len(kept)
+        return kept
+
+    def report(self) -> dict[str, float]:
+        """Groups that were left out."""
+        counted, self._left_out = float(self._left_out), 0
+        return {"groups_left_out": counted}
