@@ -141,6 +141,7 @@ TRANSFORM = Kind("transform", "rlflow.algorithms.transforms", call=1)
 FILTER = Kind("filter", "rlflow.algorithms.filters", call=1, reserved=("rollout", "seed"))
 AGGREGATE = Kind("aggregate", "rlflow.algorithms.aggregates", call=1)
 CURATOR = Kind("curator", "rlflow.algorithms.curators", reserved=("tasks", "seed"))
+TRANSPORT = Kind("transport", "rlflow.swarm", reserved=("peer",))
 SINK = Kind("sink", "rlflow.metrics", reserved=("directory", "run_name", "config", "resumed_step"))
 """The kinds of the core. A plug-in declares its own with the same class."""
 

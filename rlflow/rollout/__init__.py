@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from rlflow.rollout.engine import Completion, Engine, Sampling
+from rlflow.rollout.replay import Response, Transcript, transcribe
 from rlflow.rollout.rollout import Rollout
 from rlflow.rollout.source import TaskSource
 from rlflow.rollout.tokenizer import Tokenizer
 from rlflow.rollout.weight_sync import WeightProbe, WeightSync
 
-__all__ = ["Completion", "Engine", "Rollout", "Sampling", "TaskSource", "Tokenizer", "WeightProbe", "WeightSync"]
+__all__ = ["Completion", "Engine", "Response", "Rollout", "Sampling", "TaskSource", "Tokenizer", "Transcript", "WeightProbe",
+           "WeightSync", "transcribe"]  # fmt: skip
 
 BUILT_IN = {"embedded": "rlflow.rollout.embedded.engine:EmbeddedEngine"}
 """Engines: name -> `module:Name`."""

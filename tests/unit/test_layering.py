@@ -26,6 +26,7 @@ ALLOWED: dict[str, set[str]] = {
     "batching": BASIS,
     "algorithms": {"values", *BASIS},
     "rollout": {"environment", "models", "matmul", "components", *BASIS},
+    "swarm": {"rollout", "algorithms", "storage", "components", "values", *BASIS},
     "trainer": {"batching", "models", "matmul", "storage", "components", "values", *BASIS},
     "config": {"trainer", "storage", "components", "values", "errors"},
     "cluster": {"trainer", "metrics", "components", "matmul", *BASIS},

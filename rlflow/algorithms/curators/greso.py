@@ -22,9 +22,9 @@ class Greso(Screened):
     kind: easy where the mean return exceeds 0.5, else hard; 1 where there is no streak (GRESO, arXiv 2506.02177; the floors
     are those of AstraFlow, arXiv 2605.15565).
 
-    A streak whose kind changes begins again at 1; a group with variance ends it. Whenever the weights have changed, once the first
-    pass is over: p of a kind falls by `adjust` if the share of such groups since the last change has reached its target (easy
-    0.083, hard 0.167), else it rises, within 0.01 to 0.99.
+    A streak whose kind changes begins again at 1; a group with variance ends it. Whenever the weights have changed, once the
+    first pass is over: p of a kind falls by `adjust` if the share of such groups since the last change has reached its target
+    (easy 0.083, hard 0.167), else it rises, within 0.01 to 0.99.
     """
 
     def __init__(

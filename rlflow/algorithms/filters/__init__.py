@@ -8,5 +8,6 @@ BUILT_IN = {
     "overlong": "rlflow.algorithms.filters.overlong:Overlong",
     "success_pool": "rlflow.algorithms.filters.success_pool:SuccessPool",
     "replay": "rlflow.algorithms.filters.replay:Replay",
+    "swarm": "rlflow.swarm.filter:Swarm",  # not here: it talks to others, and this package is arithmetic
 }
 """Name -> `module:Name`."""

@@ -15,8 +15,8 @@ from rlflow.values import NonNegativeInt, PositiveInt
 
 
 class Replay(Filter):
-    """Adds `groups` random groups of earlier steps to every step, as they were sampled: log-probs, statistics and all, with source
-    `replay` (AstraFlow's replay buffer, arXiv 2605.15565).
+    """Adds `groups` random groups of earlier steps to every step, as they were sampled: log-probs, statistics and all, with
+    source `replay` (AstraFlow's replay buffer, arXiv 2605.15565).
 
     capacity: groups kept; the oldest give way. Those whose attempts score alike are not kept. max_staleness: a group is dropped
     when V - v exceeds it, v the least weight version of its tokens and V the newest that was sampled; None keeps all.

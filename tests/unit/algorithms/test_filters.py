@@ -37,8 +37,8 @@ def through_a_checkpoint(state: Any, folder: Path) -> Any:
 
 @pytest.mark.parametrize(
     "scores, alike",
-    [([0, 0], True), ([1, 0], False), ([1], True), ([], True), ([None, None], True), ([None, 1.0], True), ([0.1 + 0.2, 0.3], True),
-     ([0.3, 0.301], False), ([1e6, 1e6 + 1], False)],
+    [([0, 0], True), ([1, 0], False), ([1], True), ([], True), ([None, None], True), ([None, 1.0], True),
+     ([0.1 + 0.2, 0.3], True), ([0.3, 0.301], False), ([1e6, 1e6 + 1], False)],
 )  # fmt: skip
 def test_a_group_has_zero_advantage_if_its_usable_rewards_are_numerically_equal(scores: list[Any], alike: bool) -> None:
     assert scores_alike(group("a", scores)) is alike
@@ -201,7 +201,8 @@ def test_replay_adds_earlier_groups_as_they_were() -> None:
     assert names(again([group("a", [1, 0]), group("flat", [1, 1])])) == ["a", "flat"]
     step = again([group("b", [0, 1], version=1)])
     assert names(step) == ["b", "a"] and {one.source for one in step[1].trajectories} == {"replay"}
-    assert step[1].trajectories[0].group_stats == (2, 0.5, pytest.approx(0.5**0.5)) and step[1].trajectories[0].segments[0].logprobs is not None
+    first = step[1].trajectories[0]
+    assert first.group_stats == (2, 0.5, pytest.approx(0.5**0.5)) and first.segments[0].logprobs is not None
     assert again.report() == {"groups_replayed": 1, "groups_stale": 0, "replay_size": 2}
     ids = [one.id for number in range(5) for some in again([group("c", [0, 1], 2 + number)]) for one in some.trajectories]
     assert len(ids) == len(set(ids)) == 5 * 6 and again.report()["replay_size"] == 3

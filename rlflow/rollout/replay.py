@@ -1,0 +1,141 @@
+"""Episodes from text: what was said elsewhere, played through the environment of this run and in its tokens."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from rlflow.errors import RLFlowError, RolloutError
+from rlflow.rollout.engine import Completion, Engine, PauseMode, Sampling, Weights
+from rlflow.rollout.episodes import Attempt, EpisodePlayer
+from rlflow.rollout.event_loop import LoopThread
+from rlflow.rollout.submission import Submission
+from rlflow.rollout.tokenizer import Tokenizer
+from rlflow.types import Group, Segment, StopReason, Task, Trajectory
+
+End = Literal["eos", "stop", "length"]
+"""How a response ended: with the end-of-sequence token, with a stop string, or at a token limit."""
+AT_A_TIME = 16  # attempts of a group
+
+
+@dataclass(frozen=True)
+class Response:
+    """One turn of the policy, as its environment heard it."""
+
+    text: str
+    end: End
+
+
+@dataclass(frozen=True)
+class Transcript:
+    """The responses of several attempts at one task."""
+
+    task: Task
+    attempts: tuple[tuple[Response, ...], ...]
+
+
+def transcribe(group: Group, tokenizer: Tokenizer) -> Transcript:
+    """The transcript of the group's usable attempts, which were sampled with that tokenizer."""
+    return Transcript(group.task, tuple(_responses(attempt, tokenizer) for attempt in group.usable))
+
+
+def replay(transcripts: Mapping[str, Transcript], tokenizer: Tokenizer, player: EpisodePlayer, thread: LoopThread) -> list[Group]:
+    """A stamped group per transcript, by group id, in their order, of the attempts that could be played: source `external`,
+    log-probs not known, the loss mask on exactly the responses, the rewards those that the player's environment gave.
+
+    Left out are attempts whose episode did not end with their last response, that the tokenizer cannot say or that exceed a
+    limit, and all of a transcript that breaks the environment's contract: one that no attempt is left of is an empty group.
+    """
+    played = [_Played(name, transcript, tokenizer) for name, transcript in transcripts.items()]
+    try:
+        for one in played:
+            one.submission.start(thread, [one.engine], player)
+        return [one.group() for one in played]
+    finally:
+        for one in played:
+            one.submission.cancel()
+
+
+class ScriptedEngine(Engine):
+    """An engine that has no model: request by request it says what a script holds."""
+
+    max_concurrency = AT_A_TIME
+
+    def __init__(self, tokenizer: Tokenizer, scripts: Mapping[str, Sequence[Response]]) -> None:
+        self._tokenizer = tokenizer
+        self._left = {request: list(reversed(script)) for request, script in scripts.items()}
+
+    def ended(self, request_id: str) -> bool:
+        """Whether the script has been said to its end."""
+        return not self._left[request_id]
+
+    async def generate(
+        self, tokens: Sequence[int], sampling: Sampling, request_id: str | None = None, priority: int = 0
+    ) -> Completion:
+        """The script's next response. Raises RolloutError where there is none, or it cannot be said."""
+        left = self._left[request_id or ""]
+        if not left:
+            raise RolloutError("transcript: the episode goes on where its responses end")
+        response = left.pop()
+        said = self._tokenizer.encode_text(response.text)
+        if self._tokenizer.decode(said) != response.text:
+            raise RolloutError("transcript: the tokenizer has no tokens for a response")
+        if response.end == "eos":
+            said += self._tokenizer.eos_ids[:1]
+        if not 0 < len(said) <= sampling.max_tokens:
+            raise RolloutError(f"transcript: expected a response of 1 to {sampling.max_tokens} tokens, found {len(said)}")
+        return Completion(said, [0.0] * len(said), [-1] * len(said), "length" if response.end == "length" else "stop")
+
+    async def load_weights(self, weights: Weights, version: int) -> None:
+        """There are none."""
+
+    async def pause(self, mode: PauseMode = "keep") -> None:
+        """Nothing is sampled."""
+
+    async def resume(self) -> None:
+        """Nothing is sampled."""
+
+    async def abort(self, request_id: str) -> None:
+        """A response takes no time."""
+
+    async def close(self) -> None:
+        """Nothing is open."""
+
+
+class _Played:
+    """A transcript on its way to a group. Each has a submission of its own, so that none can spoil the others."""
+
+    def __init__(self, name: str, transcript: Transcript, tokenizer: Tokenizer) -> None:
+        self._name, self._task = name, transcript.task
+        scripts = {f"{name}/{number}": responses for number, responses in enumerate(transcript.attempts)}
+        self.engine = ScriptedEngine(tokenizer, scripts)
+        attempts = [
+            Attempt(transcript.task, name, request, lambda turn: turn, number, request) for number, request in enumerate(scripts)
+        ]
+        self.submission = Submission(attempts, max_aborted_share=1.0)
+
+    def group(self) -> Group:
+        try:
+            played = [one for group in self.submission.completed() for one in group.usable if self.engine.ended(one.id)]
+        except RLFlowError:  # what is a mistake of the set-up in an episode of one's own
+            played = []
+        group = Group(self._name, self._task, [_external(one) for one in played])
+        group.stamp()
+        return group
+
+
+def _external(trajectory: Trajectory) -> Trajectory:
+    segments: list[Segment] = [dataclasses.replace(segment, logprobs=None) for segment in trajectory.segments]
+    return dataclasses.replace(trajectory, segments=segments, source="external", group_stats=None)
+
+
+def _responses(trajectory: Trajectory, tokenizer: Tokenizer) -> tuple[Response, ...]:
+    said = []
+    for place, turn in enumerate(trajectory.turns):
+        last = int(trajectory.segments[turn.segment].tokens[turn.stop - 1])
+        cut = trajectory.stop is StopReason.MAX_TOKENS and place == len(trajectory.turns) - 1
+        end: End = "eos" if last in tokenizer.eos_ids else "length" if cut else "stop"
+        said.append(Response(turn.response, end))
+    return tuple(said)

@@ -1,0 +1,207 @@
+"""TCP between peers that share a key: authenticated, in order, of bounded size and time.
+
+    accepting -> calling   32 random bytes, A
+    calling -> accepting   32 random bytes, B; HMAC-SHA256(key, "calling" A B)
+    accepting -> calling   HMAC-SHA256(key, "accepting" A B)
+    calling -> accepting   frames: length of the message (4 bytes, big endian), HMAC-SHA256(session, number of the frame (8 bytes)
+                           message), message; session = HMAC-SHA256(key, "session" A B)
+
+What was recorded fits no other connection, as A and B never come again. Messages are not encrypted: across networks that others
+can read, use a tunnel.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import logging
+import secrets
+from collections import deque
+from collections.abc import Sequence
+from pathlib import Path
+
+from rlflow.errors import ConfigError, RLFlowError
+from rlflow.rollout.event_loop import LoopThread
+from rlflow.swarm.transport import ExperienceTransport
+from rlflow.values import PositiveFloat, PositiveInt
+
+logger = logging.getLogger(__name__)
+
+NONCE = MAC = 32  # bytes
+LEAST_KEY = 16  # bytes
+MOST_CONNECTIONS = 32  # accepted at a time
+FRAMES = 256  # of a connection
+BROKEN = (OSError, EOFError, TimeoutError, RLFlowError)
+"""How a connection may end early: the peer went away, took too long, or did not keep to the protocol."""
+
+
+class FrameError(RLFlowError):
+    """A peer does not keep to the protocol: wrong key, too much, out of order."""
+
+
+class TcpTransport(ExperienceTransport):
+    """Calls every one of `peers` (host:port) to send, and takes messages at `listen` (port 0: any that is free).
+
+    key_file: a file with the secret that all peers share, 16 bytes or more. max_bytes: of a message. queue: messages kept for
+    a peer that does not answer, and of those received until they are asked for; the newest. timeout_s: for each step of a
+    connection, which as a whole gets ten times that.
+    """
+
+    def __init__(
+        self,
+        peer: str,
+        listen: str,
+        key_file: str,
+        peers: Sequence[str] = (),
+        max_bytes: PositiveInt = 2**20,
+        queue: PositiveInt = 256,
+        timeout_s: PositiveFloat = 5.0,
+    ) -> None:
+        self.max_bytes = max_bytes
+        self._key = _read_key(key_file)
+        self._timeout_s = timeout_s
+        self._inbox: deque[bytes] = deque(maxlen=queue)
+        self._outboxes: dict[tuple[str, int], deque[bytes]] = {_address(one): deque(maxlen=queue) for one in peers}
+        self._calling: set[tuple[str, int]] = set()
+        self._accepted = self._refused = self._failures = 0
+        host, port = _address(listen)
+        self._thread = LoopThread("rlflow-swarm")
+        try:
+            self._server = self._thread.run(self._listen(host, port))
+        except OSError as error:
+            self._thread.close()
+            raise ConfigError(f"swarm: cannot listen at {listen} ({error.strerror or error}).") from None
+
+    @property
+    def address(self) -> tuple[str, int]:
+        """Host and port that are listened at."""
+        host, port, *_ = self._server.sockets[0].getsockname()
+        return host, port
+
+    def publish(self, messages: Sequence[bytes]) -> None:
+        """Queues them for every peer; a thread of its own sends."""
+        for address, outbox in self._outboxes.items():
+            outbox.extend(message for message in messages if len(message) <= self.max_bytes)
+            if outbox:
+                self._thread.start(self._call(address, outbox))
+
+    def receive(self) -> list[bytes]:
+        """The messages that peers have sent."""
+        return [self._inbox.popleft() for _ in range(len(self._inbox))]
+
+    def report(self) -> dict[str, float]:
+        """Connections that were refused or broke off, and calls that failed."""
+        counted = {"swarm_connections_refused": float(self._refused), "swarm_transport_failures": float(self._failures)}
+        self._refused = self._failures = 0
+        return counted
+
+    def close(self) -> None:
+        """Takes and sends nothing more."""
+        self._thread.run(self._stop())
+        self._thread.close()
+
+    async def _listen(self, host: str, port: int) -> asyncio.Server:
+        return await asyncio.start_server(self._serve, host, port)
+
+    async def _stop(self) -> None:
+        self._server.close()
+        others = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
+        for task in others:
+            task.cancel()
+        await asyncio.gather(*others, return_exceptions=True)
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._accepted += 1
+        try:
+            if self._accepted > MOST_CONNECTIONS:
+                raise FrameError("too many connections")
+            async with asyncio.timeout(10 * self._timeout_s):
+                await self._take(reader, writer)
+        except BROKEN as error:
+            self._refused += 1
+            logger.debug("swarm: a connection was broken off: %r", error)
+        finally:
+            self._accepted -= 1
+            writer.close()
+
+    async def _take(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        first = secrets.token_bytes(NONCE)
+        writer.write(first)
+        second = await self._read(reader, NONCE)
+        if not hmac.compare_digest(await self._read(reader, MAC), self._mac(b"calling", first, second)):
+            raise FrameError("another key")
+        writer.write(self._mac(b"accepting", first, second))
+        session = self._mac(b"session", first, second)
+        for number in range(FRAMES):
+            try:
+                head = await self._read(reader, 4)
+            except asyncio.IncompleteReadError as error:
+                if error.partial:
+                    raise
+                return  # the end, between two frames
+            length = int.from_bytes(head, "big")
+            if length > self.max_bytes:
+                raise FrameError(f"a message of {length} bytes")
+            mac, message = await self._read(reader, MAC), await self._read(reader, length)
+            if not hmac.compare_digest(mac, _frame_mac(session, number, message)):
+                raise FrameError("a message that was changed")
+            self._inbox.append(message)
+        raise FrameError("too many messages")
+
+    async def _call(self, address: tuple[str, int], outbox: deque[bytes]) -> None:
+        if address in self._calling:
+            return  # what was queued in the meantime goes with the call under way
+        self._calling.add(address)
+        try:
+            async with asyncio.timeout(10 * self._timeout_s):
+                await self._send(address, outbox)
+        except BROKEN as error:
+            self._failures += 1
+            logger.debug("swarm: %s:%d cannot be reached: %r", *address, error)
+        finally:
+            self._calling.discard(address)
+
+    async def _send(self, address: tuple[str, int], outbox: deque[bytes]) -> None:
+        async with asyncio.timeout(self._timeout_s):
+            reader, writer = await asyncio.open_connection(*address)
+        try:
+            first, second = await self._read(reader, NONCE), secrets.token_bytes(NONCE)
+            writer.write(second + self._mac(b"calling", first, second))
+            if not hmac.compare_digest(await self._read(reader, MAC), self._mac(b"accepting", first, second)):
+                raise FrameError("another key")
+            session = self._mac(b"session", first, second)
+            for number in range(min(FRAMES - 1, len(outbox))):
+                message = outbox.popleft()
+                writer.write(len(message).to_bytes(4, "big") + _frame_mac(session, number, message) + message)
+                async with asyncio.timeout(self._timeout_s):
+                    await writer.drain()
+        finally:
+            writer.close()
+
+    async def _read(self, reader: asyncio.StreamReader, count: int) -> bytes:
+        async with asyncio.timeout(self._timeout_s):
+            return await reader.readexactly(count)
+
+    def _mac(self, *parts: bytes) -> bytes:
+        return hmac.digest(self._key, b"".join(parts), "sha256")
+
+
+def _frame_mac(session: bytes, number: int, message: bytes) -> bytes:
+    return hmac.digest(session, number.to_bytes(8, "big") + message, "sha256")
+
+
+def _read_key(path: str) -> bytes:
+    try:
+        key = Path(path).read_bytes().strip()
+    except OSError as error:
+        raise ConfigError(f"swarm.key_file: {path}: cannot be read ({error.strerror}).") from None
+    if len(key) < LEAST_KEY:
+        raise ConfigError(f"swarm.key_file: {path}: expected {LEAST_KEY} bytes or more, found {len(key)}.")
+    return key
+
+
+def _address(text: str) -> tuple[str, int]:
+    host, _, port = text.rpartition(":")
+    if not host or not port.isdecimal() or int(port) > 65535:
+        raise ConfigError(f"swarm: expected an address host:port, found '{text}'.")
+    return host.strip("[]"), int(port)
