@@ -26,7 +26,7 @@ def write_trajectories(path: str | Path, groups: Sequence[Group], limit: int | N
 def trajectory_record(group: Group, attempt: int) -> dict[str, Any]:
     """One episode as plain values. `prompt_tokens` counts what stood before the first response."""
     trajectory: Trajectory = group.trajectories[attempt]
-    sampled = sum(int(segment.loss_mask.sum()) for segment in trajectory.segments)
+    sampled = sum(turn.stop - turn.start for turn in trajectory.turns)
     total = sum(len(segment) for segment in trajectory.segments)
     prompt_tokens = trajectory.turns[0].start if trajectory.turns else total
     turns = [
@@ -45,6 +45,7 @@ def trajectory_record(group: Group, attempt: int) -> dict[str, Any]:
             "task_id": trajectory.task_id,
             "group_id": trajectory.group_id,
             "attempt": attempt,
+            "source": trajectory.source,
             "prompt": trajectory.prompt or group.task.prompt,
             "answer": group.task.answer,
             "turns": turns,

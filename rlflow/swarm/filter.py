@@ -46,7 +46,7 @@ class Swarm(Filter):
     one's own, as far as there are any, or a `smaller` step. publish: groups per step at the most. tasks: of which tasks
     others' groups may be: `known`, those of this run's `split` (as this run has them, so that a peer has no say in what is
     right), or `any`, where the question and what the verifier goes by are the peer's. pool, per_peer: transcripts that wait,
-    in all and of one peer; the oldest give way, and those that came over `max_age_steps` ago.
+    in all and of one peer; the oldest give way, and those that came over `max_age_steps` ago. So long doubles are known.
     """
 
     whole_step = True
@@ -78,7 +78,7 @@ class Swarm(Filter):
         self._transport: ExperienceTransport = TRANSPORT.build(transport, "swarm.transport", peer=self._peer)
         self._step = 0
         self._pool: dict[str, Shared] = {}  # by digest, oldest first
-        self._seen: dict[str, None] = {}  # digests, oldest first
+        self._seen: dict[str, int] = {}  # digest -> the step in which it came, oldest first
         self._counts = dict.fromkeys(("published", "received", "rejected", "unplayable", "alike", "external", "missing"), 0)
 
     def __call__(self, groups: list[Group]) -> list[Group]:
@@ -108,12 +108,12 @@ class Swarm(Filter):
     def state_dict(self) -> dict[str, Any]:
         """What waits, what has come before, the name and the number of steps."""
         waiting = [[shared.step, shared.text] for shared in self._pool.values()]
-        return {"peer": self._peer, "step": self._step, "pool": waiting, "seen": list(self._seen)}
+        return {"peer": self._peer, "step": self._step, "pool": waiting, "seen": dict(self._seen)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restores `state_dict`; the name is that of the configuration, or a new one."""
         self._step = int(state["step"])
-        self._seen = dict.fromkeys(state["seen"])
+        self._seen = {digest: int(step) for digest, step in state["seen"].items()}
         self._pool = {}
         for step, text in state["pool"]:
             message = load(text.encode())
@@ -146,14 +146,14 @@ class Swarm(Filter):
             if message.peer == self._peer or message.digest in self._seen:
                 continue
             self._counts["received"] += 1
-            self._seen[message.digest] = None
+            self._seen[message.digest] = self._step
             self._pool[message.digest] = shared
             same = [digest for digest, other in self._pool.items() if other.peer == shared.peer]
             if len(same) > self._per_peer:
                 del self._pool[same[0]]
-        waiting = [item for item in self._pool.items() if self._step - item[1].step <= self._max_age_steps]
-        self._pool = dict(waiting[-self._most :])
-        self._seen = dict.fromkeys(list(self._seen)[-REMEMBERED:])
+        oldest = self._step - self._max_age_steps
+        self._pool = dict([item for item in self._pool.items() if item[1].step >= oldest][-self._most :])
+        self._seen = dict([item for item in self._seen.items() if item[1] >= oldest][-REMEMBERED:])
 
     def _own_terms(self, transcript: Transcript) -> Transcript:
         """The transcript with this run's own task where it has it. Raises MessageError for a task that is not accepted."""

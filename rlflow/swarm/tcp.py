@@ -170,7 +170,9 @@ class TcpTransport(ExperienceTransport):
             if not hmac.compare_digest(await self._read(reader, MAC), self._mac(b"accepting", first, second)):
                 raise FrameError("another key")
             session = self._mac(b"session", first, second)
-            for number in range(min(FRAMES - 1, len(outbox))):
+            for number in range(FRAMES - 1):
+                if not outbox:
+                    return
                 message = outbox.popleft()
                 writer.write(len(message).to_bytes(4, "big") + _frame_mac(session, number, message) + message)
                 async with asyncio.timeout(self._timeout_s):

@@ -124,3 +124,38 @@ def test_a_configuration_names_parts_of_every_kind_and_functions_will_do():
     batch = make_batch(groups[0].trajectories)
     assert made.advantage(batch).tolist() == [0.0]
     assert made.aggregate(batch).tolist() == [[0.0, 0.25, 0.25]]  # 1 trajectory, a budget of 4 tokens
+
+
+class Counted(Filter):
+    """A filter of whole steps that says what it was asked."""
+
+    whole_step = True
+    max_rounds = 1  # of no account: it is not asked per round
+
+    def __init__(self) -> None:
+        self.asked: list[list[str]] = []
+        self.closed = False
+
+    def __call__(self, groups: list[Group]) -> list[Group]:
+        self.asked.append([group.id for group in groups])
+        return groups[1:]
+
+    def report(self) -> dict[str, float]:
+        counted, self.asked = float(len(self.asked)), []
+        return {"asked": counted}
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def test_filters_of_whole_steps_come_last_and_once_and_parts_report_and_close():
+    whole, rounds = Counted(), Counting()
+    rounds.max_rounds = 3
+    made = algorithm(filters=[whole, rounds])
+    admitted = [*made.admit([group("a", 1.0), group("b", 0.0)]), *made.admit([group("c", 1.0)])]
+    assert [kept.id for kept in admitted] == ["a", "c"] and whole.asked == []
+    assert [kept.id for kept in made.complete(admitted)] == ["c"] and whole.asked == [["a", "c"]] and rounds.seen == 3
+    assert made.max_rounds == 3 and algorithm().max_rounds == Filter.max_rounds
+    assert made.report() == {"train/asked": 1.0} and made.report() == {"train/asked": 0.0}
+    made.close()
+    assert whole.closed
