@@ -43,8 +43,8 @@ def write_model(path: Path, family: str, words: Sequence[str], width: int, seed:
     tokenizer.decoder = decoders.Fuse()
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<end>").save_pretrained(str(path))
     torch.manual_seed(seed)
-    sizes = {"hidden_size": width, "intermediate_size": 2 * width, "num_hidden_layers": 2, "max_position_embeddings": 64,
-             "num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.08, "tie_word_embeddings": False}  # fmt: skip
+    sizes = {"hidden_size": width, "intermediate_size": 2 * width, "num_hidden_layers": 2, "num_attention_heads": 4,
+             "num_key_value_heads": 2, "max_position_embeddings": 64, "initializer_range": 0.08}  # fmt: skip
     ends = {"bos_token_id": None, "pad_token_id": words.index("<pad>"), "eos_token_id": words.index("<end>")}
     config = AutoConfig.for_model(family, vocab_size=len(words), **sizes, **ends)
     AutoModelForCausalLM.from_config(config).save_pretrained(str(path))

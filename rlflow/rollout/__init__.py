@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from rlflow.rollout.engine import Completion, Engine, Sampling
-from rlflow.rollout.replay import Response, Transcript, transcribe
+from rlflow.rollout.replay import Response, Transcripts, transcribe
 from rlflow.rollout.rollout import Rollout
 from rlflow.rollout.source import TaskSource
 from rlflow.rollout.tokenizer import Tokenizer
 from rlflow.rollout.weight_sync import WeightProbe, WeightSync
 
-__all__ = ["Completion", "Engine", "Response", "Rollout", "Sampling", "TaskSource", "Tokenizer", "Transcript", "WeightProbe",
+__all__ = ["Completion", "Engine", "Response", "Rollout", "Sampling", "TaskSource", "Tokenizer", "Transcripts", "WeightProbe",
            "WeightSync", "transcribe"]  # fmt: skip
 
 BUILT_IN = {"embedded": "rlflow.rollout.embedded.engine:EmbeddedEngine"}

@@ -29,19 +29,21 @@ class Response:
 
 
 @dataclass(frozen=True)
-class Transcript:
-    """The responses of several attempts at one task."""
+class Transcripts:
+    """What was said in several attempts at one task."""
 
     task: Task
     attempts: tuple[tuple[Response, ...], ...]
 
 
-def transcribe(group: Group, tokenizer: Tokenizer) -> Transcript:
+def transcribe(group: Group, tokenizer: Tokenizer) -> Transcripts:
     """The transcript of the group's usable attempts, which were sampled with that tokenizer."""
-    return Transcript(group.task, tuple(_responses(attempt, tokenizer) for attempt in group.usable))
+    return Transcripts(group.task, tuple(_responses(attempt, tokenizer) for attempt in group.usable))
 
 
-def replay(transcripts: Mapping[str, Transcript], tokenizer: Tokenizer, player: EpisodePlayer, thread: LoopThread) -> list[Group]:
+def replay(
+    transcripts: Mapping[str, Transcripts], tokenizer: Tokenizer, player: EpisodePlayer, thread: LoopThread
+) -> list[Group]:
     """A stamped group per transcript, by group id, in their order, of the attempts that could be played: source `external`,
     log-probs not known, the loss mask on exactly the responses, the rewards those that the player's environment gave.
 
@@ -107,14 +109,14 @@ class ScriptedEngine(Engine):
 class _Played:
     """A transcript on its way to a group. Each has a submission of its own, so that none can spoil the others."""
 
-    def __init__(self, name: str, transcript: Transcript, tokenizer: Tokenizer) -> None:
+    def __init__(self, name: str, transcript: Transcripts, tokenizer: Tokenizer) -> None:
         self._name, self._task = name, transcript.task
         scripts = {f"{name}/{number}": responses for number, responses in enumerate(transcript.attempts)}
         self.engine = ScriptedEngine(tokenizer, scripts)
         attempts = [
             Attempt(transcript.task, name, request, lambda turn: turn, number, request) for number, request in enumerate(scripts)
         ]
-        self.submission = Submission(attempts, max_aborted_share=1.0)
+        self.submission = Submission(attempts, max_aborted_share=None)
 
     def group(self) -> Group:
         try:

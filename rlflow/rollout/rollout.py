@@ -22,7 +22,7 @@ from rlflow.rollout.engine import Engine
 from rlflow.rollout.environment_calls import reported, shut_down
 from rlflow.rollout.episodes import CALL_S, EPISODE_S, Attempt, EpisodeLimits, EpisodePlayer
 from rlflow.rollout.event_loop import LoopThread
-from rlflow.rollout.replay import Transcript, replay
+from rlflow.rollout.replay import Transcripts, replay
 from rlflow.rollout.source import TaskSource
 from rlflow.rollout.submission import Submission
 from rlflow.rollout.tokenizer import Tokenizer
@@ -177,7 +177,7 @@ class Rollout:
         finally:
             self.report = reported(self.environment)
 
-    def replay(self, transcripts: Mapping[str, Transcript]) -> list[Group]:
+    def replay(self, transcripts: Mapping[str, Transcripts]) -> list[Group]:
         """Groups, by their ids, of what was said elsewhere: scored by this environment, in this tokenizer's tokens. See
         `rlflow.rollout.replay.replay`."""
         player = EpisodePlayer(self.environment, self.tokenizer, self._limits, self._threads)

@@ -24,9 +24,10 @@ logger = logging.getLogger(__name__)
 class Submission:
     """Attempts that `Rollout.submit` started; they proceed whether or not anybody reads.
 
-    max_aborted_share: `completed` raises RolloutError at its end where more of the attempts were aborted."""
+    max_aborted_share: `completed` raises RolloutError at its end where more of the attempts were aborted. None: the caller
+    expects any number of them."""
 
-    def __init__(self, attempts: Sequence[Attempt], max_aborted_share: float) -> None:
+    def __init__(self, attempts: Sequence[Attempt], max_aborted_share: float | None) -> None:
         self.group_ids = list(dict.fromkeys(attempt.group_id for attempt in attempts))
         self._attempts = attempts
         self._max_aborted_share = max_aborted_share
@@ -131,7 +132,7 @@ class Submission:
 
     def _check_aborted(self) -> None:
         count, total, share = len(self._aborted), len(self._attempts), self._max_aborted_share
-        if not count:
+        if not count or share is None:
             return
         first = self._aborted[min(self._aborted)]
         logger.warning("%d of %d episodes aborted; first: %s", count, total, first)

@@ -14,7 +14,7 @@ from rlflow.algorithms.base import Filter
 from rlflow.algorithms.filters.dynamic_sampling import scores_alike
 from rlflow.components import TRANSPORT
 from rlflow.errors import ConfigError
-from rlflow.rollout.replay import Transcript, transcribe
+from rlflow.rollout.replay import Transcripts, transcribe
 from rlflow.rollout.rollout import Rollout
 from rlflow.swarm.messages import PEER_NAME, MessageError, dump, load
 from rlflow.swarm.transport import ExperienceTransport
@@ -32,7 +32,7 @@ class Shared:
     peer: str
     step: int
     text: str  # the message, for a checkpoint
-    transcript: Transcript
+    transcript: Transcripts
 
 
 class Swarm(Filter):
@@ -155,7 +155,7 @@ class Swarm(Filter):
         self._pool = dict([item for item in self._pool.items() if item[1].step >= oldest][-self._most :])
         self._seen = dict([item for item in self._seen.items() if item[1] >= oldest][-REMEMBERED:])
 
-    def _own_terms(self, transcript: Transcript) -> Transcript:
+    def _own_terms(self, transcript: Transcripts) -> Transcripts:
         """The transcript with this run's own task where it has it. Raises MessageError for a task that is not accepted."""
         task = self._tasks.get(transcript.task.id)
         if task is not None:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, get_args
 
 from rlflow.errors import RLFlowError
-from rlflow.rollout.replay import End, Response, Transcript
+from rlflow.rollout.replay import End, Response, Transcripts
 from rlflow.types import Task
 
 FORMAT = 1
@@ -29,15 +29,15 @@ class MessageError(RLFlowError):
 
 
 @dataclass(frozen=True)
-class Message:
+class PeerMessage:
     """A transcript and the name under which a peer sent it. digest: of the question and the responses, whoever sent them."""
 
     peer: str
-    transcript: Transcript
+    transcript: Transcripts
     digest: str
 
 
-def dump(transcript: Transcript, peer: str) -> bytes:
+def dump(transcript: Transcripts, peer: str) -> bytes:
     """The message. A task whose answer or metadata JSON cannot say goes without both: peers that have the task can use it."""
     task = {name: getattr(transcript.task, name) for name in _TASK_KEYS}
     try:
@@ -48,7 +48,7 @@ def dump(transcript: Transcript, peer: str) -> bytes:
     return json.dumps({"format": FORMAT, "peer": peer, "task": task, "attempts": attempts}).encode()
 
 
-def load(message: bytes) -> Message:
+def load(message: bytes) -> PeerMessage:
     """The message that `dump` wrote. Raises MessageError for anything else; nothing of it is evaluated."""
     try:
         document = json.loads(message.decode())
@@ -60,11 +60,11 @@ def load(message: bytes) -> Message:
     _expect(isinstance(peer, str) and PEER_NAME.fullmatch(peer), "the peer's name")
     if not isinstance(attempts, list) or not 0 < len(attempts) <= MOST_ATTEMPTS:
         raise MessageError(f"expected 1 to {MOST_ATTEMPTS} attempts")
-    transcript = Transcript(_task(document.get("task")), tuple(_attempt(attempt) for attempt in attempts))
-    return Message(str(peer), transcript, digest(transcript))
+    transcript = Transcripts(_task(document.get("task")), tuple(_attempt(attempt) for attempt in attempts))
+    return PeerMessage(str(peer), transcript, digest(transcript))
 
 
-def digest(transcript: Transcript) -> str:
+def digest(transcript: Transcripts) -> str:
     """Names the question and the responses, for doubles to be known."""
     attempts = sorted([response.text for response in attempt] for attempt in transcript.attempts)
     text = json.dumps([transcript.task.id, transcript.task.prompt, attempts], sort_keys=True)  # half surrogates are escaped

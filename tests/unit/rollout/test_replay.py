@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from rlflow.errors import EnvironmentContractError
-from rlflow.rollout import Response, Rollout, Transcript, transcribe
+from rlflow.rollout import Response, Rollout, Transcripts, transcribe
 from rlflow.types import Episode, Step, StopReason, Task
 from tests.flow.letters import Letters
 from tests.unit.swarm.peers import WORDS, letters_rollout, said
@@ -55,8 +55,9 @@ def test_another_tokenizer_says_the_same_and_the_loss_mask_is_on_exactly_the_res
 
 
 def test_an_end_of_sequence_is_the_local_one_and_a_limit_ends_an_episode(rollout: Rollout) -> None:
-    turns = ((Response("a", "eos"), Response("b", "eos")), (Response("a", "length"),), (Response("", "eos"), Response("b", "stop")))
-    (group,) = rollout.replay({"g": Transcript(said("train-ab", "ab").task, turns)})
+    both, cut = (Response("a", "eos"), Response("b", "eos")), (Response("a", "length"),)
+    turns = (both, cut, (Response("", "eos"), Response("b", "stop")))
+    (group,) = rollout.replay({"g": Transcripts(said("train-ab", "ab").task, turns)})
     assert [rollout.tokenizer.decode(one.segments[0].tokens, False) for one in group.trajectories] == [
         "a?a<end>|b?b<end>", "a?a", "a?<end>|b?b"
     ]  # fmt: skip
@@ -71,7 +72,7 @@ def test_what_cannot_be_played_is_left_out_and_costs_the_others_nothing(rollout:
 
 
 def test_a_response_over_the_limit_is_left_out(rollout: Rollout) -> None:
-    long = Transcript(said("train-ab", "ab").task, ((Response("abc", "stop"), Response("b", "stop")),))
+    long = Transcripts(said("train-ab", "ab").task, ((Response("abc", "stop"), Response("b", "stop")),))
     assert rollout.replay({"g": long})[0].trajectories == []
 
 
@@ -89,7 +90,7 @@ class Strict(Letters):
 @pytest.mark.parametrize("answer", ["contract", "nan", 7, None])
 def test_a_task_that_breaks_the_environment_costs_its_own_group_only(answer: Any) -> None:
     with letters_rollout(Strict()) as made:
-        hostile = Transcript(Task("x", "a?", answer), said("train-ab", "ab", "ac").attempts)
+        hostile = Transcripts(Task("x", "a?", answer), said("train-ab", "ab", "ac").attempts)
         groups = made.replay({"one": said("train-ab", "ab", "ac"), "two": hostile, "three": said("train-cd", "cd")})
         assert [len(group.trajectories) for group in groups] == [2, 0, 1]
         assert len(made.collect(made.environment.tasks("train")[:1])) == 1  # and sampling goes on

@@ -11,7 +11,7 @@ from tokenizers import decoders, models
 from transformers import PreTrainedTokenizerFast
 
 from rlflow.environment import Environment
-from rlflow.rollout import Response, Rollout, Tokenizer, Transcript
+from rlflow.rollout import Response, Rollout, Tokenizer, Transcripts
 from rlflow.swarm.filter import Swarm
 from rlflow.swarm.messages import dump
 from rlflow.swarm.transport import ExperienceTransport
@@ -36,11 +36,11 @@ def letters_rollout(environment: Environment | None = None, words: Sequence[str]
     return Rollout(FakeEngine(tokenizer, vocab=len(words)), environment or Letters(), tokenizer, **values)
 
 
-def said(task: str, *attempts: str) -> Transcript:
+def said(task: str, *attempts: str) -> Transcripts:
     """Attempts at the task `train-ab`, each a letter per turn: `ab` is right, `ax` half right, `xx` wrong."""
     pair = tuple(task.rpartition("-")[2])
     turns = tuple(tuple(Response(letter, "stop") for letter in attempt) for attempt in attempts)
-    return Transcript(Task(task, f"{pair[0]}?", list(pair)), turns)
+    return Transcripts(Task(task, f"{pair[0]}?", list(pair)), turns)
 
 
 class Mailbox(ExperienceTransport):
@@ -64,14 +64,14 @@ class Mailbox(ExperienceTransport):
 MAILBOX = {"name": "tests.unit.swarm.peers:Mailbox"}
 
 
-def member(rollout: Rollout, *incoming: Transcript | bytes, peer: str = "me", **options: Any) -> Swarm:
+def member(rollout: Rollout, *incoming: Transcripts | bytes, peer: str = "me", **options: Any) -> Swarm:
     """A filter of the swarm to which these have been sent, by the peer `you`."""
     swarm = Swarm(rollout, 0, MAILBOX, peer, **options)
     swarm._transport.incoming += [one if isinstance(one, bytes) else dump(one, "you") for one in incoming]
     return swarm
 
 
-def lied(transcript: Transcript, **changes: Any) -> bytes:
+def lied(transcript: Transcripts, **changes: Any) -> bytes:
     """A message with other values at the top level or in the task."""
     document = json.loads(dump(transcript, "liar"))
     document["task"] |= changes.pop("task", {})

@@ -35,7 +35,8 @@ def names(groups: list[Group]) -> list[str]:
 
 def test_only_groups_with_a_spread_of_scores_can_be_picked(rollout: Rollout, own: list[Group]) -> None:
     """Of rewards [1, 1], [0, 0], [1, 0], [0, 1] the last two (spec 6, a)."""
-    pool = [said("train-ab", "ab", "ab"), said("train-ac", "xx", "bb"), said("train-ad", "ad", "bb"), said("train-ae", "bb", "ae")]
+    alike = [said("train-ab", "ab", "ab"), said("train-ac", "xx", "bb")]
+    pool = [*alike, said("train-ad", "ad", "bb"), said("train-ae", "bb", "ae")]
     swarm = member(rollout, *pool, external=4)
     step = swarm(own)
     assert names(external(step)) == ["train-ad", "train-ae"] and len(step) == len(own) + 2

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from rlflow.rollout import Response, Transcript
+from rlflow.rollout import Response, Transcripts
 from rlflow.swarm.messages import MessageError, digest, dump, load
 from rlflow.types import Task
 from tests.unit.swarm.peers import lied, said
@@ -18,16 +18,20 @@ PLAIN = said("train-ab", "ab", "cd")
 
 @pytest.mark.parametrize(
     "task",
-    [Task("a", "Who?", ["x", {"y": 1}], {"hops": 2}), Task("b", [{"role": "user", "content": "\ud800 half"}]), Task("c", "", None)],
+    [
+        Task("a", "Who?", ["x", {"y": 1}], {"hops": 2}),
+        Task("b", [{"role": "user", "content": "\ud800 half"}]),
+        Task("c", "", None),
+    ],
 )
 def test_a_transcript_comes_as_it_was_sent(task: Task) -> None:
-    sent = Transcript(task, ((Response("one\n", "eos"), Response("", "length")), (Response("€", "stop"),)))
+    sent = Transcripts(task, ((Response("one\n", "eos"), Response("", "length")), (Response("€", "stop"),)))
     message = load(dump(sent, "peer-1"))
     assert message.transcript == sent and message.peer == "peer-1"
 
 
 def test_what_json_cannot_say_stays_at_home() -> None:
-    message = load(dump(Transcript(Task("a", "Who?", {1, 2}), PLAIN.attempts), "p"))
+    message = load(dump(Transcripts(Task("a", "Who?", {1, 2}), PLAIN.attempts), "p"))
     assert message.transcript.task == Task("a", "Who?")
 
 
