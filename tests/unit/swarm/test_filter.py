@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +13,7 @@ import pytest
 from rlflow.batching import make_batch
 from rlflow.components import FILTER
 from rlflow.errors import ConfigError
-from rlflow.rollout import Rollout
+from rlflow.rollout import Response, Rollout, Transcripts
 from rlflow.swarm.filter import Swarm
 from rlflow.swarm.messages import dump, load
 from rlflow.types import Group
@@ -168,3 +170,40 @@ def test_it_is_made_by_its_name_and_mistakes_are_named(rollout: Rollout) -> None
     for wrong, words in (({"peer": "../x"}, "swarm.peer"), ({"rollout": 1}, "unknown keyword"), ({"local": 0}, "local")):
         with pytest.raises(ConfigError, match=words):
             FILTER.build({**component, **wrong}, rollout=rollout, seed=3)
+
+
+def test_members_meet_over_tcp_and_one_that_leaves_costs_the_other_nothing(
+    rollout: Rollout, own: list[Group], tmp_path: Path
+) -> None:
+    (tmp_path / "key").write_text("a secret of all peers")
+    tcp = {"name": "tcp", "listen": "127.0.0.1:0", "key_file": str(tmp_path / "key")}
+    one = Swarm(rollout, 0, tcp, "one", external=2)
+    host, port = one._transport.address
+    two = Swarm(rollout, 0, {**tcp, "peers": [f"{host}:{port}"]}, "two")
+    pair = rollout.replay({"0:x": said("train-ab", "ab", "fx", "fb"), "0:y": said("train-cd", "cd", "ff")})
+    for group in pair:
+        for attempt in group.trajectories:
+            attempt.source = "local"
+    two(pair)
+    came: list[Group] = []
+    end = time.monotonic() + 5
+    while len(came) < 2 and time.monotonic() < end:
+        came += external(one(own))
+        time.sleep(0.01)
+    assert sorted(one.reward for group in came for one in group.trajectories) == [0.0, 0.5, 1.0, 1.0]
+    one.close()
+    assert len(two(own)) == len(own)  # nobody listens any more
+    two.close()
+
+
+def test_a_long_text_costs_linear_time_and_is_left_out(rollout: Rollout, own: list[Group]) -> None:
+    def seconds(length: int) -> float:
+        long = Transcripts(said("train-ab", "ab").task, ((Response("a" * length, "stop"),),))
+        found = []
+        for _ in range(3):
+            began = time.process_time()
+            assert rollout.replay({"0:x": long})[0].trajectories == []
+            found.append(time.process_time() - began)
+        return min(found)
+
+    assert seconds(2**16) < 80 * seconds(2**12) + 0.05  # 16 times as long: quadratic would be 256 times
