@@ -20,6 +20,7 @@ from rlflow.commands.check import ContractReport
 from rlflow.commands.sample_step import FIELDS, sample_batch, sample_groups, sample_output, sample_tasks
 from rlflow.components import ADVANTAGE, AGGREGATE, CURATOR, FILTER, LOSS, PARTS, TRANSFORM, Kind
 from rlflow.errors import ConfigError
+from rlflow.run.state import put_back, take_out
 from rlflow.types import Batch, Group, Loss, PolicyOutput, Task, as_loss
 
 _CLASSES = {Advantage: ADVANTAGE, Loss: LOSS, Transform: TRANSFORM, Filter: FILTER, Curator: CURATOR}
@@ -105,6 +106,8 @@ def _make(kind: Kind, component: Mapping[str, Any]) -> Any:
         offered = {"tokens": 64}
     elif kind is CURATOR:
         offered = {"tasks": sample_tasks(), "seed": 0}
+    elif kind is FILTER:
+        offered = {"seed": 0}
     made = kind.build(component, "part", **offered)
     return made if kind in (AGGREGATE, CURATOR) else as_loss(made) if kind is LOSS else as_part(made)
 
@@ -372,11 +375,12 @@ def _check_state(audit: _Findings, make: Callable[[], Any], use: Callable[[Any],
     with audit.expecting("state_dict and load_state_dict"):
         part, restored = make(), make()
         use(part)
-        text = json.dumps(part.state_dict())
-        restored.load_state_dict(json.loads(text))
+        tensors: dict[str, Tensor] = {}
+        text = json.dumps(take_out(part.state_dict(), tensors))
+        restored.load_state_dict(put_back(json.loads(text), tensors))
         if not _alike(use(part), use(restored)):
             audit.problem(
-                "a part restored from its state_dict goes on differently: put all it remembers there, as JSON values"
+                "a part restored from its state_dict goes on differently: put all it remembers there, as JSON values and tensors"
             )
 
 
