@@ -38,7 +38,7 @@ class Overlong(Filter):
         return trajectory.stop in self._stops
 
     def _masked_group(self, group: Group) -> Group:
-        whole = [_without_loss(one) if self._overlong(one) else one for one in group.trajectories]
+        whole = [_without_loss(one) if self._overlong(one) else dataclasses.replace(one) for one in group.trajectories]
         self._masked += sum(map(self._overlong, whole))
         if not self._baseline:
             Group(group.id, group.task, [one for one in whole if not self._overlong(one)]).stamp()

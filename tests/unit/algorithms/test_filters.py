@@ -99,6 +99,7 @@ def test_an_overlong_attempt_may_be_out_of_the_baseline_too() -> None:
     (made,) = Overlong(limits=("max_tokens", "max_turns"), baseline=False)([cut])
     assert made.trajectories[0].group_stats == (1, 1.0, 0.0)
     assert not make_batch(made.trajectories).loss_mask[1:].any()
+    assert cut.trajectories[0].group_stats == (3, 0.5, 0.5)
 
 
 def filled(mode: Any = "replace", **options: Any) -> SuccessPool:
