@@ -9,7 +9,7 @@ import dataclasses
 import enum
 import statistics
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Union
 
@@ -141,17 +141,18 @@ class Group:
     def usable(self) -> list[Trajectory]:
         return [trajectory for trajectory in self.trajectories if trajectory.usable]
 
-    def stamp(self) -> None:
-        """Writes (size, mean, std with Bessel's correction) of the usable attempts' rewards on each of them, named ones too: while
-        the group is whole, and again where an attempt of another source has come in."""
-        usable = self.usable
-        if not usable:
-            return
-        stats = (len(usable), *_mean_and_std([one.reward for one in usable]))
-        names = sorted({name for one in usable for name in one.rewards})
-        by_name = {name: _mean_and_std([one.rewards.get(name, 0.0) for one in usable]) for name in names}
-        for one in usable:
-            one.group_stats, one.rewards_stats = stats, dict(by_name)
+
+def stamp(trajectories: Sequence[Trajectory]) -> None:
+    """Writes (size, mean, std with Bessel's correction) of the usable attempts' rewards on each of them, named ones too: while
+    their group is whole, and again where an attempt of another source has come in."""
+    usable = [trajectory for trajectory in trajectories if trajectory.usable]
+    if not usable:
+        return
+    stats = (len(usable), *_mean_and_std([trajectory.reward for trajectory in usable]))
+    names = sorted({name for trajectory in usable for name in trajectory.rewards})
+    by_name = {name: _mean_and_std([trajectory.rewards.get(name, 0.0) for trajectory in usable]) for name in names}
+    for trajectory in usable:
+        trajectory.group_stats, trajectory.rewards_stats = stats, dict(by_name)
 
 
 def _mean_and_std(values: list[float]) -> tuple[float, float]:

@@ -36,9 +36,12 @@ def remembered_trajectories(state: Mapping[str, Any]) -> list[Trajectory]:
             tokens, mask, logprobs, versions = (column[place : place + length].clone() for column in columns)
             segments.append(Segment(tokens, mask, logprobs if known else None, versions))
             place += length
-        stats = None if row["group_stats"] is None else tuple(row["group_stats"])
         changed = {"segments": segments, "turns": [Turn(**turn) for turn in row["turns"]], "stop": StopReason(row["stop"])}
-        trajectories.append(Trajectory(**{**row, **changed, "group_stats": stats}))
+        stats = {
+            "group_stats": None if row["group_stats"] is None else tuple(row["group_stats"]),
+            "rewards_stats": {name: tuple(found) for name, found in row["rewards_stats"].items()},
+        }
+        trajectories.append(Trajectory(**{**row, **changed, **stats}))
     return trajectories
 
 

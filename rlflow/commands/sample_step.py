@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from rlflow.batching import make_batch
-from rlflow.rollout.assembler import stamp
-from rlflow.types import Batch, Group, PolicyOutput, Segment, StopReason, Task, Trajectory, Turn
+from rlflow.types import Batch, Group, PolicyOutput, Segment, StopReason, Task, Trajectory, Turn, stamp
 
 FIELDS = {  # what a need fills, in the batch and in the policy's output
     "proximal": "proximal_logprobs",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from rlflow.errors import RolloutError
-from rlflow.types import Group, Task, Trajectory
+from rlflow.types import Group, Task, Trajectory, stamp
 
 
 @dataclass
@@ -37,5 +37,5 @@ class GroupAssembler:
             return None
         del self._open[group_id]
         whole = Group(group_id, group.task, [group.ended[number] for number in sorted(group.ended)])
-        whole.stamp()
+        stamp(whole.trajectories)
         return whole

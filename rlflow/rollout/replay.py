@@ -13,7 +13,7 @@ from rlflow.rollout.episodes import Attempt, EpisodePlayer
 from rlflow.rollout.event_loop import LoopThread
 from rlflow.rollout.submission import Submission
 from rlflow.rollout.tokenizer import Tokenizer
-from rlflow.types import Group, Segment, StopReason, Task, Trajectory
+from rlflow.types import Group, Segment, StopReason, Task, Trajectory, stamp
 
 End = Literal["eos", "stop", "length"]
 """How a response ended: with the end-of-sequence token, with a stop string, or at a token limit."""
@@ -124,7 +124,7 @@ class _Played:
         except RLFlowError:  # what is a mistake of the set-up in an episode of one's own
             played = []
         group = Group(self._name, self._task, [_external(one) for one in played])
-        group.stamp()
+        stamp(group.trajectories)
         return group
 
 

@@ -43,8 +43,8 @@ def test_a_step_asks_for_more_within_its_bound(model: Path, tmp_path: Path) -> N
 def test_a_resumed_run_selects_the_same(model: Path, tmp_path: Path) -> None:
     """Pool, buffer, curator and counters are in the checkpoint; every number of the log agrees."""
     parts = (
-        "algorithm.filters=[{name: success_pool, success: 0.5, mode: add}, {name: dynamic_sampling, max_rounds: 2}, overlong, "
-        "{name: replay, groups: 2, capacity: 6}, zero_advantage]",
+        "algorithm.filters=[{name: success_pool, success: 0.5, mode: add}, {name: dynamic_sampling, max_rounds: 2}, "
+        "overlong_filter, {name: replay, groups: 2, capacity: 6}, zero_advantage]",
         "algorithm.transforms=[{name: high_entropy_steps}, zero_variance_rows]", "data.curator=greso", "checkpoint.every_steps=3",
     )  # fmt: skip
     options = (*TINY, *parts)

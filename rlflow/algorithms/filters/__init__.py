@@ -5,7 +5,7 @@ from __future__ import annotations
 BUILT_IN = {
     "dynamic_sampling": "rlflow.algorithms.filters.dynamic_sampling:DynamicSampling",
     "zero_advantage": "rlflow.algorithms.filters.zero_advantage:ZeroAdvantage",
-    "overlong": "rlflow.algorithms.filters.overlong:Overlong",
+    "overlong_filter": "rlflow.algorithms.filters.overlong_filter:OverlongFilter",
     "success_pool": "rlflow.algorithms.filters.success_pool:SuccessPool",
     "replay": "rlflow.algorithms.filters.replay:Replay",
     "swarm": "rlflow.swarm.filter:Swarm",  # not here: it talks to others, and this package is arithmetic

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from rlflow.algorithms.base import Filter
 from rlflow.algorithms.remembered import remembered_trajectories, trajectories_state
-from rlflow.types import Group, Trajectory
+from rlflow.types import Group, Trajectory, stamp
 from rlflow.values import PositiveInt
 
 
@@ -73,9 +73,8 @@ class SuccessPool(Filter):
         usable = [place for place, one in enumerate(attempts) if one.usable]
         place = draw.choice(usable) if self._mode == "replace" else len(attempts)
         attempts[place : place + 1] = [self._replayed(draw.choice(stored), group, place)]
-        completed = Group(group.id, group.task, attempts)
-        completed.stamp()
-        return completed
+        stamp(attempts)
+        return Group(group.id, group.task, attempts)
 
     def _replayed(self, success: Trajectory, group: Group, attempt: int) -> Trajectory:
         segments = success.segments

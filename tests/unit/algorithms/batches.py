@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 import torch
 
 from rlflow.batching import make_batch
-from rlflow.rollout.assembler import stamp
-from rlflow.types import Batch, Segment, StopReason, Trajectory, Turn
+from rlflow.types import Batch, Segment, StopReason, Trajectory, Turn, stamp
 
 
 @dataclass

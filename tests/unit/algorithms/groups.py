@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from rlflow.types import Group, Segment, StopReason, Task, Trajectory, Turn
+from rlflow.types import Group, Segment, StopReason, Task, Trajectory, Turn, stamp
 
 
 def trajectory(task: str, reward: float, attempt: int = 0, version: int = 0, tokens: int = 4, **changes: Any) -> Trajectory:
@@ -28,7 +28,7 @@ def group(task: str, rewards: Sequence[float | None], version: int = 0, **change
         for place, reward in enumerate(rewards)
     ]
     made = Group(f"0:{task}", Task(task, task), attempts)
-    made.stamp()
+    stamp(attempts)
     return made
 
 

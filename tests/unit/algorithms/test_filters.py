@@ -12,7 +12,7 @@ import torch
 from rlflow.algorithms.advantages.grpo import grpo
 from rlflow.algorithms.base import Filter
 from rlflow.algorithms.filters.dynamic_sampling import DynamicSampling, scores_alike
-from rlflow.algorithms.filters.overlong import Overlong
+from rlflow.algorithms.filters.overlong_filter import OverlongFilter
 from rlflow.algorithms.filters.replay import Replay
 from rlflow.algorithms.filters.success_pool import SuccessPool
 from rlflow.algorithms.filters.zero_advantage import ZeroAdvantage
@@ -81,7 +81,7 @@ def test_an_overlong_attempt_is_out_of_the_loss_and_in_the_baseline() -> None:
     cut = group("a", [1.0, 0.0, 0.0])
     cut.trajectories[1].stop = StopReason.MAX_TOKENS
     cut.trajectories[2].stop = StopReason.MAX_TURNS
-    mask = Overlong()
+    mask = OverlongFilter()
     (made,) = mask([cut])
     batch = make_batch(made.trajectories)
     assert batch.loss_mask.any(dim=1).tolist() == [True, False, True]
@@ -94,9 +94,9 @@ def test_an_overlong_attempt_may_be_out_of_the_baseline_too() -> None:
     cut = group("a", [1.0, 0.0, 0.5])
     cut.trajectories[1].stop = StopReason.MAX_TOKENS
     cut.trajectories[2].stop = StopReason.MAX_TURNS
-    (made,) = Overlong(limits=("max_tokens",), baseline=False)([cut])
+    (made,) = OverlongFilter(limits=("max_tokens",), baseline=False)([cut])
     assert made.trajectories[0].group_stats == (2, 0.75, pytest.approx(0.125**0.5))
-    (made,) = Overlong(limits=("max_tokens", "max_turns"), baseline=False)([cut])
+    (made,) = OverlongFilter(limits=("max_tokens", "max_turns"), baseline=False)([cut])
     assert made.trajectories[0].group_stats == (1, 1.0, 0.0)
     assert not make_batch(made.trajectories).loss_mask[1:].any()
     assert cut.trajectories[0].group_stats == (3, 0.5, 0.5)
@@ -184,7 +184,8 @@ def test_trajectories_come_back_bit_for_bit(tmp_path: Path) -> None:
     attempts = [trajectory("a", 0.1, 1, version=7), trajectory("b", -1.0, tokens=2, error="x", temperature=0.7)]
     attempts[0].segments += [trajectory("a", 0.0, tokens=3).segments[0]]
     attempts[0].segments[1].logprobs = None
-    attempts[0].group_stats = (2, 0.1, 1 / 3)
+    attempts[0].group_stats, attempts[0].rewards = (2, 0.1, 1 / 3), {"style": 0.5}
+    attempts[0].rewards_stats = {"style": (0.25, 0.5)}
     found = remembered_trajectories(through_a_checkpoint(trajectories_state(attempts), tmp_path))
     for one, other in zip(found, attempts, strict=True):
         for mine, theirs in zip(one.segments, other.segments, strict=True):

@@ -14,8 +14,8 @@ import pytest
 
 from rlflow.errors import ConfigError, EnvironmentContractError, RolloutError
 from rlflow.rollout import Rollout, TaskSource, Tokenizer
-from rlflow.rollout.assembler import GroupAssembler, stamp
-from rlflow.types import Episode, Group, Step, StopReason, Task, Trajectory
+from rlflow.rollout.assembler import GroupAssembler
+from rlflow.types import Episode, Group, Step, StopReason, Task, Trajectory, stamp
 from tests.unit.rollout.asking import Asking
 from tests.unit.rollout.fake_engine import FakeEngine
 

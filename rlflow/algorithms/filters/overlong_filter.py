@@ -9,12 +9,12 @@ from typing import Literal
 import torch
 
 from rlflow.algorithms.base import Filter
-from rlflow.types import Group, StopReason, Trajectory
+from rlflow.types import Group, StopReason, Trajectory, stamp
 
 Limit = Literal["max_tokens", "max_turns"]
 
 
-class Overlong(Filter):
+class OverlongFilter(Filter):
     """Sets the loss mask of truncated attempts to 0 (overlong filtering of DAPO, arXiv 2503.14476 section 3.4).
 
     limits: which truncations count. baseline: whether such an attempt still counts in the statistics of its group, as the
@@ -41,7 +41,7 @@ class Overlong(Filter):
         whole = [_without_loss(one) if self._overlong(one) else dataclasses.replace(one) for one in group.trajectories]
         self._masked += sum(map(self._overlong, whole))
         if not self._baseline:
-            Group(group.id, group.task, [one for one in whole if not self._overlong(one)]).stamp()
+            stamp([one for one in whole if not self._overlong(one)])
         return Group(group.id, group.task, whole)
 
 
