@@ -115,13 +115,15 @@ class ReferenceTrainer(Trainer):
         unknown = sorted(set(want) - {"logprobs", "entropy"})
         if unknown:
             raise ConfigError(f"trainer.score: can give logprobs and entropy, found {', '.join(unknown)}")
-        check_top_k(top_k, vocab := self.model.get_input_embeddings().num_embeddings)
+        policy: Any = self.model  # a teacher may have more rows, of padding
+        check_top_k(top_k, vocab := policy.get_input_embeddings().num_embeddings)
         result = empty_scores(batch, want, top_k)
         for rows in self._microbatches(batch):
             part = batch.select(rows).to(self.device)
             logits = self._logits(part, model)
             if top_k:
                 ids = F.pad(logits[:, :-1, :vocab].topk(top_k, dim=-1).indices, (0, 0, 1, 0))
+                ids *= (torch.arange(ids.shape[1], device=ids.device) < part.lengths[:, None])[..., None]
                 part = part.replace(extras={TEACHER_TOP_IDS: ids})
             output = policy_output(logits, part, frozenset(want) | ({"top_logprobs"} if top_k else set()))
             for name, whole in result.items():

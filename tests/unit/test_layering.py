@@ -32,8 +32,8 @@ ALLOWED: dict[str, set[str]] = {
     "config": {"trainer", "storage", "components", "values", "errors"},
     "cluster": {"trainer", "metrics", "components", "matmul", *BASIS},
     # What surrounds the loop; the loop itself; the commands.
-    "run": {"batching", "cluster", "config", "rollout", "trainer", "teachers", "algorithms", "environment", "models", "metrics", "storage",
-            "components", "matmul", *BASIS},
+    "run": {"batching", "cluster", "config", "rollout", "trainer", "teachers", "algorithms", "environment", "models", "metrics",
+            "storage", "components", "matmul", *BASIS},
     "loop": {"run", "config", "rollout", "trainer", "algorithms", "batching", "metrics", *BASIS},
     "commands": {"__init__", "loop", "run", "config", "rollout", "environment", "algorithms", "batching", "models", "metrics",
                  "storage", "components", "matmul", *BASIS},
