@@ -114,9 +114,9 @@ def step_metrics(
     metrics = update_metrics(updates, algorithm.loss.reductions)
     metrics["train/lr"] = updates[-1]["lr"]
     metrics["train/logprob_gap"] = updates[0]["logprob_gap"]
-    if batch.teacher_logprobs is not None:
-        own = batch.logprobs if batch.proximal_logprobs is None else batch.proximal_logprobs
-        metrics["train/teacher_gap"] = float((own - batch.teacher_logprobs)[batch.loss_mask].mean())
+    known = batch.loss_mask & batch.require("logprobs_known", "loop")[:, None]
+    if batch.teacher_logprobs is not None and bool(known.any()):
+        metrics["train/teacher_gap"] = float((batch.logprobs - batch.teacher_logprobs)[known].mean())
     metrics["train/tokens"] = float(batch.loss_mask.sum())
     metrics["train/fed_tokens"] = float(batch.lengths.sum())
     spreads = [trajectory.group_stats[2] for trajectory in trajectories if trajectory.group_stats is not None]

@@ -58,6 +58,7 @@ def test_the_preset_trains_three_steps_and_its_run_keeps_its_teacher(model: Path
         train(distilled(model, tmp_path, preset, "run.steps=4", "run.resume=true"))
 
 
+@pytest.mark.slow
 def test_the_forward_kl_alone_brings_the_policy_to_the_teacher(model: Path, teacher: Path, tmp_path: Path) -> None:
     algorithm = {"losses": ["teacher_kl"], "teacher": {"name": "model", "path": str(teacher), "top_k": 4}}
     rows = records(train(distilled(model, tmp_path, algorithm, "run.steps=12")))

@@ -4,6 +4,7 @@ Its answers have the keys of genuine ones (`prompt_logprobs`, and `logprobs` of 
 
 from __future__ import annotations
 
+import functools
 import json
 import threading
 from collections.abc import Iterator
@@ -15,15 +16,20 @@ from typing import Any
 import torch
 
 
+@functools.cache
+def loaded(path: Path) -> tuple[Any, Any]:
+    from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+
+    model = AutoModelForCausalLM.from_pretrained(str(path), dtype=torch.float32).eval()
+    return model, PreTrainedTokenizerFast.from_pretrained(str(path))
+
+
 class Model:
     """temperature: whether prompts are scored at the temperature that is asked for; vLLM does not. failures: how many requests
     are answered with 503 before. delay_s: of every answer. drop: the key that answers lack."""
 
     def __init__(self, path: Path, temperature: bool, failures: int, delay_s: float, drop: str, shift: int) -> None:
-        from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
-
-        self.inner = AutoModelForCausalLM.from_pretrained(str(path), dtype=torch.float32).eval()
-        self.tokenizer = PreTrainedTokenizerFast.from_pretrained(str(path))
+        self.inner, self.tokenizer = loaded(path)
         self.closing = threading.Event()
         self.temperature, self.failures, self.delay_s, self.drop, self.shift = temperature, failures, delay_s, drop, shift
         self.requests: list[dict[str, Any]] = []

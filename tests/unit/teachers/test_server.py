@@ -28,14 +28,19 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_model(tmp_path_factory.mktemp("model"), **sizes)
 
 
+@pytest.fixture(scope="module")
+def tokenizer(path: Path) -> Tokenizer:
+    return Tokenizer.from_pretrained(path)
+
+
 @pytest.fixture
-def make(path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+def make(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     monkeypatch.setattr(module, "FIRST_PAUSE_S", 0.01)
     teachers: list[ServerTeacher] = []
 
     def build(url: str, temperature: float = 1.0, **options: Any) -> ServerTeacher:
         teachers.append(ServerTeacher(url, "teacher", **options))
-        teachers[-1].open(Classroom(None, Tokenizer.from_pretrained(path), lambda task: [], temperature))  # type: ignore[arg-type]
+        teachers[-1].open(Classroom(None, tokenizer, lambda task: [], temperature))  # type: ignore[arg-type]
         return teachers[-1]
 
     yield build
@@ -49,8 +54,7 @@ def rows(temperatures: tuple[float, ...] = (1.0, 1.0, 1.0)) -> Batch:
     return token_batch(tokens).replace(temperatures=torch.tensor(temperatures))
 
 
-@pytest.mark.parametrize("wire", ["prompt_logprobs", "echo"])
-@pytest.mark.parametrize("top_k", [0, 3])
+@pytest.mark.parametrize(("wire", "top_k"), [("prompt_logprobs", 3), ("prompt_logprobs", 0), ("echo", 3)])
 def test_scores_are_those_of_a_forward_pass_and_the_ids_are_sent_as_they_are(
     make: Any, path: Path, wire: str, top_k: int
 ) -> None:
@@ -115,11 +119,11 @@ def test_what_a_server_cannot_do_is_one_error(
         make(url, **options)
 
 
-def test_a_model_that_it_does_not_have_and_an_address_that_is_none(path: Path) -> None:
+def test_a_model_that_it_does_not_have_and_an_address_that_is_none(path: Path, tokenizer: Tokenizer) -> None:
     with serve(path) as (url, _):
         teacher = ServerTeacher(url, "another")
         with pytest.raises(RLFlowError, match=r"status 404.*check algorithm.teacher.url, model, wire"):
-            teacher.open(Classroom(None, Tokenizer.from_pretrained(path), lambda task: [], 1.0))  # type: ignore[arg-type]
+            teacher.open(Classroom(None, tokenizer, lambda task: [], 1.0))  # type: ignore[arg-type]
         teacher.close()
     with pytest.raises(ConfigError, match="expected an address such as http"):
         ServerTeacher("localhost:8000", "teacher")

@@ -34,8 +34,7 @@ def taught(batch: Batch, scores: dict[str, Tensor]) -> Batch:
     return batch.replace(teacher_logprobs=scores["logprobs"], extras=extras)
 
 
-@pytest.mark.parametrize("backend", ["reference", "megatron"])
-@pytest.mark.parametrize("tokens_per_microbatch", [20, 4096])
+@pytest.mark.parametrize(("backend", "tokens_per_microbatch"), [("reference", 4096), ("megatron", 20)])
 def test_scores_are_transformers_at_the_rows_temperature(
     make: Any, teacher: Path, backend: str, tokens_per_microbatch: int
 ) -> None:
@@ -73,7 +72,7 @@ def test_the_teacher_stays_while_the_policy_moves_and_is_not_in_the_checkpoint(
         other.score(batch, "teacher")
 
 
-@pytest.mark.parametrize("tokens_per_microbatch", [20, 4096])
+@pytest.mark.parametrize("tokens_per_microbatch", [20, pytest.param(4096, marks=pytest.mark.slow)])
 def test_the_forward_kl_moves_megatron_as_it_moves_the_reference_trainer(
     make: Any, teacher: Path, tokens_per_microbatch: int
 ) -> None:
