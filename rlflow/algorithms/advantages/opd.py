@@ -26,7 +26,9 @@ class OnPolicyDistillation(Advantage):
     def __init__(self, coefficient: PositiveFloat = 1.0, base: Component | None = None, anchor: Anchor = "rollout") -> None:
         check_anchor(anchor, "advantage opd")
         self._coefficient, self._anchor = coefficient, anchor
-        self._base: Advantage | None = None if base is None else as_part(ADVANTAGE.build(base, "algorithm.advantage.base"))
+        made = None if base is None else ADVANTAGE.build(base, "algorithm.advantage.base")
+        self.compares_attempts = getattr(getattr(made, "func", made), "compares_attempts", False)
+        self._base: Advantage | None = None if made is None else as_part(made)
 
     @property
     def needs(self) -> frozenset[str]:  # type: ignore[override]
