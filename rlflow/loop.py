@@ -59,6 +59,8 @@ def training_step(
     batch = make_batch(usable)
     with timer.phase("score"):
         batch = score_step(batch, trainer, algorithm.needs)
+        if algorithm.teacher is not None:
+            batch = algorithm.teacher.fill(batch, [group.task for group in groups for _ in group.usable])
     batch = algorithm.credit(batch)
     updates = []
     for epoch in range(algorithm.epochs_per_step):
@@ -112,6 +114,9 @@ def step_metrics(
     metrics = update_metrics(updates, algorithm.loss.reductions)
     metrics["train/lr"] = updates[-1]["lr"]
     metrics["train/logprob_gap"] = updates[0]["logprob_gap"]
+    known = batch.loss_mask & batch.require("logprobs_known", "loop")[:, None]
+    if batch.teacher_logprobs is not None and bool(known.any()):
+        metrics["train/teacher_gap"] = float((batch.logprobs - batch.teacher_logprobs)[known].mean())
     metrics["train/tokens"] = float(batch.loss_mask.sum())
     metrics["train/fed_tokens"] = float(batch.lengths.sum())
     spreads = [trajectory.group_stats[2] for trajectory in trajectories if trajectory.group_stats is not None]

@@ -159,6 +159,11 @@ def _mean_and_std(values: list[float]) -> tuple[float, float]:
     return statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else 0.0
 
 
+TEACHER_TOP_IDS, TEACHER_TOP_LOGPROBS = "teacher_top_ids", "teacher_top_logprobs"
+"""Of a batch's extras, (B, T, k): the k tokens that the teacher thinks likeliest in the place of token t, and their log-probs,
+where a part needs `top_logprobs`."""
+
+
 SOURCES = ("local", "external", "replay", "demonstration")
 """Where a trajectory may come from: this run's own rollout, a peer's, an earlier step's, or a teacher's hand."""
 
@@ -205,6 +210,7 @@ class Batch:
     # From the trainer, where a component's `needs` says so. Nats.
     proximal_logprobs: Tensor | None = None  # (B, T) of the policy before the step's first update, by the trainer
     reference_logprobs: Tensor | None = None  # (B, T) of the frozen reference
+    teacher_logprobs: Tensor | None = None  # (B, T) of the teacher, at the row's temperature
     current_logprobs: Tensor | None = None  # (B, T) of the policy just before this minibatch's update
     current_entropy: Tensor | None = None  # (B, T) of the distribution sampled from, just before this minibatch's update
 
@@ -212,7 +218,7 @@ class Batch:
     coefficients: Tensor | None = None  # (B, T) factors on policy-gradient kernels, without gradient; None: all 1
 
     extras: dict[str, Tensor] = field(default_factory=dict)
-    """(B, T) or (B,) tensors of a method's own, by name, before they are worth a field."""
+    """(B,), (B, T) or (B, T, k) tensors of a method's own, by name, before they are worth a field."""
 
     def __len__(self) -> int:
         return int(self.tokens.shape[0])
@@ -236,7 +242,7 @@ class Batch:
         """The given rows, in that order, padding cut to the longest of them."""
         index = torch.as_tensor(rows, dtype=torch.int64)
         width = int(self.lengths[index].max()) if len(index) else 0
-        return self.map(lambda value: value[index, :width] if value.dim() == 2 else value[index])
+        return self.map(lambda value: value[index, :width] if value.dim() >= 2 else value[index])
 
     def to(self, device: torch.device | str) -> Batch:
         """The batch with every tensor on the device."""
@@ -257,6 +263,7 @@ class Batch:
 _FILLED = {
     "proximal_logprobs": "from trainer.score(batch)['logprobs'] before the first update",
     "reference_logprobs": "from trainer.score(batch, model='reference')['logprobs'], after trainer.snapshot('reference')",
+    "teacher_logprobs": "from algorithm.teacher",
     "current_logprobs": "from trainer.score(minibatch)['logprobs'] before its update",
     "current_entropy": "from trainer.score(minibatch, want=('entropy',))['entropy'] before its update",
 }
@@ -266,11 +273,13 @@ _FILLED = {
 class PolicyOutput:
     """What the trainer computed with gradients for a batch, (B, T): position t describes token t; position 0, padding and
     what is not `Batch.trained` are 0. `entropy` is of the distribution that token t was drawn from (nats, at the row's
-    temperature). Beyond `logprobs` there is what the loss `needs`."""
+    temperature). `top_logprobs` (B, T, k) are those of the ids in the teacher's place, TEACHER_TOP_IDS of the batch's extras.
+    Beyond `logprobs` there is what the loss `needs`."""
 
     logprobs: Tensor
     entropy: Tensor | None = None
     values: Tensor | None = None
+    top_logprobs: Tensor | None = None
 
 
 LossResult = tuple[Tensor, dict[str, Tensor]]
@@ -285,8 +294,8 @@ class Loss(ABC):
     """
 
     needs: frozenset[str] = frozenset()
-    """What must be there beyond log-probs: `entropy` and `values` of PolicyOutput; `proximal` and `reference` log-probs of
-    the batch. The training step and the trainer fill exactly the union over all components."""
+    """What must be there beyond log-probs: `entropy`, `values` and `top_logprobs` of PolicyOutput; `proximal`, `reference` and
+    `teacher` log-probs of the batch. The training step and the trainer fill exactly the union over all components."""
 
     vanishes_at_zero_advantage: bool = False
     """The loss and its gradient are 0 wherever the advantage is: rows without any advantage are left out of updates."""

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from rlflow.errors import ConfigError, MissingPackageError, RLFlowError
-from rlflow_environments.common.http import GaveUp, Retryable, RetryPolicy, check_status
+from rlflow.http import GaveUp, Retryable, RetryPolicy, check_status
 from rlflow_environments.common.jsonl import BadRow, parse_object, records
 from rlflow_environments.common.text import well_formed
 

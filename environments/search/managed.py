@@ -21,9 +21,9 @@ from typing import Any
 
 from rlflow.components import check_options
 from rlflow.errors import ConfigError
+from rlflow.http import backoff_s
 from rlflow.types import Task
 from rlflow.values import PositiveFloat, PositiveInt, Share
-from rlflow_environments.common.http import backoff_s
 from rlflow_environments.retrieval.client.client import HttpRetriever
 from rlflow_environments.retrieval.corpus import Passage
 from rlflow_environments.retrieval.errors import RetrievalError

@@ -3,8 +3,8 @@
     tasks --Curator--> groups --Filter--> batch --Advantage--> minibatch --Transform--> losses, summed under the weights
 
 A part says in `needs` what must be in the batch beyond what `make_batch` puts there, and the training step fills exactly the
-union: `proximal` and `reference` (log-probs, once per step), `current` and `current_entropy` (once per minibatch, just before
-its update). A part that remembers something returns it from `state_dict`; it is in the checkpoint.
+union: `proximal`, `reference` and `teacher` (log-probs, once per step), `current` and `current_entropy` (once per minibatch,
+just before its update). A part that remembers something returns it from `state_dict`; it is in the checkpoint.
 """
 
 from __future__ import annotations

@@ -75,9 +75,9 @@ class TrainerRank:
     def build(self, backend: str, path: str, options: dict[str, Any]) -> None:
         self.trainer = Trainer.from_pretrained(path, backend, **options)
 
-    def score(self, batch: dict[str, Any], model: str, want: tuple[str, ...]) -> dict[str, Any] | None:
+    def score(self, batch: dict[str, Any], model: str, want: tuple[str, ...], top_k: int) -> dict[str, Any] | None:
         with self.memory.measure("score"):
-            scores = self.trainer.score(unpack_batch(batch), model, want)
+            scores = self.trainer.score(unpack_batch(batch), model, want, top_k)
         return self._from_first({name: pack(value) for name, value in scores.items()})
 
     def update(self, batch: dict[str, Any], loss: LossFunction) -> dict[str, float] | None:

@@ -87,8 +87,10 @@ class RayTrainer(Trainer):
             self.close()
             raise
 
-    def score(self, batch: Batch, model: str = "policy", want: Sequence[str] = ("logprobs",)) -> dict[str, Tensor]:
-        scores = self._call("score", self._share(batch), model, tuple(want))
+    def score(
+        self, batch: Batch, model: str = "policy", want: Sequence[str] = ("logprobs",), top_k: int = 0
+    ) -> dict[str, Tensor]:
+        scores = self._call("score", self._share(batch), model, tuple(want), top_k)
         return {name: unpack(value) for name, value in scores.items()}
 
     def update(self, batch: Batch, loss: Loss | LossFunction) -> dict[str, float]:
@@ -100,6 +102,9 @@ class RayTrainer(Trainer):
 
     def snapshot(self, name: str) -> None:
         self._call("trainer_method", "snapshot", name)
+
+    def load_frozen(self, name: str, path: str | Path) -> None:
+        self._call("trainer_method", "load_frozen", name, str(Path(path).absolute()))
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Streams from rank 0 in chunks, the next one under way while this one is used; all ranks take part."""

@@ -119,7 +119,13 @@ def _map_output(output: PolicyOutput, change: Callable[[Tensor], Tensor]) -> Pol
 
 
 def _wider(value: Tensor) -> Tensor:
-    return torch.nn.functional.pad(value, (0, 3)) if value.dim() == 2 else value
+    """(B, T, ...) with three places more; a (B,) as it is."""
+    return torch.cat([value, value.new_zeros(len(value), 3, *value.shape[2:])], dim=1) if value.dim() > 1 else value
+
+
+def _like(mask: Tensor, value: Tensor) -> Tensor:
+    """(B, T) against (B, T) or (B, T, k)."""
+    return mask if value.dim() == 2 else mask[..., None]
 
 
 def _disturbed(batch: Batch) -> Batch:
@@ -189,7 +195,8 @@ def _check_loss(audit: _Findings, make: Callable[[], Any]) -> None:
         elif bool(gradient[~mask].ne(0).any()):
             audit.problem("the gradient reaches log-probs off the loss mask: mask before summing over a row")
     with audit.expecting("the loss with other numbers off the mask"):
-        stirred, _ = loss(_map_output(output, lambda value: torch.where(mask, value, value - 5.0)), _disturbed(batch))
+        other = _map_output(output, lambda value: torch.where(_like(mask, value), value, value - 5.0))
+        stirred, _ = loss(other, _disturbed(batch))
         audit.same(stirred, values, "other numbers off the loss mask change the loss on it", mask)
     for what, view, change, back in _views(batch):
         with audit.expecting(f"the loss with {what}"):

@@ -8,11 +8,24 @@ import torch
 from torch import Tensor
 
 from rlflow.batching import make_batch
-from rlflow.types import Batch, Group, PolicyOutput, Segment, StopReason, Task, Trajectory, Turn, stamp
+from rlflow.types import (
+    TEACHER_TOP_IDS,
+    TEACHER_TOP_LOGPROBS,
+    Batch,
+    Group,
+    PolicyOutput,
+    Segment,
+    StopReason,
+    Task,
+    Trajectory,
+    Turn,
+    stamp,
+)
 
 FIELDS = {  # what a need fills, in the batch and in the policy's output
     "proximal": "proximal_logprobs",
     "reference": "reference_logprobs",
+    "teacher": "teacher_logprobs",
     "current": "current_logprobs",
     "current_entropy": "current_entropy",
 }
@@ -81,16 +94,26 @@ def sample_batch(needs: frozenset[str]) -> Batch:
     }
     if "current_entropy" in filled:
         filled["current_entropy"] = -filled["current_entropy"]
-    return batch.replace(advantages=centred[:, None] * mask, weights=mask / mask.sum(), **filled)
+    extras = _teacher_top(mask, generator) if "top_logprobs" in needs else {}
+    return batch.replace(advantages=centred[:, None] * mask, weights=mask / mask.sum(), extras=extras, **filled)
+
+
+def _teacher_top(mask: Tensor, generator: torch.Generator) -> dict[str, Tensor]:
+    """The likeliest three of a teacher's twenty tokens."""
+    top = torch.randn(*mask.shape, 20, generator=generator).log_softmax(-1).topk(3, dim=-1)
+    return {TEACHER_TOP_IDS: top.indices * mask[..., None], TEACHER_TOP_LOGPROBS: top.values * mask[..., None]}
 
 
 def sample_output(batch: Batch, needs: frozenset[str], seed: int = 2) -> PolicyOutput:
     generator = torch.Generator().manual_seed(seed)
     near = batch.logprobs + 0.3 * torch.randn(batch.tokens.shape, generator=generator)
     logprobs = torch.where(batch.loss_mask, near.clamp(max=-1e-3), 0.0).requires_grad_()
-    more = {
+    more: dict[str, Tensor] = {
         name: torch.where(batch.loss_mask, torch.rand(batch.tokens.shape, generator=generator), 0.0).requires_grad_()
         for name in ("entropy", "values")
         if name in needs
     }
+    if "top_logprobs" in needs:
+        three = torch.randn(*batch.tokens.shape, 20, generator=generator).log_softmax(-1)[..., :3]
+        more["top_logprobs"] = (three * batch.loss_mask[..., None]).requires_grad_()
     return PolicyOutput(logprobs=logprobs, **more)

@@ -13,6 +13,7 @@ from rlflow.components import (
     FILTER,
     LOSS,
     SINK,
+    TEACHER,
     TRANSFORM,
     check_options,
 )
@@ -98,6 +99,8 @@ def _check_components(config: RunConfig) -> None:
     for index, loss in enumerate(config.algorithm.losses):
         LOSS.build(loss, f"algorithm.losses[{index}]")  # a loss checks its own limits when it is made
     _check_advantage(config)
+    if config.algorithm.teacher:
+        TEACHER.check(config.algorithm.teacher, where="algorithm.teacher")
     AGGREGATE.check(config.algorithm.aggregate, ("tokens",), "algorithm.aggregate")
     for kind, name in ((FILTER, "filters"), (TRANSFORM, "transforms")):
         for index, component in enumerate(getattr(config.algorithm, name)):

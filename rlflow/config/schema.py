@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from rlflow.components import ADVANTAGE, AGGREGATE, CURATOR, ENGINE, ENVIRONMENT, FILTER, LOSS, SINK, TRANSFORM
+from rlflow.components import ADVANTAGE, AGGREGATE, CURATOR, ENGINE, ENVIRONMENT, FILTER, LOSS, SINK, TEACHER, TRANSFORM
 from rlflow.config import loading as configuration
 from rlflow.trainer.options import DType, TrainerOptions
 from rlflow.values import Component, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Range, Share
@@ -72,6 +72,7 @@ class AlgorithmSection:
     aggregate: Annotated[Component, AGGREGATE] = field(default_factory=lambda: {"name": "token_mean"})
     filters: list[Annotated[Component, FILTER]] = field(default_factory=list)  # of a step's groups, in order
     transforms: list[Annotated[Component, TRANSFORM]] = field(default_factory=list)  # of rewards, advantages, minibatches
+    teacher: Annotated[Component, TEACHER] = field(default_factory=dict)  # whose log-probs are imitated; {}: nobody's
     minibatches_per_step: PositiveInt = 1
     epochs_per_step: PositiveInt = 1
 

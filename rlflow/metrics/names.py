@@ -79,6 +79,11 @@ METRICS: Metrics = {
     "train/policy_loss": Metric("nats", "the clipped policy-gradient term alone"),
     "train/nll": Metric("nats/token", "negative log-likelihood, with the sft loss"),
     "train/kl": Metric("nats/token", "KL of the policy to the reference (the loss's estimator; of wk3 its k3)"),
+    "train/teacher_gap": Metric(
+        "nats/token", "log-prob of sampled tokens less the teacher's, before the update: estimates KL(policy || teacher)"
+    ),
+    "train/teacher_kl": Metric("nats/token", "KL(teacher || policy) over the teacher's likeliest tokens (teacher_kl loss)"),
+    "train/teacher_mass": Metric("share", "of the teacher's probability on those tokens"),
     "train/entropy": Metric("nats/token", "entropy of the distribution sampled from"),
     "train/entropy_coefficient": Metric("1", "of the entropy bonus, with the entropy_target loss"),
     "train/logprob_gap": Metric(

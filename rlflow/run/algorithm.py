@@ -11,12 +11,13 @@ from torch import Tensor
 
 from rlflow.algorithms.base import Advantage, Filter, Part, SumLoss, Transform, as_part, merged_refreshes
 from rlflow.algorithms.losses.monitored import Monitored
-from rlflow.components import ADVANTAGE, AGGREGATE, FILTER, LOSS, TRANSFORM
+from rlflow.components import ADVANTAGE, AGGREGATE, FILTER, LOSS, TEACHER, TRANSFORM
 from rlflow.config.schema import RunConfig
 from rlflow.errors import CheckpointError, ConfigError, did_you_mean
+from rlflow.teachers.base import Teacher, check_teacher
 from rlflow.types import Batch, Group, Loss
 
-FILLED = frozenset({"entropy", "proximal", "reference", "current", "current_entropy"})
+FILLED = frozenset({"entropy", "top_logprobs", "proximal", "reference", "teacher", "current", "current_entropy"})
 """What the training step and the trainers fill where a part `needs` it."""
 
 
@@ -29,6 +30,7 @@ class Algorithm:
     aggregate: Callable[[Batch], Tensor]
     filters: Sequence[Filter] = ()
     transforms: Sequence[Transform] = ()
+    teacher: Teacher | None = None
     minibatches_per_step: int = 1
     epochs_per_step: int = 1
     seed: int = 0  # of the split into minibatches
@@ -41,6 +43,7 @@ class Algorithm:
                 f"{did_you_mean(unknown[0], FILLED)}"
             )
         self.refreshes = merged_refreshes([*self.loss.terms, *self._others()])
+        check_teacher(self.teacher, self.needs)
 
     @classmethod
     def from_config(cls, config: RunConfig, response_budget: int, **offered: Any) -> Algorithm:
@@ -56,6 +59,7 @@ class Algorithm:
             transforms=[
                 as_part(made) for made in _all(TRANSFORM, section.transforms, "algorithm.transforms", tokens=response_budget)
             ],
+            teacher=TEACHER.build(section.teacher, "algorithm.teacher") if section.teacher else None,
             minibatches_per_step=section.minibatches_per_step,
             epochs_per_step=section.epochs_per_step,
             seed=config.run.seed,
@@ -129,8 +133,10 @@ class Algorithm:
         for part in self._others():
             part.close()
 
-    def _parts(self) -> Iterator[tuple[str, Part | Loss]]:
+    def _parts(self) -> Iterator[tuple[str, Part | Loss | Teacher]]:
         yield "advantage", self.advantage
+        if self.teacher is not None:
+            yield "teacher", self.teacher
         lists: dict[str, Sequence[Part | Loss]] = {
             "filters": self.filters,
             "transforms": self.transforms,

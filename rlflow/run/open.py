@@ -24,6 +24,7 @@ from rlflow.run.resume import check_continuation, chosen_checkpoint, resume
 from rlflow.run.run import Run
 from rlflow.run.saver import Saver
 from rlflow.run.unwritable import explain_unwritable
+from rlflow.teachers.base import Classroom
 
 logger = logging.getLogger(__name__)
 
@@ -79,6 +80,9 @@ def _start(config: RunConfig, stack: ExitStack) -> Run:
     stack.callback(trainer.close)
     if "reference" in algorithm.needs:
         trainer.snapshot("reference")  # the starting policy; a checkpoint that holds its own replaces it
+    if algorithm.teacher is not None:
+        stack.callback(algorithm.teacher.close)
+        algorithm.teacher.open(Classroom(trainer, rollout.tokenizer, rollout.prompt_tokens, config.rollout.temperature))
     # Only now: a start that fails has neither taken a directory nor thrown away what `overwrite` is to replace.
     directory = stack.enter_context(open_directory(config))
     log.write_to(directory.log)

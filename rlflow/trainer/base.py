@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from rlflow.components import TRAINER
+from rlflow.errors import ConfigError
 from rlflow.trainer.options import TrainerOptions
 from rlflow.types import Batch, Loss, LossResult, PolicyOutput
 
@@ -33,9 +34,12 @@ class Trainer(ABC):
         """Raises ConfigError for what this backend cannot do."""
 
     @abstractmethod
-    def score(self, batch: Batch, model: str = "policy", want: Sequence[str] = ("logprobs",)) -> dict[str, Tensor]:
+    def score(
+        self, batch: Batch, model: str = "policy", want: Sequence[str] = ("logprobs",), top_k: int = 0
+    ) -> dict[str, Tensor]:
         """Without gradients: {name: (B, T) float32 on the CPU}; position t scores token t, at the row's temperature.
-        model: policy, or the name of a snapshot. want: logprobs, entropy."""
+        model: policy, or the name of a snapshot or of a frozen model. want: logprobs, entropy. top_k: `top_ids` (B, T, k) too,
+        the likeliest tokens in the place of each, and `top_logprobs`. Raises ConfigError for a k above the vocabulary."""
 
     @abstractmethod
     def update(self, batch: Batch, loss: Loss | LossFunction) -> dict[str, float]:
@@ -45,6 +49,12 @@ class Trainer(ABC):
     @abstractmethod
     def snapshot(self, name: str) -> None:
         """Freezes a copy of today's policy under a name (reference, proximal); it is part of the checkpoint."""
+
+    def load_frozen(self, name: str, path: str | Path) -> None:
+        """Loads the model of a HuggingFace directory beside the policy, for `score` alone. It may have another size and another
+        family. It is not part of the checkpoint. Raises ConfigError where the trainer has none, it cannot be split as the policy
+        is, or the name is in use; ModelError."""
+        raise ConfigError(f"{type(self).__name__}: it cannot score another model than its policy; take trainer.backend=megatron.")
 
     @abstractmethod
     def weights(self) -> Iterator[tuple[str, Tensor]]:

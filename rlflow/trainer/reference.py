@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from rlflow.batching import plan_microbatches
@@ -35,7 +36,8 @@ from rlflow.storage.integrity import (
 from rlflow.trainer.base import LossFunction, Trainer
 from rlflow.trainer.options import TrainerOptions, torch_dtype
 from rlflow.trainer.reducing import check_loss, combine, finish_metrics, reduce_tokens, skipped
-from rlflow.types import Batch, Loss, PolicyOutput, as_loss
+from rlflow.trainer.scoring import check_new_name, check_top_k, empty_scores, teacher_top_ids
+from rlflow.types import TEACHER_TOP_IDS, Batch, Loss, PolicyOutput, as_loss
 
 FILES = ("policy.safetensors", "snapshots.safetensors", "optimizer.pt")
 CANNOT = {
@@ -86,6 +88,7 @@ class ReferenceTrainer(Trainer):
         )
         self.updates = 0  # optimizer steps so far; the learning rate follows them
         self.snapshots: dict[str, dict[str, Tensor]] = {}
+        self.frozen: dict[str, torch.nn.Module] = {}
 
     @classmethod
     def check_options(cls, options: TrainerOptions, ranks: int = 0) -> None:
@@ -106,17 +109,26 @@ class ReferenceTrainer(Trainer):
                 )
 
     @torch.no_grad()
-    def score(self, batch: Batch, model: str = "policy", want: Sequence[str] = ("logprobs",)) -> dict[str, Tensor]:
+    def score(
+        self, batch: Batch, model: str = "policy", want: Sequence[str] = ("logprobs",), top_k: int = 0
+    ) -> dict[str, Tensor]:
         unknown = sorted(set(want) - {"logprobs", "entropy"})
         if unknown:
             raise ConfigError(f"trainer.score: can give logprobs and entropy, found {', '.join(unknown)}")
-        result = {name: torch.zeros(batch.tokens.shape) for name in want}
+        policy: Any = self.model  # a teacher may have more rows, of padding
+        check_top_k(top_k, vocab := policy.get_input_embeddings().num_embeddings)
+        result = empty_scores(batch, want, top_k)
         for rows in self._microbatches(batch):
             part = batch.select(rows).to(self.device)
-            output = self._forward(part, model, frozenset(want))
-            for name in want:
-                values = getattr(output, name)
-                result[name][torch.tensor(rows), : values.shape[1]] = values.float().cpu()
+            logits = self._logits(part, model)
+            if top_k:
+                ids = F.pad(logits[:, :-1, :vocab].topk(top_k, dim=-1).indices, (0, 0, 1, 0))
+                ids *= (torch.arange(ids.shape[1], device=ids.device) < part.lengths[:, None])[..., None]
+                part = part.replace(extras={TEACHER_TOP_IDS: ids})
+            output = policy_output(logits, part, frozenset(want) | ({"top_logprobs"} if top_k else set()))
+            for name, whole in result.items():
+                values = ids if name == "top_ids" else getattr(output, name)
+                whole[torch.tensor(rows), : values.shape[1]] = values.to(whole)
         return result
 
     def update(self, batch: Batch, loss: Loss | LossFunction) -> dict[str, float]:
@@ -150,6 +162,10 @@ class ReferenceTrainer(Trainer):
                 "trainer.snapshot: 'policy' names the weights in training; choose another, e.g. reference"
             )
         self.snapshots[name] = {key: value.detach().clone() for key, value in self.model.named_parameters()}
+
+    def load_frozen(self, name: str, path: str | Path) -> None:
+        check_new_name(name, [*self.snapshots, *self.frozen])
+        self.frozen[name] = load_model(path).to(self.device).requires_grad_(False)
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         for name, value in self.model.named_parameters():  # names a tied lm_head once, as the embedding
@@ -207,17 +223,19 @@ class ReferenceTrainer(Trainer):
     ) -> PolicyOutput:
         """Log-probs of every real token (of those wanted) but the first, at the row's temperature. Rows are right-padded and
         attention is causal, so padding cannot reach a real token and needs no attention mask."""
+        return policy_output(self._logits(batch, model), batch, want, wanted)
+
+    def _logits(self, batch: Batch, model: str) -> Tensor:
+        """(B, T, V)"""
         arguments = {"input_ids": batch.tokens, "use_cache": False}
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.dtype is torch.bfloat16):
-            if model == "policy":
-                logits = self.model(**arguments).logits
-            else:
-                logits = torch.func.functional_call(self.model, self._frozen(model), (), arguments).logits
-        return policy_output(logits, batch, want, wanted)
+            if model == "policy" or model in self.frozen:
+                return self.frozen.get(model, self.model)(**arguments).logits
+            return torch.func.functional_call(self.model, self._snapshot(model), (), arguments).logits
 
-    def _frozen(self, name: str) -> dict[str, Tensor]:
+    def _snapshot(self, name: str) -> dict[str, Tensor]:
         if name not in self.snapshots:
-            known = ["policy", *self.snapshots]
+            known = ["policy", *self.snapshots, *self.frozen]
             raise ConfigError(
                 f"trainer.score: there is no model '{name}', only {', '.join(known)}; call snapshot('{name}') first."
                 f"{did_you_mean(name, known)}"
@@ -313,8 +331,12 @@ def policy_output(
         real = real & wanted
 
     def place(values: Tensor) -> Tensor:
-        return torch.where(real, torch.nn.functional.pad(values, (1, 0)), 0.0)
+        return torch.where(real, F.pad(values, (1, 0)), 0.0)
 
     spread = place(-(log_softmax.exp() * log_softmax).sum(dim=-1)) if "entropy" in want else None
-    return PolicyOutput(place(chosen), spread)
+    top = None
+    if "top_logprobs" in want:
+        found = log_softmax.gather(-1, teacher_top_ids(batch)[:, 1:])
+        top = torch.where(real[..., None], F.pad(found, (0, 0, 1, 0)), 0.0)
+    return PolicyOutput(place(chosen), spread, top_logprobs=top)
 

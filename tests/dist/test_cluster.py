@@ -117,6 +117,19 @@ def test_two_tensor_parallel_ranks_train_like_one_process(two_ranks, model_path,
 
 @needs_ray
 @pytest.mark.dist
+def test_a_frozen_model_of_another_size_scores_as_in_one_process(two_ranks, model_path, batch, tmp_path):
+    teacher = tiny_model(tmp_path / "teacher", "llama", tokenizer=False, num_hidden_layers=3, seed=1)
+    oracle = ReferenceTrainer(model_path)
+    for trainer in (two_ranks, oracle):
+        trainer.load_frozen("teacher", teacher)
+    found, expected = (trainer.score(batch, "teacher", top_k=4) for trainer in (two_ranks, oracle))
+    assert torch.equal(found["top_ids"], expected["top_ids"])
+    for name in ("logprobs", "top_logprobs"):
+        torch.testing.assert_close(found[name], expected[name], atol=1e-5, rtol=0)
+
+
+@needs_ray
+@pytest.mark.dist
 def test_a_loss_of_a_file_reaches_the_ranks(two_ranks, batch, tmp_path):
     source = "def loss(output, batch):\n    return 0 * output.logprobs, {'seven': 7.0 * batch.loss_mask}\n"
     (tmp_path / "mine.py").write_text(source)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-from rlflow_environments.common.http import check_status
+from rlflow.http import check_status
 from rlflow_environments.common.text import load_json
 from rlflow_environments.retrieval.corpus import Passage, make_contents
 from rlflow_environments.retrieval.errors import RetrievalError

@@ -8,7 +8,7 @@ import logging
 import time
 from collections.abc import Iterator
 
-from rlflow_environments.common.http import backoff_s
+from rlflow.http import backoff_s
 
 logger = logging.getLogger("rlflow.search.client")  # under `rlflow`, so that a run's log has it
 

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 from rlflow.components import takes
 from rlflow.errors import ConfigError, MissingPackageError, did_you_mean
-from rlflow_environments.common.http import GaveUp, Retryable, RetryPolicy
+from rlflow.http import GaveUp, Retryable, RetryPolicy
 from rlflow_environments.retrieval.client.answers import NotASearchServer, SearchRequest, page_request, search_request
 from rlflow_environments.retrieval.client.asynchronous import AsyncRetriever, CacheCounts
 from rlflow_environments.retrieval.client.cache import SearchCache

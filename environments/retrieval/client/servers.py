@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from urllib.parse import urlsplit
 
 from rlflow.errors import ConfigError
-from rlflow_environments.common.http import backoff_s
+from rlflow.http import backoff_s
 
 REST_S = 0.5
 LONGEST_REST_S = 30.0

@@ -19,7 +19,7 @@ import numpy as np
 
 from rlflow.components import check_options
 from rlflow.errors import ConfigError, DataError
-from rlflow_environments.common.http import GaveUp, Retryable, RetryPolicy, check_status
+from rlflow.http import GaveUp, Retryable, RetryPolicy, check_status
 from rlflow_environments.common.progress import StageProgress
 from rlflow_environments.retrieval.errors import RetrievalError
 from rlflow_environments.retrieval.indices.base import missing

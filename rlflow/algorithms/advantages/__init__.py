@@ -12,5 +12,6 @@ BUILT_IN = {
     "gdpo": "rlflow.algorithms.advantages.gdpo:gdpo",
     "turn_returns": "rlflow.algorithms.advantages.turns:turn_returns",
     "step_grpo": "rlflow.algorithms.advantages.turns:step_grpo",
+    "opd": "rlflow.algorithms.advantages.opd:OnPolicyDistillation",
 }
 """Name -> `module:Name`."""

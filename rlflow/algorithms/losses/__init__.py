@@ -8,5 +8,6 @@ BUILT_IN = {
     "entropy": "rlflow.algorithms.losses.entropy:EntropyLoss",
     "entropy_target": "rlflow.algorithms.losses.entropy:EntropyTargetLoss",
     "sft": "rlflow.algorithms.losses.sft:SFTLoss",
+    "teacher_kl": "rlflow.algorithms.losses.teacher_kl:TeacherKLLoss",
 }
 """Name -> `module:Name`."""

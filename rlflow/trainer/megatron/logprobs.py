@@ -49,38 +49,80 @@ def token_logprobs(
     context_group: ProcessGroup,
     want_entropy: bool = False,
     wanted: Tensor | None = None,
-) -> tuple[Tensor, Tensor | None]:
-    """Log-prob of each token and, if wanted, the entropy of the distribution that it was drawn from: (B, T), float32, nats.
+    others: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Log-prob of each token and, if wanted, the entropy of the distribution that it was drawn from: (B, T), float32, nats;
+    and (B, T, k) log-probs of `others`, further ids (B, T, k) in each token's place.
 
     hidden (tokens, rows, hidden) as the model was fed; split over ranks by the first dimension under sequence parallelism.
     tokens (B, T); places (B, T): the index of each token's hidden state, or -1 where another rank of `context_group` has
     it. lengths, temperatures (B,), a temperature of 0 (greedy) counts as 1. wanted (B, T) bool: the tokens to describe, all
     by default. Position t describes token t, so position 0 and padding are 0, as is what is not wanted: no logits are
     computed for them."""
+    predicting, valid = _predicting(hidden, lengths, layer, places, wanted)
+    scale = torch.where(temperatures > 0, temperatures, 1.0).unsqueeze(1).expand_as(valid)
+    targets = tokens[:, 1:, None] if others is None else torch.cat([tokens[..., None], others], dim=-1)[:, 1:]
+    logprobs, entropy = _OutputLogprobs.apply(
+        predicting, layer.weight, targets[valid], scale[valid], layer, want_entropy
+    )
+    return (
+        _described(logprobs[:, 0], valid, context_group),
+        _described(entropy, valid, context_group) if want_entropy else None,
+        _described(logprobs[:, 1:], valid, context_group) if others is not None else None,
+    )
+
+
+@torch.no_grad()
+def top_tokens(
+    hidden: Tensor,
+    lengths: Tensor,
+    count: int,
+    *,
+    layer: OutputLayer,
+    places: Tensor,
+    context_group: ProcessGroup,
+    below: int,
+) -> Tensor:
+    """(B, T, count) the likeliest ids below `below` in the place of each token, the likeliest first; 0 as in `token_logprobs`."""
+    predicting, valid = _predicting(hidden, lengths, layer, places)
+    found = torch.empty(len(predicting), count, dtype=torch.int64, device=hidden.device)
+    part, rank = len(layer.weight), layer.group.rank()
+    for rows in _slices(len(predicting), max(1, layer.chunk_bytes // (4 * part))):
+        logits = linear(predicting[rows], layer.weight).float()
+        logits[:, min(max(below - rank * part, 0), part) :] = -torch.inf
+        values, ids = logits.topk(min(count, part), dim=1)
+        values, ids = _gathered(values, layer.group), _gathered(ids + rank * part, layer.group)
+        found[rows] = ids.gather(1, values.topk(count, dim=1).indices)
+    return _described(found, valid, context_group)
+
+
+def _predicting(
+    hidden: Tensor, lengths: Tensor, layer: OutputLayer, places: Tensor, wanted: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """(N, hidden) the hidden states that predict a token to describe, and (B, T - 1) which of tokens 1 to T - 1 those are."""
     if layer.sequence_parallel:
         hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True, group=layer.group)
     else:
         hidden = copy_to_tensor_model_parallel_region(hidden, group=layer.group)
-    positions = torch.arange(tokens.shape[1], device=tokens.device)
+    positions = torch.arange(places.shape[1], device=places.device)
     valid = positions[1:] < lengths.unsqueeze(1)  # (B, T - 1): of token t + 1, which hidden state t predicts
     if wanted is not None:
         valid = valid & wanted[:, 1:]
     valid = valid & (places[:, :-1] >= 0)
-    scale = torch.where(temperatures > 0, temperatures, 1.0).unsqueeze(1).expand_as(valid)
-    predicting = hidden.flatten(0, 1).index_select(0, places[:, :-1][valid])
-    logprobs, entropy = _OutputLogprobs.apply(
-        predicting, layer.weight, tokens[:, 1:][valid], scale[valid], layer, want_entropy
-    )
+    return hidden.flatten(0, 1).index_select(0, places[:, :-1][valid]), valid
 
-    def described(values: Tensor) -> Tensor:
-        here = F.pad(values.new_zeros(valid.shape).masked_scatter(valid, values), (1, 0))
-        return reduce_from_tensor_model_parallel_region(here, group=context_group)  # the sum; each rank's gradient its own
 
-    return described(logprobs), described(entropy) if want_entropy else None
+def _described(values: Tensor, valid: Tensor, context_group: ProcessGroup) -> Tensor:
+    """(N, ...) of the valid tokens -> (B, T, ...) of all, those of other context-parallel ranks included."""
+    further = values.shape[1:]
+    spread = valid.reshape(*valid.shape, *(1 for _ in further)).expand(*valid.shape, *further)
+    here = F.pad(values.new_zeros(spread.shape).masked_scatter(spread, values), (*(0 for _ in 2 * further), 1, 0))
+    return reduce_from_tensor_model_parallel_region(here, group=context_group)  # the sum; each rank's gradient its own
 
 
 class _OutputLogprobs(torch.autograd.Function):
-    """log p(target) = z_target - log sum exp z and H = log sum exp z - sum p z, with z = hidden @ weight.T / temperature.
+    """log p(target) = z_target - log sum exp z and H = log sum exp z - sum p z, with z = hidden @ weight.T / temperature; of
+    several targets (N, m) at each position.
 
     Gradients: d log p(target) / d z_j = [j = target] - p_j and d H / d z_j = -p_j (log p_j + H). The exponentials of the
     last chunk are kept for the backward pass, which begins there; those of the chunks before it are computed again. Within
@@ -91,33 +133,34 @@ class _OutputLogprobs(torch.autograd.Function):
         ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, scale: Tensor, layer: OutputLayer, want_entropy: bool
     ) -> tuple[Tensor, Tensor]:
         size = max(1, layer.chunk_bytes // (4 * len(weight)))
-        answers = torch.empty(4, len(hidden), dtype=torch.float32, device=hidden.device)
+        answers = torch.empty(3, len(hidden), dtype=torch.float32, device=hidden.device)
+        logprobs = torch.empty(targets.shape, dtype=torch.float32, device=hidden.device)
         exponents = None
         for rows in _slices(len(hidden), size):
             exponents = None  # not two chunks at a time
             exponents = linear(hidden[rows], weight).float()
-            _soften(exponents, targets[rows], scale[rows], layer, want_entropy, answers[:, rows])
+            _soften(exponents, targets[rows], scale[rows], layer, want_entropy, answers[:, rows], logprobs[rows])
         ctx.save_for_backward(hidden, weight, targets, scale, answers)
         ctx.layer, ctx.size = layer, size
         ctx.set_materialize_grads(False)  # an entropy that is only reported has no gradient: None, not zeros
         ctx.kept = exponents if any(ctx.needs_input_grad) else None
-        return answers[0].clone(), answers[1].clone()
+        return logprobs, answers[0].clone()
 
     @staticmethod
     def backward(ctx: Any, of_logprob: Tensor | None, of_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden, weight, targets, scale, answers = ctx.saved_tensors
-        of_logprob = torch.zeros_like(answers[0]) if of_logprob is None else of_logprob
+        of_logprob = torch.zeros(targets.shape, device=answers.device) if of_logprob is None else of_logprob
         kept, ctx.kept = ctx.kept, None  # overwritten here; a second backward pass computes all chunks again
         # Under Megatron's DDP the gradient goes straight into its float32 buffer: no copy, no rounding between chunks.
         main_grad = getattr(weight, "main_grad", None)
         of_weight = torch.zeros_like(weight, dtype=torch.float32) if main_grad is None else main_grad
         of_hidden = torch.empty_like(hidden)
         for rows in reversed(_slices(len(hidden), ctx.size)):
-            total = answers[3, rows]
+            total = answers[2, rows]
             if kept is None:
                 kept, total = linear(hidden[rows], weight).float(), torch.ones_like(total)
-                _normalize(kept, scale[rows], answers[2, rows], ctx.layer)
-            entropy = None if of_entropy is None else (answers[1, rows], of_entropy[rows])
+                _normalize(kept, scale[rows], answers[1, rows], ctx.layer)
+            entropy = None if of_entropy is None else (answers[0, rows], of_entropy[rows])
             _differentiate(kept, targets[rows], scale[rows], total, ctx.layer, of_logprob[rows], entropy)
             of_logits = kept.to(weight.dtype)
             kept = None
@@ -128,10 +171,16 @@ class _OutputLogprobs(torch.autograd.Function):
 
 
 def _soften(
-    logits: Tensor, targets: Tensor, scale: Tensor, layer: OutputLayer, want_entropy: bool, answers: Tensor
+    logits: Tensor,
+    targets: Tensor,
+    scale: Tensor,
+    layer: OutputLayer,
+    want_entropy: bool,
+    answers: Tensor,
+    logprobs: Tensor,
 ) -> None:
-    """Turns logits (n, V) into exp(z - largest z) in place. `answers` (4, n) get log p(target), H, log sum exp z, and the
-    sum of the exponentials."""
+    """Turns logits (n, V) into exp(z - largest z) in place. `answers` (3, n) get H, log sum exp z, and the sum of the
+    exponentials; `logprobs` (n, m) log p of each target."""
     index, here, columns = _local(targets, layer, logits.shape[1])
     logits[:, columns:] = -torch.inf
     scale = scale.unsqueeze(1)
@@ -139,22 +188,22 @@ def _soften(
     if columns:
         peak = logits.amax(dim=1, keepdim=True).div_(scale)
     peak = _reduced(peak, layer.group, dist.ReduceOp.MAX)
-    sums = logits.new_zeros(3, len(logits))  # sum exp z, z of the target, sum z exp z; z less its peak
+    sums = logits.new_zeros(2 + targets.shape[1], len(logits))  # sum exp z, sum z exp z, z of each target; z less its peak
     for rows in _slices(len(logits), _cached(logits)):
         shifted = logits[rows].div_(scale[rows]).sub_(peak[rows])
-        sums[1, rows] = shifted.gather(1, index[rows]).squeeze(1).masked_fill_(~here[rows], 0.0)
+        sums[2:, rows] = shifted.gather(1, index[rows]).masked_fill_(~here[rows], 0.0).t()
         if want_entropy:
             exponents = shifted.exp()
-            sums[2, rows] = shifted[:, :columns].mul_(exponents[:, :columns]).sum(dim=1)
+            sums[1, rows] = shifted[:, :columns].mul_(exponents[:, :columns]).sum(dim=1)
             shifted.copy_(exponents)
         else:
             shifted.exp_()
         sums[0, rows] = shifted.sum(dim=1)
-    total, target, weighted = _reduced(sums, layer.group, dist.ReduceOp.SUM)
-    torch.sub(target, total.log(), out=answers[0])
-    torch.sub(total.log(), weighted / total, out=answers[1])
-    torch.add(total.log(), peak.squeeze(1), out=answers[2])
-    answers[3] = total
+    total, weighted, *of_targets = _reduced(sums, layer.group, dist.ReduceOp.SUM)
+    torch.sub(torch.stack(of_targets, dim=1), total.log().unsqueeze(1), out=logprobs)
+    torch.sub(total.log(), weighted / total, out=answers[0])
+    torch.add(total.log(), peak.squeeze(1), out=answers[1])
+    answers[2] = total
 
 
 def _normalize(logits: Tensor, scale: Tensor, normalizer: Tensor, layer: OutputLayer) -> None:
@@ -175,7 +224,7 @@ def _differentiate(
 ) -> None:
     """Turns p * total (n, V) into the gradient of the logits in place. `entropy`: its value and its gradient."""
     index, here, _ = _local(targets, layer, exponents.shape[1])
-    share = -of_logprob / total
+    share = -of_logprob.sum(dim=1) / total
     of_surprise = torch.zeros_like(share)
     if entropy is not None:
         # With p = e / total: -p (log p + H) = -(e log e + e (H - log total)) / total.
@@ -183,7 +232,7 @@ def _differentiate(
         share = share - of_entropy * (value - total.log()) / total
         of_surprise = (-of_entropy / total / scale).unsqueeze(1)
     share = (share / scale).unsqueeze(1)
-    at_target = (of_logprob * here / scale).unsqueeze(1)
+    at_target = of_logprob * here / scale.unsqueeze(1)
     for rows in _slices(len(exponents), _cached(exponents)):
         chunk = exponents[rows]
         if entropy is None:
@@ -195,11 +244,11 @@ def _differentiate(
 
 
 def _local(targets: Tensor, layer: OutputLayer, part: int) -> tuple[Tensor, Tensor, int]:
-    """(n, 1) column of each target on this rank (0 where it is elsewhere), (n,) whether it is here, and `_columns`."""
+    """(n, m) column of each target on this rank (0 where it is elsewhere), (n, m) whether it is here, and `_columns`."""
     columns = _columns(layer, part)
     index = targets - layer.group.rank() * part
     here = (index >= 0) & (index < columns)
-    return index.masked_fill(~here, 0).unsqueeze(1), here, columns
+    return index.masked_fill(~here, 0), here, columns
 
 
 def _columns(layer: OutputLayer, part: int) -> int:
@@ -214,6 +263,15 @@ def _cached(values: Tensor) -> int:
 
 def _slices(length: int, size: int) -> list[slice]:
     return [slice(start, min(start + size, length)) for start in range(0, length, size)]
+
+
+def _gathered(values: Tensor, group: ProcessGroup) -> Tensor:
+    """(n, k) on each rank -> (n, k * ranks)."""
+    if group.size() == 1:
+        return values
+    parts = [torch.empty_like(values) for _ in range(group.size())]
+    dist.all_gather(parts, values.contiguous(), group=group)
+    return torch.cat(parts, dim=1)
 
 
 def _reduced(values: Tensor, group: ProcessGroup, operation: dist.ReduceOp.RedOpType) -> Tensor:

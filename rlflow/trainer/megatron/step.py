@@ -11,17 +11,20 @@ import torch
 import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.transformer import MegatronModule
+from megatron.core.utils import unwrap_model
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from rlflow.batching import plan_microbatches
 from rlflow.errors import RLFlowError
 from rlflow.trainer.megatron.cpu import device, native
-from rlflow.trainer.megatron.logprobs import OutputLayer, token_logprobs
+from rlflow.trainer.megatron.logprobs import OutputLayer, token_logprobs, top_tokens
 from rlflow.trainer.megatron.packing import Feed, Share, pack, pad
 from rlflow.trainer.megatron.world import World
 from rlflow.trainer.reducing import reduce_tokens
-from rlflow.types import Batch, Loss, PolicyOutput, Reduction
+from rlflow.trainer.scoring import empty_scores, teacher_top_ids
+from rlflow.types import TEACHER_TOP_IDS, Batch, Loss, PolicyOutput, Reduction
 
 
 @dataclass
@@ -97,27 +100,35 @@ def forward_backward(
 
 @torch.no_grad()
 def score(
-    model: Sequence[DistributedDataParallel],
+    model: Sequence[MegatronModule],
     world: World,
     batch: Batch,
     limits: MicrobatchLimits,
     want: Sequence[str],
+    top_k: int = 0,
+    below: int = 0,
 ) -> dict[str, Tensor]:
-    """{name: (B, T) float32 on the CPU} for the wanted of logprobs and entropy, the same on all ranks."""
+    """{name: (B, T) float32 on the CPU} for the wanted of logprobs and entropy, the same on all ranks; with `top_k` also
+    `top_ids` and `top_logprobs` (B, T, k), of ids below `below`."""
     microbatches = plan(batch, limits, world)
 
     def collect(
         microbatch: Microbatch, hidden: Tensor, layer: OutputLayer
     ) -> tuple[Tensor, Tensor, tuple[list[int], dict[str, Tensor]]]:
-        output = _policy_output(hidden, microbatch, layer, world.context_group, frozenset(want))
-        values = {name: getattr(output, name) for name in want}
+        values: dict[str, Tensor] = {}
+        if top_k:
+            values["top_ids"] = _top_ids(hidden, microbatch, layer, world.context_group, top_k, below)
+            microbatch.batch.extras[TEACHER_TOP_IDS] = values["top_ids"]
+        needs = frozenset(want) | ({"top_logprobs"} if top_k else set())
+        output = _policy_output(hidden, microbatch, layer, world.context_group, needs)
+        values |= {name: getattr(output, name) for name in needs}
         nothing = torch.zeros((), device=hidden.device)
         return nothing, nothing.int(), (microbatch.rows, values)
 
     parts = _run(model, microbatches, collect, forward_only=True)
     answers = {}
-    for name in want:
-        whole = torch.zeros(batch.tokens.shape, dtype=torch.float32, device=device())
+    for name, empty in empty_scores(batch, want, top_k).items():
+        whole = empty.to(device())
         for rows, values in parts:
             if rows:
                 whole[rows, : values[name].shape[1]] = values[name]
@@ -152,7 +163,7 @@ def _policy_output(
 ) -> PolicyOutput:
     """What the heads on the last hidden states give: log-probs, and what is wanted besides."""
     batch = microbatch.batch
-    logprobs, entropy = token_logprobs(
+    logprobs, entropy, top_logprobs = token_logprobs(
         hidden,
         batch.tokens,
         batch.lengths,
@@ -162,12 +173,21 @@ def _policy_output(
         places=microbatch.feed.places,
         context_group=context_group,
         wanted=wanted,
+        others=teacher_top_ids(batch) if "top_logprobs" in want else None,
     )
-    return PolicyOutput(logprobs=logprobs, entropy=entropy)
+    return PolicyOutput(logprobs=logprobs, entropy=entropy, top_logprobs=top_logprobs)
+
+
+def _top_ids(
+    hidden: Tensor, microbatch: Microbatch, layer: OutputLayer, context_group: ProcessGroup, count: int, below: int
+) -> Tensor:
+    """(B, T, count) as `top_tokens` has it. For their log-probs the output layer runs once more: they go the way of all."""
+    lengths, places = microbatch.batch.lengths, microbatch.feed.places
+    return top_tokens(hidden, lengths, count, layer=layer, places=places, context_group=context_group, below=below)
 
 
 def _run(
-    model: Sequence[DistributedDataParallel],
+    model: Sequence[MegatronModule],
     microbatches: Sequence[Microbatch],
     reduce: Callable[[Microbatch, Tensor, OutputLayer], tuple[Tensor, Tensor, Any]],
     forward_only: bool,
@@ -175,11 +195,11 @@ def _run(
     """What `reduce` gave third for each micro-batch, in order; empty on all but the last pipeline stage."""
 
     @native
-    def forward(iterator: Iterator[Microbatch], module: DistributedDataParallel) -> tuple[Tensor, Callable]:
+    def forward(iterator: Iterator[Microbatch], module: MegatronModule) -> tuple[Tensor, Callable]:
         microbatch = next(iterator)
         feed = microbatch.feed
         output = module(feed.tokens, position_ids=None, attention_mask=None, packed_seq_params=feed.segments)
-        return output, native(lambda hidden: reduce(microbatch, hidden, module.module.head()))
+        return output, native(lambda hidden: reduce(microbatch, hidden, unwrap_model(module).head()))
 
     widest = max(microbatch.feed.width for microbatch in microbatches)
     return get_forward_backward_func()(

@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from rlflow.errors import ConfigError, DataError, RLFlowError, did_you_mean
@@ -15,9 +14,11 @@ from rlflow.models.architecture import architecture
 from rlflow.models.huggingface import WeightFiles, read_config
 from rlflow.trainer.base import LossFunction, Trainer
 from rlflow.trainer.megatron import checkpoint, cpu, offload, optimizer, step, world
+from rlflow.trainer.megatron.frozen import FrozenModel
 from rlflow.trainer.megatron.model import build_model, gather_weights, load_weights, named_parameters
 from rlflow.trainer.options import TrainerOptions, torch_dtype
 from rlflow.trainer.reducing import check_loss, finish_metrics, skipped
+from rlflow.trainer.scoring import check_new_name, check_top_k, empty_scores
 from rlflow.types import Batch, Loss, as_loss
 
 SCORES = ("logprobs", "entropy")
@@ -47,18 +48,19 @@ class MegatronTrainer(Trainer):
         offload.check_gpu(**{"optimizer.offload": adamw.offload, "offload_snapshots": given.offload_snapshots})
         self._architecture = architecture(read_config(path))
         layout.check_model(self._architecture)
+        self._chunk_bytes = int(given.logits_chunk_mib * 2**20)
         weights = WeightFiles(path)
         self._limits = step.MicrobatchLimits(given.tokens_per_microbatch, given.packing)
         self._offload_snapshots, self._release_gradients = given.offload_snapshots, given.release_gradients
         self._updates = 0
         self._snapshots: dict[str, dict[str, Tensor]] = {}
+        self._frozen: dict[str, FrozenModel] = {}
         self._saving: checkpoint.PendingSave | None = None
         self._world = world.join(layout, seed)
         try:
             with cpu.adapted():
-                chunk_bytes = int(given.logits_chunk_mib * 2**20)
                 self._chunks = build_model(
-                    self._architecture, self._world, weights_dtype, chunk_bytes, given.recompute
+                    self._architecture, self._world, weights_dtype, self._chunk_bytes, given.recompute
                 )
                 load_weights(self._chunks, self._architecture, self._world, weights)
                 self._model = optimizer.wrap(self._chunks, given.distributed_optimizer)
@@ -99,22 +101,36 @@ class MegatronTrainer(Trainer):
             **skipped(norm),
         }
 
-    def score(self, batch: Batch, model: str = "policy", want: Sequence[str] = ("logprobs",)) -> dict[str, Tensor]:
+    def score(
+        self, batch: Batch, model: str = "policy", want: Sequence[str] = ("logprobs",), top_k: int = 0
+    ) -> dict[str, Tensor]:
         for name in want:
             if name not in SCORES:
                 raise ConfigError(f"score: unknown quantity '{name}'.{did_you_mean(name, SCORES)}")
+        vocab = self._architecture.vocab
+        check_top_k(top_k, vocab)
         if len(batch) == 0:
-            return {name: torch.zeros(batch.tokens.shape) for name in want}
+            return empty_scores(batch, want, top_k)
         self._check(batch)
+        if model in self._frozen:
+            frozen = self._frozen[model]
+            with frozen.on_device(), cpu.adapted():
+                return step.score(frozen.chunks, self._world, batch, self._limits, want, top_k, min(vocab, frozen.vocab))
         with self._swapped(model), cpu.adapted():
             self._set_training(False)
-            return step.score(self._model, self._world, batch, self._limits, want)
+            return step.score(self._model, self._world, batch, self._limits, want, top_k, vocab)
 
     def snapshot(self, name: str) -> None:
         if name == "policy":
             raise ConfigError("snapshot: 'policy' is the model in training; choose another name, e.g. 'reference'.")
         values = {key: parameter.detach() for key, parameter in named_parameters(self._chunks)}
         self._snapshots[name] = self._kept(values)
+
+    def load_frozen(self, name: str, path: str | Path) -> None:
+        check_new_name(name, [*self._snapshots, *self._frozen])
+        dtype = next(self._chunks[0].parameters()).dtype
+        with cpu.adapted():
+            self._frozen[name] = FrozenModel.load(path, self._world, dtype, self._chunk_bytes, self._offload_snapshots)
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         return gather_weights(self._chunks, self._architecture, self._world)
@@ -189,7 +205,7 @@ class MegatronTrainer(Trainer):
             yield
             return
         if name not in self._snapshots:
-            known = ["policy", *self._snapshots]
+            known = ["policy", *self._snapshots, *self._frozen]
             raise ConfigError(
                 f"score: there is no model '{name}'; known: {', '.join(known)}.{did_you_mean(name, known)}"
             )

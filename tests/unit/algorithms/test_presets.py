@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import yaml
 
@@ -11,11 +13,14 @@ from rlflow.config.schema import RunConfig, load_config
 from rlflow.run.algorithm import Algorithm
 
 NAMES = list(presets())
+STARTING_POLICY = Path(__file__).resolve().parents[3] / "recipes" / "searchr1" / "starting_policy"
+ASKED = {"opd": [f"algorithm.teacher.path={STARTING_POLICY}"]}
+"""What a preset leaves to the user."""
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_preset_is_a_configuration_and_its_parts_can_be_made(name: str) -> None:
-    config = load_config(preset=name)
+    config = load_config(None, ASKED.get(name, []), preset=name)
     check_config(config, components=False)
     Algorithm.from_config(config, response_budget=100)
 

@@ -33,7 +33,7 @@ def from_logits(
     weight = torch.eye(logits.shape[-1], dtype=logits.dtype)
     layer = OutputLayer(weight, vocab, group, sequence_parallel=False, chunk_bytes=chunk_bytes)
     options |= {"places": places_of(tokens), "context_group": group}
-    return token_logprobs(logits.transpose(0, 1), tokens, lengths, temperatures, layer=layer, **options)
+    return token_logprobs(logits.transpose(0, 1), tokens, lengths, temperatures, layer=layer, **options)[:2]
 
 
 def places_of(tokens: Tensor) -> Tensor:
@@ -51,7 +51,7 @@ def test_hidden_states_of_another_rank_count_as_zero(group: dist.ProcessGroup) -
     for columns in ([0, 5], [1, 2, 3, 4]):
         places = torch.full(tokens.shape, -1)
         places[:, columns] = torch.arange(len(columns)) * 3 + torch.arange(3).unsqueeze(1)
-        part, _ = token_logprobs(
+        part, *_ = token_logprobs(
             logits.transpose(0, 1)[columns], tokens, lengths, temperatures, layer=layer, places=places, context_group=group
         )
         assert not part[:, [column for column in range(1, 6) if column - 1 not in columns]].any()
@@ -115,7 +115,7 @@ def project(hidden: Tensor, weight: Tensor, group: dist.ProcessGroup, chunk_byte
     """The sum of what `token_logprobs` gives for the hidden states (T, B, H), weighed by position."""
     _, tokens, lengths, temperatures = make_case(vocab=29)
     layer = OutputLayer(weight, 29, group, sequence_parallel=False, chunk_bytes=chunk_bytes)
-    got, entropy = token_logprobs(
+    got, entropy, _ = token_logprobs(
         hidden, tokens, lengths, temperatures, layer=layer, places=places_of(tokens), context_group=group,
         want_entropy=want_entropy,
     )  # fmt: skip

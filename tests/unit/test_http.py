@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from rlflow_environments.common.http import (
+from rlflow.http import (
     GaveUp,
     Retryable,
     RetryPolicy,

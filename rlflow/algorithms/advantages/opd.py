@@ -1,0 +1,52 @@
+"""On-policy distillation: every sampled token is as good as the teacher thinks it likelier than the policy does."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlflow.algorithms.base import Advantage, Anchor, anchor_logprobs, as_part, check_anchor
+from rlflow.components import ADVANTAGE
+from rlflow.types import Batch
+from rlflow.values import Component, PositiveFloat
+
+
+class OnPolicyDistillation(Advantage):
+    """(B, T) coefficient * (teacher's log-prob - the policy's), no gradient through either, plus the advantage `base`.
+
+    The expectation under the policy is minus the gradient of the reverse KL(policy || teacher), token by token and without
+    credit to earlier tokens (GKD, arXiv 2306.13649; MiniLLM, arXiv 2306.08543 equation 3 without its long-range term).
+
+    base: another advantage that this is added to, e.g. {name: grpo}; None: the teacher alone, and rewards do not count. anchor:
+    whose log-probs count as the policy's, the engine's (rollout) or the trainer's before the step's first update (proximal)."""
+
+    def __init__(self, coefficient: PositiveFloat = 1.0, base: Component | None = None, anchor: Anchor = "rollout") -> None:
+        check_anchor(anchor, "advantage opd")
+        self._coefficient, self._anchor = coefficient, anchor
+        made = None if base is None else ADVANTAGE.build(base, "algorithm.advantage.base")
+        self.compares_attempts = getattr(getattr(made, "func", made), "compares_attempts", False)
+        self._base: Advantage | None = None if made is None else as_part(made)
+
+    @property
+    def needs(self) -> frozenset[str]:  # type: ignore[override]
+        own = {"teacher", "proximal"} if self._anchor == "proximal" else {"teacher"}
+        return frozenset(own) | (frozenset() if self._base is None else self._base.needs)
+
+    def __call__(self, batch: Batch) -> Tensor:
+        teacher = batch.require("teacher_logprobs", "advantage opd")
+        gap = teacher - anchor_logprobs(batch, self._anchor, "advantage opd")
+        advantages = torch.where(batch.loss_mask, self._coefficient * gap, 0.0)
+        if self._base is None:
+            return advantages
+        base = self._base(batch).float()
+        return advantages + (base[:, None] * batch.loss_mask if base.dim() == 1 else base)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {} if self._base is None else self._base.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if self._base is not None:
+            self._base.load_state_dict(state)

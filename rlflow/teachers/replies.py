@@ -1,0 +1,78 @@
+"""What completion servers say about the tokens of a prompt, in the two forms that are about."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from rlflow.errors import RLFlowError
+
+ID = "token_id:"
+
+
+@dataclass(frozen=True)
+class Place:
+    """A token of the prompt: its log-prob, the likeliest tokens in its place as (id, log-prob), and its text as the server has
+    it, None where it does not say."""
+
+    logprob: float
+    top: list[tuple[int, float]]
+    text: str | None = None
+
+
+def read_row(wire: str, choice: Mapping[str, Any], row: list[int], top_k: int, who: str) -> list[Place]:
+    """The places of one row of token ids. Raises RLFlowError where the answer is about other tokens, or says nothing of them."""
+    if wire == "echo":
+        return _echoed(choice, row, top_k, who)
+    found = choice.get("prompt_logprobs")
+    if not isinstance(found, list):
+        raise RLFlowError(
+            f"{who}: its answer has no prompt_logprobs, so it cannot be a teacher; take a server that gives log-probs of prompts "
+            "(vLLM does), or try algorithm.teacher.wire=echo."
+        )
+    _check_length(found, row, who)
+    places = [Place(0.0, [])]
+    for token, entry in zip(row[1:], found[1:], strict=True):
+        own = entry.get(str(token))
+        if own is None:
+            raise RLFlowError(f"{who}: expected the log-prob of token {token}, found those of {', '.join(entry)}.")
+        ranked = sorted((value["rank"], int(number), value["logprob"]) for number, value in entry.items())
+        top = [(number, float(logprob)) for rank, number, logprob in ranked if rank <= top_k]
+        places.append(Place(float(own["logprob"]), _complete(top, top_k, who), own.get("decoded_token")))
+    return places
+
+
+def _echoed(choice: Mapping[str, Any], row: list[int], top_k: int, who: str) -> list[Place]:
+    found = choice.get("logprobs")
+    if not isinstance(found, Mapping) or not isinstance(found.get("token_logprobs"), list):
+        raise RLFlowError(f"{who}: its answer has no logprobs of the echoed prompt, so it cannot be a teacher; see wire.")
+    tokens, logprobs = found["tokens"][: len(row)], found["token_logprobs"][: len(row)]  # the rest was sampled
+    _check_length(logprobs, row, who)
+    places = [Place(0.0, [])]
+    for place in range(1, len(row)):
+        said = str(tokens[place])
+        if said.startswith(ID) and said != f"{ID}{row[place]}":
+            raise RLFlowError(f"{who}: expected the log-prob of token {row[place]}, found that of {said}.")
+        top: list[tuple[int, float]] = []
+        if top_k:
+            entry = found["top_logprobs"][place]
+            if not all(key.startswith(ID) for key in entry):
+                raise RLFlowError(f"{who}: it names the likeliest tokens by text, not by id; leave out algorithm.teacher.top_k.")
+            top = [(int(key.removeprefix(ID)), float(value)) for key, value in entry.items()]
+            top = sorted(top, key=lambda pair: -pair[1])[:top_k]
+        places.append(Place(float(logprobs[place]), _complete(top, top_k, who), None if said.startswith(ID) else said))
+    return places
+
+
+def _check_length(found: list[Any], row: list[int], who: str) -> None:
+    if len(found) != len(row):
+        raise RLFlowError(
+            f"{who}: expected log-probs of {len(row)} tokens, found {len(found)}: the server did not take the ids as they are."
+        )
+
+
+def _complete(top: list[tuple[int, float]], top_k: int, who: str) -> list[tuple[int, float]]:
+    if len(top) != top_k:
+        raise RLFlowError(f"{who}: expected the {top_k} likeliest tokens of each place, found {len(top)}; lower top_k.")
+    return top

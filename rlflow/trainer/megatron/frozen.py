@@ -1,0 +1,64 @@
+"""Another model beside the policy, without gradients and optimizer: a teacher."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from rlflow.errors import ConfigError
+from rlflow.models.architecture import architecture
+from rlflow.models.huggingface import WeightFiles, read_config
+from rlflow.trainer.megatron import offload
+from rlflow.trainer.megatron.model import PolicyModel, build_model, load_weights, named_parameters
+from rlflow.trainer.megatron.world import World
+
+
+@dataclass(frozen=True)
+class FrozenModel:
+    """A model of any size and family, split over the ranks as the policy is. vocab: without padding. host: its weights, where
+    they leave the GPU between two scores."""
+
+    chunks: Sequence[PolicyModel]
+    vocab: int
+    host: dict[str, Tensor] | None
+
+    @classmethod
+    def load(cls, path: str | Path, world: World, dtype: torch.dtype, chunk_bytes: int, offloaded: bool) -> FrozenModel:
+        """The model of a HuggingFace directory. Raises ConfigError where the layout cannot split it, ModelError."""
+        model = architecture(read_config(path))
+        try:
+            world.layout.check_model(model)
+        except ConfigError as problem:
+            raise ConfigError(f"{path}: it is split as the policy is: {problem}") from None
+        chunks = build_model(model, world, dtype, chunk_bytes)
+        load_weights(chunks, model, world, WeightFiles(path))
+        for chunk in chunks:
+            chunk.requires_grad_(False).eval()
+        if not offloaded:
+            return cls(chunks, model.vocab, None)
+        frozen = cls(chunks, model.vocab, offload.to_host(dict(named_parameters(chunks))))
+        frozen._leave_device()
+        return frozen
+
+    @contextlib.contextmanager
+    def on_device(self) -> Iterator[None]:
+        """Inside, the weights are where the model computes."""
+        if self.host is None:
+            yield
+            return
+        try:
+            for name, parameter in named_parameters(self.chunks):
+                parameter.data = self.host[name].to("cuda", non_blocking=True)
+            yield
+        finally:
+            self._leave_device()
+
+    def _leave_device(self) -> None:
+        assert self.host is not None
+        for name, parameter in named_parameters(self.chunks):
+            parameter.data = self.host[name]
