@@ -20,6 +20,8 @@ class ImpatientProtocol(HttpToolsProtocol):
     after the connection was made. uvicorn itself has a limit only between an answer and the next byte."""
 
     _deadline: asyncio.TimerHandle | None = None
+    begun = False
+    """Whether a part of the next request is here."""
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
@@ -30,6 +32,7 @@ class ImpatientProtocol(HttpToolsProtocol):
         if self.parser is None or (self.cycle is not None and not self.cycle.response_complete and not self.cycle.more_body):
             self._forget()  # whole, and being answered
         else:
+            self.begun = True
             self._await_request()
 
     def on_message_complete(self) -> None:
@@ -45,6 +48,7 @@ class ImpatientProtocol(HttpToolsProtocol):
             self._deadline = self.loop.call_later(WHOLE_REQUEST_S, self._expire)
 
     def _forget(self) -> None:
+        self.begun = False
         if self._deadline is not None:
             self._deadline.cancel()
             self._deadline = None
