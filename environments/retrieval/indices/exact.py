@@ -61,11 +61,13 @@ def _settle(scan: Scan, vectors: np.ndarray, scores: np.ndarray, rows: np.ndarra
     bounds = scan.error_bound(vectors)
     exact = np.full(rows.shape, -np.inf)
     chosen = rows >= 0
-    chosen[:, top_k:] = False
+    if len(vectors) > 1:  # for one query two steps cost more than all its candidates
+        chosen[:, top_k:] = False
     _score(scan, vectors, rows, chosen, exact)
     # Another candidate can only be among the best if the scan, and what it may have got wrong, reaches the worst of these.
-    reached = scores >= (exact[:, :top_k].min(axis=1) - bounds)[:, None]
-    _score(scan, vectors, rows, (rows >= 0) & reached & ~chosen, exact)
+    if len(vectors) > 1:
+        reached = scores >= (exact[:, :top_k].min(axis=1) - bounds)[:, None]
+        _score(scan, vectors, rows, (rows >= 0) & reached & ~chosen, exact)
     order = np.lexsort((rows, -exact))[:, :top_k]
     ordered = [np.take_along_axis(found, order, axis=1) for found in (rows, exact)]
     rankings = [

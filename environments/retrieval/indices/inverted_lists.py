@@ -43,8 +43,11 @@ class ListAssignment:
             return self._asked(vectors)
         if self._probes == len(self._centroids):
             return _unscored(np.tile(np.arange(self._probes), (len(vectors), 1)))
-        with torch.no_grad():
-            scores = linear(torch.from_numpy(self._centroids), torch.from_numpy(np.ascontiguousarray(vectors))).numpy().T
+        if len(vectors) == 1:
+            scores = (self._centroids @ vectors[0])[None]
+        else:
+            with torch.no_grad():
+                scores = linear(torch.from_numpy(self._centroids), torch.from_numpy(np.ascontiguousarray(vectors))).numpy().T
         order = np.argpartition(scores, -self._probes - 1, axis=1)[:, -self._probes - 1 :]
         near, lists = np.take_along_axis(scores, order, axis=1), order[:, 1:]
         # A product of matrices sums in an order that depends on its shape: where that may decide, exact products do.

@@ -84,7 +84,7 @@ class Fleet:
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
             env={**os.environ, **ONE_THREAD, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-            start_new_session=True,  # Ctrl-C is for this process
+            process_group=0,  # Ctrl-C is for this process; of the same session, whose processes the scheduler weighs together
         )
         theirs.close()
         self._loaders = [process for process in self._loaders if process.poll() is None] + [loader]

@@ -15,6 +15,7 @@ from rlflow_environments.retrieval.server.deadlines import Deadlines
 from rlflow_environments.retrieval.server.records import Pages, StoredCorpus, dump_json
 from rlflow_environments.retrieval.server.wire import Hit
 
+HERE_S = 0.004  # the longest batch that the event loop searches itself: health and other requests wait for it
 ENTRY_BYTES = 400  # what one cached answer costs beside its documents
 
 
@@ -104,7 +105,11 @@ class ServedIndex:
         self._cache = AnswerCache(cache_bytes)
         self._deadlines = Deadlines()
         self._search: CoalescedSearch[Hit] = CoalescedSearch(
-            DocumentSearch(retriever), max_batch=max_batch, max_waiting=max_waiting, on_batch=on_batch
+            DocumentSearch(retriever),
+            max_batch=max_batch,
+            max_waiting=max_waiting,
+            on_batch=on_batch,
+            here_s=HERE_S if isinstance(retriever, CorpusRetriever) else 0.0,
         )
 
     @property

@@ -94,6 +94,7 @@ async def take_over(descriptor: int, make: Callable[[], asyncio.Protocol]) -> No
     connection = socket.socket(fileno=descriptor)
     connection.setblocking(False)
     try:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # see `listener.bind`
         await asyncio.get_running_loop().connect_accepted_socket(make, connection)
     except OSError:  # its client went away meanwhile
         connection.close()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import time
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -43,7 +43,7 @@ def shared_table(folder: Path, processes: int) -> np.ndarray:
     """(processes, KEPT, FIELDS) of the latest requests, in a file of the folder that all processes map."""
     shape = (processes, KEPT, FIELDS)
     path = folder / "recent"
-    return np.memmap(path, np.float64, "r+" if path.exists() else "w+", shape=shape)
+    return np.asarray(np.memmap(path, np.float64, "r+" if path.exists() else "w+", shape=shape))
 
 
 class ServerStatistics:
@@ -88,7 +88,7 @@ class ServerStatistics:
             self.cached.inc(request.cached)
         if request.shared:
             self.shared.inc(request.shared)
-        self._mine[self._count % KEPT] = astuple(request)
+        self._mine[self._count % KEPT] = tuple(vars(request).values())
         self._count += 1
 
     def exposition(self) -> bytes:
