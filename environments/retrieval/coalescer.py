@@ -8,6 +8,7 @@ import heapq
 import itertools
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -19,7 +20,7 @@ Hit = TypeVar("Hit")
 _AT_A_TURN = 16  # queries of one request that are searched before the next request has its turn
 _BATCH_CHARACTERS = 65_536  # of a batch, and one query more: others wait for its end
 _HERE_BATCH = 16  # queries that an event loop searches itself before it looks around
-_MEMORY = 0.9  # of the mean time of batches, per batch
+_TIMED = 9  # batches whose median time decides; a batch that the machine interrupts is not the retriever's matter
 Key = tuple[str, int]
 """(query, top_k): searches of one key have one result."""
 
@@ -107,7 +108,7 @@ class CoalescedSearch(Generic[Hit]):
         self._max_waiting = max_waiting
         self._on_batch = on_batch
         self._here_s = here_s
-        self._mean_s = 1.0  # of the latest batches
+        self._seconds: deque[float] = deque([1.0] * _TIMED, _TIMED)  # of the latest batches
         self._lookups: dict[Key, _Lookup[Hit]] = {}  # waiting or under way
         self._waiting: dict[int, list[_Lookup[Hit]]] = {}  # heaps by top_k; no empty ones
         self._turn = 0  # of the search that was taken up last
@@ -153,7 +154,7 @@ class CoalescedSearch(Generic[Hit]):
 
     def _wake(self, loop: asyncio.AbstractEventLoop) -> None:
         """Searches what waits: in a thread, or in the loop when all that it has read is in."""
-        if self._mean_s < self._here_s:
+        if sorted(self._seconds)[_TIMED // 2] < self._here_s:
             loop.call_soon(self._drain_here, loop)
         else:
             self._owner.submit(self._drain)
@@ -216,7 +217,7 @@ class CoalescedSearch(Generic[Hit]):
                 self._answer([lookup])
             return
         seconds = time.perf_counter() - start
-        self._mean_s = _MEMORY * self._mean_s + (1 - _MEMORY) * seconds
+        self._seconds.append(seconds)
         if self._on_batch is not None:
             self._on_batch(len(batch), seconds)
         self._deliver(batch, results, problem)

@@ -48,6 +48,8 @@ def rank_exactly(scan: Scan, vectors: np.ndarray, top_k: int) -> list[Ranking]:
     """The rows with the largest inner products, best first, ties by row. vectors: (B, dimensions) float32."""
     depth = min(top_k + scan.overfetch, scan.count)
     scores, rows = scan.propose(vectors, depth)
+    if len(vectors) == 1:
+        return [_settle_one(scan, vectors, scores[0], rows[0], top_k)]
     rankings: list[Ranking] = []
     step = max(1, _ROWS // depth)
     for start in range(0, len(vectors), step):
@@ -61,13 +63,11 @@ def _settle(scan: Scan, vectors: np.ndarray, scores: np.ndarray, rows: np.ndarra
     bounds = scan.error_bound(vectors)
     exact = np.full(rows.shape, -np.inf)
     chosen = rows >= 0
-    if len(vectors) > 1:  # for one query two steps cost more than all its candidates
-        chosen[:, top_k:] = False
+    chosen[:, top_k:] = False
     _score(scan, vectors, rows, chosen, exact)
     # Another candidate can only be among the best if the scan, and what it may have got wrong, reaches the worst of these.
-    if len(vectors) > 1:
-        reached = scores >= (exact[:, :top_k].min(axis=1) - bounds)[:, None]
-        _score(scan, vectors, rows, (rows >= 0) & reached & ~chosen, exact)
+    reached = scores >= (exact[:, :top_k].min(axis=1) - bounds)[:, None]
+    _score(scan, vectors, rows, (rows >= 0) & reached & ~chosen, exact)
     order = np.lexsort((rows, -exact))[:, :top_k]
     ordered = [np.take_along_axis(found, order, axis=1) for found in (rows, exact)]
     rankings = [
@@ -81,6 +81,19 @@ def _settle(scan: Scan, vectors: np.ndarray, scores: np.ndarray, rows: np.ndarra
             near = scan.at_least(vectors[place], rankings[place][-1][1])
             rankings[place] = score_again(scan, vectors[place], near, top_k)
     return rankings
+
+
+def _settle_one(scan: Scan, vectors: np.ndarray, scores: np.ndarray, rows: np.ndarray, top_k: int) -> Ranking:
+    """As `_settle` for one query, (1, dimensions): to score all its candidates costs less than to choose among them."""
+    proposed = rows[rows >= 0]
+    exact = np.concatenate(
+        [_products(scan.stored(proposed[start : start + _ROWS]), vectors[0]) for start in range(0, len(rows), _ROWS)]
+    )
+    order = np.lexsort((proposed, -exact))[:top_k]
+    ranking = list(zip(proposed[order].tolist(), exact[order].tolist(), strict=True))
+    if len(proposed) == len(rows) < scan.count and scores[-1] >= ranking[-1][1] - scan.error_bound(vectors)[0]:
+        return score_again(scan, vectors[0], scan.at_least(vectors[0], ranking[-1][1]), top_k)
+    return ranking
 
 
 def _score(scan: Scan, vectors: np.ndarray, rows: np.ndarray, chosen: np.ndarray, exact: np.ndarray) -> None:
