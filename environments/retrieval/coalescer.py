@@ -85,8 +85,8 @@ class CoalescedSearch(Generic[Hit]):
 
     Requests take turns: of one with many queries some are searched, then those of others.
     One thread owns the retriever: what arrives while it searches is the next batch, so nobody ever waits for a batch to fill.
-    Where a batch takes less than `here_s`, the event loop searches it itself: on one processor a way through a thread and back takes
-    longer than many a search.
+    Where a batch takes less than `here_s`, the event loop searches it itself: a way through a thread and back takes longer than
+    many a search.
     No request can see another: a batch has one top_k, an equal search that is waiting or under way is joined but answered with
     a list of one's own, and when a batch fails each of its searches is tried again alone, so that only the one at fault fails.
     Callers may live in any thread and any event loop.
@@ -180,7 +180,8 @@ class CoalescedSearch(Generic[Hit]):
             self._answer(batch)
 
     def _take(self, most: int) -> list[_Lookup[Hit]]:
-        """At most `most`: the search whose turn it is and following ones with the same top_k, without those that nobody waits for any more."""
+        """The search whose turn it is and following ones with the same top_k, at most `most`, without those that nobody waits
+        for any more."""
         batch: list[_Lookup[Hit]] = []
         now = time.perf_counter()
         with self._lock:

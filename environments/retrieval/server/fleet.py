@@ -24,7 +24,7 @@ from rlflow_environments.retrieval.server.index import Answer
 from rlflow_environments.retrieval.server.loading import ServedSource
 from rlflow_environments.retrieval.server.moving import Movers
 from rlflow_environments.retrieval.server.service import LoadProgress, SearchService, ServiceLimits, Unavailable
-from rlflow_environments.retrieval.server.worker import ONE_THREAD
+from rlflow_environments.retrieval.server.worker import THREADS
 
 logger = logging.getLogger(__name__)
 
@@ -33,6 +33,7 @@ RETIRE_S = 5.0
 CLOSE_S = 6.0  # the processes themselves take at most 4
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 30.0  # before a process that died is replaced
 STEADY_S = 300.0  # after which a death counts as the first
+REAPED_S = 2.0  # for a loading process that has nothing left to do
 UNSHARED = ("qdrant", "http")
 
 
@@ -57,8 +58,8 @@ class Fleet:
     ) -> None:
         """folder: for what the processes share. Raises ConfigError for a retriever that several processes cannot have."""
         check_sharable(source.retriever, processes)
-        share = {key: max(1, value // processes) for key, value in source.options.items() if key in ("max_waiting", "cache_bytes") and value}
-        self.source = dataclasses.replace(source, options={**source.options, **share})
+        shared = {key: -(-source.options[key] // processes) for key in ("max_waiting", "cache_bytes") if key in source.options}
+        self.source = dataclasses.replace(source, options={**source.options, **shared})
         self.processes = processes
         self.movers = Movers()
         self.service: SearchService | None = None
@@ -83,11 +84,11 @@ class Fleet:
             [sys.executable, "-m", "rlflow_environments.retrieval.server.worker", str(theirs.fileno())],
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
-            env={**os.environ, **ONE_THREAD, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+            env={**os.environ, **dict.fromkeys(THREADS, "1"), "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
             process_group=0,  # Ctrl-C is for this process; of the same session, whose processes the scheduler weighs together
         )
         theirs.close()
-        self._loaders = [process for process in self._loaders if process.poll() is None] + [loader]
+        self._loaders.append(loader)
         try:
             ours.send("setup", changes=dict(changes), **self._setup)
             loaded = _loaded(ours, report)
@@ -110,6 +111,7 @@ class Fleet:
 
     def replace(self, generation: Generation) -> None:
         """The loading process of a generation died: another generation is loaded in its place."""
+        asyncio.get_running_loop().call_later(1.0, self._reap)
         if generation is self._current:
             logger.error("the process that loaded the index is gone; it is loaded again")
             generation.start(self._replace(generation))
@@ -122,11 +124,15 @@ class Fleet:
             with contextlib.suppress(RLFlowError, Unavailable):  # logged and counted; the processes that there are go on
                 await self.service.reload(generation.changes)
 
+    def _reap(self) -> None:
+        self._loaders = [process for process in self._loaders if process.poll() is None]
+
     def end(self) -> None:
         """Ends whatever is left, by force."""
         for process in self._loaders:
-            if process.poll() is None:
-                process.kill()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(REAPED_S)
+            process.kill()
             process.wait()
 
 

@@ -1,7 +1,7 @@
 """The processes that answer, where there are several: one loads the index, and is copied as often as there are to be processes.
 
-The copies share its memory (fork, copy on write), whatever the index, its encoder and the corpus keep there, and a process that died
-is replaced in milliseconds. The loading process therefore runs on one thread: a copy would lack the others.
+The copies share its memory (fork, copy on write), whatever the index, its encoder and the corpus keep there, and a process that
+died is replaced in milliseconds. The loading process therefore runs on one thread: a copy would lack the others.
 
     python -m rlflow_environments.retrieval.server.worker DESCRIPTOR      # of its channel to `fleet.Fleet`
 """
@@ -39,8 +39,8 @@ from rlflow_environments.retrieval.server.service import SearchService, ServiceL
 from rlflow_environments.retrieval.server.statistics import ServerStatistics, shared_table
 from rlflow_environments.retrieval.server.wire import BadRequest, write_error
 
-ONE_THREAD = {name: "1" for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")}
-"""The environment of the loading process."""
+THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
+"""What the loading process may use one of."""
 ASKED_BYTES = 1 << 16
 QUIET_S = 2.0
 REAP_S = 0.5
