@@ -10,7 +10,7 @@ from typing import Any
 
 import orjson
 
-MAX_MESSAGE = 1 << 17
+MAX_MESSAGE = 1 << 17  # a socket's buffer holds more
 
 Message = dict[str, Any]
 OnMessage = Callable[[Message, int | None], None]
@@ -34,9 +34,13 @@ class Channel:
         return self._end.fileno()
 
     def send(self, kind: str, *, descriptors: Sequence[int] = (), **fields: Any) -> bool:
-        """Sends a message, and copies of open file descriptors; False where the other end is gone, or does not read."""
+        """Sends a message, and copies of open file descriptors; False where it is larger than MAX_MESSAGE, and where the other end
+        is gone or does not read."""
+        data = orjson.dumps({"kind": kind, **fields})
+        if len(data) > MAX_MESSAGE:
+            return False
         try:
-            socket.send_fds(self._end, [orjson.dumps({"kind": kind, **fields})], list(descriptors))
+            socket.send_fds(self._end, [data], list(descriptors))
         except OSError:
             return False
         return True

@@ -64,7 +64,8 @@ class Fleet:
         self.movers = Movers()
         self.service: SearchService | None = None
         self.restarts = 0
-        cores = int(os.environ.get("OMP_NUM_THREADS") or len(os.sched_getaffinity(0)))
+        threads = os.environ.get("OMP_NUM_THREADS", "")
+        cores = int(threads) if threads.isdigit() else len(os.sched_getaffinity(0))
         self._setup = {
             "source": dataclasses.asdict(self.source),
             "limits": dataclasses.asdict(limits),
@@ -272,8 +273,9 @@ class Generation:
 
     async def _answer(self, member: Member, asked: Message) -> None:
         status, headers, body = await _run(self._api, asked)
-        fields = {"number": asked["number"], "status": status, "headers": headers, "body": body.decode("utf-8", "replace")}
-        member.channel.send("answer", **fields)
+        number, text = asked["number"], body.decode("utf-8", "replace")
+        if not member.channel.send("answer", number=number, status=status, headers=headers, body=text):
+            member.channel.send("answer", number=number, status=500, headers=[], body='{"detail": "the answer is too large."}')
 
 
 def check_sharable(retriever: Mapping[str, Any], processes: int) -> None:

@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import httpx
@@ -72,14 +72,8 @@ def running(folder: Path, *arguments: str, **options: int) -> Iterator[Running]:
             server.process.wait(20)
         finally:
             for child in children:
-                with_suppressed_kill(child)
-
-
-def with_suppressed_kill(process: psutil.Process) -> None:
-    try:
-        process.kill()
-    except psutil.NoSuchProcess:
-        pass
+                with suppress(psutil.NoSuchProcess):
+                    child.kill()
 
 
 class Clients:

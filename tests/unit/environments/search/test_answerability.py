@@ -1,4 +1,4 @@
-"""Claims about which questions a corpus can answer: the finder agrees with a plain search for each answer, and the mark is used."""
+"""Claims about which questions a corpus can answer: the finder agrees with a plain search for each answer."""
 
 from __future__ import annotations
 
@@ -52,7 +52,8 @@ def test_it_agrees_with_a_plain_search_for_every_answer():
 
 def test_supporting_articles_must_be_there_too():
     row = {"supporting_facts": {"title": ["Ann Lee", "The Sea"], "sent_id": [0, 1]}}
-    tasks = [Task("a", "?", ["1901"], row), Task("b", "?", ["1901"], {"supporting_facts": [["Ann Lee", 0]]}), Task("c", "?", ["x"])]
+    other = {"supporting_facts": [["Ann Lee", 0]]}
+    tasks = [Task("a", "?", ["1901"], row), Task("b", "?", ["1901"], other), Task("c", "?", ["x"])]
     finder = AnswerFinder(tasks)
     finder.read([passage("Ann Lee", "born in Ys"), passage("Other", "in 1901")])
     a, b, c = finder.findings
@@ -88,7 +89,8 @@ def test_the_command_reports_by_set_marks_and_what_is_marked_is_left_out(tmp_pat
     write_rows(data / "nq.jsonl", [{"question": f"{i}?", "golden_answers": [f"number{i}"], "id": str(i)} for i in range(4)])
     titled = {"question": "t?", "golden_answers": ["number1"], "metadata": {"supporting_facts": {"title": ["B", "C"]}}}
     write_rows(data / "hotpotqa.jsonl", [titled])
-    corpus = write_rows(tmp_path / "c.jsonl", [{"title": t, "text": x} for t, x in (("A", "number0"), ("B", "Number1."), ("C", "x"))])
+    texts = {"A": "number0", "B": "Number1.", "C": "x"}
+    corpus = write_rows(tmp_path / "c.jsonl", [{"title": title, "text": text} for title, text in texts.items()])
     out = tmp_path / "marked.jsonl"
     assert main(["check-questions", str(data), "--corpus", str(corpus), "--out", str(out)]) == 0
     printed = capsys.readouterr().out
