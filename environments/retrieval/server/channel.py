@@ -34,8 +34,8 @@ class Channel:
         return self._end.fileno()
 
     def send(self, kind: str, *, descriptors: Sequence[int] = (), **fields: Any) -> bool:
-        """Sends a message, and copies of open file descriptors; False where it is larger than MAX_MESSAGE, and where the other end
-        is gone or does not read."""
+        """Sends a message, and copies of open file descriptors; False where it is larger than MAX_MESSAGE, and where the other
+        end is gone or does not read."""
         data = orjson.dumps({"kind": kind, **fields})
         if len(data) > MAX_MESSAGE:
             return False
