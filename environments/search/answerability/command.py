@@ -1,8 +1,8 @@
 """Says how many questions can be answered from a corpus at all: a gold answer occurs in one of its passages, normalized as for
 exact match, and, where the questions name their supporting articles (HotpotQA, 2WikiMultihopQA), all of these are there.
 
-The corpus is read once, about 10,000 passages a second on one core. With --out every question is written with `answerable`, true or false;
-`skip_unanswerable: true` beside `path` of environment.train then leaves out those that are false.
+The corpus is read once, about 10,000 passages a second on one core. With --out every question is written with `answerable`, true
+or false; `skip_unanswerable: true` beside `path` of environment.train then leaves out those that are false.
 """
 
 from __future__ import annotations
