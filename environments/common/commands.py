@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import logging
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -37,6 +38,12 @@ def run_group(prog: str, description: str, commands: Commands, arguments: Sequen
     except RLFlowError as problem:
         print(f"rlflow: {type(problem).__name__}: {problem}", file=sys.stderr)
         return problem.exit_code
+
+
+def log_to_stderr() -> None:
+    """What a service says while it runs: its own messages from INFO on, others' warnings."""
+    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
+    logging.getLogger("rlflow_environments").setLevel(logging.INFO)
 
 
 class _LazyParser(argparse.ArgumentParser):

@@ -8,6 +8,7 @@ import heapq
 import itertools
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -18,6 +19,8 @@ from rlflow_environments.retrieval.errors import QueueFullError
 Hit = TypeVar("Hit")
 _AT_A_TURN = 16  # queries of one request that are searched before the next request has its turn
 _BATCH_CHARACTERS = 65_536  # of a batch, and one query more: others wait for its end
+_HERE_BATCH = 16  # queries that an event loop searches itself before it looks around
+_TIMED = 9  # batches whose median time decides; a batch that the machine interrupts is not the retriever's matter
 Key = tuple[str, int]
 """(query, top_k): searches of one key have one result."""
 
@@ -82,6 +85,8 @@ class CoalescedSearch(Generic[Hit]):
 
     Requests take turns: of one with many queries some are searched, then those of others.
     One thread owns the retriever: what arrives while it searches is the next batch, so nobody ever waits for a batch to fill.
+    Where a batch takes less than `here_s`, the event loop searches it itself: a way through a thread and back takes longer than
+    many a search.
     No request can see another: a batch has one top_k, an equal search that is waiting or under way is joined but answered with
     a list of one's own, and when a batch fails each of its searches is tried again alone, so that only the one at fault fails.
     Callers may live in any thread and any event loop.
@@ -94,12 +99,16 @@ class CoalescedSearch(Generic[Hit]):
         max_batch: int = 64,
         max_waiting: int | None = None,
         on_batch: Callable[[int, float], None] | None = None,
+        here_s: float = 0.0,
     ) -> None:
-        """max_waiting: searches that may wait (None: any number). on_batch: called with the size and seconds of every batch."""
+        """max_waiting: searches that may wait (None: any number). on_batch: called with the size and seconds of every batch.
+        here_s: for a retriever that only computes, and callers in one event loop."""
         self._retriever = retriever
         self._max_batch = max_batch
         self._max_waiting = max_waiting
         self._on_batch = on_batch
+        self._here_s = here_s
+        self._seconds: deque[float] = deque([1.0] * _TIMED, _TIMED)  # of the latest batches
         self._lookups: dict[Key, _Lookup[Hit]] = {}  # waiting or under way
         self._waiting: dict[int, list[_Lookup[Hit]]] = {}  # heaps by top_k; no empty ones
         self._turn = 0  # of the search that was taken up last
@@ -140,8 +149,20 @@ class CoalescedSearch(Generic[Hit]):
             wake = self._waiting_count > 0 and not self._busy
             self._busy = self._busy or wake
         if wake:
-            self._owner.submit(self._drain)
+            self._wake(call.loop)
         return call
+
+    def _wake(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Searches what waits: in a thread, or in the loop when all that it has read is in."""
+        if sorted(self._seconds)[_TIMED // 2] < self._here_s:
+            loop.call_soon(self._drain_here, loop)
+        else:
+            self._owner.submit(self._drain)
+
+    def _drain_here(self, loop: asyncio.AbstractEventLoop) -> None:
+        if batch := self._take(_HERE_BATCH):
+            self._answer(batch)
+            self._wake(loop)
 
     def _admit(self, queries: Sequence[str], top_k: int) -> None:
         # A request that is larger than the whole queue is served when nothing waits: it could never be served otherwise.
@@ -155,11 +176,12 @@ class CoalescedSearch(Generic[Hit]):
 
     def _drain(self) -> None:
         """Searches batch after batch until nothing waits."""
-        while batch := self._take():
+        while batch := self._take(self._max_batch):
             self._answer(batch)
 
-    def _take(self) -> list[_Lookup[Hit]]:
-        """The search whose turn it is and following ones with the same top_k, without those that nobody waits for any more."""
+    def _take(self, most: int) -> list[_Lookup[Hit]]:
+        """The search whose turn it is and following ones with the same top_k, at most `most`, without those that nobody waits
+        for any more."""
         batch: list[_Lookup[Hit]] = []
         now = time.perf_counter()
         with self._lock:
@@ -167,7 +189,7 @@ class CoalescedSearch(Generic[Hit]):
                 top_k = min(self._waiting, key=lambda top_k: self._waiting[top_k][0])
                 queue = self._waiting[top_k]
                 characters = 0
-                while queue and len(batch) < self._max_batch and characters < _BATCH_CHARACTERS:
+                while queue and len(batch) < min(most, self._max_batch) and characters < _BATCH_CHARACTERS:
                     lookup = heapq.heappop(queue)
                     characters += len(lookup.query)
                     self._turn = max(self._turn, lookup.turn)
@@ -196,6 +218,7 @@ class CoalescedSearch(Generic[Hit]):
                 self._answer([lookup])
             return
         seconds = time.perf_counter() - start
+        self._seconds.append(seconds)
         if self._on_batch is not None:
             self._on_batch(len(batch), seconds)
         self._deliver(batch, results, problem)
@@ -215,7 +238,11 @@ class CoalescedSearch(Generic[Hit]):
                 if call.missing == 0:
                     call.searched_s = now - call.started - call.waited_s
                     complete.setdefault(call.loop, []).append(call)
+        here = asyncio._get_running_loop()
         for loop, calls in complete.items():
+            if loop is here:
+                _settle(calls)
+                continue
             with contextlib.suppress(RuntimeError):  # the loop was closed: its callers went away
                 loop.call_soon_threadsafe(_settle, calls)
 

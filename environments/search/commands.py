@@ -13,6 +13,7 @@ COMMANDS = {
         "what a file of questions or passages is; write it in one form",
         "rlflow_environments.search.questions.command",
     ),
+    "check-questions": ("which questions a corpus can answer", "rlflow_environments.search.answerability.command"),
     "qa": ("questions and answers from your own documents", "rlflow_environments.search.own_documents.command"),
     "check": RETRIEVAL["check"],
 }

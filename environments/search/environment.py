@@ -35,7 +35,8 @@ class SearchEnvironment(Environment):
     protocol's matter (docs/search_protocols.md).
 
     Metrics: exact_match, f1, answered, searches (executed), invalid_actions, gold_in_results (1 once a gold answer stood in a
-    passage that the policy was shown), score_<rule> of every rule that can reward, and `hops` where the question's row has it.
+    passage that the policy was shown), rewarded_without_evidence (a reward above 0 without that), score_<rule> of every rule that
+    can reward, and `hops` where the question's row has it.
     The scores read the policy's own text only. A failing retriever aborts the episode; its error never becomes text.
     """
 
@@ -218,16 +219,16 @@ class SearchEnvironment(Environment):
         score = await self._score(transcript)
         length = sum(map(len, (*transcript.responses, *transcript.observations)))
         scores = await beside_the_loop(length, lambda: _scores(transcript))
-        return Step(
-            reward=score.value, terminated=terminated, metrics={**self._metrics(episode), **scores, **score.metrics}
-        )
+        evidence = {"rewarded_without_evidence": float(score.value > 0 and not state["gold_in_results"])}
+        metrics = {**self._metrics(episode), **scores, **evidence, **score.metrics}
+        return Step(reward=score.value, terminated=terminated, metrics=metrics)
 
     def _metrics(self, episode: Episode) -> dict[str, float]:
         """The metrics of an episode that has not answered: they stand if it never does."""
         state, metadata = episode.scratch, episode.task.metadata
         numbers = {name: metadata[name] for name in REPORTED_METADATA if isinstance(metadata.get(name), (int, float))}
         counts = {name: state[name] for name in (*COUNTS, "disturbed") if name in state}
-        unscored = {"exact_match": 0.0, "f1": 0.0, "answered": 0.0, **dict.fromkeys(RULE_SCORES, 0.0)}
+        unscored = dict.fromkeys(("exact_match", "f1", "answered", "rewarded_without_evidence", *RULE_SCORES), 0.0)
         return {name: float(value) for name, value in {**unscored, **counts, **numbers}.items()}
 
 

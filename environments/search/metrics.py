@@ -12,6 +12,9 @@ METRICS = {
     "answered": Metric("share", "of episodes that came to an answer"),
     "invalid_actions": Metric("per episode", "responses that were no action of the protocol, or a search too many"),
     "gold_in_results": Metric("share", "of episodes that were shown a passage with a gold answer"),
+    "rewarded_without_evidence": Metric(
+        "share", "of episodes with a reward above 0 that were shown no passage with a gold answer"
+    ),
     "disturbed": Metric("per episode", "searches that `disturbances` changed; only with them"),
     "hops": Metric("count", "`hops` of the question's row; only where it has them"),
     "judge_asked": Metric("share", "of answers that the judge was asked about; only with that reward, as the next two"),

@@ -11,15 +11,25 @@ is doing. SIGHUP, or POST /admin/reload from this machine, loads the index again
 from __future__ import annotations
 
 import argparse
+import contextlib
+import functools
 import logging
 import os
+import shutil
 import sys
-from typing import Any
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from rlflow.errors import ConfigError, MissingPackageError
+from rlflow_environments.common.commands import log_to_stderr
 from rlflow_environments.retrieval.commands.source_arguments import add_source_arguments, read_source
 from rlflow_environments.retrieval.server.discovery import DiscoveryFile
 from rlflow_environments.retrieval.server.listener import bind
+
+if TYPE_CHECKING:
+    from rlflow_environments.retrieval.server.service import SearchService, ServiceLimits
 
 DEFAULT_PORT = 8000
 
@@ -35,6 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     place.add_argument("--port", type=int, default=DEFAULT_PORT, help="default 8000; 0 picks a free one")
     place.add_argument("--save-address-to", metavar="DIR", help="write Host{ip}_IP{port}.txt there while the server can answer")
     load = parser.add_argument_group("load")
+    load.add_argument("--processes", type=int, default=1, metavar="N", help="that answer, with one index in shared memory (1)")
     load.add_argument("--max-batch", type=int, default=256, metavar="N", help="queries searched together at most (256)")
     load.add_argument("--max-queue", type=int, default=8192, metavar="N", help="waiting queries before 429 (8192)")
     load.add_argument("--max-wait-s", type=float, default=60.0, metavar="S", help="before a request is given up, 503 (60)")
@@ -47,33 +58,71 @@ def run(args: argparse.Namespace) -> int:
     """Serves until a signal; returns 0."""
     _check(args)
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # idle threads that spin would take the cores from rollouts
-    _log_to_stderr()
+    log_to_stderr()
     listener = bind(args.host, args.port)
+    folder = _shared_folder() if args.processes > 1 else None
     try:
-        from rlflow_environments.retrieval.server import process, service
-        from rlflow_environments.retrieval.server.query_log import QueryLog
+        from rlflow_environments.retrieval.server import process
+        from rlflow_environments.retrieval.server.service import ServiceLimits
     except ImportError as problem:
         raise MissingPackageError(
             f"rlflow search serve: the package {problem.name} is not installed. Install it with: pip install 'rlflow[search]'"
         ) from None
     host, port = listener.getsockname()[:2]
     discovery = DiscoveryFile(args.save_address_to, host, port) if args.save_address_to else None
-    limits = service.ServiceLimits(top_k=args.topk, max_wait_s=args.max_wait_s)
-    log = QueryLog(args.query_log) if args.query_log else None
-    served = service.SearchService(make_source(args).load, limits, log)
+    limits = ServiceLimits(top_k=args.topk, max_wait_s=args.max_wait_s)
     url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
     print(f"serving on {url} (loading; progress: {url}/health)", flush=True)
-    process.serve(
-        served,
-        listener,
-        discovery=discovery,
-        parent=args.parent,
-        on_ready=lambda: print(f"ready: {url}", flush=True),
-        last_resort=True,
-    )
+    with _service(args, limits, folder) as (served, protocol):
+        process.serve(
+            served,
+            listener,
+            discovery=discovery,
+            parent=args.parent,
+            on_ready=lambda: print(f"ready: {url}", flush=True),
+            last_resort=True,
+            protocol=protocol,
+        )
     sys.stdout.flush()
     logging.shutdown()
     os._exit(0)  # a search that cannot be interrupted must not keep the process
+
+
+def _shared_folder() -> Path:
+    """Where several processes count together; prometheus_client has to know before it is imported."""
+    memory = Path("/dev/shm")
+    folder = tempfile.mkdtemp(prefix="rlflow-search-", dir=memory if os.access(memory, os.W_OK) else None)
+    os.environ["PROMETHEUS_MULTIPROC_DIR"] = folder
+    return Path(folder)
+
+
+@contextlib.contextmanager
+def _service(
+    args: argparse.Namespace, limits: ServiceLimits, folder: Path | None
+) -> Iterator[tuple[SearchService, Any]]:
+    """What answers, and the protocol of its connections: in this process, or in several others."""
+    from rlflow_environments.retrieval.server.connections import ImpatientProtocol
+    from rlflow_environments.retrieval.server.query_log import QueryLog
+    from rlflow_environments.retrieval.server.service import SearchService
+
+    if folder is None:
+        log = QueryLog(args.query_log) if args.query_log else None
+        yield SearchService(make_source(args).load, limits, log), ImpatientProtocol
+        return
+    from rlflow_environments.retrieval.server.fleet import Fleet
+    from rlflow_environments.retrieval.server.moving import MovingProtocol
+    from rlflow_environments.retrieval.server.statistics import ServerStatistics, shared_table
+
+    try:
+        fleet = Fleet(make_source(args), limits, args.query_log, args.processes, folder)
+        statistics = ServerStatistics(shared_table(folder, args.processes))
+        fleet.service = SearchService(fleet.load, limits, None, statistics)
+        try:
+            yield fleet.service, functools.partial(MovingProtocol, movers=fleet.movers)
+        finally:
+            fleet.end()
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def make_source(args: argparse.Namespace) -> Any:
@@ -86,15 +135,10 @@ def make_source(args: argparse.Namespace) -> Any:
 
 
 def _check(args: argparse.Namespace) -> None:
-    for option in ("topk", "max_batch", "max_queue"):
+    for option in ("topk", "processes", "max_batch", "max_queue"):
         if getattr(args, option) < 1:
             raise ConfigError(f"--{option.replace('_', '-')}: expected at least 1, found {getattr(args, option)}.")
     if args.max_wait_s <= 0 or args.cache_mb < 0:
         raise ConfigError(
             f"--max-wait-s and --cache-mb: expected more than 0 and at least 0, found {args.max_wait_s}, {args.cache_mb}."
         )
-
-
-def _log_to_stderr() -> None:
-    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
-    logging.getLogger("rlflow_environments").setLevel(logging.INFO)

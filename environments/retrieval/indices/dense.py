@@ -15,7 +15,6 @@ from rlflow_environments.retrieval.encoders import Encoder, NgramEncoder
 from rlflow_environments.retrieval.indices.base import CorpusRetriever, Ranking, Retriever
 from rlflow_environments.retrieval.indices.faiss_index import FaissIndex, new_index, read_index
 from rlflow_environments.retrieval.indices.opening import check_count, encoder_of, open_index, verify_encoder
-from rlflow_environments.retrieval.indices.torch_index import TorchIndex
 
 BLOCK = 2048  # passages encoded at a time: never two copies of all vectors; what a killed build loses at most
 TRAINING_ROWS_PER_LIST = 64  # faiss asks for 39 at least
@@ -111,6 +110,8 @@ def torch_retriever(
 ) -> Retriever:
     """Exact retrieval with torch alone. path: an index folder with embeddings or a flat faiss file; without one the vectors are
     made in memory. dtype, device: of the scan, see TorchIndex; the results are those of the stored vectors in any case."""
+    from rlflow_environments.retrieval.indices.torch_index import TorchIndex  # torch itself takes seconds to import
+
     if path is None:
         made = encoder_of(encoder, hashed, corpus)
         vectors = np.concatenate([block for _, block in encoded_blocks(made, corpus)])

@@ -7,10 +7,8 @@ from types import ModuleType
 from typing import Any
 
 import numpy as np
-import torch
 
 from rlflow.errors import DataError
-from rlflow.matmul import linear
 
 _SEQUENTIAL_BATCH = 16  # faiss sums differently for 20 queries and more (distance_compute_blas_threshold)
 _OVERFETCH = 61
@@ -43,8 +41,10 @@ class ListAssignment:
             return self._asked(vectors)
         if self._probes == len(self._centroids):
             return _unscored(np.tile(np.arange(self._probes), (len(vectors), 1)))
-        with torch.no_grad():
-            scores = linear(torch.from_numpy(self._centroids), torch.from_numpy(np.ascontiguousarray(vectors))).numpy().T
+        if len(vectors) == 1:
+            scores = (self._centroids @ vectors[0])[None]
+        else:
+            scores = _products(self._centroids, vectors).T
         order = np.argpartition(scores, -self._probes - 1, axis=1)[:, -self._probes - 1 :]
         near, lists = np.take_along_axis(scores, order, axis=1), order[:, 1:]
         # A product of matrices sums in an order that depends on its shape: where that may decide, exact products do.
@@ -157,6 +157,16 @@ class Int8Lists:
                 "retriever faiss.dtype: this build of faiss multiplies eight-bit values otherwise than the scan in int8 expects. "
                 "Set dtype: float32, and report the version of faiss and the processor."
             )
+
+
+def _products(centroids: np.ndarray, vectors: np.ndarray) -> np.ndarray:
+    """(lists, B) inner products."""
+    import torch
+
+    from rlflow.matmul import linear
+
+    with torch.no_grad():
+        return linear(torch.from_numpy(centroids), torch.from_numpy(np.ascontiguousarray(vectors))).numpy()
 
 
 def _unscored(lists: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

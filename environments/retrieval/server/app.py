@@ -26,6 +26,7 @@ logger = logging.getLogger(__name__)
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+Application = Callable[[Scope, Receive, Send], Awaitable[None]]
 Headers = list[tuple[bytes, bytes]]
 
 MAX_BODY_BYTES = 64 << 20
@@ -33,16 +34,17 @@ _JSON = (b"content-type", b"application/json")
 _TRACE, _DEADLINE = TRACE_HEADER.lower().encode(), DEADLINE_HEADER.lower().encode()
 
 
-class _Gone(Exception):
+class Gone(Exception):
     """The client went away before its request was whole."""
 
 
 class SearchApp:
     """The ASGI application."""
 
-    def __init__(self, service: SearchService) -> None:
+    def __init__(self, service: SearchService, other: Application | None = None) -> None:
+        """other: for what is not a search (None: answered here)."""
         self._service = service
-        self._other = make_api(service)
+        self._other: Application = other or make_api(service)
         self._routes = {"/retrieve": self._retrieve, "/access": self._access}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -57,13 +59,13 @@ class SearchApp:
         await send({"type": "http.response.body", "body": body})
 
     async def _guarded(
-        self, handler: Callable[..., Awaitable[bytes]], scope: Scope, receive: Receive
+        self, handler: Callable[..., Awaitable[tuple[Headers, bytes]]], scope: Scope, receive: Receive
     ) -> tuple[int, Headers, bytes]:
         """(status, further headers, body): whatever happens, an answer in JSON."""
         if scope["method"] != "POST":
             return 405, [(b"allow", b"POST")], wire.write_error(f"{scope['path']} takes POST, found {scope['method']}.")
         try:
-            return 200, [], await handler(await _body(receive), dict(scope["headers"]))
+            return 200, *await handler(await read_body(receive), dict(scope["headers"]))
         except wire.BadRequest as problem:
             return problem.status, [], wire.write_error(str(problem))
         except Unavailable as problem:
@@ -71,20 +73,20 @@ class SearchApp:
             return problem.status, [wait], wire.write_error(str(problem))
         except TimeoutError:
             return 503, [(b"retry-after", b"1")], wire.write_error("no answer in time: the server is overloaded.")
-        except _Gone:
+        except Gone:
             return 400, [], b""  # nobody reads it
         except Exception as problem:
             logger.exception("%s failed", scope["path"])
             return 500, [], wire.write_error(f"the search failed: {type(problem).__name__}: {problem}")
 
-    async def _retrieve(self, body: bytes, headers: dict[bytes, bytes]) -> bytes:
+    async def _retrieve(self, body: bytes, headers: dict[bytes, bytes]) -> tuple[Headers, bytes]:
         request = wire.read_retrieve(body)
         trace = headers.get(_TRACE, b"").decode("latin-1")
         answer = await self._service.retrieve(request, trace=trace, wait_s=_seconds(headers.get(_DEADLINE)))
-        return wire.write_results(answer.results, request.return_scores)
+        return [(b"x-index", answer.index.encode())], wire.write_results(answer.results, request.return_scores)
 
-    async def _access(self, body: bytes, headers: dict[bytes, bytes]) -> bytes:
-        return wire.write_pages(self._service.access(wire.read_access(body)))
+    async def _access(self, body: bytes, headers: dict[bytes, bytes]) -> tuple[Headers, bytes]:
+        return [], wire.write_pages(self._service.access(wire.read_access(body)))
 
 
 def make_api(service: SearchService) -> FastAPI:
@@ -105,7 +107,7 @@ def make_api(service: SearchService) -> FastAPI:
 
     @api.get("/metrics")
     async def metrics() -> Response:
-        return Response(service.statistics.exposition(), media_type=CONTENT_TYPE_LATEST)
+        return Response(service.metrics(), media_type=CONTENT_TYPE_LATEST)
 
     @api.get("/status")
     async def status() -> JSONResponse:
@@ -151,14 +153,14 @@ def _seconds(header: bytes | None) -> float | None:
     return seconds if seconds > 0 else None
 
 
-async def _body(receive: Receive) -> bytes:
-    """The whole body of a request. Raises BadRequest for one that is too large, _Gone where its client left."""
+async def read_body(receive: Receive) -> bytes:
+    """The whole body of a request. Raises BadRequest for one that is too large, Gone where its client left."""
     parts: list[bytes] = []
     size = 0
     while True:
         message = await receive()
         if message["type"] == "http.disconnect":
-            raise _Gone
+            raise Gone
         part = message.get("body", b"")
         parts.append(part)
         size += len(part)
@@ -166,5 +168,3 @@ async def _body(receive: Receive) -> bytes:
             raise wire.BadRequest(f"the body is larger than {MAX_BODY_BYTES} bytes.", status=413)
         if not message.get("more_body"):
             return b"".join(parts)
-
-

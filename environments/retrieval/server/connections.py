@@ -15,14 +15,45 @@ WHOLE_REQUEST_S = 30.0
 FILES_WANTED = 65_536
 
 
+class JoiningTransport:
+    """A transport that sends at once what is written one after the other: the head of an answer and its body in one packet, so
+    that the client wakes up once."""
+
+    def __init__(self, transport: Any, loop: asyncio.AbstractEventLoop) -> None:
+        self._transport, self._loop = transport, loop
+        self._parts: list[bytes] = []
+
+    def write(self, data: bytes) -> None:
+        """Sends it soon."""
+        if not self._parts:
+            self._loop.call_soon(self.flush)
+        self._parts.append(data)
+
+    def flush(self) -> None:
+        """Sends it now."""
+        if self._parts:
+            self._transport.write(b"".join(self._parts))
+            self._parts.clear()
+
+    def close(self) -> None:
+        """Closes the connection when everything is sent."""
+        self.flush()
+        self._transport.close()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+
 class ImpatientProtocol(HttpToolsProtocol):
     """uvicorn's protocol, which closes a connection whose next request is not whole WHOLE_REQUEST_S after its first byte, or
     after the connection was made. uvicorn itself has a limit only between an answer and the next byte."""
 
     _deadline: asyncio.TimerHandle | None = None
+    begun = False
+    """Whether a part of the next request is here."""
 
     def connection_made(self, transport: Any) -> None:
-        super().connection_made(transport)
+        super().connection_made(JoiningTransport(transport, self.loop))  # type: ignore[arg-type]
         self._await_request()
 
     def data_received(self, data: bytes) -> None:
@@ -30,11 +61,16 @@ class ImpatientProtocol(HttpToolsProtocol):
         if self.parser is None or (self.cycle is not None and not self.cycle.response_complete and not self.cycle.more_body):
             self._forget()  # whole, and being answered
         else:
+            self.begun = True
             self._await_request()
 
     def on_message_complete(self) -> None:
         super().on_message_complete()
         self._forget()
+
+    def on_response_complete(self) -> None:
+        self.transport.flush()  # type: ignore[attr-defined]
+        super().on_response_complete()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._forget()
@@ -45,6 +81,7 @@ class ImpatientProtocol(HttpToolsProtocol):
             self._deadline = self.loop.call_later(WHOLE_REQUEST_S, self._expire)
 
     def _forget(self) -> None:
+        self.begun = False
         if self._deadline is not None:
             self._deadline.cancel()
             self._deadline = None

@@ -15,6 +15,7 @@ from rlflow_environments.retrieval.server.deadlines import Deadlines
 from rlflow_environments.retrieval.server.records import Pages, StoredCorpus, dump_json
 from rlflow_environments.retrieval.server.wire import Hit
 
+HERE_S = 0.004  # the longest batch that the event loop searches itself: health and other requests wait for it
 ENTRY_BYTES = 400  # what one cached answer costs beside its documents
 
 
@@ -70,13 +71,14 @@ def _size(key: Key, hits: list[Hit]) -> int:
 
 @dataclass(frozen=True)
 class Answer:
-    """Hits per query, in order, and how they came about: times in seconds, counts of queries."""
+    """Hits per query, in order, and how they came about: times in seconds, counts of queries, the identity of the index."""
 
     results: list[list[Hit]]
     waited_s: float = 0.0
     searched_s: float = 0.0
     cached: int = 0
     shared: int = 0
+    index: str = ""
 
 
 class ServedIndex:
@@ -94,14 +96,20 @@ class ServedIndex:
         on_batch: Callable[[int, float], None] | None = None,
     ) -> None:
         """info: what `GET /info` says of it. on_batch: called with the size and seconds of every batch, in the index's thread."""
-        self.pages = pages
+        self.has_pages = pages is not None
         self.info = dict(info or {})
+        self._identity = str(self.info.get("identity", ""))
+        self._pages = pages
         corpus = getattr(retriever, "corpus", None)
         self.size = len(corpus) if corpus is not None else None
         self._cache = AnswerCache(cache_bytes)
         self._deadlines = Deadlines()
         self._search: CoalescedSearch[Hit] = CoalescedSearch(
-            DocumentSearch(retriever), max_batch=max_batch, max_waiting=max_waiting, on_batch=on_batch
+            DocumentSearch(retriever),
+            max_batch=max_batch,
+            max_waiting=max_waiting,
+            on_batch=on_batch,
+            here_s=HERE_S if isinstance(retriever, CorpusRetriever) else 0.0,
         )
 
     @property
@@ -109,15 +117,33 @@ class ServedIndex:
         """How many searches wait for their batch."""
         return self._search.waiting
 
+    def page(self, url: str) -> bytes | None:
+        """The page of a URL; None for an unknown one, and where no pages are loaded."""
+        return self._pages.page(url) if self._pages is not None else None
+
+    def report(self) -> dict[str, Any]:
+        """See Served."""
+        return {}
+
+    def begin(self) -> None:
+        """See Served."""
+
+    async def retire(self) -> None:
+        """See Served. What is under way keeps this index until it is answered."""
+
+    async def close(self) -> None:
+        """See Served."""
+
     async def answer(self, queries: Sequence[str], top_k: int, wait_s: float = math.inf) -> Answer:
         """The hits of every query, within `wait_s` seconds. Raises QueueFullError, TimeoutError, what the retriever raises."""
         results = [self._cache.get((query, top_k)) for query in queries]
         places = [place for place, hits in enumerate(results) if hits is None]
         if not places:
-            return Answer(results, cached=len(queries))  # type: ignore[arg-type]
+            return Answer(results, cached=len(queries), index=self._identity)  # type: ignore[arg-type]
         call = self._search.submit([queries[place] for place in places], top_k)
         for place, hits in zip(places, await self._deadlines.wait(call.done, wait_s), strict=True):
             results[place] = hits
             self._cache.put((queries[place], top_k), hits)
         cached = len(queries) - len(places)
-        return Answer(results, call.waited_s, call.searched_s, cached, call.shared)  # type: ignore[arg-type]
+        waited, searched = call.waited_s, call.searched_s
+        return Answer(results, waited, searched, cached, call.shared, self._identity)  # type: ignore[arg-type]

@@ -56,7 +56,8 @@ class ServedSource:
         if source.pages is not None:
             pages = Pages(source.pages, progress=lambda share: report("reading the pages", share))
         report("first search", 0.0)
-        retriever.search(["warm-up"], 1)  # what fails here would fail for the first client
+        for queries in (["warm-up"], ["warm-up", "of a batch"]):  # what fails here would fail for the first client
+            retriever.search(queries, 1)
         info = describe(source, retriever, corpus, pages)
         return ServedIndex(retriever, pages=pages, info=info, on_batch=on_batch, **source.options)
 

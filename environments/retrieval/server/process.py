@@ -36,18 +36,30 @@ def serve(
     parent: int | None = None,
     on_ready: Callable[[], None] = lambda: None,
     last_resort: bool = False,
+    protocol: Callable[..., asyncio.Protocol] = ImpatientProtocol,
 ) -> None:
     """Answers until SIGTERM or SIGINT; SIGHUP loads the index again.
 
     The port answers at once, `/health` with the progress of loading. discovery: there while the server can answer.
     parent: the process whose end ends the server too. last_resort: the process may be ended without ceremony where a search
-    that cannot be interrupted would keep it longer than 10 s. Raises what loading the index raises.
+    that cannot be interrupted would keep it longer than 10 s. protocol: of a connection. Raises what loading the index raises.
     """
     import uvloop
 
-    config = uvicorn.Config(
-        SearchApp(service),
-        http=ImpatientProtocol,
+    allow_many_files()
+    server = uvicorn.Server(server_config(SearchApp(service), protocol))
+    life = _Life(service, server, discovery, parent, on_ready, last_resort)
+    with _signals(life), asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(life.run(listener))
+    if service.problem is not None:
+        raise service.problem
+
+
+def server_config(app: SearchApp, protocol: Callable[..., asyncio.Protocol]) -> uvicorn.Config:
+    """How uvicorn serves. protocol: of a connection."""
+    return uvicorn.Config(
+        app,
+        http=protocol,  # type: ignore[arg-type]
         log_level="warning",
         access_log=False,  # a line per request slows rollouts down; the query log is buffered
         lifespan="off",
@@ -56,12 +68,6 @@ def serve(
         timeout_graceful_shutdown=GRACE_S,
         backlog=BACKLOG,
     )
-    allow_many_files()
-    life = _Life(service, uvicorn.Server(config), discovery, parent, on_ready, last_resort)
-    with _signals(life), asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(life.run(listener))
-    if service.problem is not None:
-        raise service.problem
 
 
 class _Life:
@@ -97,6 +103,7 @@ class _Life:
             for task in self._tasks:
                 task.cancel()
             await asyncio.gather(*self._tasks, return_exceptions=True)
+            await self.service.close()
 
     def _start(self, coroutine: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(coroutine)
@@ -135,15 +142,20 @@ class _Life:
         self._withdraw()
         self.server.should_exit = True
         if self._last_resort:
-            timer = threading.Timer(LAST_RESORT_S, os._exit, [0])
-            timer.daemon = True
-            timer.start()
+            end_at_last()
 
     def _withdraw(self) -> None:
         """No new client finds this server from now on."""
         self.service.stop()
         if self._discovery is not None:
             self._discovery.remove()
+
+
+def end_at_last() -> None:
+    """Ends this process in LAST_RESORT_S seconds, whatever it does."""
+    timer = threading.Timer(LAST_RESORT_S, os._exit, [0])
+    timer.daemon = True
+    timer.start()
 
 
 @contextlib.contextmanager

@@ -7,13 +7,13 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from rlflow.errors import RLFlowError
 from rlflow_environments.retrieval.errors import QueueFullError
-from rlflow_environments.retrieval.server.index import Answer, ServedIndex
+from rlflow_environments.retrieval.server.index import Answer
 from rlflow_environments.retrieval.server.query_log import QueryLog
 from rlflow_environments.retrieval.server.statistics import Observation, ServerStatistics
 from rlflow_environments.retrieval.server.wire import BadRequest, RetrieveRequest
@@ -22,7 +22,39 @@ logger = logging.getLogger(__name__)
 
 LoadProgress = Callable[[str, float], None]
 """Called with what is being loaded and the share of it that is done, from 0 to 1."""
-Load = Callable[[Mapping[str, Any], LoadProgress, Callable[[int, float], None]], ServedIndex]
+
+
+class Served(Protocol):
+    """What answers: an index in this process (`ServedIndex`), or the processes that have it (`Generation`)."""
+
+    info: dict[str, Any]
+    size: int | None
+    has_pages: bool
+
+    @property
+    def waiting(self) -> int:
+        """How many searches wait for their batch."""
+
+    async def answer(self, queries: Sequence[str], top_k: int, wait_s: float) -> Answer:
+        """The hits of every query. Raises QueueFullError, Unavailable, TimeoutError, what the retriever raises."""
+
+    def page(self, url: str) -> bytes | None:
+        """The page of a URL, None for an unknown one."""
+
+    def report(self) -> dict[str, Any]:
+        """What `/health` says of it."""
+
+    def begin(self) -> None:
+        """From now on this one is asked."""
+
+    async def retire(self) -> None:
+        """Another one is asked from now on: returns when this one takes no request any more; those under way are answered."""
+
+    async def close(self) -> None:
+        """Ends it; returns when nothing is left."""
+
+
+Load = Callable[[Mapping[str, Any], LoadProgress, Callable[[int, float], None]], Served]
 """(changes to what is served, report, on_batch) -> the index. Runs in a thread; raises RLFlowError."""
 
 
@@ -47,14 +79,19 @@ class ServiceLimits:
 class SearchService:
     """The state of one server: loading, ready, failed or stopping. All methods but `load` belong to the event loop."""
 
-    def __init__(self, load: Load, limits: ServiceLimits | None = None, query_log: QueryLog | None = None) -> None:
+    def __init__(
+        self,
+        load: Load,
+        limits: ServiceLimits | None = None,
+        query_log: QueryLog | None = None,
+        statistics: ServerStatistics | None = None,
+    ) -> None:
         self.limits = limits or ServiceLimits()
-        self.statistics = ServerStatistics()
-        self.statistics.waiting.set_function(lambda: self.index.waiting if self.index else 0)
+        self.statistics = statistics or ServerStatistics()
         self.query_log = query_log
         self.state = "loading"
         self.problem: Exception | None = None
-        self.index: ServedIndex | None = None
+        self.index: Served | None = None
         self.stage, self.share = "starting", 0.0
         self.started = time.monotonic()
         self._load = load
@@ -62,10 +99,10 @@ class SearchService:
 
     # ------------------------------------------------------------ loading
 
-    async def load(self, changes: Mapping[str, Any] | None = None) -> ServedIndex:
+    async def load(self, changes: Mapping[str, Any] | None = None) -> Served:
         """Loads in a thread and then, in one step, answers with what was loaded. Raises RLFlowError: nothing changes then."""
         loop = asyncio.get_running_loop()
-        loaded: asyncio.Future[ServedIndex] = loop.create_future()
+        loaded: asyncio.Future[Served] = loop.create_future()
 
         def work() -> None:
             index, problem = None, None
@@ -78,13 +115,24 @@ class SearchService:
 
         # A daemon thread: loading may take long and must not keep a server alive that is asked to stop.
         threading.Thread(target=work, name="search-load", daemon=True).start()
-        self.index = await loaded
+        index, former = await loaded, self.index
+        if self.state == "stopping":
+            await index.close()
+            return index
+        self.serve(index)
+        if former is not None:
+            await former.retire()
+        return index
+
+    def serve(self, index: Served) -> None:
+        """From now on this one answers."""
+        self.index = index
+        index.begin()
         self.state = "ready"
         self._report("ready", 1.0)
         self.statistics.ready.set(1)
-        return self.index
 
-    async def reload(self, changes: Mapping[str, Any]) -> ServedIndex:
+    async def reload(self, changes: Mapping[str, Any]) -> Served:
         """As `load`, while the present index goes on answering. Raises Unavailable while another reload is under way."""
         if self._reloading or self.state == "loading":
             raise Unavailable("an index is being loaded already.", status=409)
@@ -110,6 +158,11 @@ class SearchService:
         """From now on the server says that it is not ready."""
         self.state = "stopping"
         self.statistics.ready.set(0)
+
+    async def close(self) -> None:
+        """Ends what answers."""
+        if self.index is not None:
+            await self.index.close()
 
     def _report(self, stage: str, share: float) -> None:
         if stage != self.stage:
@@ -149,15 +202,15 @@ class SearchService:
 
     def access(self, urls: list[str]) -> list[bytes | None]:
         """The page of each URL, None for an unknown one; all None where no pages are loaded. Raises Unavailable."""
-        pages = self._ready().pages
-        return [pages.page(url) if pages is not None else None for url in urls]
+        index = self._ready()
+        return [index.page(url) for url in urls]
 
-    def _ready(self) -> ServedIndex:
+    def _ready(self) -> Served:
         if self.index is None:
             raise Unavailable(f"not ready: {self.stage}, {self.share:.0%} done.", status=503)
         return self.index
 
-    def _top_k(self, asked: int | None, index: ServedIndex) -> int:
+    def _top_k(self, asked: int | None, index: Served) -> int:
         top_k = asked or self.limits.top_k
         if index.size is not None:
             top_k = min(top_k, index.size)
@@ -165,7 +218,7 @@ class SearchService:
             raise BadRequest(f"topk: at most {self.limits.max_top_k}, found {top_k}.")
         return top_k
 
-    def _drain_s(self, index: ServedIndex) -> int:
+    def _drain_s(self, index: Served) -> int:
         """Whole seconds after which the present queue should be answered, at the rate of the last minute."""
         rate = self.statistics.last_minute()["queries_per_s"]
         return max(1, min(30, round(index.waiting / rate))) if rate else 1
@@ -175,24 +228,31 @@ class SearchService:
     def health(self) -> dict[str, Any]:
         """What `GET /health` answers: always, at once."""
         report: dict[str, Any] = {"status": self.state, "stage": self.stage, "progress": round(self.share, 3)}
-        report["pages"] = bool(self.index and self.index.pages)
+        report["pages"] = bool(self.index and self.index.has_pages)
         report["uptime_s"] = round(time.monotonic() - self.started, 1)
         if self.problem is not None:
             report["problem"] = str(self.problem)
-        return report
+        return {**report, **(self.index.report() if self.index else {})}
 
     def info(self) -> dict[str, Any]:
         """What `GET /info` answers: what is served, by hash."""
         served = self.index.info if self.index else {}
         return {"status": self.state, "topk": self.limits.top_k, **served}
 
+    def metrics(self) -> bytes:
+        """What `GET /metrics` answers."""
+        self.statistics.waiting.set(self._waiting())
+        return self.statistics.exposition()
+
     def status(self) -> dict[str, Any]:
         """What the status page shows."""
-        waiting = self.index.waiting if self.index else 0
-        return {**self.health(), "queue": waiting, **self.statistics.last_minute(), "info": self.info()}
+        return {**self.health(), "queue": self._waiting(), **self.statistics.last_minute(), "info": self.info()}
+
+    def _waiting(self) -> int:
+        return self.index.waiting if self.index else 0
 
 
-def _settle(future: asyncio.Future[ServedIndex], index: ServedIndex | None, problem: Exception | None) -> None:
+def _settle(future: asyncio.Future[Served], index: Served | None, problem: Exception | None) -> None:
     if future.done():
         return
     if problem is None:

@@ -41,6 +41,7 @@ const tiles = [
   ["waiting now", s => s.queue],
   ["cache hits", s => share(s.hit_rate)],
   ["empty results", s => share(s.empty_rate)],
+  ["processes (restarts)", s => s.processes ? `${s.processes.filter(p => p.ready).length} (${s.restarts})` : "1"],
 ];
 const history = [];
 const ms = seconds => (seconds * 1000).toFixed(1) + " ms";

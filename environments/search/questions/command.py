@@ -68,12 +68,12 @@ def _questions(path: Path, args: argparse.Namespace) -> list[dict[str, Any]]:
     sets = Counter(task.metadata["set"] for task in tasks if "set" in task.metadata)
     counts = f"; sets: {', '.join(f'{name} {count:,}' for name, count in sets.items())}" if sets else ""
     print(f"{path}: {len(tasks):,} questions, {sum(len(task.answer) > 1 for task in tasks):,} with several gold answers{counts}")
-    rows = [_row(task) for task in tasks]
+    rows = [row_of(task) for task in tasks]
     _show(rows[0])
     return rows
 
 
-def _row(task: Task) -> dict[str, Any]:
+def row_of(task: Task) -> dict[str, Any]:
     """The task in RLinf's layout; what was only a question stays one, so that the run's own template applies."""
     asked = {} if task.prompt == str(task.metadata.get("question", "")).strip() else {"prompt": task.prompt}
     name = task.id.removeprefix(f"{task.metadata.get('set')}-")  # reading puts the set in front again

@@ -21,6 +21,9 @@ logger = logging.getLogger(__name__)
 QuestionSource = Union[str, Path, Sequence[Union[str, Path]], Mapping[str, Any]]
 """A file, a folder of sets, several of them, or {path: any of these, options...}."""
 
+MARK = "answerable"
+"""Key of a row: whether its question can be answered from the corpus (`rlflow search check-questions`)."""
+
 INVALID_SOURCES = ("compose_chain_qa_invalid",)
 """Rows of ASearcher-Base whose question has no answer in the corpus: 4,753 of its 35,583."""
 
@@ -54,13 +57,15 @@ def read_files(
     first: int | None = None,
     skip_bad_rows: bool = False,
     skip_sources: str | Sequence[str] = (),
+    skip_unanswerable: bool = False,
     rewrite_prompts: bool = False,
 ) -> list[Task]:
     """The tasks of all files.
 
     layout: a name in ROW_FORMATS, instead of the one that the rows show. sets: which of a folder's evaluation sets, and of a
     file's rows those of these sets. first: so many rows of each file. skip_bad_rows: leave them out with a warning.
-    skip_sources: leave out rows with these values of `source`. rewrite_prompts: make prompts from `question` even where a row
+    skip_sources: leave out rows with these values of `source`. skip_unanswerable: leave out rows that `rlflow search
+    check-questions` marked. rewrite_prompts: make prompts from `question` even where a row
     brings its own.
     """
     if layout is not None and layout not in ROW_FORMATS:
@@ -76,10 +81,12 @@ def read_files(
         tasks += reader.read(file, name)[:first]
     left_out = [skip_sources] if isinstance(skip_sources, str) else skip_sources
     tasks = [task for task in tasks if task.metadata.get("source") not in left_out]
+    if skip_unanswerable:
+        tasks = _answerable(tasks, split)
     if sets is not None:
         tasks = _of_sets(tasks, [sets] if isinstance(sets, str) else sets, split)
     if not tasks:
-        raise DataError(f"environment.{split}: skip_sources leaves no question out of {len(paths)} file(s).")
+        raise DataError(f"environment.{split}: what is skipped leaves no question of {len(paths)} file(s).")
     _warn_of_invalid(tasks, split)
     return tasks
 
@@ -103,6 +110,19 @@ def _of_sets(tasks: Sequence[Task], sets: Sequence[str], split: str) -> list[Tas
                 f"environment.{split}.sets: no set '{name}' there; found {', '.join(known)}.{did_you_mean(name, known)}"
             )
     return [task for task in tasks if task.metadata.get("set") in sets]
+
+
+def _answerable(tasks: Sequence[Task], split: str) -> list[Task]:
+    marks = [task.metadata.get(MARK) for task in tasks]
+    if not all(isinstance(mark, bool) for mark in marks):
+        missing = sum(not isinstance(mark, bool) for mark in marks)
+        raise ConfigError(
+            f"environment.{split}.skip_unanswerable: {missing} of {len(tasks)} questions have no mark '{MARK}', true or false. "
+            "Make the file with `rlflow search check-questions ... --out FILE`."
+        )
+    kept = [task for task, mark in zip(tasks, marks, strict=True) if mark]
+    logger.info("split '%s': %d of %d questions are left out as unanswerable", split, len(tasks) - len(kept), len(tasks))
+    return kept
 
 
 def _warn_of_invalid(tasks: Sequence[Task], split: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -166,3 +167,31 @@ def test_a_full_queue_refuses_a_request_whole_and_takes_a_larger_one_when_empty(
     assert batches[:2] == [(["first"], 1), (["a", "b", "c"], 1)]
     assert [[hits[0].title for hits in result] for result in results] == [["first"], ["a", "b"], ["a", "c"]]
     assert len(large) == 50 and waiting == 0
+
+
+def test_short_searches_are_made_by_the_event_loop_and_long_ones_beside_it():
+    threads: list[str] = []
+    pause_s = 0.0
+
+    class Timed:
+        def search(self, queries, top_k):
+            threads.append(threading.current_thread().name)
+            time.sleep(pause_s)
+            return [[f"{query}/{top_k}"] for query in queries]
+
+    async def ask(search, count):
+        return [await search.search(f"q{i}", 1) for i in range(count)]
+
+    async def scenario():
+        nonlocal pause_s
+        search = CoalescedSearch(Timed(), here_s=0.02)
+        assert await ask(search, 10) == [[f"q{i}/1"] for i in range(10)]
+        here = threading.current_thread().name
+        assert threads[0] != here and threads[-1] == here
+        together = await asyncio.gather(*(search.search(f"r{i}", 1) for i in range(40)))
+        assert together == [[f"r{i}/1"] for i in range(40)] and threads[10:] == [here] * 3  # 16 at a time
+        pause_s = 0.03
+        await ask(search, 8)
+        assert threads[-1] != here
+
+    asyncio.run(scenario())

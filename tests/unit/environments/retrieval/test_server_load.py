@@ -9,6 +9,7 @@ import threading
 import httpx
 import pytest
 
+from rlflow_environments.retrieval.server.connections import JoiningTransport
 from rlflow_environments.retrieval.server.index import AnswerCache, ServedIndex
 from rlflow_environments.retrieval.server.listener import bind
 from tests.unit.environments.retrieval.search_echo import Echo, client, echo_server, post
@@ -141,3 +142,29 @@ def test_answers_leave_at_once():
             return value
 
     assert asyncio.run(option()) != 0
+
+
+def test_an_answer_is_one_write_whatever_its_parts():
+    class Wire:
+        writes: list[bytes] = []
+        closed = False
+
+        def write(self, data: bytes) -> None:
+            self.writes.append(data)
+
+        def close(self) -> None:
+            self.closed = True
+
+    async def scenario() -> Wire:
+        wire = Wire()
+        joining = JoiningTransport(wire, asyncio.get_running_loop())
+        joining.write(b"head")
+        joining.write(b"body")
+        assert wire.writes == []
+        await asyncio.sleep(0)
+        joining.write(b"more")
+        joining.close()  # nothing is lost
+        return wire
+
+    wire = asyncio.run(scenario())
+    assert wire.writes == [b"headbody", b"more"] and wire.closed

@@ -1,0 +1,1 @@
+"""Which questions can be answered from a corpus at all."""

@@ -1,0 +1,251 @@
+"""Claims about a server of several processes: it answers as one does, loses little with a process, and nothing at a reload."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+
+from rlflow.errors import ConfigError
+from rlflow_environments.retrieval.__main__ import main
+from rlflow_environments.retrieval.server.channel import channel_pair
+from rlflow_environments.retrieval.server.fleet import check_sharable
+from tests.unit.environments.retrieval.search_servers import write_corpus, write_pages
+
+
+class Running:
+    """A server with several processes, as a process."""
+
+    def __init__(self, folder: Path, *arguments: str, size: int = 60) -> None:
+        self.corpus = write_corpus(folder, size)
+        self.errors = folder / "stderr"
+        command = [sys.executable, "-m", "rlflow_environments.retrieval", "serve", "--corpus", str(self.corpus), "--port", "0"]
+        with self.errors.open("wb") as errors:
+            self.process = subprocess.Popen(
+                [*command, "--processes", "2", *arguments],
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                text=True,
+            )
+        assert self.process.stdout is not None
+        said = self.process.stdout.readline()
+        match = re.search(r"http://127.0.0.1:(\d+)", said)
+        assert match, f"{said}{self.errors.read_text()}"
+        self.port = int(match[1])
+        self.url = match[0]
+
+    def wait(self) -> None:
+        assert self.process.stdout is not None and self.process.stdout.readline().startswith("ready"), self.errors.read_text()
+
+    def get(self, path: str) -> dict:
+        return httpx.get(self.url + path, timeout=60).json()
+
+    def children(self) -> list[psutil.Process]:
+        return psutil.Process(self.process.pid).children(recursive=True)
+
+
+@contextmanager
+def running(folder: Path, *arguments: str, **options: int) -> Iterator[Running]:
+    server = Running(folder, *arguments, **options)
+    try:
+        server.wait()
+        yield server
+    finally:
+        children = server.children() if server.process.poll() is None else []
+        server.process.terminate()
+        try:
+            server.process.wait(20)
+        finally:
+            for child in children:
+                with suppress(psutil.NoSuchProcess):
+                    child.kill()
+
+
+class Clients:
+    """Threads that ask over connections which they keep, and hold every answer against the first one to the same query."""
+
+    def __init__(self, server: Running, count: int, queries: int = 60) -> None:
+        self.answered = 0
+        self.wrong: list[str] = []
+        self.lost: list[str] = []
+        self._port, self._queries = server.port, queries
+        self._expected = {row: self._ask(http.client.HTTPConnection("127.0.0.1", server.port), row) for row in range(queries)}
+        self._stop = threading.Event()
+        self._threads = [threading.Thread(target=self._run, args=(seed,)) for seed in range(count)]
+        for thread in self._threads:
+            thread.start()
+
+    def end(self) -> None:
+        self._stop.set()
+        for thread in self._threads:
+            thread.join(60)
+
+    def _ask(self, connection: http.client.HTTPConnection, row: int) -> tuple[int, bytes]:
+        connection.request("POST", "/retrieve", json.dumps({"query": f"number{row}", "return_scores": True}))
+        answer = connection.getresponse()
+        return answer.status, answer.read()
+
+    def _run(self, seed: int) -> None:
+        generator = random.Random(seed)
+        connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=60)
+        while not self._stop.is_set():
+            row = generator.randrange(self._queries)
+            try:
+                found = self._ask(connection, row)
+            except (OSError, http.client.HTTPException) as problem:
+                self.lost.append(repr(problem))
+                connection.close()
+                continue
+            self.answered += 1
+            if found != self._expected[row]:
+                self.wrong.append(f"{row}: {found}")
+
+
+def until(true, seconds: float = 60.0):
+    """What `true()` returns once it is something."""
+    end = time.monotonic() + seconds
+    while not (found := true()):
+        assert time.monotonic() < end, "it did not happen in time"
+        time.sleep(0.05)
+    return found
+
+
+@pytest.mark.parametrize("name", ["qdrant", "http"])
+def test_what_processes_cannot_share_is_refused_in_one_line(name, tmp_path, capsys):
+    with pytest.raises(ConfigError, match=f"--processes 2: the retriever {name} .* Use --processes 1"):
+        check_sharable({"name": name}, 2)
+    assert main(["serve", "--processes", "0", "--retriever", name]) == 2
+    assert "--processes: expected at least 1, found 0" in capsys.readouterr().err
+
+
+def test_a_channel_carries_messages_descriptors_and_its_end(tmp_path):
+    ours, theirs = channel_pair()
+    with (tmp_path / "file").open("w+") as file:
+        assert ours.send("take", descriptors=[file.fileno()], count=3)
+    message, descriptor = theirs.receive(1.0)
+    assert message == {"kind": "take", "count": 3}
+    os.write(descriptor, b"here")  # a copy: ours is closed
+    os.close(descriptor)
+    assert (tmp_path / "file").read_text() == "here"
+    assert theirs.receive(0.01) is None
+    ours.close()
+    assert theirs.receive(1.0) is None and not theirs.send("late")
+
+
+def test_two_processes_answer_as_one_and_count_together_and_end_together(tmp_path):
+    log = tmp_path / "queries.jsonl"
+    arguments = ["--retriever", "bm25", "--pages", str(write_pages(tmp_path)), "--query-log", str(log)]
+    with running(tmp_path, *arguments, "--save-address-to", str(tmp_path / "addresses")) as server:
+        assert len(list((tmp_path / "addresses").iterdir())) == 1
+        status = server.get("/status")
+        assert status["status"] == "ready" and len(status["processes"]) == 2 and status["restarts"] == 0
+        clients = [httpx.Client(base_url=server.url) for _ in range(6)]
+        for row in range(60):
+            answer = clients[row % 6].post("/retrieve", json={"query": f"number{row}", "topk": 1})
+            assert answer.json()["result"][0][0]["contents"].split()[3] == f"number{row}"
+            assert answer.headers["x-index"] == status["info"]["identity"]
+        page = clients[0].post("/access", json={"urls": ["https://w/index.php?title=Alder_0", "none"]}).json()["result"]
+        assert page[0]["contents"] == "page 0" and page[1] is None
+        assert clients[0].get("/none").status_code == 404
+        assert clients[0].post("/admin/reload", json={"corpus": 3}).status_code == 422
+        assert clients[0].post("/admin/reload", headers={"x-forwarded-for": "1.2.3.4"}).status_code == 403
+        metrics = clients[1].get("/metrics").text
+        assert "rlflow_search_queries_total 60.0" in metrics and "rlflow_search_ready 1.0" in metrics
+        busy = until(lambda: [one for one in server.get("/status")["processes"] if one["connections"] >= 3])
+        assert len(busy) == 2  # six connections, three each
+        assert server.get("/status")["requests"] == 60
+        children = server.children()
+        shared = next(Path("/dev/shm").glob("rlflow-search-*"), None)
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(15) == 0
+        until(lambda: not any(child.is_running() and child.status() != psutil.STATUS_ZOMBIE for child in children), 10)
+        assert shared is None or not shared.exists() or shared not in Path("/dev/shm").iterdir()
+        assert not list((tmp_path / "addresses").iterdir())
+    lines = [json.loads(line) for line in log.read_text().splitlines()]
+    assert sorted(line["queries"][0] for line in lines) == sorted(f"number{row}" for row in range(60))
+    assert len(children) == 3
+
+
+@pytest.mark.slow
+def test_a_killed_process_costs_the_requests_in_its_hands_and_is_replaced(tmp_path):
+    with running(tmp_path, "--retriever", "bm25", "--cache-mb", "0") as server:
+        clients = Clients(server, 16)
+        until(lambda: clients.answered > 500)
+        victim = server.get("/health")["processes"][0]["pid"]
+        os.kill(victim, signal.SIGKILL)
+        health = until(lambda: (found := server.get("/health"))["restarts"] == 1 and len(found["processes"]) == 2 and found)
+        assert victim not in [process["pid"] for process in health["processes"]]
+        shared = until(lambda: all(one["connections"] >= 5 for one in server.get("/health")["processes"]))
+        answered = clients.answered
+        time.sleep(6)  # longer than uvicorn keeps a connection that nobody uses
+        clients.end()
+        assert shared and clients.answered > answered and clients.wrong == []
+        assert 0 < len(clients.lost) <= 16
+        counted = re.search(r"queries_total (\d+)", httpx.get(server.url + "/metrics").text)
+        assert counted is not None and int(counted[1]) >= clients.answered  # those of the dead one included
+        assert f"process {victim} died" in server.errors.read_text()
+
+
+@pytest.mark.slow
+def test_a_reload_switches_all_processes_and_loses_nothing(tmp_path):
+    with running(tmp_path, "--retriever", "bm25", "--cache-mb", "0") as server:
+        old = server.get("/info")["identity"]
+        clients = Clients(server, 16, queries=40)
+        until(lambda: clients.answered > 300)
+        # The same passages for all that is asked, and further ones.
+        (tmp_path / "more").mkdir()
+        more = write_corpus(tmp_path / "more", 61)
+        kept = httpx.Client(base_url=server.url, timeout=120)
+        kept.post("/retrieve", json={"query": "number1"})
+        refused = kept.post("/admin/reload", json={"corpus": str(tmp_path / "none.jsonl")})
+        assert refused.status_code == 422 and refused.json()["kept"]["identity"] == old
+        assert kept.post("/retrieve", json={"query": "number1"}).headers["x-index"] == old
+        others = [httpx.Client(base_url=server.url) for _ in range(8)]
+        for other in others:
+            other.post("/retrieve", json={"query": "number1"})
+        answer = kept.post("/admin/reload", json={"corpus": str(more)}).json()
+        new = answer["identity"]
+        assert new != old
+        for client in (kept, *others):  # connections from before the reload
+            assert client.post("/retrieve", json={"query": "number60", "topk": 1}).headers["x-index"] == new
+        until(lambda: len(server.children()) == 3)  # the former ones are gone
+        clients.end()
+        assert clients.lost == [] and clients.answered > 300
+        assert server.get("/info")["identity"] == new
+
+
+@pytest.mark.slow
+def test_the_processes_share_what_the_index_keeps_in_memory_and_the_loader_is_replaced(tmp_path):
+    with running(tmp_path, "--retriever", '{name: torch, dimensions: 2048}', size=8000) as server:
+        server.get("/health")
+        matrix = 8000 * 2048 * 4
+        workers = [one["pid"] for one in server.get("/health")["processes"]]
+        for pid in workers:
+            assert psutil.Process(pid).memory_full_info().uss < 0.75 * matrix
+        (loader,) = [child for child in server.children() if child.pid not in workers]
+        loader.kill()
+        until(lambda: not {one["pid"] for one in server.get("/health")["processes"]} & set(workers), 120)
+        assert httpx.post(server.url + "/retrieve", json={"query": "number7"}).status_code == 200
+
+
+@pytest.mark.slow
+def test_no_process_outlives_a_server_that_was_killed(tmp_path):
+    with running(tmp_path, "--retriever", "bm25") as server:
+        children = server.children()
+        server.process.kill()
+        until(lambda: not any(child.is_running() and child.status() != psutil.STATUS_ZOMBIE for child in children), 15)
