@@ -12,5 +12,13 @@ BUILT_IN = {
     "duration_weight": "rlflow.algorithms.transforms.row_weights:duration_weight",
     "size_weight": "rlflow.algorithms.transforms.row_weights:size_weight",
     "kept_mean": "rlflow.algorithms.transforms.kept_mean:kept_mean",
+    "decoupled": "rlflow.algorithms.transforms.decoupled:Decoupled",
+    "tis": "rlflow.algorithms.transforms.tis:TruncatedImportance",
+    "mis": "rlflow.algorithms.transforms.mis:MaskedImportance",
+    "icepop": "rlflow.algorithms.transforms.icepop:IcePop",
+    "kpop": "rlflow.algorithms.transforms.kpop:KPop",
+    "dppo": "rlflow.algorithms.transforms.dppo:DPPO",
+    "m2po": "rlflow.algorithms.transforms.m2po:M2PO",
+    "sequence_mask": "rlflow.algorithms.transforms.sequence_mask:SequenceMask",
 }
 """Name -> `module:Name`."""
