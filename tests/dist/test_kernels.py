@@ -80,7 +80,7 @@ def made(losses: list[Any], transforms: list[Any]) -> Algorithm:
         advantage=as_part(lambda batch: batch.advantages),
         loss=make_loss(losses),
         aggregate=lambda batch: batch.weights,
-        transforms=[TRANSFORM.build(transform) for transform in transforms],
+        transforms=[as_part(TRANSFORM.build(transform)) for transform in transforms],
     )
 
 

@@ -125,9 +125,10 @@ def test_kernels_agree(case, seed):
     compare(kernel, aggregate, tensors(seed), **options)
 
 
-def test_kl_beside_a_kernel_agrees():
-    losses = SumLoss((PPOClipLoss(0.2, 0.28, **ON_PROXIMAL), KLLoss(0.1)))
-    compare(losses, "token_mean", tensors(0), loss_type="dapo", beta=0.1)
+@pytest.mark.parametrize(("estimator", "weighted"), [("k3", False), ("wk3", True)])
+def test_kl_beside_a_kernel_agrees(estimator, weighted):
+    losses = SumLoss((PPOClipLoss(0.2, 0.28, **ON_PROXIMAL), KLLoss(0.1, estimator, **ON_PROXIMAL)))
+    compare(losses, "token_mean", tensors(0), loss_type="dapo", beta=0.1, use_bias_correction_kl=weighted)
 
 
 @pytest.mark.parametrize("loss_type", ["dapo", "sapo"])
