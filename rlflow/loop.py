@@ -57,6 +57,7 @@ def training_step(
     if not usable:
         raise RolloutError(f"step {step}: all {len(trajectories)} episodes were aborted; first: {trajectories[0].error}")
     batch = make_batch(usable)
+    batch = batch.replace(trainer_version=torch.full_like(batch.lengths, step))
     with timer.phase("score"):
         batch = score_step(batch, trainer, algorithm.needs)
         if algorithm.teacher is not None:
@@ -66,14 +67,14 @@ def training_step(
     for epoch in range(algorithm.epochs_per_step):
         shuffle = torch.Generator().manual_seed(shuffle_seed(algorithm.seed, step, epoch))
         for minibatch in split_minibatches(batch, algorithm.minibatches_per_step, shuffle):
-            minibatch = minibatch.replace(weights=algorithm.aggregate(minibatch))
+            minibatch, reported = minibatch.replace(weights=algorithm.aggregate(minibatch)), dict[str, float]()
             if algorithm.transforms:
                 with timer.phase("score"):
-                    minibatch = algorithm.transform(score_minibatch(minibatch, trainer, algorithm.needs))
+                    minibatch, reported = algorithm.transform(score_minibatch(minibatch, trainer, algorithm.needs))
             with timer.phase("update"):
                 if algorithm.loss.vanishes_at_zero_advantage:
                     minibatch = rows_with_advantage(minibatch)
-                updates.append(trainer.update(minibatch, algorithm.loss))
+                updates.append({**reported, **trainer.update(minibatch, algorithm.loss)})
                 algorithm.observe(updates[-1])
     idle = sum("updates_skipped" in update for update in updates)
     if idle:

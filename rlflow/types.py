@@ -213,9 +213,14 @@ class Batch:
     teacher_logprobs: Tensor | None = None  # (B, T) of the teacher, at the row's temperature
     current_logprobs: Tensor | None = None  # (B, T) of the policy just before this minibatch's update
     current_entropy: Tensor | None = None  # (B, T) of the distribution sampled from, just before this minibatch's update
+    trainer_version: Tensor | None = None  # (B,) int64: weight version of the policy before the step's first update
 
     # From transforms.
     coefficients: Tensor | None = None  # (B, T) factors on policy-gradient kernels, without gradient; None: all 1
+    ratio_low: Tensor | None = None  # (B, T) where clipping of the importance ratio begins; None: where the kernel says
+    ratio_high: Tensor | None = None  # (B, T)
+    metrics: dict[str, Tensor] = field(default_factory=dict)
+    """(B, T) by name: what transforms report, each as its mean under the weights."""
 
     extras: dict[str, Tensor] = field(default_factory=dict)
     """(B,), (B, T) or (B, T, k) tensors of a method's own, by name, before they are worth a field."""
@@ -249,15 +254,19 @@ class Batch:
         return self.map(lambda value: value.to(device))
 
     def map(self, change: Callable[[Tensor], Tensor]) -> Batch:
-        """The batch with every tensor that it has, `extras` included, put through `change`."""
-        values = {item.name: getattr(self, item.name) for item in dataclasses.fields(self) if item.name != "extras"}
-        changed: dict[str, Any] = {name: None if value is None else change(value) for name, value in values.items()}
-        return dataclasses.replace(self, **changed, extras={name: change(value) for name, value in self.extras.items()})
+        """The batch with every tensor that it has, `metrics` and `extras` included, put through `change`."""
+
+        def changed(value: Any) -> Any:
+            if isinstance(value, dict):
+                return {name: change(tensor) for name, tensor in value.items()}
+            return None if value is None else change(value)
+
+        return dataclasses.replace(self, **{item.name: changed(getattr(self, item.name)) for item in dataclasses.fields(self)})
 
     def replace(self, **changes: Any) -> Batch:
-        """A copy with fields exchanged; `extras` are merged into the present ones."""
-        extras = {**self.extras, **changes.pop("extras", {})}
-        return dataclasses.replace(self, extras=extras, **changes)
+        """A copy with fields exchanged; `metrics` and `extras` are merged into the present ones."""
+        merged: dict[str, Any] = {name: {**getattr(self, name), **changes.pop(name, {})} for name in ("metrics", "extras")}
+        return dataclasses.replace(self, **merged, **changes)
 
 
 _FILLED = {
@@ -266,6 +275,7 @@ _FILLED = {
     "teacher_logprobs": "from algorithm.teacher",
     "current_logprobs": "from trainer.score(minibatch)['logprobs'] before its update",
     "current_entropy": "from trainer.score(minibatch, want=('entropy',))['entropy'] before its update",
+    "trainer_version": "from the training step",
 }
 
 

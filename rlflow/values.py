@@ -149,8 +149,8 @@ def _unexpected(hint: Any, value: Any, where: str) -> ConfigError:
     origin, choices = typing.get_origin(hint), typing.get_args(hint)
     hint_words = did_you_mean(value, map(str, choices)) if origin is Literal and isinstance(value, str) else ""
     expected = describe(hint)
-    if _is_number(value) and not math.isfinite(value) and expected == "a number":
-        expected = "a finite number"
+    if _is_number(value) and not math.isfinite(value):
+        expected = " or ".join("a finite number" if kind == "a number" else kind for kind in expected.split(" or "))
     return ConfigError(f"{where}: expected {expected}, found {show(value)}.{hint_words}")
 
 

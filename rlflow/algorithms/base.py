@@ -25,6 +25,9 @@ MAX_LOG_RATIO = 20.0  # nats; exp(20) is 4.9e8, far beyond any clip and still fi
 Anchor = Literal["rollout", "proximal"]
 """The log-probs that an importance ratio is taken against: the behaviour policy's own, as the engine reported them, or those
 that the trainer computes for the same tokens before the step's first update."""
+Level = Literal["token", "sequence", "geometric", "max"]
+"""Of what a ratio is taken: of each token, or of a row, as the product, the geometric mean or the largest of its tokens'. A
+row is a segment: of a trajectory with several, each has a ratio of its own."""
 
 
 class Part(ABC):  # noqa: B024 -- every kind of part adds its own call
@@ -121,10 +124,23 @@ class Advantage(Part):
 class Transform(Part):
     """Batch -> Batch, without gradients, on the whole minibatch of an optimizer step or on the whole step, so that what it
     decides does not depend on micro-batches and ranks. On the minibatch, importance corrections and keep-masks go to
-    `coefficients`, row weights to `weights`."""
+    `coefficients`, row weights to `weights`, what a user should know of it to `metrics`. `rlflow/algorithms/combinations.py`
+    reads what it says of itself."""
 
     stage: Literal["rewards", "advantages", "minibatch"] = "minibatch"
     """When it runs: on the step's batch before the advantage is made of the rewards, on it afterwards, or on each minibatch."""
+    fills: frozenset[str] = frozenset()
+    """Of what parts may need, what this one puts into the batch itself; the transforms after it and the losses find it."""
+    level: Level | None = None
+    """`token`: its coefficients may differ between the tokens of a row; None: it does not say."""
+    weighs: bool = False
+    """Its coefficients are ratios of the proximal to the rollout policy."""
+    centres: bool = False
+    """It is made for a kernel with a clip range, which the proximal policy is to be in the middle of."""
+    trusts: bool = False
+    """It decides how far the policy may go from the one that sampled: a trust region of which there can be one."""
+    bounds: bool = False
+    """It sets the clip range (`ratio_low`, `ratio_high`) of a ratio to the rollout policy."""
 
     @abstractmethod
     def __call__(self, batch: Batch) -> Batch: ...
@@ -145,6 +161,15 @@ class RewardTerm(Transform):
 
 class Kernel(Loss):
     """A policy-gradient term: importance corrections (`Batch.coefficients`) multiply it, and no other term of the loss."""
+
+    anchor: Anchor | None = None
+    """Whose policy its ratio is taken against; None: it has no ratio."""
+    level: Level = "token"
+    """Other than `token`: tokens of a row share their gradient."""
+    clips: bool = False
+    """Its ratio is clipped."""
+    bounded: bool = False
+    """It clips where the batch says (`ratio_low`, `ratio_high`)."""
 
     @abstractmethod
     def kernel(self, output: PolicyOutput, batch: Batch) -> LossResult:
@@ -175,12 +200,12 @@ class SumLoss(Loss):
         return all(loss.vanishes_at_zero_advantage for loss in self.losses)
 
     @property
-    def reductions(self) -> Mapping[str, Reduction]:  # type: ignore[override]
-        return {name: how for loss in reversed(self.losses) for name, how in loss.reductions.items()}
-
-    @property
     def terms(self) -> tuple[Loss, ...]:
         return tuple(term for loss in self.losses for term in loss.terms)
+
+    @property
+    def reductions(self) -> Mapping[str, Reduction]:  # type: ignore[override]
+        return {name: how for loss in reversed(self.losses) for name, how in loss.reductions.items()}
 
     def __call__(self, output: PolicyOutput, batch: Batch) -> LossResult:
         total, metrics = self.losses[0](output, batch)
@@ -227,8 +252,8 @@ def anchor_logprobs(batch: Batch, anchor: Anchor, who: str) -> Tensor:
     known = batch.logprobs_known
     if known is not None and bool((batch.loss_mask & ~known[:, None]).any()):
         raise RLFlowError(
-            f"{who}: some rows come without the log-probs of the policy that sampled them: set anchor: proximal, so that the "
-            "trainer computes them"
+            f"{who}: some rows come without the log-probs of the policy that sampled them: set anchor: proximal where it has "
+            "one, so that the trainer computes them, or leave out those rows or this part"
         )
     return batch.logprobs
 

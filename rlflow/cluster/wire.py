@@ -32,5 +32,5 @@ def pack_batch(batch: Batch) -> dict[str, Any]:
 
 def unpack_batch(packed: dict[str, Any]) -> Batch:
     """What `pack_batch` packed."""
-    fields = {name: unpack(value) for name, value in packed.items() if name != "extras"}
+    fields: dict[str, Any] = {name: unpack(value) for name, value in packed.items() if name != "extras"}
     return Batch(**fields, extras={name: unpack(value) for name, value in packed["extras"].items()})

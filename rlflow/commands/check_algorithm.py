@@ -307,11 +307,11 @@ def _check_transform(audit: _Findings, make: Callable[[], Any]) -> None:
             audit.problem(f"batch.{name}: expected (rows, tokens), finite everywhere")
     if audit.report.problems:
         return
-    for name in ("coefficients", "weights", "rewards", "token_rewards"):
+    for name in ("coefficients", "weights", "rewards", "token_rewards", "ratio_low", "ratio_high"):
         if getattr(results[0], name) is not None:
             with torch.no_grad():
                 _check_views(audit, functools.partial(_field_of, make, name), batch, getattr(results[0], name), f"batch.{name}")
-    fields = ("coefficients", "weights", "advantages", "rewards")
+    fields = ("coefficients", "weights", "advantages", "rewards", "ratio_low", "ratio_high")
     changed = [name for name in fields if not _equal(results[0], copy, name)]
     audit.report.facts.append(f"changes {', '.join(changed) or 'none'} of the made-up batch")
     if results[0].coefficients is not None:

@@ -40,10 +40,12 @@ def run(args: argparse.Namespace) -> int:
     from rlflow.config.checks import check_config
     from rlflow.config.loading import config_text
     from rlflow.config.schema import load_config
+    from rlflow.run.algorithm import check_parts
 
     config = load_config(args.config, train_overrides(args), args.preset)
     check_config(config)
     if args.dry_run:
+        check_parts(config)
         print(f"# resolved configuration\n{config_text(config)}\n# batch plan\n{batch_plan(config)}")
         return 0
     from rlflow.loop import train

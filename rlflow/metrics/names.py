@@ -77,6 +77,12 @@ METRICS: Metrics = {
     ),
     "train/old_kl": Metric("nats/token", "KL(old policy || policy), the same two (k3 estimator)"),
     "train/policy_loss": Metric("nats", "the clipped policy-gradient term alone"),
+    "train/kept": Metric("share", "of trained tokens that transforms left in the policy-gradient terms"),
+    "train/coefficient": Metric("1", "mean factor of transforms on the policy-gradient terms, over trained tokens"),
+    "train/capped": Metric("share", "of trained tokens whose importance weight is beyond a transform's cap"),
+    "train/ratio_low": Metric("1", "lower end of the clip range of ratios, where a transform sets it"),
+    "train/ratio_high": Metric("1", "upper end of the clip range of ratios, where a transform sets it"),
+    "train/second_moment": Metric("nats^2", "mean square of the log-ratios that a transform bounds, before it does"),
     "train/nll": Metric("nats/token", "negative log-likelihood, with the sft loss"),
     "train/kl": Metric("nats/token", "KL of the policy to the reference (the loss's estimator; of wk3 its k3)"),
     "train/teacher_gap": Metric(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,11 +11,13 @@ import torch
 from torch import Tensor
 
 from rlflow.algorithms.base import Advantage, Filter, Part, SumLoss, Transform, as_part, merged_refreshes
+from rlflow.algorithms.combinations import check_combination
 from rlflow.algorithms.losses.monitored import Monitored
 from rlflow.components import ADVANTAGE, AGGREGATE, FILTER, LOSS, TEACHER, TRANSFORM
 from rlflow.config.schema import RunConfig
 from rlflow.errors import CheckpointError, ConfigError, did_you_mean
 from rlflow.teachers.base import Teacher, check_teacher
+from rlflow.trainer.reducing import finish_metrics, reduce_tokens
 from rlflow.types import Batch, Group, Loss
 
 FILLED = frozenset({"entropy", "top_logprobs", "proximal", "reference", "teacher", "current", "current_entropy"})
@@ -44,6 +47,7 @@ class Algorithm:
             )
         self.refreshes = merged_refreshes([*self.loss.terms, *self._others()])
         check_teacher(self.teacher, self.needs)
+        check_combination(self.loss.terms, self.transforms, before=(self.advantage, *self.filters))
 
     @classmethod
     def from_config(cls, config: RunConfig, response_budget: int, **offered: Any) -> Algorithm:
@@ -67,8 +71,10 @@ class Algorithm:
 
     @property
     def needs(self) -> frozenset[str]:
-        """What the batch must hold beyond what trajectories know: the union over all parts."""
-        return frozenset().union(self.loss.needs, *(part.needs for part in self._others()))
+        """What the training step puts into the batch beyond what trajectories know: the union over all parts, less what
+        transforms fill themselves."""
+        needs = frozenset().union(self.loss.needs, *(part.needs for part in self._others()))
+        return needs - frozenset().union(*(change.fills for change in self.transforms if isinstance(change, Transform)))
 
     @property
     def max_rounds(self) -> int:
@@ -90,13 +96,25 @@ class Algorithm:
     @torch.no_grad()
     def credit(self, batch: Batch) -> Batch:
         """The step's batch with its advantages, (B, T) float32, and with the rewards that they were made from."""
-        batch = self.transform(batch, "rewards")
+        batch = self._changed(batch, "rewards")
         advantages = self.advantage(batch).float()
         batch = batch.replace(advantages=advantages[:, None] * batch.loss_mask if advantages.dim() == 1 else advantages)
-        return self.transform(batch, "advantages")
+        return self._changed(batch, "advantages")
 
     @torch.no_grad()
-    def transform(self, batch: Batch, stage: str = "minibatch") -> Batch:
+    def transform(self, batch: Batch) -> tuple[Batch, dict[str, float]]:
+        """The minibatch after every transform, in order, and what they report: their own metrics, the share of trained tokens
+        that they kept in the kernels, the mean of their coefficients and of their clip range."""
+        batch = self._changed(batch, "minibatch")
+        reported = dict(batch.metrics)
+        if batch.coefficients is not None:
+            reported |= {"kept": (batch.coefficients != 0).float(), "coefficient": batch.coefficients}
+        if batch.ratio_low is not None and batch.ratio_high is not None:
+            reported |= {"ratio_low": batch.ratio_low, "ratio_high": batch.ratio_high}
+        sums = {name: float(reduce_tokens(value, batch, "mean")) for name, value in reported.items()}
+        return dataclasses.replace(batch, metrics={}), finish_metrics(sums, {}, batch)
+
+    def _changed(self, batch: Batch, stage: str) -> Batch:
         """The batch after every transform of that stage, in order."""
         for change in self.transforms:
             if change.stage == stage:
@@ -148,6 +166,14 @@ class Algorithm:
     def _others(self) -> Sequence[Part]:
         """Every part but the loss."""
         return (self.advantage, *self.filters, *self.transforms)
+
+
+def check_parts(config: RunConfig) -> None:
+    """Returns when the losses and transforms that the configuration names go together; before anything else is made of it.
+    Raises ConfigError."""
+    section = config.algorithm
+    transforms = [as_part(made) for made in _all(TRANSFORM, section.transforms, "algorithm.transforms")]
+    check_combination(make_loss(section.losses).terms, transforms)
 
 
 def make_loss(components: Sequence[Any]) -> Loss:

@@ -13,6 +13,7 @@ from rlflow.config.schema import RunConfig
 from rlflow.errors import ConfigError, MissingPackageError
 from rlflow.models.architecture import architecture
 from rlflow.models.huggingface import WeightFiles, read_config
+from rlflow.run.algorithm import check_parts
 from rlflow.run.directory import RunDirectory
 from rlflow.storage.files import read_json
 
@@ -23,6 +24,7 @@ def check_start(config: RunConfig) -> None:
     Raises ConfigError, ModelError or MissingPackageError. Data and tokenizer are read when the environment is built.
     """
     check_config(config)
+    check_parts(config)
     if not config.model.path:
         raise ConfigError(
             "model.path: expected a HuggingFace model directory, found nothing; set it, or give --model PATH."

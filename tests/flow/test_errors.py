@@ -139,6 +139,8 @@ MISTAKES: dict[str, tuple[list[str], list[str]]] = {
     "unknown engine": (["rollout.engine.name=vlm"], ["engine", "vlm", "embedded"]),
     "unknown loss": (["algorithm.losses=[{{name: ppo_clp}}]"], ["algorithm.losses", "Did you mean 'ppo_clip'"]),
     "unknown keyword of a loss": (["algorithm.losses.0.clip_hihg=0.3"], ["clip_hihg", "Did you mean 'clip_high'"]),
+    "a correction applied twice": (
+        ["algorithm.transforms=[tis]"], ["tis", "ppo_clip", "applied twice", "anchor: proximal"]),
     "unknown advantage": (["algorithm.advantage={{name: grp}}"], ["algorithm.advantage", "Did you mean 'grpo'"]),
     "all prompts too long": (["data.max_prompt_tokens=1"], ["split 'train'", "all 36 prompts", "data.max_prompt_tokens"]),
     "run directory below a file": (["run.directory={place}/file/run"], ["run.directory", "{place}/file"]),

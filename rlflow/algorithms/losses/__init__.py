@@ -4,6 +4,12 @@ from __future__ import annotations
 
 BUILT_IN = {
     "ppo_clip": "rlflow.algorithms.losses.ppo_clip:PPOClipLoss",
+    "gspo": "rlflow.algorithms.losses.gspo:GSPOLoss",
+    "gmpo": "rlflow.algorithms.losses.gmpo:GMPOLoss",
+    "cispo": "rlflow.algorithms.losses.cispo:CISPOLoss",
+    "aipo": "rlflow.algorithms.losses.aipo:AIPOLoss",
+    "soft_adaptive": "rlflow.algorithms.losses.soft_adaptive:SoftAdaptiveLoss",
+    "reinforce": "rlflow.algorithms.losses.reinforce:ReinforceLoss",
     "kl": "rlflow.algorithms.losses.kl:KLLoss",
     "entropy": "rlflow.algorithms.losses.entropy:EntropyLoss",
     "entropy_target": "rlflow.algorithms.losses.entropy:EntropyTargetLoss",

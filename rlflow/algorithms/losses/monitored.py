@@ -29,12 +29,12 @@ class Monitored(Loss):
         return self.loss.vanishes_at_zero_advantage
 
     @property
-    def reductions(self) -> Mapping[str, Reduction]:  # type: ignore[override]
-        return self.loss.reductions
-
-    @property
     def terms(self) -> tuple[Loss, ...]:
         return self.loss.terms
+
+    @property
+    def reductions(self) -> Mapping[str, Reduction]:  # type: ignore[override]
+        return self.loss.reductions
 
     def __call__(self, output: PolicyOutput, batch: Batch) -> LossResult:
         loss, metrics = self.loss(output, batch)

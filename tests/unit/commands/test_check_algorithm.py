@@ -22,6 +22,7 @@ REQUIRED: dict[str, dict[str, Any]] = {
     "entropy": {"coefficient": 0.1},
     "entropy_target": {"target": 0.2},
     "kl_reward": {"coefficient": 0.1},
+    "sequence_mask": {"threshold": 0.1},
     "overlong": {"buffer": 16},
 }
 SHIPPED = [(kind.name, name) for kind in PARTS.values() for name in kind.names() if name != "swarm"]  # which needs a rollout

@@ -65,7 +65,7 @@ def test_filters_drop_groups():
 
 def test_transforms_follow_one_another_without_gradients():
     batch = make_batch(group("a", 1.0).trajectories)
-    out = algorithm(transforms=[Doubling(), Doubling()]).transform(batch)
+    out, _ = algorithm(transforms=[Doubling(), Doubling()]).transform(batch)
     assert out.coefficients is not None and bool((out.coefficients == 4).all())
 
 

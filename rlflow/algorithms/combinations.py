@@ -1,0 +1,73 @@
+"""Which parts of an algorithm make no sense together, and why: the one place where that is checked, from what they say of
+themselves (`Transform`, `Kernel`)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import combinations, product
+from typing import Any
+
+from rlflow.algorithms import losses as loss_names
+from rlflow.algorithms import transforms as transform_names
+from rlflow.algorithms.base import Kernel, Part, Transform
+from rlflow.errors import ConfigError
+from rlflow.types import Loss
+
+
+def check_combination(losses: Sequence[Loss], transforms: Sequence[Part], before: Iterable[Part] = ()) -> None:
+    """Returns when the parts go together. before: parts that are asked before the transforms. Raises ConfigError with the
+    reason where two do not."""
+    kernels = [loss for loss in losses if isinstance(loss, Kernel)]
+    changes = [change for change in transforms if isinstance(change, Transform)]
+    for kernel, change in product(kernels, changes):
+        for reason in _against_kernel(kernel, change):
+            raise ConfigError(f"algorithm: transform {name_of(change)} with loss {name_of(kernel)}: {reason}")
+    for first, second in combinations(changes, 2):
+        for reason in _against_each_other(first, second):
+            raise ConfigError(f"algorithm: transform {name_of(first)} with transform {name_of(second)}: {reason}")
+    for change in changes:
+        if not kernels and (change.weighs or change.trusts):
+            raise ConfigError(f"algorithm: transform {name_of(change)}: it acts on policy-gradient terms, and no loss is one.")
+        early = [part for part in (*before, *transforms[: transforms.index(change)]) if part.needs & change.fills]
+        if early:
+            raise ConfigError(
+                f"algorithm: {name_of(early[0])} needs '{min(early[0].needs & change.fills)}', which transform "
+                f"{name_of(change)} puts in place only after it; put {name_of(change)} first, or let the trainer compute it."
+            )
+
+
+def name_of(part: Any) -> str:
+    """The name that a configuration has for it; that of its class where it is nobody's built-in."""
+    place = f"{type(part).__module__}:{type(part).__qualname__}"
+    names = {**loss_names.BUILT_IN, **transform_names.BUILT_IN}
+    return next((name for name, home in names.items() if home == place), type(part).__name__)
+
+
+def _against_kernel(kernel: Kernel, change: Transform) -> Iterator[str]:
+    if change.weighs and kernel.anchor == "rollout":
+        yield (
+            "the correction would be applied twice: the ratio of this loss is taken against the rollout policy and holds that "
+            "of the proximal to the rollout policy already. Set anchor: proximal for the loss, or leave the transform out."
+        )
+    if change.centres and not kernel.clips:
+        yield (
+            "it is made for a loss with a clip range, which the proximal policy is to be in the middle of; this one has none. "
+            "Use tis."
+        )
+    if change.level == "token" and kernel.level != "token":
+        yield (
+            "the tokens of a row share one ratio in this loss: one that is left out would learn by way of the others. Correct "
+            "whole rows (level: sequence or geometric), or take a loss of tokens (gspo with level: token)."
+        )
+    if change.bounds and not (kernel.bounded and kernel.anchor == "rollout"):
+        yield (
+            "it sets the clip range of the ratio to the rollout policy, which this loss does not have; use ppo_clip with "
+            "anchor: rollout."
+        )
+
+
+def _against_each_other(first: Transform, second: Transform) -> Iterator[str]:
+    if first.weighs and second.weighs:
+        yield "both multiply by the ratio of proximal to rollout policy: the correction would be applied twice. Keep one."
+    if first.trusts and second.trusts:
+        yield "each decides how far the policy may go from the one that sampled, by a rule of its own. Keep one."

@@ -1,0 +1,95 @@
+"""Which parts are refused together, and that the others are not."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from rlflow.algorithms.base import as_part
+from rlflow.algorithms.transforms.decoupled import Decoupled
+from rlflow.config.schema import RunConfig, load_config
+from rlflow.errors import ConfigError
+from rlflow.run.algorithm import Algorithm, check_parts
+
+
+def configured(losses: list[Any], transforms: list[Any]) -> RunConfig:
+    return load_config(None, [f"algorithm.losses={json.dumps(losses)}", f"algorithm.transforms={json.dumps(transforms)}"])
+
+
+def made(losses: list[Any], transforms: list[Any]) -> Algorithm:
+    return Algorithm.from_config(configured(losses, transforms), response_budget=8)
+
+
+def on_proximal(name: str, **options: Any) -> dict[str, Any]:
+    return {"name": name, "anchor": "proximal", **options}
+
+
+GSPO_OF_TOKENS = on_proximal("gspo", level="token")
+UNCLIPPED = {"name": "ppo_clip", "clip_low": None, "clip_high": None}
+
+
+@pytest.mark.parametrize(
+    ("losses", "transforms", "message"),
+    [
+        (["ppo_clip"], ["decoupled"], r"transform decoupled with loss ppo_clip: .*applied twice.*anchor: proximal"),
+        (["sft", "cispo"], ["tis"], "applied twice"),
+        (["ppo_clip"], [{"name": "mis", "level": "geometric"}], "transform mis with loss ppo_clip.*applied twice"),
+        ([on_proximal("ppo_clip")], ["decoupled", "tis"], "transform decoupled with transform tis: .*applied twice.*Keep one"),
+        ([on_proximal("ppo_clip")], ["icepop", "decoupled"], "applied twice"),
+        ([on_proximal("soft_adaptive")], ["decoupled"], "with loss soft_adaptive: .*clip range.*Use tis"),
+        (["reinforce"], ["decoupled"], "with loss reinforce: .*Use tis"),
+        ([on_proximal("gspo")], ["tis"], "transform tis with loss gspo: the tokens of a row share one ratio"),
+        (["gmpo"], ["dppo"], "with loss gmpo: the tokens of a row share one ratio"),
+        ([on_proximal("ppo_clip")], [{"name": "m2po", "variant": "range"}], "sets the clip range.*anchor: rollout"),
+        (["aipo"], [{"name": "m2po", "variant": "winsor"}], "sets the clip range"),
+        (["aipo"], ["dppo", "m2po"], "transform dppo with transform m2po: each decides how far"),
+        ([{"name": "sft"}], ["dppo"], "no loss is one"),
+        (
+            [on_proximal("ppo_clip")],
+            ["kpop", {"name": "decoupled", "proximal": "loglinear"}],
+            "kpop needs 'proximal', which transform decoupled puts in place only after it; put decoupled first",
+        ),
+    ],
+)
+def test_combinations_without_sense_are_refused_with_the_reason(losses, transforms, message):
+    for build in (check_parts, lambda config: Algorithm.from_config(config, response_budget=8)):
+        with pytest.raises(ConfigError, match=message):
+            build(configured(losses, transforms))
+
+
+@pytest.mark.parametrize(
+    ("losses", "transforms"),
+    [
+        ([on_proximal("ppo_clip")], ["decoupled"]),
+        ([on_proximal("ppo_clip")], ["kpop", {"name": "decoupled", "cap": 6.0}, "kept_mean"]),
+        ([on_proximal("ppo_clip")], [{"name": "decoupled", "proximal": "loglinear"}, "kpop"]),
+        ([on_proximal("ppo_clip")], [{"name": "m2po", "variant": "mask_all"}, "decoupled"]),
+        (["ppo_clip"], [{"name": "m2po", "variant": "range", "threshold": 0.004}]),
+        ([UNCLIPPED], ["m2po", {"name": "sequence_mask", "threshold": 0.1}]),
+        ([{"name": "aipo", "max_ratio": 20.0}], ["dppo"]),
+        (["reinforce"], ["tis"]),
+        (["ppo_clip"], [{"name": "mis", "weigh": False}]),
+        ([on_proximal("gspo")], [{"name": "tis", "level": "sequence"}]),
+        ([GSPO_OF_TOKENS], ["icepop"]),
+        (["gspo", "sft"], [{"name": "sequence_mask", "threshold": 0.1}]),
+        ([on_proximal("soft_adaptive")], ["tis"]),
+    ],
+)
+def test_combinations_with_sense_are_not(losses, transforms):
+    assert len(made(losses, transforms).transforms) == len(transforms)
+
+
+def test_an_interpolated_policy_is_not_computed_as_well():
+    algorithm = made([on_proximal("ppo_clip")], [{"name": "decoupled", "proximal": "linear"}])
+    assert algorithm.needs == {"entropy", "current"}
+    assert made([on_proximal("ppo_clip")], ["decoupled"]).needs == {"entropy", "proximal"}
+
+
+def test_a_part_before_the_transforms_cannot_have_what_they_fill():
+    early = as_part(lambda batch: batch.rewards)
+    object.__setattr__(early, "needs", frozenset({"proximal"}))
+    algorithm = made([on_proximal("ppo_clip")], ["decoupled"])
+    with pytest.raises(ConfigError, match="needs 'proximal'"):
+        Algorithm(early, algorithm.loss, algorithm.aggregate, transforms=[Decoupled(proximal="linear")])
