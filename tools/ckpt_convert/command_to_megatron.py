@@ -71,8 +71,7 @@ def run_to_megatron(args: argparse.Namespace) -> int:
         read_ahead(args.model)
     from .import_model import ImportOptions, prepare_import, to_megatron
     from .mapping.to_megatron import CheckpointLayout
-    from .options import Meter, peak_rss_mib
-    from .oracle.logits import checker
+    from .options import Meter, logits_check, peak_rss_mib
     from .writers.directory import check_output
 
     options = ImportOptions(
@@ -84,7 +83,7 @@ def run_to_megatron(args: argparse.Namespace) -> int:
         overwrite=args.overwrite,
         resume=args.resume,
         verify=args.verify,
-        check=checker(None, args.model, args.dtype) if args.verify == "logits" else None,
+        check=logits_check(args.verify, None, args.model, args.dtype),
     )
     if args.dry_run:
         check_output(args.out, None, args.model, args.overwrite)

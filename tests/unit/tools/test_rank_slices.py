@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from fixtures import tiny_model
+from rlflow_tools.ckpt_convert.dtypes import FLOAT32
 from rlflow_tools.ckpt_convert.mapping.plan import Target, View
 from rlflow_tools.ckpt_convert.mapping.rank_slices import rank_slice
 from rlflow_tools.ckpt_convert.readers.source import StoredTensor, _overlap, covers_once
@@ -24,10 +25,10 @@ from rlflow.storage.pickles import Chunk
 
 def assembled(rule: Rule, tensors: dict[str, Tensor], model: Architecture, rank: int, ranks: int) -> Tensor:
     """The part of a rank, put together as the plan says."""
-    views = [View(StoredTensor(name, tuple(tensor.shape), tensor.dtype, ())) for name, tensor in tensors.items()]
+    views = [View(StoredTensor(name, tuple(tensor.shape), FLOAT32, ())) for name, tensor in tensors.items()]
     part = rank_slice(rule, views, model, rank, ranks, padded_vocab(model.vocab, ranks))
     columns = part.shape[1] if len(part.shape) > 1 else 1
-    target = Target(rule.megatron, part.shape, torch.float32, columns, part.tiles)
+    target = Target(rule.megatron, part.shape, FLOAT32, columns, part.tiles)
     result = torch.full((target.rows, columns), float("nan"))
     for tile in target.tiles:
         width = columns if tile.columns is None else tile.columns
@@ -63,7 +64,7 @@ def stack(layers: int, experts: int) -> StoredTensor:
         Chunk((layer, expert, 2 * part, 0), (1, 1, 2, 3), "file", 0, 24)
         for layer, expert, part in itertools.product(range(layers), range(experts), range(4))
     )
-    return StoredTensor("fc1", (layers, experts, 8, 3), torch.float32, chunks)
+    return StoredTensor("fc1", (layers, experts, 8, 3), FLOAT32, chunks)
 
 
 def test_planning_a_stack_of_experts_takes_time_in_proportion() -> None:

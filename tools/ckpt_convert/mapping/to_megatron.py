@@ -10,13 +10,12 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-import torch
-
 from rlflow.errors import ConversionError, ExitCode
 from rlflow.models.architecture import Architecture, placed_rules
 from rlflow.models.rules import Rule, Split
 from rlflow.models.tables import TIED_OUTPUT
 
+from ..dtypes import DType
 from ..readers.source import StoredTensor, TensorSource
 from .plan import Equal, View
 from .rank_slices import RankSlice, rank_slice
@@ -53,7 +52,7 @@ class Import:
     source: TensorSource
     model: Architecture
     layout: CheckpointLayout
-    dtype: torch.dtype | None
+    dtype: DType | None
     equal: tuple[Equal, ...]
     left_out: tuple[str, ...]
 
@@ -72,7 +71,7 @@ class Import:
         rows = self.layout.rows(self.model.vocab)
         return rank_slice(rule, self._views(rule, layer), self.model, rank, self.layout.tensor, rows)
 
-    def dtype_of(self, rule: Rule, layer: int) -> torch.dtype:
+    def dtype_of(self, rule: Rule, layer: int) -> DType:
         stored = self._views(rule, layer)[0].stored.dtype
         return stored if self.dtype is None or rule.exact else self.dtype
 
@@ -84,7 +83,7 @@ def make_import(
     source: TensorSource,
     model: Architecture,
     layout: CheckpointLayout,
-    dtype: torch.dtype | None = None,
+    dtype: DType | None = None,
     predicted: int = 0,
 ) -> Import:
     """The checked import. predicted: layers for multi-token prediction after the model's own, which are left out.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-import torch
+from ..dtypes import BFLOAT16, FLOAT16, DType
 
 if TYPE_CHECKING:
     from rlflow.models.architecture import Architecture
@@ -143,7 +143,7 @@ def described_layout(args: Mapping[str, Any]) -> dict[str, int]:
 
 
 def arguments_of(
-    config: Mapping[str, Any], model: Architecture, layout: CheckpointLayout, dtype: torch.dtype
+    config: Mapping[str, Any], model: Architecture, layout: CheckpointLayout, dtype: DType
 ) -> dict[str, Any]:
     """Megatron-LM's arguments for a model and layout, as `--use-checkpoint-args` reads them from a checkpoint."""
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
@@ -173,8 +173,8 @@ def arguments_of(
         "expert_model_parallel_size": layout.expert,
         "expert_tensor_parallel_size": layout.tensor,
         "params_dtype": dtype,
-        "bf16": dtype is torch.bfloat16,
-        "fp16": dtype is torch.float16,
+        "bf16": dtype is BFLOAT16,
+        "fp16": dtype is FLOAT16,
         "transformer_impl": "transformer_engine" if layout.fused else "local",
         "iteration": 0,
         "consumed_train_samples": 0,

@@ -8,15 +8,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from rlflow.errors import ConversionError, ExitCode, ModelError
 from rlflow.models.huggingface import INDEX_FILE, WeightFiles, header
 from rlflow.storage.pickles import Chunk
 
+from ..dtypes import WEIGHTS
 from .source import Content, Record, Stamps, StoredTensor, identity_of
 
-DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64}
+DTYPES = {dtype.safetensors: dtype for dtype in WEIGHTS}
 """Of a safetensors header."""
 
 

@@ -16,10 +16,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
-import torch
-
 from rlflow.errors import ConversionError, ExitCode
 from rlflow.storage.pickles import Chunk
+
+from ..dtypes import DType
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class StoredTensor:
 
     name: str
     shape: tuple[int, ...]
-    dtype: torch.dtype
+    dtype: DType
     chunks: tuple[Chunk, ...]
 
     def chunks_at(self, index: tuple[int, ...]) -> Sequence[Chunk]:

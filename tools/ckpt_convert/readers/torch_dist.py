@@ -12,12 +12,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from rlflow.errors import ConversionError, DamagedCheckpointError, ExitCode
 from rlflow.storage.integrity import TRAINER_MANIFEST, read_fingerprints, read_sealed
-from rlflow.storage.pickles import DAMAGE, DTYPES, Chunk, ForbiddenName, Inert, read_metadata
+from rlflow.storage.pickles import DAMAGE, Chunk, ForbiddenName, Inert, read_metadata
 
+from ..dtypes import NAMED
 from .arguments import described_layout, described_model
 from .source import Content, Record, Stamps, StoredTensor, covers_once, identity_of
 from .torch_archive import Archive, damaged, explained
@@ -204,9 +203,9 @@ def _content(archive: Archive, stored: StoredTensor, chunk: Chunk) -> Content:
 
 
 def _stored(name: str, shape: tuple[int, ...], dtype: str, chunks: tuple[Chunk, ...]) -> StoredTensor:
-    if dtype not in DTYPES:
+    if dtype not in NAMED:
         raise ValueError(f"'{name}' has the unknown dtype {dtype!r}")
-    return StoredTensor(name, shape, getattr(torch, dtype), chunks)
+    return StoredTensor(name, shape, NAMED[dtype], chunks)
 
 
 def _check_cover(path: Path, stored: StoredTensor) -> None:

@@ -1,0 +1,69 @@
+"""Dtypes by their names in torch, safetensors and torch.save, and casts between them: a conversion does not import torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class DType:
+    """name: in torch; itemsize: bytes of an element; safetensors: in a safetensors header; storage: the class in a file of
+    torch.save."""
+
+    name: str
+    itemsize: int
+    safetensors: str
+    storage: str
+
+    @property
+    def is_floating_point(self) -> bool:
+        return "float" in self.name
+
+    def __str__(self) -> str:
+        return self.name
+
+
+FLOAT32 = DType("float32", 4, "F32", "FloatStorage")
+BFLOAT16 = DType("bfloat16", 2, "BF16", "BFloat16Storage")
+FLOAT16 = DType("float16", 2, "F16", "HalfStorage")
+FLOAT64 = DType("float64", 8, "F64", "DoubleStorage")
+WEIGHTS = (FLOAT32, BFLOAT16, FLOAT16, FLOAT64)
+"""What weights are kept as."""
+OTHERS = (
+    DType("int64", 8, "I64", "LongStorage"),
+    DType("int32", 4, "I32", "IntStorage"),
+    DType("int16", 2, "I16", "ShortStorage"),
+    DType("int8", 1, "I8", "CharStorage"),
+    DType("uint8", 1, "U8", "ByteStorage"),
+    DType("bool", 1, "BOOL", "BoolStorage"),
+)
+NAMED = {dtype.name: dtype for dtype in (*WEIGHTS, *OTHERS)}
+OPTIONS = {"keep": None, "bf16": BFLOAT16, "fp16": FLOAT16, "fp32": FLOAT32}
+"""By the words of `--dtype`."""
+
+
+def cast(data: np.ndarray, dtype: DType, to: DType) -> np.ndarray:
+    """Rows of bytes of one dtype of WEIGHTS as rows of bytes of another, rounded as torch does: by way of float32 (c10/util,
+    BFloat16.h and Half.h), to the nearest, halves to even."""
+    return _from_float32(to_float32(data, dtype), to).view(np.uint8)
+
+
+def to_float32(data: np.ndarray, dtype: DType) -> np.ndarray:
+    """Rows of bytes of a dtype of WEIGHTS as rows of float32."""
+    data = np.ascontiguousarray(data)
+    if dtype is BFLOAT16:
+        return (data.view(np.uint16).astype(np.uint32) << np.uint32(16)).view(np.float32)
+    with np.errstate(all="ignore"):  # Inf and NaN are refused where they would be written
+        return data.view(dtype.name).astype(np.float32)
+
+
+def _from_float32(values: np.ndarray, to: DType) -> np.ndarray:
+    if to is not BFLOAT16:
+        with np.errstate(all="ignore"):
+            return values.astype(to.name)
+    bits = values.view(np.uint32)
+    odd = (bits >> np.uint32(16)) & np.uint32(1)
+    rounded = ((bits + np.uint32(0x7FFF) + odd) >> np.uint32(16)).astype(np.uint16)
+    return np.where(np.isnan(values), np.uint16(0x7FC0), rounded)
