@@ -209,6 +209,7 @@ def companions_digest(reference: str | Path) -> str:
 
 
 def with_dtype(config: dict[str, Any], dtype: object) -> dict[str, Any]:
-    """The config with its dtype entry set to the weights' dtype; transformers 4 writes torch_dtype, 5 writes dtype."""
+    """The config of weights of this dtype, which are not quantized; transformers 4 writes torch_dtype, 5 writes dtype."""
     key = "dtype" if "dtype" in config else "torch_dtype"
-    return {**config, key: str(dtype).removeprefix("torch.")}
+    plain = {name: value for name, value in config.items() if name != "quantization_config"}
+    return {**plain, key: str(dtype).removeprefix("torch.")}

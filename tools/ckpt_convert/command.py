@@ -18,7 +18,7 @@ from .read_ahead import read_ahead
 
 SCOPE = (
     "Megatron checkpoints are torch_dist directories or legacy mp_rank_* files of any layout, of Qwen2, Qwen2.5, Qwen3,\n"
-    "Llama, Mistral, Mixtral, Qwen2-MoE, Qwen3-MoE, DeepSeek-V2 and DeepSeek-V3."
+    "Llama, Mistral, Mixtral, Qwen2-MoE, Qwen3-MoE, DeepSeek-V2, DeepSeek-V3 and GLM-4.5."
 )
 CODES = (
     "exit codes: 0 done, 2 wrong arguments, 3 missing file, 4 damaged file or failed verification, 5 another size\n"

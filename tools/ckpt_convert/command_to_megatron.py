@@ -35,6 +35,9 @@ def add_to_megatron(
     layout.add_argument("--tp", type=count, default=1, metavar="N", help="tensor-parallel ranks (default 1)")
     layout.add_argument("--pp", type=count, default=1, metavar="N", help="pipeline-parallel ranks (default 1)")
     layout.add_argument("--vpp", type=count, default=1, metavar="N", help="model chunks per pipeline rank (default 1)")
+    for end in ("first", "last"):
+        what = f"layers of the {end} pipeline rank, where not as many as the others'"
+        layout.add_argument(f"--{end}-stage-layers", type=_positive, metavar="N", help=what)
     layout.add_argument("--ep", type=count, default=1, metavar="N", help="expert-parallel ranks (default 1)")
     layout.add_argument(
         "--vocab-multiple",
@@ -75,7 +78,10 @@ def run_to_megatron(args: argparse.Namespace) -> int:
     from .writers.directory import check_output
 
     options = ImportOptions(
-        layout=CheckpointLayout(args.tp, args.pp, args.vpp, args.ep, args.vocab_multiple, args.spec == "te"),
+        layout=CheckpointLayout(
+            *(args.tp, args.pp, args.vpp, args.ep, args.vocab_multiple, args.spec == "te"),
+            *(args.first_stage_layers, args.last_stage_layers),
+        ),
         format=args.format,
         dtype=args.dtype,
         shard_bytes=args.shard_size,

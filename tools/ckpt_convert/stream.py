@@ -13,9 +13,9 @@ import numpy as np
 from rlflow.errors import ConversionError, ExitCode
 from rlflow.storage.pickles import Chunk
 
-from .dtypes import BFLOAT16, FLOAT16, FLOAT32, FLOAT64, DType, cast
+from .dtypes import BFLOAT16, FLOAT16, FLOAT32, FLOAT64, DType, cast, from_float32, to_float32
 from .mapping.plan import Equal, Rectangle, Target, Tile, View
-from .readers.source import Content, TensorSource, unreadable
+from .readers.source import SCALED, Content, StoredTensor, TensorSource, unreadable
 from .writers.direct import PageBuffer
 from .writers.output_files import OutputFiles, RowBlock, largest
 
@@ -148,7 +148,24 @@ class Reader:
         read_all(descriptor, data.data.cast("B"), start, file)
         width = place.shape[1] // dtype.itemsize
         part = data[:, column * size : (column + width) * size]
-        place[:] = part if stored.dtype is dtype else cast(part, stored.dtype, dtype)
+        if stored.scales is not None:
+            values = self._scaled(stored, part, rectangle.row + row, rectangle.column + column)
+            place[:] = from_float32(values, dtype)
+        else:
+            place[:] = part if stored.dtype is dtype else cast(part, stored.dtype, dtype)
+
+    def _scaled(self, stored: StoredTensor, part: np.ndarray, row: int, column: int) -> np.ndarray:
+        """The values of elements from (row, column) of a tensor on, each times its block's scale (DeepSeek-V3, arXiv 2412.19437,
+        section 3.3.2)."""
+        assert stored.scales is not None
+        scales, values = View(stored.scales), to_float32(part, stored.dtype)
+        first, last = row // SCALED, (row + len(values) - 1) // SCALED + 1
+        raw = np.empty((last - first, scales.columns * FLOAT32.itemsize), np.uint8)
+        self.read(scales, first, 0, raw, FLOAT32)
+        wide = raw.view(np.float32).repeat(SCALED, axis=1)[:, column : column + values.shape[1]]
+        for block in range(first, last):
+            values[max(block * SCALED - row, 0) : (block + 1) * SCALED - row] *= wide[block - first]
+        return values
 
     def _found(self, view: View, first: int, last: int) -> Iterator[Rectangle]:
         """The rectangles of a view that may have some of these rows."""

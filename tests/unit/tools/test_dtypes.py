@@ -7,7 +7,7 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from rlflow_tools.ckpt_convert.dtypes import WEIGHTS, DType, cast
+from rlflow_tools.ckpt_convert.dtypes import FLOAT8, WEIGHTS, DType, cast, to_float32
 
 
 def bits(tensor: torch.Tensor) -> np.ndarray:
@@ -25,3 +25,9 @@ def test_cast_rounds_as_torch(dtype: DType, to: DType) -> None:
     found = torch.from_numpy(cast(bits(values), dtype, to).copy()).view(expected.dtype)
     assert torch.equal(found.isnan(), expected.isnan()), "a NaN is lost"
     assert np.array_equal(bits(found[~found.isnan()]), bits(expected[~expected.isnan()]))
+
+
+def test_every_byte_of_float8_has_torchs_value() -> None:
+    codes = np.arange(256, dtype=np.uint8)[None]
+    expected = torch.from_numpy(codes).view(torch.float8_e4m3fn).float().numpy()
+    np.testing.assert_array_equal(to_float32(codes, FLOAT8), expected)

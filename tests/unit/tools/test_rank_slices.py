@@ -58,6 +58,19 @@ def test_rectangles_make_what_shard_makes(family: str, ranks: int, tmp_path: Pat
             assert torch.equal(assembled(rule, tensors, model, rank, ranks), expected), rule.megatron
 
 
+@pytest.mark.parametrize("ranks", [4, 8])
+def test_more_ranks_than_groups_share_what_one_rank_has(ranks: int, tmp_path: Path) -> None:
+    """ColumnParallelLinear cuts rows evenly, wherever the groups end."""
+    path = tiny_model(tmp_path, "qwen2", tokenizer=False, num_attention_heads=8, head_dim=8)
+    model = stored_architecture(read_config(path))
+    assert model.groups == 2
+    for rule, layer in placed_rules(model):
+        if "linear_qkv" in rule.megatron and "norm" not in rule.megatron:
+            tensors = {name: torch.randn(shape) for name, shape in zip(rule.names(layer), rule.shapes(model))}
+            parts = [assembled(rule, tensors, model, rank, ranks) for rank in range(ranks)]
+            assert torch.equal(torch.cat(parts), shard(rule, list(tensors.values()), model, 0, 1))
+
+
 def stack(layers: int, experts: int) -> StoredTensor:
     """Experts' weights as megatron-core stores them: a chunk per layer, expert, half and rank."""
     chunks = tuple(

@@ -21,6 +21,8 @@ from rlflow.storage.pickles import Chunk
 
 from ..dtypes import DType
 
+SCALED = 128
+
 
 @dataclass(frozen=True)
 class Content:
@@ -48,6 +50,8 @@ class StoredTensor:
     shape: tuple[int, ...]
     dtype: DType
     chunks: tuple[Chunk, ...]
+    scales: StoredTensor | None = None
+    """What each block of SCALED x SCALED elements is multiplied by, in float32; None: elements are values."""
 
     def chunks_at(self, index: tuple[int, ...]) -> Sequence[Chunk]:
         """The chunks that hold something of these leading indices."""
