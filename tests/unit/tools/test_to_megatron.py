@@ -17,8 +17,10 @@ from rlflow_tools.ckpt_convert.export_model import Options, to_huggingface
 from rlflow_tools.ckpt_convert.import_model import ImportOptions, to_megatron
 from rlflow_tools.ckpt_convert.mapping.to_megatron import CheckpointLayout
 from rlflow_tools.ckpt_convert.readers.arguments import flags_to_give
+from rlflow_tools.ckpt_convert.writers.direct import DirectFile
 from safetensors.torch import load_file, save_file
 
+from rlflow.errors import ConversionError
 from rlflow.models.architecture import stored_architecture
 from rlflow.models.huggingface import digest, iterate_weights, read_config
 from tools.ckpt_convert.command import main
@@ -276,3 +278,21 @@ def test_weights_in_8_bits_without_scales_are_refused(tmp_path: Path, capsys: An
     assert main(["to-megatron", str(model), str(tmp_path / "out")]) == 10
     message = capsys.readouterr().err
     assert "'model.layers.0.mlp.up_proj.weight' is in 8 bits; expected scales in float32 (1, 1)" in message
+
+
+@pytest.mark.parametrize("verify", ["fast", "none"])
+def test_a_block_that_reads_back_otherwise_is_refused(verify: str, model: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    plain = DirectFile.write
+
+    def faulty(file: DirectFile, data: memoryview, offset: int) -> None:
+        data[len(data) // 2] ^= 1
+        plain(file, data, offset)
+        data[len(data) // 2] ^= 1
+
+    monkeypatch.setattr(DirectFile, "write", faulty)
+    if verify == "none":
+        to_megatron(model, tmp_path / "out", ImportOptions(verify=verify))
+        return
+    with pytest.raises(ConversionError, match="reads back differently") as caught:
+        to_megatron(model, tmp_path / "out", ImportOptions(verify=verify))
+    assert caught.value.exit_code == 4 and not (tmp_path / "out").exists()

@@ -112,13 +112,13 @@ def layout_digest(files: Sequence[OutputFile]) -> str:
 class OutputFiles:
     """The open files of one conversion, in a directory of its own. `written`: {(file number, offset): CRC-32}."""
 
-    def __init__(self, directory: Path, files: Sequence[OutputFile], journal: Journal) -> None:
-        """Preallocates, so that a disk without room is known before anything is copied. Raises ConversionError (8) or
-        OSError."""
+    def __init__(self, directory: Path, files: Sequence[OutputFile], journal: Journal, read_back: bool = True) -> None:
+        """Preallocates, so that a disk without room is known before anything is copied. read_back: whether each block is
+        read again once it is written. Raises ConversionError (8) or OSError."""
         self.directory = directory
         self.files = files
         self.written: dict[tuple[int, int], int] = {}
-        self._journal = journal
+        self._journal, self._read_back = journal, read_back
         self._opened: list[DirectFile] = []
         self._literals: list[list[tuple[int, bytes]]] = [list(file.literals) for file in files]
         self._needed = sum(file.size for file in files)
@@ -158,31 +158,23 @@ class OutputFiles:
 
     def write(self, block: RowBlock, data: np.ndarray) -> None:
         """Writes a block, whose bytes lie in a `PageBuffer` at its offset and are destroyed. Safe to call from several
-        threads. Raises OSError."""
+        threads. Raises OSError, and ConversionError (4) where it reads back otherwise."""
         self._opened[block.file].write(data.data, block.offset)
         found = checksum.crc32(data)
+        if self._read_back:
+            self._check(block, data, found)
         self.written[block.file, block.offset] = found
         self._journal.record(block.file, block.offset, found)
 
-    def finish(self, workers: int, read_back: bool) -> dict[str, int]:
-        """Writes what depends on checksums, brings all to the disk, and returns {file: CRC-32}.
-
-        read_back: reads every block again meanwhile. Raises ConversionError (4) where it is not what was written."""
+    def finish(self) -> dict[str, int]:
+        """Writes what depends on checksums, brings all to the disk, and returns {file: CRC-32}. Raises OSError."""
         checksums = self._of_targets() if any(file.seal for file in self.files) else {}
         for number, file in enumerate(self.files):
             self._literals[number] += file.seal(checksums) if file.seal else ()
             for offset, data in self._literals[number]:
                 write_all(self._opened[number].descriptor, data, offset)
-        with ThreadPoolExecutor(workers + 1) as pool:
-            syncing = [pool.submit(os.fsync, file.descriptor) for file in self._opened]
-            try:
-                if read_back:
-                    for block, found in self._read(list(self.blocks()), pool, workers):
-                        self._check(block, found)
-                for future in syncing:
-                    future.result()
-            finally:
-                pool.shutdown(cancel_futures=True)
+        for opened in self._opened:
+            os.fsync(opened.descriptor)
         return {file.name: self._of_file(number) for number, file in enumerate(self.files)}
 
     def _check_room(self) -> None:
@@ -227,8 +219,10 @@ class OutputFiles:
             found.append(checksum.crc32(data[:count]))
         return found
 
-    def _check(self, block: RowBlock, found: int) -> None:
-        if found != self.written[block.file, block.offset]:
+    def _check(self, block: RowBlock, data: np.ndarray, written: int) -> None:
+        """Reads a block into the place that it was written from. Raises ConversionError (4) where its CRC-32 is another."""
+        count = self._opened[block.file].read(data.data, block.offset)
+        if checksum.crc32(data[:count]) != written:
             raise ConversionError(
                 f"{self.directory / self.files[block.file].name}: '{block.target.name}' reads back differently than it "
                 "was written; the disk or the memory is faulty.",
