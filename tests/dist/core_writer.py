@@ -32,7 +32,7 @@ def build(config: dict[str, Any]) -> Any:
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.transformer import TransformerConfig
 
-    experts = config.get("num_experts")
+    experts = config.get("num_experts") or config.get("num_local_experts")
     sparse = {
         "num_moe_experts": experts,
         "moe_ffn_hidden_size": config.get("moe_intermediate_size"),
