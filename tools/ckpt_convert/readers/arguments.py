@@ -148,7 +148,8 @@ def arguments_of(
     """Megatron-LM's arguments for a model and layout, as `--use-checkpoint-args` reads them from a checkpoint."""
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     found = {theirs: getattr(model, ours) for theirs, ours in MODEL.items()}
-    found |= dict.fromkeys(EPSILON, model.norm_eps)
+    ends = {"decoder_first_pipeline_num_layers": layout.first_layers, "decoder_last_pipeline_num_layers": layout.last_layers}
+    found |= dict.fromkeys(EPSILON, model.norm_eps) | ends
     found |= {
         "group_query_attention": model.groups != model.heads,
         "num_query_groups": model.groups,
@@ -170,8 +171,6 @@ def arguments_of(
         "tensor_model_parallel_size": layout.tensor,
         "pipeline_model_parallel_size": layout.pipeline,
         "virtual_pipeline_model_parallel_size": layout.virtual if layout.virtual > 1 else None,
-        "decoder_first_pipeline_num_layers": layout.first_layers,
-        "decoder_last_pipeline_num_layers": layout.last_layers,
         "expert_model_parallel_size": layout.expert,
         "expert_tensor_parallel_size": layout.tensor,
         "params_dtype": dtype,

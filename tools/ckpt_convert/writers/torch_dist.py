@@ -19,7 +19,7 @@ from ..mapping.rank_slices import RankSlice
 from ..mapping.to_megatron import Import
 from .output_files import Literals, OutputFile
 from .torch_archive import ArchiveLayout, TensorStandIn, archive_bytes, lay_out_archive
-from .torch_pickle import SIZE, Call, Function, dumps, object_of, size
+from .torch_pickle import SIZE, Function, FunctionCall, dumps, object_of, size
 
 FORMAT = {
     "sharded_backend": "torch_dist",
@@ -193,7 +193,7 @@ class _Tables:
         chunks = self._chunks.setdefault(chunk.key, [])
         if not chunks:
             # dtype, layout, requires_grad, memory format, pin_memory (metadata.py, TensorProperties.__getstate__)
-            layout, memory_format = Call(_LAYOUT, "torch.strided"), Call(_MEMORY_FORMAT, 0)
+            layout, memory_format = FunctionCall(_LAYOUT, "torch.strided"), FunctionCall(_MEMORY_FORMAT, 0)
             properties = _Properties((chunk.target.dtype, layout, False, memory_format, False))
             self._tensors[chunk.key] = _TensorMetadata(properties=properties, size=size(chunk.whole), chunks=chunks)
         index = _Index(fqn=chunk.key, offset=size(chunk.offsets), index=len(chunks))

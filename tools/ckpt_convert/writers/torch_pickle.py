@@ -23,7 +23,7 @@ class Function:
         raise NotImplementedError(self.name)
 
 
-class Call:
+class FunctionCall:
     """What is read as the result of a function's call."""
 
     def __init__(self, function: Function, *arguments: Any) -> None:
@@ -58,9 +58,9 @@ OF_ARCHIVES = (REBUILD_TENSOR, *STORAGES.values())
 """What pickles in archives of torch.save name."""
 
 
-def size(numbers: tuple[int, ...]) -> Call:
+def size(numbers: tuple[int, ...]) -> FunctionCall:
     """A torch.Size."""
-    return Call(SIZE, numbers)
+    return FunctionCall(SIZE, numbers)
 
 
 def prepare(pickler: pickle.Pickler, file: io.BytesIO, *names: Any) -> None:
@@ -73,7 +73,7 @@ def prepare(pickler: pickle.Pickler, file: io.BytesIO, *names: Any) -> None:
 
 
 def dumps(value: Any, *names: Any) -> bytes:
-    """The pickle of a value that may hold these stand-ins, `Call`s of them, and dtypes of weights."""
+    """The pickle of a value that may hold these stand-ins, `FunctionCall`s of them, and dtypes of weights."""
     file = io.BytesIO()
     pickler = pickle.Pickler(file, protocol=2)
     prepare(pickler, file, *names)
