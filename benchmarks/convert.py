@@ -8,7 +8,7 @@ it), and one of half the layers. Each pair copies the checkpoint with `cp` and f
 `ckpt_convert to-hf --verify fast`, both as commands of their own, in alternating order; the same for the way back, with
 `to-megatron` and a copy of the HuggingFace directory. Three times the bytes of the checkpoint are needed on the disk,
 and freed at the end. A ratio is 1 where the conversion takes as long as `cp` and fsync of the bytes that it reads;
-"work" leaves out what it takes to start Python and import torch."""
+"work" leaves out what it takes to start Python."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ QWEN = {
 }
 SMALL = {**QWEN, "hidden_size": 1024, "num_hidden_layers": 12, "intermediate_size": 2816, "vocab_size": 32000}
 TENSOR_PARALLEL, PIPELINE_PARALLEL = 2, 2
-MOST_RSS_MIB = 512
+MOST_RSS_MIB = 350
 
 
 @dataclass

@@ -50,6 +50,11 @@ _OF_FAMILY: dict[str, dict[str, Any]] = {
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None},
     "qwen2_moe": {"num_experts": 4, "shared_expert_intermediate_size": 96, **_SPARSE},
     "qwen3_moe": {"num_experts": 4, "head_dim": 32, **_SPARSE},
+    "glm4_moe": {
+        "n_shared_experts": 1, "n_routed_experts": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1,
+        "head_dim": 32, "attention_bias": True, "use_qk_norm": True, "routed_scaling_factor": 1.5, **_SPARSE,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
+    },
     "deepseek_v2": {"n_shared_experts": 2, "q_lora_rank": None, **_LATENT, "norm_topk_prob": False},
     "deepseek_v3": {"n_shared_experts": 1, "q_lora_rank": 24, "n_group": 2, "topk_group": 1, **_LATENT},
 }

@@ -11,6 +11,8 @@ from rlflow.errors import ModelError, did_you_mean
 from rlflow.models.rules import Rule, Where
 from rlflow.models.tables import EMBEDDING, FAMILIES, LATENT_ATTENTION, Q_NORM, QKV_BIAS
 
+SWITCHES = {Where.BIASES, Where.QKV_BIAS, Where.QK_NORM}
+"""What config.json may switch on."""
 MOST, MOST_LAYERS, MOST_FLOAT = 2**31 - 1, 2**16, 1e30
 """Above these, an entry of config.json is a mistake, and planning with it would take all memory."""
 
@@ -57,6 +59,10 @@ class Architecture:
     max_positions: int
     experts: Experts | None = None
     latent: Latent | None = None
+    biases: bool = False  # on every projection of attention and MLP
+    qkv_biases: bool = False  # on queries, keys and values, where that depends on the model and not on its family
+    head_norms: bool = False  # of queries and keys, likewise
+    rotary_share: float = 1.0  # of a head's dimensions, those that rotate
 
     def size(self, symbol: str) -> int:
         """The number that a symbol of the tables stands for."""
@@ -84,11 +90,11 @@ class Architecture:
 
     @property
     def qkv_bias(self) -> bool:
-        return QKV_BIAS in FAMILIES[self.family]
+        return QKV_BIAS in FAMILIES[self.family] or self.qkv_biases
 
     @property
     def qk_norm(self) -> bool:
-        return Q_NORM in FAMILIES[self.family]
+        return Q_NORM in FAMILIES[self.family] or self.head_norms
 
     def has(self, where: Where, layer: int = 0) -> bool:
         """Whether a rule with this `where` applies to a layer."""
@@ -102,6 +108,9 @@ class Architecture:
             Where.UNTIED: not self.tied,
             Where.QUERY_RANK: query_rank,
             Where.NO_QUERY_RANK: not query_rank,
+            Where.BIASES: self.biases,
+            Where.QKV_BIAS: self.qkv_biases,
+            Where.QK_NORM: self.head_norms,
         }
         return claims[where]
 
@@ -116,6 +125,11 @@ def architecture(config: dict[str, Any]) -> Architecture:
             f"config.json: {what} (model family '{model.family}') can be converted, but not trained or sampled from here; "
             f"possible: {', '.join(name for name in sorted(FAMILIES) if _dense(name))}."
         )
+    if config.get("quantization_config"):
+        raise ModelError("config.json: weights in fp8 can be converted, but not trained or sampled from here.")
+    if model.biases or model.rotary_share != 1:
+        what = "biases on every projection" if model.biases else "rotary embedding of a part of each head"
+        raise ModelError(f"config.json: {what} can be converted, but not trained or sampled from here.")
     if config.get("hidden_act", "silu") != "silu":
         raise ModelError(f"config.json: hidden_act '{config['hidden_act']}' is not supported; expected 'silu'.")
     windowed = config.get("use_sliding_window", model.family == "mistral" and config.get("sliding_window") is not None)
@@ -137,7 +151,7 @@ def stored_architecture(config: dict[str, Any]) -> Architecture:
             f"config.json: model family '{family}' is not supported; supported: {known}."
             f"{did_you_mean(family, FAMILIES)}"
         )
-    _refuse_other_tensors(config, family)
+    switched_on = _switched_on(config, family)
     heads = _entry(config, "num_attention_heads")
     hidden = _entry(config, "hidden_size")
     groups = _entry(config, "num_key_value_heads", default=heads)
@@ -161,6 +175,10 @@ def stored_architecture(config: dict[str, Any]) -> Architecture:
         max_positions=_entry(config, "max_position_embeddings", default=32768),
         experts=_experts(config) if any(rule.where is Where.SPARSE for rule in FAMILIES[family]) else None,
         latent=_latent(config) if LATENT_ATTENTION[-1] in FAMILIES[family] else None,
+        biases=Where.BIASES in switched_on,
+        qkv_biases=Where.QKV_BIAS in switched_on,
+        head_norms=Where.QK_NORM in switched_on,
+        rotary_share=_number(rope, "partial_rotary_factor", _number(config, "partial_rotary_factor", 1.0)),
     )
 
 
@@ -269,20 +287,53 @@ def _dense(family: str) -> bool:
     return all(rule.where is not Where.SPARSE for rule in FAMILIES[family])
 
 
+def _switched_on(config: dict[str, Any], family: str) -> set[Where]:
+    """Of SWITCHES, what the family's table has and config.json says. Raises ModelError for entries that mean tensors which the
+    table does not have."""
+    switches = {rule.where for rule in FAMILIES[family]} & SWITCHES
+    attention, mlp = _flag(config, "attention_bias"), _flag(config, "mlp_bias")
+    on: set[Where] = set()
+    if Where.BIASES in switches:
+        if attention != mlp:
+            raise ModelError(
+                f"config.json: attention_bias={attention} with mlp_bias={mlp} is not supported; Megatron has both or neither "
+                "(add_bias_linear)."
+            )
+        on |= {Where.BIASES} if mlp else set()
+    elif Where.QKV_BIAS in switches and attention:
+        on.add(Where.QKV_BIAS)
+    elif attention and QKV_BIAS not in FAMILIES[family]:
+        raise ModelError(f"config.json: attention_bias=true is not supported for model family '{family}'.")
+    if mlp and Where.BIASES not in on:
+        raise ModelError(f"config.json: mlp_bias=true is not supported for model family '{family}'.")
+    if Where.QK_NORM in switches and _flag(config, "use_qk_norm"):
+        on.add(Where.QK_NORM)
+    _refuse_other_tensors(config, family)
+    return on
+
+
 def _refuse_other_tensors(config: dict[str, Any], family: str) -> None:
-    """Raises ModelError for entries that mean tensors which the tables do not have."""
-    for key, known in (("attention_bias", QKV_BIAS in FAMILIES[family]), ("mlp_bias", False)):
-        if config.get(key) and not known:
-            raise ModelError(f"config.json: {key}=true is not supported for model family '{family}'.")
     if not config.get("qkv_bias", True):
         raise ModelError(f"config.json: qkv_bias=false is not supported for model family '{family}'.")
     if config.get("moe_layer_freq", 1) != 1:
         raise ModelError(f"config.json: moe_layer_freq={config['moe_layer_freq']} is not supported; expected 1.")
-    if quantized := config.get("quantization_config"):
+    quantized = config.get("quantization_config")
+    if quantized and not _scaled_by_block(quantized):
         method = quantized.get("quant_method", "unknown") if isinstance(quantized, dict) else _short(quantized)
         raise ModelError(
-            f"config.json: weights quantized by '{method}' are not supported; expected 16 or 32-bit floats."
+            f"config.json: weights quantized by '{method}' are not supported; expected 16 or 32-bit floats, or fp8 with "
+            "weight_block_size [128, 128]."
         )
+
+
+def _scaled_by_block(quantized: Any) -> bool:
+    """Whether weights are as DeepSeek-V3 has them: e4m3, with a scale per 128 x 128."""
+    wanted = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    return (
+        isinstance(quantized, dict)
+        and all(quantized.get(key) == value for key, value in wanted.items())
+        and quantized.get("fmt", "e4m3") == "e4m3"
+    )
 
 
 def _rope(config: dict[str, Any]) -> dict[str, Any]:

@@ -8,13 +8,13 @@ import shutil
 import struct
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from rlflow.errors import ModelError
 from rlflow.models.architecture import huggingface_shapes, stored_architecture
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -43,7 +43,7 @@ def read_config(path: str | Path) -> dict[str, Any]:
     return _read_json(file)
 
 
-class WeightFiles(Mapping[str, Tensor]):
+class WeightFiles(Mapping[str, "Tensor"]):
     """The tensors of a model directory by HuggingFace name, each read from its file when asked for.
 
     Raises ModelError at once for a missing or truncated file, so that nothing expensive starts on half a model."""
@@ -91,6 +91,8 @@ class Digest:
 
     def add(self, name: str, tensor: Tensor) -> None:
         """Adds a tensor."""
+        import torch
+
         content = hashlib.sha256(f"{name}|{tensor.dtype}|{tuple(tensor.shape)}|".encode())
         content.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
         self._lines.append(content.hexdigest())
@@ -206,7 +208,8 @@ def companions_digest(reference: str | Path) -> str:
     return content.hexdigest()
 
 
-def with_dtype(config: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
-    """The config with its dtype entry set to that of the weights; transformers 4 writes torch_dtype, 5 writes dtype."""
+def with_dtype(config: dict[str, Any], dtype: object) -> dict[str, Any]:
+    """The config of weights of this dtype, which are not quantized; transformers 4 writes torch_dtype, 5 writes dtype."""
     key = "dtype" if "dtype" in config else "torch_dtype"
-    return {**config, key: str(dtype).removeprefix("torch.")}
+    plain = {name: value for name, value in config.items() if name != "quantization_config"}
+    return {**plain, key: str(dtype).removeprefix("torch.")}

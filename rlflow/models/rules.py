@@ -30,6 +30,9 @@ class Where(enum.Enum):
     UNTIED = "models whose output layer is not the embedding"
     QUERY_RANK = "models whose queries are projected down and up again"
     NO_QUERY_RANK = "models whose queries are projected directly"
+    BIASES = "models with a bias on every projection of attention and MLP"
+    QKV_BIAS = "models with a bias on queries, keys and values alone"
+    QK_NORM = "models that normalize queries and keys of each head"
 
 
 class Sizes(Protocol):

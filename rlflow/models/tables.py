@@ -7,6 +7,8 @@ written in symbols, which `Architecture.size` turns into numbers: vocab, hidden,
 
 from __future__ import annotations
 
+import dataclasses
+
 from rlflow.models.rules import Rule, Split, Where
 
 _LAYER = "model.layers.{i}."
@@ -45,6 +47,18 @@ QKV_BIAS = Rule(
     Split.QKV,
     ((_ATTENTION + "q_proj.bias", "query"), (_ATTENTION + "k_proj.bias", "key"), (_ATTENTION + "v_proj.bias", "key")),
 )
+BIASES = (
+    dataclasses.replace(QKV_BIAS, where=Where.BIASES),
+    Rule(_TO_ATTENTION + "linear_proj.bias", Split.REPLICATED, ((_ATTENTION + "o_proj.bias", "hidden"),), Where.BIASES),
+    Rule(
+        _TO_MLP + "linear_fc1.bias",
+        Split.GATE_UP,
+        ((_MLP + "gate_proj.bias", "ffn"), (_MLP + "up_proj.bias", "ffn")),
+        Where.BIASES,
+    ),
+    Rule(_TO_MLP + "linear_fc2.bias", Split.REPLICATED, ((_MLP + "down_proj.bias", "hidden"),), Where.BIASES),
+)
+"""Megatron has all of them (`add_bias_linear`) or none of the last three."""
 Q_NORM = Rule(_TO_ATTENTION + "q_layernorm.weight", Split.REPLICATED, ((_ATTENTION + "q_norm.weight", "head"),))
 K_NORM = Rule(_TO_ATTENTION + "k_layernorm.weight", Split.REPLICATED, ((_ATTENTION + "k_norm.weight", "head"),))
 
@@ -166,10 +180,14 @@ LATENT_ATTENTION = (
     Rule(_TO_ATTENTION + "linear_proj.weight", Split.ROW, ((_ATTENTION + "o_proj.weight", "hidden value"),)),
 )
 _DEEPSEEK_V2 = (*LATENT_ATTENTION, *DENSE_MLP, *_sparse_mlp(), *_shared_mlp("shared_experts"))
+_OPTIONAL = (
+    dataclasses.replace(QKV_BIAS, where=Where.QKV_BIAS),
+    *(dataclasses.replace(rule, where=Where.QK_NORM) for rule in (Q_NORM, K_NORM)),
+)
 _MIXTRAL_MLP = _sparse_mlp(_LAYER + "block_sparse_moe.", ("w1", "w3", "w2"))
 
 FAMILIES: dict[str, tuple[Rule, ...]] = {
-    "llama": (EMBEDDING, *DENSE_LAYER, FINAL_NORM, OUTPUT),
+    "llama": (EMBEDDING, *DENSE_LAYER, *BIASES, FINAL_NORM, OUTPUT),
     "mistral": (EMBEDDING, *DENSE_LAYER, FINAL_NORM, OUTPUT),
     "qwen2": (EMBEDDING, *DENSE_LAYER, QKV_BIAS, FINAL_NORM, OUTPUT),
     "qwen3": (EMBEDDING, *DENSE_LAYER, Q_NORM, K_NORM, FINAL_NORM, OUTPUT),
@@ -179,8 +197,12 @@ FAMILIES: dict[str, tuple[Rule, ...]] = {
         *(FINAL_NORM, OUTPUT),
     ),
     "qwen3_moe": (EMBEDDING, *DENSE_LAYER, Q_NORM, K_NORM, *_sparse_mlp(), FINAL_NORM, OUTPUT),
+    "glm4_moe": (
+        *(EMBEDDING, *DENSE_LAYER, *_OPTIONAL, *_sparse_mlp(), ROUTER_BIAS, *_shared_mlp("shared_experts")),
+        *(FINAL_NORM, OUTPUT),
+    ),
     "deepseek_v2": (EMBEDDING, *_DEEPSEEK_V2, FINAL_NORM, OUTPUT),
     "deepseek_v3": (EMBEDDING, *_DEEPSEEK_V2, ROUTER_BIAS, FINAL_NORM, OUTPUT),
 }
 """Rules by `model_type` of config.json, in the order of a forward pass. Qwen2.5 is of type qwen2, DeepSeek-R1 of type
-deepseek_v3."""
+deepseek_v3, GLM-4.5 and 4.6 of type glm4_moe."""

@@ -153,11 +153,11 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Table:
-    """A `.metadata` in plain words. tensors: {name: (shape, name of the dtype, chunks)}; objects: names of what else it
-    describes; extents: (file, first byte, bytes) of everything that is stored."""
+    """A `.metadata` in plain words. tensors: {name: (shape, name of the dtype, chunks)}; objects: {name: (file, first byte,
+    bytes)} of what else it describes, where it has a place; extents: (file, first byte, bytes) of everything that is stored."""
 
     tensors: dict[str, tuple[tuple[int, ...], str, tuple[Chunk, ...]]]
-    objects: tuple[str, ...]
+    objects: dict[str, tuple[str, int, int]]
     extents: tuple[tuple[str, int, int], ...]
 
 
@@ -174,11 +174,10 @@ def read_metadata(file: IO[bytes]) -> Table:
             int(info.state["length"]),
         )
     extents = tuple(places.values())
-    tensors, objects = {}, []
+    tensors, objects = {}, {}
     for name, entry in tables["state_dict_metadata"].items():
         if type(entry).__name__ == "BytesStorageMetadata":
-            objects.append(name)
-            places.pop((name, None))
+            objects[name] = places.pop((name, None))
             continue
         chunks = []
         for chunk in entry.state["chunks"]:
@@ -188,7 +187,7 @@ def read_metadata(file: IO[bytes]) -> Table:
         tensors[name] = (_numbers(entry.state["size"]), kind.__name__, tuple(chunks))
     if places:
         raise ValueError(f"'{min(places, key=str)[0]}' is stored but not described")
-    return Table(tensors, tuple(sorted(objects)), extents)
+    return Table(tensors, objects, extents)
 
 
 def _numbers(size: Inert) -> tuple[int, ...]:

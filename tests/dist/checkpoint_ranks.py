@@ -8,6 +8,7 @@ as Transformer Engine's layers name their parameters, which cannot be built with
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import hashlib
 import os
 import re
@@ -49,6 +50,8 @@ class Job:
     virtual: int = 1
     expert: int = 1
     expert_tensor: int = 0
+    first_layers: int | None = None
+    last_layers: int | None = None
     dtype: torch.dtype = torch.float32
     save_to: Path | None = None
     load_from: Path | None = None
@@ -112,6 +115,7 @@ def run(job: Job) -> None:
     from rlflow.trainer.megatron.cpu import adapted, without_transformer_engine
 
     layout = oracle.OracleLayout(_padded(job), job.tensor, job.pipeline, job.virtual, job.expert, job.expert_tensor)
+    layout = dataclasses.replace(layout, first_layers=job.first_layers, last_layers=job.last_layers)
     with adapted(), without_transformer_engine():
         oracle.initialize_ranks(layout)
         chunks = oracle.build(job.config, layout, job.dtype)

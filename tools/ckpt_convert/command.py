@@ -13,12 +13,12 @@ from typing import Any
 
 from rlflow.errors import RLFlowError
 
-from .options import FORMATTER, SIZES, Meter, parse_count, parse_size, peak_rss_mib
+from .options import FORMATTER, SIZES, Meter, logits_check, parse_count, parse_size, peak_rss_mib
 from .read_ahead import read_ahead
 
 SCOPE = (
     "Megatron checkpoints are torch_dist directories or legacy mp_rank_* files of any layout, of Qwen2, Qwen2.5, Qwen3,\n"
-    "Llama, Mistral, Mixtral, Qwen2-MoE, Qwen3-MoE, DeepSeek-V2 and DeepSeek-V3."
+    "Llama, Mistral, Mixtral, Qwen2-MoE, Qwen3-MoE, DeepSeek-V2, DeepSeek-V3 and GLM-4.5."
 )
 CODES = (
     "exit codes: 0 done, 2 wrong arguments, 3 missing file, 4 damaged file or failed verification, 5 another size\n"
@@ -118,7 +118,6 @@ def run_to_hf(args: argparse.Namespace) -> int:
     if not args.dry_run:
         read_ahead(args.checkpoint)
     from .export_model import Options, prepare, to_huggingface
-    from .oracle.logits import checker
     from .writers.directory import check_output
 
     sizes = {name: getattr(args, f"size_{name}") for name, _ in SIZES.values()}
@@ -129,7 +128,7 @@ def run_to_hf(args: argparse.Namespace) -> int:
         overwrite=args.overwrite,
         resume=args.resume,
         verify=args.verify,
-        check=checker(args.checkpoint, None, args.dtype) if args.verify == "logits" else None,
+        check=logits_check(args.verify, args.checkpoint, None, args.dtype),
         expected={name: value for name, value in sizes.items() if value is not None},
     )
     if args.dry_run:

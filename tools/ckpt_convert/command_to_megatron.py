@@ -35,6 +35,9 @@ def add_to_megatron(
     layout.add_argument("--tp", type=count, default=1, metavar="N", help="tensor-parallel ranks (default 1)")
     layout.add_argument("--pp", type=count, default=1, metavar="N", help="pipeline-parallel ranks (default 1)")
     layout.add_argument("--vpp", type=count, default=1, metavar="N", help="model chunks per pipeline rank (default 1)")
+    for end in ("first", "last"):
+        what = f"layers of the {end} pipeline rank, where not as many as the others'"
+        layout.add_argument(f"--{end}-stage-layers", type=_positive, metavar="N", help=what)
     layout.add_argument("--ep", type=count, default=1, metavar="N", help="expert-parallel ranks (default 1)")
     layout.add_argument(
         "--vocab-multiple",
@@ -71,12 +74,14 @@ def run_to_megatron(args: argparse.Namespace) -> int:
         read_ahead(args.model)
     from .import_model import ImportOptions, prepare_import, to_megatron
     from .mapping.to_megatron import CheckpointLayout
-    from .options import Meter, peak_rss_mib
-    from .oracle.logits import checker
+    from .options import Meter, logits_check, peak_rss_mib
     from .writers.directory import check_output
 
     options = ImportOptions(
-        layout=CheckpointLayout(args.tp, args.pp, args.vpp, args.ep, args.vocab_multiple, args.spec == "te"),
+        layout=CheckpointLayout(
+            *(args.tp, args.pp, args.vpp, args.ep, args.vocab_multiple, args.spec == "te"),
+            *(args.first_stage_layers, args.last_stage_layers),
+        ),
         format=args.format,
         dtype=args.dtype,
         shard_bytes=args.shard_size,
@@ -84,7 +89,7 @@ def run_to_megatron(args: argparse.Namespace) -> int:
         overwrite=args.overwrite,
         resume=args.resume,
         verify=args.verify,
-        check=checker(None, args.model, args.dtype) if args.verify == "logits" else None,
+        check=logits_check(args.verify, None, args.model, args.dtype),
     )
     if args.dry_run:
         check_output(args.out, None, args.model, args.overwrite)

@@ -34,7 +34,7 @@ def describe(path: str | Path, everything: bool = False) -> dict[str, Any]:
         "tensors": [
             {
                 "name": name,
-                "dtype": str(stored.dtype).removeprefix("torch."),
+                "dtype": stored.dtype.name,
                 "shape": list(stored.shape),
                 "bytes": _bytes(stored),
                 "chunks": len(stored.chunks),

@@ -8,29 +8,26 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from rlflow.errors import ConversionError, ExitCode, ModelError
 from rlflow.models.architecture import Architecture, stored_architecture
 from rlflow.models.huggingface import companions, companions_digest, copy_files, read_config, with_dtype
 from rlflow.storage.integrity import EXPORT_MANIFEST
 
+from .dtypes import OPTIONS, DType
 from .mapping.plan import Plan
 from .mapping.to_huggingface import Export, make_export
 from .readers.arguments import contradictions
 from .readers.formats import open_source
 from .readers.source import Stamps, TensorSource
 from .stream import Progress, check_equal, copy
-from .verify import check_inverse, verify_export
+from .verify import verify_export
 from .writers.directory import WriteOptions, check_output, write_directory
 from .writers.output_files import layout_digest, safetensors_files
-
-DTYPES = {"keep": None, "bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 @dataclass(frozen=True)
 class Options:
-    """How to export. dtype: a key of DTYPES. shard_bytes: tensor bytes per file. The rest: see `WriteOptions`."""
+    """How to export. dtype: a word of dtypes.OPTIONS. shard_bytes: tensor bytes per file. The rest: see `WriteOptions`."""
 
     dtype: str = "keep"
     shard_bytes: int = 4 * 10**9
@@ -59,7 +56,7 @@ def prepare(path: str | Path, reference: str | Path, options: Options) -> tuple[
             "reference that the training began from.",
             ExitCode.OTHER_MODEL,
         )
-    export = make_export(source, model, DTYPES[options.dtype])
+    export = make_export(source, model, OPTIONS[options.dtype])
     for equal in export.plan.equal:
         check_equal(source, equal)
     return source, export
@@ -103,6 +100,8 @@ def to_huggingface(
     def complete(partial: Path) -> None:
         _add_companions(partial, reference, config, plan.targets[0].dtype)
         if options.verify == "full":
+            from .inverse import check_inverse  # imports torch
+
             check_inverse(source, export, partial)
         if options.check is not None:
             options.check(partial)
@@ -145,7 +144,7 @@ def _architecture(reference: str | Path) -> Architecture:
         raise ConversionError(f"{reference}: {error}", ExitCode.UNKNOWN_MODEL) from None
 
 
-def _add_companions(partial: Path, reference: Path, config: dict[str, Any], dtype: torch.dtype) -> None:
+def _add_companions(partial: Path, reference: Path, config: dict[str, Any], dtype: DType) -> None:
     copy_files(reference, partial)
     (partial / "config.json").write_text(json.dumps(with_dtype(config, dtype), indent=2) + "\n")
 

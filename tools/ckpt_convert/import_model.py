@@ -15,7 +15,7 @@ from rlflow.models.architecture import Architecture, stored_architecture
 from rlflow.models.huggingface import read_config
 from rlflow.models.tables import EMBEDDING
 
-from .export_model import DTYPES
+from .dtypes import OPTIONS
 from .mapping.plan import Plan, View
 from .mapping.to_huggingface import make_export
 from .mapping.to_megatron import CheckpointLayout, Import, make_import, parameters
@@ -39,7 +39,7 @@ COMPARED_BYTES = 4 << 20
 
 @dataclass(frozen=True)
 class ImportOptions:
-    """How to write. format: one of FORMATS. dtype: a key of DTYPES. shard_bytes: tensor bytes per file of torch_dist.
+    """How to write. format: one of FORMATS. dtype: a word of dtypes.OPTIONS. shard_bytes: tensor bytes per file of torch_dist.
     check: a further check of the finished directory, before it gets its name. The rest: see `WriteOptions`."""
 
     layout: CheckpointLayout = field(default_factory=CheckpointLayout)
@@ -65,7 +65,7 @@ def prepare_import(path: str | Path, options: ImportOptions) -> tuple[Import, li
     except ModelError as error:
         raise ConversionError(f"{path}: {error}", ExitCode.UNKNOWN_MODEL) from None
     predicted = int(config.get("num_nextn_predict_layers") or 0)
-    work = make_import(HuggingFace(path), model, options.layout, DTYPES[options.dtype], predicted)
+    work = make_import(HuggingFace(path), model, options.layout, OPTIONS[options.dtype], predicted)
     args = argparse.Namespace(**arguments_of(config, model, options.layout, work.dtype_of(EMBEDDING, 0)))
     if options.format == "torch":
         files = legacy_files(work, FOLDER, legacy_common(args))

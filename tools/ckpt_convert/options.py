@@ -6,6 +6,7 @@ import argparse
 import re
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 SIZES = {
@@ -50,6 +51,18 @@ def peak_rss_mib() -> int | None:
     status = Path("/proc/self/status")
     found = re.search(r"VmHWM:\s*(\d+) kB", status.read_text()) if status.is_file() else None
     return int(found[1]) // 1024 if found else None
+
+
+def logits_check(verify: str, checkpoint: Path | None, model: Path | None, dtype: str) -> Callable[[Path], None] | None:
+    """With `--verify logits` the check of a conversion's result: a model directory made of `checkpoint`, or a checkpoint made
+    of `model`."""
+
+    def check(result: Path) -> None:
+        from .oracle.logits import check_logits  # imports torch
+
+        check_logits(checkpoint or result, model or result, dtype)
+
+    return check if verify == "logits" else None
 
 
 class Meter:

@@ -1,4 +1,4 @@
-"""The disk begins to read while Python still imports torch, which takes a second."""
+"""The disk begins to read while the tables of a checkpoint are still read and checked."""
 
 from __future__ import annotations
 

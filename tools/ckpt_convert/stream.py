@@ -9,23 +9,24 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 
 import numpy as np
-import torch
 
 from rlflow.errors import ConversionError, ExitCode
 from rlflow.storage.pickles import Chunk
 
+from .dtypes import BFLOAT16, FLOAT16, FLOAT32, FLOAT64, DType, cast, from_float32, to_float32
 from .mapping.plan import Equal, Rectangle, Target, Tile, View
-from .readers.source import Content, TensorSource, unreadable
-from .writers.output_files import OutputFiles, RowBlock
+from .readers.source import SCALED, Content, StoredTensor, TensorSource, unreadable
+from .writers.direct import PageBuffer
+from .writers.output_files import OutputFiles, RowBlock, largest
 
 Progress = Callable[[int, int], None]
 """Called with the bytes that were written since the last call, and those of the whole; first with what was there before."""
 COMPARED_BYTES = 4 << 20
 INFINITE = {
-    torch.bfloat16: (np.int16, 0x7F80, np.uint16, 0xFF80),
-    torch.float16: (np.int16, 0x7C00, np.uint16, 0xFC00),
-    torch.float32: (np.int32, 0x7F800000, np.uint32, 0xFF800000),
-    torch.float64: (np.int64, 0x7FF << 52, np.uint64, 0xFFF << 52),
+    BFLOAT16: (np.int16, 0x7F80, np.uint16, 0xFF80),
+    FLOAT16: (np.int16, 0x7C00, np.uint16, 0xFC00),
+    FLOAT32: (np.int32, 0x7F800000, np.uint32, 0xFF800000),
+    FLOAT64: (np.int64, 0x7FF << 52, np.uint64, 0xFFF << 52),
 }
 """Of each dtype: as signed integers, Inf and the NaNs with sign 0 are the numbers from the first bound on; as unsigned
 ones, -Inf and the other NaNs those from the second on. Two passes without a temporary array (IEEE 754 ordering)."""
@@ -41,16 +42,16 @@ def copy(source: TensorSource, outputs: OutputFiles, total: int, workers: int, p
     waiting, lock, stop = iter(blocks), threading.Lock(), threading.Event()
 
     def work() -> None:
-        buffer = bytearray(max((block.size for block in blocks), default=0))
+        buffer = PageBuffer(largest(blocks))
         while not stop.is_set():
             with lock:
                 block = next(waiting, None)
             if block is None:
                 return
-            rows = np.frombuffer(buffer, np.uint8, block.size).reshape(block.last - block.first, block.target.row_bytes)
-            reader.fill(block.target, block.first, rows)
-            check_finite(rows, block, str(source.path))
-            outputs.write(block, rows.data.cast("B"))
+            data = buffer.at(block.offset, block.size)
+            reader.fill(block.target, block.first, data.reshape(block.last - block.first, -1))
+            check_finite(data, block, str(source.path))
+            outputs.write(block, data)
             with lock:
                 progress(block.size, total)
 
@@ -64,10 +65,9 @@ def copy(source: TensorSource, outputs: OutputFiles, total: int, workers: int, p
             future.result()
 
 
-def check_finite(rows: np.ndarray, block: RowBlock, origin: str) -> None:
+def check_finite(flat: np.ndarray, block: RowBlock, origin: str) -> None:
     """Raises ConversionError (4) where the bytes of a block are NaN or Inf."""
     signed, high, unsigned, low = INFINITE[block.target.dtype]
-    flat = rows.reshape(-1)
     if flat.view(signed).max() >= high or flat.view(unsigned).max() >= low:
         raise ConversionError(
             f"{origin}: '{block.target.name}' holds NaN or Inf as {block.target.dtype} "
@@ -120,7 +120,7 @@ class Reader:
             else:
                 self.read(tile.view, tile.source_row + begin - tile.row, tile.source_column, part, target.dtype)
 
-    def read(self, view: View, row: int, column: int, out: np.ndarray, dtype: torch.dtype) -> None:
+    def read(self, view: View, row: int, column: int, out: np.ndarray, dtype: DType) -> None:
         """Writes the view's elements from (row, column) on into `out`, cast to `dtype`: (rows, bytes of a row)."""
         columns = out.shape[1] // dtype.itemsize
         for rectangle in self._found(view, row, row + len(out)):
@@ -133,7 +133,7 @@ class Reader:
             self._copy(view, rectangle, top - rectangle.row, left - rectangle.column, place, dtype)
 
     def _copy(
-        self, view: View, rectangle: Rectangle, row: int, column: int, place: np.ndarray, dtype: torch.dtype
+        self, view: View, rectangle: Rectangle, row: int, column: int, place: np.ndarray, dtype: DType
     ) -> None:
         """Fills `place` from (row, column) of a chunk on; whole rows are read, as rows of a matrix lie side by side."""
         stored = view.stored
@@ -148,7 +148,24 @@ class Reader:
         read_all(descriptor, data.data.cast("B"), start, file)
         width = place.shape[1] // dtype.itemsize
         part = data[:, column * size : (column + width) * size]
-        place[:] = part if stored.dtype is dtype else _cast(part, stored.dtype, dtype)
+        if stored.scales is not None:
+            values = self._scaled(stored, part, rectangle.row + row, rectangle.column + column)
+            place[:] = from_float32(values, dtype)
+        else:
+            place[:] = part if stored.dtype is dtype else cast(part, stored.dtype, dtype)
+
+    def _scaled(self, stored: StoredTensor, part: np.ndarray, row: int, column: int) -> np.ndarray:
+        """The values of elements from (row, column) of a tensor on, each times its block's scale (DeepSeek-V3, arXiv 2412.19437,
+        section 3.3.2)."""
+        assert stored.scales is not None
+        scales, values = View(stored.scales), to_float32(part, stored.dtype)
+        first, last = row // SCALED, (row + len(values) - 1) // SCALED + 1
+        raw = np.empty((last - first, scales.columns * FLOAT32.itemsize), np.uint8)
+        self.read(scales, first, 0, raw, FLOAT32)
+        wide = raw.view(np.float32).repeat(SCALED, axis=1)[:, column : column + values.shape[1]]
+        for block in range(first, last):
+            values[max(block * SCALED - row, 0) : (block + 1) * SCALED - row] *= wide[block - first]
+        return values
 
     def _found(self, view: View, first: int, last: int) -> Iterator[Rectangle]:
         """The rectangles of a view that may have some of these rows."""
@@ -177,12 +194,6 @@ class Reader:
 
 def _overlapping(tiles: Sequence[Tile], first: int, last: int) -> Iterator[Tile]:
     return (tile for tile in tiles if tile.row < last and tile.row + tile.rows > first)
-
-
-def _cast(data: np.ndarray, dtype: torch.dtype, to: torch.dtype) -> np.ndarray:
-    """Rows of bytes of one dtype as rows of bytes of another, rounded as torch does."""
-    tensor = torch.from_numpy(np.ascontiguousarray(data)).view(dtype)
-    return tensor.to(to).view(torch.uint8).numpy()
 
 
 def read_all(descriptor: int, out: memoryview, offset: int, file: str) -> None:

@@ -23,6 +23,8 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("qwen2", {"tied": True}),
     ("qwen2_moe", {"num_hidden_layers": 4, "mlp_only_layers": [3], "decoder_sparse_step": 2}),
     ("qwen3_moe", {"tied": True}),
+    ("llama", {"attention_bias": True, "mlp_bias": True}),
+    ("glm4_moe", {"attention_bias": False, "use_qk_norm": False}),
     ("deepseek_v2", {"q_lora_rank": 20}),
     ("deepseek_v3", {"first_k_dense_replace": 0}),
 ]
@@ -76,6 +78,13 @@ def test_experts_are_in_the_layers_that_the_config_names() -> None:
         ("qwen3_moe", {}, "mixture-of-experts layers .* possible: llama, mistral, qwen2, qwen3"),
         ("deepseek_v3", {}, "latent attention"),
         ("mistral", {"sliding_window": 4096}, "sliding-window"),
+        ("llama", {"attention_bias": True, "mlp_bias": True}, "biases on every projection"),
+        ("llama", {"partial_rotary_factor": 0.5}, "a part of each head"),
+        (
+            "qwen3",
+            {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}},
+            "fp8 can be converted, but not trained",
+        ),
         ("llama", {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "rope scaling 'yarn'"),
     ],
 )
@@ -93,6 +102,8 @@ def test_what_is_only_converted_is_refused_for_training(
     [
         ("deepseek_v3", {"quantization_config": {"quant_method": "fp8"}}, "quantized by 'fp8'"),
         ("qwen3_moe", {"attention_bias": True}, "attention_bias=true"),
+        ("llama", {"attention_bias": True}, "Megatron has both or neither"),
+        ("mistral", {"mlp_bias": True}, "mlp_bias=true"),
         ("qwen2_moe", {"qkv_bias": False}, "qkv_bias=false"),
         ("deepseek_v2", {"moe_layer_freq": 2}, "moe_layer_freq=2"),
         ("mixtral", {"num_local_experts": None}, "'num_experts' is missing"),

@@ -27,6 +27,13 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "qwen2_moe, halves of fc1 apart": ("qwen2_moe", {}, {"options": {"metadata": {"singleton_local_shards": True}}}),
     "qwen3_moe, TE names": ("qwen3_moe", {}, {"fused": True}),
     "qwen3_moe, every second layer": ("qwen3_moe", {"decoder_sparse_step": 2}, {}),
+    "llama, biases": ("llama", {"attention_bias": True, "mlp_bias": True}, {}),
+    "glm4_moe": ("glm4_moe", {}, {}),
+    "glm4_moe, neither bias nor norm, TE names": (
+        "glm4_moe",
+        {"attention_bias": False, "use_qk_norm": False},
+        {"fused": True},
+    ),
     "deepseek_v2": ("deepseek_v2", {}, {}),
     "deepseek_v3, TE names": ("deepseek_v3", {}, {"fused": True}),
 }

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from fixtures import tiny_model
+from rlflow_tools.ckpt_convert.dtypes import FLOAT32
 from rlflow_tools.ckpt_convert.mapping.plan import Target, View
 from rlflow_tools.ckpt_convert.mapping.rank_slices import rank_slice
 from rlflow_tools.ckpt_convert.readers.source import StoredTensor, _overlap, covers_once
@@ -24,10 +25,10 @@ from rlflow.storage.pickles import Chunk
 
 def assembled(rule: Rule, tensors: dict[str, Tensor], model: Architecture, rank: int, ranks: int) -> Tensor:
     """The part of a rank, put together as the plan says."""
-    views = [View(StoredTensor(name, tuple(tensor.shape), tensor.dtype, ())) for name, tensor in tensors.items()]
+    views = [View(StoredTensor(name, tuple(tensor.shape), FLOAT32, ())) for name, tensor in tensors.items()]
     part = rank_slice(rule, views, model, rank, ranks, padded_vocab(model.vocab, ranks))
     columns = part.shape[1] if len(part.shape) > 1 else 1
-    target = Target(rule.megatron, part.shape, torch.float32, columns, part.tiles)
+    target = Target(rule.megatron, part.shape, FLOAT32, columns, part.tiles)
     result = torch.full((target.rows, columns), float("nan"))
     for tile in target.tiles:
         width = columns if tile.columns is None else tile.columns
@@ -57,13 +58,26 @@ def test_rectangles_make_what_shard_makes(family: str, ranks: int, tmp_path: Pat
             assert torch.equal(assembled(rule, tensors, model, rank, ranks), expected), rule.megatron
 
 
+@pytest.mark.parametrize("ranks", [4, 8])
+def test_more_ranks_than_groups_share_what_one_rank_has(ranks: int, tmp_path: Path) -> None:
+    """ColumnParallelLinear cuts rows evenly, wherever the groups end."""
+    path = tiny_model(tmp_path, "qwen2", tokenizer=False, num_attention_heads=8, head_dim=8)
+    model = stored_architecture(read_config(path))
+    assert model.groups == 2
+    for rule, layer in placed_rules(model):
+        if "linear_qkv" in rule.megatron and "norm" not in rule.megatron:
+            tensors = {name: torch.randn(shape) for name, shape in zip(rule.names(layer), rule.shapes(model))}
+            parts = [assembled(rule, tensors, model, rank, ranks) for rank in range(ranks)]
+            assert torch.equal(torch.cat(parts), shard(rule, list(tensors.values()), model, 0, 1))
+
+
 def stack(layers: int, experts: int) -> StoredTensor:
     """Experts' weights as megatron-core stores them: a chunk per layer, expert, half and rank."""
     chunks = tuple(
         Chunk((layer, expert, 2 * part, 0), (1, 1, 2, 3), "file", 0, 24)
         for layer, expert, part in itertools.product(range(layers), range(experts), range(4))
     )
-    return StoredTensor("fc1", (layers, experts, 8, 3), torch.float32, chunks)
+    return StoredTensor("fc1", (layers, experts, 8, 3), FLOAT32, chunks)
 
 
 def test_planning_a_stack_of_experts_takes_time_in_proportion() -> None:

@@ -17,8 +17,10 @@ from rlflow_tools.ckpt_convert.export_model import Options, to_huggingface
 from rlflow_tools.ckpt_convert.import_model import ImportOptions, to_megatron
 from rlflow_tools.ckpt_convert.mapping.to_megatron import CheckpointLayout
 from rlflow_tools.ckpt_convert.readers.arguments import flags_to_give
+from rlflow_tools.ckpt_convert.writers.direct import DirectFile
 from safetensors.torch import load_file, save_file
 
+from rlflow.errors import ConversionError
 from rlflow.models.architecture import stored_architecture
 from rlflow.models.huggingface import digest, iterate_weights, read_config
 from tools.ckpt_convert.command import main
@@ -64,6 +66,19 @@ BAD: dict[str, tuple[int, str, Callable[[Path], Any], list[str]]] = {
         "--pp times --vpp 4 does not divide the model's 2 layers",
         lambda path: None,
         ["--pp", "2", "--vpp", "2"],
+    ),
+    "uneven": (
+        5,
+        "do not come out even on --pp 2",
+        lambda path: None,
+        ["--pp", "2", "--first-stage-layers", "2"],
+    ),
+    "end of one": (5, "need several pipeline ranks", lambda path: None, ["--last-stage-layers", "1"]),
+    "groups": (
+        5,
+        "--tp 4 does not divide the model's 3 key-value heads",
+        lambda path: edit_config(path, num_attention_heads=12, num_key_value_heads=3, head_dim=16),
+        ["--tp", "4"],
     ),
     "ep": (5, "has no experts", lambda path: None, ["--ep", "2"]),
     "vpp": (5, "needs several pipeline ranks", lambda path: None, ["--vpp", "2"]),
@@ -221,3 +236,63 @@ def test_what_a_checkpoint_cannot_carry_is_printed(tmp_path: Path, capsys: pytes
     window = {"sliding_window": 4096, "use_sliding_window": True}
     config = {**read_config(tiny_model(tmp_path / "qwen", "qwen2", tokenizer=False)), **window}
     assert "--window-size '(4095, 0)'" in flags_to_give(config, stored_architecture(config))
+
+
+def quantize(model: Path) -> dict[str, torch.Tensor]:
+    """Puts the projections of a model into 8 bits, as DeepSeek-V3 is published; returns their values."""
+    values = {}
+
+    def edit(weights: dict[str, torch.Tensor]) -> None:
+        for name in [name for name in weights if "_proj" in name and name.endswith(".weight")]:
+            rows, columns = weights[name].shape
+            scales = torch.rand(-(-rows // 128), -(-columns // 128)) + 0.5
+            wide = scales.repeat_interleave(128, 0).repeat_interleave(128, 1)[:rows, :columns]
+            weights[name] = (weights[name] / wide).to(torch.float8_e4m3fn)
+            weights[name.replace(".weight", ".weight_scale_inv")] = scales
+            values[name] = (weights[name].float() * wide).bfloat16()
+
+    edit_weights(model, edit)
+    quantized = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
+    edit_config(model, quantization_config=quantized)
+    return values
+
+
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_weights_in_8_bits_are_read_as_the_products_with_their_scales(tensor: int, tmp_path: Path) -> None:
+    model = tiny_model(tmp_path / "hf", "qwen3", tokenizer=False, hidden_size=200, intermediate_size=300)
+    values = quantize(model)
+    assert len(values) == 14
+    others = {name: value for name, value in iterate_weights(model) if "_proj" not in name}
+    to_megatron(model, tmp_path / "megatron", ImportOptions(layout=CheckpointLayout(tensor), verify="full"))
+    to_huggingface(tmp_path / "megatron", tmp_path / "back", model)
+    found = dict(iterate_weights(tmp_path / "back"))
+    assert found.keys() == values.keys() | others.keys()
+    assert all(torch.equal(found[name], value) for name, value in {**values, **others}.items())
+    assert "quantization_config" not in json.loads((tmp_path / "back" / "config.json").read_text())
+
+
+def test_weights_in_8_bits_without_scales_are_refused(tmp_path: Path, capsys: Any) -> None:
+    model = tiny_model(tmp_path / "hf", "qwen3", tokenizer=False)
+    quantize(model)
+    edit_weights(model, lambda all: all.pop("model.layers.0.mlp.up_proj.weight_scale_inv"))
+    assert main(["to-megatron", str(model), str(tmp_path / "out")]) == 10
+    message = capsys.readouterr().err
+    assert "'model.layers.0.mlp.up_proj.weight' is in 8 bits; expected scales in float32 (1, 1)" in message
+
+
+@pytest.mark.parametrize("verify", ["fast", "none"])
+def test_a_block_that_reads_back_otherwise_is_refused(verify: str, model: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    plain = DirectFile.write
+
+    def faulty(file: DirectFile, data: memoryview, offset: int) -> None:
+        data[len(data) // 2] ^= 1
+        plain(file, data, offset)
+        data[len(data) // 2] ^= 1
+
+    monkeypatch.setattr(DirectFile, "write", faulty)
+    if verify == "none":
+        to_megatron(model, tmp_path / "out", ImportOptions(verify=verify))
+        return
+    with pytest.raises(ConversionError, match="reads back differently") as caught:
+        to_megatron(model, tmp_path / "out", ImportOptions(verify=verify))
+    assert caught.value.exit_code == 4 and not (tmp_path / "out").exists()

@@ -10,9 +10,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from rlflow_tools.ckpt_convert.dtypes import BFLOAT16, NAMED, DType
 from rlflow_tools.ckpt_convert.readers.torch_archive import Archive
 from rlflow_tools.ckpt_convert.writers import torch_archive as archive_layout
 from rlflow_tools.ckpt_convert.writers.torch_archive import ALIGNMENT, TensorStandIn, archive_bytes, lay_out_archive
+
+
+def of(tensor: torch.Tensor) -> DType:
+    return NAMED[str(tensor.dtype).removeprefix("torch.")]
+
 
 CONTENT = {
     "a": torch.arange(15.0).view(3, 5),
@@ -20,9 +26,9 @@ CONTENT = {
     "c": torch.full((2, 1, 2), 0.5, dtype=torch.float16),
 }
 VALUE = {
-    "args": argparse.Namespace(tensor_model_parallel_size=2, params_dtype=torch.bfloat16),
+    "args": argparse.Namespace(tensor_model_parallel_size=2, params_dtype=BFLOAT16),
     "model": {
-        **{name: TensorStandIn(name, tuple(tensor.shape), tensor.dtype) for name, tensor in CONTENT.items()},
+        **{name: TensorStandIn(name, tuple(tensor.shape), of(tensor)) for name, tensor in CONTENT.items()},
         "extra": None,
     },
 }
@@ -67,7 +73,7 @@ def test_reader_finds_windows_of_a_shared_buffer(tmp_path: Path) -> None:
     assert first.shape == (2, 3)
     for window, expected in ((first, buffer[2:8]), (second, buffer[8:12])):
         data = content[window.start : window.start + window.nbytes]
-        assert torch.equal(torch.frombuffer(bytearray(data), dtype=window.dtype), expected)
+        assert torch.equal(torch.frombuffer(bytearray(data), dtype=getattr(torch, window.dtype.name)), expected)
 
 
 def test_reader_finds_tensors_and_parameters_with_attributes(tmp_path: Path) -> None:
@@ -83,7 +89,7 @@ def test_reader_finds_tensors_and_parameters_with_attributes(tmp_path: Path) -> 
         archive = Archive(stream)
         found = {name: archive.window(archive.value[name]) for name in content}
     assert {name: window and (window.shape, window.dtype) for name, window in found.items()} == {
-        name: (tuple(tensor.shape), tensor.dtype) for name, tensor in content.items()
+        name: (tuple(tensor.shape), of(tensor)) for name, tensor in content.items()
     }
 
 

@@ -10,11 +10,10 @@ import math
 from dataclasses import dataclass
 from functools import cached_property
 
-import torch
-
 from rlflow.errors import ConversionError, ExitCode
 from rlflow.storage.pickles import Chunk
 
+from ..dtypes import DType
 from ..readers.source import StoredTensor, covers_once
 
 
@@ -82,7 +81,7 @@ class Target:
 
     name: str
     shape: tuple[int, ...]
-    dtype: torch.dtype
+    dtype: DType
     columns: int
     tiles: tuple[Tile, ...]
 

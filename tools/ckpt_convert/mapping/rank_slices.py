@@ -53,12 +53,15 @@ def _vocabulary(view: View, rank: int, height: int) -> RankSlice:
 
 def _groups(views: Sequence[View], model: Architecture, rank: int, ranks: int) -> RankSlice:
     """Per query group: its queries, its key, its value, as megatron-core, transformer/attention.py,
-    SelfAttention.get_query_key_value_tensors takes them apart."""
+    SelfAttention.get_query_key_value_tensors takes them apart. With more ranks than groups a rank has rows of one group,
+    wherever they begin, and the ranks gather them there."""
     sizes = (model.heads // model.groups * model.head_dim, model.head_dim, model.head_dim)
-    mine = range(rank * model.groups // ranks, (rank + 1) * model.groups // ranks)
-    tiles, at = [], 0
-    for group in mine:
+    height = model.groups * sum(sizes) // ranks
+    first, tiles, at = rank * height, [], 0
+    for group in range(model.groups):
         for view, size in zip(views, sizes):
-            tiles.append(Tile(at, size, view, group * size))
+            begin, end = max(at, first), min(at + size, first + height)
+            if begin < end:
+                tiles.append(Tile(begin - first, end - begin, view, group * size + begin - at))
             at += size
-    return RankSlice((at, *views[0].shape[1:]), tuple(tiles))
+    return RankSlice((height, *views[0].shape[1:]), tuple(tiles))

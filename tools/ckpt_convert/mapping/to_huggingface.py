@@ -6,13 +6,12 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-import torch
-
 from rlflow.errors import ConversionError, ExitCode
 from rlflow.models.architecture import Architecture, placed_rules
 from rlflow.models.rules import Rule, Split
 from rlflow.models.tables import OUTPUT
 
+from ..dtypes import DType
 from ..readers.source import StoredTensor, TensorSource
 from .find import find_view, join_gate_up
 from .plan import Equal, Plan, Target, Tile, View
@@ -33,7 +32,7 @@ class Export:
     sources: tuple[tuple[Rule, int, View], ...]
 
 
-def make_export(source: TensorSource, model: Architecture, dtype: torch.dtype | None = None) -> Export:
+def make_export(source: TensorSource, model: Architecture, dtype: DType | None = None) -> Export:
     """The export of a checkpoint as a model of this architecture. dtype: of the output; None keeps each tensor's.
 
     Raises ConversionError for a checkpoint without weights (10), with tensors that have no mapping (6), or of another
@@ -144,7 +143,7 @@ def _check_shape(source: TensorSource, rule: Rule, view: View, model: Architectu
         )
 
 
-def _targets(rule: Rule, layer: int, view: View, model: Architecture, dtype: torch.dtype | None) -> Iterator[Target]:
+def _targets(rule: Rule, layer: int, view: View, model: Architecture, dtype: DType | None) -> Iterator[Target]:
     start = 0
     for part, (name, shape) in enumerate(zip(rule.names(layer), rule.shapes(model))):
         if rule.split is Split.QKV:

@@ -10,13 +10,12 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-import torch
-
 from rlflow.errors import ConversionError, ExitCode
 from rlflow.models.architecture import Architecture, placed_rules
 from rlflow.models.rules import Rule, Split
 from rlflow.models.tables import TIED_OUTPUT
 
+from ..dtypes import BFLOAT16, FLOAT8, DType
 from ..readers.source import StoredTensor, TensorSource
 from .plan import Equal, View
 from .rank_slices import RankSlice, rank_slice
@@ -30,6 +29,8 @@ OUTPUT_NAME = "lm_head.weight"
 class CheckpointLayout:
     """How the checkpoint is to be cut: ranks per tensor, pipeline and expert group, model chunks per pipeline rank.
 
+    first_layers, last_layers: layers of the first and of the last pipeline rank where they are not as many as the others'
+    (`decoder_first_pipeline_num_layers`, `decoder_last_pipeline_num_layers`).
     vocab_multiple: the vocabulary is padded to a multiple of it times the tensor-parallel ranks
     (`make_vocab_size_divisible_by`). fused: names and cuts of Transformer Engine's layers, else of Megatron's own."""
 
@@ -39,6 +40,28 @@ class CheckpointLayout:
     expert: int = 1
     vocab_multiple: int = 128
     fused: bool = True
+    first_layers: int | None = None
+    last_layers: int | None = None
+
+    def heights(self, layers: int) -> list[int]:
+        """Layers of each pipeline rank's model chunk. Raises ConversionError (5) where they do not come out even."""
+        ends = [end for end in (self.first_layers, self.last_layers) if end is not None]
+        left, middle = layers - sum(ends), self.pipeline - len(ends)
+        if ends and self.pipeline == 1:
+            raise ConversionError(
+                "--first-stage-layers and --last-stage-layers need several pipeline ranks; raise --pp.", ExitCode.OTHER_LAYOUT
+            )
+        each = left // middle if middle else 0
+        found = [each] * self.pipeline
+        found[0] = each if self.first_layers is None else self.first_layers
+        found[-1] = found[-1] if self.last_layers is None else self.last_layers
+        if sum(found) != layers or min(found) < 1 or any(height % self.virtual for height in found):
+            raise ConversionError(
+                f"{layers} layers, {sum(ends)} of them by --first-stage-layers and --last-stage-layers, do not come out even "
+                f"on --pp {self.pipeline} with --vpp {self.virtual}.",
+                ExitCode.OTHER_LAYOUT,
+            )
+        return [height // self.virtual for height in found]
 
     def rows(self, vocab: int) -> int:
         """Rows of the embedding, padding included."""
@@ -53,7 +76,7 @@ class Import:
     source: TensorSource
     model: Architecture
     layout: CheckpointLayout
-    dtype: torch.dtype | None
+    dtype: DType | None
     equal: tuple[Equal, ...]
     left_out: tuple[str, ...]
 
@@ -72,9 +95,11 @@ class Import:
         rows = self.layout.rows(self.model.vocab)
         return rank_slice(rule, self._views(rule, layer), self.model, rank, self.layout.tensor, rows)
 
-    def dtype_of(self, rule: Rule, layer: int) -> torch.dtype:
+    def dtype_of(self, rule: Rule, layer: int) -> DType:
         stored = self._views(rule, layer)[0].stored.dtype
-        return stored if self.dtype is None or rule.exact else self.dtype
+        if self.dtype is None or rule.exact:
+            return BFLOAT16 if stored is FLOAT8 else stored
+        return self.dtype
 
     def _views(self, rule: Rule, layer: int) -> list[View]:
         return [View(self.source.tensors[name]) for name in rule.names(layer)]
@@ -84,7 +109,7 @@ def make_import(
     source: TensorSource,
     model: Architecture,
     layout: CheckpointLayout,
-    dtype: torch.dtype | None = None,
+    dtype: DType | None = None,
     predicted: int = 0,
 ) -> Import:
     """The checked import. predicted: layers for multi-token prediction after the model's own, which are left out.
@@ -120,10 +145,12 @@ def check_divides(model: Architecture, layout: CheckpointLayout) -> None:
     experts = model.experts
     parts = [
         ("--tp", layout.tensor, "attention heads", model.heads),
-        ("--tp", layout.tensor, "key-value heads", model.heads if model.latent else model.groups),
         ("--tp", layout.tensor, "intermediate size", model.ffn),
-        ("--pp times --vpp", layout.pipeline * layout.virtual, "layers", model.layers),
     ]
+    if model.latent is None and layout.tensor % model.groups:  # else several ranks share a group
+        parts.append(("--tp", layout.tensor, "key-value heads", model.groups))
+    if layout.first_layers is None and layout.last_layers is None:
+        parts.append(("--pp times --vpp", layout.pipeline * layout.virtual, "layers", model.layers))
     if experts is not None:
         parts += [
             ("--ep", layout.expert, "experts", experts.count),
@@ -142,6 +169,7 @@ def check_divides(model: Architecture, layout: CheckpointLayout) -> None:
                 f"{flag} {ranks} does not divide the model's {size} {what}; possible: {divisors}.",
                 ExitCode.OTHER_LAYOUT,
             )
+    layout.heights(model.layers)
     if layout.expert > 1 and experts is None:
         raise ConversionError(
             f"--ep {layout.expert}: the model of family '{model.family}' has no experts; leave it out.",

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,15 +26,6 @@ TOLERANCE = 1e-4
 """Largest difference, in units of the largest logit (at least 1). A mapping error makes a difference of about 1."""
 EMBEDDING = "embedding.word_embeddings.weight"
 DTYPES = {"keep": None, "bf16": torch.bfloat16, "fp16": torch.float16, "fp32": None}
-
-
-def checker(checkpoint: Path | None, model: Path | None, dtype: str) -> Callable[[Path], None]:
-    """The check of a conversion's result: a model directory made of `checkpoint`, or a checkpoint made of `model`."""
-
-    def check(result: Path) -> None:
-        check_logits(checkpoint or result, model or result, dtype)
-
-    return check
 
 
 def check_logits(checkpoint: Path, model: Path, dtype: str = "keep") -> float:

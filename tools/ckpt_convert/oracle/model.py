@@ -30,7 +30,8 @@ from ..readers.arguments import window_of
 @dataclass(frozen=True)
 class OracleLayout:
     """Ranks per tensor, pipeline and expert group; virtual: model chunks per pipeline rank; vocab: rows of the embedding,
-    padding included; expert_tensor: over how many tensor-parallel ranks an expert is cut, 0 for all of them."""
+    padding included; expert_tensor: over how many tensor-parallel ranks an expert is cut, 0 for all of them; first_layers,
+    last_layers: of the first and last pipeline rank where not as many as of the others."""
 
     vocab: int
     tensor: int = 1
@@ -38,6 +39,8 @@ class OracleLayout:
     virtual: int = 1
     expert: int = 1
     expert_tensor: int = 0
+    first_layers: int | None = None
+    last_layers: int | None = None
 
 
 class Attention(MegatronModule):
@@ -116,6 +119,7 @@ def build(config: dict[str, Any], layout: OracleLayout, dtype: torch.dtype = tor
                 share_embeddings_and_output_weights=bool(config.get("tie_word_embeddings")),
                 position_embedding_type="yarn" if _is_yarn(rope, megatron) else "rope",
                 rotary_base=rope.get("rope_theta") or config.get("rope_theta") or 10000.0,
+                rotary_percent=rope.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0,
                 rope_scaling=_kind(rope) == "llama3",
                 rope_scaling_factor=rope.get("factor") or 1.0,
                 vp_stage=stage,
@@ -166,9 +170,9 @@ def _megatron_config(config: dict[str, Any], layout: OracleLayout, dtype: torch.
         "ffn_hidden_size": config["intermediate_size"],
         "gated_linear_unit": True,
         "activation_func": F.silu,
-        "add_bias_linear": False,
-        "add_qkv_bias": family in ("qwen2", "qwen2_moe"),
-        "qk_layernorm": family in ("qwen3", "qwen3_moe", "deepseek_v2", "deepseek_v3"),
+        "add_bias_linear": bool(config.get("mlp_bias")),
+        "add_qkv_bias": family in ("qwen2", "qwen2_moe") or bool(config.get("attention_bias")),
+        "qk_layernorm": family in ("qwen3", "qwen3_moe", "deepseek_v2", "deepseek_v3") or bool(config.get("use_qk_norm")),
         "normalization": "RMSNorm",
         "layernorm_epsilon": config.get("rms_norm_eps", 1e-6),
         "hidden_dropout": 0.0,
@@ -176,6 +180,8 @@ def _megatron_config(config: dict[str, Any], layout: OracleLayout, dtype: torch.
         "tensor_model_parallel_size": layout.tensor,
         "pipeline_model_parallel_size": layout.pipeline,
         "virtual_pipeline_model_parallel_size": layout.virtual if layout.virtual > 1 else None,
+        "num_layers_in_first_pipeline_stage": layout.first_layers,
+        "num_layers_in_last_pipeline_stage": layout.last_layers,
         "expert_model_parallel_size": layout.expert,
         "expert_tensor_parallel_size": layout.expert_tensor or None,
         "params_dtype": dtype,
@@ -203,17 +209,17 @@ def _megatron_config(config: dict[str, Any], layout: OracleLayout, dtype: torch.
 
 def _experts(config: dict[str, Any], count: int) -> dict[str, Any]:
     """Routing as transformers computes it: softmax over all experts, unless the chosen are normalized afterwards, which is
-    a softmax over the chosen; sigmoid with a bias in DeepSeek-V3."""
+    a softmax over the chosen; sigmoid with a bias in DeepSeek-V3 and GLM-4.5."""
     family, layers = config["model_type"], config["num_hidden_layers"]
     ffn = config.get("moe_intermediate_size") or config["intermediate_size"]
     shared = config.get("shared_expert_intermediate_size") or (config.get("n_shared_experts") or 0) * ffn
-    sigmoid = family == "deepseek_v3"
+    sigmoid = family in ("deepseek_v3", "glm4_moe")
     normalized = family == "mixtral" or bool(config.get("norm_topk_prob"))
     groups = config.get("n_group") or 1
     if family == "deepseek_v2" and config.get("topk_method", "greedy") != "greedy" and groups > 1:
         raise ModelError("config.json: topk_method 'group_limited_greedy' is not what megatron-core computes.")
     if sigmoid and not normalized:
-        raise ModelError("config.json: norm_topk_prob=false is not what megatron-core computes for 'deepseek_v3'.")
+        raise ModelError("config.json: norm_topk_prob=false is not what megatron-core computes with sigmoid scores.")
     every, dense = config.get("decoder_sparse_step") or 1, config.get("mlp_only_layers") or ()
     first = config.get("first_k_dense_replace") or 0
     pattern = [int(layer >= first and layer not in dense and (layer + 1) % every == 0) for layer in range(layers)]

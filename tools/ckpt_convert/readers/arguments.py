@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-import torch
+from ..dtypes import BFLOAT16, FLOAT16, DType
 
 if TYPE_CHECKING:
     from rlflow.models.architecture import Architecture
@@ -70,8 +70,8 @@ def contradictions(
         elif kind == "yarn" and args.get("rotary_scaling_factor") not in (None, rope.get("factor")):
             yield "rotary_scaling_factor", args["rotary_scaling_factor"], f"factor {rope.get('factor')}"
     part = args.get("rotary_percent")
-    if part is not None and model.latent is None and part != config.get("partial_rotary_factor", 1.0):
-        yield "rotary_percent", part, f"partial_rotary_factor {config.get('partial_rotary_factor', 1.0)}"
+    if part is not None and model.latent is None and part != model.rotary_share:
+        yield "rotary_percent", part, f"partial_rotary_factor {model.rotary_share}"
     yield from _window_contradictions(args, window_of(config))
     if model.experts is not None:
         expected_of = routing(config)
@@ -125,9 +125,9 @@ def window_of(config: Mapping[str, Any]) -> int | None:
 
 def routing(config: Mapping[str, Any]) -> dict[str, Any]:
     """Megatron's arguments of how tokens choose experts, as transformers computes it: softmax over all experts, unless the
-    chosen are normalized afterwards, which is a softmax over the chosen; sigmoid with a bias in DeepSeek-V3."""
+    chosen are normalized afterwards, which is a softmax over the chosen; sigmoid with a bias in DeepSeek-V3 and GLM-4.5."""
     family = config.get("model_type")
-    sigmoid = family == "deepseek_v3"
+    sigmoid = family in ("deepseek_v3", "glm4_moe")
     normalized = family == "mixtral" or bool(config.get("norm_topk_prob"))
     return {
         "moe_router_topk": config.get("num_experts_per_tok"),
@@ -143,24 +143,25 @@ def described_layout(args: Mapping[str, Any]) -> dict[str, int]:
 
 
 def arguments_of(
-    config: Mapping[str, Any], model: Architecture, layout: CheckpointLayout, dtype: torch.dtype
+    config: Mapping[str, Any], model: Architecture, layout: CheckpointLayout, dtype: DType
 ) -> dict[str, Any]:
     """Megatron-LM's arguments for a model and layout, as `--use-checkpoint-args` reads them from a checkpoint."""
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     found = {theirs: getattr(model, ours) for theirs, ours in MODEL.items()}
-    found |= dict.fromkeys(EPSILON, model.norm_eps)
+    ends = {"decoder_first_pipeline_num_layers": layout.first_layers, "decoder_last_pipeline_num_layers": layout.last_layers}
+    found |= dict.fromkeys(EPSILON, model.norm_eps) | ends
     found |= {
         "group_query_attention": model.groups != model.heads,
         "num_query_groups": model.groups,
         "max_position_embeddings": model.max_positions,
         "seq_length": model.max_positions,
         "position_embedding_type": "rope",
-        "rotary_percent": 1.0,
+        "rotary_percent": model.rotary_share,
         "use_rope_scaling": model.rope_factor is not None,
         "rope_scaling_factor": model.rope_factor or 1.0,
         "normalization": "RMSNorm",
         "swiglu": True,
-        "add_bias_linear": False,
+        "add_bias_linear": model.biases,
         "add_qkv_bias": model.qkv_bias,
         "qk_layernorm": model.qk_norm or model.latent is not None,
         "untie_embeddings_and_output_weights": not model.tied,
@@ -173,8 +174,8 @@ def arguments_of(
         "expert_model_parallel_size": layout.expert,
         "expert_tensor_parallel_size": layout.tensor,
         "params_dtype": dtype,
-        "bf16": dtype is torch.bfloat16,
-        "fp16": dtype is torch.float16,
+        "bf16": dtype is BFLOAT16,
+        "fp16": dtype is FLOAT16,
         "transformer_impl": "transformer_engine" if layout.fused else "local",
         "iteration": 0,
         "consumed_train_samples": 0,

@@ -12,10 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import IO, Any
-
-import torch
-from torch import Tensor
+from typing import IO, TYPE_CHECKING, Any
 
 from rlflow.errors import ConversionError, ExitCode
 from rlflow.storage.pickles import Chunk, Inert
@@ -24,6 +21,9 @@ from .arguments import described_layout, described_model
 from .join_ranks import RankTensor, join_ranks
 from .source import Content, Record, Stamps, StoredTensor
 from .torch_archive import Archive, Window, explained
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 FILES = ("model_optim_rng.pt", "model_rng.pt")
 DIRECTORY = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?(?:_(\d{3,}))?")
@@ -129,8 +129,11 @@ class LegacyRanks:
 
 
 def _tensor(stream: IO[bytes], window: Window) -> Tensor:
+    import torch
+
     stream.seek(window.start)
-    return torch.frombuffer(bytearray(stream.read(window.nbytes)), dtype=window.dtype).view(window.shape)
+    data = bytearray(stream.read(window.nbytes))
+    return torch.frombuffer(data, dtype=getattr(torch, window.dtype.name)).view(window.shape)
 
 
 def _size_and_time(file: Path) -> list[int]:

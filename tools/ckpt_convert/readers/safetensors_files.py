@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from rlflow.errors import ConversionError, ExitCode, ModelError
 from rlflow.models.huggingface import INDEX_FILE, WeightFiles, header
 from rlflow.storage.pickles import Chunk
 
-from .source import Content, Record, Stamps, StoredTensor, identity_of
+from ..dtypes import FLOAT8, FLOAT32, WEIGHTS
+from .source import SCALED, Content, Record, Stamps, StoredTensor, identity_of
 
-DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64}
+DTYPES = {dtype.safetensors: dtype for dtype in (*WEIGHTS, FLOAT8)}
 """Of a safetensors header."""
+SCALES = ".weight_scale_inv"
+"""Ending of what holds the scales of a weight in 8 bits."""
 
 
 class HuggingFace:
@@ -40,7 +42,10 @@ class HuggingFace:
             weights = WeightFiles(self.path)
             self._files = sorted({weights.file_of(name) for name in weights})
             headers = {file: header(self.path / file) for file in self._files}
-            self.tensors = {name: self._stored(name, weights.file_of(name), headers) for name in weights}
+            stored = {name: self._stored(name, weights.file_of(name), headers) for name in weights}
+            self.tensors = {
+                name: self._with_scales(tensor, stored) for name, tensor in stored.items() if not name.endswith(SCALES)
+            }
         except ModelError as error:
             raise ConversionError(str(error), ExitCode.DAMAGED) from None
         except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
@@ -91,6 +96,20 @@ class HuggingFace:
             raise ValueError(f"'{name}' has {last - first} bytes and shape {shape}")
         start = _data(self.path / file) + first
         return StoredTensor(name, shape, dtype, (Chunk((0,) * len(shape), shape, file, start, last - first),))
+
+    def _with_scales(self, tensor: StoredTensor, stored: dict[str, StoredTensor]) -> StoredTensor:
+        """The tensor itself, or one in 8 bits with its scales."""
+        if tensor.dtype is not FLOAT8:
+            return tensor
+        scales = stored.get(tensor.name.removesuffix(".weight") + SCALES)
+        blocks = tuple(-(-size // SCALED) for size in tensor.shape)
+        if scales is None or (scales.shape, scales.dtype) != (blocks, FLOAT32) or len(blocks) != 2:
+            found = "none" if scales is None else f"{scales.dtype} {scales.shape}"
+            raise ConversionError(
+                f"{self.path}: '{tensor.name}' is in 8 bits; expected scales in float32 {blocks} beside it, found {found}.",
+                ExitCode.UNSUPPORTED,
+            )
+        return dataclasses.replace(tensor, scales=scales)
 
 
 def _data(file: Path) -> int:

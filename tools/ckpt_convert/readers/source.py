@@ -16,10 +16,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
-import torch
-
 from rlflow.errors import ConversionError, ExitCode
 from rlflow.storage.pickles import Chunk
+
+from ..dtypes import DType
+
+SCALED = 128
 
 
 @dataclass(frozen=True)
@@ -46,8 +48,10 @@ class StoredTensor:
 
     name: str
     shape: tuple[int, ...]
-    dtype: torch.dtype
+    dtype: DType
     chunks: tuple[Chunk, ...]
+    scales: StoredTensor | None = None
+    """What each block of SCALED x SCALED elements is multiplied by, in float32; None: elements are values."""
 
     def chunks_at(self, index: tuple[int, ...]) -> Sequence[Chunk]:
         """The chunks that hold something of these leading indices."""

@@ -17,22 +17,13 @@ from functools import cached_property
 from pathlib import Path
 from typing import IO, Any
 
-import torch
-
 from rlflow.errors import ConversionError, ExitCode
 from rlflow.storage.pickles import DAMAGE, ForbiddenName, Inert, InertUnpickler, Storage
 
+from ..dtypes import NAMED, DType
 from .source import Record
 
-STORAGES = {
-    "FloatStorage": torch.float32,
-    "BFloat16Storage": torch.bfloat16,
-    "HalfStorage": torch.float16,
-    "DoubleStorage": torch.float64,
-    "LongStorage": torch.int64,
-    "IntStorage": torch.int32,
-    "ByteStorage": torch.uint8,
-}
+STORAGES = {dtype.storage: dtype for dtype in NAMED.values()}
 LOCAL_HEADER = struct.Struct("<26xHH")
 """Of a zip's entry: the lengths of name and extra field at byte 26; the content follows them."""
 
@@ -41,7 +32,7 @@ LOCAL_HEADER = struct.Struct("<26xHH")
 class Window:
     """A tensor of an archive, its rows one after another. start: its first byte within the file. record: its storage."""
 
-    dtype: torch.dtype
+    dtype: DType
     shape: tuple[int, ...]
     start: int
     record: Record

@@ -12,15 +12,17 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from rlflow.errors import ConversionError, DamagedCheckpointError, ExitCode
 from rlflow.storage.integrity import TRAINER_MANIFEST, read_fingerprints, read_sealed
-from rlflow.storage.pickles import DAMAGE, DTYPES, Chunk, ForbiddenName, Inert, read_metadata
+from rlflow.storage.pickles import DAMAGE, Chunk, ForbiddenName, Inert, read_metadata
 
+from ..dtypes import NAMED
 from .arguments import described_layout, described_model
 from .source import Content, Record, Stamps, StoredTensor, covers_once, identity_of
 from .torch_archive import Archive, damaged, explained
+
+COMMON = "common_state/shard_0_1"
+"""The object that holds what common.pt held (megatron-core, dist_checkpointing/serialization.py, load_common_state_dict)."""
 
 
 def locate(path: Path) -> Path:
@@ -74,6 +76,7 @@ class TorchDist:
             with (self.path / ".metadata").open("rb") as file:
                 tables = read_metadata(file)
             self.tensors = {name: _stored(name, *entry) for name, entry in tables.tensors.items()}
+            self._objects = tables.objects
         except ForbiddenName as error:
             raise ConversionError(f"{self.path}: {error}.", ExitCode.HOSTILE) from None
         except DAMAGE as error:
@@ -104,12 +107,19 @@ class TorchDist:
 
     @cached_property
     def common(self) -> dict[str, Any]:
-        """common.pt with stand-ins for objects; `args` is a dict of Megatron's arguments where it has them."""
-        file = self.path / "common.pt"
-        if not file.is_file():
+        """common.pt, or the object that later versions of megatron-core have in its place, with stand-ins for objects; `args` is
+        a dict of Megatron's arguments where it has them."""
+        file, extent = self.path / "common.pt", self._objects.get(COMMON)
+        if file.is_file():
+            with explained(file), file.open("rb") as stream:
+                value = Archive(stream).value
+        elif extent is not None:
+            name, start, length = extent
+            with explained(self.path / name, f"'{COMMON}'"), (self.path / name).open("rb") as stream:
+                found = Archive(stream, start, length).value
+            value = found[0] if isinstance(found, list) and found else None
+        else:
             return {}
-        with explained(file), file.open("rb") as stream:
-            value = Archive(stream).value
         if not isinstance(value, dict):
             return {}
         args = value.get("args")
@@ -204,9 +214,9 @@ def _content(archive: Archive, stored: StoredTensor, chunk: Chunk) -> Content:
 
 
 def _stored(name: str, shape: tuple[int, ...], dtype: str, chunks: tuple[Chunk, ...]) -> StoredTensor:
-    if dtype not in DTYPES:
+    if dtype not in NAMED:
         raise ValueError(f"'{name}' has the unknown dtype {dtype!r}")
-    return StoredTensor(name, shape, getattr(torch, dtype), chunks)
+    return StoredTensor(name, shape, NAMED[dtype], chunks)
 
 
 def _check_cover(path: Path, stored: StoredTensor) -> None:

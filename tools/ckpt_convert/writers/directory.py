@@ -75,9 +75,9 @@ def write_directory(
     raises where what was read has changed since. key: what a resumed conversion must agree in. On failure `out` is as it
     was. Raises ConversionError."""
     with _partial(out, key, writing) as (partial, journal):
-        with OutputFiles(partial, files, journal) as outputs:
+        with OutputFiles(partial, files, journal, writing.verify != "none") as outputs:
             fill(outputs)
-            checksums = outputs.finish(writing.workers, writing.verify != "none")
+            checksums = outputs.finish()
         complete(partial)
         written = _fingerprints(partial, checksums, writing)
         manifest = write_manifest(partial / EXPORT_MANIFEST, {**record, "verified": writing.verify}, written)

@@ -64,9 +64,9 @@ def _rank_file(
 def _held_tensors(work: Import, pipeline: int, chunk: int, expert: int) -> Iterator[tuple[str, Rule, int]]:
     """(name within the chunk's module, rule, layer) of the tensors that a model chunk of a rank holds."""
     layout, model = work.layout, work.model
-    height = model.layers // (layout.pipeline * layout.virtual)
+    heights = layout.heights(model.layers)
     # Chunks come first, then ranks (megatron-core, transformer/transformer_layer.py, get_transformer_layer_offset).
-    first = (chunk * layout.pipeline + pipeline) * height
+    first, height = chunk * sum(heights) + sum(heights[:pipeline]), heights[pipeline]
     begins = pipeline == 0 and chunk == 0
     ends = pipeline == layout.pipeline - 1 and chunk == layout.virtual - 1
     experts = model.experts.count // layout.expert if model.experts is not None else 1

@@ -16,19 +16,18 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
+import numpy as np
 
 from rlflow.errors import ConversionError, ExitCode
 from rlflow.models.huggingface import INDEX_FILE, SINGLE_FILE
 
 from ..mapping.plan import Target
 from . import checksum
+from .direct import DirectFile, PageBuffer
 from .journal import Journal
 
-BLOCK_BYTES = 2 << 20
-"""Of output per block: in the cache between reading, checking and writing. A worker holds a few times as much."""
-DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.float64: "F64"}
-"""Of dtypes in a safetensors header."""
+BLOCK_BYTES = 4 << 20
+"""Of output per block. A worker holds up to three times as much."""
 Literals = Sequence[tuple[int, bytes]]
 
 
@@ -89,7 +88,7 @@ def _safetensors(name: str, targets: Sequence[Target]) -> OutputFile:
     for target in targets:
         starts.append(at)
         entries[target.name] = {
-            "dtype": DTYPES[target.dtype],
+            "dtype": target.dtype.safetensors,
             "shape": list(target.shape),
             "data_offsets": [at, at + target.nbytes],
         }
@@ -113,14 +112,14 @@ def layout_digest(files: Sequence[OutputFile]) -> str:
 class OutputFiles:
     """The open files of one conversion, in a directory of its own. `written`: {(file number, offset): CRC-32}."""
 
-    def __init__(self, directory: Path, files: Sequence[OutputFile], journal: Journal) -> None:
-        """Preallocates, so that a disk without room is known before anything is copied. Raises ConversionError (8) or
-        OSError."""
+    def __init__(self, directory: Path, files: Sequence[OutputFile], journal: Journal, read_back: bool = True) -> None:
+        """Preallocates, so that a disk without room is known before anything is copied. read_back: whether each block is
+        read again once it is written. Raises ConversionError (8) or OSError."""
         self.directory = directory
         self.files = files
         self.written: dict[tuple[int, int], int] = {}
-        self._journal = journal
-        self._descriptors: list[int] = []
+        self._journal, self._read_back = journal, read_back
+        self._opened: list[DirectFile] = []
         self._literals: list[list[tuple[int, bytes]]] = [list(file.literals) for file in files]
         self._needed = sum(file.size for file in files)
         try:
@@ -138,8 +137,8 @@ class OutputFiles:
         self.close()
 
     def close(self) -> None:
-        while self._descriptors:
-            os.close(self._descriptors.pop())
+        while self._opened:
+            self._opened.pop().close()
 
     def blocks(self) -> Iterator[RowBlock]:
         """All blocks, in file order."""
@@ -157,32 +156,25 @@ class OutputFiles:
                     self.written[block.file, block.offset] = found
         return [block for block in blocks if (block.file, block.offset) not in self.written]
 
-    def write(self, block: RowBlock, data: memoryview) -> None:
-        """Writes a block. Safe to call from several threads. Raises OSError."""
-        found = zlib.crc32(data)
-        write_all(self._descriptors[block.file], data, block.offset)
+    def write(self, block: RowBlock, data: np.ndarray) -> None:
+        """Writes a block, whose bytes lie in a `PageBuffer` at its offset and are destroyed. Safe to call from several
+        threads. Raises OSError, and ConversionError (4) where it reads back otherwise."""
+        self._opened[block.file].write(data.data, block.offset)
+        found = checksum.crc32(data)
+        if self._read_back:
+            self._check(block, data, found)
         self.written[block.file, block.offset] = found
         self._journal.record(block.file, block.offset, found)
 
-    def finish(self, workers: int, read_back: bool) -> dict[str, int]:
-        """Writes what depends on checksums, brings all to the disk, and returns {file: CRC-32}.
-
-        read_back: reads every block again meanwhile. Raises ConversionError (4) where it is not what was written."""
+    def finish(self) -> dict[str, int]:
+        """Writes what depends on checksums, brings all to the disk, and returns {file: CRC-32}. Raises OSError."""
         checksums = self._of_targets() if any(file.seal for file in self.files) else {}
         for number, file in enumerate(self.files):
             self._literals[number] += file.seal(checksums) if file.seal else ()
             for offset, data in self._literals[number]:
-                write_all(self._descriptors[number], data, offset)
-        with ThreadPoolExecutor(workers + 1) as pool:
-            syncing = [pool.submit(os.fsync, descriptor) for descriptor in self._descriptors]
-            try:
-                if read_back:
-                    for block, found in self._read(list(self.blocks()), pool, workers):
-                        self._check(block, found)
-                for future in syncing:
-                    future.result()
-            finally:
-                pool.shutdown(cancel_futures=True)
+                write_all(self._opened[number].descriptor, data, offset)
+        for opened in self._opened:
+            os.fsync(opened.descriptor)
         return {file.name: self._of_file(number) for number, file in enumerate(self.files)}
 
     def _check_room(self) -> None:
@@ -202,8 +194,8 @@ class OutputFiles:
     def _preallocate(self, file: OutputFile) -> None:
         path = self.directory / file.name
         path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
-        self._descriptors.append(descriptor)
+        self._opened.append(DirectFile(path))
+        descriptor = self._opened[-1].descriptor
         if os.fstat(descriptor).st_size > file.size:
             os.ftruncate(descriptor, file.size)
         if file.size:
@@ -220,14 +212,17 @@ class OutputFiles:
             yield from zip(share, found)
 
     def _checksums(self, blocks: Sequence[RowBlock]) -> list[int]:
-        buffer, found = memoryview(bytearray(max((block.size for block in blocks), default=0))), []
+        buffer, found = PageBuffer(largest(blocks)), []
         for block in blocks:
-            count = os.preadv(self._descriptors[block.file], [buffer[: block.size]], block.offset)
-            found.append(zlib.crc32(buffer[:count]))
+            data = buffer.at(block.offset, block.size)
+            count = self._opened[block.file].read(data.data, block.offset)
+            found.append(checksum.crc32(data[:count]))
         return found
 
-    def _check(self, block: RowBlock, found: int) -> None:
-        if found != self.written[block.file, block.offset]:
+    def _check(self, block: RowBlock, data: np.ndarray, written: int) -> None:
+        """Reads a block into the place that it was written from. Raises ConversionError (4) where its CRC-32 is another."""
+        count = self._opened[block.file].read(data.data, block.offset)
+        if checksum.crc32(data[:count]) != written:
             raise ConversionError(
                 f"{self.directory / self.files[block.file].name}: '{block.target.name}' reads back differently than it "
                 "was written; the disk or the memory is faulty.",
@@ -251,6 +246,11 @@ class OutputFiles:
             joined += [(checksum.crc32_of_zeros(offset - at), offset - at), (found, length)]
             at = offset + length
         return checksum.combine(joined)
+
+
+def largest(blocks: Sequence[RowBlock]) -> int:
+    """Bytes of the largest block."""
+    return max((block.size for block in blocks), default=0)
 
 
 def row_blocks(file: int, target: Target, start: int) -> Iterator[RowBlock]:

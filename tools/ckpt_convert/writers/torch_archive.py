@@ -16,18 +16,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
+from ..dtypes import DType
+from .torch_pickle import OF_ARCHIVES, REBUILD_TENSOR, STORAGES, prepare
 
 FOLDER = "archive"
 ALIGNMENT = 64
 LARGE = FULL = 0xFFFFFFFF
 """Sizes and offsets from LARGE on are written in 64-bit fields (zip64), and FULL in the 32-bit ones."""
-STORAGES = {
-    torch.float32: torch.FloatStorage,
-    torch.bfloat16: torch.BFloat16Storage,
-    torch.float16: torch.HalfStorage,
-    torch.float64: torch.DoubleStorage,
-}
 LOCAL = struct.Struct("<4sHHHHHIIIHH")
 CENTRAL = struct.Struct("<4sHHHHHHIIIHHHHHII")
 END64 = struct.Struct("<4sQHHIIQQQQ")
@@ -41,7 +36,7 @@ class TensorStandIn:
 
     name: str
     shape: tuple[int, ...]
-    dtype: torch.dtype
+    dtype: DType
 
     @property
     def nbytes(self) -> int:
@@ -123,6 +118,7 @@ class _Pickler(pickle.Pickler):
 
     def __init__(self, file: io.BytesIO, tensors: list[TensorStandIn]) -> None:
         super().__init__(file, protocol=2)
+        prepare(self, file, *OF_ARCHIVES)
         self._tensors = tensors
 
     def reducer_override(self, value: Any) -> Any:
@@ -131,7 +127,7 @@ class _Pickler(pickle.Pickler):
         strides = tuple(math.prod(value.shape[axis + 1 :]) for axis in range(len(value.shape)))
         self._tensors.append(value)
         storage = _StorageOf(len(self._tensors) - 1, value)
-        return torch._utils._rebuild_tensor_v2, (storage, 0, value.shape, strides, False, OrderedDict())
+        return REBUILD_TENSOR, (storage, 0, value.shape, strides, False, OrderedDict())
 
     def persistent_id(self, value: Any) -> Any:
         if not isinstance(value, _StorageOf):

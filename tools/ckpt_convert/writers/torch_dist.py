@@ -7,12 +7,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import pickle
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
-
-import torch
 
 from rlflow.models.architecture import Architecture
 from rlflow.models.rules import Rule, Split
@@ -22,6 +19,7 @@ from ..mapping.rank_slices import RankSlice
 from ..mapping.to_megatron import Import
 from .output_files import Literals, OutputFile
 from .torch_archive import ArchiveLayout, TensorStandIn, archive_bytes, lay_out_archive
+from .torch_pickle import SIZE, Function, FunctionCall, dumps, object_of, size
 
 FORMAT = {
     "sharded_backend": "torch_dist",
@@ -29,6 +27,20 @@ FORMAT = {
     "common_backend": "torch",
     "common_backend_version": 1,
 }
+_METADATA = "torch.distributed.checkpoint.metadata"
+_Metadata = object_of(_METADATA, "Metadata")
+_TensorMetadata = object_of(_METADATA, "TensorStorageMetadata")
+_BytesMetadata = object_of(_METADATA, "BytesStorageMetadata")
+_ChunkMetadata = object_of(_METADATA, "ChunkStorageMetadata")
+_Properties = object_of(_METADATA, "TensorProperties")
+_Index = object_of(_METADATA, "MetadataIndex")
+_Place = object_of("torch.distributed.checkpoint.filesystem", "_StorageInfo")
+_MEMORY_FORMAT = Function(_METADATA, "_MEM_FORMAT_ENCODING")
+_LAYOUT = Function("torch.serialization", "_get_layout")
+_NAMES = (
+    *(_Metadata, _TensorMetadata, _BytesMetadata, _ChunkMetadata, _Properties, _Index, _Place),
+    *(_MEMORY_FORMAT, _LAYOUT, SIZE),
+)
 
 
 @dataclass(frozen=True)
@@ -170,28 +182,30 @@ def _literal(name: str, content: bytes) -> OutputFile:
 
 
 class _Tables:
-    """The content of `.metadata`, in the classes of torch.distributed.checkpoint, which are not used for anything else."""
+    """The content of `.metadata`."""
 
     def __init__(self) -> None:
-        from torch.distributed.checkpoint import filesystem, metadata
-
-        self._filesystem, self._metadata = filesystem, metadata
         self._tensors: dict[str, Any] = {}
+        self._chunks: dict[str, list[Any]] = {}
         self._places: dict[Any, Any] = {}
 
     def add(self, chunk: OutputChunk, file: str, start: int, length: int) -> None:
-        if chunk.key not in self._tensors:
-            properties = self._metadata.TensorProperties(dtype=chunk.target.dtype)
-            self._tensors[chunk.key] = self._metadata.TensorStorageMetadata(properties, torch.Size(chunk.whole), [])
-        chunks = self._tensors[chunk.key].chunks
-        index = self._metadata.MetadataIndex(chunk.key, chunk.offsets, len(chunks))
-        self._places[index] = self._filesystem._StorageInfo(file, start, length)
-        sizes = torch.Size(chunk.target.shape)
-        chunks.append(self._metadata.ChunkStorageMetadata(torch.Size(chunk.offsets), sizes))
+        chunks = self._chunks.setdefault(chunk.key, [])
+        if not chunks:
+            # dtype, layout, requires_grad, memory format, pin_memory (metadata.py, TensorProperties.__getstate__)
+            layout, memory_format = FunctionCall(_LAYOUT, "torch.strided"), FunctionCall(_MEMORY_FORMAT, 0)
+            properties = _Properties((chunk.target.dtype, layout, False, memory_format, False))
+            self._tensors[chunk.key] = _TensorMetadata(properties=properties, size=size(chunk.whole), chunks=chunks)
+        index = _Index(fqn=chunk.key, offset=size(chunk.offsets), index=len(chunks))
+        self._places[index] = _Place(relative_path=file, offset=start, length=length)
+        chunks.append(_ChunkMetadata(offsets=size(chunk.offsets), sizes=size(chunk.target.shape)))
 
     def add_object(self, key: str, file: str, start: int, length: int) -> None:
-        self._tensors[key] = self._metadata.BytesStorageMetadata()
-        self._places[self._metadata.MetadataIndex(key)] = self._filesystem._StorageInfo(file, start, length)
+        self._tensors[key] = _BytesMetadata()
+        index = _Index(fqn=key, offset=None, index=None)
+        self._places[index] = _Place(relative_path=file, offset=start, length=length)
 
     def pickled(self) -> bytes:
-        return pickle.dumps(self._metadata.Metadata(self._tensors, None, self._places))
+        absent = dict.fromkeys(("planner_data", "storage_meta", "version"))
+        content = _Metadata(state_dict_metadata=self._tensors, storage_data=self._places, **absent)
+        return dumps(content, *_NAMES)
