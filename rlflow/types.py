@@ -208,6 +208,13 @@ class Batch:
     current_logprobs: Tensor | None = None  # (B, T) of the policy just before this minibatch's update
     current_entropy: Tensor | None = None  # (B, T) of the distribution sampled from, just before this minibatch's update
 
+    # From the trainer's critic, likewise; rewards.
+    values: Tensor | None = None  # (B, T) of the state before each trained token, by the critic before the step's first update
+    final_values: Tensor | None = None  # (B,) of the state after the row's last token, by the same critic
+
+    # From advantages that are made with a critic.
+    returns: Tensor | None = None  # (B, T) what `values` should have been: the target of the value loss
+
     # From transforms.
     coefficients: Tensor | None = None  # (B, T) factors on policy-gradient kernels, without gradient; None: all 1
 
@@ -259,6 +266,9 @@ _FILLED = {
     "reference_logprobs": "from trainer.score(batch, model='reference')['logprobs'], after trainer.snapshot('reference')",
     "current_logprobs": "from trainer.score(minibatch)['logprobs'] before its update",
     "current_entropy": "from trainer.score(minibatch, want=('entropy',))['entropy'] before its update",
+    "values": "from trainer.score(batch, want=('values',))['values'] before the first update",
+    "final_values": "from the critic, with `values`",
+    "returns": "from an advantage that is made with a critic, such as gae",
 }
 
 
@@ -266,7 +276,8 @@ _FILLED = {
 class PolicyOutput:
     """What the trainer computed with gradients for a batch, (B, T): position t describes token t; position 0, padding and
     what is not `Batch.trained` are 0. `entropy` is of the distribution that token t was drawn from (nats, at the row's
-    temperature). Beyond `logprobs` there is what the loss `needs`."""
+    temperature). Beyond `logprobs` there is what the loss `needs`. A critic gives `values`, of the state before token t, and
+    no distribution: its `logprobs` are NaN."""
 
     logprobs: Tensor
     entropy: Tensor | None = None
@@ -314,6 +325,11 @@ class Loss(ABC):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restores `state_dict`."""
+
+    def split(self) -> tuple[Loss | None, Loss | None]:
+        """(the terms in the policy's outputs, the terms in the critic's values): two models, so two losses. A loss that is no
+        sum is one or the other."""
+        return (None, self) if "values" in self.needs else (self, None)
 
 
 @dataclass(frozen=True)

@@ -81,6 +81,10 @@ def sample_batch(needs: frozenset[str]) -> Batch:
     }
     if "current_entropy" in filled:
         filled["current_entropy"] = -filled["current_entropy"]
+    if "values" in needs:
+        for field in ("values", "returns"):
+            filled[field] = torch.where(mask, torch.randn(mask.shape, generator=generator), 0.0)
+        filled["final_values"] = torch.randn(len(batch), generator=generator)
     return batch.replace(advantages=centred[:, None] * mask, weights=mask / mask.sum(), **filled)
 
 

@@ -72,6 +72,7 @@ class AlgorithmSection:
     aggregate: Annotated[Component, AGGREGATE] = field(default_factory=lambda: {"name": "token_mean"})
     filters: list[Annotated[Component, FILTER]] = field(default_factory=list)  # of a step's groups, in order
     transforms: list[Annotated[Component, TRANSFORM]] = field(default_factory=list)  # of rewards, advantages, minibatches
+    critic: dict[str, Any] | None = None  # CriticOptions of a second model that learns values; None: no critic
     minibatches_per_step: PositiveInt = 1
     epochs_per_step: PositiveInt = 1
 

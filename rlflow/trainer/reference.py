@@ -32,7 +32,7 @@ from rlflow.storage.integrity import (
     read_sealed,
     write_manifest,
 )
-from rlflow.trainer.base import LossFunction, Trainer
+from rlflow.trainer.base import LossFunction, Trainer, check_wanted
 from rlflow.trainer.options import TrainerOptions, torch_dtype
 from rlflow.trainer.reducing import check_loss, combine, finish_metrics, reduce_tokens, skipped
 from rlflow.types import Batch, Loss, PolicyOutput, as_loss
@@ -52,7 +52,8 @@ class ReferenceTrainer(Trainer):
     """Takes the keywords of every trainer (`TrainerOptions`), but for what needs more than one device.
 
     Parameters, gradients and optimizer state are float32; dtype bfloat16 computes under autocast and gives out bfloat16
-    weights. `seed` and `logits_chunk_mib` are accepted because every trainer takes them; logits are whole here.
+    weights. `seed` and `logits_chunk_mib` are accepted because every trainer takes them; logits are whole here. values: a
+    critic, whose `score` gives values and whose losses get them.
     """
 
     def __init__(
@@ -63,6 +64,7 @@ class ReferenceTrainer(Trainer):
         seed: int = 0,
         trust_remote_code: bool = False,
         device: str | None = None,
+        values: bool = False,
         **options: Any,
     ) -> None:
         given = TrainerOptions.of(options)
@@ -73,7 +75,9 @@ class ReferenceTrainer(Trainer):
         self.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         self.max_gradient_norm = given.max_gradient_norm
         self.tokens_per_microbatch = given.tokens_per_microbatch
-        self.model = load_model(path, trust_remote_code).to(self.device)
+        self.values = values
+        policy = load_model(path, trust_remote_code)
+        self.model = (Critic(policy) if values else policy).to(self.device)
         parameters = list(self.model.parameters())
         self.optimizer = torch.optim.AdamW(
             [
@@ -107,9 +111,7 @@ class ReferenceTrainer(Trainer):
 
     @torch.no_grad()
     def score(self, batch: Batch, model: str = "policy", want: Sequence[str] = ("logprobs",)) -> dict[str, Tensor]:
-        unknown = sorted(set(want) - {"logprobs", "entropy"})
-        if unknown:
-            raise ConfigError(f"trainer.score: can give logprobs and entropy, found {', '.join(unknown)}")
+        check_wanted(want, self.values)
         result = {name: torch.zeros(batch.tokens.shape) for name in want}
         for rows in self._microbatches(batch):
             part = batch.select(rows).to(self.device)
@@ -153,6 +155,8 @@ class ReferenceTrainer(Trainer):
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         for name, value in self.model.named_parameters():  # names a tied lm_head once, as the embedding
+            if name.startswith("output_layer."):  # a critic's own
+                continue
             yield name, value.detach().to(device="cpu", dtype=self.dtype, copy=True)
 
     def save(self, path: str | Path, step: int) -> None:
@@ -210,10 +214,13 @@ class ReferenceTrainer(Trainer):
         arguments = {"input_ids": batch.tokens, "use_cache": False}
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.dtype is torch.bfloat16):
             if model == "policy":
-                logits = self.model(**arguments).logits
+                output = self.model(**arguments)
             else:
-                logits = torch.func.functional_call(self.model, self._frozen(model), (), arguments).logits
-        return policy_output(logits, batch, want, wanted)
+                output = torch.func.functional_call(self.model, self._frozen(model), (), arguments)
+        if self.values:
+            found = at_tokens(output[:, :-1].float(), batch, wanted)
+            return PolicyOutput(logprobs=torch.full_like(found, torch.nan), values=found)
+        return policy_output(output.logits, batch, want, wanted)
 
     def _frozen(self, name: str) -> dict[str, Tensor]:
         if name not in self.snapshots:
@@ -253,6 +260,20 @@ class ReferenceTrainer(Trainer):
             )
         for name, value in policy.items():
             parameters[name].copy_(value)
+
+
+class Critic(torch.nn.Module):
+    """A language model with one number per token, (B, T), in place of the logits; the layer that gives it starts as 0."""
+
+    def __init__(self, policy: Any) -> None:
+        super().__init__()
+        self.model = policy.get_decoder()  # of that name, its parameters are called as in the language model
+        self.output_layer = torch.nn.Linear(policy.config.hidden_size, 1)
+        for parameter in self.output_layer.parameters():
+            torch.nn.init.zeros_(parameter)
+
+    def forward(self, **arguments: Any) -> Tensor:
+        return self.output_layer(self.model(**arguments).last_hidden_state).squeeze(-1)
 
 
 def load_model(path: str | Path, trust_remote_code: bool = False) -> torch.nn.Module:
@@ -307,14 +328,13 @@ def policy_output(
     temperatures = torch.where(batch.temperatures > 0, batch.temperatures, 1.0)
     log_softmax = (logits[:, :-1].float() / temperatures[:, None, None]).log_softmax(dim=-1)
     chosen = log_softmax.gather(-1, batch.tokens[:, 1:, None]).squeeze(-1)
+    spread = -(log_softmax.exp() * log_softmax).sum(dim=-1) if "entropy" in want else None
+    return PolicyOutput(at_tokens(chosen, batch, wanted), None if spread is None else at_tokens(spread, batch, wanted))
+
+
+def at_tokens(values: Tensor, batch: Batch, wanted: Tensor | None) -> Tensor:
+    """(B, T - 1), position t - 1 of which describes token t -> (B, T); position 0, padding and what is not wanted are 0."""
     positions = torch.arange(batch.tokens.shape[1], device=batch.tokens.device)
     real = positions < batch.lengths[:, None]
-    if wanted is not None:
-        real = real & wanted
-
-    def place(values: Tensor) -> Tensor:
-        return torch.where(real, torch.nn.functional.pad(values, (1, 0)), 0.0)
-
-    spread = place(-(log_softmax.exp() * log_softmax).sum(dim=-1)) if "entropy" in want else None
-    return PolicyOutput(place(chosen), spread)
+    return torch.where(real if wanted is None else real & wanted, torch.nn.functional.pad(values, (1, 0)), 0.0)
 

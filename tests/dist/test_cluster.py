@@ -16,13 +16,14 @@ import psutil
 import pytest
 import torch
 
-from rlflow.algorithms import EntropyLoss, PPOClipLoss, SumLoss, token_weights
+from rlflow.algorithms import EntropyLoss, PPOClipLoss, SumLoss, ValueLoss, token_weights
 from rlflow.batching import make_batch
 from rlflow.cluster.trainer import RankStuck, RayTrainer
 from rlflow.components import LOSS
 from rlflow.config.schema import ClusterSection, ModelSection, RunConfig
 from rlflow.errors import ConfigError, MissingPackageError, RLFlowError
 from rlflow.run.assemble import make_trainer
+from rlflow.trainer.base import Trainer
 from rlflow.trainer.options import TrainerOptions
 from rlflow.trainer.reference import ReferenceTrainer
 from rlflow.types import Batch, PolicyOutput, Segment, StopReason, Trajectory
@@ -113,6 +114,31 @@ def test_two_tensor_parallel_ranks_train_like_one_process(two_ranks, model_path,
     assert not weights
     again = two_ranks.score(batch, model="reference", want=("logprobs", "entropy"))
     assert all(torch.equal(again[name], frozen[name]) for name in frozen)
+
+
+@needs_ray
+@pytest.mark.dist
+@pytest.mark.slow
+def test_a_critic_trains_in_ray_actors_as_in_one_process(model_path, batch, tmp_path):
+    """Its checkpoint too."""
+    draw = torch.Generator().manual_seed(3)
+    targets = batch.replace(values=torch.zeros(batch.tokens.shape), returns=torch.randn(batch.tokens.shape, generator=draw))
+    options, loss = {**OPTIONS, "critic": {"lr": 1e-2}}, SumLoss((PPOClipLoss(), ValueLoss(clip=None)))
+    oracle = Trainer.from_pretrained(model_path, "reference", **options)
+    ranks = RayTrainer(model_path, ranks=2, **options)
+    try:
+        for _ in range(3):
+            expected, report = oracle.update(targets, loss), ranks.update(targets, loss)
+            for name in ("loss", "gradient_norm", "critic_loss", "critic_gradient_norm", "critic_lr", "value_loss"):
+                assert report[name] == pytest.approx(expected[name], rel=2e-5), name
+        values = ranks.score(targets, want=("values",))["values"]
+        torch.testing.assert_close(values, oracle.score(targets, want=("values",))["values"], atol=1e-4, rtol=1e-4)
+        ranks.save(tmp_path / "checkpoint", 3)
+        ranks.update(targets, loss)
+        assert ranks.load(tmp_path / "checkpoint") == 3
+        assert torch.equal(ranks.score(targets, want=("values",))["values"], values)
+    finally:
+        ranks.close()
 
 
 @needs_ray

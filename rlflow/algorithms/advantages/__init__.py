@@ -12,5 +12,7 @@ BUILT_IN = {
     "gdpo": "rlflow.algorithms.advantages.gdpo:gdpo",
     "turn_returns": "rlflow.algorithms.advantages.turns:turn_returns",
     "step_grpo": "rlflow.algorithms.advantages.turns:step_grpo",
+    "gae": "rlflow.algorithms.advantages.gae:GAE",
+    "vtrace": "rlflow.algorithms.advantages.vtrace:VTrace",
 }
 """Name -> `module:Name`."""

@@ -61,22 +61,27 @@ def token_logprobs(
         hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True, group=layer.group)
     else:
         hidden = copy_to_tensor_model_parallel_region(hidden, group=layer.group)
-    positions = torch.arange(tokens.shape[1], device=tokens.device)
-    valid = positions[1:] < lengths.unsqueeze(1)  # (B, T - 1): of token t + 1, which hidden state t predicts
-    if wanted is not None:
-        valid = valid & wanted[:, 1:]
-    valid = valid & (places[:, :-1] >= 0)
+    valid = predicted_here(lengths, places, wanted)
     scale = torch.where(temperatures > 0, temperatures, 1.0).unsqueeze(1).expand_as(valid)
     predicting = hidden.flatten(0, 1).index_select(0, places[:, :-1][valid])
     logprobs, entropy = _OutputLogprobs.apply(
         predicting, layer.weight, tokens[:, 1:][valid], scale[valid], layer, want_entropy
     )
+    return at_tokens(logprobs, valid, context_group), at_tokens(entropy, valid, context_group) if want_entropy else None
 
-    def described(values: Tensor) -> Tensor:
-        here = F.pad(values.new_zeros(valid.shape).masked_scatter(valid, values), (1, 0))
-        return reduce_from_tensor_model_parallel_region(here, group=context_group)  # the sum; each rank's gradient its own
 
-    return described(logprobs), described(entropy) if want_entropy else None
+def predicted_here(lengths: Tensor, places: Tensor, wanted: Tensor | None) -> Tensor:
+    """(B, T - 1) bool: whether hidden state t, which describes token t + 1, is this context-parallel rank's and wanted."""
+    positions = torch.arange(1, places.shape[1], device=places.device)
+    valid = (positions < lengths.unsqueeze(1)) & (places[:, :-1] >= 0)
+    return valid if wanted is None else valid & wanted[:, 1:]
+
+
+def at_tokens(values: Tensor, valid: Tensor, context_group: ProcessGroup) -> Tensor:
+    """(B, T) on every context-parallel rank: the values of each one's `valid` hidden states (B, T - 1) at the tokens that they
+    describe, 0 elsewhere."""
+    here = F.pad(values.new_zeros(valid.shape).masked_scatter(valid, values), (1, 0))
+    return reduce_from_tensor_model_parallel_region(here, group=context_group)  # the sum; each rank's gradient its own
 
 
 class _OutputLogprobs(torch.autograd.Function):
