@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from rlflow.algorithms.advantages.token_lines import TokenLines, accumulate, whiten
-from rlflow.algorithms.base import Advantage, log_ratio
+from rlflow.algorithms.base import Advantage
+from rlflow.algorithms.rewards import token_rewards
 from rlflow.types import Batch
-from rlflow.values import NonNegativeFloat, Share
+from rlflow.values import Share
 
 
 @dataclass(frozen=True)
@@ -18,29 +19,22 @@ class GAE(Advantage):
     """(B, T) advantages A_t = sum_l (gamma lam)^l delta_{t+l}, delta_t = r_t + gamma V_{t+1} - V_t, and returns A_t + V_t.
 
     Schulman et al. 2016, arXiv 1506.02438, equation 16; float64, over the trained tokens of a trajectory: observations are
-    skipped, segments follow one another. A turn's reward stands at its last token. gamma, lam: per token. kl_coefficient: of
-    the penalty - coefficient * log(pi / pi_ref) on every token's reward (k1; Ziegler et al. 2019, arXiv 1909.08593, equation
-    2), pi being the policy before the step. bootstrap: after an episode that was cut comes the critic's value, not 0. whiten:
+    skipped, segments follow one another. A turn's reward stands at its last token; reward terms such as kl_reward count
+    where they stand. gamma, lam: per token. bootstrap: after an episode that was cut comes the critic's value, not 0. whiten:
     advantages of mean 0 and variance 1 over the step's trained tokens; returns are made before.
     """
 
+    needs = frozenset({"values"})
+
     gamma: Share = 1.0
     lam: Share = 1.0
-    kl_coefficient: NonNegativeFloat = 0.0
     bootstrap: bool = False
     whiten: bool = True
-
-    @property
-    def needs(self) -> frozenset[str]:  # type: ignore[override]
-        return frozenset({"values", "proximal", "reference"} if self.kl_coefficient else {"values"})
 
     def __call__(self, batch: Batch) -> tuple[Tensor, Tensor]:
         who = "advantage gae"
         lines = TokenLines.of(batch, who)
-        values, rewards = lines.take(batch.require("values", who)), lines.rewards(batch, who)
-        if self.kl_coefficient:
-            policy, reference = batch.require("proximal_logprobs", who), batch.require("reference_logprobs", who)
-            rewards = rewards - self.kl_coefficient * lines.take(log_ratio(policy, reference, batch.loss_mask))
+        values, rewards = lines.take(batch.require("values", who)), lines.take(token_rewards(batch, who))
         following = lines.next_values(values, batch, self.bootstrap, who)
         deltas = torch.where(lines.real, rewards + self.gamma * following - values, 0.0)
         advantages = accumulate(deltas, self.gamma * self.lam)

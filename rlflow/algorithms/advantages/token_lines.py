@@ -58,15 +58,6 @@ class TokenLines:
         """(N, L): the successor's entry, 0 (False) behind the last one."""
         return torch.cat([lines[:, 1:], torch.zeros_like(lines[:, :1])], dim=1)
 
-    def rewards(self, batch: Batch, who: str) -> Tensor:
-        """(N, L) each turn's reward on the turn's last token. What a trajectory's return has beyond them (it was shaped, or
-        has no turns) is on its last token, so that every line sums to the return."""
-        turn = torch.where(self.real, batch.require("turn", who).flatten()[self.place], -1)
-        ends = self.real & (turn >= 0) & (turn != torch.where(self.ahead(self.real), self.ahead(turn), -1))
-        found = torch.where(ends, self.take(batch.require("turn_rewards", who)), 0.0)
-        rest = batch.require("rewards", who)[self.last_row].double() - found.sum(dim=1)
-        return found + torch.where(self.last, rest[:, None], 0.0)
-
     def next_values(self, values: Tensor, batch: Batch, bootstrap: bool, who: str) -> Tensor:
         """(N, L) of `values` (N, L): the successor's. After the last token 0, or with `bootstrap`, where the episode was cut,
         the critic's value of what came out."""

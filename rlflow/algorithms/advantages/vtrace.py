@@ -9,6 +9,7 @@ from torch import Tensor
 
 from rlflow.algorithms.advantages.token_lines import TokenLines, accumulate, whiten
 from rlflow.algorithms.base import Advantage, anchor_logprobs, log_ratio
+from rlflow.algorithms.rewards import token_rewards
 from rlflow.errors import ConfigError
 from rlflow.types import Batch
 from rlflow.values import PositiveFloat, Share
@@ -41,7 +42,7 @@ class VTrace(Advantage):
     def __call__(self, batch: Batch) -> tuple[Tensor, Tensor]:
         who = "advantage vtrace"
         lines = TokenLines.of(batch, who)
-        values, rewards = lines.take(batch.require("values", who)), lines.rewards(batch, who)
+        values, rewards = lines.take(batch.require("values", who)), lines.take(token_rewards(batch, who))
         sampled = anchor_logprobs(batch, "rollout", who)
         ratio = lines.take(log_ratio(batch.require("proximal_logprobs", who), sampled, batch.loss_mask)).exp()
         rho, trace = ratio.clamp(max=self.rho), self.lam * ratio.clamp(max=self.c)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from rlflow.algorithms import GAE, VTrace
 from rlflow.algorithms.advantages.token_lines import TokenLines, whiten
+from rlflow.algorithms.transforms.kl_reward import KLReward
 from rlflow.batching import make_batch
 from rlflow.components import ADVANTAGE
 from rlflow.errors import ConfigError, RLFlowError
@@ -168,7 +169,8 @@ def test_gae_by_hand() -> None:
 @pytest.mark.parametrize("bootstrap", [False, True])
 @pytest.mark.parametrize("gamma, lam, kl", [(1.0, 1.0, 0.0), (0.9, 0.8, 0.0), (1.0, 0.5, 0.3), (0.0, 1.0, 0.1), (0.9, 0.0, 0.0)])
 def test_gae_is_its_double_sum(batch: Batch, gamma: float, lam: float, kl: float, bootstrap: bool) -> None:
-    advantages, returns = GAE(gamma=gamma, lam=lam, kl_coefficient=kl, bootstrap=bootstrap, whiten=False)(batch)
+    rewarded = KLReward(kl, anchor="proximal")(batch)
+    advantages, returns = GAE(gamma=gamma, lam=lam, bootstrap=bootstrap, whiten=False)(rewarded)
     expected = gae_by_definition(batch, gamma, lam, kl, bootstrap)
     close(advantages, expected[0])
     close(returns, expected[1])
@@ -212,8 +214,8 @@ def test_rows_in_another_order_and_wider_padding_give_the_same(batch: Batch) -> 
 def test_what_is_not_trained_reaches_nothing(batch: Batch) -> None:
     """Values and log-probs of observations and padding may be anything."""
     noise = torch.where(batch.loss_mask, 0.0, float("nan"))
-    changes = {name: getattr(batch, name) + noise for name in ("values", "proximal_logprobs", "reference_logprobs")}
-    for method in (GAE(gamma=0.9, kl_coefficient=0.1), VTrace(gamma=0.9)):
+    changes = {name: getattr(batch, name) + noise for name in ("values", "proximal_logprobs")}
+    for method in (GAE(gamma=0.9), VTrace(gamma=0.9)):
         for found, expected in zip(method(batch.replace(**changes)), method(batch), strict=True):
             assert torch.equal(found, expected)
 
@@ -260,7 +262,6 @@ def test_ratios_beyond_all_bounds_stay_finite(batch: Batch) -> None:
 
 def test_needs_and_refusals(batch: Batch) -> None:
     assert GAE().needs == {"values"} and VTrace().needs == {"values", "proximal"}
-    assert GAE(kl_coefficient=0.1).needs == {"values", "proximal", "reference"}
     with pytest.raises(RLFlowError, match=r"advantage gae: the batch has no values, expected it from trainer\.score"):
         GAE()(dataclasses.replace(batch, values=None))
     with pytest.raises(ConfigError, match=r"c: expected at most rho = 1 .*found 2"):
