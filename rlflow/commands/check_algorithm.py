@@ -239,8 +239,7 @@ def _check_advantage(audit: _Findings, make: Callable[[], Any]) -> None:
         result += _answers(make()(batch))
         for values in result:
             if values.shape != batch.tokens.shape and (len(result) > 1 or values.shape != batch.lengths.shape):
-                audit.problem(f"has shape {tuple(values.shape)}, expected (rows,) = ({len(batch)},) or (rows, tokens) = "
-                              f"{tuple(batch.tokens.shape)}; with returns both of the latter")  # fmt: skip
+                audit.problem(f"has shape {tuple(values.shape)}, expected (rows, tokens), or (rows,) without returns")
             elif not bool(values.isfinite().all()):
                 audit.problem("is not finite everywhere (a group of one attempt? equal rewards?)")
             elif values.requires_grad:

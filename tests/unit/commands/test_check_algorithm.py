@@ -153,7 +153,7 @@ FAULTS = [
     ("InPlace", None, "in place"),
     ("standardized", "advantage", "not finite"),
     ("by_place", "advantage", "rows in another order"),
-    ("half_returns", "advantage", "with returns both"),
+    ("half_returns", "advantage", "without returns"),
     ("returns_by_place", "advantage", "rows in another order change the returns"),
     ("by_place", "aggregate", "shape"),
     ("forgetful", "transform", "expected a Batch"),
