@@ -121,6 +121,12 @@ def _turns(
     return {"turn": number, "turn_rewards": rewards, "turn_durations_s": durations_s}
 
 
+def lengthened(batch: Batch) -> Batch:
+    """The batch with a token (id 0) behind every row, to be scored: what describes that token knows the whole row."""
+    longer = batch.map(lambda value: torch.nn.functional.pad(value, (0, 1)) if value.dim() == 2 else value)
+    return longer.replace(lengths=batch.lengths + 1)
+
+
 def rows_with_advantage(batch: Batch) -> Batch:
     """The batch without the rows whose advantages are all 0; one row at least (the shortest), for an update to be made.
 

@@ -8,18 +8,19 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from rlflow.algorithms.statistics import first_rows
-from rlflow.batching import make_batch, rows_with_advantage, split_minibatches
+from rlflow.batching import lengthened, make_batch, rows_with_advantage, split_minibatches
 from rlflow.config.schema import RunConfig
 from rlflow.errors import RolloutError
-from rlflow.metrics.reductions import mean, update_metrics
+from rlflow.metrics.reductions import update_metrics
 from rlflow.metrics.timer import PhaseTimer
 from rlflow.run.algorithm import Algorithm
 from rlflow.run.open import open_run
 from rlflow.run.preflight import finished_summary, run_path
 from rlflow.trainer.base import Trainer
-from rlflow.types import Batch, Group, Trajectory
+from rlflow.types import Batch, Group
 
 logger = logging.getLogger(__name__)
 
@@ -80,7 +81,7 @@ def training_step(
     if idle:
         told = "step %d: no gradient in %d of %d updates (all advantages are 0): the weights stayed as they were there"
         logger.warning(told, step, idle, len(updates))
-    return step_metrics(trajectories, batch, updates, algorithm)
+    return step_metrics(batch, updates, algorithm)
 
 
 def shuffle_seed(seed: int, step: int, epoch: int) -> int:
@@ -90,12 +91,16 @@ def shuffle_seed(seed: int, step: int, epoch: int) -> int:
 
 
 def score_step(batch: Batch, trainer: Trainer, needs: frozenset[str]) -> Batch:
-    """The batch with the log-probs that some component needs of the policy before the step's first update, and of frozen
-    models."""
+    """The batch with what some component needs of the models before the step's first update: log-probs of the policy and of
+    frozen ones, values of the critic."""
     if "proximal" in needs:
         batch = batch.replace(proximal_logprobs=trainer.score(batch)["logprobs"])
     if "reference" in needs:
         batch = batch.replace(reference_logprobs=trainer.score(batch, model="reference")["logprobs"])
+    if "values" in needs:
+        values = trainer.score(lengthened(batch), want=("values",))["values"]  # one token more: the value of the end
+        final = values.gather(1, batch.lengths[:, None]).squeeze(1)
+        batch = batch.replace(values=values[:, :-1].masked_fill(~batch.loss_mask, 0.0), final_values=final)
     return batch
 
 
@@ -108,20 +113,31 @@ def score_minibatch(minibatch: Batch, trainer: Trainer, needs: frozenset[str]) -
     return minibatch.replace(current_logprobs=scores.get("logprobs"), current_entropy=scores.get("entropy"))
 
 
-def step_metrics(
-    trajectories: Sequence[Trajectory], batch: Batch, updates: Sequence[dict[str, float]], algorithm: Algorithm
-) -> dict[str, float]:
+def step_metrics(batch: Batch, updates: Sequence[dict[str, float]], algorithm: Algorithm) -> dict[str, float]:
     """`train/` metrics of one step; the log-prob gap is that of the first minibatch, before any update."""
     metrics = update_metrics(updates, algorithm.loss.reductions)
     metrics["train/lr"] = updates[-1]["lr"]
-    metrics["train/logprob_gap"] = updates[0]["logprob_gap"]
+    if "logprob_gap" in updates[0]:  # not where the critic is warmed up alone
+        metrics["train/logprob_gap"] = updates[0]["logprob_gap"]
     known = batch.loss_mask & batch.require("logprobs_known", "loop")[:, None]
     if batch.teacher_logprobs is not None and bool(known.any()):
         metrics["train/teacher_gap"] = float((batch.logprobs - batch.teacher_logprobs)[known].mean())
     metrics["train/tokens"] = float(batch.loss_mask.sum())
     metrics["train/fed_tokens"] = float(batch.lengths.sum())
-    spreads = [trajectory.group_stats[2] for trajectory in trajectories if trajectory.group_stats is not None]
     if any(change.stage == "rewards" for change in algorithm.transforms):
         metrics["train/shaped_reward"] = float(batch.require("rewards", "step_metrics")[first_rows(batch)[0]].mean())
-    metrics["train/advantage_zero"] = mean([float(spread == 0) for spread in spreads])
+    owners, taught = batch.require("trajectory", "metrics"), (batch.advantages * batch.loss_mask).ne(0).any(dim=1)
+    metrics["train/advantage_zero"] = 1 - len(owners[taught].unique()) / len(owners.unique())
+    if batch.values is not None and batch.returns is not None:
+        metrics |= critic_metrics(batch.values[batch.loss_mask].double(), batch.returns[batch.loss_mask].double())
+    return metrics
+
+
+def critic_metrics(values: Tensor, returns: Tensor) -> dict[str, float]:
+    """How good the values (N,) of the trained tokens were before the step, against their returns (N,). Explained variance:
+    1 - var(returns - values) / var(returns), 1 at best, 0 for a constant; left out where all returns are equal."""
+    metrics = {"train/value": float(values.mean()), "train/return": float(returns.mean())}
+    spread = float(returns.var(correction=0))
+    if spread > 0:
+        metrics["train/value_explained_variance"] = 1 - float((returns - values).var(correction=0)) / spread
     return metrics

@@ -215,6 +215,13 @@ class Batch:
     current_entropy: Tensor | None = None  # (B, T) of the distribution sampled from, just before this minibatch's update
     trainer_version: Tensor | None = None  # (B,) int64: weight version of the policy before the step's first update
 
+    # From the trainer's critic, likewise; rewards.
+    values: Tensor | None = None  # (B, T) of the state before each trained token, by the critic before the step's first update
+    final_values: Tensor | None = None  # (B,) of the state after the row's last token, by the same critic
+
+    # From advantages that are made with a critic.
+    returns: Tensor | None = None  # (B, T) what `values` should have been: the target of the value loss
+
     # From transforms.
     coefficients: Tensor | None = None  # (B, T) factors on policy-gradient kernels, without gradient; None: all 1
     ratio_low: Tensor | None = None  # (B, T) where clipping of the importance ratio begins; None: where the kernel says
@@ -276,6 +283,9 @@ _FILLED = {
     "current_logprobs": "from trainer.score(minibatch)['logprobs'] before its update",
     "current_entropy": "from trainer.score(minibatch, want=('entropy',))['entropy'] before its update",
     "trainer_version": "from the training step",
+    "values": "from trainer.score(batch, want=('values',))['values'] before the first update",
+    "final_values": "from the critic, with `values`",
+    "returns": "from an advantage that is made with a critic, such as gae",
 }
 
 
@@ -284,7 +294,8 @@ class PolicyOutput:
     """What the trainer computed with gradients for a batch, (B, T): position t describes token t; position 0, padding and
     what is not `Batch.trained` are 0. `entropy` is of the distribution that token t was drawn from (nats, at the row's
     temperature). `top_logprobs` (B, T, k) are those of the ids in the teacher's place, TEACHER_TOP_IDS of the batch's extras.
-    Beyond `logprobs` there is what the loss `needs`."""
+    Beyond `logprobs` there is what the loss `needs`. A critic gives `values`, of the state before token t, and no distribution:
+    its `logprobs` are NaN."""
 
     logprobs: Tensor
     entropy: Tensor | None = None
@@ -333,6 +344,11 @@ class Loss(ABC):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restores `state_dict`."""
+
+    def split(self) -> tuple[Loss | None, Loss | None]:
+        """(the terms in the policy's outputs, the terms in the critic's values): two models, so two losses. A loss that is no
+        sum is one or the other."""
+        return (None, self) if "values" in self.needs else (self, None)
 
 
 @dataclass(frozen=True)

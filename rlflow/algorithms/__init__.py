@@ -6,7 +6,9 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from rlflow.algorithms.advantages.gae import GAE
     from rlflow.algorithms.advantages.grpo import grpo
+    from rlflow.algorithms.advantages.vtrace import VTrace
     from rlflow.algorithms.aggregates.means import token_mean
     from rlflow.algorithms.aggregates.means import token_mean as token_weights
     from rlflow.algorithms.base import SumLoss
@@ -14,15 +16,31 @@ if TYPE_CHECKING:
     from rlflow.algorithms.losses.kl import KLLoss
     from rlflow.algorithms.losses.ppo_clip import PPOClipLoss
     from rlflow.algorithms.losses.sft import SFTLoss
+    from rlflow.algorithms.losses.value import ValueLoss
 
-__all__ = ["EntropyLoss", "KLLoss", "PPOClipLoss", "SFTLoss", "SumLoss", "grpo", "token_mean", "token_weights"]
+__all__ = [
+    "EntropyLoss",
+    "GAE",
+    "KLLoss",
+    "PPOClipLoss",
+    "SFTLoss",
+    "SumLoss",
+    "VTrace",
+    "ValueLoss",
+    "grpo",
+    "token_mean",
+    "token_weights",
+]
 
 _HOMES = {
     "EntropyLoss": "losses.entropy:EntropyLoss",
+    "GAE": "advantages.gae:GAE",
     "KLLoss": "losses.kl:KLLoss",
     "PPOClipLoss": "losses.ppo_clip:PPOClipLoss",
     "SFTLoss": "losses.sft:SFTLoss",
     "SumLoss": "base:SumLoss",
+    "VTrace": "advantages.vtrace:VTrace",
+    "ValueLoss": "losses.value:ValueLoss",
     "grpo": "advantages.grpo:grpo",
     "token_mean": "aggregates.means:token_mean",
     "token_weights": "aggregates.means:token_mean",  # the usual weights of a script that does not choose

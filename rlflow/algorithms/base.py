@@ -3,8 +3,9 @@
     tasks --Curator--> groups --Filter--> batch --Advantage--> minibatch --Transform--> losses, summed under the weights
 
 A part says in `needs` what must be in the batch beyond what `make_batch` puts there, and the training step fills exactly the
-union: `proximal`, `reference` and `teacher` (log-probs, once per step), `current` and `current_entropy` (once per minibatch,
-just before its update). A part that remembers something returns it from `state_dict`; it is in the checkpoint.
+union: `proximal`, `reference` and `teacher` (log-probs, once per step), `values` (of the critic, once per step), `current` and
+`current_entropy` (once per minibatch, just before its update). A part that remembers something returns it from `state_dict`;
+it is in the checkpoint.
 """
 
 from __future__ import annotations
@@ -112,13 +113,13 @@ class Curator(Part):
 
 class Advantage(Part):
     """Batch -> (B,) or (B, T): how much better an attempt, or a token, was than expected. A (B,) is spread over the row's
-    trained tokens."""
+    trained tokens. One that is made with a critic gives a pair: the advantages, and (B, T) returns for the critic to learn."""
 
     compares_attempts: bool = False
     """Attempts at the same task are compared: one attempt per task teaches nothing, and is refused at the start."""
 
     @abstractmethod
-    def __call__(self, batch: Batch) -> Tensor: ...
+    def __call__(self, batch: Batch) -> Tensor | tuple[Tensor, Tensor]: ...
 
 
 class Transform(Part):
@@ -213,6 +214,15 @@ class SumLoss(Loss):
             term, more = loss(output, batch)
             total, metrics = total + term, {**more, **metrics}
         return total, metrics
+
+    def split(self) -> tuple[Loss | None, Loss | None]:
+        of_policy, of_critic = zip(*(loss.split() for loss in self.losses), strict=True)
+        return _sum(of_policy), _sum(of_critic)
+
+
+def _sum(losses: Sequence[Loss | None]) -> Loss | None:
+    kept = tuple(loss for loss in losses if loss is not None)
+    return SumLoss(kept) if kept else None
 
 
 def merged_refreshes(parts: Iterable[Loss | Part]) -> dict[str, int]:

@@ -130,7 +130,7 @@ def _like(mask: Tensor, value: Tensor) -> Tensor:
 
 def _disturbed(batch: Batch) -> Batch:
     """Other numbers wherever nothing was sampled: none of them may matter."""
-    floating = ("logprobs", "advantages", *FIELDS.values())
+    floating = ("logprobs", "advantages", "values", "returns", *FIELDS.values())
     changes = {
         name: torch.where(batch.loss_mask, value, value + 7.0)
         for name in floating
@@ -243,23 +243,31 @@ def _check_advantage(audit: _Findings, make: Callable[[], Any]) -> None:
     copy = batch.map(torch.clone)
     result: list[Tensor] = []
     with audit.expecting("the advantage"):
-        values = make()(batch)
-        if values.shape not in (batch.tokens.shape, batch.lengths.shape):
-            audit.problem(f"has shape {tuple(values.shape)}, expected (rows,) = ({len(batch)},) or (rows, tokens) = "
-                          f"{tuple(batch.tokens.shape)}")  # fmt: skip
-        elif not bool(values.isfinite().all()):
-            audit.problem("is not finite everywhere (a group of one attempt? equal rewards?)")
-        elif values.requires_grad:
-            audit.problem("carries gradients: use .detach()")
-        else:
-            result.append(values)
+        result += _answers(make()(batch))
+        for values in result:
+            if values.shape != batch.tokens.shape and (len(result) > 1 or values.shape != batch.lengths.shape):
+                audit.problem(f"has shape {tuple(values.shape)}, expected (rows, tokens), or (rows,) without returns")
+            elif not bool(values.isfinite().all()):
+                audit.problem("is not finite everywhere (a group of one attempt? equal rewards?)")
+            elif values.requires_grad:
+                audit.problem("carries gradients: use .detach()")
     _unchanged(audit, batch, copy, _KEPT, "the advantage")
-    if not result:
+    if audit.report.problems or not result:
         return
-    _check_views(audit, make, batch, result[0], "the advantage")
-    _check_state(audit, make, lambda part: part(batch))
+    for place, what in enumerate(("the advantage", "the returns")[: len(result)]):
+        _check_views(audit, functools.partial(_answer_of, make, place), batch, result[place], what)
+    _check_state(audit, make, lambda part: _answers(part(batch))[0])
     trained = result[0][batch.loss_mask] if result[0].dim() == 2 else result[0]
     audit.report.facts.append(f"from {float(trained.min()):.3g} to {float(trained.max()):.3g} on the made-up batch")
+
+
+def _answers(found: Tensor | tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
+    return found if isinstance(found, tuple) else (found,)
+
+
+def _answer_of(make: Callable[[], Any], place: int) -> Callable[[Batch], Tensor]:
+    part = make()
+    return lambda batch: _answers(part(batch))[place]
 
 
 def _check_aggregate(audit: _Findings, make: Callable[[], Any]) -> None:

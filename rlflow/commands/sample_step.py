@@ -95,6 +95,10 @@ def sample_batch(needs: frozenset[str]) -> Batch:
     if "current_entropy" in filled:
         filled["current_entropy"] = -filled["current_entropy"]
     filled["trainer_version"] = torch.full_like(batch.lengths, 3)  # the rows were sampled at 0 to 2
+    if "values" in needs:
+        for field in ("values", "returns"):
+            filled[field] = torch.where(mask, torch.randn(mask.shape, generator=generator), 0.0)
+        filled["final_values"] = torch.randn(len(batch), generator=generator)
     extras = _teacher_top(mask, generator) if "top_logprobs" in needs else {}
     return batch.replace(advantages=centred[:, None] * mask, weights=mask / mask.sum(), extras=extras, **filled)
 

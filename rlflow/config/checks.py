@@ -20,6 +20,7 @@ from rlflow.components import (
 from rlflow.config.loading import check_values
 from rlflow.config.schema import Faults, RunConfig
 from rlflow.errors import ConfigError
+from rlflow.trainer.options import CriticOptions
 
 MOST_TRAJECTORIES = 1_000_000
 _NAME = re.compile(r"[\w][\w.+=-]*")
@@ -39,6 +40,8 @@ def check_config(config: RunConfig, components: bool = True) -> None:
     _check_sampling(config)
     _check_batch(config)
     config.trainer.decaying_over(config.updates).check(config.cluster.ranks)
+    if config.algorithm.critic is not None:
+        CriticOptions.of(config.algorithm.critic).decaying_over(config.updates).check()
     if not _NAME.fullmatch(config.run.name):
         raise ConfigError(
             f"run.name: expected a name for a directory (letters, digits, . _ -), found '{config.run.name}'."

@@ -73,6 +73,7 @@ class AlgorithmSection:
     filters: list[Annotated[Component, FILTER]] = field(default_factory=list)  # of a step's groups, in order
     transforms: list[Annotated[Component, TRANSFORM]] = field(default_factory=list)  # of rewards, advantages, minibatches
     teacher: Annotated[Component, TEACHER] = field(default_factory=dict)  # whose log-probs are imitated; {}: nobody's
+    critic: dict[str, Any] | None = None  # CriticOptions of a second model that learns values; None: no critic
     minibatches_per_step: PositiveInt = 1
     epochs_per_step: PositiveInt = 1
 

@@ -83,6 +83,16 @@ METRICS: Metrics = {
     "train/ratio_low": Metric("1", "lower end of the clip range of ratios, where a transform sets it"),
     "train/ratio_high": Metric("1", "upper end of the clip range of ratios, where a transform sets it"),
     "train/second_moment": Metric("nats^2", "mean square of the log-ratios that a transform bounds, before it does"),
+    "train/value_loss": Metric("reward^2", "the critic's loss per trained token (value)"),
+    "train/value_clip_fraction": Metric("share", "of trained tokens whose value moved beyond the clip"),
+    "train/value": Metric("reward", "mean value of the states before trained tokens, before the step's first update"),
+    "train/return": Metric("reward", "mean return that the critic learns, over the same tokens"),
+    "train/value_explained_variance": Metric(
+        "1", "1 - var(return - value) / var(return) over the same tokens: 1 at best; left out where all returns are equal"
+    ),
+    "train/critic_loss": Metric("reward^2", "the critic's minimized loss, mean over the step's minibatches"),
+    "train/critic_gradient_norm": Metric("1", "global L2 norm of the critic before clipping, mean over minibatches"),
+    "train/critic_lr": Metric("1", "learning rate of the critic, mean over minibatches"),
     "train/nll": Metric("nats/token", "negative log-likelihood, with the sft loss"),
     "train/kl": Metric("nats/token", "KL of the policy to the reference (the loss's estimator; of wk3 its k3)"),
     "train/teacher_gap": Metric(
@@ -95,7 +105,9 @@ METRICS: Metrics = {
     "train/logprob_gap": Metric(
         "nats", "mean absolute difference of engine and trainer log-probs of sampled tokens, before the update"
     ),
-    "train/advantage_zero": Metric("share", "of episodes in groups whose rewards are all equal: they teach nothing"),
+    "train/advantage_zero": Metric(
+        "share", "of episodes without any advantage (in GRPO: of groups whose rewards are all equal): they teach nothing"
+    ),
     "train/tokens": Metric("tokens", "trained in the step (loss mask)"),
     "train/fed_tokens": Metric("tokens", "in the training rows, padding excluded"),
     "train/microbatches": Metric("count", "per optimizer step and data-parallel rank"),

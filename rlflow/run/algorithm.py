@@ -20,7 +20,7 @@ from rlflow.teachers.base import Teacher, check_teacher
 from rlflow.trainer.reducing import finish_metrics, reduce_tokens
 from rlflow.types import Batch, Group, Loss
 
-FILLED = frozenset({"entropy", "top_logprobs", "proximal", "reference", "teacher", "current", "current_entropy"})
+FILLED = frozenset({"entropy", "top_logprobs", "values", "proximal", "reference", "teacher", "current", "current_entropy"})
 """What the training step and the trainers fill where a part `needs` it."""
 
 
@@ -45,6 +45,11 @@ class Algorithm:
                 f"algorithm: a part needs '{unknown[0]}', which nothing fills; expected {', '.join(sorted(FILLED))}."
                 f"{did_you_mean(unknown[0], FILLED)}"
             )
+        if "values" in self.needs - self.loss.needs:
+            raise ConfigError(
+                "algorithm.losses: the advantage reads a critic that no loss trains; expected the loss 'value' among them, found "
+                "none that needs values."
+            )
         self.refreshes = merged_refreshes([*self.loss.terms, *self._others()])
         check_teacher(self.teacher, self.needs)
         check_combination(self.loss.terms, self.transforms, before=(self.advantage, *self.filters))
@@ -55,7 +60,7 @@ class Algorithm:
         filters may name in their signatures (`rollout`), beside `seed`."""
         section = config.algorithm
         offered["seed"] = config.run.seed
-        return cls(
+        made = cls(
             advantage=make_advantage(section.advantage),
             loss=Monitored(make_loss(section.losses)),
             aggregate=AGGREGATE.build(section.aggregate, "algorithm.aggregate", tokens=response_budget),
@@ -68,6 +73,14 @@ class Algorithm:
             epochs_per_step=section.epochs_per_step,
             seed=config.run.seed,
         )
+        critic = section.critic
+        if ("values" in made.needs) != (critic is not None):
+            expected = "null, as none of them needs values" if critic is not None else "a critic, as one of them needs values"
+            hint = "remove it, or set algorithm.advantage=gae" if critic is not None else "set algorithm.critic={lr: 1e-5}"
+            raise ConfigError(
+                f"algorithm.critic: the other parts expect {expected}; found {'none' if critic is None else critic}: {hint}."
+            )
+        return made
 
     @property
     def needs(self) -> frozenset[str]:
@@ -95,10 +108,12 @@ class Algorithm:
 
     @torch.no_grad()
     def credit(self, batch: Batch) -> Batch:
-        """The step's batch with its advantages, (B, T) float32, and with the rewards that they were made from."""
+        """The step's batch with its advantages, (B, T) float32, the returns for a critic, and the rewards behind them."""
         batch = self._changed(batch, "rewards")
-        advantages = self.advantage(batch).float()
-        batch = batch.replace(advantages=advantages[:, None] * batch.loss_mask if advantages.dim() == 1 else advantages)
+        found = self.advantage(batch)
+        advantages, returns = found if isinstance(found, tuple) else (found, batch.returns)
+        spread = advantages[:, None] * batch.loss_mask if advantages.dim() == 1 else advantages
+        batch = batch.replace(advantages=spread.float(), returns=returns)
         return self._changed(batch, "advantages")
 
     @torch.no_grad()

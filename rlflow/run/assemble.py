@@ -23,6 +23,7 @@ from rlflow.run.directory import RunDirectory
 from rlflow.run.origin import mark_own
 from rlflow.run.preflight import run_path
 from rlflow.trainer.base import Trainer
+from rlflow.trainer.options import CriticOptions
 from rlflow.types import Task
 
 logger = logging.getLogger(__name__)
@@ -113,6 +114,9 @@ def make_trainer(config: RunConfig) -> Trainer:
     section.check(ranks)
     options = dataclasses.asdict(section)
     options |= {"dtype": config.model.dtype, "trust_remote_code": config.model.trust_remote_code, "seed": config.run.seed}
+    if config.algorithm.critic is not None:
+        critic = CriticOptions.of(config.algorithm.critic).decaying_over(config.updates)
+        options["critic"] = dataclasses.asdict(critic)
     if ranks == 0:
         return Trainer.from_pretrained(config.model.path, **options)
     return RayTrainer(config.model.path, **dataclasses.asdict(config.cluster), **options)

@@ -100,14 +100,14 @@ class Checkpoints:
 
     def find_damage(self, step: int) -> str | None:
         """One line about what is wrong with the checkpoint; None where all its files are what was written."""
-        path = self.path(step)
+        trainer = self.path(step) / TRAINER
         try:
             self.read_state(step)
-            manifest = path / TRAINER / TRAINER_MANIFEST
-            files = read_fingerprints(read_sealed(manifest), manifest)
+            manifests = (trainer / TRAINER_MANIFEST, *trainer.glob(f"*/{TRAINER_MANIFEST}"))  # of further models below it
+            files = [(manifest.parent, read_fingerprints(read_sealed(manifest), manifest)) for manifest in manifests]
         except DamagedCheckpointError as error:
             return str(error)
-        return find_damage(path / TRAINER, files)
+        return next((damage for folder, held in files if (damage := find_damage(folder, held))), None)
 
     def read_state(self, step: int) -> dict[str, Any]:
         """The run's part of the checkpoint of a step.

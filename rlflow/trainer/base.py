@@ -1,18 +1,21 @@
-"""The Trainer interface, and how one is made from a HuggingFace directory."""
+"""The Trainer interface, how one is made from a HuggingFace directory, and a policy with a critic beside it."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from rlflow.components import TRAINER
-from rlflow.errors import ConfigError
-from rlflow.trainer.options import TrainerOptions
-from rlflow.types import Batch, Loss, LossResult, PolicyOutput
+from rlflow.errors import CheckpointError, ConfigError, did_you_mean
+from rlflow.trainer.options import CriticOptions, TrainerOptions
+from rlflow.types import Batch, Loss, LossResult, PolicyOutput, as_loss
+
+CRITIC = "critic"
+"""The folder of the critic in a checkpoint."""
 
 LossFunction = Callable[[PolicyOutput, Batch], LossResult]
 """(PolicyOutput, Batch) -> per-token loss (B, T) and metrics, (B, T) each. A `Loss` says besides what it `needs`."""
@@ -23,11 +26,23 @@ class Trainer(ABC):
     same arguments and get the same answers."""
 
     @staticmethod
-    def from_pretrained(path: str | Path, backend: str = "megatron", **options: Any) -> Trainer:
+    def from_pretrained(
+        path: str | Path, backend: str = "megatron", *, critic: Mapping[str, Any] | None = None, **options: Any
+    ) -> Trainer:
         """A trainer over the weights of a HuggingFace directory. backend: megatron, reference (one device, plain torch), one of
         an installed package, `package.module:Name` or `file.py:Name`. options: those of `TrainerOptions`, dtype, seed,
-        trust_remote_code. Raises ConfigError."""
-        return TRAINER.resolve(backend, "trainer.backend")(path, **options)
+        trust_remote_code. critic: `CriticOptions` of a critic beside it (`ActorCritic`). Raises ConfigError."""
+        make = TRAINER.resolve(backend, "trainer.backend")
+        if critic is None:
+            return make(path, **options)
+        own = CriticOptions.of(critic)
+        policy = make(path, **options)
+        try:
+            values = make(path, **{**options, "lr": own.lr, "schedule": own.schedule}, values=True)
+        except BaseException:  # nobody could close it any more
+            policy.close()
+            raise
+        return ActorCritic(policy, values, own.warmup_updates)
 
     @classmethod
     def check_options(cls, options: TrainerOptions, ranks: int = 0) -> None:
@@ -38,7 +53,8 @@ class Trainer(ABC):
         self, batch: Batch, model: str = "policy", want: Sequence[str] = ("logprobs",), top_k: int = 0
     ) -> dict[str, Tensor]:
         """Without gradients: {name: (B, T) float32 on the CPU}; position t scores token t, at the row's temperature.
-        model: policy, or the name of a snapshot or of a frozen model. want: logprobs, entropy. top_k: `top_ids` (B, T, k) too,
+        model: policy, or the name of a snapshot or of a frozen model. want: logprobs, entropy; with a critic values (of the state
+        before the token). top_k: `top_ids` (B, T, k) too,
         the likeliest tokens in the place of each, and `top_logprobs`. Raises ConfigError for a k above the vocabulary."""
 
     @abstractmethod
@@ -87,3 +103,87 @@ class Trainer(ABC):
 
     def close(self) -> None:
         """Frees process groups and memory."""
+
+
+def check_wanted(want: Sequence[str], critic: bool) -> None:
+    """Raises ConfigError for what a trainer cannot score: a policy gives logprobs and entropy, a critic values."""
+    known = ("values",) if critic else ("logprobs", "entropy")
+    for name in want:
+        if name == "values" and not critic:
+            raise ConfigError("trainer.score: values come from a critic, found none; set algorithm.critic={lr: 1e-5}.")
+        if name not in known:
+            raise ConfigError(
+                f"trainer.score: expected {' or '.join(known)}, found '{name}'.{did_you_mean(name, known)}"
+            )
+
+
+class ActorCritic(Trainer):
+    """A policy and a critic: a second model of the same backend and layout, with a value head in place of the output layer, its
+    own optimizer, learning rate and gradient norm. It starts from the policy's weights and a head of zeros.
+
+    `update` gives each the terms of the loss that are about it (`Loss.split`). The first `warmup_updates` updates are the
+    critic's alone; checkpoints hold it in a folder of its own; `weights`, snapshots and what follows from them are the
+    policy's."""
+
+    def __init__(self, policy: Trainer, critic: Trainer, warmup_updates: int = 0) -> None:
+        self.policy, self.critic, self.warmup_updates = policy, critic, warmup_updates
+        self.critic_updates = 0
+
+    def score(
+        self, batch: Batch, model: str = "policy", want: Sequence[str] = ("logprobs",), top_k: int = 0
+    ) -> dict[str, Tensor]:
+        of_policy = tuple(name for name in want if name != "values")
+        scores = self.policy.score(batch, model, of_policy, top_k) if of_policy or top_k else {}
+        return scores | self.critic.score(batch, want=("values",)) if "values" in want else scores
+
+    def update(self, batch: Batch, loss: Loss | LossFunction) -> dict[str, float]:
+        """Metrics are the policy's, those that only the critic's terms have, and the critic's loss, gradient_norm and lr as
+        `critic_...`. While the critic is warmed up alone, lr is 0 and the policy has no others."""
+        of_policy, of_critic = as_loss(loss).split()
+        metrics, values = {"lr": 0.0}, {}
+        warming = of_critic is not None and self.critic_updates < self.warmup_updates
+        if of_critic is not None:
+            values = self.critic.update(batch, of_critic)
+            self.critic_updates += 1
+        if of_policy is not None and not warming:
+            metrics = self.policy.update(batch, of_policy)
+        own = {f"critic_{name}": values.pop(name) for name in ("loss", "gradient_norm", "lr") if name in values}
+        values.pop("updates_skipped", None)
+        return {**values, **own, **metrics}
+
+    def snapshot(self, name: str) -> None:
+        self.policy.snapshot(name)
+
+    def load_frozen(self, name: str, path: str | Path) -> None:
+        self.policy.load_frozen(name, path)
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        return self.policy.weights()
+
+    def save(self, path: str | Path, step: int) -> None:
+        self.policy.save(path, step)
+        self.critic.save(Path(path) / CRITIC, self.critic_updates)
+
+    def begin_save(self, path: str | Path, step: int) -> None:
+        self.policy.begin_save(path, step)
+        self.critic.begin_save(Path(path) / CRITIC, self.critic_updates)  # its step is the count of its updates
+
+    def finish_save(self, wait: bool = True) -> bool:
+        return self.policy.finish_save(wait) & self.critic.finish_save(wait)
+
+    def load(self, path: str | Path) -> int:
+        if not (Path(path) / CRITIC).is_dir():
+            raise CheckpointError(
+                f"{path}: expected a critic in it, found none: it was written without algorithm.critic. Begin a new run from its "
+                "export, or resume without a critic."
+            )
+        step = self.policy.load(path)
+        self.critic_updates = self.critic.load(Path(path) / CRITIC)
+        return step
+
+    def peak_memory(self) -> dict[str, float]:
+        return self.policy.peak_memory()
+
+    def close(self) -> None:
+        self.critic.close()
+        self.policy.close()

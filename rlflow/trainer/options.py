@@ -14,9 +14,31 @@ from rlflow.errors import ConfigError
 from rlflow.trainer.layout import ParallelLayout
 from rlflow.trainer.optimizers import OPTIMIZER, AdamW
 from rlflow.trainer.schedule import SCHEDULE
-from rlflow.values import Component, NonNegativeFloat, PositiveFloat, PositiveInt, checked
+from rlflow.values import Component, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, checked
 
 DType = Literal["float32", "bfloat16"]
+
+
+@dataclass(frozen=True)
+class CriticOptions:
+    """What can be said about a critic (`algorithm.critic`). In everything else it is trained as the policy is."""
+
+    lr: PositiveFloat = 1e-5
+    schedule: Annotated[Component, SCHEDULE] = field(default_factory=lambda: {"name": "constant"})
+    warmup_updates: NonNegativeInt = 0  # of the critic alone, before the policy's first
+
+    @classmethod
+    def of(cls, options: Mapping[str, Any]) -> CriticOptions:
+        """Raises ConfigError for an unknown key, and for a value of another type or out of range."""
+        return cls(**check_options(options, cls, where="algorithm.critic"))
+
+    def decaying_over(self, updates: int) -> CriticOptions:
+        """As `TrainerOptions.decaying_over`."""
+        return dataclasses.replace(self, schedule=_ending(self.schedule, "algorithm.critic.schedule", updates))
+
+    def check(self) -> None:
+        """Raises ConfigError for a schedule that does not fit."""
+        SCHEDULE.build(self.schedule, "algorithm.critic.schedule")(0, self.lr)
 
 
 @dataclass(frozen=True)
@@ -68,8 +90,7 @@ class TrainerOptions:
 
     def decaying_over(self, updates: int) -> TrainerOptions:
         """The options with a schedule that ends after so many optimizer updates, where it does not say itself when it ends."""
-        _, keywords = SCHEDULE.complete(self.schedule, "trainer.schedule", decay_steps=updates)
-        return dataclasses.replace(self, schedule={"name": self.schedule["name"], **keywords})
+        return dataclasses.replace(self, schedule=_ending(self.schedule, "trainer.schedule", updates))
 
     def check(self, ranks: int = 0) -> None:
         """Raises ConfigError for what contradicts itself, the number of ranks (0: this process alone), or the backend."""
@@ -78,6 +99,11 @@ class TrainerOptions:
         OPTIMIZER.check(self.optimizer, where="trainer.optimizer")
         if self.backend != TrainerOptions.backend:  # the default does everything, and takes seconds to import
             TRAINER.resolve(self.backend, "trainer.backend").check_options(self, ranks)
+
+
+def _ending(schedule: Mapping[str, Any], where: str, updates: int) -> dict[str, Any]:
+    _, keywords = SCHEDULE.complete(schedule, where, decay_steps=updates)
+    return {"name": schedule["name"], **keywords}
 
 
 def torch_dtype(name: str) -> torch.dtype:

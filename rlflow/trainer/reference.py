@@ -33,7 +33,7 @@ from rlflow.storage.integrity import (
     read_sealed,
     write_manifest,
 )
-from rlflow.trainer.base import LossFunction, Trainer
+from rlflow.trainer.base import LossFunction, Trainer, check_wanted
 from rlflow.trainer.options import TrainerOptions, torch_dtype
 from rlflow.trainer.reducing import check_loss, combine, finish_metrics, reduce_tokens, skipped
 from rlflow.trainer.scoring import check_new_name, check_top_k, empty_scores, teacher_top_ids
@@ -54,7 +54,8 @@ class ReferenceTrainer(Trainer):
     """Takes the keywords of every trainer (`TrainerOptions`), but for what needs more than one device.
 
     Parameters, gradients and optimizer state are float32; dtype bfloat16 computes under autocast and gives out bfloat16
-    weights. `seed` and `logits_chunk_mib` are accepted because every trainer takes them; logits are whole here.
+    weights. `seed` and `logits_chunk_mib` are accepted because every trainer takes them; logits are whole here. values: a
+    critic, whose `score` gives values and whose losses get them.
     """
 
     def __init__(
@@ -65,6 +66,7 @@ class ReferenceTrainer(Trainer):
         seed: int = 0,
         trust_remote_code: bool = False,
         device: str | None = None,
+        values: bool = False,
         **options: Any,
     ) -> None:
         given = TrainerOptions.of(options)
@@ -75,7 +77,9 @@ class ReferenceTrainer(Trainer):
         self.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         self.max_gradient_norm = given.max_gradient_norm
         self.tokens_per_microbatch = given.tokens_per_microbatch
-        self.model = load_model(path, trust_remote_code).to(self.device)
+        self.values = values
+        policy = load_model(path, trust_remote_code)
+        self.model = (Critic(policy) if values else policy).to(self.device)
         parameters = list(self.model.parameters())
         self.optimizer = torch.optim.AdamW(
             [
@@ -112,20 +116,19 @@ class ReferenceTrainer(Trainer):
     def score(
         self, batch: Batch, model: str = "policy", want: Sequence[str] = ("logprobs",), top_k: int = 0
     ) -> dict[str, Tensor]:
-        unknown = sorted(set(want) - {"logprobs", "entropy"})
-        if unknown:
-            raise ConfigError(f"trainer.score: can give logprobs and entropy, found {', '.join(unknown)}")
-        policy: Any = self.model  # a teacher may have more rows, of padding
-        check_top_k(top_k, vocab := policy.get_input_embeddings().num_embeddings)
+        check_wanted(want, self.values)
+        if top_k:
+            policy: Any = self.model  # a teacher may have more rows, of padding
+            check_top_k(top_k, vocab := policy.get_input_embeddings().num_embeddings)
         result = empty_scores(batch, want, top_k)
         for rows in self._microbatches(batch):
             part = batch.select(rows).to(self.device)
-            logits = self._logits(part, model)
+            found = self._head(part, model)
             if top_k:
-                ids = F.pad(logits[:, :-1, :vocab].topk(top_k, dim=-1).indices, (0, 0, 1, 0))
+                ids = F.pad(found[:, :-1, :vocab].topk(top_k, dim=-1).indices, (0, 0, 1, 0))
                 ids *= (torch.arange(ids.shape[1], device=ids.device) < part.lengths[:, None])[..., None]
                 part = part.replace(extras={TEACHER_TOP_IDS: ids})
-            output = policy_output(logits, part, frozenset(want) | ({"top_logprobs"} if top_k else set()))
+            output = self._described(found, part, frozenset(want) | ({"top_logprobs"} if top_k else set()))
             for name, whole in result.items():
                 values = ids if name == "top_ids" else getattr(output, name)
                 whole[torch.tensor(rows), : values.shape[1]] = values.to(whole)
@@ -169,6 +172,8 @@ class ReferenceTrainer(Trainer):
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         for name, value in self.model.named_parameters():  # names a tied lm_head once, as the embedding
+            if name.startswith("output_layer."):  # a critic's own
+                continue
             yield name, value.detach().to(device="cpu", dtype=self.dtype, copy=True)
 
     def save(self, path: str | Path, step: int) -> None:
@@ -223,15 +228,26 @@ class ReferenceTrainer(Trainer):
     ) -> PolicyOutput:
         """Log-probs of every real token (of those wanted) but the first, at the row's temperature. Rows are right-padded and
         attention is causal, so padding cannot reach a real token and needs no attention mask."""
-        return policy_output(self._logits(batch, model), batch, want, wanted)
+        return self._described(self._head(batch, model), batch, want, wanted)
 
-    def _logits(self, batch: Batch, model: str) -> Tensor:
-        """(B, T, V)"""
+    def _described(
+        self, found: Tensor, batch: Batch, want: frozenset[str], wanted: Tensor | None = None
+    ) -> PolicyOutput:
+        """What the head gave, at the tokens that it describes."""
+        if self.values:
+            values = at_tokens(found[:, :-1].float(), batch, wanted)
+            return PolicyOutput(logprobs=torch.full_like(values, torch.nan), values=values)
+        return policy_output(found, batch, want, wanted)
+
+    def _head(self, batch: Batch, model: str) -> Tensor:
+        """(B, T, V) logits; (B, T) values of a critic."""
         arguments = {"input_ids": batch.tokens, "use_cache": False}
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.dtype is torch.bfloat16):
             if model == "policy" or model in self.frozen:
-                return self.frozen.get(model, self.model)(**arguments).logits
-            return torch.func.functional_call(self.model, self._snapshot(model), (), arguments).logits
+                output = self.frozen.get(model, self.model)(**arguments)
+            else:
+                output = torch.func.functional_call(self.model, self._snapshot(model), (), arguments)
+        return output if self.values else output.logits
 
     def _snapshot(self, name: str) -> dict[str, Tensor]:
         if name not in self.snapshots:
@@ -271,6 +287,20 @@ class ReferenceTrainer(Trainer):
             )
         for name, value in policy.items():
             parameters[name].copy_(value)
+
+
+class Critic(torch.nn.Module):
+    """A language model with one number per token, (B, T), in place of the logits; the layer that gives it starts as 0."""
+
+    def __init__(self, policy: Any) -> None:
+        super().__init__()
+        self.model = policy.get_decoder()  # of that name, its parameters are called as in the language model
+        self.output_layer = torch.nn.Linear(policy.config.hidden_size, 1)
+        for parameter in self.output_layer.parameters():
+            torch.nn.init.zeros_(parameter)
+
+    def forward(self, **arguments: Any) -> Tensor:
+        return self.output_layer(self.model(**arguments).last_hidden_state).squeeze(-1)
 
 
 def load_model(path: str | Path, trust_remote_code: bool = False) -> torch.nn.Module:
@@ -325,18 +355,21 @@ def policy_output(
     temperatures = torch.where(batch.temperatures > 0, batch.temperatures, 1.0)
     log_softmax = (logits[:, :-1].float() / temperatures[:, None, None]).log_softmax(dim=-1)
     chosen = log_softmax.gather(-1, batch.tokens[:, 1:, None]).squeeze(-1)
+    spread = top = None
+    if "entropy" in want:
+        spread = at_tokens(-(log_softmax.exp() * log_softmax).sum(dim=-1), batch, wanted)
+    if "top_logprobs" in want:
+        top = at_tokens(log_softmax.gather(-1, teacher_top_ids(batch)[:, 1:]), batch, wanted)
+    return PolicyOutput(at_tokens(chosen, batch, wanted), spread, top_logprobs=top)
+
+
+def at_tokens(values: Tensor, batch: Batch, wanted: Tensor | None) -> Tensor:
+    """(B, T - 1, ...), position t - 1 of which describes token t -> (B, T, ...); position 0, padding and what is not wanted are
+    0."""
     positions = torch.arange(batch.tokens.shape[1], device=batch.tokens.device)
     real = positions < batch.lengths[:, None]
-    if wanted is not None:
-        real = real & wanted
-
-    def place(values: Tensor) -> Tensor:
-        return torch.where(real, F.pad(values, (1, 0)), 0.0)
-
-    spread = place(-(log_softmax.exp() * log_softmax).sum(dim=-1)) if "entropy" in want else None
-    top = None
-    if "top_logprobs" in want:
-        found = log_softmax.gather(-1, teacher_top_ids(batch)[:, 1:])
-        top = torch.where(real[..., None], F.pad(found, (0, 0, 1, 0)), 0.0)
-    return PolicyOutput(place(chosen), spread, top_logprobs=top)
+    real = real if wanted is None else real & wanted
+    deeper = values.dim() - 2
+    placed = F.pad(values, (*(0 for _ in range(2 * deeper)), 1, 0))
+    return torch.where(real.reshape(*real.shape, *(1 for _ in range(deeper))), placed, 0.0)
 

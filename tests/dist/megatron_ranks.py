@@ -128,15 +128,15 @@ def train(
 
 
 def rank_main(rank: int, rendezvous: str, jobs: list[dict[str, Any]]) -> None:
-    """One rank: joins the others over a file, runs the jobs in order; rank 0 writes what came out."""
+    """One rank: joins the others over a file, runs the jobs in order, each by its `train`; rank 0 writes what came out."""
     import torch.distributed as dist
 
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=RANKS)
     for job in jobs:
-        arguments = {key: value for key, value in job.items() if key != "result"}
-        result = train(**arguments)
+        arguments = {key: value for key, value in job.items() if key not in ("result", "train")}
+        result = job.get("train", train)(**arguments)
         same: list[Any] = [None] * RANKS
         dist.all_gather_object(same, (result["metrics"], digest(result["weights"].items())))
         result["same_on_all_ranks"] = all(other == same[0] for other in same)

@@ -16,13 +16,14 @@ import psutil
 import pytest
 import torch
 
-from rlflow.algorithms import EntropyLoss, PPOClipLoss, SumLoss, token_weights
+from rlflow.algorithms import EntropyLoss, PPOClipLoss, SumLoss, ValueLoss, token_weights
 from rlflow.batching import make_batch
 from rlflow.cluster.trainer import RankStuck, RayTrainer
 from rlflow.components import LOSS
 from rlflow.config.schema import ClusterSection, ModelSection, RunConfig
 from rlflow.errors import ConfigError, MissingPackageError, RLFlowError
 from rlflow.run.assemble import make_trainer
+from rlflow.trainer.base import Trainer
 from rlflow.trainer.options import TrainerOptions
 from rlflow.trainer.reference import ReferenceTrainer
 from rlflow.types import Batch, PolicyOutput, Segment, StopReason, Trajectory
@@ -126,6 +127,31 @@ def test_a_frozen_model_of_another_size_scores_as_in_one_process(two_ranks, mode
     assert torch.equal(found["top_ids"], expected["top_ids"])
     for name in ("logprobs", "top_logprobs"):
         torch.testing.assert_close(found[name], expected[name], atol=1e-5, rtol=0)
+
+
+@needs_ray
+@pytest.mark.dist
+@pytest.mark.slow
+def test_a_critic_trains_in_ray_actors_as_in_one_process(model_path, batch, tmp_path):
+    """Its checkpoint too."""
+    draw = torch.Generator().manual_seed(3)
+    targets = batch.replace(values=torch.zeros(batch.tokens.shape), returns=torch.randn(batch.tokens.shape, generator=draw))
+    options, loss = {**OPTIONS, "critic": {"lr": 1e-2}}, SumLoss((PPOClipLoss(), ValueLoss(clip=None)))
+    oracle = Trainer.from_pretrained(model_path, "reference", **options)
+    ranks = RayTrainer(model_path, ranks=2, **options)
+    try:
+        for _ in range(3):
+            expected, report = oracle.update(targets, loss), ranks.update(targets, loss)
+            for name in ("loss", "gradient_norm", "critic_loss", "critic_gradient_norm", "critic_lr", "value_loss"):
+                assert report[name] == pytest.approx(expected[name], rel=2e-5), name
+        values = ranks.score(targets, want=("values",))["values"]
+        torch.testing.assert_close(values, oracle.score(targets, want=("values",))["values"], atol=1e-4, rtol=1e-4)
+        ranks.save(tmp_path / "checkpoint", 3)
+        ranks.update(targets, loss)
+        assert ranks.load(tmp_path / "checkpoint") == 3
+        assert torch.equal(ranks.score(targets, want=("values",))["values"], values)
+    finally:
+        ranks.close()
 
 
 @needs_ray

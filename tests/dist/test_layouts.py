@@ -19,6 +19,7 @@ from rlflow.models.huggingface import digest, iterate_weights
 from rlflow.trainer.base import Trainer
 from rlflow.types import Batch
 from tests import rounding
+from tests.dist import critic_ranks
 from tests.dist.megatron_ranks import OPTIONS, PolicyGradientWithEntropy, launch, make_batch, train
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(1000)]  # the ranks of all cases start with the first test
@@ -76,6 +77,8 @@ LOADED = ["qwen3 TP2 CP2 SP DO packed full", "qwen2-tied TP2 PP2 VPP2", "llama P
 """They continue from a checkpoint of one process."""
 ROUNDED = ["qwen2-tied TP2 PP2 SP bf16", "qwen2-tied PP2 VPP2 CP2 DO packed bf16"]
 OBSERVATIONS = "qwen2-tied PP2 VPP2 CP2"
+CRITIC = "qwen2-tied TP2 PP2 SP packed"
+"""Others are in test_critic."""
 SLOW = [
     *(f"{model} {layout}".strip() for model in list(MODELS)[:4] for layout in ("TP2 PP2", "TP2", "PP2", "PP4", "")),
     *(
@@ -129,10 +132,12 @@ def single(directory: Path) -> dict[str, dict[str, Any]]:
     }
 
 
-def run(directory: Path, cases: Iterable[str], limit_s: float) -> dict[str, dict[str, Any]]:
-    """What one launch of the ranks gives for each case."""
+def run(
+    directory: Path, cases: Iterable[str], limit_s: float, others: Iterable[dict[str, Any]] = ()
+) -> dict[str, dict[str, Any]]:
+    """What one launch of the ranks gives for each case; other jobs go with them."""
     jobs = {case: make_job(directory, case) for case in cases}
-    launch(directory, list(jobs.values()), limit_s)
+    launch(directory, [*jobs.values(), *others], limit_s)
     return {case: torch.load(job["result"], weights_only=False) for case, job in jobs.items()}
 
 
@@ -149,9 +154,17 @@ def make_job(directory: Path, case: str) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def fast(directory: Path, single: Any) -> dict[str, dict[str, Any]]:
+def critic(directory: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The ranks' job, and what one process gives."""
+    model = CRITIC.split()[0]
+    expected = critic_ranks.train_alone(directory, model)
+    return critic_ranks.make_job(directory, model, CRITIC, options_of(CRITIC)), expected
+
+
+@pytest.fixture(scope="module")
+def fast(directory: Path, single: Any, critic: Any) -> dict[str, dict[str, Any]]:
     observations = [f"{OBSERVATIONS} {word}" for word in ("observed", "changed")]
-    return run(directory, [*FAST, *FEW_ROWS, *ROUNDED, *observations], limit_s=900)
+    return run(directory, [*FAST, *FEW_ROWS, *ROUNDED, *observations], limit_s=900, others=[critic[0]])
 
 
 @pytest.fixture(scope="module")
@@ -257,6 +270,10 @@ def test_a_checkpoint_of_one_rank_continues_on_four(case: str, fast: Any, single
 @pytest.mark.parametrize("case", FEW_ROWS)
 def test_dummy_microbatches_change_nothing(case: str, fast: Any, directory: Path) -> None:
     check(case, fast[case], train(directory / "qwen2-tied", batch_of(case)), directory)
+
+
+def test_a_critic_over_ranks_is_one_plain_critic_and_its_checkpoints_load_both_ways(fast: Any, critic: Any) -> None:
+    critic_ranks.check(*critic)
 
 
 def test_another_observation_at_the_end_of_a_row_changes_no_gradient(fast: Any) -> None:

@@ -62,8 +62,8 @@ def write_letters_model(path: Path, family: str = "qwen2", **sizes: Any) -> Path
     return path
 
 
-def letters_config(model: Path, runs: Path, *overrides: str) -> RunConfig:
-    """A run of a few seconds that solves the task; the run directory is `runs/letters`."""
+def letters_config(model: Path, runs: Path, *overrides: str, preset: str | None = None) -> RunConfig:
+    """A run of a few seconds that solves the task; the run directory is `runs/letters`. preset: another algorithm."""
     values = [
         f"run.directory={runs}/{{name}}", "run.name=letters", "run.steps=40", f"model.path={model}",
         f"environment={{name: '{REFERENCE}'}}", "rollout.prompts_per_step=12", "rollout.samples_per_prompt=8",
@@ -71,7 +71,7 @@ def letters_config(model: Path, runs: Path, *overrides: str) -> RunConfig:
         "trainer.lr=5e-3", "trainer.optimizer={name: adamw, weight_decay: 0, beta2: 0.99}", "evaluation.every_steps=10",
         "evaluation.temperature=1.0", "checkpoint.every_steps=10", "metrics.progress=none",
     ]  # fmt: skip
-    return load_config(None, [*values, *overrides])
+    return load_config(None, [*values, *overrides], preset)
 
 
 def write_config(config: RunConfig, path: Path) -> Path:

@@ -13,5 +13,7 @@ BUILT_IN = {
     "turn_returns": "rlflow.algorithms.advantages.turns:turn_returns",
     "step_grpo": "rlflow.algorithms.advantages.turns:step_grpo",
     "opd": "rlflow.algorithms.advantages.opd:OnPolicyDistillation",
+    "gae": "rlflow.algorithms.advantages.gae:GAE",
+    "vtrace": "rlflow.algorithms.advantages.vtrace:VTrace",
 }
 """Name -> `module:Name`."""

@@ -35,14 +35,16 @@ class OnPolicyDistillation(Advantage):
         own = {"teacher", "proximal"} if self._anchor == "proximal" else {"teacher"}
         return frozenset(own) | (frozenset() if self._base is None else self._base.needs)
 
-    def __call__(self, batch: Batch) -> Tensor:
+    def __call__(self, batch: Batch) -> Tensor | tuple[Tensor, Tensor]:
         teacher = batch.require("teacher_logprobs", "advantage opd")
         gap = teacher - anchor_logprobs(batch, self._anchor, "advantage opd")
         advantages = torch.where(batch.loss_mask, self._coefficient * gap, 0.0)
         if self._base is None:
             return advantages
-        base = self._base(batch).float()
-        return advantages + (base[:, None] * batch.loss_mask if base.dim() == 1 else base)
+        found = self._base(batch)
+        base, *returns = found if isinstance(found, tuple) else (found,)
+        advantages = advantages + (base[:, None] * batch.loss_mask if base.dim() == 1 else base).float()
+        return (advantages, returns[0]) if returns else advantages
 
     def state_dict(self) -> dict[str, Any]:
         return {} if self._base is None else self._base.state_dict()

@@ -13,6 +13,7 @@ BUILT_IN = {
     "kl": "rlflow.algorithms.losses.kl:KLLoss",
     "entropy": "rlflow.algorithms.losses.entropy:EntropyLoss",
     "entropy_target": "rlflow.algorithms.losses.entropy:EntropyTargetLoss",
+    "value": "rlflow.algorithms.losses.value:ValueLoss",
     "sft": "rlflow.algorithms.losses.sft:SFTLoss",
     "teacher_kl": "rlflow.algorithms.losses.teacher_kl:TeacherKLLoss",
 }

@@ -56,6 +56,8 @@ class EntropyTargetLoss(Loss):
         return -used * entropy, metrics
 
     def observe(self, metrics: Mapping[str, float]) -> None:
+        if "entropy" not in metrics:  # of an update of the critic alone
+            return
         entropy = metrics["entropy"]
         self.active = entropy <= self.target
         change = self.step if entropy < self.target else -self.step if entropy > self.target else 0.0

@@ -44,3 +44,7 @@ class Monitored(Loss):
             gap = gap * batch.logprobs_known[:, None]
         assert output.entropy is not None
         return loss, {"logprob_gap": gap, "entropy": output.entropy.detach(), **metrics}
+
+    def split(self) -> tuple[Loss | None, Loss | None]:
+        of_policy, of_critic = self.loss.split()
+        return None if of_policy is None else Monitored(of_policy), of_critic

@@ -66,9 +66,9 @@ def token_logprobs(
         predicting, layer.weight, targets[valid], scale[valid], layer, want_entropy
     )
     return (
-        _described(logprobs[:, 0], valid, context_group),
-        _described(entropy, valid, context_group) if want_entropy else None,
-        _described(logprobs[:, 1:], valid, context_group) if others is not None else None,
+        at_tokens(logprobs[:, 0], valid, context_group),
+        at_tokens(entropy, valid, context_group) if want_entropy else None,
+        at_tokens(logprobs[:, 1:], valid, context_group) if others is not None else None,
     )
 
 
@@ -93,7 +93,7 @@ def top_tokens(
         values, ids = logits.topk(min(count, part), dim=1)
         values, ids = _gathered(values, layer.group), _gathered(ids + rank * part, layer.group)
         found[rows] = ids.gather(1, values.topk(count, dim=1).indices)
-    return _described(found, valid, context_group)
+    return at_tokens(found, valid, context_group)
 
 
 def _predicting(
@@ -104,16 +104,20 @@ def _predicting(
         hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True, group=layer.group)
     else:
         hidden = copy_to_tensor_model_parallel_region(hidden, group=layer.group)
-    positions = torch.arange(places.shape[1], device=places.device)
-    valid = positions[1:] < lengths.unsqueeze(1)  # (B, T - 1): of token t + 1, which hidden state t predicts
-    if wanted is not None:
-        valid = valid & wanted[:, 1:]
-    valid = valid & (places[:, :-1] >= 0)
+    valid = predicted_here(lengths, places, wanted)
     return hidden.flatten(0, 1).index_select(0, places[:, :-1][valid]), valid
 
 
-def _described(values: Tensor, valid: Tensor, context_group: ProcessGroup) -> Tensor:
-    """(N, ...) of the valid tokens -> (B, T, ...) of all, those of other context-parallel ranks included."""
+def predicted_here(lengths: Tensor, places: Tensor, wanted: Tensor | None) -> Tensor:
+    """(B, T - 1) bool: whether hidden state t, which describes token t + 1, is this context-parallel rank's and wanted."""
+    positions = torch.arange(1, places.shape[1], device=places.device)
+    valid = (positions < lengths.unsqueeze(1)) & (places[:, :-1] >= 0)
+    return valid if wanted is None else valid & wanted[:, 1:]
+
+
+def at_tokens(values: Tensor, valid: Tensor, context_group: ProcessGroup) -> Tensor:
+    """(B, T, ...) on every context-parallel rank: the values (N, ...) of each one's `valid` hidden states (B, T - 1) at the
+    tokens that they describe, 0 elsewhere."""
     further = values.shape[1:]
     spread = valid.reshape(*valid.shape, *(1 for _ in further)).expand(*valid.shape, *further)
     here = F.pad(values.new_zeros(spread.shape).masked_scatter(spread, values), (*(0 for _ in 2 * further), 1, 0))

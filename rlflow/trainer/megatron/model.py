@@ -28,6 +28,7 @@ from rlflow.trainer.layout import ParallelLayout
 from rlflow.trainer.megatron.cpu import device
 from rlflow.trainer.megatron.layers import ColumnLinear, RMSNorm, RowLinear, SwiGLU, TorchAttention
 from rlflow.trainer.megatron.logprobs import OutputLayer
+from rlflow.trainer.megatron.value_head import ValueHead
 from rlflow.trainer.megatron.world import World
 
 RECOMPUTE: dict[str, dict[str, Any]] = {
@@ -44,6 +45,8 @@ class PolicyModel(GPTModel):
 
     vocab: int
     chunk_bytes: int
+    own_parameters: frozenset[str] = frozenset()
+    """Those that HuggingFace directories do not hold."""
 
     def _postprocess(self, hidden_states: Tensor, **_: Any) -> Tensor:
         """(T, B, hidden), also on the last stage; split by tokens under sequence parallelism."""
@@ -61,19 +64,51 @@ class PolicyModel(GPTModel):
         )
 
 
+class ValueModel(PolicyModel):
+    """A critic: one number per token in place of the logits. Its last layer is whole on every rank and starts as 0."""
+
+    own_parameters = frozenset({"output_layer.weight", "output_layer.bias"})
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**{**options, "share_embeddings_and_output_weights": False})
+        if not self.post_process:
+            return
+        self.output_layer = torch.nn.Linear(self.config.hidden_size, 1, dtype=self.config.params_dtype)
+        for parameter in self.output_layer.parameters():
+            torch.nn.init.zeros_(parameter)
+            # Marks of Megatron's: each rank's gradient is of its own tokens, and the gradient norm counts one rank alone.
+            parameter.sequence_parallel = self.config.sequence_parallel  # type: ignore[attr-defined]
+            parameter.tensor_model_parallel = False  # type: ignore[attr-defined]
+
+    def head(self) -> ValueHead:  # type: ignore[override]
+        """The output layer of the last stage."""
+        return ValueHead(self.output_layer, self.pg_collection.tp, self.config.sequence_parallel)
+
+
 def build_model(
-    model: Architecture, world: World, dtype: torch.dtype, chunk_bytes: int, recompute: str = "none"
+    model: Architecture,
+    world: World,
+    dtype: torch.dtype,
+    chunk_bytes: int,
+    recompute: str = "none",
+    kind: type[PolicyModel] = PolicyModel,
 ) -> list[PolicyModel]:
     """This rank's model chunks, one per virtual pipeline stage, their weights not yet set. chunk_bytes: of float32 logits at
     a time. recompute: a key of RECOMPUTE."""
     config = transformer_config(model, world, dtype, recompute)
-    return [_build_chunk(model, world, config, number, chunk_bytes) for number in range(world.layout.virtual_pipeline)]
+    chunks = range(world.layout.virtual_pipeline)
+    return [_build_chunk(model, world, config, number, chunk_bytes, kind) for number in chunks]
 
 
 def _build_chunk(
-    model: Architecture, world: World, config: TransformerConfig, number: int, chunk_bytes: int
+    model: Architecture,
+    world: World,
+    config: TransformerConfig,
+    number: int,
+    chunk_bytes: int,
+    kind: type[PolicyModel],
 ) -> PolicyModel:
-    module = PolicyModel(
+    module = kind(
         config=config,
         transformer_layer_spec=_layer_spec(config, number),
         vocab_size=padded_vocab(model.vocab, world.tensor_parallel),
@@ -167,14 +202,14 @@ def parameter_name(rule: Rule, layer: int, model: Architecture, layout: Parallel
 
 @torch.no_grad()
 def load_weights(
-    chunks: Sequence[GPTModel], model: Architecture, world: World, weights: Mapping[str, Tensor]
+    chunks: Sequence[PolicyModel], model: Architecture, world: World, weights: Mapping[str, Tensor]
 ) -> None:
-    """Copies the HuggingFace tensors into the parameters of this rank's chunks.
+    """Copies the HuggingFace tensors into the parameters of this rank's chunks; a critic's own stay.
 
     Raises ModelError for missing or unknown tensors and for shapes that contradict config.json."""
     _check_names(model, weights)
     rest = [dict(chunk.named_parameters()) for chunk in chunks]
-    for rule, layer, chunk in _held_rules(model, world):
+    for rule, layer, chunk in _held_rules(chunks, model, world):
         sources = [weights[name] for name in rule.names(layer)]
         for name, source, shape in zip(rule.names(layer), sources, rule.shapes(model), strict=True):
             if tuple(source.shape) != shape:
@@ -184,15 +219,16 @@ def load_weights(
         # Megatron marks this only where it initialises the weights itself; the gradient norm counts unmarked parameters
         # on the first tensor-parallel rank alone.
         parameter.tensor_model_parallel = rule.split is not Split.REPLICATED
-    assert not any(rest), f"parameters without a rule: {[sorted(names) for names in rest]}"
+    unknown = [sorted(set(names) - chunks[0].own_parameters) for names in rest]
+    assert not any(unknown), f"parameters without a rule: {unknown}"
 
 
 def gather_weights(
-    chunks: Sequence[GPTModel], model: Architecture, world: World
+    chunks: Sequence[PolicyModel], model: Architecture, world: World
 ) -> Iterator[tuple[str, Tensor]]:
     """(HuggingFace name, full tensor on the CPU) pairs on every rank, one rule's tensors in memory at a time. A collective."""
     parameters = [dict(chunk.named_parameters()) for chunk in chunks]
-    for rule, layer in placed_rules(model):
+    for rule, layer in _rules(chunks, model):
         stage, chunk = stage_of(rule, layer, model, world.layout)
         if stage == world.pipeline_rank:
             local = parameters[chunk][parameter_name(rule, layer, model, world.layout)].detach()
@@ -215,13 +251,21 @@ def _all_shards(local: Tensor, world: World) -> list[Tensor]:
     return shards
 
 
-def _held_rules(model: Architecture, world: World) -> Iterator[tuple[Rule, int, int]]:
+def _rules(chunks: Sequence[PolicyModel], model: Architecture) -> Iterator[tuple[Rule, int]]:
+    """(rule, layer) of the HuggingFace tensors that the model holds: a critic has no projection to the vocabulary."""
+    return ((rule, layer) for rule, layer in placed_rules(model) if rule.megatron not in chunks[0].own_parameters)
+
+
+def _held_rules(
+    chunks: Sequence[PolicyModel], model: Architecture, world: World
+) -> Iterator[tuple[Rule, int, int]]:
     """(rule, layer, chunk) of everything that this rank holds."""
-    for rule, layer in placed_rules(model):
+    for rule, layer in _rules(chunks, model):
         stage, chunk = stage_of(rule, layer, model, world.layout)
         if stage == world.pipeline_rank:
             yield rule, layer, chunk
-    if model.tied and world.last_stage and not world.first_stage:
+    copied = model.tied and TIED_OUTPUT.megatron not in chunks[0].own_parameters
+    if copied and world.last_stage and not world.first_stage:
         yield TIED_OUTPUT, 0, world.layout.virtual_pipeline - 1
 
 

@@ -21,10 +21,14 @@ from rlflow.errors import RLFlowError
 from rlflow.trainer.megatron.cpu import device, native
 from rlflow.trainer.megatron.logprobs import OutputLayer, token_logprobs, top_tokens
 from rlflow.trainer.megatron.packing import Feed, Share, pack, pad
+from rlflow.trainer.megatron.value_head import ValueHead, token_values
 from rlflow.trainer.megatron.world import World
 from rlflow.trainer.reducing import reduce_tokens
 from rlflow.trainer.scoring import empty_scores, teacher_top_ids
 from rlflow.types import TEACHER_TOP_IDS, Batch, Loss, PolicyOutput, Reduction
+
+Head = OutputLayer | ValueHead
+"""What stands on the hidden states of the last stage."""
 
 
 @dataclass
@@ -81,7 +85,7 @@ def forward_backward(
     divides the gradients by the all-reduced number, which is N (`calculate_per_token_loss`). Context-parallel ranks see the
     same loss of the same whole rows, each backpropagates through its own tokens, and the first of them counts the tokens."""
 
-    def reduce(microbatch: Microbatch, hidden: Tensor, layer: OutputLayer) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    def reduce(microbatch: Microbatch, hidden: Tensor, layer: Head) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         batch = microbatch.batch
         output = _policy_output(hidden, microbatch, layer, world.context_group, loss.needs, wanted=batch.trained)
         per_token, metrics = loss(output, batch)
@@ -108,12 +112,12 @@ def score(
     top_k: int = 0,
     below: int = 0,
 ) -> dict[str, Tensor]:
-    """{name: (B, T) float32 on the CPU} for the wanted of logprobs and entropy, the same on all ranks; with `top_k` also
+    """{name: (B, T) float32 on the CPU} for what is wanted, the same on all ranks; with `top_k` also
     `top_ids` and `top_logprobs` (B, T, k), of ids below `below`."""
     microbatches = plan(batch, limits, world)
 
     def collect(
-        microbatch: Microbatch, hidden: Tensor, layer: OutputLayer
+        microbatch: Microbatch, hidden: Tensor, layer: Head
     ) -> tuple[Tensor, Tensor, tuple[list[int], dict[str, Tensor]]]:
         values: dict[str, Tensor] = {}
         if top_k:
@@ -156,13 +160,18 @@ def _check_shapes(values: dict[str, Tensor], batch: Batch) -> None:
 def _policy_output(
     hidden: Tensor,
     microbatch: Microbatch,
-    layer: OutputLayer,
+    layer: Head,
     context_group: ProcessGroup,
     want: frozenset[str],
     wanted: Tensor | None = None,
 ) -> PolicyOutput:
-    """What the heads on the last hidden states give: log-probs, and what is wanted besides."""
-    batch = microbatch.batch
+    """What the head on the last hidden states gives: a critic's values, else log-probs and what is wanted besides."""
+    batch, places = microbatch.batch, microbatch.feed.places
+    if isinstance(layer, ValueHead):
+        values = token_values(
+            hidden, batch.lengths, head=layer, places=places, context_group=context_group, wanted=wanted
+        )
+        return PolicyOutput(logprobs=torch.full_like(values, torch.nan), values=values)
     logprobs, entropy, top_logprobs = token_logprobs(
         hidden,
         batch.tokens,
@@ -170,7 +179,7 @@ def _policy_output(
         batch.temperatures,
         layer=layer,
         want_entropy="entropy" in want,
-        places=microbatch.feed.places,
+        places=places,
         context_group=context_group,
         wanted=wanted,
         others=teacher_top_ids(batch) if "top_logprobs" in want else None,
@@ -179,9 +188,10 @@ def _policy_output(
 
 
 def _top_ids(
-    hidden: Tensor, microbatch: Microbatch, layer: OutputLayer, context_group: ProcessGroup, count: int, below: int
+    hidden: Tensor, microbatch: Microbatch, layer: Head, context_group: ProcessGroup, count: int, below: int
 ) -> Tensor:
     """(B, T, count) as `top_tokens` has it. For their log-probs the output layer runs once more: they go the way of all."""
+    assert isinstance(layer, OutputLayer)  # a critic is never asked for tokens
     lengths, places = microbatch.batch.lengths, microbatch.feed.places
     return top_tokens(hidden, lengths, count, layer=layer, places=places, context_group=context_group, below=below)
 
@@ -189,7 +199,7 @@ def _top_ids(
 def _run(
     model: Sequence[MegatronModule],
     microbatches: Sequence[Microbatch],
-    reduce: Callable[[Microbatch, Tensor, OutputLayer], tuple[Tensor, Tensor, Any]],
+    reduce: Callable[[Microbatch, Tensor, Head], tuple[Tensor, Tensor, Any]],
     forward_only: bool,
 ) -> list[Any]:
     """What `reduce` gave third for each micro-batch, in order; empty on all but the last pipeline stage."""

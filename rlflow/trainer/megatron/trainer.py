@@ -12,16 +12,21 @@ from torch import Tensor
 from rlflow.errors import ConfigError, DataError, RLFlowError, did_you_mean
 from rlflow.models.architecture import architecture
 from rlflow.models.huggingface import WeightFiles, read_config
-from rlflow.trainer.base import LossFunction, Trainer
+from rlflow.trainer.base import LossFunction, Trainer, check_wanted
 from rlflow.trainer.megatron import checkpoint, cpu, offload, optimizer, step, world
 from rlflow.trainer.megatron.frozen import FrozenModel
-from rlflow.trainer.megatron.model import build_model, gather_weights, load_weights, named_parameters
+from rlflow.trainer.megatron.model import (
+    PolicyModel,
+    ValueModel,
+    build_model,
+    gather_weights,
+    load_weights,
+    named_parameters,
+)
 from rlflow.trainer.options import TrainerOptions, torch_dtype
 from rlflow.trainer.reducing import check_loss, finish_metrics, skipped
 from rlflow.trainer.scoring import check_new_name, check_top_k, empty_scores
 from rlflow.types import Batch, Loss, as_loss
-
-SCORES = ("logprobs", "entropy")
 
 
 class MegatronTrainer(Trainer):
@@ -29,7 +34,8 @@ class MegatronTrainer(Trainer):
 
     The ranks are those of torch.distributed where the caller initialised it (data parallel = ranks / (tensor * pipeline *
     context)); otherwise this process alone. options: those of `TrainerOptions`. logits_chunk_mib: what a micro-batch has beyond
-    it is computed again in the backward pass. recompute: none, selective (attention and MLP) or full (whole layers).
+    it is computed again in the backward pass. recompute: none, selective (attention and MLP) or full (whole layers). values: a
+    critic, with a value head in place of the output layer; `score` gives values, and losses get them.
     `trust_remote_code` is accepted for symmetry; no code of a model directory is ever run here."""
 
     def __init__(
@@ -39,6 +45,7 @@ class MegatronTrainer(Trainer):
         dtype: str = "float32",
         seed: int = 0,
         trust_remote_code: bool = False,
+        values: bool = False,
         **options: Any,
     ) -> None:
         given = TrainerOptions.of(options)
@@ -52,6 +59,7 @@ class MegatronTrainer(Trainer):
         weights = WeightFiles(path)
         self._limits = step.MicrobatchLimits(given.tokens_per_microbatch, given.packing)
         self._offload_snapshots, self._release_gradients = given.offload_snapshots, given.release_gradients
+        self._values = values
         self._updates = 0
         self._snapshots: dict[str, dict[str, Tensor]] = {}
         self._frozen: dict[str, FrozenModel] = {}
@@ -59,8 +67,9 @@ class MegatronTrainer(Trainer):
         self._world = world.join(layout, seed)
         try:
             with cpu.adapted():
+                kind = ValueModel if values else PolicyModel
                 self._chunks = build_model(
-                    self._architecture, self._world, weights_dtype, self._chunk_bytes, given.recompute
+                    self._architecture, self._world, weights_dtype, self._chunk_bytes, given.recompute, kind
                 )
                 load_weights(self._chunks, self._architecture, self._world, weights)
                 self._model = optimizer.wrap(self._chunks, given.distributed_optimizer)
@@ -104,9 +113,7 @@ class MegatronTrainer(Trainer):
     def score(
         self, batch: Batch, model: str = "policy", want: Sequence[str] = ("logprobs",), top_k: int = 0
     ) -> dict[str, Tensor]:
-        for name in want:
-            if name not in SCORES:
-                raise ConfigError(f"score: unknown quantity '{name}'.{did_you_mean(name, SCORES)}")
+        check_wanted(want, self._values)
         vocab = self._architecture.vocab
         check_top_k(top_k, vocab)
         if len(batch) == 0:

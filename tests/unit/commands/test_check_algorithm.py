@@ -107,6 +107,15 @@ def keeps_first_row(batch: Batch) -> Batch:
     return batch.replace(coefficients=(rows & batch.loss_mask).float())
 
 
+def half_returns(batch: Batch) -> Any:
+    """Advantages by row, so the returns ought to be left out or be by token too."""
+    return batch.require("rewards", "mine").float(), torch.zeros(batch.tokens.shape)
+
+
+def returns_by_place(batch: Batch) -> Any:
+    return torch.zeros(batch.tokens.shape), torch.arange(len(batch))[:, None].expand(batch.tokens.shape).float()
+
+
 class Counts(Part):
     """Remembers how often it was asked, but not in its state."""
 
@@ -145,6 +154,8 @@ FAULTS = [
     ("InPlace", None, "in place"),
     ("standardized", "advantage", "not finite"),
     ("by_place", "advantage", "rows in another order"),
+    ("half_returns", "advantage", "without returns"),
+    ("returns_by_place", "advantage", "rows in another order change the returns"),
     ("by_place", "aggregate", "shape"),
     ("forgetful", "transform", "expected a Batch"),
     ("remasks", None, "other batch.loss_mask"),

@@ -62,6 +62,18 @@ def test_whatever_stands_there_the_checkpoint_just_written_and_newer_ones_stay(
         assert checkpoints.find_damage(step) is None
 
 
+def test_damage_to_a_further_model_of_a_checkpoint_is_found(checkpoints: Checkpoints) -> None:
+    write(checkpoints, 1)
+    further = checkpoints.path(1) / TRAINER / "critic"
+    further.mkdir()
+    (further / "weights").write_text("values")
+    write_manifest(further / TRAINER_MANIFEST, {"step": 7}, {"weights": fingerprint(further / "weights")})
+    assert checkpoints.find_damage(1) is None
+    (further / "weights").write_text("velues")
+    damage = checkpoints.find_damage(1)
+    assert damage is not None and str(further / "weights") in damage
+
+
 def test_a_save_that_ends_early_leaves_the_last_good_checkpoint(checkpoints: Checkpoints) -> None:
     write(checkpoints, 1)
     (checkpoints.folder / "mine.partial").mkdir()

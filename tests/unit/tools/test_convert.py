@@ -60,6 +60,12 @@ def case(made: Path, tmp_path: Path) -> tuple[Path, Path, Path]:
     return tmp_path / "checkpoint", tmp_path / "hf", tmp_path / "out"
 
 
+def move_below(file: Path) -> None:
+    """Where a critic's would lie: what is left must not be taken for a folder of checkpoints."""
+    (file.parent / "critic").mkdir()
+    file.rename(file.parent / "critic" / file.name)
+
+
 def edit(file: Path, **changes: Any) -> None:
     file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
 
@@ -198,6 +204,7 @@ def shape_only(**changes: Any) -> Any:
 BAD = {
     "missing shard": (3, "__0_0.distcp: missing", lambda ckpt, ref: (ckpt / "__0_0.distcp").unlink()),
     "no .metadata": (3, "cut short", lambda ckpt, ref: (ckpt / ".metadata").unlink()),
+    "no .metadata, but another model's below": (3, "cut short", lambda ckpt, ref: move_below(ckpt / ".metadata")),
     "truncated": (4, "bytes found", truncate),
     "damaged .metadata": (4, "damaged", lambda ckpt, ref: (ckpt / ".metadata").write_bytes(b"\x80\x04abc")),
     "unknown family": (6, "'gpt9' is not supported", lambda ckpt, ref: edit(ref / "config.json", model_type="gpt9")),

@@ -45,16 +45,16 @@ def locate(path: Path) -> Path:
         return path
     if any(path.glob("mp_rank_*")):
         return path
+    if any(path.glob("*.distcp")) or (path / "metadata.json").exists():
+        raise ConversionError(
+            f"{path}/.metadata: missing; it is written last, so the save was cut short.", ExitCode.MISSING
+        )
     found = {*path.glob("*/.metadata"), *path.glob("*/mp_rank_*"), *path.glob("*/trainer/.metadata")}
     inside = sorted({file.relative_to(path).parts[0] for file in found})
     if len(inside) == 1:
         return locate(path / inside[0])
     if inside:
         raise ConversionError(f"{path}: holds several checkpoints; name one: {', '.join(inside)}.", ExitCode.MISSING)
-    if any(path.glob("*.distcp")) or (path / "metadata.json").exists():
-        raise ConversionError(
-            f"{path}/.metadata: missing; it is written last, so the save was cut short.", ExitCode.MISSING
-        )
     raise ConversionError(
         f"{path}: no checkpoint; expected .metadata and *.distcp files, or mp_rank_* directories.", ExitCode.UNSUPPORTED
     )
