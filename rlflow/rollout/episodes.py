@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from rlflow.environment import MAX_REWARD, Environment
-from rlflow.errors import ConfigError, EnvironmentContractError, ModelError, RolloutError
+from rlflow.errors import ConfigError, EnvironmentContractError, ModelError, RolloutError, described
 from rlflow.rollout.calls import CallThreads, call, deadline
 from rlflow.rollout.engine import Completion, Sampling
 from rlflow.rollout.tokenizer import Tokenizer
@@ -121,7 +121,7 @@ class EpisodePlayer:
             raise
         except Exception as failure:  # noqa: BLE001 -- the episode boundary: a failure of others must not end the run
             logger.info("episode %s aborted: %r", attempt.request_id, failure)
-            stop, error = StopReason.ABORTED, f"{type(failure).__name__}: {failure}"
+            stop, error = StopReason.ABORTED, described(failure)
         return self._trajectory(attempt, state, stop, error)
 
     async def _from_reset_to_close(self, attempt: Attempt, state: EpisodeState, generate: Generate) -> StopReason:
