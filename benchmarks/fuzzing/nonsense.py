@@ -52,7 +52,7 @@ def damaged(data: bytes, draw: random.Random) -> bytes:
     if not data:
         return draw.randbytes(draw.randint(0, 64))
     start, stop = sorted((draw.randrange(len(data) + 1), draw.randrange(len(data) + 1)))
-    kind = draw.randrange(9)
+    kind = draw.randrange(10)
     if kind == 0:
         changed = bytearray(data)
         for _ in range(draw.choice([1, 1, 1, 8, 64])):
@@ -73,6 +73,10 @@ def damaged(data: bytes, draw: random.Random) -> bytes:
     if kind == 6:
         return data[:stop] + data[start:]
     if kind == 7:
+        size = draw.randint(1, max(1, (stop - start) // 2))  # two ranges of a size, exchanged: what rows of a table look like
+        between = data[start + size : stop - size]
+        return data[:start] + data[stop - size : stop] + between + data[start : start + size] + data[stop:]
+    if kind == 8:
         return data[:start] + draw.randbytes(draw.randint(1, 64)) + data[start:]
     return draw.randbytes(len(data))
 
