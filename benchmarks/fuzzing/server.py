@@ -86,8 +86,9 @@ class Server:
         errors = self._errors.read_text(encoding="utf-8", errors="replace")
         if ended is not None or stopped != 0:
             raise Wrong(f"the server ended with {ended}, or did not on SIGTERM ({stopped}): {errors[-3000:]}")
-        if any(word in errors for word in NOISE):
-            raise Wrong(f"on the server's stderr: {errors[:6000]}")
+        found = min((errors.find(word) for word in NOISE if word in errors), default=-1)
+        if found >= 0:
+            raise Wrong(f"on the server's stderr: ...{errors[max(0, found - 300) : found + 6000]}")
         early = self._memory[: max(1, round(SETTLED * len(self._memory)))]
         growth = max(self._memory) / max(early) if self._memory else 1.0
         if growth > GROWTH:

@@ -14,6 +14,7 @@ from rlflow_environments.retrieval.corpus import Passage
 from rlflow_environments.retrieval.encoders import Encoder, NgramEncoder, make_encoder
 from rlflow_environments.retrieval.indices.folder import (
     ENCODER,
+    ENCODER_RULES,
     INDEX,
     IndexMeta,
     check_corpus,
@@ -72,8 +73,7 @@ def stored_encoder(folder: Path, meta: IndexMeta, encoder: EncoderOption, hashed
             f"{folder}: option '{next(iter(hashed))}' is one of the hashed encoder; this index was built with {built['path']}."
         )
     given = {"name": encoder} if isinstance(encoder, str) else dict(encoder or {})
-    rules = ("family", "pooling", "normalize", "query_prefix", "passage_prefix", "max_length")
-    return make_encoder({"name": built["path"], **{rule: built[rule] for rule in rules}, **given})
+    return make_encoder({"name": built["path"], **{rule: built[rule] for rule in ENCODER_RULES}, **given})
 
 
 def encoder_of(encoder: EncoderOption, hashed: Mapping[str, Any], corpus: Sequence[Passage]) -> Encoder:
