@@ -103,22 +103,23 @@ MOMENTS = ("step", "save", "evaluation", "start")
 EVALUATED = 3  # steps
 
 
-def is_moment(run: RunDirectory, moment: str, first: int) -> bool:
-    """Whether the run, which began at step `first`, is doing that now, as far as its files show."""
+def is_moment(run: RunDirectory, moment: str, first: int, before: set[Path]) -> bool:
+    """Whether the run, which began at step `first` with some files, is doing that now, as far as its files show."""
     if moment == "export":
-        return bool(list(run.path.glob("export*")))
+        return not set(run.path.glob("export*")) <= before
     if moment == "save":
         return bool(list(run.checkpoints.glob("*.partial")))
     if moment == "evaluation":  # has a multiple of so many steps, and no evaluation of the last one
-        last = rows(run)[-1] if rows(run) else (0, "train")
+        last = rows(run)[-1] if rows(run) else (0, "train", None)
         return last[0] % EVALUATED == 0 and last[1] == "train"
     return moment == "start" or last_step(run) > first
 
 
-def rows(run: RunDirectory) -> list[tuple[int, str]]:
-    """(step, train or eval) of every line of metrics.jsonl, but for one that a kill cut short."""
+def rows(run: RunDirectory) -> list[tuple[int, str, float | None]]:
+    """(step, train or eval, questions) of every line of metrics.jsonl, but for one that a kill cut short."""
     lines = run.metrics.read_bytes().split(b"\n")[:-1] if run.metrics.is_file() else []
-    return [(record["step"], "train" if "train/loss" in record else "eval") for record in map(json.loads, lines)]
+    records = list(map(json.loads, lines))
+    return [(one["step"], "train" if "train/loss" in one else "eval", one.get("eval/questions")) for one in records]
 
 
 @pytest.mark.parametrize(
@@ -136,7 +137,7 @@ def test_thirty_kills_at_every_moment_of_a_run_change_nothing(
     """Of starts, steps, saves, evaluations and, at last, the final evaluation and the export: the run that is resumed after each
     is the one that nobody disturbed, and no row of metrics.jsonl stands there twice. The last evaluation has more questions than
     the others."""
-    options = (*DETERMINISTIC, *layout, "run.steps=24", "checkpoint.every_steps=1", "evaluation.every_steps=3")
+    options = (*DETERMINISTIC, *layout, "run.steps=18", "checkpoint.every_steps=1", "evaluation.every_steps=3")
     options += ("evaluation.questions=12", "evaluation.samples_per_prompt=8", "trainer.optimizer.eps=1e-5")
     train(letters_config(model, tmp_path, *options, "run.name=whole"))
     config = write_config(letters_config(model, tmp_path, *options), tmp_path / "config.yaml")
@@ -146,8 +147,9 @@ def test_thirty_kills_at_every_moment_of_a_run_change_nothing(
     draw.shuffle(moments)
     hit = []
     for moment in (*moments, "export", "export"):
-        first, process, began = last_step(run), start(config, "--resume"), time.monotonic()
-        while not is_moment(run, moment, first) and process.poll() is None:
+        first, before = last_step(run), set(run.path.glob("export*"))
+        process, began = start(config, "--resume"), time.monotonic()
+        while not is_moment(run, moment, first, before) and process.poll() is None:
             assert time.monotonic() - began < LIMIT_S, moment
             time.sleep(0.001)
         time.sleep(draw.uniform(0, {"start": 12.0, "step": 0.4, "evaluation": 0.3}.get(moment, 0.05)))
@@ -158,7 +160,7 @@ def test_thirty_kills_at_every_moment_of_a_run_change_nothing(
     assert len(hit) >= kills - 1, hit  # the last may come after the end
     train(load_config(config, ["run.resume=true"]))
     whole = RunDirectory(tmp_path / "whole")
-    assert rows(run) == rows(whole)
+    assert rows(run) == rows(whole) and not list(run.path.rglob("*.partial"))
     assert_same_training(run, whole, bound=bound)
     print(f"{len(hit)} kills: {hit}")
 

@@ -14,6 +14,7 @@ import pytest
 from rlflow.errors import EnvironmentContractError, RolloutError
 from rlflow.rollout import Rollout, Tokenizer
 from rlflow.rollout.environment_calls import tasks_of
+from rlflow.rollout.episodes import LONG_TEXT
 from rlflow.types import Episode, Step, StopReason, Task
 from tests.unit.rollout.asking import Asking
 from tests.unit.rollout.fake_engine import FakeEngine
@@ -98,6 +99,28 @@ def test_tasks_that_cannot_be_had_are_one_line(tasks: Any, said: str) -> None:
     with pytest.raises(EnvironmentContractError, match=r"^Giving\.tasks: expected a sequence of Task") as caught:
         tasks_of(Giving(), "train")
     assert said in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_long_observations_are_tokenized_beside_the_event_loop(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Long(Asking):
+        async def step(self, episode: Episode, response: str) -> Step:
+            step = await super().step(episode, response)
+            if episode.task.id == "t0" and not step.terminated:
+                step.observation = "many words " * (LONG_TEXT // 10)
+            return step
+
+    threads: dict[bool, set[str]] = {}
+    encode = Tokenizer.encode_text
+
+    def watched(self: Tokenizer, text: str) -> list[int]:
+        threads.setdefault(len(text) > LONG_TEXT, set()).add(threading.current_thread().name)
+        return encode(self, text)
+
+    monkeypatch.setattr(Tokenizer, "encode_text", watched)
+    environment = Long(turns=2)
+    with over(tokenizer, environment, max_total_tokens=100_000) as rollout:
+        rollout.collect(environment.tasks("train")[:2])
+    assert threads[True] and threads[False] and not threads[True] & threads[False]
 
 
 class Hanging(Asking):
