@@ -32,44 +32,35 @@ os.environ.update(OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="", TOKENIZERS_PARAL
 
 SHARES = {"server": 0.15, "indices": 0.15, "corpora": 0.1, "checkpoints": 0.25, "configurations": 0.15, "environments": 0.2}
 """Of the time, by target."""
-IMPORTED = (
+SEARCH = (
     "faiss",
     "bm25s",
-    "transformers",
-    "rlflow.commands.cli",
-    "rlflow.loop",
-    "rlflow.rollout.embedded.engine",
-    "rlflow.trainer.megatron",
     "rlflow_environments.retrieval.building.building",
     "rlflow_environments.retrieval.server.loading",
-    "rlflow_tools.ckpt_convert.export_model",
-    "rlflow_tools.ckpt_convert.import_model",
 )
+TRAINING = ("transformers", "rlflow.loop", "rlflow.rollout.embedded.engine", "rlflow.trainer.megatron")
+IMPORTED = {
+    "server": SEARCH,
+    "indices": SEARCH,
+    "corpora": ("rlflow_environments.retrieval.server.records",),
+    "checkpoints": (*TRAINING, "rlflow_tools.ckpt_convert.export_model", "rlflow_tools.ckpt_convert.import_model"),
+    "configurations": TRAINING,
+    "environments": TRAINING,
+}
+"""By target: once here, so that a case's fork has it."""
 
 
 def make_target(name: str):
-    from fuzzing.checkpoints import Checkpoints
-    from fuzzing.configurations import Configurations
-    from fuzzing.environments import Environments
-    from fuzzing.search_files import Corpora, Indices
-    from fuzzing.server import Server
-
-    kinds = {
-        "server": Server,
-        "indices": Indices,
-        "corpora": Corpora,
-        "checkpoints": Checkpoints,
-        "configurations": Configurations,
-        "environments": Environments,
-    }
-    return kinds[name]()
+    modules = {"indices": "search_files", "corpora": "search_files"}
+    return getattr(importlib.import_module(f"fuzzing.{modules.get(name, name)}"), name.capitalize())()
 
 
 def fuzz(seconds: float, seed: int, targets: list[str], case: int | None = None) -> dict[str, dict]:
     """{target: its report}, of so many seconds in all."""
     from fuzzing.cases import play
 
-    _import_all()
+    for module in dict.fromkeys(module for name in targets for module in ("rlflow.commands.cli", *IMPORTED[name])):
+        importlib.import_module(module)
     shares = sum(SHARES[name] for name in targets)
     reports = {}
     with tempfile.TemporaryDirectory(prefix="rlflow-fuzz-") as folder:
@@ -80,12 +71,6 @@ def fuzz(seconds: float, seed: int, targets: list[str], case: int | None = None)
             figures = ", ".join(f"{key} {value:.3g}" for key, value in found.figures.items())
             print(f"{told}, slowest {found.slowest_s:.1f} s{', ' if figures else ''}{figures}", flush=True)
     return reports
-
-
-def _import_all() -> None:
-    """Once, so that a case's fork has it."""
-    for name in IMPORTED:
-        importlib.import_module(name)
 
 
 def main() -> int:

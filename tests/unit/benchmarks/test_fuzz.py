@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import random
 import subprocess
 import sys
@@ -12,13 +11,12 @@ from pathlib import Path
 
 import pytest
 
-BENCHMARKS = Path(__file__).resolve().parents[3] / "benchmarks"
-sys.path.insert(0, str(BENCHMARKS))  # scripts, no package
+sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "benchmarks"))  # scripts, no package
 
 from fuzzing import nonsense
 from fuzzing.cases import Ended, Wrong, forked
 
-SECONDS = 20
+SCRIPT = Path(__file__).resolve().parents[3] / "benchmarks" / "fuzz.py"
 
 
 def ended(**changes: object) -> Ended:
@@ -67,14 +65,20 @@ def test_nonsense_is_the_same_for_a_seed_and_changes_what_it_is_given(tmp_path: 
     assert len(values) > 50 and content == {"a": [1, {"b": "c"}], "d": None}
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_seconds_of_nonsense_find_nothing() -> None:
-    """With a seed of its own every day: a failure says how to repeat it."""
-    seed = int(time.time()) // 86_400
-    command = [sys.executable, str(BENCHMARKS / "fuzz.py"), "--minutes", str(SECONDS / 60), "--seed", str(seed)]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=500, env={**os.environ, "PYTHONUNBUFFERED": "1"},
-    check=False)
-    figures = json.loads(run.stdout.splitlines()[-1])
+def fuzz(*arguments: str) -> dict:
+    """The figures of a run that finds nothing."""
+    run = subprocess.run([sys.executable, str(SCRIPT), *arguments], capture_output=True, text=True, timeout=500, check=False)
+    figures = json.loads(run.stdout.splitlines()[-1]) if run.stdout else {}
     assert run.returncode == 0 and figures["wrong"] == 0, run.stderr[-8000:]
     assert all(target["cases"] > 0 for target in figures["targets"].values())
+    return figures
+
+
+def test_two_seconds_of_nonsense_rows_find_nothing() -> None:
+    assert list(fuzz("--minutes", "0.033", "--only", "corpora")["targets"]) == ["corpora"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_twenty_seconds_of_nonsense_find_nothing() -> None:
+    assert len(fuzz("--minutes", "0.333", "--seed", "5")["targets"]) == 6
