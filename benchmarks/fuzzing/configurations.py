@@ -25,9 +25,24 @@ class Configurations:
     """`rlflow train` on them."""
 
     def prepare(self, folder: Path) -> None:
+        from rlflow import components
         from rlflow.config.loading import to_dict
         from rlflow.config.schema import load_config
+        from rlflow.trainer import optimizers, schedule
 
+        self._kinds = {
+            "engine": components.ENGINE,
+            "advantage": components.ADVANTAGE,
+            "losses": components.LOSS,
+            "aggregate": components.AGGREGATE,
+            "filters": components.FILTER,
+            "transforms": components.TRANSFORM,
+            "curator": components.CURATOR,
+            "sinks": components.SINK,
+            "optimizer": optimizers.OPTIMIZER,
+            "schedule": schedule.SCHEDULE,
+        }
+        self._kinds = {key: kind for key, kind in self._kinds.items() if kind.names()}
         self._model = write_model(folder / "model")
         path = folder / "config.yaml"
         path.write_text(yaml.safe_dump(settings(self._model, folder)), encoding="utf-8")
@@ -69,7 +84,10 @@ class Configurations:
 
     def _value(self, key: str, draw: random.Random) -> Any:
         """Anything, or something of the kind that stands there."""
-        now = self._values[key]
+        now, last = self._values[key], key.rpartition(".")[2]
+        if last in self._kinds and draw.random() < 0.6:
+            component = self._component(self._kinds[last], draw)
+            return [component] if isinstance(now, list) else component
         near: dict[type, tuple[Any, ...]] = {
             bool: (True, False),
             int: (0, 1, 2, 3, 5, 7, 16, -1),
@@ -79,6 +97,15 @@ class Configurations:
         if draw.random() < 0.6 and type(now) in near:
             return draw.choice(near[type(now)])
         return _modest(nonsense.value(draw))
+
+    @staticmethod
+    def _component(kind: Any, draw: random.Random) -> dict[str, Any]:
+        """One of the built-in ones, with some option at some value."""
+        name = draw.choice(kind.names())
+        options = [option for option in kind.options(name) if option not in ("path", "directory")]
+        numbers = (0, 1, 2, -1, 0.5, 1e-6, 1.5, 1e6, True, "none")
+        chosen = draw.sample(options, min(len(options), draw.choice([0, 1, 1, 2])))
+        return {"name": name, **{option: draw.choice([*numbers, _modest(nonsense.value(draw))]) for option in chosen}}
 
 
 def _leaves(values: dict[str, Any], before: str = "") -> list[tuple[str, Any]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from rlflow.environment import Environment
@@ -20,7 +20,7 @@ def tasks_of(environment: Environment, split: str) -> list[Task]:
         for number, task in enumerate(tasks):
             if not isinstance(task, Task):
                 raise TypeError(f"entry {number} is of type {type(task).__name__}")
-            if not isinstance(task.id, str) or not isinstance(task.prompt, (str, list)):
+            if not isinstance(task.id, str) or not isinstance(task.prompt, Sequence):
                 raise TypeError(f"task {number}: its id must be text, its prompt text or a list of messages")
     return tasks
 
