@@ -128,12 +128,14 @@ def make_api(service: SearchService) -> FastAPI:
         if not _is_local(request):
             return _Answer({"detail": "/admin/reload is for this machine only (127.0.0.1)."}, status_code=403)
         try:
-            changes = wire.read_object(await request.body() or b"{}")
+            changes = wire.read_object(await _body(request.receive) or b"{}")
             index = await service.reload(changes)
         except wire.BadRequest as problem:
             return _Answer({"detail": str(problem)}, status_code=problem.status)
         except Unavailable as problem:
             return _Answer({"detail": str(problem)}, status_code=problem.status)
+        except _Gone:
+            return _Answer({"detail": "the request ended before its body did."}, status_code=400)
         except (RLFlowError, OSError) as problem:  # a path that the system refuses, too
             return _Answer({"detail": str(problem), "kept": service.info()}, status_code=422)
         return _Answer(index.info)

@@ -17,6 +17,7 @@ import pytest
 from rlflow.errors import ConfigError
 from rlflow_environments.retrieval.coalescer import CoalescedSearch
 from rlflow_environments.retrieval.server import connections, wire
+from rlflow_environments.retrieval.server.app import SearchApp
 from rlflow_environments.retrieval.server.discovery import DiscoveryFile
 from rlflow_environments.retrieval.server.index import Answer, ServedIndex
 from rlflow_environments.retrieval.server.listener import bind
@@ -97,6 +98,27 @@ def test_a_reload_of_wrong_types_is_refused_and_changes_nothing(tmp_path, change
         refused = post(url, "/admin/reload", **changes)
         assert refused.status_code == 422 and (next(iter(changes)) in refused.json()["detail"] or "too long" in refused.text)
         assert post(url, query="harbour").status_code == 200
+
+
+def test_a_reload_whose_client_goes_away_is_no_error_of_the_server():
+    async def scenario() -> list[dict]:
+        service = SearchService(lambda *_: ServedIndex(Echo()))
+        await service.load()
+        sent: list[dict] = []
+        received = iter([{"type": "http.request", "body": b"{", "more_body": True}, {"type": "http.disconnect"}])
+
+        async def receive() -> dict:
+            return next(received)
+
+        async def send(message: dict) -> None:
+            sent.append(message)
+
+        scope = {"type": "http", "method": "POST", "path": "/admin/reload", "headers": [], "query_string": b"", "root_path": "",
+                 "client": ("127.0.0.1", 1), "server": ("h", 1), "scheme": "http", "http_version": "1.1"}  # fmt: skip
+        await SearchApp(service)(scope, receive, send)
+        return sent
+
+    assert asyncio.run(scenario())[0]["status"] == 400
 
 
 def test_what_is_said_of_an_index_can_be_written_whatever_it_holds():
