@@ -147,7 +147,7 @@ class Server:
             sent = nonsense.damaged(sent, draw)
         if draw.random() < 0.2:
             sent = draw.randbytes(200)
-        answer = self._raw(sent[: draw.randint(1, len(sent))] if draw.random() < 0.2 else sent)
+        answer = self._raw(sent[: draw.randint(1, max(1, len(sent)))] if draw.random() < 0.2 else sent)
         if answer.startswith(b"HTTP/1.1 5") and not answer.startswith(b"HTTP/1.1 503"):
             raise Wrong(f"{sent[:300]!r} -> {answer[:500]!r}")
         return answer.startswith(b"HTTP/1.1 200")

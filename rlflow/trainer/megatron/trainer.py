@@ -56,7 +56,7 @@ class MegatronTrainer(Trainer):
         self._world = world.join(layout, seed)
         try:
             with cpu.adapted():
-                chunk_bytes = int(given.logits_chunk_mib * 2**20)
+                chunk_bytes = int(min(given.logits_chunk_mib, 2**40) * 2**20)  # any number is a size, 1e308 too
                 self._chunks = build_model(
                     self._architecture, self._world, weights_dtype, chunk_bytes, given.recompute
                 )
