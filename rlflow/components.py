@@ -20,7 +20,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from rlflow.errors import ConfigError, did_you_mean
+from rlflow.errors import ConfigError, RLFlowError, described, did_you_mean
 from rlflow.values import Named, checked, hints_of, show
 
 FILE_MODULE = "rlflow_file_"
@@ -112,11 +112,18 @@ class Kind(Named):
 
     def build(self, component: Any, where: str | None = None, **offered: Any) -> Any:
         """The object of a component: its class, or function, called with the component's keywords; a function of a kind that is
-        called later (`call`) with its keywords bound. Raises ConfigError as `check`."""
+        called later (`call`) with its keywords bound. Raises ConfigError as `check`, and for what making it raises, RLFlowErrors
+        excepted."""
         target, keywords = self.complete(component, where, **offered)
         if self.call and not isinstance(target, type):
             return functools.partial(target, **keywords)
-        return target(**keywords)
+        try:
+            return target(**keywords)
+        except (RLFlowError, KeyboardInterrupt):
+            raise
+        except BaseException as error:
+            name = self.component(component)["name"]
+            raise ConfigError(f"{where or self.name} '{name}': cannot be made: {_failure(error)}.") from error
 
     def _known_keywords(self, target: Callable[..., Any], where: str) -> dict[str, inspect.Parameter]:
         called_with = () if isinstance(target, type) else tuple(_signature(target, where).parameters)[: self.call]
@@ -270,7 +277,7 @@ def _import(where: str, module_name: str, reference: str) -> ModuleType:
             ) from None
         raise ConfigError(f"{where}: '{reference}' needs the package '{error.name}', which is not installed.") from error
     except (Exception, SystemExit) as error:
-        raise ConfigError(f"{where}: '{reference}' cannot be imported: {_import_failure(error)}.") from error
+        raise ConfigError(f"{where}: '{reference}' cannot be imported: {_failure(error)}.") from error
 
 
 def _load_file(where: str, path: Path) -> ModuleType:
@@ -291,15 +298,15 @@ def _load_file(where: str, path: Path) -> ModuleType:
     except BaseException as error:
         del sys.modules[name]
         if isinstance(error, (Exception, SystemExit)):
-            raise ConfigError(f"{where}: {path} cannot be imported: {_import_failure(error)}.") from error
+            raise ConfigError(f"{where}: {path} cannot be imported: {_failure(error)}.") from error
         raise
     return module
 
 
-def _import_failure(error: BaseException) -> str:
-    """What a module raised, and where: in one line."""
-    frames = traceback.extract_tb(error.__traceback__)
-    syntax = isinstance(error, SyntaxError) and error.lineno
-    place = f"{error.filename}:{error.lineno}" if syntax else f"{frames[-1].filename}:{frames[-1].lineno}"  # type: ignore[attr-defined]
-    said = error.msg if isinstance(error, SyntaxError) else " ".join(str(error).split())
-    return f"{type(error).__name__} in {place}: {said or 'no reason given'}"
+def _failure(error: BaseException) -> str:
+    """What others' code raised, and where: in one line."""
+    if isinstance(error, SyntaxError) and error.lineno:
+        return f"{type(error).__name__} in {error.filename}:{error.lineno}: {error.msg}"
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    kind, _, said = described(error).partition(": ")
+    return f"{kind} in {last.filename}:{last.lineno}: {said}"

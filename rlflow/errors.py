@@ -76,3 +76,12 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     """Returns `" Did you mean 'x'?"` for the closest known word, or `""`."""
     close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
     return f" Did you mean '{close[0]}'?" if close else ""
+
+
+def described(error: BaseException) -> str:
+    """`Type: text` in one line, whatever the text of others' errors holds or does."""
+    try:
+        text = " ".join(str(error).split())
+    except Exception:  # noqa: BLE001 -- an error whose __str__ raises
+        text = ""
+    return f"{type(error).__name__}: {text or 'no reason given'}"

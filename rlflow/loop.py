@@ -78,8 +78,10 @@ def training_step(
                 updates.append({**reported, **trainer.update(minibatch, algorithm.loss)})
                 algorithm.observe(updates[-1])
     idle = sum("updates_skipped" in update for update in updates)
-    if idle:
-        told = "step %d: no gradient in %d of %d updates (all advantages are 0): the weights stayed as they were there"
+    if idle and not algorithm.told_of_idle_updates:
+        algorithm.told_of_idle_updates = True
+        told = "step %d: no gradient in %d of %d updates (all advantages are 0): the weights stayed as they were there. Said " \
+            "once; train/updates_skipped counts them"
         logger.warning(told, step, idle, len(updates))
     return step_metrics(batch, updates, algorithm)
 

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rlflow.errors import RLFlowError
+from rlflow.errors import RLFlowError, described
 
 FORMATTER = argparse.RawDescriptionHelpFormatter
 Commands = Mapping[str, tuple[str, str]]
@@ -35,9 +35,9 @@ def run_group(prog: str, description: str, commands: Commands, arguments: Sequen
     args = parser.parse_args(arguments)
     try:
         return int(args.run(args) or 0)
-    except RLFlowError as problem:
-        print(f"rlflow: {type(problem).__name__}: {problem}", file=sys.stderr)
-        return problem.exit_code
+    except (RLFlowError, OSError) as problem:
+        print(f"rlflow: {described(problem)}", file=sys.stderr)
+        return getattr(problem, "exit_code", RLFlowError.exit_code)
 
 
 def log_to_stderr() -> None:

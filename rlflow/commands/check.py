@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rlflow.environment import MAX_REWARD, Environment
+from rlflow.errors import described
 from rlflow.metrics.names import Metric, scores
 from rlflow.types import Episode, Step, Task
 
@@ -110,7 +111,7 @@ class _Audit:
             return True, task.result()
         if not isinstance(error, Exception):
             raise error
-        self.breach(f"{what} {type(error).__name__}", f"{what} raised {type(error).__name__}: {error}")
+        self.breach(f"{what} {type(error).__name__}", f"{what} raised {described(error)}")
         return False, None
 
     def check_stop_strings(self) -> None:

@@ -12,7 +12,7 @@ from importlib import metadata
 
 from rlflow.commands import algorithm, doctor, env, eval, show, train
 from rlflow.config.redaction import redact_text
-from rlflow.errors import RLFlowError
+from rlflow.errors import RLFlowError, described
 
 PLUGINS = "rlflow.commands"
 """Entry-point group of functions `add(subparsers) -> None`; each calls `parser.set_defaults(run=function of args)`."""
@@ -38,6 +38,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # `rlflow show RUN | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except OSError as error:  # a name that is too long, a file that may not be read: the system says which
+        if os.environ.get("RLFLOW_DEBUG") == "1":
+            raise
+        print(f"rlflow: {redact_text(described(error))}", file=sys.stderr)
+        return RLFlowError.exit_code
 
 
 @contextmanager

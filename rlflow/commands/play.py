@@ -11,6 +11,7 @@ from typing import Any, TextIO
 from rlflow.commands.show import Paint, printable
 from rlflow.environment import Environment
 from rlflow.errors import ConfigError, EnvironmentContractError, did_you_mean
+from rlflow.rollout.environment_calls import tasks_of
 from rlflow.types import Observation, Step, Task
 
 
@@ -27,7 +28,7 @@ def play(
 
     A response ends with an empty line, with a line that holds a stop string, or with the end of the input.
     """
-    tasks = environment.tasks(split)
+    tasks = tasks_of(environment, split)
     chosen = find_task(tasks, task, split)
     return asyncio.run(_episode(environment, chosen, max_turns, source or sys.stdin, Paint(color)))
 

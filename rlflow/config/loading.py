@@ -102,9 +102,9 @@ def read_assignment(text: str, form: str = "KEY=VALUE") -> tuple[str, Any]:
     if not equals or not key.strip():
         raise ConfigError(f"{COMMAND_LINE}: expected {form}, found '{text}'.")
     try:
-        return key.strip(), yaml.load(written, Loader=_Loader)
+        return key.strip(), _parsed(written)
     except yaml.YAMLError as error:
-        raise ConfigError(f"{COMMAND_LINE}: {key}: '{written}' is not a YAML value: {_problem(error)}.") from None
+        raise ConfigError(f"{COMMAND_LINE}: {key}: '{written[:200]}' is not a YAML value: {_problem(error)}.") from None
 
 
 def to_dict(config: Any) -> dict[str, Any]:
@@ -154,7 +154,7 @@ def _read_files(path: Path, chain: tuple[Path, ...]) -> Iterator[tuple[str, dict
 
 def _read_yaml(path: Path) -> dict[str, Any]:
     try:
-        content = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)
+        content = _parsed(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         beside = sorted(other.name for other in path.parent.glob("*.yaml")) if path.parent.is_dir() else []
         found = f" {path.parent or '.'} holds: {', '.join(beside)}." if beside else ""
@@ -168,6 +168,16 @@ def _read_yaml(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise ConfigError(f"{path}: expected sections such as 'trainer:', found {show(content)}.")
     return content
+
+
+def _parsed(text: str) -> Any:
+    """The value of a YAML text. Raises YAMLError, also where Python cannot hold what is written."""
+    try:
+        return yaml.load(text, Loader=_Loader)
+    except RecursionError:
+        raise yaml.YAMLError("nested too deeply") from None
+    except ValueError as error:  # a number of thousands of digits
+        raise yaml.YAMLError(str(error)) from None
 
 
 def _mark(error: yaml.YAMLError) -> str:

@@ -174,13 +174,17 @@ def header(file: Path) -> dict[str, Any]:
                 raise ModelError(f"{file}: truncated or not a safetensors file ({size} bytes).")
             entries = json.loads(stream.read(length))
         entries.pop("__metadata__", None)
-        expected = 8 + length + max((int(entry["data_offsets"][1]) for entry in entries.values()), default=0)
+        ranges = sorted((int(entry["data_offsets"][0]), int(entry["data_offsets"][1])) for entry in entries.values())
+        expected = 8 + length + max((last for _, last in ranges), default=0)
     except OSError as error:
         raise ModelError(f"{file}: cannot be read ({error.strerror}).") from None
     except (ValueError, RecursionError, AttributeError, LookupError, TypeError):
         raise ModelError(f"{file}: the safetensors header is damaged.") from None
     if size < expected:
         raise ModelError(f"{file}: truncated, {size} bytes found, {expected} expected.")
+    ends = [0, *(last for _, last in ranges)]
+    if size > expected or [first for first, _ in ranges] != ends[:-1]:  # the format has neither gaps nor overlaps
+        raise ModelError(f"{file}: the safetensors header is damaged: its tensors do not cover the file, each byte once.")
     return entries
 
 

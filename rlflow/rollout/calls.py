@@ -95,12 +95,14 @@ async def guarded(awaitable: Awaitable[Any], limit_s: float, what: str) -> Any:
     try:
         async with deadline(limit_s, what):
             return await awaitable
-    except (SystemExit, KeyboardInterrupt, GeneratorExit) as error:
-        raise _escaped(error, what) from error
     except asyncio.CancelledError as error:
         task = asyncio.current_task()
         if task is not None and task.cancelling():
             raise  # from outside: the collection ends
+        raise _escaped(error, what) from error
+    except BaseException as error:
+        if isinstance(error, Exception):
+            raise
         raise _escaped(error, what) from error
 
 

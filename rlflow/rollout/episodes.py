@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
@@ -11,7 +12,7 @@ from typing import Any
 import torch
 
 from rlflow.environment import MAX_REWARD, Environment
-from rlflow.errors import ConfigError, EnvironmentContractError, ModelError, RolloutError
+from rlflow.errors import ConfigError, EnvironmentContractError, ModelError, RolloutError, described
 from rlflow.rollout.calls import CallThreads, call, deadline
 from rlflow.rollout.engine import Completion, Sampling
 from rlflow.rollout.tokenizer import Tokenizer
@@ -22,6 +23,8 @@ logger = logging.getLogger(__name__)
 Generate = Callable[[Sequence[int], Sampling, str], Awaitable[Completion]]
 CALL_S, EPISODE_S = 600.0, 7200.0
 """Deadlines of a call of the environment and of an episode, by which whoever takes longer counts as hung."""
+LONG_TEXT = 50_000
+"""Characters of an observation that are tokenized in a thread: some 20 ms, in which most tokenizers let others run."""
 MISTAKES = (EnvironmentContractError, ModelError, ConfigError)
 """Errors of the set-up: they would hit every episode, so they stop the collection instead of aborting one."""
 
@@ -121,7 +124,7 @@ class EpisodePlayer:
             raise
         except Exception as failure:  # noqa: BLE001 -- the episode boundary: a failure of others must not end the run
             logger.info("episode %s aborted: %r", attempt.request_id, failure)
-            stop, error = StopReason.ABORTED, f"{type(failure).__name__}: {failure}"
+            stop, error = StopReason.ABORTED, described(failure)
         return self._trajectory(attempt, state, stop, error)
 
     async def _from_reset_to_close(self, attempt: Attempt, state: EpisodeState, generate: Generate) -> StopReason:
@@ -164,7 +167,7 @@ class EpisodePlayer:
                 return StopReason.MAX_TOKENS
             if episode.turns >= limits.max_turns:
                 return StopReason.MAX_TURNS
-            if not self._observe(state, step, completion):
+            if not await self._observe(state, step, completion):
                 return StopReason.MAX_TOKENS
             stop_strings = self._environment.stop if step.stop is None else step.stop
 
@@ -230,12 +233,15 @@ class EpisodePlayer:
                 "counted from 0, whose observations read differently from now on."
             )
 
-    def _observe(self, state: EpisodeState, step: Step, completion: Completion) -> bool:
+    async def _observe(self, state: EpisodeState, step: Step, completion: Completion) -> bool:
         """Appends the observation; False if it leaves no room for another response."""
         limits = self._limits
         if step.replace:
             state.replace({turn: self._tokenizer.encode_text(text) for turn, text in step.replace.items()})
-        tokens = self._observation_tokens(state, step, completion)
+        if len(_as_text(step.observation)) > LONG_TEXT:  # the other episodes need the loop
+            tokens = await asyncio.to_thread(self._observation_tokens, state, step, completion)
+        else:
+            tokens = self._observation_tokens(state, step, completion)
         if sum(len(span.tokens) for span in state.spans) + len(tokens) >= limits.max_total_tokens:
             return False
         state.spans.append(TokenSpan(tokens, turn=len(state.turns) - 1))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -37,6 +37,7 @@ class Algorithm:
     minibatches_per_step: int = 1
     epochs_per_step: int = 1
     seed: int = 0  # of the split into minibatches
+    told_of_idle_updates: bool = field(default=False, init=False)  # once a run is enough
 
     def __post_init__(self) -> None:
         unknown = sorted(self.needs - FILLED)

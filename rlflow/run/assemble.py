@@ -19,6 +19,7 @@ from rlflow.errors import ConfigError, DataError
 from rlflow.matmul import PRODUCTS
 from rlflow.metrics.sinks import MetricsLog, make_sinks
 from rlflow.rollout import Rollout, Tokenizer
+from rlflow.rollout.environment_calls import tasks_of
 from rlflow.run.directory import RunDirectory
 from rlflow.run.origin import mark_own
 from rlflow.run.preflight import run_path
@@ -88,7 +89,7 @@ def make_environment(config: RunConfig) -> Environment:
 def fitting_tasks(rollout: Rollout, split: str, config: RunConfig) -> tuple[list[Task], int]:
     """(the split's tasks whose prompt fits, how many did not). Raises DataError where none is left."""
     limit = min(config.data.max_prompt_tokens, rollout.max_total_tokens - 1)
-    tasks = list(rollout.environment.tasks(split))
+    tasks = tasks_of(rollout.environment, split)
     if not tasks:
         raise DataError(f"split '{split}': the environment has no tasks; give it data.")
     kept = [task for task in tasks if len(rollout.prompt_tokens(task)) <= limit]

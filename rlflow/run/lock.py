@@ -42,7 +42,7 @@ class DirectoryLock:
         self.path = directory / "run.lock"
         self.token = secrets.token_hex(8)
         while True:
-            self._file = self.path.open("a+", encoding="utf-8")
+            self._file = self.path.open("a+", encoding="utf-8", errors="replace")
             try:
                 in_kernel = self._lock_in_kernel()
                 self._wait_for_lease(in_kernel)
@@ -157,9 +157,9 @@ def _parsed(text: str) -> dict[str, Any]:
     """The holder; empty for nobody, and for what an older version or a kill in the middle of writing left."""
     try:
         content = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return {}
-    return content if isinstance(content, dict) else {}
+    return content if isinstance(content, dict) and isinstance(content.get("epoch", 0), int) else {}
 
 
 def _same_file(descriptor: int, path: Path) -> bool:

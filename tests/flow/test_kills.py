@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import shutil
@@ -92,6 +93,76 @@ def test_kills_of_four_ranks_cost_no_checkpoint_and_leave_no_process(model: Path
     done = run.saved_steps()[-1]
     alone = letters_config(model, tmp_path, *DETERMINISTIC, f"run.steps={done + 1}", "run.resume=true")
     assert train(alone)["steps"] == done + 1
+
+
+# ---------------------------------------------------------------- whole runs, at every moment
+
+TP2 = ("cluster.ranks=2", "trainer.tensor_parallel=2")
+ASYNCHRONOUS = ("checkpoint.asynchronous=true",)
+MOMENTS = ("step", "save", "evaluation", "start")
+EVALUATED = 3  # steps
+
+
+def is_moment(run: RunDirectory, moment: str, first: int, before: set[Path]) -> bool:
+    """Whether the run, which began at step `first` with some files, is doing that now, as far as its files show."""
+    if moment == "export":
+        return not set(run.path.glob("export*")) <= before
+    if moment == "save":
+        return bool(list(run.checkpoints.glob("*.partial")))
+    if moment == "evaluation":  # has a multiple of so many steps, and no evaluation of the last one
+        last = rows(run)[-1] if rows(run) else (0, "train", None)
+        return last[0] % EVALUATED == 0 and last[1] == "train"
+    return moment == "start" or last_step(run) > first
+
+
+def rows(run: RunDirectory) -> list[tuple[int, str, float | None]]:
+    """(step, train or eval, questions) of every line of metrics.jsonl, but for one that a kill cut short."""
+    lines = run.metrics.read_bytes().split(b"\n")[:-1] if run.metrics.is_file() else []
+    records = list(map(json.loads, lines))
+    return [(one["step"], "train" if "train/loss" in one else "eval", one.get("eval/questions")) for one in records]
+
+
+@pytest.mark.parametrize(
+    ("kills", "layout", "bound"),
+    [
+        pytest.param(9, (), 0.0, id="one process"),
+        pytest.param(9, ASYNCHRONOUS, 0.0, id="asynchronous"),
+        pytest.param(6, TP2, 1e-6, id="ranks"),
+        pytest.param(6, (*TP2, *ASYNCHRONOUS), 1e-6, id="ranks, asynchronous"),
+    ],
+)
+def test_thirty_kills_at_every_moment_of_a_run_change_nothing(
+    kills: int, layout: tuple[str, ...], bound: float, model: Path, tmp_path: Path
+) -> None:
+    """Of starts, steps, saves, evaluations and, at last, the final evaluation and the export: the run that is resumed after each
+    is the one that nobody disturbed, and no row of metrics.jsonl stands there twice. The last evaluation has more questions than
+    the others."""
+    options = (*DETERMINISTIC, *layout, "run.steps=18", "checkpoint.every_steps=1", "evaluation.every_steps=3")
+    options += ("evaluation.questions=12", "evaluation.samples_per_prompt=8", "trainer.optimizer.eps=1e-5")
+    train(letters_config(model, tmp_path, *options, "run.name=whole"))
+    config = write_config(letters_config(model, tmp_path, *options), tmp_path / "config.yaml")
+    run = RunDirectory(tmp_path / "letters")
+    draw = random.Random(f"{kills} {layout}")
+    moments = [MOMENTS[number % len(MOMENTS)] for number in range(kills - 2)]
+    draw.shuffle(moments)
+    hit = []
+    for moment in (*moments, "export", "export"):
+        first, before = last_step(run), set(run.path.glob("export*"))
+        process, began = start(config, "--resume"), time.monotonic()
+        while not is_moment(run, moment, first, before) and process.poll() is None:
+            assert time.monotonic() - began < LIMIT_S, moment
+            time.sleep(0.001)
+        time.sleep(draw.uniform(0, {"start": 12.0, "step": 0.4, "evaluation": 0.3}.get(moment, 0.05)))
+        hit += [moment] if process.poll() is None else []
+        os.killpg(process.pid, signal.SIGKILL)
+        finish(process, LIMIT_S)
+        assert len(set(rows(run))) == len(rows(run)), rows(run)
+    assert len(hit) >= kills - 1, hit  # the last may come after the end
+    train(load_config(config, ["run.resume=true"]))
+    whole = RunDirectory(tmp_path / "whole")
+    assert rows(run) == rows(whole) and not list(run.path.rglob("*.partial"))
+    assert_same_training(run, whole, bound=bound)
+    print(f"{len(hit)} kills: {hit}")
 
 
 def assert_same_training(run: RunDirectory, other: RunDirectory, bound: float) -> None:

@@ -17,7 +17,7 @@ from rlflow.components import (
     TRANSFORM,
     Kind,
 )
-from rlflow.errors import ConfigError
+from rlflow.errors import ConfigError, DataError
 
 SOURCE = """
 class Counter:
@@ -183,3 +183,17 @@ def test_what_the_caller_fills_is_no_keyword_of_a_configuration(reference: str) 
     assert kind.build({"name": reference, "step": 2}, start=1).values == (1, 2, None)
     with pytest.raises(ConfigError, match=r"unknown keyword 'start'. It takes: step, seed"):
         kind.build({"name": reference, "start": 2}, start=1)
+
+
+@pytest.mark.parametrize(
+    ("raised", "said"), [("KeyError('size')", "KeyError"), ("SystemExit('no')", "SystemExit"), ("OSError(2, 'gone')", "gone")]
+)
+def test_what_a_constructor_raises_is_one_line_with_its_place(raised: str, said: str, tmp_path: Path) -> None:
+    """All but errors of rlflow's own, which say what is wrong already."""
+    (tmp_path / "raising.py").write_text(f"class Thing:\n    def __init__(self):\n        raise {raised}\n")
+    with pytest.raises(ConfigError, match=r"^environment '.*Thing': cannot be made: ") as caught:
+        ENVIRONMENT.build(f"{tmp_path}/raising.py:Thing")
+    assert said in str(caught.value) and "raising.py:3" in str(caught.value) and "\n" not in str(caught.value)
+    (tmp_path / "own.py").write_text("from rlflow.errors import DataError\ndef make():\n    raise DataError('no rows')\n")
+    with pytest.raises(DataError, match=r"^no rows$"):
+        ENVIRONMENT.build(f"{tmp_path}/own.py:make")

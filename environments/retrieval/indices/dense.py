@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -15,6 +16,7 @@ from rlflow_environments.retrieval.encoders import Encoder, NgramEncoder
 from rlflow_environments.retrieval.indices.base import CorpusRetriever, Ranking, Retriever
 from rlflow_environments.retrieval.indices.faiss_index import FaissIndex, new_index, read_index
 from rlflow_environments.retrieval.indices.opening import check_count, encoder_of, open_index, verify_encoder
+from rlflow_environments.retrieval.indices.stored_vectors import can_be_read, keeps_exactly, stored_vector
 
 BLOCK = 2048  # passages encoded at a time: never two copies of all vectors; what a killed build loses at most
 TRAINING_ROWS_PER_LIST = 64  # faiss asks for 39 at least
@@ -90,10 +92,12 @@ def faiss_retriever(
     check_count(opened.index, loaded.ntotal, corpus)
     vectors = FaissIndex(loaded, vectors=opened.embeddings, **common, largest_norm=_norm(opened.encoder))
     retriever = CorpusRetriever(corpus, DenseIndex(opened.encoder, vectors))
-    if verify and opened.meta is None:
-        verify_encoder(str(path), opened.encoder, corpus, loaded.reconstruct)
-    elif verify and opened.embeddings is not None:
-        verify_encoder(str(path), opened.encoder, corpus, opened.embeddings.__getitem__)
+    kept = opened.embeddings
+    if verify and opened.meta is not None and kept is not None:
+        verify_encoder(str(path), opened.encoder, corpus, lambda row, _: kept[row])
+    elif verify and can_be_read(loaded):
+        stored = partial(stored_vector, loaded)
+        verify_encoder(str(path), opened.encoder, corpus, stored, exact=keeps_exactly(loaded))
     return retriever
 
 
@@ -125,7 +129,7 @@ def torch_retriever(
     index = TorchIndex(opened.embeddings, dtype=dtype, device=device)
     retriever = CorpusRetriever(corpus, DenseIndex(opened.encoder, index))
     if verify:
-        verify_encoder(str(path), opened.encoder, corpus, lambda row: index.stored(np.array([row]))[0])
+        verify_encoder(str(path), opened.encoder, corpus, lambda row, _: index.stored(np.array([row]))[0])
     return retriever
 
 

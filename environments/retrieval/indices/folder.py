@@ -11,7 +11,6 @@ progress.json, *.partial     while a build is under way
 from __future__ import annotations
 
 import hashlib
-import json
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -22,11 +21,15 @@ import numpy as np
 
 from rlflow.errors import DataError
 from rlflow.storage.files import write_json
+from rlflow_environments.common.text import load_json
 from rlflow_environments.retrieval.corpus import Passage
 from rlflow_environments.retrieval.indices.contents import check_files, sample_digest, stamp_file
 
 META, INDEX, ENCODER, BM25, PROGRESS = "meta.json", "index.faiss", "encoder.json", "bm25", "progress.json"
 EMBEDDINGS = {"float32": "embeddings.f32", "float16": "embeddings.f16"}
+METRICS = ("cosine", "inner_product", "bm25")
+ENCODER_RULES = ("family", "pooling", "normalize", "query_prefix", "passage_prefix", "max_length")
+"""What an encoder other than the built-in one is made again from, beside its path."""
 FORMAT = 1
 _FLAT_HEADER = struct.Struct(
     "<4siqqq?iQ"
@@ -60,8 +63,9 @@ def read_meta(folder: Path) -> IndexMeta:
         found = "a build that did not finish; run it again to go on" if unfinished else "no meta.json"
         raise DataError(f"{folder}: expected an index made by `rlflow search build`, found {found}.")
     try:
-        meta = IndexMeta(**json.loads(path.read_bytes()))
+        meta = IndexMeta(**load_json(path.read_bytes()))
         _check_types(meta)
+        asdict(meta)  # as everything that shows it does: not for what is nested too deeply
     except (ValueError, TypeError, KeyError, RecursionError) as problem:
         raise DataError(f"{path}: cannot be read ({str(problem)[:200]}). Build the index again.") from None
     if meta.format != FORMAT:
@@ -77,10 +81,17 @@ def _check_types(meta: IndexMeta) -> None:
     texts = [meta.kind, meta.metric, meta.corpus["path"], meta.corpus["sha256"]]
     if meta.encoder is not None:
         texts += [meta.encoder["family"], meta.encoder["sha256"]]
+        if meta.encoder["family"] != "hashed":
+            texts += [meta.encoder["path"]]
+            missing = [rule for rule in ENCODER_RULES if rule not in meta.encoder]
+            if missing:
+                raise ValueError(f"encoder: {missing[0]} is missing")
     if not all(isinstance(text, str) for text in texts):
         raise ValueError("expected texts for kind, metric, paths, family and hashes")
     if not isinstance(meta.files or {}, dict) or not all(isinstance(stamp, dict) for stamp in (meta.files or {}).values()):
         raise ValueError("expected hashes by file under files")
+    if meta.metric not in METRICS:
+        raise ValueError(f"metric: expected one of {', '.join(METRICS)}, found {meta.metric!r}")
     if meta.embeddings is not None and meta.embeddings not in EMBEDDINGS:
         raise ValueError(f"embeddings: expected one of {', '.join(EMBEDDINGS)}, found {meta.embeddings!r}")
 
@@ -105,8 +116,8 @@ def read_progress(folder: Path) -> Any:
     """The content of progress.json. Raises DataError."""
     path = folder / PROGRESS
     try:
-        return json.loads(path.read_bytes())
-    except (OSError, ValueError) as problem:
+        return load_json(path.read_bytes())
+    except (OSError, ValueError, RecursionError) as problem:
         raise DataError(f"{path}: cannot be read ({problem}). Delete the folder and build again.") from None
 
 

@@ -15,4 +15,4 @@ SHARD, STORAGE, LOCAL_COLLECTION = "shard", "storage", "corpus"
 def verify_points(where: str, encoder: Encoder, points: Sequence[collections.Point]) -> None:
     """Raises DataError where stored vectors are not what the encoder makes of their payloads."""
     passages = [make_passage(point.payload, point.id) for point in points]
-    verify_encoder(where, encoder, passages, lambda row: points[row].vector, range(len(points)))
+    verify_encoder(where, encoder, passages, lambda row, _: points[row].vector, range(len(points)))

@@ -18,6 +18,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from rlflow.errors import RLFlowError
 from rlflow_environments.retrieval.client.trace import DEADLINE_HEADER, TRACE_HEADER
 from rlflow_environments.retrieval.server import wire
+from rlflow_environments.retrieval.server.records import dump_json
 from rlflow_environments.retrieval.server.service import SearchService, Unavailable
 from rlflow_environments.retrieval.server.status_page import STATUS_PAGE
 
@@ -32,6 +33,13 @@ Headers = list[tuple[bytes, bytes]]
 MAX_BODY_BYTES = 64 << 20
 _JSON = (b"content-type", b"application/json")
 _TRACE, _DEADLINE = TRACE_HEADER.lower().encode(), DEADLINE_HEADER.lower().encode()
+
+
+class _Answer(JSONResponse):
+    """JSON of whatever a value holds: a path or a name from outside may not be UTF-8."""
+
+    def render(self, content: Any) -> bytes:
+        return dump_json(content)
 
 
 class Gone(Exception):
@@ -94,43 +102,45 @@ def make_api(service: SearchService) -> FastAPI:
     api = FastAPI(title="rlflow search", docs_url=None, redoc_url=None, openapi_url=None)
 
     @api.get("/health")
-    async def health() -> JSONResponse:
-        return JSONResponse(service.health())
+    async def health() -> Response:
+        return _Answer(service.health())
 
     @api.get("/ready")
-    async def ready() -> JSONResponse:
-        return JSONResponse(service.health(), status_code=200 if service.state == "ready" else 503)
+    async def ready() -> Response:
+        return _Answer(service.health(), status_code=200 if service.state == "ready" else 503)
 
     @api.get("/info")
-    async def info() -> JSONResponse:
-        return JSONResponse(service.info())
+    async def info() -> Response:
+        return _Answer(service.info())
 
     @api.get("/metrics")
     async def metrics() -> Response:
         return Response(service.metrics(), media_type=CONTENT_TYPE_LATEST)
 
     @api.get("/status")
-    async def status() -> JSONResponse:
-        return JSONResponse(service.status())
+    async def status() -> Response:
+        return _Answer(service.status())
 
     @api.get("/")
     async def page() -> HTMLResponse:
         return HTMLResponse(STATUS_PAGE)
 
     @api.post("/admin/reload")
-    async def reload(request: Request) -> JSONResponse:
+    async def reload(request: Request) -> Response:
         if not _is_local(request):
-            return JSONResponse({"detail": "/admin/reload is for this machine only (127.0.0.1)."}, status_code=403)
+            return _Answer({"detail": "/admin/reload is for this machine only (127.0.0.1)."}, status_code=403)
         try:
-            changes = wire.read_object(await request.body() or b"{}")
+            changes = wire.read_object(await read_body(request.receive) or b"{}")
             index = await service.reload(changes)
         except wire.BadRequest as problem:
-            return JSONResponse({"detail": str(problem)}, status_code=problem.status)
+            return _Answer({"detail": str(problem)}, status_code=problem.status)
         except Unavailable as problem:
-            return JSONResponse({"detail": str(problem)}, status_code=problem.status)
-        except RLFlowError as problem:
-            return JSONResponse({"detail": str(problem), "kept": service.info()}, status_code=422)
-        return JSONResponse(index.info)
+            return _Answer({"detail": str(problem)}, status_code=problem.status)
+        except Gone:
+            return _Answer({"detail": "the request ended before its body did."}, status_code=400)
+        except (RLFlowError, OSError) as problem:  # a path that the system refuses, too
+            return _Answer({"detail": str(problem), "kept": service.info()}, status_code=422)
+        return _Answer(index.info)
 
     return api
 

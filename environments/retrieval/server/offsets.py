@@ -31,7 +31,7 @@ cannot be used."""
 ShareProgress = Callable[[float], None]
 """Called with the share that is done, from 0 to 1."""
 
-_MAGIC = b"rlflow offsets 2"
+_MAGIC = b"rlflow offsets 3"
 _HEADER = np.dtype(
     [
         ("magic", "S16"),
@@ -41,6 +41,7 @@ _HEADER = np.dtype(
         ("gaps", "<u8"),
         ("sample", "S64"),
         ("sha256", "S64"),
+        ("entries", "S64"),  # SHA-256 of what follows the header: 0.2 s for twenty million records
     ]
 )
 _GAP = np.dtype("<u8")  # after the entries: per record that was left out, how many were kept before it
@@ -67,7 +68,7 @@ def map_offsets(
     They are written beside the file; where that is not possible they lie in an unnamed temporary file, mapped all the same.
     """
     status = path.stat()
-    header = np.array([(_MAGIC, status.st_size, status.st_mtime_ns, 0, 0, sample_digest(path).encode(), b"")], _HEADER)
+    header = np.array([(_MAGIC, status.st_size, status.st_mtime_ns, 0, 0, sample_digest(path).encode(), b"", b"")], _HEADER)
     kept = path.with_name(f"{path.name}.offsets")
     known = _read(kept, header)
     if known is not None:
@@ -93,7 +94,10 @@ def _read(path: Path, expected: np.ndarray) -> tuple[np.ndarray, np.ndarray, str
     count, gaps = int(found["count"][0]), int(found["gaps"][0])
     if path.stat().st_size != _HEADER.itemsize + count * ENTRY.itemsize + gaps * _GAP.itemsize:
         return None
-    return _map(path)
+    with path.open("rb") as file:
+        file.seek(_HEADER.itemsize)
+        whole = hashlib.file_digest(file, "sha256").hexdigest().encode() == found["entries"][0]
+    return _map(path) if whole else None
 
 
 def _map(path: Path) -> tuple[np.ndarray, np.ndarray, str]:
@@ -110,7 +114,12 @@ def _write(
 ) -> None:
     """Header and entries; count and hash come last."""
     file.write(header.tobytes())
-    digest = hashlib.sha256()
+    digest, entries = hashlib.sha256(), hashlib.sha256()
+
+    def keep(part: bytes) -> None:
+        entries.update(part)
+        file.write(part)
+
     for start in range(0, len(data), _HASHED):
         digest.update(data[start : start + _HASHED])  # reads the file ahead of what follows, too
     block: list[tuple[int, int, bool]] = []
@@ -126,13 +135,14 @@ def _write(
         block.append((start, len(record), whole))
         count += 1
         if len(block) == _BLOCK:
-            file.write(np.array(block, ENTRY).tobytes())
+            keep(np.array(block, ENTRY).tobytes())
             block.clear()
             progress(start / len(data))
     if not count:
         raise DataError(f"{path}: expected one JSON object per line, found none with text.")
-    file.write(np.array(block, ENTRY).tobytes() + np.array(gaps, _GAP).tobytes())
+    keep(np.array(block, ENTRY).tobytes() + np.array(gaps, _GAP).tobytes())
     header["count"], header["gaps"], header["sha256"] = count, len(gaps), digest.hexdigest().encode()
+    header["entries"] = entries.hexdigest().encode()
     file.seek(0)
     file.write(header.tobytes())
     file.flush()

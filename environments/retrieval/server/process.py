@@ -124,7 +124,7 @@ class _Life:
         self._on_ready()
 
     async def _reload(self) -> None:
-        with contextlib.suppress(RLFlowError, Unavailable):  # both are logged and counted; the index stays
+        with contextlib.suppress(RLFlowError, OSError, Unavailable):  # all are logged and counted; the index stays
             await self.service.reload({})
 
     async def _watch(self) -> None:

@@ -139,7 +139,7 @@ class SearchService:
         self._reloading = True
         try:
             index = await self.load(changes)
-        except RLFlowError as problem:
+        except (RLFlowError, OSError) as problem:
             self.statistics.reloads.labels("failed").inc()
             logger.error("reload failed, the index stays as it is: %s", problem)
             raise

@@ -55,7 +55,7 @@ class MegatronTrainer(Trainer):
         offload.check_gpu(**{"optimizer.offload": adamw.offload, "offload_snapshots": given.offload_snapshots})
         self._architecture = architecture(read_config(path))
         layout.check_model(self._architecture)
-        self._chunk_bytes = int(given.logits_chunk_mib * 2**20)
+        self._chunk_bytes = int(min(given.logits_chunk_mib, 2**40) * 2**20)  # any number is a size, 1e308 too
         weights = WeightFiles(path)
         self._limits = step.MicrobatchLimits(given.tokens_per_microbatch, given.packing)
         self._offload_snapshots, self._release_gradients = given.offload_snapshots, given.release_gradients

@@ -77,6 +77,13 @@ def test_a_missing_file_is_one_line_and_exit_code_2(capsys: pytest.CaptureFixtur
     assert capsys.readouterr().err == "rlflow: ConfigError: --model: /no/such/model: no such file or directory.\n"
 
 
+@pytest.mark.parametrize("arguments", [["show", "x" * 5000], ["search", "query", "a", "--corpus", "x" * 5000]])
+def test_what_the_system_refuses_is_one_line(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(arguments) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("rlflow: OSError: ") and "too long" in said and said.count("\n") == 1
+
+
 def test_debug_shows_the_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RLFLOW_DEBUG", "1")
     with pytest.raises(ConfigError):

@@ -146,6 +146,8 @@ def test_null_is_allowed_where_a_key_is_optional_only() -> None:
         ("rollout.max_turns", "expected section.key=value, found 'rollout.max_turns'"),
         ("trainer.lr.x=1", "'trainer.lr' is 1e-06 (number), it has no keys"),
         ("trainer.lr=[", "is not a YAML value"),
+        ("trainer.lr=" + "[" * 600 + "]" * 600, "nested too deeply"),
+        ("trainer.lr=" + "9" * 5000, "is not a YAML value"),
         ("trainer.lr_schedule=cosine", "trainer.lr_schedule: unknown key. Did you mean 'trainer.schedule'?"),
         ("trainer.lr_warmup_steps=5", "Did you mean 'trainer.schedule.warmup_steps'?"),
         ("trainer.min_lr=1e-7", "Did you mean 'trainer.schedule.min_lr'?"),

@@ -98,3 +98,19 @@ def test_config_errors_name_the_file(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("[]")
     with pytest.raises(ModelError, match="expected a JSON object, found list"):
         read_config(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "ranges", [[(0, 4), (8, 12)], [(0, 4), (0, 4)], [(4, 8)], [(0, 4)]], ids=["gap", "twice", "late", "rest"]
+)
+def test_a_file_whose_tensors_do_not_cover_it_is_refused_as_by_safetensors(ranges: list, tmp_path: Path) -> None:
+    from safetensors import SafetensorError, safe_open
+
+    entries = {f"t{number}": {"dtype": "F32", "shape": [1], "data_offsets": places} for number, places in enumerate(ranges)}
+    head = json.dumps(entries).encode()
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(len(head).to_bytes(8, "little") + head + bytes(12))
+    with pytest.raises(SafetensorError), safe_open(str(file), "pt"):
+        pass
+    with pytest.raises(ModelError, match="do not cover the file"):
+        WeightFiles(tmp_path)

@@ -11,13 +11,25 @@ from typing import Any
 
 import pytest
 
-from rlflow.errors import RolloutError
+from rlflow.errors import EnvironmentContractError, RolloutError
 from rlflow.rollout import Rollout, Tokenizer
+from rlflow.rollout.environment_calls import tasks_of
+from rlflow.rollout.episodes import LONG_TEXT
 from rlflow.types import Episode, Step, StopReason, Task
 from tests.unit.rollout.asking import Asking
 from tests.unit.rollout.fake_engine import FakeEngine
 
-ESCAPES = [StopIteration("empty"), SystemExit(3), KeyboardInterrupt(), GeneratorExit(), asyncio.CancelledError()]
+
+class Unspeakable(Exception):
+    """One that says nothing about itself: its text cannot be had."""
+
+    def __str__(self) -> str:
+        raise ValueError("no text")
+
+
+ESCAPES = [
+    StopIteration("empty"), SystemExit(3), KeyboardInterrupt(), GeneratorExit(), asyncio.CancelledError(), BaseException("bare"),
+]  # fmt: skip
 
 
 def over(tokenizer: Tokenizer, environment: Asking, **options: Any) -> Rollout:
@@ -51,6 +63,64 @@ def test_whatever_a_method_raises_aborts_its_episode_alone(
     assert [[trajectory.usable for trajectory in group.trajectories] for group in groups] == [[False] * 2, [True] * 2]
     said = groups[0].trajectories[0].error
     assert type(error).__name__ in said and (f"Escaping.{method} raised" in said or "coroutine raised" in said)
+
+
+def test_an_error_without_a_text_aborts_its_episode_alone(tokenizer: Tokenizer) -> None:
+    class Silent(Asking):
+        async def step(self, episode: Episode, response: str) -> Step:
+            if episode.task.id == "t0":
+                raise Unspeakable
+            return await super().step(episode, response)
+
+    environment = Silent(turns=1)
+    with over(tokenizer, environment) as rollout:
+        groups = rollout.collect(environment.tasks("train")[:2])
+    assert groups[0].trajectories[0].error == "Unspeakable: no reason given" and groups[1].trajectories[0].usable
+
+
+@pytest.mark.parametrize(
+    ("tasks", "said"),
+    [
+        (Unspeakable(), "found Unspeakable: no reason given"),
+        (SystemExit(3), "found SystemExit: 3"),
+        (None, "NoneType"),
+        (["abc"], "entry 0 is of type str"),
+        ([Task("a", "b"), Task(7, "b")], "task 1: its id must be text"),
+        ([Task("a", None)], "task 0: its id must be text, its prompt text or a list"),
+    ],
+)
+def test_tasks_that_cannot_be_had_are_one_line(tasks: Any, said: str) -> None:
+    class Giving(Asking):
+        def tasks(self, split: str) -> Any:
+            if isinstance(tasks, BaseException):
+                raise tasks
+            return tasks
+
+    with pytest.raises(EnvironmentContractError, match=r"^Giving\.tasks: expected a sequence of Task") as caught:
+        tasks_of(Giving(), "train")
+    assert said in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_long_observations_are_tokenized_beside_the_event_loop(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Long(Asking):
+        async def step(self, episode: Episode, response: str) -> Step:
+            step = await super().step(episode, response)
+            if episode.task.id == "t0" and not step.terminated:
+                step.observation = "many words " * (LONG_TEXT // 10)
+            return step
+
+    threads: dict[bool, set[str]] = {}
+    encode = Tokenizer.encode_text
+
+    def watched(self: Tokenizer, text: str) -> list[int]:
+        threads.setdefault(len(text) > LONG_TEXT, set()).add(threading.current_thread().name)
+        return encode(self, text)
+
+    monkeypatch.setattr(Tokenizer, "encode_text", watched)
+    environment = Long(turns=2)
+    with over(tokenizer, environment, max_total_tokens=100_000) as rollout:
+        rollout.collect(environment.tasks("train")[:2])
+    assert threads[True] and threads[False] and not threads[True] & threads[False]
 
 
 class Hanging(Asking):

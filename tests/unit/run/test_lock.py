@@ -98,9 +98,9 @@ def test_who_slept_through_its_lease_writes_nothing_more(tmp_path: Path) -> None
     assert (tmp_path / "run.lock").read_text() == theirs
 
 
-@pytest.mark.parametrize("content", ["", "4711", "{", "null", '"x"'])
-def test_what_an_older_version_or_a_kill_left_is_nobodys(content: str, tmp_path: Path) -> None:
-    (tmp_path / "run.lock").write_text(content)
+@pytest.mark.parametrize("content", ["", "4711", "{", "null", '"x"', '{"epoch": []}', "[" * 100_000, "\udcb8\udcff"])
+def test_what_an_older_version_a_kill_or_a_bad_disk_left_is_nobodys(content: str, tmp_path: Path) -> None:
+    (tmp_path / "run.lock").write_text(content, encoding="utf-8", errors="surrogateescape")
     holder = DirectoryLock(tmp_path)
     holder.confirm()
     holder.close()

@@ -281,6 +281,18 @@ def test_minibatches_are_split_by_the_runs_seed(model: Path, tmp_path: Path) -> 
     assert all(sorted(index for part in seen for index in part) == list(range(8)) for seen in rewards)
 
 
+def test_updates_without_a_gradient_are_said_once_and_counted(
+    model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with open_run(letters_config(model, tmp_path, *TINY)) as run:
+        groups = next(run.groups())
+        for trajectory in (one for group in groups for one in group.trajectories):  # no group has a spread
+            trajectory.reward, trajectory.group_stats = 0.0, (2, 0.0, 0.0)
+        found = [training_step(step, groups, run.trainer, run.algorithm, run.timer) for step in range(3)]
+    assert [metrics["train/updates_skipped"] for metrics in found] == [1.0] * 3
+    assert caplog.text.count("no gradient in 1 of 1 updates") == 1 and "train/updates_skipped counts them" in caplog.text
+
+
 def test_every_minibatch_of_every_epoch_compares_with_the_policy_before_the_step(model: Path, tmp_path: Path) -> None:
     values = ("algorithm.minibatches_per_step=2", "algorithm.epochs_per_step=3",
               "evaluation.at_start=false", "trainer.optimizer.weight_decay=0.5", EVERY_ROW_LEARNS,

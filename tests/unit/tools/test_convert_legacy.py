@@ -71,6 +71,9 @@ def case(whole: Path, tmp_path: Path) -> tuple[Path, Path, Path]:
     return tmp_path / "megatron", whole / "hf", tmp_path / "out"
 
 
+RANKS = ("mp_rank_00_000", "mp_rank_01_000", "mp_rank_00_001", "mp_rank_01_001")
+
+
 def file_of(checkpoint: Path, rank: str) -> Path:
     return checkpoint / "release" / rank / "model_optim_rng.pt"
 
@@ -97,15 +100,8 @@ def norms(state: dict[str, Any]) -> None:
     state["model"]["decoder.final_layernorm.weight"][0] += 1
 
 
-def as_saved_by_ranks(checkpoint: Path) -> None:
-    """Megatron-LM's arguments have the number of the process that saved them: of the tensor ranks in turn, per stage."""
-    for number, rank in enumerate(("mp_rank_00_000", "mp_rank_01_000", "mp_rank_00_001", "mp_rank_01_001")):
-        edit(lambda state, number=number: vars(state["args"]).update(rank=number, world_size=4), rank)(checkpoint)
-
-
 def exchange(first: str, second: str) -> Callable[[Path], None]:
     def damage(checkpoint: Path) -> None:
-        as_saved_by_ranks(checkpoint)
         files = file_of(checkpoint, first), file_of(checkpoint, second)
         for file, content in zip(files, [file.read_bytes() for file in reversed(files)]):
             file.write_bytes(content)
@@ -114,6 +110,8 @@ def exchange(first: str, second: str) -> Callable[[Path], None]:
 
 
 def duplicate(checkpoint: Path) -> None:
+    for rank in RANKS:  # as of a tool that saves all ranks in one process
+        edit(lambda state: vars(state["args"]).update(rank=0), rank)(checkpoint)
     shutil.copy(file_of(checkpoint, "mp_rank_00_001"), file_of(checkpoint, "mp_rank_01_001"))
 
 
@@ -148,6 +146,7 @@ BAD: dict[str, tuple[int, str, Callable[[Path], None]]] = {
     "two iterations": (5, "of iteration 9", edit(lambda state: state.update(iteration=9))),
     "replicas differ": (5, "is not what another rank has", edit(norms)),
     "tensor ranks exchanged": (5, "tensor rank 1, and lies in", exchange("mp_rank_00_000", "mp_rank_01_000")),
+    "all ranks exchanged": (5, "and lies in", exchange("mp_rank_01_000", "mp_rank_00_001")),
     "a rank twice": (5, "is a copy of the other", duplicate),
     "shapes differ": (
         5,
@@ -222,8 +221,10 @@ def test_a_file_without_permission_is_one_line(case: Any, capsys: Any, monkeypat
 
 
 def test_files_that_say_which_rank_saved_them_convert(case: Any) -> None:
+    """Numbered as Megatron-LM's processes are: tensor ranks in turn, per stage."""
     checkpoint, reference, out = case
-    as_saved_by_ranks(checkpoint)
+    said = [vars(torch.load(file_of(checkpoint, rank), weights_only=False)["args"]) for rank in RANKS]
+    assert [(args["rank"], args["world_size"]) for args in said] == [(0, 4), (1, 4), (2, 4), (3, 4)]
     to_huggingface(checkpoint, out, reference)
     assert digest(iterate_weights(out)) == digest(iterate_weights(reference))
 
@@ -242,7 +243,7 @@ CONTRADICTIONS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", CONTRADICTIONS)
 def test_arguments_that_contradict_the_reference_are_refused(name: str, case: Any) -> None:
     checkpoint, reference, out = case
-    for rank in ("mp_rank_00_000", "mp_rank_01_000", "mp_rank_00_001", "mp_rank_01_001"):
+    for rank in RANKS:
         edit(lambda state: vars(state["args"]).update(CONTRADICTIONS[name]), rank)(checkpoint)
     with pytest.raises(RLFlowError, match=name) as caught:
         to_huggingface(checkpoint, out, reference)

@@ -23,7 +23,7 @@ from tests import rounding
 from tests.unit.trainer.batches import VOCAB, make_batch, policy_gradient
 
 
-@pytest.mark.parametrize("chunk_mib", [512.0, 0.005], ids=["one-chunk", "12-positions-per-chunk"])
+@pytest.mark.parametrize("chunk_mib", [512.0, 1e308, 0.005], ids=["one-chunk", "any-size", "12-positions-per-chunk"])
 def test_three_updates_equal_transformers_with_adamw(make: Any, model: Path, chunk_mib: float) -> None:
     """The whole step by other means: full logits, torch's clipping and AdamW, no decay of one-dimensional parameters."""
     from transformers import AutoModelForCausalLM

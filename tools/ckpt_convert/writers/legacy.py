@@ -41,7 +41,7 @@ def _rank_file(
 ) -> OutputFile:
     path = f"{folder}/{rank_directory(work, tensor, pipeline, expert)}/{FILE}"
     targets: dict[str, Target] = {}
-    value: dict[str, Any] = dict(common)
+    value = {**common, "args": _args_of(work, common["args"], tensor, pipeline, expert)}
     for chunk in range(work.layout.virtual):
         state: OrderedDict[str, TensorStandIn | None] = OrderedDict()
         for name, rule, layer in _held_tensors(work, pipeline, chunk, expert):
@@ -59,6 +59,14 @@ def _rank_file(
         return archive.literals(checksums)
 
     return OutputFile(path, archive.size, places, (), seal)
+
+
+def _args_of(work: Import, args: argparse.Namespace, tensor: int, pipeline: int, expert: int) -> argparse.Namespace:
+    """The arguments with the number of the rank, by which a reader knows a file that lies in another's place (megatron-core,
+    parallel_state.py: tensor ranks are neighbours, then those of experts, then stages)."""
+    layout = work.layout
+    number = (pipeline * layout.expert + expert) * layout.tensor + tensor
+    return argparse.Namespace(**{**vars(args), "rank": number, "world_size": layout.tensor * layout.expert * layout.pipeline})
 
 
 def _held_tensors(work: Import, pipeline: int, chunk: int, expert: int) -> Iterator[tuple[str, Rule, int]]:

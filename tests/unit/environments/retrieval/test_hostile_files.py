@@ -86,6 +86,10 @@ def built(tmp_path_factory) -> tuple[Path, Path]:
         {"encoder": {}},
         {"embeddings": "float64"},
         {"kind": 3},
+        {"metric": "\ud83d"},
+        {"encoder": {"family": "e5", "sha256": ""}},
+        {"encoder": {"family": "e5", "sha256": "", "path": "x"}},
+        {"encoder": {"family": "hashed", "sha256": "", "x": json.loads("[" * 600 + "]" * 600)}},
     ],
 )
 def test_an_edited_meta_is_one_clear_error(built, tmp_path, edit):

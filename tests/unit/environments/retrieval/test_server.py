@@ -256,6 +256,21 @@ def test_offsets_are_made_once_and_again_when_the_file_changes(tmp_path):
     assert corpus[0] == longer[0] and longer.sha256 != corpus.sha256
 
 
+def test_offsets_whose_entries_are_not_those_that_were_written_are_made_again(tmp_path):
+    """Two rows exchanged, all else as it was: they would be served under each other's number."""
+    from rlflow_environments.retrieval.server.offsets import ENTRY
+    from rlflow_environments.retrieval.server.records import StoredCorpus
+
+    path = write_corpus(tmp_path, 5)
+    passages, offsets = list(StoredCorpus(path)), Path(f"{path}.offsets")
+    whole = offsets.read_bytes()
+    first, last = slice(-5 * ENTRY.itemsize, -4 * ENTRY.itemsize), slice(-ENTRY.itemsize, None)
+    changed = bytearray(whole)
+    changed[first], changed[last] = whole[last], whole[first]
+    offsets.write_bytes(changed)
+    assert list(StoredCorpus(path)) == passages and offsets.read_bytes() == whole
+
+
 def test_records_that_no_client_could_read_are_refused_by_number(tmp_path):
     from rlflow_environments.retrieval.server.records import StoredCorpus
 

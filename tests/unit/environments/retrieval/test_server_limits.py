@@ -17,14 +17,15 @@ import pytest
 from rlflow.errors import ConfigError
 from rlflow_environments.retrieval.coalescer import CoalescedSearch
 from rlflow_environments.retrieval.server import connections, wire
+from rlflow_environments.retrieval.server.app import SearchApp
 from rlflow_environments.retrieval.server.discovery import DiscoveryFile
-from rlflow_environments.retrieval.server.index import Answer
+from rlflow_environments.retrieval.server.index import Answer, ServedIndex
 from rlflow_environments.retrieval.server.listener import bind
 from rlflow_environments.retrieval.server.loading import ServedSource
 from rlflow_environments.retrieval.server.process import serve
 from rlflow_environments.retrieval.server.query_log import QueryLog
 from rlflow_environments.retrieval.server.service import SearchService
-from tests.unit.environments.retrieval.search_echo import Echo, client, echo_server, post
+from tests.unit.environments.retrieval.search_echo import Echo, client, echo_server, get, post
 from tests.unit.environments.retrieval.search_servers import search_server, write_corpus
 
 
@@ -85,14 +86,47 @@ def test_long_queries_do_not_share_a_batch():
 
 
 @pytest.mark.parametrize(
-    "changes", [{"corpus": 5}, {"pages": ["x"]}, {"retriever": 7}, {"retriever": {"options": 1}}, {"retriever": None}]
+    "changes",
+    [
+        {"corpus": 5}, {"pages": ["x"]}, {"retriever": 7}, {"retriever": {"options": 1}}, {"retriever": None},
+        {"corpus": "x" * 5000},
+    ],
 )
 def test_a_reload_of_wrong_types_is_refused_and_changes_nothing(tmp_path, changes):
     source = ServedSource({"name": "bm25"}, str(write_corpus(tmp_path, 5)))
     with search_server(source.load) as (url, _):
         refused = post(url, "/admin/reload", **changes)
-        assert refused.status_code == 422 and next(iter(changes)) in refused.json()["detail"]
+        assert refused.status_code == 422 and (next(iter(changes)) in refused.json()["detail"] or "too long" in refused.text)
         assert post(url, query="harbour").status_code == 200
+
+
+def test_a_reload_whose_client_goes_away_is_no_error_of_the_server():
+    async def scenario() -> list[dict]:
+        service = SearchService(lambda *_: ServedIndex(Echo()))
+        await service.load()
+        sent: list[dict] = []
+        received = iter([{"type": "http.request", "body": b"{", "more_body": True}, {"type": "http.disconnect"}])
+
+        async def receive() -> dict:
+            return next(received)
+
+        async def send(message: dict) -> None:
+            sent.append(message)
+
+        scope = {"type": "http", "method": "POST", "path": "/admin/reload", "headers": [], "query_string": b"", "root_path": "",
+                 "client": ("127.0.0.1", 1), "server": ("h", 1), "scheme": "http", "http_version": "1.1"}  # fmt: skip
+        await SearchApp(service)(scope, receive, send)
+        return sent
+
+    assert asyncio.run(scenario())[0]["status"] == 400
+
+
+def test_what_is_said_of_an_index_can_be_written_whatever_it_holds():
+    """Half of an emoji in a path made every later answer about the index a 500."""
+    echo = ServedIndex(Echo(), info={"identity": "x", "corpus_path": "\ud83d.jsonl", "size": float("nan")})
+    with search_server(lambda *_: echo) as (url, _):
+        assert get(url + "/info").json()["corpus_path"] == "\ud83d.jsonl"
+        assert post(url, "/admin/reload").status_code == 200
 
 
 class _FullDisk:
