@@ -7,6 +7,7 @@ import faulthandler
 import os
 import random
 import re
+import resource
 import shutil
 import signal
 import sys
@@ -17,6 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
+STACKS_S = 5.0  # for a process that hangs to write where
 MOST_MIB = 1024  # that a case of a few kilobytes may take beyond what it was forked with
 NOISE = (
     "Traceback (most recent call last)",
@@ -67,24 +69,14 @@ def forked(work: Callable[[], int], folder: Path, deadline_s: float) -> Ended:
     child = os.fork()
     if not child:
         _play(work, out, err)
-    status = usage = None
-    while status is None:
-        done, found, usage = os.wait4(child, os.WNOHANG)
-        if done:
-            status = found
-        elif time.monotonic() - started > deadline_s:
-            break
-        else:
-            time.sleep(0.005)
-    late = status is None
+    ended = _ended_within(child, deadline_s)
+    late = ended is None
     if late:
         os.kill(child, signal.SIGABRT)
-        time.sleep(0.5)
+        ended = _ended_within(child, STACKS_S)
     with contextlib.suppress(ProcessLookupError):
         os.killpg(child, signal.SIGKILL)
-    if late:
-        _, status, usage = os.wait4(child, 0)
-    assert status is not None and usage is not None
+    status, usage = ended or os.wait4(child, 0)[1:]
     return Ended(
         None if late else os.waitstatus_to_exitcode(status),
         out.read_text(encoding="utf-8", errors="replace") if out.is_file() else "",
@@ -92,6 +84,17 @@ def forked(work: Callable[[], int], folder: Path, deadline_s: float) -> Ended:
         time.monotonic() - started,
         max(0.0, usage.ru_maxrss / 1024 - before),
     )
+
+
+def _ended_within(child: int, seconds: float) -> tuple[int, resource.struct_rusage] | None:
+    """Status and usage of a child that ends by then."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        done, status, usage = os.wait4(child, os.WNOHANG)
+        if done:
+            return status, usage
+        time.sleep(0.005)
+    return None
 
 
 def command(arguments: list[str]) -> Callable[[], int]:

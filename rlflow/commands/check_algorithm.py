@@ -17,7 +17,16 @@ from torch import Tensor
 
 from rlflow.algorithms.base import Advantage, Curator, Filter, Transform, as_part
 from rlflow.commands.check import ContractReport
-from rlflow.commands.sample_step import FIELDS, sample_batch, sample_groups, sample_output, sample_tasks
+from rlflow.commands.sample_step import (
+    FIELDS,
+    disturbed,
+    map_output,
+    sample_batch,
+    sample_groups,
+    sample_output,
+    sample_tasks,
+    sample_views,
+)
 from rlflow.components import ADVANTAGE, AGGREGATE, CURATOR, FILTER, LOSS, PARTS, TRANSFORM, Kind
 from rlflow.errors import ConfigError
 from rlflow.run.state import put_back, take_out
@@ -112,54 +121,15 @@ def _make(kind: Kind, component: Mapping[str, Any]) -> Any:
     return made if kind in (AGGREGATE, CURATOR) else as_loss(made) if kind is LOSS else as_part(made)
 
 
-def _map_output(output: PolicyOutput, change: Callable[[Tensor], Tensor]) -> PolicyOutput:
-    fields: dict[str, Any] = {item.name: getattr(output, item.name) for item in dataclasses.fields(output)}
-    there = {name: value for name, value in fields.items() if value is not None}
-    return PolicyOutput(**{name: change(value.detach()).requires_grad_() for name, value in there.items()})
-
-
-def _wider(value: Tensor) -> Tensor:
-    """(B, T, ...) with three places more; a (B,) as it is."""
-    return torch.cat([value, value.new_zeros(len(value), 3, *value.shape[2:])], dim=1) if value.dim() > 1 else value
-
-
 def _like(mask: Tensor, value: Tensor) -> Tensor:
     """(B, T) against (B, T) or (B, T, k)."""
     return mask if value.dim() == 2 else mask[..., None]
-
-
-def _disturbed(batch: Batch) -> Batch:
-    """Other numbers wherever nothing was sampled: none of them may matter."""
-    floating = ("logprobs", "advantages", "values", "returns", *FIELDS.values())
-    changes = {
-        name: torch.where(batch.loss_mask, value, value + 7.0)
-        for name in floating
-        if (value := getattr(batch, name)) is not None
-    }
-    return batch.replace(**changes)
 
 
 def _unchanged(audit: _Findings, batch: Batch, copy: Batch, names: tuple[str, ...], what: str) -> None:
     for name in names:
         if not torch.equal(getattr(batch, name), getattr(copy, name)):
             audit.problem(f"{what} changes batch.{name} in place: make a new tensor (batch.replace)")
-
-
-def _views(batch: Batch) -> Iterator[tuple[str, Batch, Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]]:
-    """(what was done, the batch after it, the same for any other tensor, the way back)."""
-    order = torch.randperm(len(batch), generator=torch.Generator().manual_seed(3))
-    yield (
-        "rows in another order",
-        batch.map(lambda value: value[order]),
-        lambda value: value[order],
-        lambda value: value[order.argsort()],
-    )
-    width = batch.tokens.shape[1]
-    padding = torch.arange(width + 3) >= width
-    wide = batch.map(_wider)
-    for name in ("turn", "versions"):  # where 0 would name a turn and a version
-        wide = wide.replace(**{name: wide.require(name, "check").masked_fill(padding, -1)})
-    yield "more padding", wide, _wider, lambda value: value[:, :width] if value.dim() == 2 else value
 
 
 # ------------------------------------------------------------------ kinds
@@ -195,18 +165,18 @@ def _check_loss(audit: _Findings, make: Callable[[], Any]) -> None:
         elif bool(gradient[~mask].ne(0).any()):
             audit.problem("the gradient reaches log-probs off the loss mask: mask before summing over a row")
     with audit.expecting("the loss with other numbers off the mask"):
-        other = _map_output(output, lambda value: torch.where(_like(mask, value), value, value - 5.0))
-        stirred, _ = loss(other, _disturbed(batch))
+        other = map_output(output, lambda value: torch.where(_like(mask, value), value, value - 5.0))
+        stirred, _ = loss(other, disturbed(batch))
         audit.same(stirred, values, "other numbers off the loss mask change the loss on it", mask)
-    for what, view, change, back in _views(batch):
+    for what, view, change, back in sample_views(batch):
         with audit.expecting(f"the loss with {what}"):
-            again, _ = loss(_map_output(output, change), view)
+            again, _ = loss(map_output(output, change), view)
             audit.same(back(again), values, f"{what} change the loss", mask)
     with audit.expecting("the loss of single rows"):
         for row in range(len(batch)):
             part = batch.select([row])
             width = part.tokens.shape[1]
-            alone, _ = loss(_map_output(output, lambda value, row=row, width=width: value[[row], :width]), part)  # type: ignore[misc]
+            alone, _ = loss(map_output(output, lambda value, row=row, width=width: value[[row], :width]), part)  # type: ignore[misc]
             audit.same(alone, values[[row], :width], "a row alone has another loss than in the batch, so micro-batches would "
                        "change it: what depends on other rows belongs in a transform", part.loss_mask)  # fmt: skip
     _check_extremes(audit, loss, batch, output)
@@ -378,11 +348,11 @@ def _check_curator(audit: _Findings, make: Callable[[], Any]) -> None:
 
 def _check_views(audit: _Findings, make: Callable[[], Any], batch: Batch, values: Tensor, what: str) -> None:
     mask = batch.loss_mask if values.dim() == 2 else torch.ones(len(batch), dtype=torch.bool)
-    for done, view, _, back in _views(batch):
+    for done, view, _, back in sample_views(batch):
         with audit.expecting(f"{what} with {done}"):
             audit.same(back(make()(view)), values, f"{done} change {what}", mask)
     with audit.expecting(f"{what} with other numbers off the loss mask"):
-        audit.same(make()(_disturbed(batch)), values, f"other numbers off the loss mask change {what} on it", mask)
+        audit.same(make()(disturbed(batch)), values, f"other numbers off the loss mask change {what} on it", mask)
 
 
 def _check_state(audit: _Findings, make: Callable[[], Any], use: Callable[[Any], Any]) -> None:

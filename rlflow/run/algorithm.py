@@ -187,8 +187,9 @@ class Algorithm:
 def check_parts(config: RunConfig) -> None:
     """Returns when the losses and transforms that the configuration names go together; before anything else is made of it.
     Raises ConfigError."""
-    section = config.algorithm
-    transforms = [as_part(made) for made in _all(TRANSFORM, section.transforms, "algorithm.transforms")]
+    section, limits = config.algorithm, config.rollout
+    budget = limits.max_turns * limits.max_response_tokens
+    transforms = [as_part(made) for made in _all(TRANSFORM, section.transforms, "algorithm.transforms", tokens=budget)]
     check_combination(make_loss(section.losses).terms, transforms)
 
 

@@ -17,7 +17,7 @@ from typing import Any
 from prometheus_client.multiprocess import mark_process_dead
 
 from rlflow.errors import ConfigError, DataError, RLFlowError
-from rlflow_environments.common.http import backoff_s
+from rlflow.http import backoff_s
 from rlflow_environments.retrieval.server.app import make_api
 from rlflow_environments.retrieval.server.channel import Channel, Message, channel_pair
 from rlflow_environments.retrieval.server.index import Answer

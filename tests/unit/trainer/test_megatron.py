@@ -250,7 +250,7 @@ def test_wrong_arguments_are_one_line_each(make: Any, model: Path) -> None:
     trainer = make()
     with pytest.raises(ConfigError, match="no model 'referense'; known: policy"):
         trainer.score(batch, model="referense")
-    with pytest.raises(ConfigError, match=r"unknown quantity 'logprob'\. Did you mean 'logprobs'"):
+    with pytest.raises(ConfigError, match=r"found 'logprob'\. Did you mean 'logprobs'"):
         trainer.score(batch, want=("logprob",))
     with pytest.raises(ConfigError, match="'policy' is the model in training"):
         trainer.snapshot("policy")
