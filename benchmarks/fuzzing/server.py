@@ -37,6 +37,7 @@ PATHS = (
 )
 GROWTH = 1.10
 SETTLED = 0.3  # share of the cases after which memory is not to grow
+SETTLED_CASES = 2000  # and so many at the least: a new process takes what it needs for its first reloads
 
 
 class Server:
@@ -89,7 +90,7 @@ class Server:
         found = min((errors.find(word) for word in NOISE if word in errors), default=-1)
         if found >= 0:
             raise Wrong(f"on the server's stderr: ...{errors[max(0, found - 300) : found + 6000]}")
-        early = self._memory[: max(1, round(SETTLED * len(self._memory)))]
+        early = self._memory[: max(SETTLED_CASES, round(SETTLED * len(self._memory)))]
         growth = max(self._memory) / max(early) if self._memory else 1.0
         if growth > GROWTH:
             raise Wrong(f"memory grew from {max(early):.0f} to {max(self._memory):.0f} MiB")
