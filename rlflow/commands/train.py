@@ -20,7 +20,7 @@ def add(commands: Commands) -> None:
         "examples:\n"
         "  rlflow train --config my.yaml\n"
         "  rlflow train --config my.yaml run.steps=20 trainer.lr=1e-4 algorithm.losses.0.clip_high=0.28\n"
-        "  rlflow train --config my.yaml --preset dapo\n"
+        "  rlflow train --config my.yaml --preset NAME\n"
         "  rlflow train --model DIR --env my_task.py:MyTask environment.difficulty=3 --dry-run\n"
         "  rlflow train --config my.yaml --resume\n",
     )

@@ -106,7 +106,7 @@ METRICS: Metrics = {
         "nats", "mean absolute difference of engine and trainer log-probs of sampled tokens, before the update"
     ),
     "train/advantage_zero": Metric(
-        "share", "of episodes without any advantage (in GRPO: of groups whose rewards are all equal): they teach nothing"
+        "share", "of episodes without any advantage (where a group is compared: of groups that score alike): they teach nothing"
     ),
     "train/tokens": Metric("tokens", "trained in the step (loss mask)"),
     "train/fed_tokens": Metric("tokens", "in the training rows, padding excluded"),

@@ -74,6 +74,15 @@ def letters_config(model: Path, runs: Path, *overrides: str, preset: str | None 
     return load_config(None, [*values, *overrides], preset)
 
 
+def asked_of_the_user(preset: str, shared: Path, teacher: Path) -> list[str]:
+    """Overrides for what a preset leaves open: the directory that a swarm shares, the teacher's model."""
+    asked = {
+        "opd": [f"algorithm.teacher.path={teacher}"],
+        "sapo_swarm": [f"algorithm.filters.0.transport={{name: directory, path: '{shared}'}}"],
+    }
+    return asked.get(preset, [])
+
+
 def write_config(config: RunConfig, path: Path) -> Path:
     """The configuration as a YAML file, for the command line."""
     path.write_text(config_text(config), encoding="utf-8")

@@ -1,4 +1,5 @@
-"""The core knows no plug-in: nothing under rlflow/ names an environment, what one works with, a recipe or a paper's system."""
+"""The core knows no plug-in and no method: nothing under rlflow/ names an environment, what one works with, a recipe or a paper's
+system, and nothing outside rlflow/algorithms/ names a method."""
 
 from __future__ import annotations
 
@@ -14,7 +15,17 @@ FILES = sorted(path for path in (ROOT / "rlflow").rglob("*") if path.is_file() a
 PARTS = ("search", "corpus", "corpora", "retriev", "passage", "qdrant", "faiss", "guess", "encyclopedia")
 # Systems and papers, as whole words or as parts of an identifier.
 SYSTEMS = ("areal", "astraflow", "llamarl", "dart", "oni", "vlac", "rlinf", "asearcher", "slime", "verl", "skyrl", "ragen")
-NAMED = re.compile(rf"{'|'.join(PARTS)}|(?<![a-z])(?:{'|'.join(SYSTEMS)})(?![a-z])", re.I)
+# Methods, as SYSTEMS. Not grpo and gae: the default of a key, and what an error tells the user to set.
+METHODS = ("dapo", "drgrpo", "gspo", "cispo", "aipo", "gmpo", "dppo", "m2po", "icepop", "kpop", "greso", "maxrl", "gdpo", "rloo",
+           "sapo", "trpo", "reinforce")  # fmt: skip
+
+
+def whole_words(words: tuple[str, ...]) -> str:
+    return rf"(?<![a-z])(?:{'|'.join(words)})(?![a-z])"
+
+
+NAMED = re.compile(f"{'|'.join(PARTS)}|{whole_words(SYSTEMS)}", re.I)
+METHOD = re.compile(whole_words(METHODS), re.I)
 # The English word, the methods of `re` and torch, and the optimizers' term.
 HARMLESS = re.compile(r"research|\.search\(|searchsorted|line search", re.I)
 PRESETS = "rlflow/algorithms/presets/"
@@ -26,10 +37,13 @@ def names_in(path: str, text: str) -> list[str]:
     """`line: word` of everything that the core must not name."""
     if path.startswith(PRESETS):
         return []
-    if path.startswith(CITING):
+    patterns = [NAMED]
+    if not path.startswith(CITING):
+        patterns.append(METHOD)
+    else:
         text = re.sub(r'""".*?"""', lambda found: "\n" * found[0].count("\n"), text, flags=re.S)
     lines = enumerate(HARMLESS.sub("", text).splitlines(), start=1)
-    return [f"{path}:{number}: {found[0]}" for number, line in lines for found in NAMED.finditer(line)]
+    return [f"{path}:{number}: {found[0]}" for number, line in lines for one in patterns for found in one.finditer(line)]
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
@@ -42,6 +56,7 @@ def test_no_file_of_the_core_names_a_plug_in_a_recipe_or_a_paper(path: Path) -> 
 def test_no_file_of_the_core_is_called_after_one(path: Path) -> None:
     name = str(path.relative_to(ROOT))
     assert name.startswith(PRESETS) or not NAMED.search(name)
+    assert name.startswith(CITING) or not METHOD.search(name)
 
 
 @pytest.mark.parametrize("folder", ["environments", "recipes"])
@@ -60,7 +75,12 @@ def test_every_environment_and_recipe_is_among_the_words(folder: str) -> None:
         ("# as verl has it, but not overly", 1),
         ("only companions partially", 0),
         ("areal_mask = num_retrieved", 2),
+        ("loss: GSPO's, of m2po_range", 2),
     ],
 )
 def test_the_reader_finds_words_and_no_others(text: str, count: int) -> None:
     assert len(names_in("rlflow/x.py", text)) == count
+
+
+def test_a_method_is_named_where_it_is_written_and_nowhere_else() -> None:
+    assert not names_in("rlflow/algorithms/losses/x.py", 'name = "gspo"') and names_in("rlflow/loop.py", 'name = "gspo"')
