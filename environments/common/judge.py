@@ -9,6 +9,7 @@ import os
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any, TypeVar
 
 from rlflow.errors import ConfigError, RLFlowError
 from rlflow.storage.files import write_text
@@ -17,6 +18,8 @@ from rlflow_environments.common.endpoint import ChatEndpoint, EndpointError, End
 
 PAUSE_S = 0.5  # before the second attempt, at the most
 MAX_REPLY_TOKENS = 1024
+
+T = TypeVar("T")
 
 
 class JudgeError(RLFlowError):
@@ -61,11 +64,12 @@ class JudgeEndpoint:
         self._where = where
         self._identity = [self._endpoint.url, model, temperature]
         self._folder = None if cache is None else Path(cache).expanduser()
-        self._known: dict[str, float] = {}
+        self._known: dict[str, Any] = {}
         self._lock = threading.Lock()
 
-    async def verdict(self, prompt: str, read: Callable[[str], float]) -> tuple[float, bool]:
-        """(what `read` makes of the model's reply, whether it was known). `read` raises UnreadableReply.
+    async def verdict(self, prompt: str, read: Callable[[str], T]) -> tuple[T, bool]:
+        """(what `read` makes of the model's reply, whether it was known): plain data, of which JSON can be made. `read` raises
+        UnreadableReply.
 
         Raises UnreadableReplyError where no reply could be read, JudgeError where none came, ConfigError where the endpoint
         refuses what it is asked.
@@ -89,17 +93,17 @@ class JudgeEndpoint:
         """Drops what waits for the judge and closes the connections."""
         self._endpoint.close()
 
-    def _recall(self, key: str) -> float | None:
+    def _recall(self, key: str) -> Any:
         with self._lock:
             verdict = self._known.get(key)
         if verdict is None and self._folder is not None:
             try:
-                verdict = float(json.loads((self._folder / f"{key}.json").read_bytes())["verdict"])
+                return json.loads((self._folder / f"{key}.json").read_bytes())["verdict"]
             except (FileNotFoundError, ValueError, KeyError, TypeError):
                 return None
         return verdict
 
-    def _remember(self, key: str, verdict: float) -> None:
+    def _remember(self, key: str, verdict: Any) -> None:
         with self._lock:
             self._known[key] = verdict
         if self._folder is not None:

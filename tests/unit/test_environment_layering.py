@@ -13,6 +13,8 @@ from tests.unit.test_layering import ROOT, core_part, imported, sources
 ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "common": ({"errors", "http", "types", "storage", "components", "values"}, set()),
     "retrieval": ({"errors", "http", "types", "storage", "components", "values", "matmul"}, {"common"}),
+    # Environments over any other environment: none of them knows which.
+    "wrappers": ({"errors", "types", "storage", "components", "values", "metrics", "environment"}, {"common"}),
     # `commands`: what its command-line options and jobs of `doctor` are registered as.
     "search": (
         {"errors", "http", "types", "storage", "components", "values", "metrics", "environment", "commands"},
