@@ -44,9 +44,10 @@ class JudgeEndpoint:
         where: str = "environment.judge",
     ) -> None:
         """url: of the API, such as http://localhost:8000/v1. api_key_variable: the environment variable with the key; none is
-        sent where it is not set. timeout_s: of one request. tries: requests per verdict, replies that cannot be read included.
-        concurrency: requests at a time. cache: a folder of verdicts, kept between runs (default: in memory). seed: of the pauses
-        between attempts. where: the options' place in the configuration. Raises ConfigError, MissingPackageError.
+        sent where it is not set. timeout_s: of one request. tries: requests per verdict, replies that cannot be read
+        included. concurrency: requests at a time. cache: a folder of verdicts, kept between runs (default: in memory). seed:
+        of the pauses between attempts. where: the options' place in the configuration. Raises ConfigError,
+        MissingPackageError.
         """
         self._endpoint = ChatEndpoint(
             url,

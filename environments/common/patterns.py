@@ -1,8 +1,8 @@
 """Regular expressions in linear time: Python's syntax without what needs backtracking.
 
-`re` backtracks: on a text of the policy's choice, a pattern such as (a+)+$ takes time exponential in the length. A pattern is read
-here by the parser of `re`, and run as a set of states that the text moves forward once (Thompson, "Regular Expression Search
-Algorithm", 1968), with the transitions seen so far kept. It says whether a pattern occurs, not where.
+`re` backtracks: on a text of the policy's choice, a pattern such as (a+)+$ takes time exponential in the length. A pattern is
+read here by the parser of `re`, and run as a set of states that the text moves forward once (Thompson, "Regular Expression
+Search Algorithm", 1968), with the transitions seen so far kept. It says whether a pattern occurs, not where.
 """
 
 from __future__ import annotations

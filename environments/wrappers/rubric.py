@@ -36,10 +36,11 @@ class RubricRewards(Wrapper):
 
         reward = sum of weight * score, and 0 where a gate's score is below its least
 
-    Every criterion is a named reward too, without its weight, for advantages that weigh them (`gdpo`); behind a gate that was not
-    passed the others are 0, and not asked. Metrics: `rubric_<name>`, the score of each criterion that was judged. A criterion that
-    cannot be judged raises: the episode is aborted and left out of loss and baseline. Source of the forms: OpenEnv
-    (`WeightedSum`, `Gate`, `LLMJudge`), verifiers (`Rubric`). An episode that a token limit ends between two turns got no rewards.
+    Every criterion is a named reward too, without its weight, for advantages that weigh them (`gdpo`); behind a gate that was
+    not passed the others are 0, and not asked. Metrics: `rubric_<name>`, the score of each criterion that was judged. A
+    criterion that cannot be judged raises: the episode is aborted and left out of loss and baseline. Source of the forms:
+    OpenEnv (`WeightedSum`, `Gate`, `LLMJudge`), verifiers (`Rubric`). An episode that a token limit ends between two turns
+    got no rewards.
     """
 
     def __init__(self, base: Base, criteria: Mapping[str, Any], *, judge: Mapping[str, Any] | None = None) -> None:

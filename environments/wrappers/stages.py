@@ -61,8 +61,8 @@ class StageRewards(Wrapper):
         labeller: Mapping[str, Any] | None = None,
     ) -> None:
         """stages: name -> pattern in the observations; or names, which a `labeller` (url, model and further options of
-        JudgeEndpoint) looks for. valid: the metric of the base that is above 0 once there is a valid result. failure, per_stage:
-        the paper's. Raises ConfigError, MissingPackageError.
+        JudgeEndpoint) looks for. valid: the metric of the base that is above 0 once there is a valid result. failure,
+        per_stage: the paper's. Raises ConfigError, MissingPackageError.
         """
         super().__init__(base)
         if valid not in self.base.metrics:

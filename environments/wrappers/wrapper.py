@@ -42,9 +42,9 @@ class Seen:
 
 
 class Wrapper(Environment):
-    """Everything but the rewards is the base's: tasks, prompts, observations, stop strings, turn limit, tools, metrics (a wrapper
-    adds its own), report, shutdown. A plain method of the base runs in a thread of the rollout, as it would without the wrapper;
-    `rewarded` gets its step, in the event loop.
+    """Everything but the rewards is the base's: tasks, prompts, observations, stop strings, turn limit, tools, metrics (a
+    wrapper adds its own), report, shutdown. A plain method of the base runs in a thread of the rollout, as it would without
+    the wrapper; `rewarded` gets its step, in the event loop.
 
     An episode's state stands in its scratch under a key of the wrapper's own, so that wrappers can be stacked.
     """
