@@ -44,14 +44,6 @@ class Pair:
     after: str
 
 
-@dataclass(frozen=True)
-class Progress:
-    """delta: in [-1, 1], the share of the remaining work that was done, negative where it grew. done: the task is."""
-
-    delta: float
-    done: bool = False
-
-
 class CriticEndpoint:
     """The critic `endpoint`: a language model says how far a step went, in percent, and whether the task is done."""
 
@@ -108,11 +100,12 @@ def read_progress(reply: str) -> list[float]:
     return [float(percent), float(done in ("1", "true"))]
 
 
-def as_progress(judged: object) -> Progress:
-    """What a critic returned. Raises EnvironmentContractError for anything but a delta in [-1, 1], with or without `done`."""
+def delta_and_done(judged: object) -> tuple[float, bool]:
+    """What a critic returned: the share of the remaining work that was done, negative where it grew, and whether the task is done.
+    Raises EnvironmentContractError for anything but a delta in [-1, 1], with or without `done`."""
     delta, done = judged if isinstance(judged, tuple) and len(judged) == 2 else (judged, False)
     if isinstance(delta, bool) or not isinstance(delta, (int, float)) or not -1 <= delta <= 1:
         raise EnvironmentContractError(
             f"environment.critic: expected a number from -1 to 1, or (number, done), found {judged!r}."
         )
-    return Progress(float(delta), bool(done))
+    return float(delta), bool(done)

@@ -10,7 +10,7 @@ from rlflow.metrics.names import Metric
 from rlflow.types import Episode, Step
 from rlflow.values import Component
 from rlflow_environments.common.threads import beside_the_loop
-from rlflow_environments.wrappers.critics import CRITIC, Pair, Progress, as_progress
+from rlflow_environments.wrappers.critics import CRITIC, Pair, delta_and_done
 from rlflow_environments.wrappers.progress_values import Backward, negative_rate, next_value, value_order_correlation
 from rlflow_environments.wrappers.wrapper import Base, Seen, Wrapper, as_text
 
@@ -53,16 +53,16 @@ class ProgressRewards(Wrapper):
         if not seen.own:
             seen.own = _beginning(episode)
         own = seen.own
-        judged = Progress(0.0)
+        delta, done = 0.0, False
         if own["last"] != seen.observations[-1].strip() != "":
             pair = Pair(own["task"], own["last"], seen.observations[-1].strip())
             own["last"] = pair.after
             length = sum(map(len, vars(pair).values()))
             answer = await beside_the_loop(length, lambda: self._critic(pair))
-            judged = as_progress(await answer if inspect.isawaitable(answer) else answer)
-        own["deltas"].append(judged.delta)
-        own["values"].append(next_value(own["values"][-1], judged.delta, self._backward))
-        own["done"] = own["done"] or judged.done
+            delta, done = delta_and_done(await answer if inspect.isawaitable(answer) else answer)
+        own["deltas"].append(delta)
+        own["values"].append(next_value(own["values"][-1], delta, self._backward))
+        own["done"] = own["done"] or done
         metrics = {
             "progress_value": own["values"][-1],
             "progress_order": value_order_correlation(own["values"]),
@@ -71,9 +71,9 @@ class ProgressRewards(Wrapper):
         }
         return dataclasses.replace(
             step,
-            reward=self._outcome * step.reward + self._progress * judged.delta,
-            rewards={**step.rewards, "outcome": float(step.reward), "progress": judged.delta},
-            terminated=step.terminated or (self._ends and judged.done),
+            reward=self._outcome * step.reward + self._progress * delta,
+            rewards={**step.rewards, "outcome": float(step.reward), "progress": delta},
+            terminated=step.terminated or (self._ends and done),
             metrics={**step.metrics, **metrics},
         )
 

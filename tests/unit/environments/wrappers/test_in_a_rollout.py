@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
 from rlflow.rollout import Rollout
 from rlflow.types import StopReason
 from rlflow_environments.common import judge as judging
