@@ -92,7 +92,14 @@ setup(
     extras_require=EXTRAS,
     entry_points={
         "console_scripts": ["rlflow = rlflow.commands.cli:main"],
-        "rlflow.environments": ["search = rlflow_environments.search:SearchEnvironment"],
+        "rlflow.environments": [
+            "search = rlflow_environments.search:SearchEnvironment",
+            # over any other environment, their `base`
+            "intrinsic = rlflow_environments.wrappers.intrinsic:IntrinsicRewards",
+            "progress = rlflow_environments.wrappers.progress:ProgressRewards",
+            "rubric = rlflow_environments.wrappers.rubric:RubricRewards",
+            "stages = rlflow_environments.wrappers.stages:StageRewards",
+        ],
         "rlflow.converters": ["megatron = rlflow_tools.ckpt_convert.converter"],
         "rlflow.options": ["search = rlflow_environments.search.plug_in:OPTIONS"],
         "rlflow.jobs": ["search = rlflow_environments.search.plug_in:JOBS"],

@@ -127,6 +127,7 @@ def _print_scores(
 
 def evaluation_config(args: argparse.Namespace, model: ModelDirectory) -> RunConfig:
     """The configuration of the evaluation: --config, else that of the run that the model comes from, else the defaults."""
+    from rlflow.config.checks import environment_name
     from rlflow.config.schema import load_config
 
     overrides = option_overrides(args, "eval")
@@ -134,7 +135,8 @@ def evaluation_config(args: argparse.Namespace, model: ModelDirectory) -> RunCon
     if not args.config and model.config is not None and not args.allow_code:
         refuse_code_of_others(model.config, config, overrides)
     if args.data:
-        config.environment |= data_options(config, args.data)
+        environment_name(config)  # there must be one
+        config.environment |= data_options(config.environment, args.data)
     config.model.path = str(model.path)
     return config
 
@@ -152,16 +154,19 @@ def refuse_code_of_others(path: Path, config: RunConfig, overrides: Sequence[str
         )
 
 
-def data_options(config: RunConfig, path: str) -> dict[str, Any]:
-    """What the data at `path` mean to the environment, as its constructor keywords.
+def data_options(environment: Mapping[str, Any], path: str) -> dict[str, Any]:
+    """What the data at `path` mean to the environment of that component, as its constructor keywords. One over a `base` leaves
+    the data to that.
 
     Raises ConfigError where the environment takes no data.
     """
     from rlflow.components import ENVIRONMENT
-    from rlflow.config.checks import environment_name
     from rlflow.environment import Environment
 
-    name = environment_name(config)
+    base = environment.get("base")
+    if isinstance(base, Mapping) and "name" in base:
+        return {"base": {**base, **data_options(base, path)}}
+    name = environment["name"]
     target = ENVIRONMENT.resolve(name)
     if not (isinstance(target, type) and issubclass(target, Environment)):
         raise ConfigError(

@@ -11,8 +11,10 @@ from tests.unit.test_layering import ROOT, core_part, imported, sources
 # Room -> (what it may import from the core, which other rooms of environments/). `matmul`: products whose rows do not depend on
 # the size of their batch, which scans need as rollouts do.
 ALLOWED: dict[str, tuple[set[str], set[str]]] = {
-    "common": ({"errors", "http", "storage", "components", "values"}, set()),
+    "common": ({"errors", "http", "types", "storage", "components", "values"}, set()),
     "retrieval": ({"errors", "http", "types", "storage", "components", "values", "matmul"}, {"common"}),
+    # Environments over any other environment: none of them knows which.
+    "wrappers": ({"errors", "types", "storage", "components", "values", "metrics", "environment"}, {"common"}),
     # `commands`: what its command-line options and jobs of `doctor` are registered as.
     "search": (
         {"errors", "http", "types", "storage", "components", "values", "metrics", "environment", "commands"},

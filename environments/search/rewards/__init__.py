@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from rlflow_environments.common.transcript import Transcript
 from rlflow_environments.search.rewards.make import RULE_SCORES, RULES, Reward, make_reward, rule_scores
 from rlflow_environments.search.rewards.score import Score
-from rlflow_environments.search.rewards.transcript import Transcript
 
 __all__ = ["RULES", "RULE_SCORES", "Reward", "Score", "Transcript", "make_reward", "rule_scores"]
 

@@ -12,8 +12,8 @@ import string
 from collections.abc import Callable, Sequence
 from typing import Literal
 
+from rlflow_environments.common.transcript import Transcript
 from rlflow_environments.search.rewards import scoring
-from rlflow_environments.search.rewards.transcript import Transcript
 
 INVALID_QUESTION = "the question is invalid"
 """The answer that a prompt may offer for a question without one; a prompt that holds these words allows it."""

@@ -2,35 +2,21 @@
 
 from __future__ import annotations
 
-import asyncio
-import hashlib
 import json
 import logging
-import os
 import re
-import threading
 from pathlib import Path
 
-from rlflow.errors import ConfigError
-from rlflow.storage.files import write_text
 from rlflow.values import NonNegativeFloat, PositiveFloat, PositiveInt
-from rlflow_environments.common.endpoint import (
-    ChatEndpoint,
-    EndpointError,
-    EndpointRefusedError,
-    UnreadableReply,
-    UnreadableReplyError,
-)
-from rlflow_environments.search.errors import JudgeError
+from rlflow_environments.common.endpoint import UnreadableReply, UnreadableReplyError
+from rlflow_environments.common.judge import JudgeEndpoint
+from rlflow_environments.common.transcript import Transcript
 from rlflow_environments.search.rewards import scoring
 from rlflow_environments.search.rewards.score import Score
-from rlflow_environments.search.rewards.transcript import Transcript
 
 logger = logging.getLogger("rlflow.search.judge")  # under `rlflow`, so that a run's log has it
 
 LONGEST_ANSWER = 500  # characters of a prediction that the judge reads (ASearcher)
-PAUSE_S = 0.5  # before the second attempt, at the most
-MAX_REPLY_TOKENS = 1024
 
 PROMPT = """You decide whether an answer to a question is correct.
 
@@ -73,23 +59,18 @@ class Judge:
         time. cache: a folder of verdicts, kept between runs (default: in memory). seed: of the pauses between attempts.
         Raises ConfigError, MissingPackageError.
         """
-        self._endpoint = ChatEndpoint(
-            url,
-            model,
-            api_key=os.environ.get(api_key_variable),
-            concurrency=concurrency,
+        self._judge = JudgeEndpoint(
+            url=url,
+            model=model,
+            api_key_variable=api_key_variable,
             timeout_s=timeout_s,
             tries=tries,
-            pause_s=PAUSE_S,
+            concurrency=concurrency,
             temperature=temperature,
-            max_tokens=MAX_REPLY_TOKENS,
+            cache=cache,
             seed=seed,
-            name_of="environment.reward.{}".format,
+            where="environment.reward",
         )
-        self._model, self._temperature = model, temperature
-        self._folder = None if cache is None else Path(cache).expanduser()
-        self._known: dict[str, bool] = {}
-        self._lock = threading.Lock()
 
     async def __call__(self, transcript: Transcript) -> Score:
         """The verdict on the last answer. Raises JudgeError."""
@@ -100,48 +81,22 @@ class Judge:
         prompt = PROMPT.format(
             question=transcript.question, golds=json.dumps(transcript.golds), answer=json.dumps(answer)
         )
-        key = hashlib.sha256(
-            json.dumps([self._endpoint.url, self._model, self._temperature, prompt]).encode()
-        ).hexdigest()
-        verdict = await asyncio.to_thread(self._recall, key)
-        if verdict is not None:
-            return Score(float(verdict), {"judge_asked": 0.0, "judge_cached": 1.0, "judge_unparsable": 0.0})
         try:
-            verdict = await self._endpoint.ask(prompt, read_verdict)
-            await asyncio.to_thread(self._remember, key, verdict)
+            verdict, cached = await self._judge.verdict(prompt, read_verdict)
         except UnreadableReplyError as problem:
             logger.info("the judge's reply could not be read: %s", problem)
-        except EndpointRefusedError as problem:
-            raise ConfigError(f"reward judge: {problem}") from None
-        except EndpointError as problem:
-            raise JudgeError(f"reward judge: {problem}") from None
-        asked = {"judge_asked": 1.0, "judge_cached": 0.0, "judge_unparsable": float(verdict is None)}
-        return Score(float(verdict or False), asked)
+            return Score(0.0, {"judge_asked": 1.0, "judge_cached": 0.0, "judge_unparsable": 1.0})
+        asked = {"judge_asked": float(not cached), "judge_cached": float(cached), "judge_unparsable": 0.0}
+        return Score(verdict, asked)
 
     def close(self) -> None:
         """Drops what waits for the judge and closes the connections."""
-        self._endpoint.close()
-
-    def _recall(self, key: str) -> bool | None:
-        with self._lock:
-            verdict = self._known.get(key)
-        if verdict is None and self._folder is not None:
-            try:
-                verdict = json.loads((self._folder / f"{key}.json").read_bytes())["correct"]
-            except (FileNotFoundError, ValueError, KeyError):
-                return None
-        return verdict
-
-    def _remember(self, key: str, verdict: bool) -> None:
-        with self._lock:
-            self._known[key] = verdict
-        if self._folder is not None:
-            write_text(self._folder / f"{key}.json", json.dumps({"correct": verdict}) + "\n", durable=False)
+        self._judge.close()
 
 
-def read_verdict(reply: str) -> bool:
-    """Whether the last judgement of a reply is "correct". Raises UnreadableReply if it holds none."""
+def read_verdict(reply: str) -> float:
+    """1 if the last judgement of a reply is "correct", else 0. Raises UnreadableReply if it holds none."""
     verdicts = _VERDICT.findall(reply)
     if not verdicts:
         raise UnreadableReply(f"expected a judgement as JSON, found {reply[-200:]!r}")
-    return str(verdicts[-1]).lower() == "correct"
+    return float(str(verdicts[-1]).lower() == "correct")

@@ -9,11 +9,11 @@ from typing import Any
 
 from rlflow.components import Kind
 from rlflow_environments.common.threads import beside_the_loop
+from rlflow_environments.common.transcript import Transcript
 from rlflow_environments.search.rewards.asearcher import asearcher_compat, asearcher_em, asearcher_f1
 from rlflow_environments.search.rewards.score import Score
 from rlflow_environments.search.rewards.searchr1 import searchr1_em, searchr1_em_format, searchr1_subem
 from rlflow_environments.search.rewards.strict import strict_em
-from rlflow_environments.search.rewards.transcript import Transcript
 
 Rule = Callable[..., float]
 Reward = Callable[[Transcript], Awaitable[Score]]

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import re
 
+from rlflow_environments.common.transcript import Transcript
 from rlflow_environments.search.blocks import blocks
 from rlflow_environments.search.rewards import scoring
-from rlflow_environments.search.rewards.transcript import Transcript
 
 _TAGS = ("think", "search", "information", "answer")
 _TAG = re.compile(r"(</?(?:think|search|information|answer)>)")

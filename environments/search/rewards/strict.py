@@ -11,8 +11,8 @@ import unicodedata
 from collections.abc import Iterator
 from decimal import Decimal
 
+from rlflow_environments.common.transcript import Transcript
 from rlflow_environments.search.rewards import scoring
-from rlflow_environments.search.rewards.transcript import Transcript
 
 _UNITS = [
     *("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"),

@@ -85,6 +85,16 @@ def test_data_are_what_the_environment_takes_them_for(tmp_path: Path) -> None:
     assert config.environment == {"name": "search", "val": "a: b #1.jsonl", "train": None, "corpus": str(corpus)}
 
 
+def test_the_data_of_an_environment_over_another_are_that_ones(tmp_path: Path) -> None:
+    model = ModelDirectory(tmp_path, "model", None)
+    base = "environment.base={name: search, top_k: 5}"
+    config = config_of(model, "--env", "rubric", base, "environment.criteria={won: base_return}", "--data", "a.jsonl")
+    wanted = {"name": "search", "top_k": 5, "val": "a.jsonl", "train": None}
+    assert config.environment == {"name": "rubric", "base": wanted, "criteria": {"won": "base_return"}}
+    with pytest.raises(ConfigError, match=r"--data: the environment Letters takes no data"):
+        config_of(model, "--env", "rubric", f"environment.base.name={REFERENCE}", "--data", "a.jsonl")
+
+
 def test_an_environment_that_takes_no_data_says_so_by_name(tmp_path: Path) -> None:
     model = ModelDirectory(tmp_path, "model", None)
     with pytest.raises(ConfigError, match=r"--data: the environment Letters takes no data .*found x\.jsonl"):

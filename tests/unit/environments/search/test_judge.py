@@ -8,11 +8,11 @@ import pytest
 
 from rlflow.errors import ConfigError
 from rlflow.types import Task
+from rlflow_environments.common import judge as judging
+from rlflow_environments.common.judge import JudgeError
 from rlflow_environments.retrieval.corpus import write_rows
 from rlflow_environments.search import SearchEnvironment
-from rlflow_environments.search.errors import JudgeError
 from rlflow_environments.search.rewards import Transcript, make_reward
-from rlflow_environments.search.rewards import judge as judging
 from tests.unit.environments.common.chat_server import ChatServer
 from tests.unit.environments.retrieval.search_servers import serving
 from tests.unit.environments.search.search_agents import Shelf, converse

@@ -1,0 +1,111 @@
+"""A language model as a judge behind any OpenAI-compatible endpoint: its verdicts are kept, its failures abort episodes."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+from rlflow.errors import ConfigError, RLFlowError
+from rlflow.storage.files import write_text
+from rlflow.values import NonNegativeFloat, PositiveFloat, PositiveInt
+from rlflow_environments.common.endpoint import ChatEndpoint, EndpointError, EndpointRefusedError, UnreadableReplyError
+
+PAUSE_S = 0.5  # before the second attempt, at the most
+MAX_REPLY_TOKENS = 1024
+
+T = TypeVar("T")
+
+
+class JudgeError(RLFlowError):
+    """The judge's endpoint failed, after all attempts: the episode is aborted, neither right nor wrong."""
+
+
+class JudgeEndpoint:
+    """Asks for verdicts, each of them once: what was asked before is remembered, with a cache between runs too."""
+
+    def __init__(
+        self,
+        *,
+        url: str,
+        model: str,
+        api_key_variable: str = "OPENAI_API_KEY",
+        timeout_s: PositiveFloat = 60.0,
+        tries: PositiveInt = 5,
+        concurrency: PositiveInt = 32,
+        temperature: NonNegativeFloat = 0.0,
+        cache: str | Path | None = None,
+        seed: int = 0,
+        where: str = "environment.judge",
+    ) -> None:
+        """url: of the API, such as http://localhost:8000/v1. api_key_variable: the environment variable with the key; none is
+        sent where it is not set. timeout_s: of one request. tries: requests per verdict, replies that cannot be read
+        included. concurrency: requests at a time. cache: a folder of verdicts, kept between runs (default: in memory). seed:
+        of the pauses between attempts. where: the options' place in the configuration. Raises ConfigError,
+        MissingPackageError.
+        """
+        self._endpoint = ChatEndpoint(
+            url,
+            model,
+            api_key=os.environ.get(api_key_variable),
+            concurrency=concurrency,
+            timeout_s=timeout_s,
+            tries=tries,
+            pause_s=PAUSE_S,
+            temperature=temperature,
+            max_tokens=MAX_REPLY_TOKENS,
+            seed=seed,
+            name_of=f"{where}.{{}}".format,
+        )
+        self._where = where
+        self._identity = [self._endpoint.url, model, temperature]
+        self._folder = None if cache is None else Path(cache).expanduser()
+        self._known: dict[str, Any] = {}
+        self._lock = threading.Lock()
+
+    async def verdict(self, prompt: str, read: Callable[[str], T]) -> tuple[T, bool]:
+        """(what `read` makes of the model's reply, whether it was known): plain data, of which JSON can be made. `read` raises
+        UnreadableReply.
+
+        Raises UnreadableReplyError where no reply could be read, JudgeError where none came, ConfigError where the endpoint
+        refuses what it is asked.
+        """
+        key = hashlib.sha256(json.dumps([*self._identity, prompt]).encode()).hexdigest()
+        known = await asyncio.to_thread(self._recall, key)
+        if known is not None:
+            return known, True
+        try:
+            verdict = await self._endpoint.ask(prompt, read)
+        except UnreadableReplyError:
+            raise
+        except EndpointRefusedError as problem:
+            raise ConfigError(f"{self._where}: {problem}") from None
+        except EndpointError as problem:
+            raise JudgeError(f"{self._where}: {problem}") from None
+        await asyncio.to_thread(self._remember, key, verdict)
+        return verdict, False
+
+    def close(self) -> None:
+        """Drops what waits for the judge and closes the connections."""
+        self._endpoint.close()
+
+    def _recall(self, key: str) -> Any:
+        with self._lock:
+            verdict = self._known.get(key)
+        if verdict is None and self._folder is not None:
+            try:
+                return json.loads((self._folder / f"{key}.json").read_bytes())["verdict"]
+            except (FileNotFoundError, ValueError, KeyError, TypeError):
+                return None
+        return verdict
+
+    def _remember(self, key: str, verdict: Any) -> None:
+        with self._lock:
+            self._known[key] = verdict
+        if self._folder is not None:
+            write_text(self._folder / f"{key}.json", json.dumps({"verdict": verdict}) + "\n", durable=False)

@@ -1,0 +1,76 @@
+"""Values from judged progress, and how well their order is that of time. Source: VLAC, arXiv 2509.15937."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+Backward = Literal["paper", "mix_f"]
+"""What a step back does to the value; the released code has a rule of its own."""
+
+
+def pair_label(start: int, end: int, last: int) -> float | None:
+    """(end - start) / (last - start): the share of the remaining work between two frames of a trajectory that ends with the frame
+    `last`, negative when going back. None from the last frame on, which leaves no work."""
+    return (end - start) / (last - start) if start < last else None
+
+
+def next_value(value: float, delta: float, backward: Backward = "paper") -> float:
+    """v + c (1 - v). For c < 0 the rule `mix_f` of the released code is v + v c up to 1/2, and above it
+    max(0.1, 1 - max(1 - v, 0.01) / (1 + c))."""
+    if delta >= 0 or backward == "paper":
+        return value + delta * (1 - value)
+    if value <= 0.5:
+        return value + value * delta
+    return max(0.1, 1 - max(1 - value, 0.01) / (1 + delta)) if delta > -1 else 0.1
+
+
+def values(deltas: Sequence[float], backward: Backward = "paper") -> list[float]:
+    """The values after each step, from 0 before the first one."""
+    found, value = [], 0.0
+    for delta in deltas:
+        value = next_value(value, delta, backward)
+        found.append(value)
+    return found
+
+
+def value_order_correlation(found: Sequence[float]) -> float:
+    """VOC: Spearman's rank correlation of values with time, in [-1, 1]; equal values share the mean of their ranks, and where all
+    are equal it is 0."""
+    count = len(found)
+    ranks = _ranks(found)
+    middle = (count - 1) / 2
+    joint = sum((rank - middle) * (time - middle) for time, rank in enumerate(ranks))
+    spread = sum((rank - middle) ** 2 for rank in ranks) * sum((time - middle) ** 2 for time in range(count))
+    return joint / spread**0.5 if spread > 0 else 0.0
+
+
+def reversed_order_correlation(found: Sequence[float]) -> float:
+    """VROC: of the values that a critic gives to a trajectory played backward, which should fall. The sign is turned, so that 1
+    is best: the paper's F1 of the two makes sense for nothing else."""
+    return -value_order_correlation(found)
+
+
+def order_f1(forward: float, backward: float) -> float:
+    """VOC-F1 = 2 VOC VROC / (VOC + VROC); 0 where one of them is not above 0."""
+    return 2 * forward * backward / (forward + backward) if forward > 0 and backward > 0 else 0.0
+
+
+def negative_rate(deltas: Sequence[float]) -> float:
+    """NR: the share of steps that went back; 0 without steps."""
+    return sum(delta < 0 for delta in deltas) / len(deltas) if deltas else 0.0
+
+
+def _ranks(found: Sequence[float]) -> list[float]:
+    """From 0; equal values share the mean of theirs."""
+    order = sorted(range(len(found)), key=found.__getitem__)
+    ranks = [0.0] * len(found)
+    start = 0
+    while start < len(order):
+        end = start
+        while end + 1 < len(order) and found[order[end + 1]] == found[order[start]]:
+            end += 1
+        for place in order[start : end + 1]:
+            ranks[place] = (start + end) / 2
+        start = end + 1
+    return ranks

@@ -1,0 +1,123 @@
+"""An environment over another one: it answers as that does, and changes the rewards."""
+
+from __future__ import annotations
+
+import inspect
+from abc import abstractmethod
+from collections.abc import Coroutine, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from rlflow.components import ENVIRONMENT
+from rlflow.environment import Environment
+from rlflow.errors import ConfigError
+from rlflow.types import Episode, Observation, Step, Task
+from rlflow.values import Component
+from rlflow_environments.common.transcript import Transcript
+
+Base = Component | Environment
+"""An environment as a component ({name: ..., ...}), or one that was made."""
+
+
+@dataclass(frozen=True)
+class Played(Transcript):
+    """An episode so far. metrics: the latest that the base gave. returned: the sum of its rewards."""
+
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    returned: float = 0.0
+
+
+@dataclass
+class Seen:
+    """What a wrapper remembers of an episode; `own` is its subclass's."""
+
+    responses: list[str] = field(default_factory=list)
+    observations: list[str] = field(default_factory=list)
+    metrics: dict[str, float] = field(default_factory=dict)
+    returned: float = 0.0
+    own: dict[str, Any] = field(default_factory=dict)
+
+    def played(self, task: Task) -> Played:
+        return Played(task, tuple(self.responses), tuple(self.observations), dict(self.metrics), self.returned)
+
+
+class Wrapper(Environment):
+    """Everything but the rewards is the base's: tasks, prompts, observations, stop strings, turn limit, tools, metrics (a
+    wrapper adds its own), report, shutdown. A plain method of the base runs in a thread of the rollout, as it would without
+    the wrapper; `rewarded` gets its step, in the event loop.
+
+    An episode's state stands in its scratch under a key of the wrapper's own, so that wrappers can be stacked.
+    """
+
+    def __init__(self, base: Base) -> None:
+        """Raises ConfigError where the base is no environment or has a metric of the wrapper's name."""
+        made = base if isinstance(base, Environment) else ENVIRONMENT.build(base, "environment.base")
+        if not isinstance(made, Environment):
+            raise ConfigError(f"environment.base: expected an environment, found {type(made).__name__}.")
+        self.base: Environment = made
+        self.stop, self.max_turns, self.tools, self.frame = made.stop, made.max_turns, made.tools, made.frame
+        self.depth: int = made.depth + 1 if isinstance(made, Wrapper) else 0
+        self._key = f"wrapper {self.depth}"
+        self.metrics = made.metrics
+        self.add_metrics(type(self).metrics)
+
+    def add_metrics(self, own: Mapping[str, Any]) -> None:
+        """Registers metrics beside the base's. Raises ConfigError for a name that is taken."""
+        if taken := sorted(set(own) & set(self.metrics)):
+            raise ConfigError(
+                f"environment: {type(self).__name__} reports {', '.join(taken)}, and so does its base "
+                f"{type(self.base).__name__}; expected names of its own, or one such wrapper only."
+            )
+        self.metrics = {**self.metrics, **own}
+
+    def tasks(self, split: str) -> Sequence[Task]:
+        return self.base.tasks(split)
+
+    def reset(self, task: Task) -> Coroutine[Any, Any, Episode]:
+        return self._begun(self.base.reset(task))
+
+    def step(self, episode: Episode, response: str) -> Any:
+        return self._answered(episode, response, self.base.step(episode, response))
+
+    def close(self, episode: Episode) -> Coroutine[Any, Any, None]:
+        return _awaited(self.base.close(episode))
+
+    def report(self) -> dict[str, float]:
+        return self.base.report()
+
+    def shutdown(self) -> None:
+        self.base.shutdown()
+
+    @abstractmethod
+    async def rewarded(self, episode: Episode, seen: Seen, step: Step) -> Step:
+        """The base's step with the wrapper's rewards; `seen` holds it already. What it raises aborts the episode."""
+
+    async def _begun(self, begun: Any) -> Episode:
+        episode: Episode = await _awaited(begun)
+        if isinstance(episode, Episode):  # the rollout says what is wrong with anything else
+            episode.scratch[self._key] = Seen()
+        return episode
+
+    async def _answered(self, episode: Episode, response: str, answer: Any) -> Step:
+        step: Step = await _awaited(answer)
+        if not isinstance(step, Step):
+            return step
+        seen: Seen = episode.scratch[self._key]
+        seen.responses.append(response)
+        seen.observations.append(as_text(step.observation))
+        seen.metrics |= step.metrics
+        seen.returned += float(step.reward)
+        return await self.rewarded(episode, seen, step)
+
+
+def over(episode: Episode, step: Step) -> bool:
+    """Whether no response follows, as far as an environment can know: a token limit may also end the episode after this step."""
+    return step.terminated or episode.turns_left == 0
+
+
+def as_text(observation: Observation) -> str:
+    return observation if isinstance(observation, str) else "\n".join(message["content"] for message in observation)
+
+
+async def _awaited(value: Any) -> Any:
+    return await value if inspect.isawaitable(value) else value

@@ -1,0 +1,71 @@
+"""Claims about what a wrapper hands on."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+
+import pytest
+
+from rlflow import Step
+from rlflow.commands.check import check_environment
+from rlflow.errors import ConfigError
+from rlflow_environments.wrappers.rubric import RubricRewards
+from rlflow_environments.wrappers.wrapper import Wrapper
+from tests.unit.environments.wrappers.small import Rooms, play, played
+
+
+class Doubled(Wrapper):
+    async def rewarded(self, episode, seen, step):
+        return Step(step.observation, 2 * step.reward, step.terminated, step.metrics)
+
+
+def test_everything_but_the_rewards_is_the_bases() -> None:
+    base = Rooms()
+    base.tools, base.frame = ({"type": "function"},), ("<", ">")
+    wrapper = Doubled(base)
+    for name in ("stop", "max_turns", "tools", "frame", "metrics"):
+        assert getattr(wrapper, name) == getattr(base, name)
+    assert wrapper.tasks("val") == base.tasks("val")
+    steps = played(wrapper, "on", "on", "out")
+    assert [step.observation for step in steps] == [f"You are in room {room}.\n" for room in (1, 2, 2)]
+    assert [step.reward for step in steps] == [0.0, 0.0, 4.0]
+    assert wrapper.report() == {"rooms/closed": 1.0}
+    wrapper.shutdown()
+    assert base.shut == 1
+
+
+def test_wrappers_can_be_stacked_and_each_keeps_its_own_state() -> None:
+    wrapper = Doubled(Doubled(Doubled(Rooms())))
+    assert played(wrapper, "on", "out")[-1].reward == 8.0
+    assert check_environment(wrapper, episodes=4).passed
+
+
+def test_a_plain_step_of_the_base_runs_beside_the_event_loop() -> None:
+    class Where(Rooms):
+        def step(self, episode, response):
+            assert threading.current_thread() is not threading.main_thread()
+            return super().step(episode, response)
+
+    assert played(Doubled(Where()), "out")[0].terminated
+
+
+def test_the_base_is_closed_when_the_wrapper_fails() -> None:
+    class Failing(Wrapper):
+        async def rewarded(self, episode, seen, step):
+            raise RuntimeError("no reward")
+
+    base = Rooms()
+    with pytest.raises(RuntimeError, match=r"no reward"):
+        asyncio.run(play(Failing(base), ["on"]))
+    assert base.closed == 1
+
+
+def test_a_base_that_is_none_and_names_that_are_taken_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"environment.base: unknown name 'serch'.*Did you mean 'search'"):
+        Doubled({"name": "serch"})
+    with pytest.raises(ConfigError, match=r"environment.base: expected an environment, found ChatServer"):
+        Doubled({"name": "tests.unit.environments.common.chat_server:ChatServer"})
+    inner = RubricRewards(Rooms(), {"a": "base_return"})
+    with pytest.raises(ConfigError, match=r"RubricRewards reports rubric_a, and so does its base RubricRewards"):
+        RubricRewards(inner, {"a": "base_return"})
