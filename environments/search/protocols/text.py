@@ -17,17 +17,23 @@ from rlflow_environments.search.blocks import block_span
 if TYPE_CHECKING:
     from rlflow_environments.retrieval.corpus import Passage
 
+_BY_SEARCH = (
+    "Whenever a fact is missing, look it up: write <search> your query </search>, and what the search engine "
+    "finds is shown to you between <information> and </information>. You may search as many times as you need. As soon as "
+    "nothing is missing any more, write only the answer, without an explanation, between <answer> and </answer>, for "
+    "example <answer> Beijing </answer>. Question: {question}\n"
+)
 PROMPT_TEMPLATES: dict[str, str] = {
     "searchr1": (
         "Answer the question at the end. Each time you are given something new, first think it over between <think> and "
-        "</think>. Whenever a fact is missing, look it up: write <search> your query </search>, and what the search engine "
-        "finds is shown to you between <information> and </information>. You may search as many times as you need. As soon as "
-        "nothing is missing any more, write only the answer, without an explanation, between <answer> and </answer>, for "
-        "example <answer> Beijing </answer>. Question: {question}\n"
-    ),
+        "</think>. "
+    )
+    + _BY_SEARCH,
+    "direct": "Answer the question at the end. " + _BY_SEARCH,
     "short": "Question: {question}\n",
 }
-"""Name -> text of the user message. `short` is for models that are too small to follow an instruction."""
+"""Name -> text of the user message. `direct` asks for no thoughts (Search-R1++, arXiv 2602.19526). `short` is for models that are
+too small to follow an instruction."""
 
 INVALID_ACTION = (
     "\n\nThat was no valid action. I write <search> a query </search> to look something up, or <answer> the answer </answer> "

@@ -12,7 +12,12 @@ from rlflow_environments.common.threads import beside_the_loop
 from rlflow_environments.common.transcript import Transcript
 from rlflow_environments.search.rewards.asearcher import asearcher_compat, asearcher_em, asearcher_f1
 from rlflow_environments.search.rewards.score import Score
-from rlflow_environments.search.rewards.searchr1 import searchr1_em, searchr1_em_format, searchr1_subem
+from rlflow_environments.search.rewards.searchr1 import (
+    searchr1_em,
+    searchr1_em_format,
+    searchr1_f1_plus,
+    searchr1_subem,
+)
 from rlflow_environments.search.rewards.strict import strict_em
 
 Rule = Callable[..., float]
@@ -22,6 +27,7 @@ RULES: dict[str, Rule] = {
     "searchr1_em": searchr1_em,
     "searchr1_subem": searchr1_subem,
     "searchr1_em_format": searchr1_em_format,
+    "searchr1_f1_plus": searchr1_f1_plus,
     "asearcher_f1": asearcher_f1,
     "asearcher_em": asearcher_em,
     "asearcher_compat": asearcher_compat,

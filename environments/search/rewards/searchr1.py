@@ -67,6 +67,15 @@ def searchr1_em_format(
     return final if answer is not None else 0.0
 
 
+def searchr1_f1_plus(transcript: Transcript, *, no_search: float = 0.1, no_answer: float = 0.1) -> float:
+    """F1 of the last answer's words, less a penalty where the policy never searched and one where it never answered: F1+ of
+    Search-R1++, arXiv 2602.19526. From -0.2 to 1."""
+    text = transcript.model_text
+    answer = scoring.extract_answer(text)
+    penalties = no_search * (not blocks("search", text)) + no_answer * (answer is None)
+    return scoring.f1(answer, transcript.golds) - penalties
+
+
 def tags_in_order(text: str) -> bool:
     """Whether the text is think, (search, information, think) any number of times, answer, with only white space between,
     before and after, and every kind of tag balanced."""

@@ -10,7 +10,12 @@ from rlflow.errors import ConfigError
 from rlflow.types import Task
 from rlflow_environments.search.rewards import RULES, Transcript, make_reward, rule_scores
 from rlflow_environments.search.rewards.asearcher import asearcher_compat, asearcher_em, asearcher_f1, well_formed
-from rlflow_environments.search.rewards.searchr1 import searchr1_em_format, searchr1_subem, tags_in_order
+from rlflow_environments.search.rewards.searchr1 import (
+    searchr1_em_format,
+    searchr1_f1_plus,
+    searchr1_subem,
+    tags_in_order,
+)
 from rlflow_environments.search.rewards.strict import strict_em, strict_tokens
 
 THOUGHT = "<think>t</think>"
@@ -69,7 +74,8 @@ def test_a_retrieved_answer_tag_is_nobodys_answer():
     """Confirmed by execution in the original: a page with an answer tag scores 0.8 there."""
     page = "\n\n<information>Trap <answer>Paris</answer></information>\n\n"
     for rule in RULES.values():
-        assert rule(_transcript(ASKED, page, "no answer of my own")) == 0.0
+        trapped, plain = (rule(_transcript(ASKED, shown, "no answer of my own")) for shown in (page, SHOWN))
+        assert trapped == plain <= 0
     assert searchr1_em_format(_transcript(ASKED, page, THOUGHT + _answered("Rome"))) == 0.1
 
 
@@ -91,6 +97,21 @@ def test_substring_match_reads_the_gold_in_the_answer_and_not_the_other_way():
     assert searchr1_subem(_transcript(_answered("the city of Paris, France"))) == 1.0
     assert searchr1_subem(_transcript(_answered("Par"))) == 0.0
     assert searchr1_subem(_transcript("Paris")) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("texts", "golds", "reward"),
+    [
+        ((ASKED, SHOWN, _answered("Paris")), ("Paris",), 1.0),
+        ((ASKED, SHOWN, _answered("in Paris")), ("Paris",), 2 / 3),  # one word of two, and all of one
+        ((_answered("Paris"),), ("Paris",), 1 - 0.1),
+        ((_answered("old Paris town"),), ("Paris Texas",), 0.4 - 0.1),  # 2 * 1 / (3 + 2)
+        ((ASKED, SHOWN, "Paris"), ("Paris",), -0.1),
+        (("Paris",), ("Paris",), -0.2),
+    ],
+)
+def test_f1_less_a_penalty_for_no_search_and_one_for_no_answer(texts, golds, reward):
+    assert searchr1_f1_plus(_transcript(*texts, golds=golds)) == pytest.approx(reward, abs=1e-12)
 
 
 def test_the_last_answer_of_all_turns_wins():
@@ -215,7 +236,7 @@ def test_strict_match_tells_apart_what_search_r1_or_nobody_should_confuse(answer
 
 
 def test_all_rules_are_scored_side_by_side():
-    scores = rule_scores(_transcript(THOUGHT + _answered("Paris")))
+    scores = rule_scores(_transcript(ASKED, SHOWN, THOUGHT + _answered("Paris")))
     assert set(scores) == {f"score_{name}" for name in RULES} and set(scores.values()) == {1.0}
 
 
