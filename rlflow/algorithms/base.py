@@ -90,6 +90,9 @@ class Filter(Part):
     max_rounds: int = 10
     """Rounds of fresh groups in a step at the most; among several filters the least one holds."""
 
+    unscored: bool = False
+    """It may bring attempts that come without the log-probs of the policy that sampled them: kernels need `anchor: proximal`."""
+
     @abstractmethod
     def __call__(self, groups: list[Group]) -> list[Group]: ...
 

@@ -3,18 +3,18 @@ themselves (`Transform`, `Kernel`)."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import combinations, product
 from typing import Any
 
 from rlflow.algorithms import losses as loss_names
 from rlflow.algorithms import transforms as transform_names
-from rlflow.algorithms.base import Kernel, Part, Transform
+from rlflow.algorithms.base import Filter, Kernel, Part, Transform
 from rlflow.errors import ConfigError
 from rlflow.types import Loss
 
 
-def check_combination(losses: Sequence[Loss], transforms: Sequence[Part], before: Iterable[Part] = ()) -> None:
+def check_combination(losses: Sequence[Loss], transforms: Sequence[Part], before: Sequence[Part] = ()) -> None:
     """Returns when the parts go together. before: parts that are asked before the transforms. Raises ConfigError with the
     reason where two do not."""
     kernels = [loss for loss in losses if isinstance(loss, Kernel)]
@@ -22,6 +22,12 @@ def check_combination(losses: Sequence[Loss], transforms: Sequence[Part], before
     for kernel, change in product(kernels, changes):
         for reason in _against_kernel(kernel, change):
             raise ConfigError(f"algorithm: transform {name_of(change)} with loss {name_of(kernel)}: {reason}")
+    for part, kernel in product(before, kernels):
+        if isinstance(part, Filter) and part.unscored and kernel.anchor == "rollout":
+            raise ConfigError(
+                f"algorithm: filter {type(part).__name__} with loss {name_of(kernel)}: it brings attempts without the log-probs "
+                "of the policy that sampled them, which the ratio of this loss is taken against; set anchor: proximal."
+            )
     for first, second in combinations(changes, 2):
         for reason in _against_each_other(first, second):
             raise ConfigError(f"algorithm: transform {name_of(first)} with transform {name_of(second)}: {reason}")

@@ -50,6 +50,7 @@ class Swarm(Filter):
     """
 
     whole_step = True
+    unscored = True
     needs = frozenset({"proximal"})
 
     def __init__(

@@ -33,6 +33,7 @@ class SuccessPool(Filter):
         recompute: bool = False,
     ) -> None:
         self._seed, self._mode, self._success, self._recompute = seed, mode, success, recompute
+        self.unscored = recompute
         self._per_task, self._capacity = per_task, capacity
         self._pool: list[Trajectory] = []  # oldest first
         self._draws = 0

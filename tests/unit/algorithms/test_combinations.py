@@ -8,6 +8,9 @@ from typing import Any
 import pytest
 
 from rlflow.algorithms.base import as_part
+from rlflow.algorithms.combinations import check_combination
+from rlflow.algorithms.filters.success_pool import SuccessPool
+from rlflow.algorithms.losses.ppo_clip import PPOClipLoss
 from rlflow.algorithms.transforms.decoupled import Decoupled
 from rlflow.config.schema import RunConfig, load_config
 from rlflow.errors import ConfigError
@@ -93,3 +96,11 @@ def test_a_part_before_the_transforms_cannot_have_what_they_fill():
     algorithm = made([on_proximal("ppo_clip")], ["decoupled"])
     with pytest.raises(ConfigError, match="needs 'proximal'"):
         Algorithm(early, algorithm.loss, algorithm.aggregate, transforms=[Decoupled(proximal="linear")])
+
+
+def test_attempts_without_log_probs_need_the_trainers():
+    pool = SuccessPool(seed=0, recompute=True)
+    with pytest.raises(ConfigError, match=r"filter SuccessPool with loss ppo_clip: .* set anchor: proximal"):
+        check_combination([PPOClipLoss()], [], before=[pool])
+    check_combination([PPOClipLoss(anchor="proximal")], [], before=[pool])
+    check_combination([PPOClipLoss()], [], before=[SuccessPool(seed=0)])
