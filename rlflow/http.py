@@ -11,7 +11,10 @@ import random
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
+
+if TYPE_CHECKING:
+    import httpx
 
 LONGEST_RETRY_AFTER_S = 30.0
 
@@ -115,6 +118,19 @@ class _Attempts:
 def backoff_s(first_s: float, longest_s: float, failures: int) -> float:
     """The pause after a number of failures in a row (from 1), in seconds: it doubles from `first_s` on, up to `longest_s`."""
     return min(longest_s, first_s * 2.0 ** min(failures - 1, 60))
+
+
+def post(client: httpx.Client, url: str, body: Mapping[str, Any]) -> tuple[httpx.Response, str]:
+    """One attempt: an answer whose status no repetition would change, and how its text begins. Raises Retryable."""
+    import httpx
+
+    try:
+        response = client.post(url, json=body)
+    except httpx.HTTPError as failure:
+        raise Retryable(f"{type(failure).__name__} {failure}".rstrip()) from None
+    excerpt = response.text[:300]
+    check_status("", response.status_code, response.headers, excerpt)
+    return response, excerpt
 
 
 def check_status(where: str, status: int, headers: Mapping[str, str], excerpt: str) -> None:

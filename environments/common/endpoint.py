@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from rlflow.errors import ConfigError, MissingPackageError, RLFlowError
-from rlflow.http import GaveUp, Retryable, RetryPolicy, check_status
+from rlflow.http import GaveUp, Retryable, RetryPolicy, post
 from rlflow_environments.common.jsonl import BadRow, parse_object, records
 from rlflow_environments.common.text import well_formed
 
@@ -153,15 +153,8 @@ class ChatEndpoint:
 
     def _post(self, prompt: str) -> str:
         """The reply, empty where the model gave none. Raises Retryable, EndpointRefusedError."""
-        import httpx
-
         body = {**self._body, "messages": [{"role": "user", "content": well_formed(prompt)}]}
-        try:
-            response = self._client.post(self.url, json=body)
-        except httpx.HTTPError as failure:
-            raise Retryable(f"{type(failure).__name__} {failure}".rstrip()) from None
-        excerpt = response.text[:200]
-        check_status("", response.status_code, response.headers, excerpt)
+        response, excerpt = post(self._client, self.url, body)
         if response.status_code != 200:
             raise EndpointRefusedError(f"{self.url}: status {response.status_code}: {excerpt}. {self._fix}")
         try:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from rlflow.errors import ConfigError, MissingPackageError, RLFlowError
-from rlflow.http import GaveUp, Retryable, RetryPolicy, check_status
+from rlflow.http import GaveUp, Retryable, RetryPolicy, post
 from rlflow.teachers.base import Classroom, Teacher
 from rlflow.teachers.replies import Place, read_row
 from rlflow.teachers.vocabulary import check_tokenizers
@@ -156,19 +156,12 @@ class ServerTeacher(Teacher):
             raise RLFlowError(f"{self._url}: an answer that cannot be read: {type(problem).__name__} {problem}.") from None
 
     def _post(self, rows: list[list[int]], temperature: float) -> Any:
-        import httpx
-
         body = {**self._body, "prompt": rows, "temperature": temperature}
         if self._wire == "echo":
             body |= {"echo": True, "logprobs": self.top_k, "return_tokens_as_token_ids": True}
         else:
             body |= {"prompt_logprobs": self.top_k}
-        try:
-            response = self._client.post(self._url, json=body)
-        except httpx.HTTPError as failure:
-            raise Retryable(f"{type(failure).__name__} {failure}".rstrip()) from None
-        excerpt = response.text[:300]
-        check_status("", response.status_code, response.headers, excerpt)
+        response, excerpt = post(self._client, self._url, body)
         if response.status_code != 200:
             raise RLFlowError(
                 f"{self._url}: status {response.status_code}: {excerpt}. A teacher's server must take token ids as `prompt` and "
