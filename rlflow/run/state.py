@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
-from torch import Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
 
 TENSOR = "__tensor__"
 """Key of the mapping that stands in state.json in a tensor's place: {TENSOR: its name in the tensors' file}."""
@@ -34,6 +35,8 @@ def load_states(parts: Mapping[str, object], saved: Mapping[str, Any]) -> None:
 
 def take_out(state: Any, tensors: dict[str, Tensor]) -> Any:
     """The state with its tensors exchanged for their names, and copies of them in `tensors`."""
+    from torch import Tensor  # not with the module: every command reads run directories, few need tensors
+
     if isinstance(state, Tensor):
         name = str(len(tensors))
         tensors[name] = state.detach().cpu().clone().contiguous()

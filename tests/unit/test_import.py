@@ -33,3 +33,9 @@ def test_import_needs_torch_and_yaml_only_and_takes_under_a_second_beyond_them()
     heavy = {"megatron", "faiss", "ray", "vllm", "transformers"} & {name.split(".")[0] for name in found["all"]}
     assert not heavy
     assert found["seconds"] < 1.0
+
+
+def test_a_command_line_is_read_without_torch() -> None:
+    program = "import sys, rlflow.commands.cli as cli; cli.make_parser(); sys.exit('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr or "rlflow.commands.cli imports torch: import it where it is used"
