@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from rlflow.errors import StorageError
-from rlflow.run.journal import IssuedAttempt, AttemptJournal
+from rlflow.run.journal import AttemptJournal, IssuedAttempt
 from rlflow.run.pacing import GroupAge
 
 
@@ -73,7 +73,9 @@ def test_a_restart_takes_back_what_came_after_the_checkpoint_and_issues_again_wh
     )
 
 
-def test_taken_back_to_an_older_checkpoint_what_has_no_trajectory_left_is_sampled_again(journal: AttemptJournal) -> None:
+def test_taken_back_to_an_older_checkpoint_what_has_no_trajectory_left_is_sampled_again(
+    journal: AttemptJournal,
+) -> None:
     journal.mark(1)
     number = finished(journal, "a")
     journal.claim([number], 2)
