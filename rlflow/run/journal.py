@@ -19,7 +19,6 @@ from typing import Any
 
 from rlflow.errors import StorageError
 from rlflow.run.pacing import GroupAge
-from rlflow.storage.files import sync
 
 FORMAT = 1  # PRAGMA user_version
 BUSY_TIMEOUT_S = 30.0  # for a reader (`rlflow show`) that is in the way
@@ -74,7 +73,7 @@ class AttemptJournal:
             found = self._value("PRAGMA user_version")
             if not read_only:
                 self._database.execute("PRAGMA journal_mode = WAL")
-                self._database.execute("PRAGMA synchronous = NORMAL")  # `sync` brings it to disk where that matters
+                self._database.execute("PRAGMA synchronous = NORMAL")  # `mark` brings it to disk where that matters
                 if found == 0:
                     self._database.executescript(f"BEGIN; {_SCHEMA} PRAGMA user_version = {FORMAT}; COMMIT;")
                     found = FORMAT
@@ -102,12 +101,6 @@ class AttemptJournal:
                 if self._database.in_transaction:
                     self._database.execute("ROLLBACK")
                 raise
-
-    def sync(self) -> None:
-        """Brings all that was written to disk: what a checkpoint holds must be known to the journal even after a power cut."""
-        for path in (self.path.with_name(f"{self.path.name}-wal"), self.path, self.path.absolute().parent):
-            if path.exists():
-                sync(path)
 
     # --- the way of an attempt ----------------------------------------------------------------------------------------
 
@@ -187,8 +180,11 @@ class AttemptJournal:
     def mark(self, step: int) -> None:
         """Notes how many groups have been issued, and brings all to disk: a checkpoint of the step is about to be written, which
         holds the source's position."""
-        self._write("INSERT OR REPLACE INTO marks VALUES (?, ?)", (step, self.issued()))
-        self.sync()
+        with self._explained():
+            # Not by fsync on a descriptor of one's own: closing that would release the locks of this process on the file.
+            self._database.execute("PRAGMA synchronous = FULL")
+            self._database.execute("INSERT OR REPLACE INTO marks VALUES (?, ?)", (step, self.issued()))
+            self._database.execute("PRAGMA synchronous = NORMAL")
 
     def settle(self, checkpoint: int) -> None:
         """The checkpoint of that step is on disk: rows that were claimed up to it are trained, and no payload of theirs, or of

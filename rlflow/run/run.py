@@ -179,6 +179,8 @@ class Run:
         with self.timer.phase("checkpoint"):
             self.directory.confirm()
             self.metrics.sync()
+            if self.ahead is not None:
+                self.ahead.mark(self.step)
             self.saver.save(self.step, self.state_dict())
             self._settle()
         self.saved_step = self.step
