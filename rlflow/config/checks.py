@@ -18,7 +18,7 @@ from rlflow.components import (
     check_options,
 )
 from rlflow.config.loading import check_values
-from rlflow.config.schema import Faults, RunConfig
+from rlflow.config.schema import Asynchrony, Faults, RunConfig
 from rlflow.errors import ConfigError
 from rlflow.trainer.options import CriticOptions
 
@@ -37,6 +37,8 @@ def check_config(config: RunConfig, components: bool = True) -> None:
     """
     check_values(config)
     config.rollout.faults = check_options(config.rollout.faults, Faults, where="rollout.faults")
+    config.rollout.asynchronous = check_options(config.rollout.asynchronous, Asynchrony, where="rollout.asynchronous")
+    _check_asynchrony(config)
     _check_sampling(config)
     _check_batch(config)
     config.trainer.decaying_over(config.updates).check(config.cluster.ranks)
@@ -77,6 +79,28 @@ def _check_sampling(config: RunConfig) -> None:
         raise ConfigError(
             f"rollout.max_total_tokens: expected more than rollout.max_response_tokens "
             f"({rollout.max_response_tokens}), as the prompt counts too; found {rollout.max_total_tokens}."
+        )
+
+
+def _check_asynchrony(config: RunConfig) -> None:
+    asynchrony = config.asynchrony
+    if not asynchrony.on:
+        return
+    if config.run.deterministic:
+        raise ConfigError(
+            "run.deterministic: what runs ahead of training depends on how long everything takes; set "
+            "rollout.asynchronous.run_ahead=0, or run.deterministic=false."
+        )
+    if asynchrony.max_staleness == 0:
+        raise ConfigError(
+            f"rollout.asynchronous.max_staleness: expected at least 1 with run_ahead {asynchrony.ahead}, found 0: what is "
+            "sampled before its step is older than the weights that it trains."
+        )
+    if asynchrony.when_stale == "wait" and asynchrony.ahead > asynchrony.max_staleness:
+        raise ConfigError(
+            f"rollout.asynchronous.run_ahead: expected at most max_staleness ({asynchrony.max_staleness}), found "
+            f"{asynchrony.ahead}: what runs further ahead is too old when its turn comes. Lower it, raise max_staleness, or set "
+            "when_stale: drop."
         )
 
 

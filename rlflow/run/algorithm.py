@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from rlflow.algorithms.base import Advantage, Filter, Part, SumLoss, Transform, as_part, merged_refreshes
-from rlflow.algorithms.combinations import check_combination
+from rlflow.algorithms.combinations import check_combination, check_staleness
 from rlflow.algorithms.losses.monitored import Monitored
 from rlflow.components import ADVANTAGE, AGGREGATE, FILTER, LOSS, TEACHER, TRANSFORM
 from rlflow.config.schema import RunConfig
@@ -190,7 +190,10 @@ def check_parts(config: RunConfig) -> None:
     section, limits = config.algorithm, config.rollout
     budget = limits.max_turns * limits.max_response_tokens
     transforms = [as_part(made) for made in _all(TRANSFORM, section.transforms, "algorithm.transforms", tokens=budget)]
-    check_combination(make_loss(section.losses).terms, transforms)
+    losses = make_loss(section.losses).terms
+    check_combination(losses, transforms)
+    if config.asynchrony.on:
+        check_staleness(losses, transforms)
 
 
 def make_loss(components: Sequence[Any]) -> Loss:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,15 +13,19 @@ from rlflow.components import ENGINE, ENVIRONMENT
 from rlflow.config.checks import environment_name
 from rlflow.config.loading import save_config, to_dict
 from rlflow.config.redaction import redact
-from rlflow.config.schema import RunConfig
+from rlflow.config.schema import Faults, RunConfig
 from rlflow.environment import Environment
 from rlflow.errors import ConfigError, DataError
 from rlflow.matmul import PRODUCTS
 from rlflow.metrics.sinks import MetricsLog, make_sinks
 from rlflow.rollout import Rollout, Tokenizer
 from rlflow.rollout.environment_calls import tasks_of
+from rlflow.rollout.source import TaskSource
+from rlflow.run.asynchronous import GroupsAhead, Terms
 from rlflow.run.directory import RunDirectory
+from rlflow.run.journal import AttemptJournal
 from rlflow.run.origin import mark_own
+from rlflow.run.pacing import Pacing
 from rlflow.run.preflight import run_path
 from rlflow.trainer.base import Trainer
 from rlflow.trainer.options import CriticOptions
@@ -153,3 +157,30 @@ def make_metrics(config: RunConfig, directory: RunDirectory, resumed_step: int, 
         resumed_step=resumed_step,
     )
     return MetricsLog(directory.path, sinks, resumed_step=resumed_step, evaluations=evaluations)
+
+
+@contextmanager
+def open_ahead(
+    config: RunConfig, directory: RunDirectory, rollout: Rollout, source: TaskSource, tasks: Sequence[Task], max_rounds: int
+) -> Iterator[GroupsAhead | None]:
+    """What samples ahead of training; None where every step is sampled when the one before is over, and always was in this
+    run: attempts that its journal still holds are not lost when it goes on in step."""
+    asynchrony = config.asynchrony
+    if not asynchrony.on and not (directory.journal.is_file() and config.run.resume):
+        yield None
+        return
+    section, faults = config.rollout, Faults(**config.rollout.faults)
+    pacing = Pacing(section.prompts_per_step, asynchrony.max_staleness, asynchrony.ahead, asynchrony.when_stale)
+    terms = Terms(
+        section.samples_per_prompt,
+        config.run.steps,
+        lease_s=faults.episode_s + faults.call_s,
+        max_aborted_share=faults.max_aborted_share,
+        max_rounds=max_rounds,
+    )
+    journal = AttemptJournal(directory.journal)
+    ahead = GroupsAhead(journal, rollout.flow(), rollout.attempt, source, tasks, pacing, terms)
+    try:
+        yield ahead
+    finally:
+        ahead.close()

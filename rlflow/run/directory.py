@@ -7,6 +7,7 @@ checkpoints/step_000050/         see `rlflow.run.checkpoints`
 export/                          the policy as a HuggingFace directory
 trajectories/step_000010.jsonl   sampled training episodes
 evaluations/step_000010.jsonl    every evaluated episode
+journal.sqlite                   every attempt of an asynchronous run, see `rlflow.run.journal`
 progress.png  summary.json  log.txt
 """
 
@@ -27,8 +28,10 @@ from rlflow.storage.files import PARTIAL, clear_partials
 logger = logging.getLogger(__name__)
 
 LAYOUT = ("config.yaml", "config.origin", "metrics.jsonl", "environment_metrics.json", "checkpoints", "export",
-          "trajectories", "evaluations", "progress.png", "summary.json", "log.txt", "tensorboard", "wandb")  # fmt: skip
-STARTED = {"config.yaml", "config.origin", "log.txt", "metrics.jsonl", "environment_metrics.json", "tensorboard", "wandb"}
+          "trajectories", "evaluations", "progress.png", "summary.json", "log.txt", "tensorboard", "wandb", "journal.sqlite",
+          "journal.sqlite-wal", "journal.sqlite-shm")  # fmt: skip
+STARTED = {"config.yaml", "config.origin", "log.txt", "metrics.jsonl", "environment_metrics.json", "tensorboard", "wandb",
+           "journal.sqlite", "journal.sqlite-wal", "journal.sqlite-shm"}  # fmt: skip
 """What a run may have written before its first metrics."""
 
 
@@ -119,6 +122,10 @@ class RunDirectory:
     @property
     def summary(self) -> Path:
         return self.path / "summary.json"
+
+    @property
+    def journal(self) -> Path:
+        return self.path / "journal.sqlite"
 
     @property
     def log(self) -> Path:

@@ -12,7 +12,7 @@ from rlflow.errors import RLFlowError
 from rlflow.metrics.names import save_registered
 from rlflow.metrics.timer import PhaseTimer
 from rlflow.run.algorithm import Algorithm
-from rlflow.run.assemble import fitting_tasks, make_metrics, make_rollout, make_trainer, open_directory
+from rlflow.run.assemble import fitting_tasks, make_metrics, make_rollout, make_trainer, open_ahead, open_directory
 from rlflow.run.clock import Clock
 from rlflow.run.evaluation_schedule import EvaluationSchedule
 from rlflow.run.interrupt import Interrupt
@@ -87,13 +87,14 @@ def _start(config: RunConfig, stack: ExitStack) -> Run:
     directory = stack.enter_context(open_directory(config))
     log.write_to(directory.log)
     save_registered(directory.environment_metrics, rollout.environment.metrics)
+    source = CURATOR.build(config.data.curator, "data.curator", tasks=train_tasks, seed=config.run.seed)
     run = Run(
         config,
         directory=directory,
         algorithm=algorithm,
         rollout=rollout,
         trainer=trainer,
-        source=CURATOR.build(config.data.curator, "data.curator", tasks=train_tasks, seed=config.run.seed),
+        source=source,
         evaluation=EvaluationSchedule(
             val_tasks,
             every_steps=section.every_steps,
@@ -107,6 +108,7 @@ def _start(config: RunConfig, stack: ExitStack) -> Run:
         clock=clock,
         timer=timer,
         probe=make_probe(rollout, trainer, train_tasks, config.model.dtype),
+        ahead=stack.enter_context(open_ahead(config, directory, rollout, source, train_tasks, algorithm.max_rounds)),
         prompts_dropped=dropped,
     )
     resume(run)
