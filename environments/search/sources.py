@@ -14,6 +14,7 @@ from rlflow_environments.retrieval.corpus import Corpus
 from rlflow_environments.retrieval.indices import Retriever, brings_documents, make_retriever
 from rlflow_environments.search.protocols import Protocol
 from rlflow_environments.search.protocols.asearcher import with_validity
+from rlflow_environments.search.protocols.text import render_prompt
 from rlflow_environments.search.questions import QuestionSource, read_tasks
 
 
@@ -54,6 +55,12 @@ def load_tasks(
         ratio = valid_ratio if split == "train" else 1.0
         loaded[split] = [_adapted(task, protocol, ratio) for task in read_tasks(path, split, template)]
     return loaded
+
+
+def task_of(question: str, protocol: Protocol, template: str | None) -> Task:
+    """A question that somebody asks as a task in the protocol's prompt; nobody knows its answer."""
+    prompt = render_prompt(protocol.prompt_template if template is None else template, question)
+    return _adapted(Task("asked", prompt, [], {"question": question.strip()}), protocol, 1.0)
 
 
 def _adapted(task: Task, protocol: Protocol, valid_ratio: float) -> Task:

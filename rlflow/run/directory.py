@@ -5,7 +5,8 @@ metrics.jsonl                    one object per step
 environment_metrics.json         what the metrics of the environment are
 checkpoints/step_000050/         see `rlflow.run.checkpoints`
 export/                          the policy as a HuggingFace directory
-trajectories/step_000010.jsonl   sampled training episodes
+trajectories/step_000010.jsonl   sampled training episodes, in whole groups
+tokens/step_000010.npz           the same ones, token by token: see `rlflow.run.tokens`
 evaluations/step_000010.jsonl    every evaluated episode
 progress.png  summary.json  log.txt
 """
@@ -27,7 +28,7 @@ from rlflow.storage.files import PARTIAL, clear_partials
 logger = logging.getLogger(__name__)
 
 LAYOUT = ("config.yaml", "config.origin", "metrics.jsonl", "environment_metrics.json", "checkpoints", "export",
-          "trajectories", "evaluations", "progress.png", "summary.json", "log.txt", "tensorboard", "wandb")  # fmt: skip
+          "trajectories", "tokens", "evaluations", "progress.png", "summary.json", "log.txt", "tensorboard", "wandb")  # fmt: skip
 STARTED = {"config.yaml", "config.origin", "log.txt", "metrics.jsonl", "environment_metrics.json", "tensorboard", "wandb"}
 """What a run may have written before its first metrics."""
 
@@ -58,7 +59,7 @@ class RunDirectory:
         if overwrite or not begun:
             run._remove_run()
         run.saved.clean()
-        for folder in (run.path, run.path / "trajectories", run.path / "evaluations"):
+        for folder in (run.path, run.path / "trajectories", run.path / "tokens", run.path / "evaluations"):
             clear_partials(folder)
         if resume and run.latest_checkpoint() is None:
             logger.warning("resume: no checkpoint in %s, the run starts at step 0", run.path)
@@ -126,6 +127,9 @@ class RunDirectory:
 
     def trajectories(self, step: int) -> Path:
         return self.path / "trajectories" / f"step_{step:06d}.jsonl"
+
+    def tokens(self, step: int) -> Path:
+        return self.path / "tokens" / f"step_{step:06d}.npz"
 
     def evaluations(self, step: int) -> Path:
         return self.path / "evaluations" / f"step_{step:06d}.jsonl"
