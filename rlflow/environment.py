@@ -59,8 +59,8 @@ class Environment(ABC):
 
         Raises ConfigError where the environment makes no task of a text."""
         raise ConfigError(
-            f"{type(self).__name__}: it makes no task of a text (it has no task_from_text), found '{text[:60]}'; give it one that "
-            "returns a Task, or ask in an environment of questions."
+            f"{type(self).__name__}: it makes no task of a text (it has no task_from_text), found '{text[:60]}'; give it one "
+            "that returns a Task, or ask in an environment of questions."
         )
 
     async def reset(self, task: Task) -> Episode:

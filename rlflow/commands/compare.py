@@ -17,7 +17,8 @@ def add(commands: Commands) -> None:
         "Prints what tells runs apart: what looks wrong in each, first and last score with intervals, time and tokens to a\n"
         "score, the questions of the last evaluation that were won and lost with an exact sign test, and the configuration\n"
         "keys that differ. The first run is what the others are held against. Folders of `rlflow eval` serve too.",
-        "examples:\n  rlflow compare runs/base runs/other\n  rlflow compare runs/a runs/b runs/c --target 0.8 --out compare.html\n",
+        "examples:\n  rlflow compare runs/base runs/other\n"
+        "  rlflow compare runs/a runs/b runs/c --target 0.8 --out compare.html\n",
     )
     parser.add_argument("runs", metavar="RUN", nargs="+", help="run directories, two or more")
     parser.add_argument(
@@ -31,9 +32,9 @@ def run(args: argparse.Namespace) -> int:
     from rlflow.view.comparing import compare
     from rlflow.view.comparison_page import write_comparison
     from rlflow.view.comparison_text import comparison_text
-    from rlflow.view.recorded import Recorded
+    from rlflow.view.recorded import RunFiles
 
-    comparison = compare([Recorded.open(path) for path in args.runs], args.target)
+    comparison = compare([RunFiles.open(path) for path in args.runs], args.target)
     print(comparison_text(comparison))
     if args.out:
         write_comparison(comparison, args.out)

@@ -18,7 +18,7 @@ from rlflow.run.directory import RunDirectory
 from rlflow.run.progress import clock, evaluation_line, headline, sparkline
 from rlflow.run.trajectories import answers_of, question_of, read_trajectories, solved
 from rlflow.storage.files import read_json
-from rlflow.view.recorded import Recorded, grouped
+from rlflow.view.recorded import RunFiles, grouped
 
 _CODES = {"bold": "1", "dim": "2", "policy": "36", "good": "32", "bad": "31", "warn": "33", "marked": "30;43"}
 
@@ -93,7 +93,7 @@ def show(
     Raises:
         ConfigError: nothing of the kind there, or no episodes of that step.
     """
-    paint, recorded = Paint(color), Recorded.open(path)
+    paint, recorded = Paint(color), RunFiles.open(path)
     registered = recorded.registered
     if recorded.path.is_file():
         found: Path | None = recorded.path
@@ -122,7 +122,7 @@ def show_changed(path: str | Path, *, count: int, chosen: str, color: str) -> in
     afterwards, or all.
 
     Raises ConfigError where the run has no two evaluations."""
-    paint, recorded = Paint(color), Recorded.open(path)
+    paint, recorded = Paint(color), RunFiles.open(path)
     steps = sorted(recorded.evaluations)
     if len(steps) < 2:
         raise ConfigError(
@@ -136,7 +136,7 @@ def show_changed(path: str | Path, *, count: int, chosen: str, color: str) -> in
     changed = [task for task in shared if solved(before[task], registered) != solved(after[task], registered)]
     won = sum(solved(after[task], registered) for task in changed)
     print(
-        f"{len(changed)} of {len(shared)} questions changed from step {first} to step {last}: {won} won, {len(changed) - won} lost"
+        f"{len(changed)} of {len(shared)} questions changed, step {first} to step {last}: {won} won, {len(changed) - won} lost"
     )
     picked = [task for task in changed if chosen == "all" or solved(after[task], registered) == (chosen == "solved")]
     for task in picked[:count]:
@@ -175,7 +175,9 @@ def summary_text(run: RunDirectory, registered: Metrics, paint: Paint) -> str:
     trained = [record for record in records if "train/reward" in record]
     evaluated = [record for record in records if f"eval/{leading_score(registered, record, 'eval')}" in record]
     if trained:
-        lines.append(f"step {int(trained[-1]['step'])}   " + "  ".join(headline(trained[-1], registered)))
+        seconds = sum(record.get("time/step_s", 0.0) for record in trained)
+        lines.append(f"step {int(trained[-1]['step'])} after {clock(seconds)} in training steps")
+        lines.append("  ".join(headline(trained[-1], registered)))
         for name in ("reward", *scores(registered)[:1]):
             values = [record[f"train/{name}"] for record in trained if f"train/{name}" in record]
             if values and (spark := sparkline(values)):
@@ -185,7 +187,7 @@ def summary_text(run: RunDirectory, registered: Metrics, paint: Paint) -> str:
     if not records:
         lines.append(paint("no step has been finished yet", "dim"))
     summary = read_json(run.summary) if run.summary.is_file() else {}
-    if trained:
+    if "seconds" in summary:
         lines.append(f"{'time':<27} {times_text(records, summary)}")
     if summary:
         scalars = {
@@ -200,11 +202,9 @@ def summary_text(run: RunDirectory, registered: Metrics, paint: Paint) -> str:
 
 
 def times_text(records: Sequence[Mapping[str, float]], summary: Mapping[str, Any]) -> str:
-    """How long the run took, and what each figure counts: the run's own clock from its start to its end, a resumed run's earlier
-    parts included; the sum over training steps; the sum over evaluations."""
-    steps, evaluations = (sum(record.get(f"time/{name}_s", 0.0) for record in records) for name in ("step", "evaluate"))
-    whole = [f"{clock(summary['seconds'])} from start to end"] if "seconds" in summary else []
-    return ", ".join([*whole, f"{clock(steps)} in training steps", f"{clock(evaluations)} in evaluations"])
+    """How long a run took by its own clock, earlier parts of a resumed run included, and what of that were evaluations."""
+    evaluations = sum(record.get("time/evaluate_s", 0.0) for record in records)
+    return f"{clock(summary['seconds'])} from start to end, {clock(evaluations)} of it in evaluations"
 
 
 def _if_there(path: Path) -> str:

@@ -28,9 +28,9 @@ def add(commands: Commands) -> None:
 def run(args: argparse.Namespace) -> int:
     """Writes the page; prints what is on it and what looks wrong with the run."""
     from rlflow.view.page import headline, write_page
-    from rlflow.view.recorded import Recorded
+    from rlflow.view.recorded import RunFiles
 
-    recorded = Recorded.open(args.path)
+    recorded = RunFiles.open(args.path)
     folder = recorded.path.parent if recorded.path.is_file() else recorded.path
     out = Path(args.out) if args.out else folder / "view.html"
     index, found = write_page(recorded, out)

@@ -14,8 +14,8 @@ from rlflow.types import Batch, Group, Trajectory
 
 
 class Recorder:
-    """Keeps `episodes` of each step or more, in whole groups; 0 keeps none. `observe` before the step's first update, `write` after
-    its last; without the former the episodes are kept as text alone."""
+    """Keeps `episodes` of each step or more, in whole groups; 0 keeps none. `observe` before the step's first update, `write`
+    after its last; without the former the episodes are kept as text alone."""
 
     def __init__(self, directory: RunDirectory, tokenizer: Tokenizer, episodes: int) -> None:
         self._directory = directory

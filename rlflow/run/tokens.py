@@ -1,6 +1,6 @@
 """What a step knew of single tokens: one compressed file of columns per step, written by runs and read by `rlflow view`.
 
-meta       JSON: episodes with their segments' lengths and turns, the text of each token id, and of places that it is not right for
+meta       JSON: episodes with their segments' lengths and turns, the text of each id, and of places where it is another
 tokens     (T,) int32, all segments one after the other
 sampled    (T,) one bit each: what the policy sampled; the columns below are about these N tokens
 versions   (N,) int32: weight version that sampled the token
@@ -57,8 +57,9 @@ class EpisodeTokens:
 def score_tokens(
     batch: Batch, owners: Sequence[Trajectory], kept: Sequence[Trajectory], trainer: Trainer
 ) -> dict[int, list[SegmentTokens]]:
-    """{place in `kept`: its segments} of all that have rows in the batch, before the step's first update. owners: the trajectories
-    that `Batch.trajectory` counts. One forward pass over the rows of `kept` alone gives the trainer's log-probs and entropy."""
+    """{place in `kept`: its segments} of all that have rows in the batch, before the step's first update. owners: the
+    trajectories that `Batch.trajectory` counts. One forward pass over the rows of `kept` alone gives the trainer's log-probs and
+    entropy."""
     places = {id(trajectory): place for place, trajectory in enumerate(kept)}
     indices = batch.require("trajectory", "tokens").tolist()
     rows = [row for row, index in enumerate(indices) if id(owners[index]) in places]

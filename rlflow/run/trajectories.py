@@ -26,8 +26,8 @@ def write_records(path: str | Path, records: Sequence[dict[str, Any]]) -> None:
 
 
 def trajectory_record(group: Group, attempt: int) -> dict[str, Any]:
-    """One episode as plain values. `prompt_tokens` counts what stood before the first response; `group_mean` and `group_std` are of
-    the rewards of its group's usable attempts."""
+    """One episode as plain values. `prompt_tokens` counts what stood before the first response; `group_mean` and `group_std` are
+    of the rewards of its group's usable attempts."""
     trajectory: Trajectory = group.trajectories[attempt]
     sampled = sum(turn.stop - turn.start for turn in trajectory.turns)
     total = sum(len(segment) for segment in trajectory.segments)

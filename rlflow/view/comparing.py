@@ -10,15 +10,15 @@ from typing import Any
 from rlflow.errors import ConfigError
 from rlflow.metrics.names import Metrics, scores
 from rlflow.run.trajectories import question_of, solved
-from rlflow.view.findings import Finding, findings
-from rlflow.view.recorded import Recorded, grouped
+from rlflow.view.findings import Fault, findings
+from rlflow.view.recorded import RunFiles, grouped
 
 UNCOMPARED = ("run.name", "run.directory", "run.resume", "run.overwrite", "metrics.progress")
 """Keys that differ between any two runs, or say nothing about what they did."""
 
 
 @dataclass(frozen=True)
-class Point:
+class Measurement:
     """A measurement: at a step, after so many seconds of steps and so many trained tokens. low, high: its 95% interval."""
 
     step: int
@@ -34,7 +34,7 @@ class Reached:
     """When an evaluation first showed a score; None: none did."""
 
     run: str
-    point: Point | None
+    point: Measurement | None
 
 
 @dataclass(frozen=True)
@@ -72,16 +72,16 @@ class Comparison:
 
     names: list[str]
     score: str
-    evaluated: dict[str, list[Point]]
-    trained: dict[str, list[Point]]
+    evaluated: dict[str, list[Measurement]]
+    trained: dict[str, list[Measurement]]
     configuration: list[tuple[str, list[str]]]
     duels: list[Duel]
     target: float | None
     reached: list[Reached]
-    faults: dict[str, list[Finding]]
+    faults: dict[str, list[Fault]]
 
 
-def compare(runs: Sequence[Recorded], target: float | None = None) -> Comparison:
+def compare(runs: Sequence[RunFiles], target: float | None = None) -> Comparison:
     """The runs' comparison by the first score that they have in common, else by the reward. target: the score whose time is asked
     for; None: the highest that every run reached.
 
@@ -109,7 +109,7 @@ def compare(runs: Sequence[Recorded], target: float | None = None) -> Comparison
     )
 
 
-def distinct_names(runs: Sequence[Recorded]) -> list[str]:
+def distinct_names(runs: Sequence[RunFiles]) -> list[str]:
     """The runs' names; where two are called alike, their paths."""
     names = [run.name for run in runs]
     if len(set(names)) == len(names):
@@ -127,7 +127,7 @@ def common_score(registered: Sequence[Metrics]) -> str:
     )
 
 
-def curve(metrics: Sequence[Mapping[str, float]], name: str) -> list[Point]:
+def curve(metrics: Sequence[Mapping[str, float]], name: str) -> list[Measurement]:
     """The metric over the run. Seconds are those of finished steps (`time/step_s`), evaluations left out, also after a resume."""
     points, seconds, tokens = [], 0.0, 0.0
     for record in metrics:
@@ -135,11 +135,11 @@ def curve(metrics: Sequence[Mapping[str, float]], name: str) -> list[Point]:
         tokens += record.get("train/tokens", 0.0)
         if name in record:
             ends = record.get(f"{name}_low"), record.get(f"{name}_high")
-            points.append(Point(int(record["step"]), seconds, tokens, record[name], *ends))
+            points.append(Measurement(int(record["step"]), seconds, tokens, record[name], *ends))
     return points
 
 
-def first_at(points: Sequence[Point], target: float) -> Point | None:
+def first_at(points: Sequence[Measurement], target: float) -> Measurement | None:
     """The first point that reaches the target."""
     return next((point for point in points if point.value >= target), None)
 
@@ -152,7 +152,7 @@ def differing_keys(configs: Sequence[Mapping[str, Any]]) -> list[tuple[str, list
     return [(key, values) for key, values in rows if len(set(values)) > 1]
 
 
-def duel(base: Recorded, other: Recorded, base_name: str, other_name: str) -> Duel:
+def duel(base: RunFiles, other: RunFiles, base_name: str, other_name: str) -> Duel:
     """The last evaluations of two runs, question by question. Attempts at one question are one: their share of solved ones."""
     asked, answers = _shares(base), _shares(other)
     shared = [task for task in asked if task in answers]
@@ -185,7 +185,7 @@ def sign_test(won: int, lost: int) -> float:
     return min(1.0, 2 * tail / 2**count)
 
 
-def _shares(run: Recorded) -> dict[str, tuple[float, str]]:
+def _shares(run: RunFiles) -> dict[str, tuple[float, str]]:
     """{task: (share of its usable attempts that solved it, its question)} of the last evaluation."""
     if not run.evaluations:
         return {}

@@ -5,12 +5,13 @@ from __future__ import annotations
 import html
 import math
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 
 from rlflow.metrics.names import label
 from rlflow.run.progress import clock
 from rlflow.storage.files import write_text
-from rlflow.view.comparing import Comparison, Duel, Point
+from rlflow.view.comparing import Comparison, Duel, Measurement
 from rlflow.view.comparison_text import count_text, value_text
 from rlflow.view.page import filled, template
 
@@ -38,7 +39,7 @@ def write_comparison(comparison: Comparison, out: str | Path) -> None:
     write_text(out, filled(template("compare.html"), values), durable=False)
 
 
-def chart(curves: Mapping[str, Sequence[Point]]) -> str:
+def chart(curves: Mapping[str, Sequence[Measurement]]) -> str:
     """The curves over steps as SVG, with bands where intervals were measured; a single point is a dot."""
     points = [point for curve in curves.values() for point in curve]
     ends = [end for point in points for end in (point.low, point.high) if end is not None and math.isfinite(end)]
@@ -131,6 +132,6 @@ def _apart(heights: Sequence[float], least: float) -> list[float]:
     """The heights moved so that no two are closer than `least`, in their order from the top."""
     order = sorted(range(len(heights)), key=lambda place: heights[place])
     moved = list(heights)
-    for above, place in zip(order, order[1:]):
+    for above, place in pairwise(order):
         moved[place] = max(moved[place], moved[above] + least)
     return moved

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from rlflow.metrics.names import label
 from rlflow.run.progress import clock, sparkline
-from rlflow.view.comparing import Comparison, Point
+from rlflow.view.comparing import Comparison, Measurement
 
 WIDTH = 80
 VALUE_WIDTH = 22
@@ -25,7 +25,7 @@ def comparison_text(comparison: Comparison) -> str:
     return "\n".join(parts)
 
 
-def value_text(point: Point) -> str:
+def value_text(point: Measurement) -> str:
     """A value with its interval, where there is one."""
     band = f" [{point.low:.3f}, {point.high:.3f}]" if point.low is not None and point.high is not None else ""
     return f"{point.value:.3f}{band}"

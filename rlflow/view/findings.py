@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlflow.run.trajectories import answers_of
-from rlflow.view.recorded import Record, Recorded
+from rlflow.view.recorded import Record, RunFiles
 
 RECENT = 3
 """Of the training steps and of the evaluations, the last so many are read."""
@@ -23,7 +23,7 @@ _WORD = re.compile(r"\w+")
 
 
 @dataclass(frozen=True)
-class Finding:
+class Fault:
     """fault: a short name. text: a sentence, with figures and what to look at. step: where it shows, None for all of them."""
 
     fault: str
@@ -31,7 +31,7 @@ class Finding:
     step: int | None = None
 
 
-def findings(run: Recorded) -> list[Finding]:
+def findings(run: RunFiles) -> list[Fault]:
     """What is wrong with the run by its last episodes and by its metrics, the gravest first; nothing where nothing shows."""
     episodes = []
     for kind, steps in (("train", run.training), ("eval", run.evaluations)):
@@ -48,7 +48,7 @@ def findings(run: Recorded) -> list[Finding]:
     return [finding for finding in found if finding is not None]
 
 
-def drift(metrics: Sequence[Mapping[str, float]]) -> Finding | None:
+def drift(metrics: Sequence[Mapping[str, float]]) -> Fault | None:
     """Engine and trainer disagree on the tokens that were sampled, by `train/logprob_gap`."""
     gaps = [(int(record["step"]), record["train/logprob_gap"]) for record in metrics if "train/logprob_gap" in record]
     if not gaps:
@@ -63,10 +63,10 @@ def drift(metrics: Sequence[Mapping[str, float]]) -> Finding | None:
     text += (
         ": the engine may sample from other weights than the trainer's. Tint tokens by the gap; check the weight sync."
     )
-    return Finding("engine and trainer disagree", text, step)
+    return Fault("engine and trainer disagree", text, step)
 
 
-def stale(run: Recorded) -> Finding | None:
+def stale(run: RunFiles) -> Fault | None:
     """Tokens that were sampled by weights from long before their step; one step back is what pipelined runs do."""
     late = []
     for step in sorted(run.tokens)[-RECENT:]:
@@ -80,10 +80,10 @@ def stale(run: Recorded) -> Finding | None:
     step, version = min(late, key=lambda pair: pair[1] - pair[0])
     behind = step - 1 - version
     text = f"Tokens of step {step} were sampled by the weights of version {version}, {behind} updates behind the trainer's."
-    return Finding("old weights", text, step)
+    return Fault("old weights", text, step)
 
 
-def never_stopping(records: Sequence[Record], most_tokens: int | None) -> Finding | None:
+def never_stopping(records: Sequence[Record], most_tokens: int | None) -> Fault | None:
     """Most episodes end because a response reached the token limit: no stop string and no end token came."""
     if len(records) < LEAST:
         return None
@@ -94,15 +94,15 @@ def never_stopping(records: Sequence[Record], most_tokens: int | None) -> Findin
     text = f"{len(cut)} of {len(records)} episodes were cut at a token limit"
     if len(full) >= CUT_SHARE * len(cut):
         text += (
-            f", {len(full)} of them in a response of exactly rollout.max_response_tokens = {most_tokens}: no stop string matched. "
-            "Compare the environment's stop strings with the ends of the responses"
+            f", {len(full)} of them in a response of exactly rollout.max_response_tokens = {most_tokens}: no stop string "
+            "matched. Compare the environment's stop strings with the ends of the responses"
         )
     else:
         text += ": raise rollout.max_total_tokens or shorten what the environment shows"
-    return Finding("responses never stop", f"{text}.")
+    return Fault("responses never stop", f"{text}.")
 
 
-def unproven(records: Sequence[Record]) -> Finding | None:
+def unproven(records: Sequence[Record]) -> Fault | None:
     """Rewards above 0 although no observation held the answer, in tasks whose environment shows something."""
     judged = [record for record in records if (record["reward"] or 0) > 0 and provable(record)]
     shows = any(turn.get("observation") for record in records for turn in record["turns"])
@@ -110,10 +110,10 @@ def unproven(records: Sequence[Record]) -> Finding | None:
     if not shows or len(judged) < LEAST or len(without) < UNPROVEN_SHARE * len(judged):
         return None
     text = (
-        f"{len(without)} of {len(judged)} rewarded episodes were never shown the answer in an observation: the reward ignores the "
-        "evidence, or the policy answers from memory. Look at solved episodes without a highlight."
+        f"{len(without)} of {len(judged)} rewarded episodes were never shown the answer in an observation: the reward ignores "
+        "the evidence, or the policy answers from memory. Look at solved episodes without a highlight."
     )
-    return Finding("rewarded without evidence", text)
+    return Fault("rewarded without evidence", text)
 
 
 def provable(record: Record) -> bool:

@@ -1,8 +1,8 @@
 """`rlflow view` as a file: one HTML page that holds a run's episodes, compressed, and the script that shows them.
 
 The page is a shell, an index of all episodes, and chunks. A chunk is zlib-compressed JSON in base64, unpacked by the browser when
-one of its episodes is looked at, so that the first paint does not wait for what nobody has asked for. Nothing from outside becomes
-HTML: the script makes text nodes, and what stands in the shell is escaped.
+one of its episodes is looked at, so that the first paint does not wait for what nobody has asked for. Nothing from outside
+becomes HTML: the script makes text nodes, and what stands in the shell is escaped.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from rlflow.metrics.names import label
 from rlflow.run.tokens import EpisodeTokens
 from rlflow.run.trajectories import answers_of, question_of, solved
 from rlflow.storage.files import plain, replacing
-from rlflow.view.findings import Finding, findings
-from rlflow.view.recorded import Record, Recorded, grouped
+from rlflow.view.findings import Fault, findings
+from rlflow.view.recorded import Record, RunFiles, grouped
 
 CHUNK_EPISODES = 96
 MOST_VALUES = 12
@@ -36,7 +36,7 @@ _PLACE = re.compile(r"@@([A-Z]+)@@")
 
 
 @dataclass
-class Index:
+class PageIndex:
     """What the page knows without unpacking a chunk: of each group its source, and of each of its attempts the outcome."""
 
     title: str
@@ -47,7 +47,7 @@ class Index:
     with_tokens: int = 0
 
 
-def write_page(run: Recorded, out: str | Path) -> tuple[Index, list[Finding]]:
+def write_page(run: RunFiles, out: str | Path) -> tuple[PageIndex, list[Fault]]:
     """Writes the page and returns its index and what was found wrong with the run.
 
     Raises ConfigError for a run without episodes, with what is there and the key that stores them; CheckpointError for damaged
@@ -56,7 +56,7 @@ def write_page(run: Recorded, out: str | Path) -> tuple[Index, list[Finding]]:
         raise ConfigError(nothing_stored(run))
     found = findings(run)
     scores = [name for name, metric in run.registered.items() if metric.score]
-    index = Index(run.name, scores[0] if scores else "reward")
+    index = PageIndex(run.name, scores[0] if scores else "reward")
     with replacing(out, durable=False) as aside, aside.open("w", encoding="utf-8", newline="\n") as page:
         chunks = [_element(f"chunk-{number}", chunk) for number, chunk in enumerate(_chunks(run, index))]
         attributes = _attributes(index.groups)
@@ -75,7 +75,7 @@ def write_page(run: Recorded, out: str | Path) -> tuple[Index, list[Finding]]:
     return index, found
 
 
-def nothing_stored(run: Recorded) -> str:
+def nothing_stored(run: RunFiles) -> str:
     """Why there is nothing to view, and what would store it."""
     there = sorted(entry.name for entry in run.path.iterdir()) if run.path.is_dir() else []
     kept = (run.config.get("metrics") or {}).get("trajectories_per_step")
@@ -87,7 +87,7 @@ def nothing_stored(run: Recorded) -> str:
     )
 
 
-def headline(run: Recorded, index: Index) -> str:
+def headline(run: RunFiles, index: PageIndex) -> str:
     """What is on the page, in a line."""
     parts = [f"{index.episodes:,} episodes in {len(index.groups):,} groups"]
     if run.training:
@@ -114,7 +114,7 @@ def filled(text: str, values: Mapping[str, str]) -> str:
     return _PLACE.sub(lambda place: values[place[1]], text)
 
 
-def _chunks(run: Recorded, index: Index) -> Iterator[list[dict[str, Any]]]:
+def _chunks(run: RunFiles, index: PageIndex) -> Iterator[list[dict[str, Any]]]:
     """The groups of all steps, some at a time; the index grows on the way."""
     first = _solved_shares(run)
     for kind, steps in (("train", run.training), ("eval", run.evaluations)):
@@ -143,7 +143,7 @@ def _chunks(run: Recorded, index: Index) -> Iterator[list[dict[str, Any]]]:
                 index.chunks += 1
 
 
-def _entry(run: Recorded, group: Sequence[Record], kind: str, step: int) -> dict[str, Any]:
+def _entry(run: RunFiles, group: Sequence[Record], kind: str, step: int) -> dict[str, Any]:
     """What the index says of a group. outcomes: a letter per attempt: s(olved), f(ailed), c(ut), a(borted)."""
     record = group[0]
     metadata = record.get("metadata") or {}
@@ -163,7 +163,7 @@ def _entry(run: Recorded, group: Sequence[Record], kind: str, step: int) -> dict
     )
 
 
-def _outcome(run: Recorded, record: Record) -> str:
+def _outcome(run: RunFiles, record: Record) -> str:
     if record.get("stop") == "aborted":
         return "a"
     if solved(record, run.registered):
@@ -171,12 +171,12 @@ def _outcome(run: Recorded, record: Record) -> str:
     return "c" if record.get("stop") in ("max_tokens", "max_turns") else "f"
 
 
-def _share(run: Recorded, group: Sequence[Record]) -> float | None:
+def _share(run: RunFiles, group: Sequence[Record]) -> float | None:
     usable = [record for record in group if record.get("stop") != "aborted"]
     return sum(solved(record, run.registered) for record in usable) / len(usable) if usable else None
 
 
-def _solved_shares(run: Recorded) -> dict[str, float | None]:
+def _solved_shares(run: RunFiles) -> dict[str, float | None]:
     """{task: share of its attempts that solved it} of the first evaluation, where there are several."""
     if len(run.evaluations) < 2:
         return {}

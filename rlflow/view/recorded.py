@@ -22,7 +22,7 @@ EVALUATED = "trajectories.jsonl"
 
 
 @dataclass
-class Recorded:
+class RunFiles:
     """A run, an evaluation's folder (one evaluation, at step 0) or a file of episodes. training, evaluations: {step: file}."""
 
     path: Path
@@ -33,7 +33,7 @@ class Recorded:
     tokens: dict[int, Path] = field(default_factory=dict)
 
     @classmethod
-    def open(cls, path: str | Path) -> Recorded:
+    def open(cls, path: str | Path) -> RunFiles:
         """What is there. Raises ConfigError where it is neither a run, nor an evaluation, nor a file of episodes."""
         path = Path(path)
         if path.is_file():

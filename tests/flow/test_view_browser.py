@@ -13,7 +13,7 @@ import pytest
 
 from rlflow.rollout import Tokenizer
 from rlflow.view.page import write_page
-from rlflow.view.recorded import Recorded
+from rlflow.view.recorded import RunFiles
 from tests.fixtures import tiny_tokenizer
 from tests.unit.view.crafted import (
     SEARCHED,
@@ -67,7 +67,7 @@ def opened(browser: Any, tmp_path: Path, tokenizer: Tokenizer) -> Iterator[Any]:
 
 
 def open_page(browser: Any, run: Path) -> None:
-    write_page(Recorded.open(run), run / "view.html")
+    write_page(RunFiles.open(run), run / "view.html")
     browser.get((run / "view.html").as_uri())
     wait(browser, "return document.documentElement.dataset.ready === 'true'")
 
@@ -226,7 +226,7 @@ def test_ten_thousand_episodes_are_painted_in_two_seconds(
         write_evaluation(
             tmp_path, step, [group_of(of, [attempt(tokenizer, of, 0, long, step=-1 - step)]) for of in tasks[:900]]
         )
-    index, _ = write_page(Recorded.open(tmp_path), tmp_path / "view.html")
+    index, _ = write_page(RunFiles.open(tmp_path), tmp_path / "view.html")
     assert index.episodes == 10_000
     browser.get((tmp_path / "view.html").as_uri())
     wait(browser, "return document.querySelector('#group h2') !== null", 20)

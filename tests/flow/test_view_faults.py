@@ -17,7 +17,7 @@ from rlflow.types import Episode, Step, Task
 from rlflow.view.comparing import compare
 from rlflow.view.comparison_text import comparison_text
 from rlflow.view.page import write_page
-from rlflow.view.recorded import Recorded
+from rlflow.view.recorded import RunFiles
 from tests.flow.letters import DEMAND, LETTERS, letters_config, write_letters_model
 
 SMALL = ("run.steps=5", "rollout.prompts_per_step=4", "rollout.samples_per_prompt=4", "metrics.trajectories_per_step=16",
@@ -60,15 +60,15 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_letters_model(tmp_path_factory.mktemp("model") / "letters")
 
 
-def run_of(model: Path, runs: Path, environment: type[Environment], name: str, *overrides: str) -> Recorded:
+def run_of(model: Path, runs: Path, environment: type[Environment], name: str, *overrides: str) -> RunFiles:
     torch.manual_seed(0)
     named = f"environment={{name: '{Path(__file__).resolve()}:{environment.__name__}'}}"
     train(letters_config(model, runs, *SMALL, named, f"run.name={name}", *overrides))
-    return Recorded.open(runs / name)
+    return RunFiles.open(runs / name)
 
 
 @pytest.fixture(scope="module")
-def sound(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Recorded:
+def sound(model: Path, tmp_path_factory: pytest.TempPathFactory) -> RunFiles:
     return run_of(model, tmp_path_factory.mktemp("runs"), Notes, "sound")
 
 
@@ -84,7 +84,7 @@ def stale_engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
-def check_found(sound: Recorded, faulty: Recorded, fault: str, tmp_path: Path) -> None:
+def check_found(sound: RunFiles, faulty: RunFiles, fault: str, tmp_path: Path) -> None:
     _, found = write_page(faulty, tmp_path / "view.html")
     assert [finding.fault for finding in found][:1] == [fault]
     assert fault in (tmp_path / "view.html").read_text().split("<form")[0]  # above all controls
@@ -92,7 +92,7 @@ def check_found(sound: Recorded, faulty: Recorded, fault: str, tmp_path: Path) -
     assert text.startswith(f"! {faulty.name}: {fault}.") and f"! {sound.name}:" not in text
 
 
-def test_a_sound_run_has_no_findings_and_all_of_its_tokens(sound: Recorded, tmp_path: Path) -> None:
+def test_a_sound_run_has_no_findings_and_all_of_its_tokens(sound: RunFiles, tmp_path: Path) -> None:
     index, found = write_page(sound, tmp_path / "view.html")
     assert found == [] and index.with_tokens == 5 * 16
     for step in range(1, 6):
@@ -102,16 +102,16 @@ def test_a_sound_run_has_no_findings_and_all_of_its_tokens(sound: Recorded, tmp_
                 assert abs(segment.logprobs - segment.trainer_logprobs).max() < 1e-5
 
 
-def test_a_reward_that_ignores_the_evidence_is_found(model: Path, sound: Recorded, tmp_path: Path) -> None:
+def test_a_reward_that_ignores_the_evidence_is_found(model: Path, sound: RunFiles, tmp_path: Path) -> None:
     faulty = run_of(model, tmp_path, IgnoresTheEvidence, "ignores")
     check_found(sound, faulty, "rewarded without evidence", tmp_path)
 
 
-def test_a_stop_string_that_never_matches_is_found(model: Path, sound: Recorded, tmp_path: Path) -> None:
+def test_a_stop_string_that_never_matches_is_found(model: Path, sound: RunFiles, tmp_path: Path) -> None:
     faulty = run_of(model, tmp_path, NeverStops, "endless")
     check_found(sound, faulty, "responses never stop", tmp_path)
 
 
-def test_an_engine_with_old_weights_is_found(model: Path, sound: Recorded, tmp_path: Path, stale_engine: None) -> None:
+def test_an_engine_with_old_weights_is_found(model: Path, sound: RunFiles, tmp_path: Path, stale_engine: None) -> None:
     faulty = run_of(model, tmp_path, Notes, "stale")
     check_found(sound, faulty, "engine and trainer disagree", tmp_path)

@@ -71,7 +71,8 @@ def test_whole_observations_are_wrapped() -> None:
 
 def test_a_question_and_keys_are_told_apart_wherever_they_stand() -> None:
     for words in (["M", "Who?", "rollout.max_turns=2"], ["M", "--before", "Who?", "rollout.max_turns=2"],
-                  ["M", "--full", "Who?", "rollout.max_turns=2"], ["--full", "M", "Who?", "--color", "never", "rollout.max_turns=2"]):  # fmt: skip
+                  ["M", "--full", "Who?", "rollout.max_turns=2"],
+                  ["--full", "M", "Who?", "--color", "never", "rollout.max_turns=2"]):  # fmt: skip
         args = cli.parse(["ask", *words])
         _sort_words(args)
         assert (args.question, args.overrides) == ("Who?", ["rollout.max_turns=2"]), words

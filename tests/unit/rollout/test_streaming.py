@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -45,7 +46,7 @@ def test_greedy_completions_are_those_of_one_request(model: Path) -> None:
         assert found.logprobs == pytest.approx(expected.logprobs, abs=1e-5)
         assert heard.texts[-1] == (tokenizer.decode(found.tokens), True)
     told = [text for text, _ in heard.texts[-6:]]
-    assert len(told) == 6 and all(later.startswith(earlier) for earlier, later in zip(told, told[1:]))
+    assert len(told) == 6 and all(later.startswith(earlier) for earlier, later in pairwise(told))
 
 
 def test_a_stop_string_over_the_edge_of_two_pieces_ends_the_response(model: Path) -> None:

@@ -13,7 +13,7 @@ from rlflow.rollout import Tokenizer
 from rlflow.view.comparing import compare, curve, differing_keys, duel, first_at, sign_test
 from rlflow.view.comparison_page import chart, write_comparison
 from rlflow.view.comparison_text import comparison_text
-from rlflow.view.recorded import Recorded
+from rlflow.view.recorded import RunFiles
 from tests.unit.view.crafted import (
     SEARCHED,
     attempt,
@@ -48,7 +48,7 @@ def test_the_sign_test_is_the_exact_binomial() -> None:
 def test_questions_won_and_lost_are_those_that_differ(tmp_path: Path, tokenizer: Tokenizer) -> None:
     base = run_with(tmp_path / "base", tokenizer, [True, True, False, False, False, False, False, False, False])
     other = run_with(tmp_path / "other", tokenizer, [True, False, True, True, True, True, True, True])
-    found = duel(Recorded.open(base), Recorded.open(other), "base", "other")
+    found = duel(RunFiles.open(base), RunFiles.open(other), "base", "other")
     assert (found.shared, found.won, found.lost) == (8, 6, 1)
     assert found.p == pytest.approx(2 * (1 + 7) / 128) and "no difference is shown" in found.verdict
     assert (found.base_score, found.other_score) == (2 / 8, 7 / 8)
@@ -82,7 +82,7 @@ def test_the_terminal_and_the_page_say_the_same_in_80_columns(tmp_path: Path, to
     long = "model: {path: /a/very/long/path/of/a/model/directory/that/does/not/fit/into/a/line/of/a/terminal/at/all}\n"
     base = run_with(tmp_path / "base-run-with-a-long-name", tokenizer, [False] * 8, "trainer: {lr: 1.0e-4}\n", 0.2)
     other = run_with(tmp_path / "other", tokenizer, [True] * 8, "trainer: {lr: 2.0e-4}\n" + long, 0.9)
-    comparison = compare([Recorded.open(base), Recorded.open(other)])
+    comparison = compare([RunFiles.open(base), RunFiles.open(other)])
     text = comparison_text(comparison)
     assert max(map(len, text.splitlines())) <= 80
     assert "8 won, 0 lost" in text and "other is better" in text and "trainer.lr" in text
@@ -101,7 +101,7 @@ def test_no_band_is_drawn_where_nothing_was_measured() -> None:
 
 def test_names_are_escaped_and_told_apart(tmp_path: Path, tokenizer: Tokenizer) -> None:
     runs = [run_with(tmp_path / folder / "<b>x", tokenizer, [True] * 5) for folder in ("one", "two")]
-    comparison = compare([Recorded.open(run) for run in runs])
+    comparison = compare([RunFiles.open(run) for run in runs])
     assert comparison.names == [str(run) for run in runs]
     write_comparison(comparison, tmp_path / "compare.html")
     assert "<b>x" not in (tmp_path / "compare.html").read_text()

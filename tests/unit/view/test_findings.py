@@ -9,7 +9,7 @@ import pytest
 from rlflow.rollout import Tokenizer
 from rlflow.types import StopReason
 from rlflow.view.findings import drift, evidence, findings, never_stopping, provable, words
-from rlflow.view.recorded import Recorded
+from rlflow.view.recorded import RunFiles
 from tests.unit.view.crafted import (
     GUESSED,
     SEARCHED,
@@ -24,7 +24,7 @@ from tests.unit.view.crafted import (
 
 
 def test_a_healthy_run_has_none(tmp_path: Path, tokenizer: Tokenizer) -> None:
-    assert findings(Recorded.open(small_run(tmp_path, tokenizer))) == []
+    assert findings(RunFiles.open(small_run(tmp_path, tokenizer))) == []
 
 
 @pytest.mark.parametrize("turns, found", [(SEARCHED, []), (GUESSED, ["rewarded without evidence"])])
@@ -34,7 +34,7 @@ def test_rewards_without_the_answer_in_an_observation_are_found(
     write_frame(tmp_path, [trained(1)])
     groups = [group_of(of, [attempt(tokenizer, of, 0, turns)]) for of in (task(f"t{number}") for number in range(6))]
     write_step(tmp_path, tokenizer, 1, groups)
-    assert [finding.fault for finding in findings(Recorded.open(tmp_path))] == found
+    assert [finding.fault for finding in findings(RunFiles.open(tmp_path))] == found
 
 
 def test_tokens_of_old_weights_are_found_by_their_versions(tmp_path: Path, tokenizer: Tokenizer) -> None:
@@ -42,7 +42,7 @@ def test_tokens_of_old_weights_are_found_by_their_versions(tmp_path: Path, token
     of = task("t")
     for version, found in ((8, []), (7, []), (2, ["old weights"])):
         write_step(tmp_path, tokenizer, 9, [group_of(of, [attempt(tokenizer, of, 0, SEARCHED, version=version)])])
-        assert [finding.fault for finding in findings(Recorded.open(tmp_path))] == found
+        assert [finding.fault for finding in findings(RunFiles.open(tmp_path))] == found
 
 
 def test_a_gap_is_drift_when_it_is_large_or_has_grown() -> None:

@@ -18,7 +18,7 @@ from rlflow.rollout import Tokenizer
 from rlflow.run.directory import RunDirectory
 from rlflow.types import StopReason, Trajectory
 from rlflow.view.page import SCALES, write_page
-from rlflow.view.recorded import Recorded
+from rlflow.view.recorded import RunFiles
 from tests.unit.view.crafted import (
     SEARCHED,
     attempt,
@@ -42,7 +42,7 @@ def packed(page: str, name: str) -> Any:
 
 
 def page_of(path: Path) -> str:
-    write_page(Recorded.open(path), path / "view.html")
+    write_page(RunFiles.open(path), path / "view.html")
     return (path / "view.html").read_text(encoding="utf-8")
 
 
@@ -108,7 +108,7 @@ def test_the_page_loads_nothing(tmp_path: Path, tokenizer: Tokenizer) -> None:
 def test_a_run_without_episodes_says_what_is_there_and_what_stores_them(tmp_path: Path) -> None:
     write_frame(tmp_path, [trained(1)], "metrics: {trajectories_per_step: 0}\n")
     with pytest.raises(ConfigError, match=r"config\.yaml.*metrics\.trajectories_per_step=4.*it is 0 there") as error:
-        write_page(Recorded.open(tmp_path), tmp_path / "view.html")
+        write_page(RunFiles.open(tmp_path), tmp_path / "view.html")
     assert "\n" not in str(error.value) and not (tmp_path / "view.html").exists()
 
 
@@ -127,7 +127,7 @@ def test_an_evaluation_folder_and_a_file_of_episodes_have_pages_too(tmp_path: Pa
     folder.mkdir()
     (tmp_path / "evaluations" / "step_000000.jsonl").rename(folder / "trajectories.jsonl")
     for path in (folder, folder / "trajectories.jsonl"):
-        index, _ = write_page(Recorded.open(path), tmp_path / "view.html")
+        index, _ = write_page(RunFiles.open(path), tmp_path / "view.html")
         assert [(group["kind"], group["step"]) for group in index.groups] == [("eval", 0)]
 
 
@@ -136,7 +136,7 @@ def test_steps_that_the_metrics_do_not_know_are_left_out(tmp_path: Path, tokeniz
     small_run(tmp_path, tokenizer)
     lines = RunDirectory(tmp_path).metrics.read_text().splitlines()
     RunDirectory(tmp_path).metrics.write_text("\n".join(lines[:2]) + "\n")
-    recorded = Recorded.open(tmp_path)
+    recorded = RunFiles.open(tmp_path)
     assert sorted(recorded.training) == sorted(recorded.tokens) == [1] and sorted(recorded.evaluations) == [0]
 
 
@@ -146,11 +146,11 @@ def test_damaged_files_are_named(tmp_path: Path, tokenizer: Tokenizer) -> None:
     for damaged in (b"", b"PK\x03\x04", good[: len(good) // 2], good[:100] + b"\0" * 50 + good[150:]):
         RunDirectory(tmp_path).tokens(1).write_bytes(damaged)
         with pytest.raises(CheckpointError, match=r"step_000001\.npz: damaged"):
-            write_page(Recorded.open(tmp_path), tmp_path / "view.html")
+            write_page(RunFiles.open(tmp_path), tmp_path / "view.html")
     RunDirectory(tmp_path).tokens(1).write_bytes(good)
     RunDirectory(tmp_path).trajectories(2).write_text("[1]\n")
     with pytest.raises(CheckpointError, match=r"step_000002\.jsonl:1: expected an episode"):
-        write_page(Recorded.open(tmp_path), tmp_path / "view.html")
+        write_page(RunFiles.open(tmp_path), tmp_path / "view.html")
 
 
 def test_the_command_writes_the_page_into_the_run(
