@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import shutil
 import time
 from collections.abc import Callable, Iterator
@@ -29,6 +30,11 @@ from tests.unit.view.crafted import (
 
 pytestmark = pytest.mark.slow
 PAINT_S = 2.0
+WORDS = [
+    f"{one}{other}"
+    for one in ("vas", "tel", "or", "mik", "pud", "nem", "kor", "ril")
+    for other in ("mere", "ask", "van", "gis", "na")
+]
 
 
 @pytest.fixture(scope="module")
@@ -212,19 +218,28 @@ def test_ten_thousand_episodes_are_painted_in_two_seconds(
 ) -> None:
     write_frame(tmp_path, [trained(step) for step in range(101)])
     tasks = [task(f"name {number} of a question of usual length", hops=number % 3) for number in range(1000)]
-    long = [(SEARCHED[0][0], SEARCHED[0][1] * 12), SEARCHED[1]]
+    chance = random.Random(0)
+
+    def long() -> list[tuple[str, str]]:
+        shown = " ".join(chance.choice(WORDS) for _ in range(120))
+        return [
+            (f"<think>{' '.join(chance.sample(WORDS, 6))}</think>{SEARCHED[0][0]}", f"{SEARCHED[0][1]}{shown}"),
+            SEARCHED[1],
+        ]
+
     for step in range(1, 101):
         groups = []
         for of in tasks[step * 8 : step * 8 + 8]:
             groups.append(
                 group_of(
-                    of, [attempt(tokenizer, of, number, long, step=step - 1, solved=number > 3) for number in range(8)]
+                    of,
+                    [attempt(tokenizer, of, number, long(), step=step - 1, solved=number > 3) for number in range(8)],
                 )
             )
         write_step(tmp_path, tokenizer, step, groups)
     for step in (0, 25, 50, 100):
         write_evaluation(
-            tmp_path, step, [group_of(of, [attempt(tokenizer, of, 0, long, step=-1 - step)]) for of in tasks[:900]]
+            tmp_path, step, [group_of(of, [attempt(tokenizer, of, 0, long(), step=-1 - step)]) for of in tasks[:900]]
         )
     index, _ = write_page(RunFiles.open(tmp_path), tmp_path / "view.html")
     assert index.episodes == 10_000
@@ -237,6 +252,7 @@ def test_ten_thousand_episodes_are_painted_in_two_seconds(
     record_property("page_mb", (tmp_path / "view.html").stat().st_size / 1e6)
     print(f"first paint {painted_s:.2f} s, page {(tmp_path / 'view.html').stat().st_size / 1e6:.1f} MB")
     assert painted_s < PAINT_S
+    heading(browser, tasks[800].metadata["question"])  # of the last step
     press(browser, "e", "j")
-    heading(browser, tasks[1].metadata["question"])
+    heading(browser, tasks[801].metadata["question"])
     assert [entry["message"] for entry in browser.get_log("browser")] == []

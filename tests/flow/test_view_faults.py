@@ -108,7 +108,7 @@ def test_a_reward_that_ignores_the_evidence_is_found(model: Path, sound: RunFile
 
 
 def test_a_stop_string_that_never_matches_is_found(model: Path, sound: RunFiles, tmp_path: Path) -> None:
-    faulty = run_of(model, tmp_path, NeverStops, "endless")
+    faulty = run_of(model, tmp_path, NeverStops, "endless", "trainer.lr=1e-6")  # before it learns the end token
     check_found(sound, faulty, "responses never stop", tmp_path)
 
 

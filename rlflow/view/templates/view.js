@@ -58,7 +58,8 @@ function wanted(group) {
 
 function list(all = false) {
   state.listed = index.groups.filter(wanted);
-  const shown = all ? state.listed : state.listed.slice(0, LISTED);
+  const kept = state.listed.includes(state.group) ? state.group : sameTask() || state.listed[0];
+  const shown = all || state.listed.indexOf(kept) >= LISTED ? state.listed : state.listed.slice(0, LISTED);
   const total = index.groups.filter((group) => group.kind === state.kind && group.step === state.step).length;
   $("count").textContent = `${state.listed.length} of ${total} groups`;
   $("list").replaceChildren(...shown.map(row));
@@ -67,7 +68,6 @@ function list(all = false) {
     more.onclick = () => list(true);
     $("list").append(make("li", "", more));
   }
-  const kept = state.listed.includes(state.group) ? state.group : sameTask() || state.listed[0];
   if (kept) select(kept);
   else {
     state.group = null;
@@ -158,7 +158,7 @@ function cards(attempt, gold) {
   attempt.turns.forEach((turn, at) => {
     const place = places[at];
     const name = `turn ${at + 1} · policy`;
-    const side = `${turn.tokens} tokens · ${turn.duration_s} s${turn.reward ? ` · reward ${number(turn.reward)}` : ""}`;
+    const side = `${turn.tokens} tokens · ${turn.duration_s.toFixed(1)} s${turn.reward ? ` · reward ${number(turn.reward)}` : ""}`;
     const body = make("pre");
     if (place) body.append(...spans(whole[place[0]], place[1], place[2], gold));
     else body.append(...marked(turn.response, gold));

@@ -48,7 +48,8 @@ def attempt(
         if not last:
             tokens, mask = tokens + shown, mask + [False] * len(shown)
     sampled = torch.tensor(mask)
-    logprobs = torch.where(sampled, -torch.linspace(0.01, 3.0, len(tokens)), torch.zeros(()))
+    noise = torch.rand(len(tokens), generator=torch.Generator().manual_seed(1000 * step + number))
+    logprobs = torch.where(sampled, -3 * noise, torch.zeros(()))
     versions = torch.where(sampled, version, -1)
     segment = Segment(torch.tensor(tokens), sampled, logprobs, versions)
     group = f"{step}:{of.id}"
