@@ -136,8 +136,9 @@ class SearchEnvironment(Environment):
         return self._tasks[split]
 
     def task_from_text(self, text: str) -> Task:
-        """The question in the prompt of the protocol."""
-        return task_of(text, self._protocol, self._prompt_template)
+        """The question in the prompt of the environment's own questions, else in that of the protocol."""
+        tasks = [task for split in ("val", "train") for task in self._tasks.get(split, ())]
+        return task_of(text, tasks, self._protocol, self._prompt_template)
 
     def report(self) -> dict[str, float]:
         """Rates and times of the searches since the last call."""

@@ -9,7 +9,7 @@ from typing import Any
 
 from rlflow.components import check_options
 from rlflow.errors import ConfigError
-from rlflow.types import Task
+from rlflow.types import Observation, Task
 from rlflow_environments.retrieval.corpus import Corpus
 from rlflow_environments.retrieval.indices import Retriever, brings_documents, make_retriever
 from rlflow_environments.search.protocols import Protocol
@@ -57,10 +57,27 @@ def load_tasks(
     return loaded
 
 
-def task_of(question: str, protocol: Protocol, template: str | None) -> Task:
-    """A question that somebody asks as a task in the protocol's prompt; nobody knows its answer."""
+def task_of(question: str, tasks: Sequence[Task], protocol: Protocol, template: str | None) -> Task:
+    """A question that somebody asks, in place of that in the prompt of the first task whose prompt holds its question as it stands:
+    a policy knows the prompts of its data; without such a task in the template. Nobody knows its answer."""
+    question = question.strip()
+    metadata = {"question": question}
+    for task in tasks:
+        asked = task.metadata.get("question")
+        if isinstance(asked, str) and asked.strip() and asked.strip() in _prompt_text(task):
+            return Task("asked", _exchanged(task.prompt, asked.strip(), question), [], metadata)
     prompt = render_prompt(protocol.prompt_template if template is None else template, question)
-    return _adapted(Task("asked", prompt, [], {"question": question.strip()}), protocol, 1.0)
+    return _adapted(Task("asked", prompt, [], metadata), protocol, 1.0)
+
+
+def _prompt_text(task: Task) -> str:
+    return task.prompt if isinstance(task.prompt, str) else "\n".join(message["content"] for message in task.prompt)
+
+
+def _exchanged(prompt: Observation, old: str, new: str) -> Observation:
+    if isinstance(prompt, str):
+        return prompt.replace(old, new)
+    return [{**message, "content": message["content"].replace(old, new)} for message in prompt]
 
 
 def _adapted(task: Task, protocol: Protocol, valid_ratio: float) -> Task:
