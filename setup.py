@@ -52,6 +52,7 @@ EXTRAS = {
     "tensorboard": ["tensorboard>=2.16"],
     "wandb": ["wandb>=0.18"],
     "benchmarks": ["trl>=1.16", "datasets>=4.0", "accelerate>=1.4"],  # the rival of benchmarks/grpo_step.py
+    "browser": ["selenium>=4.20"],  # tests of pages in Chromium (apt: chromium, chromium-driver)
     "dev": [
         "pytest>=8.2",
         "pytest-timeout>=2.3",
@@ -85,7 +86,7 @@ setup(
     packages=packages(),
     package_dir={"rlflow": "rlflow", "rlflow_environments": "environments", "rlflow_tools": "tools"},
     package_data={
-        "rlflow": ["py.typed", "algorithms/presets/*.yaml", "commands/templates/*"],
+        "rlflow": ["py.typed", "algorithms/presets/*.yaml", "commands/templates/*", "view/templates/*"],
         "rlflow_environments": ["**/*.yaml", "**/*.json", "**/*.txt"],
     },
     install_requires=BASE,

@@ -54,6 +54,15 @@ class Environment(ABC):
     def tasks(self, split: str) -> Sequence[Task]:
         """The tasks of "train" or "val", in a fixed order."""
 
+    def task_from_text(self, text: str) -> Task:
+        """The task of a question that somebody types (`rlflow ask`), in the form of its own tasks, without an answer.
+
+        Raises ConfigError where the environment makes no task of a text."""
+        raise ConfigError(
+            f"{type(self).__name__}: it makes no task of a text (it has no task_from_text), found '{text[:60]}'; give it one "
+            "that returns a Task, or ask in an environment of questions."
+        )
+
     async def reset(self, task: Task) -> Episode:
         """A fresh episode of the task. The prompt that the policy sees is `episode.task.prompt`."""
         return Episode(task)

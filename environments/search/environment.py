@@ -20,7 +20,7 @@ from rlflow_environments.search.protocols.text import check_prompt_template
 from rlflow_environments.search.questions import QuestionSource
 from rlflow_environments.search.rewards import RULE_SCORES, Transcript, make_reward, rule_scores, scoring
 from rlflow_environments.search.rewards.judge import Judge
-from rlflow_environments.search.sources import load_tasks, open_retriever, questions_of, world_files
+from rlflow_environments.search.sources import load_tasks, open_retriever, questions_of, task_of, world_files
 
 if TYPE_CHECKING:
     from rlflow_environments.search.managed import ManagedServer
@@ -90,6 +90,7 @@ class SearchEnvironment(Environment):
         self.max_turns = None if max_turns is None else self._protocol.responses(max_turns)
         if prompt_template is not None:
             check_prompt_template(prompt_template)
+        self._prompt_template = prompt_template
         self._max_searches = max_searches
         self._disturbances = make_disturbances(disturbances)
         files = world_files(world)
@@ -133,6 +134,11 @@ class SearchEnvironment(Environment):
                 f".jsonl file of questions.{did_you_mean(split, self._tasks)}"
             )
         return self._tasks[split]
+
+    def task_from_text(self, text: str) -> Task:
+        """The question in the prompt of the environment's own questions, else in that of the protocol."""
+        tasks = [task for split in ("val", "train") for task in self._tasks.get(split, ())]
+        return task_of(text, tasks, self._protocol, self._prompt_template)
 
     def report(self) -> dict[str, float]:
         """Rates and times of the searches since the last call."""

@@ -73,6 +73,9 @@ class Wrapper(Environment):
     def tasks(self, split: str) -> Sequence[Task]:
         return self.base.tasks(split)
 
+    def task_from_text(self, text: str) -> Task:
+        return self.base.task_from_text(text)
+
     def reset(self, task: Task) -> Coroutine[Any, Any, Episode]:
         return self._begun(self.base.reset(task))
 

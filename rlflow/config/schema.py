@@ -121,7 +121,7 @@ class CheckpointSection:
 @dataclass
 class MetricsSection:
     sinks: list[Annotated[Component, SINK]] = field(default_factory=list)  # beside metrics.jsonl
-    trajectories_per_step: NonNegativeInt = 4  # written to trajectories/
+    trajectories_per_step: NonNegativeInt = 4  # written to trajectories/ and tokens/, in whole groups
     progress: Literal["auto", "rich", "plain", "none"] = "auto"
     picture: bool = True
 

@@ -19,6 +19,7 @@ from rlflow.errors import ConfigError, DataError
 from rlflow.matmul import PRODUCTS
 from rlflow.metrics.sinks import MetricsLog, make_sinks
 from rlflow.rollout import Rollout, Tokenizer
+from rlflow.rollout.engine import Engine
 from rlflow.rollout.environment_calls import tasks_of
 from rlflow.rollout.source import TaskSource
 from rlflow.run.asynchronous import GroupsAhead, Terms
@@ -41,17 +42,8 @@ def make_rollout(config: RunConfig) -> Rollout:
     section = config.rollout
     tokenizer = Tokenizer.from_pretrained(config.model.path, trust_remote_code=config.model.trust_remote_code)
     environment = make_environment(config)
-    offered: dict[str, Any] = {
-        "path": config.model.path,
-        "tokenizer": tokenizer,
-        "dtype": config.model.dtype,
-        "max_tokens": section.max_total_tokens,
-        "seed": config.run.seed,
-        "deterministic": config.run.deterministic,
-        "trust_remote_code": config.model.trust_remote_code,
-    }
     rollout = Rollout(
-        ENGINE.build(section.engine, "rollout.engine", **offered),
+        make_engine(config, tokenizer),
         environment,
         tokenizer,
         samples_per_prompt=section.samples_per_prompt,
@@ -72,6 +64,22 @@ def make_rollout(config: RunConfig) -> Rollout:
         told = "the engine holds %d tokens: episodes end there, not at rollout.max_total_tokens = %d"
         logger.warning(told, rollout.max_total_tokens, section.max_total_tokens)
     return rollout
+
+
+def make_engine(config: RunConfig, tokenizer: Tokenizer) -> Engine:
+    """The engine of a configuration, over the model that it names."""
+    section = config.rollout
+    offered: dict[str, Any] = {
+        "path": config.model.path,
+        "tokenizer": tokenizer,
+        "dtype": config.model.dtype,
+        "max_tokens": section.max_total_tokens,
+        "seed": config.run.seed,
+        "deterministic": config.run.deterministic,
+        "trust_remote_code": config.model.trust_remote_code,
+    }
+    engine: Engine = ENGINE.build(section.engine, "rollout.engine", **offered)
+    return engine
 
 
 def make_environment(config: RunConfig) -> Environment:

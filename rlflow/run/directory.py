@@ -6,7 +6,8 @@ environment_metrics.json         what the metrics of the environment are
 checkpoints/step_000050/         see `rlflow.run.checkpoints`
 export/                          the policy as a HuggingFace directory
 adapter/                         with trainer.lora: the adapters as the package peft reads them
-trajectories/step_000010.jsonl   sampled training episodes
+trajectories/step_000010.jsonl   sampled training episodes, in whole groups
+tokens/step_000010.npz           the same ones, token by token: see `rlflow.run.tokens`
 evaluations/step_000010.jsonl    every evaluated episode
 journal.sqlite                   every attempt of an asynchronous run, see `rlflow.run.journal`
 progress.png  summary.json  log.txt
@@ -29,8 +30,8 @@ from rlflow.storage.files import PARTIAL, clear_partials
 logger = logging.getLogger(__name__)
 
 LAYOUT = ("config.yaml", "config.origin", "metrics.jsonl", "environment_metrics.json", "checkpoints", "export", "adapter",
-          "trajectories", "evaluations", "progress.png", "summary.json", "log.txt", "tensorboard", "wandb", "journal.sqlite",
-          "journal.sqlite-wal", "journal.sqlite-shm")  # fmt: skip
+          "trajectories", "tokens", "evaluations", "progress.png", "summary.json", "log.txt", "tensorboard", "wandb",
+          "journal.sqlite", "journal.sqlite-wal", "journal.sqlite-shm")  # fmt: skip
 STARTED = {"config.yaml", "config.origin", "log.txt", "metrics.jsonl", "environment_metrics.json", "tensorboard", "wandb",
            "journal.sqlite", "journal.sqlite-wal", "journal.sqlite-shm"}  # fmt: skip
 """What a run may have written before its first metrics."""
@@ -62,7 +63,7 @@ class RunDirectory:
         if overwrite or not begun:
             run._remove_run()
         run.saved.clean()
-        for folder in (run.path, run.path / "trajectories", run.path / "evaluations"):
+        for folder in (run.path, run.path / "trajectories", run.path / "tokens", run.path / "evaluations"):
             clear_partials(folder)
         if resume and run.latest_checkpoint() is None:
             logger.warning("resume: no checkpoint in %s, the run starts at step 0", run.path)
@@ -138,6 +139,9 @@ class RunDirectory:
 
     def trajectories(self, step: int) -> Path:
         return self.path / "trajectories" / f"step_{step:06d}.jsonl"
+
+    def tokens(self, step: int) -> Path:
+        return self.path / "tokens" / f"step_{step:06d}.npz"
 
     def evaluations(self, step: int) -> Path:
         return self.path / "evaluations" / f"step_{step:06d}.jsonl"

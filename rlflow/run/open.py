@@ -20,6 +20,7 @@ from rlflow.run.log import RunLog
 from rlflow.run.preflight import check_start
 from rlflow.run.probe import make_probe
 from rlflow.run.progress import make_progress
+from rlflow.run.recorder import Recorder
 from rlflow.run.resume import check_continuation, chosen_checkpoint, resume
 from rlflow.run.run import Run
 from rlflow.run.saver import Saver
@@ -103,6 +104,7 @@ def _start(config: RunConfig, stack: ExitStack) -> Run:
             final_questions=section.final_questions,
         ),
         saver=Saver(trainer, directory.saved, keep=config.checkpoint.keep, asynchronous=config.checkpoint.asynchronous),
+        recorder=Recorder(directory, rollout.tokenizer, config.metrics.trajectories_per_step),
         progress=progress,
         interrupt=interrupt,
         clock=clock,

@@ -28,12 +28,13 @@ from rlflow.run.export import export_adapter, export_policy
 from rlflow.run.interrupt import Interrupt
 from rlflow.run.picture import render_picture
 from rlflow.run.progress import Progress
+from rlflow.run.recorder import Recorder
 from rlflow.run.saver import Saver
 from rlflow.run.state import load_states, states
 from rlflow.run.summary import write_summary
 from rlflow.run.trajectories import write_trajectories
 from rlflow.trainer.base import Trainer
-from rlflow.types import Group
+from rlflow.types import Batch, Group
 
 logger = logging.getLogger(__name__)
 
@@ -54,6 +55,7 @@ class Run:
     source: Curator
     evaluation: EvaluationSchedule
     saver: Saver
+    recorder: Recorder
     progress: Progress
     interrupt: Interrupt
     clock: Clock
@@ -115,6 +117,11 @@ class Run:
         self._sampled += groups
         return self.algorithm.admit(groups)
 
+    def observe(self, batch: Batch, groups: Sequence[Group]) -> None:
+        """Told of a step's batch, with advantages, before the first update."""
+        with self.timer.phase("score"):
+            self.recorder.observe(batch, groups, self.trainer)
+
     def sync_weights(self, version: int) -> None:
         """Gives the engines the trainer's weights under that version, verified by content hash or by the probe."""
         with self.timer.phase("sync"):
@@ -145,9 +152,7 @@ class Run:
         self.progress.step(self.step, metrics)
         self.saver.poll()
         self._settle()
-        limit = self.config.metrics.trajectories_per_step
-        if limit:
-            write_trajectories(self.directory.trajectories(self.step), groups, limit=limit)
+        self.recorder.write(self.step, groups)
 
     def evaluation_due(self) -> bool:
         """Whether the schedule asks for an evaluation now; none is begun once a signal came."""

@@ -106,15 +106,6 @@ def test_trajectories_read_back_with_exact_token_counts(tmp_path: Path) -> None:
     )
 
 
-def test_a_limit_spreads_over_the_groups(tmp_path: Path) -> None:
-    groups = [
-        Group(f"g{i}", Task(f"t{i}", "Q"), [Trajectory(f"t{i}", f"g{i}", [], [], 0.0, StopReason.MAX_TURNS)] * 4)
-        for i in range(4)
-    ]
-    write_trajectories(tmp_path / "t.jsonl", groups, limit=4)
-    assert [record["task_id"] for record in read_trajectories(tmp_path / "t.jsonl")] == ["t0", "t1", "t2", "t3"]
-
-
 def test_json_holds_only_what_json_can_say_and_damage_is_named(tmp_path: Path) -> None:
     write_json(tmp_path / "a.json", {"nan": float("nan"), "tensor": torch.tensor([1, 2]), "path": tmp_path, "set": {1}})
     assert read_json(tmp_path / "a.json") == {"nan": None, "tensor": [1, 2], "path": str(tmp_path), "set": [1]}
