@@ -1,58 +1,41 @@
-"""A training that is small enough for a cell of a table: rlflow's own parts, put together from a configuration, step by step.
-
-The policy is a random Qwen2 model of some 30,000 parameters with a token per character, sampled by the embedded engine and
-trained by the reference trainer.
-"""
+"""What the experiments in several turns share, on top of `tiny`: environments with a token per character, a start that knows which
+responses there are, and steps that a caller may interleave."""
 
 from __future__ import annotations
 
 import random
-import tempfile
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+from experiments.tiny import Tiny, tiny
 from torch import Tensor
 
 from rlflow import Environment, Episode, Step, Task
 from rlflow.algorithms.aggregates.means import token_mean
 from rlflow.algorithms.losses.sft import SFTLoss
 from rlflow.batching import make_batch
-from rlflow.components import CURATOR
-from rlflow.config.schema import load_config
 from rlflow.loop import training_step
 from rlflow.metrics.reductions import rollout_metrics
 from rlflow.metrics.timer import PhaseTimer
 from rlflow.rollout import Tokenizer
-from rlflow.run.algorithm import Algorithm
-from rlflow.run.assemble import make_rollout, make_trainer
 from rlflow.types import Group, Segment, StopReason, Trajectory, Turn
 
 SPECIAL = ("<pad>", "<end>")
-VALUES = (
-    "run.deterministic=true",
-    "trainer.backend=reference",
-    "trainer.lr=5e-3",
-    "trainer.optimizer={name: adamw, weight_decay: 0, beta2: 0.99}",
-    "rollout.max_response_tokens=1",
-    "rollout.max_total_tokens=256",
-    "rollout.prompts_per_step=8",
-    "rollout.samples_per_prompt=8",
-)
-"""Of every small run, unless it says otherwise."""
-SENT_LR = {"critic": "algorithm.critic={lr: 5e-3}"}
-"""Overrides for presets whose rates are those of large models."""
+VALUES = ("trainer.lr=5e-3", "rollout.max_response_tokens=1", "rollout.max_total_tokens=256", "rollout.prompts_per_step=8")
+CRITIC = "algorithm.critic={lr: 5e-3}"
+"""For presets with a critic, whose own rate is one of large models."""
 
-Weights = Iterator[tuple[str, Tensor]]
+Weights = Iterable[tuple[str, Tensor]]
 Act = Callable[[str, random.Random], str]
 """(the last thing that the environment said, a generator) -> a response."""
 
 
 class SmallTask(Environment):
-    """An environment that answers at once. `characters`: all that can be said; each of them ends a response."""
+    """An environment that answers at once. `characters`: all that can be said, a token each; each of them ends a response."""
 
     characters: str = ""
 
@@ -67,8 +50,8 @@ class SmallTask(Environment):
         return self.answer(episode, response)
 
 
-def write_policy(path: Path, characters: str, seed: int, width: int = 48) -> Path:
-    """A random Qwen2 model with a token per character; returns its directory."""
+def write_policy(path: Path, characters: str, seed: int, width: int = 48) -> None:
+    """A random Qwen2 model of some 50,000 parameters with a token per character."""
     from tokenizers import Tokenizer as Fast
     from tokenizers import decoders, models
     from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
@@ -83,77 +66,48 @@ def write_policy(path: Path, characters: str, seed: int, width: int = 48) -> Pat
     config = Qwen2Config(
         vocab_size=len(words), hidden_size=width, intermediate_size=2 * width, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, max_position_embeddings=512, initializer_range=0.08, bos_token_id=None, pad_token_id=0,
-        eos_token_id=1, tie_word_embeddings=False,
+        eos_token_id=1,
     )  # fmt: skip
     Qwen2ForCausalLM(config).save_pretrained(str(path))
-    return path
 
 
 class SmallRun:
-    """Rollout, trainer and algorithm of a configuration. Closed by `with`.
+    """A run whose policy is warmed up before it begins. `sampled`: the groups of the last step, before any filter. as_sampled: what
+    the engine gets in place of the trainer's weights, for a policy that differs from the one that is trained."""
 
-    values: overrides, the later ones win. environment: a component. as_sampled: what the engine gets in place of the
-    trainer's weights, for a policy that differs from the one that is trained.
-    """
-
-    def __init__(
-        self,
-        environment: Mapping[str, Any],
-        characters: str,
-        seed: int,
-        *values: str,
-        preset: str | None = None,
-        as_sampled: Callable[[Weights, int], Iterable[tuple[str, Tensor]]] = lambda weights, version: weights,
-    ) -> None:
-        self._stack = ExitStack()
-        folder = self._stack.enter_context(tempfile.TemporaryDirectory(prefix="small_run_"))
-        model = write_policy(Path(folder) / "policy", characters, seed)
-        overrides = [*VALUES, f"run.seed={seed}", f"model.path={model}", *values]
-        self.config = config = load_config(None, overrides, preset)
-        config.environment = dict(environment)
-        self.rollout = self._stack.enter_context(make_rollout(config))
-        self.algorithm = Algorithm.from_config(config, self.rollout.response_budget, rollout=self.rollout)
-        self._stack.callback(self.algorithm.close)
-        self.trainer = make_trainer(config)
-        self._stack.callback(self.trainer.close)
-        self._as_sampled = as_sampled
-        tasks = self.rollout.environment.tasks("train")
-        self.source = CURATOR.build(config.data.curator, "data.curator", tasks=tasks, seed=seed)
-        self.sampled: list[Group] = []  # of the last step, before any filter
-        self.steps = 0
+    def __init__(self, made: Tiny, as_sampled: Callable[[Weights, int], Weights] | None = None) -> None:
+        self.rollout, self.trainer, self.algorithm, self.source = made.rollout, made.trainer, made.algorithm, made.source
+        self._prompts = made.config.rollout.prompts_per_step
+        self._as_sampled = as_sampled or (lambda weights, version: weights)
         self._stream: Iterator[list[Group]] | None = None
-
-    def __enter__(self) -> SmallRun:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stack.close()
+        self.sampled: list[Group] = []
+        self.steps = 0
 
     @property
     def tokenizer(self) -> Tokenizer:
         return self.rollout.tokenizer
 
     def warm_up(self, trajectories: Sequence[Trajectory], updates: int) -> None:
-        """Likelihood of what these say, all of them in each update."""
+        """Raises the likelihood of what these say, all of them in each update."""
         batch = make_batch(trajectories)
         batch = batch.replace(weights=token_mean(batch))
         for _ in range(updates):
             self.trainer.update(batch, SFTLoss())
 
     def begin(self) -> None:
-        """The policy as it is now is where the training starts: the reference, and what the engine samples from."""
+        """Training starts from the policy as it is now: the reference, and what the engine samples from."""
         if "reference" in self.algorithm.needs:
             self.trainer.snapshot("reference")
         self.sync()
-        prompts, rounds = self.config.rollout.prompts_per_step, self.algorithm.max_rounds
-        self._stream = self.rollout.stream(self.source, prompts, admit=self._admit, max_rounds=rounds)
+        rounds = self.algorithm.max_rounds
+        self._stream = self.rollout.stream(self.source, self._prompts, admit=self._admit, max_rounds=rounds)
 
     def sync(self) -> None:
-        """Gives the engine the weights of the trainer."""
+        """Gives the engine the trainer's weights."""
         self.rollout.load_weights(self._as_sampled(self.trainer.weights(), self.steps), self.steps)
 
     def step(self) -> dict[str, float]:
-        """Samples, trains, and gives the engine the new weights; the step's metrics."""
+        """Samples, trains, and gives the engine the new weights; returns the step's metrics."""
         if self._stream is None:
             self.begin()
         assert self._stream is not None
@@ -177,32 +131,52 @@ class SmallRun:
         return self.algorithm.admit(groups)
 
 
+@contextmanager
+def small_run(
+    seed: int,
+    environment: Mapping[str, Any],
+    characters: str,
+    *overrides: str,
+    preset: str | None = None,
+    as_sampled: Callable[[Weights, int], Weights] | None = None,
+) -> Iterator[SmallRun]:
+    """A run of an environment (a component) with a policy that has a token for each of its characters."""
+    values = (*VALUES, *overrides)
+
+    def written(path: Path) -> None:
+        write_policy(path, characters, seed)
+
+    with tiny(seed, *values, preset=preset, environment=environment, model=written) as made:
+        yield SmallRun(made, as_sampled)
+
+
 def demonstration(tokenizer: Tokenizer, task: SmallTask, problem: Task, act: Act, draw: random.Random, turns: int) -> Trajectory:
-    """What `act` does in the task, as a trajectory without log-probs; at most so many turns."""
+    """What `act` does in the task, in so many turns at the most, as a trajectory without log-probs."""
     episode, seen = Episode(problem), str(problem.prompt)
     tokens = tokenizer.encode(seen)
-    mask, said, reward = [False] * len(tokens), [], 0.0
-    stop = StopReason.MAX_TURNS
+    mask, said, stop = [False] * len(tokens), list[Turn](), StopReason.MAX_TURNS
     for _ in range(turns):
         response = act(seen, draw)
         words = tokenizer.encode(response)
-        said.append(Turn(0, len(tokens), len(tokens) + len(words), 0.0, 0.0, response))
-        tokens, mask = tokens + words, mask + [True] * len(words)
         episode.turns += 1
         step = task.answer(episode, response)
-        reward, seen = reward + step.reward, str(step.observation)
-        said[-1].reward, said[-1].observation = step.reward, seen
+        seen = str(step.observation)
+        said.append(Turn(0, len(tokens), len(tokens) + len(words), step.reward, 0.0, response, seen))
+        tokens, mask = tokens + words, mask + [True] * len(words)
         if step.terminated:
             stop = StopReason.TERMINATED
             break
         heard = tokenizer.encode_text(seen)
         tokens, mask = tokens + heard, mask + [False] * len(heard)
     segment = Segment(torch.tensor(tokens), torch.tensor(mask), None, torch.full((len(tokens),), -1))
-    group = f"demonstration:{problem.id}"
-    return Trajectory(problem.id, group, [segment], said, reward, stop, source="demonstration", prompt=str(problem.prompt))
+    name, reward = f"demonstration:{problem.id}", sum(turn.reward for turn in said)
+    return Trajectory(
+        problem.id, name, [segment], said, reward, stop, source="demonstration", prompt=str(problem.prompt), id=name
+    )
 
 
-def share_of(values: Sequence[float], share: float = 0.25) -> float:
-    """The mean of the last `share` of a curve."""
-    last = values[-max(1, round(share * len(values))) :]
-    return sum(last) / len(last)
+def some_demonstrations(small: SmallRun, task: SmallTask, act: Act, seed: int, turns: int, count: int = 256) -> list[Trajectory]:
+    """What `act` does in random training tasks."""
+    draw, problems = random.Random(seed), task.tasks("train")
+    return [demonstration(small.tokenizer, task, draw.choice(problems), act, draw, turns) for _ in range(count)]
+

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from pathlib import Path
 
-from benchmarks.experiments.small_run import SmallTask
+from experiments.small_run import SmallTask
 from rlflow import Episode, Step, Task
 from rlflow.metrics.names import Metric
 
-REFERENCE = f"{Path(__file__).resolve()}:Keys"
+REFERENCE = f"{__name__}:Keys"
 NAMES = "ABCDEFGHIJKLMNOPQRSTUVWX"
 DIGITS = "123456789"
 LOST = "~"
