@@ -9,7 +9,10 @@ from experiments.base import Experiment
 
 from rlflow.errors import ConfigError, did_you_mean
 
-NAMES: tuple[str, ...] = ("areal", "astraflow", "sparsity", "llamarl")
+NAMES: tuple[str, ...] = (
+    "areal", "astraflow", "sparsity", "llamarl",
+    "sapo_swarm", "dart", "mobile_agent", "oni", "vlac", "mle_duration", "mle_stages", "asearcher",
+)  # fmt: skip
 """In the order in which they are run and printed."""
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from experiments.base import TRAINING, Experiment, Figures, Results, Verdict, average, values
+from experiments.base import TRAINING, Experiment, Figures, Results, Verdict, all_of, average, beats, values
 from experiments.curves import curves
 
 STEPS = 60
@@ -49,14 +49,11 @@ def evaluated(other: Any, small: Any, questions: int) -> list[Any]:
 
 
 def judge(results: Results) -> Verdict:
-    few, many = (values(results, arm, "far") for arm in TURNS)
-    more = min(long - short for long, short in zip(many, few, strict=True))
-    near = {arm: average(results, arm, "near") for arm in TURNS}
-    told = (
-        f"exact match beyond {FAR} hops, in {EVALUATED} turns: {sum(few) / len(few):.2f} after training with 4 turns, "
-        f"{sum(many) / len(many):.2f} with 12; up to {FAR} hops {near['4 turns']:.2f} and {near['12 turns']:.2f}"
-    )
-    return max(few) <= 0.05 and more >= 0.2, told
+    few = values(results, "4 turns", "far")
+    near = [average(results, arm, "near") for arm in TURNS]
+    told = f"trained with 4 turns, {max(few):.2g} of the questions beyond {FAR} hops at the most"
+    told_near = f"up to {FAR} hops {near[0]:.2g} and {near[1]:.2g}"
+    return all_of((max(few) <= 0.05, told), beats(results, "12 turns", "4 turns", "far", by=0.2), (True, told_near))
 
 
 EXPERIMENT = Experiment(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import pairwise
 from typing import Any
 
-from experiments.base import TRAINING, Experiment, Figures, Results, Verdict, average, values
+from experiments.base import TRAINING, Experiment, Figures, Results, Verdict, all_of, beats, keeps
 from experiments.curves import at_the_end, curves
 
 SHORT, LONG = 16, 8
@@ -76,14 +76,8 @@ def collected_before(tokenizer: Any, task: Any) -> list[Any]:
 
 
 def judge(results: Results) -> Verdict:
-    arms = list(PARTS)
-    means = [average(results, arm, "success") for arm in arms]
-    pairs = zip(values(results, arms[0], "success"), values(results, arms[1], "success"), strict=True)
-    pool = all(more > less for less, more in pairs)
-    fell = [arm for (before, after), arm in zip(pairwise(means), arms[1:], strict=True) if after < before]
-    rungs = ", ".join(f"{arm} {mean:.2f}" for arm, mean in zip(arms, means, strict=True))
-    told = f"success at the end {rungs}; the pool is above none in {'every seed' if pool else 'not every seed'}"
-    return pool and not fell, f"{told}; {'no rung falls' if not fell else 'the ladder falls at ' + ', '.join(fell)}"
+    rungs = [keeps(results, arm, before, share=1.0) for before, arm in pairwise(PARTS)]
+    return all_of(beats(results, "+ success pool", "step-wise GRPO"), *rungs)
 
 
 EXPERIMENT = Experiment(

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 import time
+from statistics import fmean
 from typing import Any
 
-from experiments.base import TRAINING, Experiment, Figures, Results, Verdict, average, values
+from experiments.base import TRAINING, Experiment, Figures, Results, Verdict, all_of, average, values
 from experiments.curves import curves
 
 ACTORS = 16
@@ -70,14 +71,10 @@ def share_of_slow(small: Any) -> tuple[float, float]:
 
 def judge(results: Results) -> Verdict:
     off, on = values(results, "unweighted", "slow"), values(results, "by duration", "slow")
-    lowest = {arm: average(results, arm, "lowest") for arm in PARTS}
-    bare = {arm: average(results, arm, "slow") for arm in list(PARTS)[2:]}
-    told = (
-        f"share of the slow program at the end {sum(off) / len(off):.2f} unweighted ({lowest['unweighted']:.2f} at its least), "
-        f"{sum(on) / len(on):.2f} by duration ({lowest['by duration']:.2f}); where none is broken "
-        f"{bare['unweighted, none broken']:.2f} and {bare['by duration, none broken']:.2f}"
-    )
-    return max(off) < 0.5 and min(on) > 0.8, told
+    bare = [average(results, arm, "slow") for arm in ("unweighted, none broken", "by duration, none broken")]
+    told = f"the slow program's share is {fmean(off):.3g} unweighted ({average(results, 'unweighted', 'lowest'):.3g} at its least)"
+    told_on = f"{fmean(on):.3g} by duration; where none is broken {bare[0]:.3g} and {bare[1]:.3g}"
+    return all_of((max(off) < 0.5, told), (min(on) > 0.8, told_on))
 
 
 EXPERIMENT = Experiment(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from experiments.base import TRAINING, Experiment, Figures, Results, Verdict, average, values
+from experiments.base import TRAINING, Experiment, Figures, Results, Verdict, all_of, beats, values
 from experiments.curves import at_the_end, curves
 
 STEPS = 40
@@ -33,15 +33,9 @@ def run(arm: str, seed: int, quick: bool) -> Figures:
 
 
 def judge(results: Results) -> Verdict:
-    bare, helped = (values(results, arm, "stages") for arm in PER_STAGE)
-    rose = [last - first for last, first in zip(bare, values(results, "without", "first"), strict=True)]
-    more = min(with_it - without for with_it, without in zip(helped, bare, strict=True))
-    told = (
-        f"stages per program at the end {sum(helped) / len(helped):.2f} of 5 with instrumentation, {sum(bare) / len(bare):.2f} "
-        f"without; programs with a result {average(results, 'instrumentation', 'result'):.2f} and "
-        f"{average(results, 'without', 'result'):.2f}"
-    )
-    return more >= 2 and max(rose) < 0.5, told
+    rose = [last - first for last, first in zip(values(results, "without", "stages"), values(results, "without", "first"), strict=True)]
+    flat = (max(rose) < 0.5, f"without it the mean rises by {max(rose):.2g} at the most")
+    return all_of(beats(results, "instrumentation", "without", "stages", by=2.0), flat)
 
 
 EXPERIMENT = Experiment(

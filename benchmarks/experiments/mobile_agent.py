@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from experiments.base import TRAINING, Experiment, Figures, Results, Verdict, average, values
+from experiments.base import TRAINING, Experiment, Figures, Results, Verdict, all_of, beats, keeps
 from experiments.curves import at_the_end, curves
 
 TASKS, LENGTH, KEYS = 12, 5, 3
@@ -38,15 +38,8 @@ def run(arm: str, seed: int, quick: bool) -> Figures:
 
 
 def judge(results: Results) -> Verdict:
-    grpo, bare, whole = (average(results, arm, "success") for arm in PARTS)
-    pairs = zip(values(results, "trajectory-aware", "success"), values(results, "trajectory-aware, without replay", "success"),
-                strict=True)  # fmt: skip
-    replay = all(more > less for more, less in pairs)
-    told = (
-        f"success at the end: trajectory-aware {whole:.2f}, GRPO {grpo:.2f}, without replay {bare:.2f}; replay is better in "
-        f"{'every seed' if replay else 'not every seed'}"
-    )
-    return replay and whole >= grpo, told
+    whole, bare, grpo = "trajectory-aware", "trajectory-aware, without replay", "GRPO"
+    return all_of(beats(results, whole, bare), keeps(results, whole, grpo, share=1.0))
 
 
 EXPERIMENT = Experiment(

@@ -6,7 +6,7 @@ import re
 from contextlib import ExitStack
 from typing import Any
 
-from experiments.base import TRAINING, Experiment, Figures, Results, Verdict, average, values
+from experiments.base import TRAINING, Experiment, Figures, Results, Verdict, all_of, average, beats, values
 from experiments.curves import at_the_end, curves
 
 ROOMS, TURNS = 6, 8
@@ -74,19 +74,11 @@ def run(arm: str, seed: int, quick: bool) -> Figures:
 
 
 def judge(results: Results) -> Verdict:
-    bare = values(results, "extrinsic only", "success")
-    lost = [
-        arm
-        for arm in ("retrieval", "classification", "ranking")
-        if not all(more > less for more, less in zip(values(results, arm, "success"), bare, strict=True))
-    ]
-    went_on = all(steps == STEPS for steps in values(results, KILLED, "steps")) and not any(values(results, KILLED, "aborted"))
-    shown = ", ".join(f"{arm} {average(results, arm, 'success'):.2f}" for arm in MODELS)
-    told = (
-        f"success at the end: {shown}; {'all three models are' if not lost else ' and '.join(lost) + ' not'} above extrinsic only "
-        f"in every seed; with the annotator dead training {'went on to its end' if went_on else 'did not go on'}"
-    )
-    return not lost and went_on, told
+    steps, aborted = (values(results, KILLED, name) for name in ("steps", "aborted"))
+    went_on = min(steps) == STEPS and not any(aborted)
+    models = ("retrieval", "classification", "ranking")
+    left = f"with the annotator dead, success is {average(results, KILLED, 'success'):.3g} and {min(steps):.0f} of {STEPS} steps were made"
+    return all_of(*(beats(results, model, "extrinsic only") for model in models), (went_on, left))
 
 
 EXPERIMENT = Experiment(

@@ -6,7 +6,7 @@ import json
 from contextlib import ExitStack
 from typing import Any
 
-from experiments.base import TRAINING, Experiment, Figures, Results, Verdict, average, values
+from experiments.base import TRAINING, Experiment, Figures, Results, Verdict, all_of, beats, keeps
 from experiments.curves import curves
 
 NODES = 4
@@ -68,21 +68,16 @@ def beginning(tokenizer: Any, task: Any, node: int, seed: int) -> list[Any]:
 
 
 def judge(results: Results) -> Verdict:
-    order = {arm: average(results, arm, "cumulative") for arm in ARMS}
-    shared, alone = values(results, "4/4", "cumulative"), values(results, "8/0", "cumulative")
-    better = all(more > less for more, less in zip(shared, alone, strict=True))
-    overdone = order["2/6"] < order["4/4"]
     same = all(
         honest[name] == liar[name]
         for honest, liar in zip(results["4/4"], results["4/4, one node lies"], strict=True)
         for name in ("curve", "weakest")
     )
-    told = (
-        "cumulative reward of the mean node " + ", ".join(f"{arm} {order[arm]:.1f}" for arm in ARMS[:4])
-        + f"; 4/4 is above 8/0 in {'every seed' if better else 'not every seed'}, 2/6 "
-        + f"{'below' if overdone else 'not below'} 4/4; a liar changes {'nothing, bit for bit' if same else 'something'}"
+    return all_of(
+        beats(results, "4/4", "8/0", "cumulative", by=0.0),
+        keeps(results, "4/4", "2/6", "cumulative", share=1.0),
+        (same, f"a liar changes {'nothing, to the last bit' if same else 'something'}"),
     )
-    return better and overdone and same, told
 
 
 EXPERIMENT = Experiment(
