@@ -35,12 +35,15 @@ class StopReason(str, enum.Enum):
 @dataclass(frozen=True)
 class Task:
     """One problem. `prompt`: text used verbatim, or messages that go through the chat template. `answer`: for the
-    environment's scorer only; never shown to the policy. `metadata`: facts for metrics (hops, source, ...)."""
+    environment's scorer only; never shown to the policy. `metadata`: facts for metrics (hops, source, ...). `most_attempts`,
+    `most_turns`: where this task is to get fewer than the run gives."""
 
     id: str
     prompt: Observation
     answer: Any = None
     metadata: dict[str, Any] = field(default_factory=dict)
+    most_attempts: int | None = None
+    most_turns: int | None = None
 
 
 @dataclass

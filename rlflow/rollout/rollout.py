@@ -303,7 +303,7 @@ class Rollout:
             repetitions[task.id] += 1
             # The repetition stands before the colon, where a task's id cannot look like it.
             group_id = f"{step}.{repeated}:{task.id}" if repeated else f"{step}:{task.id}"
-            for number in range(samples):
+            for number in range(min(samples, task.most_attempts or samples)):
                 name = f"{group_id}/{number}"
                 request_id = f"{self._collections}/{len(attempts):06d}/{name}"
                 # Evaluations come again under the same group ids, for the same samples.
