@@ -121,3 +121,8 @@ def features(pairs: Sequence[tuple[State, State]]) -> Tensor:
     sizes = [PLACES, PLACES, PLACES, 2] * 2
     columns = [torch.nn.functional.one_hot(numbers[:, place], size) for place, size in enumerate(sizes)]
     return torch.cat(columns, dim=1).float()
+
+
+def actions(way: Sequence[State]) -> list[str]:
+    """What led from each state of a way to the next."""
+    return [next(one for one in ACTIONS if moved(before, one) == after) for before, after in zip(way, way[1:], strict=False)]

@@ -56,8 +56,9 @@ GOOD: dict[str, dict[str, dict[str, Any]]] = {
         KILLED: {"success": 0.8, "steps": 60.0, "aborted": 0.0},
     },
     "vlac": {
-        "sparse": {"success": 0.3},
-        "progress": {"success": 0.9, "order_success": 0.95, "order_failure": 0.3, "order_reversed": 0.8},
+        "sparse": {"success": 0.3, "episodes_to_80": 3200.0},
+        "progress and demonstrations": {"success": 0.9, "episodes_to_80": 900.0},
+        "progress": {"success": 0.9, "episodes_to_80": 1000.0, "order_success": 0.95, "order_failure": 0.3, "order_reversed": 0.8},
     },
     "mle_duration": {
         "unweighted": {"slow": 0.3, "lowest": 0.1},
@@ -82,6 +83,7 @@ BAD = [
     ("vlac", "progress", "success", 0.2),
     ("vlac", "progress", "order_failure", 0.96),
     ("vlac", "progress", "order_reversed", -0.1),
+    ("vlac", "progress and demonstrations", "episodes_to_80", 1500.0),
     ("mle_duration", "unweighted", "slow", 0.6),
     ("mle_duration", "by duration", "slow", 0.7),
     ("mle_stages", "instrumentation", "stages", 2.0),
