@@ -95,6 +95,7 @@ setup(
         "rlflow.environments": [
             "search = rlflow_environments.search:SearchEnvironment",
             # over any other environment, their `base`
+            "improve = rlflow_environments.wrappers.improve:ImprovePrompts",
             "intrinsic = rlflow_environments.wrappers.intrinsic:IntrinsicRewards",
             "progress = rlflow_environments.wrappers.progress:ProgressRewards",
             "rubric = rlflow_environments.wrappers.rubric:RubricRewards",
