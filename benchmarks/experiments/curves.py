@@ -24,7 +24,7 @@ def smoothed(values: Sequence[float], window: int) -> list[float]:
 
 
 def curves(name: str, xlabel: str = "step", ylabel: str = "", window: int = 5) -> Any:
-    """A picture with a line per arm, each point the mean of the `window` steps up to it: the mean over seeds, and behind it the range."""
+    """A picture with a line per arm, each point the mean of the `window` steps up to it: the mean over seeds, and the range."""
 
     def drawn(axes: Any, results: Results) -> None:
         for color, (arm, found) in zip(MORE_COLORS, results.items(), strict=False):
@@ -32,7 +32,9 @@ def curves(name: str, xlabel: str = "step", ylabel: str = "", window: int = 5) -
             count = min(map(len, rows))
             columns = [[row[place] for row in rows] for place in range(count)]
             places = range(1, count + 1)
-            axes.fill_between(places, list(map(min, columns)), list(map(max, columns)), color=color, alpha=0.12, linewidth=0)
+            axes.fill_between(
+                places, list(map(min, columns)), list(map(max, columns)), color=color, alpha=0.12, linewidth=0
+            )
             axes.plot(places, [sum(column) / len(column) for column in columns], color=color, label=arm)
         axes.set_xlabel(xlabel)
         axes.set_ylabel(ylabel or name.replace("_", " "))

@@ -22,20 +22,17 @@ PARTS = {
 
 
 def run(arm: str, seed: int, quick: bool) -> Figures:
-    """success: of all tasks, at the end; success_long: of the long ones; gap: of the engine's log-probs to the trainer's, nats."""
+    """success: of all tasks, at the end; success_long: of the long ones; gap: of the engine's log-probs to the trainer's."""
     from experiments.small_run import small_run, some_demonstrations
     from experiments.tasks.keys import REFERENCE, Keys
-
     from rlflow.algorithms.remembered import trajectories_state
 
     task = Keys(LENGTHS, KEYS, seed=seed)
     environment = {"name": REFERENCE, "lengths": LENGTHS, "keys": KEYS, "seed": seed}
     overrides = ("rollout.prompts_per_step=12", *PARTS[arm])
-    with small_run(
-        seed, environment, task.characters, *overrides, preset="dart", as_sampled=disturbed(seed)
-    ) as small:
+    with small_run(seed, environment, task.characters, *overrides, preset="dart", as_sampled=disturbed(seed)) as small:
         some = some_demonstrations(small, task, task.press_any, seed, max(LENGTHS))
-        small.warm_up(some, 4 if quick else 40)
+        small.warm_up(some, 4 if quick else 30)
         for pool in small.algorithm.filters:
             pool.load_state_dict({"draws": 0, **trajectories_state(collected_before(small.tokenizer, task))})
         rows = [small.step() for _ in range(2 if quick else STEPS)]
@@ -70,7 +67,9 @@ def collected_before(tokenizer: Any, task: Any) -> list[Any]:
     found = []
     for problem in task.tasks("train")[SHORT:]:
         keys = iter(problem.answer)
-        right = demonstration(tokenizer, task, problem, lambda seen, draw, keys=keys: next(keys), random.Random(0), max(LENGTHS))
+        right = demonstration(
+            tokenizer, task, problem, lambda seen, draw, keys=keys: next(keys), random.Random(0), max(LENGTHS)
+        )
         found.append(right)
     return found
 
@@ -97,4 +96,5 @@ EXPERIMENT = Experiment(
     judge=judge,
     figure=curves("curve", ylabel="success, all tasks"),
     imports=(*TRAINING, "experiments.small_run"),
+    deadline_s=900.0,  # for a machine that is busy; it takes a tenth of that
 )

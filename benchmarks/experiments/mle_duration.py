@@ -36,10 +36,12 @@ def run(arm: str, seed: int, quick: bool) -> Figures:
     overrides = (transforms, CRITIC, "rollout.samples_per_prompt=1")
     with small_run(seed, {"name": CHOICE}, task.characters, *overrides, preset="mle_duration") as small:
         said = [
-            demonstration(small.tokenizer, task, problem, lambda seen, draw, place=place: families[place % len(families)], draw, 1)
+            demonstration(
+                small.tokenizer, task, problem, lambda seen, draw, place=place: families[place % len(families)], draw, 1
+            )
             for place in range(120)
         ]
-        small.warm_up(said, 4 if quick else 40)
+        small.warm_up(said, 4 if quick else 30)
         small.begin()
         curve, programs = [share_of_slow(small)[0]], 0
         with Actors(small.rollout, problem, ACTORS) as actors:
@@ -59,7 +61,6 @@ def run(arm: str, seed: int, quick: bool) -> Figures:
 def share_of_slow(small: Any) -> tuple[float, float]:
     """(the slow program's share of the chance of the two that work, the expected reward of the three)."""
     from experiments.tasks.programs import QUICK, SCORES, SLOW
-
     from rlflow.batching import token_batch
 
     rows = [small.tokenizer.encode("?" + program) for program in SCORES]
@@ -72,7 +73,8 @@ def share_of_slow(small: Any) -> tuple[float, float]:
 def judge(results: Results) -> Verdict:
     off, on = values(results, "unweighted", "slow"), values(results, "by duration", "slow")
     bare = [average(results, arm, "slow") for arm in ("unweighted, none broken", "by duration, none broken")]
-    told = f"the slow program's share is {fmean(off):.3g} unweighted ({average(results, 'unweighted', 'lowest'):.3g} at its least)"
+    lowest = average(results, "unweighted", "lowest")
+    told = f"the slow program's share is {fmean(off):.3g} unweighted ({lowest:.3g} at its least)"
     told_on = f"{fmean(on):.3g} by duration; where none is broken {bare[0]:.3g} and {bare[1]:.3g}"
     return all_of((max(off) < 0.5, told), (min(on) > 0.8, told_on))
 
@@ -85,9 +87,9 @@ EXPERIMENT = Experiment(
         "that (+3.85%; arXiv 2509.01684)."
     ),
     setup=(
-        f"A program of 0.02 s that scores 0.6, of 0.2 s that scores 0.9, and a broken one (0.02 s, -10). {ACTORS} actors run what the "
-        f"policy says, one after another, in real seconds; every {WINDOW_S} s the learner takes what has ended. {SECONDS_IN_ALL:.0f} s in "
-        "all arms, the preset `mle_duration` (its least duration 1 ms in place of 0.1 s)."
+        f"A program of 0.02 s that scores 0.6, of 0.2 s that scores 0.9, and a broken one (0.02 s, -10). {ACTORS} actors run "
+        f"what the policy says, one after another, in real seconds; every {WINDOW_S} s the learner takes what has ended. "
+        f"{SECONDS_IN_ALL:.0f} s in all arms, the preset `mle_duration` (its least duration 1 ms in place of 0.1 s)."
     ),
     rule="The slow program's share of the two that work ends below 0.5 unweighted and above 0.8 by duration, in every seed.",
     arms=tuple(PARTS),
@@ -96,4 +98,5 @@ EXPERIMENT = Experiment(
     judge=judge,
     figure=curves("curve", "update", "share of the slow program", window=1),
     imports=(*TRAINING, "experiments.small_run"),
+    deadline_s=900.0,  # for a machine that is busy; it takes a tenth of that
 )

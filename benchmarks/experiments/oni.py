@@ -10,7 +10,7 @@ from experiments.base import TRAINING, Experiment, Figures, Results, Verdict, al
 from experiments.curves import at_the_end, curves
 
 ROOMS, TURNS = 6, 8
-STEPS = 60
+STEPS = 40
 GOAL = "Find the exit, room by room."
 KILLED = "retrieval, annotator killed half way"
 MODELS: dict[str, Any] = {
@@ -55,8 +55,9 @@ def run(arm: str, seed: int, quick: bool) -> Figures:
             endpoint = {"url": server.url, "model": "rules", "timeout_s": 5.0}
             environment = {"name": "intrinsic", "base": environment, "goal": GOAL, "endpoint": endpoint, "model": MODELS[arm],
                            "extrinsic": 10.0}  # fmt: skip
-        small = stack.enter_context(small_run(seed, environment, task.characters, CRITIC, preset="oni"))
-        small.warm_up(some_demonstrations(small, task, task.go_anywhere, seed, TURNS), 4 if quick else 40)
+        overrides = (CRITIC, "rollout.prompts_per_step=4")
+        small = stack.enter_context(small_run(seed, environment, task.characters, *overrides, preset="oni"))
+        small.warm_up(some_demonstrations(small, task, task.go_anywhere, seed, TURNS), 4 if quick else 30)
         rows = []
         for step in range(steps):
             if arm == KILLED and step == steps // 2:
@@ -77,7 +78,8 @@ def judge(results: Results) -> Verdict:
     steps, aborted = (values(results, KILLED, name) for name in ("steps", "aborted"))
     went_on = min(steps) == STEPS and not any(aborted)
     models = ("retrieval", "classification", "ranking")
-    left = f"with the annotator dead, success is {average(results, KILLED, 'success'):.3g} and {min(steps):.0f} of {STEPS} steps were made"
+    success = average(results, KILLED, "success")
+    left = f"with the annotator dead, success is {success:.3g} and {min(steps):.0f} of {STEPS} steps were made"
     return all_of(*(beats(results, model, "extrinsic only") for model in models), (went_on, left))
 
 
@@ -89,10 +91,10 @@ EXPERIMENT = Experiment(
         "(NetHack; arXiv 2410.23022)."
     ),
     setup=(
-        f"Four wings of {ROOMS} rooms, five directions in each, {TURNS} turns; the exit is worth 1 (1 in 800 episodes by chance). "
-        f"{STEPS} steps of 64 episodes, the preset `oni`, the wrapper `intrinsic` with 10 x extrinsic and 0.4 x intrinsic / N^3. The "
-        "labeller is a server of rules behind the OpenAI-compatible protocol. Learned models have a rate of 1e-3 in place of 1e-4: "
-        "they make some hundred updates."
+        f"Four wings of {ROOMS} rooms, five directions in each, {TURNS} turns; the exit is worth 1 (1 in 800 episodes by "
+        f"chance). {STEPS} steps of 32 episodes, the preset `oni`, the wrapper `intrinsic` with 10 x extrinsic and 0.4 x "
+        "intrinsic / N^3. The labeller is a server of rules behind the OpenAI-compatible protocol. Learned models have a rate of "
+        "1e-3 in place of 1e-4: they make some hundred updates."
     ),
     rule=(
         "Each of the three models is above extrinsic only in every seed, and the run whose annotator is killed makes all of its "
@@ -104,4 +106,5 @@ EXPERIMENT = Experiment(
     judge=judge,
     figure=curves("curve", ylabel="success"),
     imports=(*TRAINING, "experiments.small_run"),
+    deadline_s=900.0,  # for a machine that is busy; it takes a tenth of that
 )

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from experiments.base import Experiment, Figures, Results, average, values
-
 from rlflow.errors import MissingPackageError
 from rlflow.storage.files import replacing
 

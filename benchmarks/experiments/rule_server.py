@@ -10,8 +10,8 @@ from typing import Any
 
 
 class RuleServer:
-    """POST /v1/chat/completions is answered with what `reply` makes of the last message. `requests`: answered so far. Once closed,
-    it refuses connections and drops those that are open, as a process that was killed."""
+    """POST /v1/chat/completions is answered with what `reply` makes of the last message. `requests`: answered so far. Once
+    closed, it refuses connections and drops those that are open, as a process that was killed."""
 
     def __init__(self, reply: Callable[[str], str]) -> None:
         self.requests = 0

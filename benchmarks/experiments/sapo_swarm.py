@@ -10,7 +10,7 @@ from experiments.base import TRAINING, Experiment, Figures, Results, Verdict, al
 from experiments.curves import curves
 
 NODES = 4
-ROUNDS = 40
+ROUNDS = 30
 KNOWN = 0.6  # chance of the right letter in a family that a node was warmed up on
 ARMS = ("8/0", "6/2", "4/4", "2/6", "4/4, one node lies")
 
@@ -34,10 +34,16 @@ def run(arm: str, seed: int, quick: bool) -> Figures:
                      "transport": {"name": name, "path": shared}}  # fmt: skip
             filters = f"algorithm.filters={json.dumps([swarm] if external else [])}"
             node = stack.enter_context(
-                small_run(10 * seed + number, {"name": REFERENCE, "seed": seed}, task.characters, filters,
-                          "run.deterministic=true", preset="sapo_swarm")  # fmt: skip
+                small_run(
+                    10 * seed + number,
+                    {"name": REFERENCE, "seed": seed},
+                    task.characters,
+                    filters,
+                    "run.deterministic=true",
+                    preset="sapo_swarm",
+                )
             )
-            node.warm_up(beginning(node.tokenizer, task, number, seed), 4 if quick else 40)
+            node.warm_up(beginning(node.tokenizer, task, number, seed), 4 if quick else 30)
             nodes.append(node)
         rounds = [[node.step() for node in nodes] for _ in range(2 if quick else ROUNDS)]
     totals = [sum(row[node]["train/exact_match"] for row in rounds) for node in range(NODES)]
@@ -59,7 +65,7 @@ def beginning(tokenizer: Any, task: Any, node: int, seed: int) -> list[Any]:
 
     draw = random.Random(f"{seed}/{node}")
     found = []
-    for _ in range(12):
+    for _ in range(6):
         for problem in task.tasks("train"):
             knows = problem.id[0] != FAMILIES[node] and draw.random() < KNOWN
             said = problem.answer if knows else draw.choice(LETTERS)
@@ -89,9 +95,9 @@ EXPERIMENT = Experiment(
     ),
     setup=(
         "Four nodes over a shared directory, each a model of its own that was warmed up on three of four families of questions "
-        f"(right in {KNOWN:.0%} of cases) and says letters at random in the fourth. {ROUNDS} rounds; each node samples 8 groups x 8 in every "
-        "arm and trains on so many of its own / of others', the preset `sapo_swarm`. In the last arm one node sends wrong answers "
-        "and rewards."
+        f"(right in {KNOWN:.0%} of cases) and says letters at random in the fourth. {ROUNDS} rounds; each node samples 8 groups "
+        "x 8 in every arm and trains on so many of its own / of others', the preset `sapo_swarm`. In the last arm one node sends "
+        "wrong answers and rewards."
     ),
     rule="4/4 is above 8/0 in every seed, 2/6 below 4/4 in the mean, and every figure of the arm with a liar equals that of 4/4.",
     arms=ARMS,
@@ -100,4 +106,5 @@ EXPERIMENT = Experiment(
     judge=judge,
     figure=curves("curve", "round", "reward, mean of the nodes"),
     imports=(*TRAINING, "experiments.small_run"),
+    deadline_s=900.0,  # for a machine that is busy; it takes a tenth of that
 )

@@ -1,5 +1,5 @@
-"""What the experiments in several turns share, on top of `tiny`: environments with a token per character, a start that knows which
-responses there are, and steps that a caller may interleave."""
+"""What the experiments in several turns share, on top of `tiny`: environments with a token per character, a start that knows
+which responses there are, and steps that a caller may interleave."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from experiments.tiny import Tiny, tiny
 from torch import Tensor
 
+from experiments.tiny import Tiny, tiny
 from rlflow import Environment, Episode, Step, Task
 from rlflow.algorithms.aggregates.means import token_mean
 from rlflow.algorithms.losses.sft import SFTLoss
@@ -25,7 +25,12 @@ from rlflow.rollout import Tokenizer
 from rlflow.types import Group, Segment, StopReason, Trajectory, Turn
 
 SPECIAL = ("<pad>", "<end>")
-VALUES = ("trainer.lr=5e-3", "rollout.max_response_tokens=1", "rollout.max_total_tokens=256", "rollout.prompts_per_step=8")
+VALUES = (
+    "trainer.lr=5e-3",
+    "rollout.max_response_tokens=1",
+    "rollout.max_total_tokens=256",
+    "rollout.prompts_per_step=8",
+)
 CRITIC = "algorithm.critic={lr: 5e-3}"
 """For presets with a critic, whose own rate is one of large models."""
 
@@ -50,8 +55,8 @@ class SmallTask(Environment):
         return self.answer(episode, response)
 
 
-def write_policy(path: Path, characters: str, seed: int, width: int = 48) -> None:
-    """A random Qwen2 model of some 50,000 parameters with a token per character."""
+def write_policy(path: Path, characters: str, seed: int, width: int = 32) -> None:
+    """A random Qwen2 model of some 25,000 parameters with a token per character."""
     from tokenizers import Tokenizer as Fast
     from tokenizers import decoders, models
     from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
@@ -72,11 +77,16 @@ def write_policy(path: Path, characters: str, seed: int, width: int = 48) -> Non
 
 
 class SmallRun:
-    """A run whose policy is warmed up before it begins. `sampled`: the groups of the last step, before any filter. as_sampled: what
-    the engine gets in place of the trainer's weights, for a policy that differs from the one that is trained."""
+    """A run whose policy is warmed up before it begins. `sampled`: the groups of the last step, before any filter. as_sampled:
+    what the engine gets in place of the trainer's weights, for a policy that differs from the one that is trained."""
 
     def __init__(self, made: Tiny, as_sampled: Callable[[Weights, int], Weights] | None = None) -> None:
-        self.rollout, self.trainer, self.algorithm, self.source = made.rollout, made.trainer, made.algorithm, made.source
+        self.rollout, self.trainer, self.algorithm, self.source = (
+            made.rollout,
+            made.trainer,
+            made.algorithm,
+            made.source,
+        )
         self._prompts = made.config.rollout.prompts_per_step
         self._as_sampled = as_sampled or (lambda weights, version: weights)
         self._stream: Iterator[list[Group]] | None = None
@@ -150,7 +160,9 @@ def small_run(
         yield SmallRun(made, as_sampled)
 
 
-def demonstration(tokenizer: Tokenizer, task: SmallTask, problem: Task, act: Act, draw: random.Random, turns: int) -> Trajectory:
+def demonstration(
+    tokenizer: Tokenizer, task: SmallTask, problem: Task, act: Act, draw: random.Random, turns: int
+) -> Trajectory:
     """What `act` does in the task, in so many turns at the most, as a trajectory without log-probs."""
     episode, seen = Episode(problem), str(problem.prompt)
     tokens = tokenizer.encode(seen)
@@ -175,8 +187,9 @@ def demonstration(tokenizer: Tokenizer, task: SmallTask, problem: Task, act: Act
     )
 
 
-def some_demonstrations(small: SmallRun, task: SmallTask, act: Act, seed: int, turns: int, count: int = 256) -> list[Trajectory]:
+def some_demonstrations(
+    small: SmallRun, task: SmallTask, act: Act, seed: int, turns: int, count: int = 96
+) -> list[Trajectory]:
     """What `act` does in random training tasks."""
     draw, problems = random.Random(seed), task.tasks("train")
     return [demonstration(small.tokenizer, task, draw.choice(problems), act, draw, turns) for _ in range(count)]
-

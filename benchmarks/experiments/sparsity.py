@@ -19,6 +19,7 @@ def arm(rate: float) -> str:
 
 def run(name: str, seed: int, quick: bool) -> Figures:
     import torch
+
     from experiments.tiny import tiny
 
     optimizer = "trainer.optimizer={name: adamw, beta2: 0.999, weight_decay: 0.01}"

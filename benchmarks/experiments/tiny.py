@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from experiments.base import Figures
 from torch import Tensor
 
+from experiments.base import Figures
 from rlflow.algorithms.base import Curator
 from rlflow.batching import token_batch
 from rlflow.components import CURATOR

@@ -25,11 +25,11 @@ class Demonstrations(Filter):
     """Adds `episodes` random ones of a file to every step, each a group of its own with source `demonstration`: the demonstration
     replay of VLAC (arXiv 2509.15937).
 
-    path: JSON lines with `task_id`, one of this run's `split`, and `turns`, each with its `response`, as runs and evaluations write
-    them. The episodes are played through this run's environment once, which scores them, and come without log-probs: kernels need
-    `anchor: proximal`. What shall learn from them by likelihood is the loss `sft` with `source: demonstration`; the transform
-    `only_sources` keeps the policy gradient to the others. An episode that does not end with its last response here is told of and
-    left out. Raises DataError for a file that is not such.
+    path: JSON lines with `task_id`, one of this run's `split`, and `turns`, each with its `response`, as runs and evaluations
+    write them. The episodes are played through this run's environment once, which scores them, and come without log-probs:
+    kernels need `anchor: proximal`. What learns from them by likelihood is `sft` with `source: demonstration`; the transform
+    `only_sources` keeps the policy gradient to the others. An episode that does not end with its last response here is told of
+    and left out. Raises DataError for a file that is not such.
     """
 
     whole_step = True
@@ -63,7 +63,9 @@ class Demonstrations(Filter):
         for number, (name, responses) in enumerate(self._rows, 1):
             if name not in tasks:
                 raise DataError(f"{self._path}:{number}: expected a task of the split '{self._split}', found '{name}'.")
-            said = tuple(Response(text, "stop" if text.endswith(tuple(environment.stop)) else "eos") for text in responses)
+            said = tuple(
+                Response(text, "stop" if text.endswith(tuple(environment.stop)) else "eos") for text in responses
+            )
             transcripts[f"demonstration.{number}:{name}"] = Transcripts(tasks[name], (said,))
         groups = self._rollout.replay(transcripts)
         played = [group for group in groups if group.trajectories]
@@ -94,7 +96,7 @@ def _rows(path: Path) -> list[tuple[str, list[str]]]:
             name, responses = None, []
         if not isinstance(name, str) or not responses or not all(isinstance(text, str) for text in responses):
             raise DataError(
-                f"{path}:{number}: expected {{\"task_id\": ..., \"turns\": [{{\"response\": ...}}, ...]}}, found {line[:80]!r}."
+                f'{path}:{number}: expected {{"task_id": ..., "turns": [{{"response": ...}}, ...]}}, found {line[:80]!r}.'
             )
         found.append((name, responses))
     if not found:
@@ -106,6 +108,7 @@ def _again(group: Group, step: int) -> Group:
     """The group under an id of its own."""
     name = f"{group.id}/{step}"
     attempts = [
-        dataclasses.replace(one, source="demonstration", group_id=name, id=f"{one.id}/{step}") for one in group.trajectories
+        dataclasses.replace(one, source="demonstration", group_id=name, id=f"{one.id}/{step}")
+        for one in group.trajectories
     ]
     return Group(name, group.task, attempts)

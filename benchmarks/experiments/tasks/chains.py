@@ -18,8 +18,8 @@ LOOK_UP, ANSWER = "s", "="
 
 
 class Chains(SmallTask):
-    """`>a` asks where the way from a ends. `sa` looks a up: `>c` says that it goes on at c, `.c` that it ends there. `=c` answers, and
-    ends the episode: 1 if right, else 0. A question of h hops takes h look-ups and an answer."""
+    """`>a` asks where the way from a ends. `sa` looks a up: `>c` says that it goes on at c, `.c` that it ends there. `=c`
+    answers, and ends the episode: 1 if right, else 0. A question of h hops takes h look-ups and an answer."""
 
     characters = ENTITIES + ON + LAST + NOTHING + "?" + LOOK_UP + ANSWER
     metrics = {"exact_match": Metric("share", "of questions answered right", score=True, shown="EM {:.2f}")}

@@ -1,16 +1,17 @@
-"""A cup that is to be carried to its place, by an arm that moves a step at a time; and a critic that learns from demonstrations how
-far that is."""
+"""A cup that is to be carried to its place, by an arm that moves a step at a time; and a critic that learns from demonstrations
+how far that is."""
 
 from __future__ import annotations
 
 import random
 import re
 from collections.abc import Sequence
+from itertools import pairwise
 
 import torch
-from experiments.small_run import SmallTask
 from torch import Tensor
 
+from experiments.small_run import SmallTask
 from rlflow import Episode, Step, Task
 from rlflow.metrics.names import Metric
 from rlflow_environments.wrappers.progress_values import pair_label
@@ -22,7 +23,7 @@ ACTIONS = "lrtp"  # left, right, take, put
 
 
 class Carrying(SmallTask):
-    """Arm, cup and goal on a line of four places; 1 once the cup stands at the goal, else 0. The environment says where all are."""
+    """Arm, cup and goal on a line of four places; 1 once the cup stands at the goal, else 0. Observations say where all are."""
 
     characters = "acgh0123" + ACTIONS
     metrics = {"success": Metric("share", "of episodes with the cup in its place", score=True, shown="{:.2f}")}
@@ -30,7 +31,13 @@ class Carrying(SmallTask):
     def __init__(self, turns: int = 10) -> None:
         super().__init__()
         self.max_turns = turns
-        states = [(arm, cup, goal, 0) for arm in range(PLACES) for cup in range(PLACES) for goal in range(PLACES) if cup != goal]
+        states = [
+            (arm, cup, goal, 0)
+            for arm in range(PLACES)
+            for cup in range(PLACES)
+            for goal in range(PLACES)
+            if cup != goal
+        ]
         self._tasks = [Task(shown(state), shown(state), state) for state in states]
 
     def tasks(self, split: str) -> Sequence[Task]:
@@ -95,7 +102,11 @@ class ProgressCritic:
         labels = torch.tensor([[delta, done] for _, _, delta, done in rows])
         torch.manual_seed(seed)
         self._network = torch.nn.Sequential(
-            torch.nn.Linear(pairs.shape[1], 64), torch.nn.ReLU(), torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 2)
+            torch.nn.Linear(pairs.shape[1], 64),
+            torch.nn.ReLU(),
+            torch.nn.Linear(64, 64),
+            torch.nn.ReLU(),
+            torch.nn.Linear(64, 2),
         )
         optimizer = torch.optim.Adam(self._network.parameters(), lr=3e-3)
         for _ in range(updates):
@@ -125,4 +136,6 @@ def features(pairs: Sequence[tuple[State, State]]) -> Tensor:
 
 def actions(way: Sequence[State]) -> list[str]:
     """What led from each state of a way to the next."""
-    return [next(one for one in ACTIONS if moved(before, one) == after) for before, after in zip(way, way[1:], strict=False)]
+    return [
+        next(one for one in ACTIONS if moved(before, one) == after) for before, after in pairwise(way)
+    ]

@@ -117,7 +117,7 @@ def test_a_restored_curator_goes_on_as_it_would_have(kind: Any, options: dict[st
 
 
 def test_a_solved_task_gets_fewer_attempts_and_none_more_turns_than_a_success_had() -> None:
-    """Of 8, above .6: 8 (1 - SR) / .4, so 5 at .75 and 2, the least, from .9 on; the longest success of 7 and 12 turns caps at 12."""
+    """Of 8, above .6: 8 (1 - SR) / .4, so 5 at .75 and 2, the least, from .9 on; successes of 7 and 12 turns cap at 12."""
     curator = Adaptive(tasks(1), seed=0, decay=0.0)
     found = []
     for won in (0, 4, 6, 7, 8):

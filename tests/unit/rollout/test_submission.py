@@ -258,5 +258,5 @@ def test_a_task_may_get_fewer_attempts_and_turns_than_the_run_gives(tokenizer: T
         assert [len(group.trajectories) for group in groups] == [3, 1, 3]
         [short] = groups[1].trajectories
         assert short.stop is StopReason.MAX_TURNS and len(short.turns) == 2 and short.group_stats[0] == 1
-        assert all(one.stop is StopReason.TERMINATED for group in (groups[0], groups[2]) for one in group.trajectories)
+        assert max(len(one.turns) for group in (groups[0], groups[2]) for one in group.trajectories) == 3
         assert [len(group.trajectories) for group in rollout.collect(tasks, samples_per_prompt=1)] == [1, 1, 1]

@@ -29,7 +29,10 @@ def rollout() -> Iterator[Rollout]:
 
 def recorded(path: Path, *episodes: str) -> Path:
     """Each a task `ab` and what was said in its two turns."""
-    rows = [{"task_id": f"train-{one[:2]}", "turns": [{"response": letter} for letter in one[2:]], "reward": 9} for one in episodes]
+    rows = [
+        {"task_id": f"train-{one[:2]}", "turns": [{"response": letter} for letter in one[2:]], "reward": 9}
+        for one in episodes
+    ]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
 
@@ -68,7 +71,10 @@ def test_what_a_run_wrote_is_a_file_of_demonstrations(rollout: Rollout, tmp_path
         ('{"task_id": 3, "turns": []}\n', ":1: expected"),
         ("[" * 3000 + "\n", ":1: expected"),
         ('{"task_id": "train-zz", "turns": [{"response": "a"}]}\n', "found 'train-zz'"),
-        ('{"task_id": "train-ab", "turns": [{"response": "a"}]}\n', ":1: the episode does not end with its last response"),
+        (
+            '{"task_id": "train-ab", "turns": [{"response": "a"}]}\n',
+            ":1: the episode does not end with its last response",
+        ),
     ],
 )
 def test_a_file_that_is_none_is_told_in_one_line(rollout: Rollout, tmp_path: Path, content: str, said: str) -> None:
@@ -81,11 +87,13 @@ def test_a_file_that_is_none_is_told_in_one_line(rollout: Rollout, tmp_path: Pat
         demonstrations(rollout, tmp_path / "nothing.jsonl")
 
 
-def test_likelihood_is_of_the_demonstrations_and_the_policy_gradient_of_the_rest(rollout: Rollout, tmp_path: Path) -> None:
+def test_likelihood_is_of_the_demonstrations_and_the_policy_gradient_of_the_rest(
+    rollout: Rollout, tmp_path: Path
+) -> None:
     own = rollout.collect(rollout.environment.tasks("train")[:2])
     step = demonstrations(rollout, recorded(tmp_path / "d.jsonl", "abab"))(own)
     batch = make_batch([one for group in step for one in group.usable])
-    loss, metrics = SFTLoss(source="demonstration")(PolicyOutput(torch.full(batch.tokens.shape, -2.0)), batch)
+    loss, _ = SFTLoss(source="demonstration")(PolicyOutput(torch.full(batch.tokens.shape, -2.0)), batch)
     assert loss[:-1].eq(0).all() and loss[-1].tolist() == [2.0 * on for on in batch.loss_mask[-1].tolist()]
     kept = OnlySources()(batch).coefficients
     assert kept is not None and kept[:-1].eq(1).all() and kept[-1].eq(0).all()
