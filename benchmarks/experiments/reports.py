@@ -23,7 +23,9 @@ def number(value: float) -> str:
 
 
 def shown(found: list[float]) -> str:
-    """The mean over seeds, and from where to where they go."""
+    """The mean over seeds, and from where to where they go; a dash where no seed has the figure."""
+    if all(math.isnan(value) for value in found):
+        return "-"
     center = number(statistics.fmean(found))
     return center if len(found) == 1 else f"{center} ({number(min(found))} to {number(max(found))})"
 
@@ -63,7 +65,9 @@ def summary(experiment: Experiment, results: Results) -> dict[str, Figures]:
     found: dict[str, Figures] = {}
     for arm in results:
         by_name = {name: values(results, arm, name) for name in experiment.columns}
-        found[arm] = {name: {"mean": statistics.fmean(one), "low": min(one), "high": max(one)} for name, one in by_name.items()}
+        found[arm] = {
+            name: {"mean": statistics.fmean(one), "low": min(one), "high": max(one)} for name, one in by_name.items()
+        }
     return found
 
 
@@ -84,7 +88,9 @@ def draw(experiment: Experiment, results: Results, path: Path) -> None:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError:
-        raise MissingPackageError("pictures: the package 'matplotlib' is not installed: pip install matplotlib.") from None
+        raise MissingPackageError(
+            "pictures: the package 'matplotlib' is not installed: pip install matplotlib."
+        ) from None
     style: Any = {
         "font.family": "DejaVu Sans", "font.size": 9, "text.color": _INK, "axes.labelcolor": _QUIET, "xtick.color": _QUIET,
         "ytick.color": _QUIET, "axes.edgecolor": _GRID, "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True,
