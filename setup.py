@@ -96,8 +96,10 @@ setup(
         "rlflow.environments": [
             "search = rlflow_environments.search:SearchEnvironment",
             # over any other environment, their `base`
+            "improve = rlflow_environments.wrappers.improve:ImprovePrompts",
             "intrinsic = rlflow_environments.wrappers.intrinsic:IntrinsicRewards",
             "progress = rlflow_environments.wrappers.progress:ProgressRewards",
+            "revisit = rlflow_environments.wrappers.revisit:RevisitFailures",
             "rubric = rlflow_environments.wrappers.rubric:RubricRewards",
             "stages = rlflow_environments.wrappers.stages:StageRewards",
         ],

@@ -1,4 +1,4 @@
-"""The command line: rlflow train | eval | env | algorithm | merge | show | view | compare | ask | doctor, and what plug-ins add."""
+"""The command line: rlflow train | eval | env | algorithm | merge | show | view | compare | ask | doctor, and those of plug-ins."""
 
 from __future__ import annotations
 

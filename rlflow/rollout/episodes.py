@@ -165,11 +165,15 @@ class EpisodePlayer:
                 return StopReason.TERMINATED
             if completion.stop == "length":
                 return StopReason.MAX_TOKENS
-            if episode.turns >= limits.max_turns:
+            if episode.turns >= self._max_turns(episode):
                 return StopReason.MAX_TURNS
             if not await self._observe(state, step, completion):
                 return StopReason.MAX_TOKENS
             stop_strings = self._environment.stop if step.stop is None else step.stop
+
+    def _max_turns(self, episode: Episode) -> int:
+        most = episode.task.most_turns
+        return self._limits.max_turns if most is None else min(self._limits.max_turns, most)
 
     def _begin(self, task: Task, state: EpisodeState) -> None:
         chat = self._limits.chat_template
@@ -196,7 +200,7 @@ class EpisodePlayer:
         episode.turns += 1
         episode.cut = completion.stop == "length"
         full = episode.cut or stop >= self._limits.max_total_tokens
-        episode.turns_left = 0 if full else max(0, self._limits.max_turns - episode.turns)
+        episode.turns_left = 0 if full else max(0, self._max_turns(episode) - episode.turns)
         step = await self._call("step", episode, response)
         turn.duration_s = time.monotonic() - started
         if not isinstance(step, Step):

@@ -326,7 +326,7 @@ class Rollout:
             repeated = repetitions[task.id]
             repetitions[task.id] += 1
             group_id = group_name(step, repeated, task.id)
-            for number in range(samples):
+            for number in range(task.attempts(samples)):
                 name = f"{group_id}/{number}"
                 request_id = f"{self._collections}/{len(attempts):06d}/{name}"
                 # Evaluations come again under the same group ids, for the same samples.

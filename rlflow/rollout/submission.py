@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
+from collections import Counter
 from collections.abc import Coroutine, Iterator, Sequence
 from contextlib import AsyncExitStack
 from queue import Empty, SimpleQueue
@@ -32,10 +33,10 @@ class Submission:
         self._attempts = attempts
         self._max_aborted_share = max_aborted_share
         self._assembler = GroupAssembler()
-        self._samples = len(attempts) // max(1, len(self.group_ids))
+        sizes = Counter(attempt.group_id for attempt in attempts)
         for attempt in attempts:
             if attempt.number == 0:
-                self._assembler.expect(attempt.group_id, attempt.task, self._samples)
+                self._assembler.expect(attempt.group_id, attempt.task, sizes[attempt.group_id])
         self._groups: SimpleQueue[Group | None] = SimpleQueue()  # None: there are no more
         self._aborted: dict[int, str] = {}
         self._running: Running[None]
@@ -117,9 +118,10 @@ class Submission:
         """Which attempts each engine plays. Attempts at one task share their prompt's cache, so they stay together where
         there are groups for every engine."""
         whole_groups = len(self.group_ids) >= engines
+        places = {group_id: place for place, group_id in enumerate(self.group_ids)}
         shares: list[list[int]] = [[] for _ in range(engines)]
-        for index in range(len(self._attempts)):
-            shares[(index // self._samples if whole_groups else index) % engines].append(index)
+        for index, attempt in enumerate(self._attempts):
+            shares[(places[attempt.group_id] if whole_groups else index) % engines].append(index)
         return shares
 
     def _end(self, index: int, trajectory: Trajectory) -> None:

@@ -214,7 +214,7 @@ class GroupsAhead:
                 planned = step + place // self._pacing.prompts
                 self._tasks.setdefault(task.id, task)
                 name = self._name(planned, task.id)
-                self._submit(self.journal.issue(task.id, planned, name, self._terms.samples))
+                self._submit(self.journal.issue(task.id, planned, name, task.attempts(self._terms.samples)))
         return self.journal.open_groups()
 
     def _name(self, planned: int, task: str) -> str:
