@@ -1,4 +1,4 @@
-"""The command line: rlflow train | eval | env | algorithm | merge | show | view | compare | ask | doctor, and those of plug-ins."""
+"""The command line: rlflow train | eval | env | algorithm | merge | show | view | compare | ask | doctor; plug-ins add theirs."""
 
 from __future__ import annotations
 
