@@ -157,7 +157,7 @@ EXPERIMENT = Experiment(
     ),
     rule=(
         "In every seed the correlation on successes is above that on failures, that backward is below 0 before its sign is "
-        "turned, success at the end is higher with progress rewards, and with "
+        "turned, success at the end is higher with progress rewards (by 0.05 in the mean), and with "
         "demonstrations it takes no more episodes to a success of 0.8 in the mean."
     ),
     arms=ARMS,
