@@ -52,7 +52,7 @@ GOOD: dict[str, dict[str, dict[str, Any]]] = {
     "oni": {
         "extrinsic only": {"success": 0.1},
         **{name: {"success": 0.9} for name in ("retrieval", "classification", "ranking")},
-        KILLED: {"success": 0.8, "steps": 40.0, "aborted": 0.0},
+        KILLED: {"success": 0.8, "steps": 30.0, "aborted": 0.0},
     },
     "vlac": {
         "sparse": {"success": 0.3, "episodes_to_80": 3200.0},
