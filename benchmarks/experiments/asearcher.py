@@ -7,7 +7,7 @@ from typing import Any
 from experiments.base import TRAINING, Experiment, Figures, Results, Verdict, all_of, average, beats, values
 from experiments.curves import curves
 
-STEPS = 50
+STEPS = 40
 TURNS = {"4 turns": 4, "12 turns": 12}
 EVALUATED = 12
 FAR = 4  # hops beyond which a policy of 4 turns cannot have answered in training
@@ -23,7 +23,7 @@ def run(arm: str, seed: int, quick: bool) -> Figures:
     environment = {"name": REFERENCE, "turns": TURNS[arm], "seed": seed}
     overrides = ("rollout.max_response_tokens=2", "rollout.samples_per_prompt=8")
     with small_run(seed, environment, task.characters, *overrides, preset="asearcher") as small:
-        small.warm_up(some_demonstrations(small, task, task.follow, seed, TURNS[arm], 64), 4 if quick else 100)
+        small.warm_up(some_demonstrations(small, task, task.follow, seed, TURNS[arm], 64), 4 if quick else 60)
         rows = [small.step() for _ in range(2 if quick else STEPS)]
         with small_run(seed, {**environment, "turns": EVALUATED}, task.characters, *overrides) as other:
             groups = evaluated(other, small, 8 if quick else 256)

@@ -87,9 +87,9 @@ EXPERIMENT = Experiment(
         "24 tasks of pressing keys in order, blind, 1 or 0 at the end; 8 of them take 5 right keys of 5 (1 in 3125 by chance). "
         f"{STEPS} steps of 12 tasks x 8 attempts, the preset `dart`. In all arms the engine samples from weights with noise of "
         "10% of each tensor's deviation, drawn at every step. The pool begins with one success of each long task. Counts and "
-        "lengths by task are not among the rungs: what the paper gains most from is not here."
+        "lengths by task (`adaptive`), which the paper gains most from, are no rungs: these tasks have fixed lengths."
     ),
-    rule="The mean success falls at no rung, and the pool beats no pool in every seed.",
+    rule="The mean success falls at no rung, and the pool beats no pool in every seed, by 0.05 in the mean.",
     arms=tuple(PARTS),
     columns=("success", "success_long", "gap"),
     run=run,

@@ -11,7 +11,7 @@ from experiments.base import TRAINING, Experiment, Figures, Results, Verdict, al
 from experiments.curves import curves
 
 ACTORS = 16
-SECONDS_IN_ALL, WINDOW_S = 15.0, 0.25
+SECONDS_IN_ALL, WINDOW_S = 12.0, 0.25
 UNWEIGHTED, WEIGHTED = "algorithm.transforms=[]", "algorithm.transforms=[{name: duration_weight, floor_s: 0.001}]"
 PARTS = {
     "unweighted": (UNWEIGHTED, True),

@@ -51,7 +51,7 @@ EXPERIMENT = Experiment(
         f"that is no key; a tenth of the presses is lost. {STEPS} steps of 8 tasks x 8 attempts, the preset `mobile_agent_trpo`; "
         "GRPO has its kernel without row weights and pool. Equal environment steps in all arms."
     ),
-    rule="Replay beats no replay in every seed, and the mean success is no less than GRPO's.",
+    rule="Replay beats no replay in every seed, by 0.05 in the mean, and the mean success is no less than GRPO's.",
     arms=tuple(PARTS),
     columns=("success", "successes", "rescued"),
     run=run,

@@ -10,7 +10,7 @@ from experiments.base import TRAINING, Experiment, Figures, Results, Verdict, al
 from experiments.curves import curves
 
 NODES = 4
-ROUNDS = 30
+ROUNDS = 20
 KNOWN = 0.6  # chance of the right letter in a family that a node was warmed up on
 ARMS = ("8/0", "6/2", "4/4", "2/6", "4/4, one node lies")
 
@@ -43,7 +43,7 @@ def run(arm: str, seed: int, quick: bool) -> Figures:
                     preset="sapo_swarm",
                 )
             )
-            node.warm_up(beginning(node.tokenizer, task, number, seed), 4 if quick else 30)
+            node.warm_up(beginning(node.tokenizer, task, number, seed), 4 if quick else 20)
             nodes.append(node)
         rounds = [[node.step() for node in nodes] for _ in range(2 if quick else ROUNDS)]
     totals = [sum(row[node]["train/exact_match"] for row in rounds) for node in range(NODES)]
@@ -65,7 +65,7 @@ def beginning(tokenizer: Any, task: Any, node: int, seed: int) -> list[Any]:
 
     draw = random.Random(f"{seed}/{node}")
     found = []
-    for _ in range(6):
+    for _ in range(4):
         for problem in task.tasks("train"):
             knows = problem.id[0] != FAMILIES[node] and draw.random() < KNOWN
             said = problem.answer if knows else draw.choice(LETTERS)

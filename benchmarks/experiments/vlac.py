@@ -11,7 +11,7 @@ from experiments.base import TRAINING, Experiment, Figures, Results, Verdict, al
 from experiments.curves import at_the_end, curves, smoothed
 
 TURNS = 10
-STEPS = 40
+STEPS = 30
 UNSEEN = 3  # every third task is kept from the critic, for the correlations
 ARMS = ("sparse", "progress", "progress and demonstrations")
 DEMONSTRATIONS = 16  # episodes in the file, of which 4 join every step
@@ -35,13 +35,13 @@ def run(arm: str, seed: int, quick: bool) -> Figures:
             overrides += imitation(recorded(stack, task))
         if arm != "sparse":
             seen = [right_way(one.answer) for place, one in enumerate(problems) if place % UNSEEN]
-            judge_of_pairs = ProgressCritic(seed, seen, 20 if quick else 600)
+            judge_of_pairs = ProgressCritic(seed, seen, 20 if quick else 300)
             server = stack.enter_context(RuleServer(judge_of_pairs.reply))
             critic = {"name": "endpoint", "url": server.url, "model": "critic", "concurrency": 8}
             environment = {"name": "progress", "base": environment, "critic": critic}
             found |= correlations(task, {key: critic[key] for key in ("url", "model")}, seed)
         small = stack.enter_context(small_run(seed, environment, task.characters, *overrides, preset="vlac"))
-        small.warm_up(some_demonstrations(small, task, task.do_anything, seed, TURNS), 4 if quick else 30)
+        small.warm_up(some_demonstrations(small, task, task.do_anything, seed, TURNS, 48), 4 if quick else 20)
         rows = [small.step() for _ in range(2 if quick else STEPS)]
     curve = [row["train/success"] for row in rows]
     enough = [step for step, share in enumerate(smoothed(curve, 5), 1) if share >= ENOUGH]
@@ -157,7 +157,7 @@ EXPERIMENT = Experiment(
     ),
     rule=(
         "In every seed the correlation on successes is above that on failures, that backward is below 0 before its sign is "
-        "turned, success at the end is higher with progress rewards, and with "
+        "turned, success at the end is higher with progress rewards (by 0.05 in the mean), and with "
         "demonstrations it takes no more episodes to a success of 0.8 in the mean."
     ),
     arms=ARMS,

@@ -22,8 +22,8 @@ logger = logging.getLogger(__name__)
 
 
 class Demonstrations(Filter):
-    """Adds `episodes` random ones of a file to every step, each a group of its own with source `demonstration`
-    (arXiv 2509.15937).
+    """Adds `episodes` random ones of a file to every step, each a group of its own with source `demonstration` (arXiv 2509.15937,
+    demonstration replay).
 
     path: JSON lines with `task_id`, one of this run's `split`, and `turns`, each with its `response`, as runs and evaluations
     write them. The episodes are played through this run's environment once, which scores them, and come without log-probs:

@@ -52,7 +52,7 @@ GOOD: dict[str, dict[str, dict[str, Any]]] = {
     "oni": {
         "extrinsic only": {"success": 0.1},
         **{name: {"success": 0.9} for name in ("retrieval", "classification", "ranking")},
-        KILLED: {"success": 0.8, "steps": 40.0, "aborted": 0.0},
+        KILLED: {"success": 0.8, "steps": 30.0, "aborted": 0.0},
     },
     "vlac": {
         "sparse": {"success": 0.3, "episodes_to_80": 3200.0},
@@ -166,7 +166,7 @@ def test_the_shortest_way_carries_the_cup_and_its_critic_sees_progress() -> None
     table = Carrying()
     ways = [right_way(task.answer) for task in table.tasks("train")]
     assert all(way[-1][1] == way[-1][2] and not way[-1][3] for way in ways)
-    critic = ProgressCritic(0, ways, updates=200)
+    critic = ProgressCritic(0, [way for way in ways if way[0][2] == 3], updates=100)
     prompt = 'works on this task: "a0c1g3h0" before: "{}" now: "{}"'
     forward, backward = (json.loads(critic.reply(prompt.format(*pair)).split(". ")[1])["progress"]
                          for pair in (("a0c1g3h0", "a1c1g3h0"), ("a1c1g3h0", "a0c1g3h0")))  # fmt: skip
