@@ -58,8 +58,8 @@ def load_tasks(
 
 
 def task_of(question: str, tasks: Sequence[Task], protocol: Protocol, template: str | None) -> Task:
-    """A question that somebody asks, in place of that in the prompt of the first task whose prompt holds its question as it stands:
-    a policy knows the prompts of its data; without such a task in the template. Nobody knows its answer."""
+    """A question that somebody asks, in place of that in the prompt of the first task whose prompt holds its question as it
+    stands: a policy knows the prompts of its data; without such a task in the template. Nobody knows its answer."""
     question = question.strip()
     metadata = {"question": question}
     for task in tasks:
