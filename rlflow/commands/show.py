@@ -159,7 +159,7 @@ def summary_text(run: RunDirectory, registered: Metrics, paint: Paint) -> str:
         lines += [f"{key.replace('_', ' '):<27} {_value(value)}" for key, value in scalars.items() if value is not None]
     steps = run.saved_steps()
     held = [("checkpoints", _shorten(steps) if steps else ""), ("export", _if_there(run.export)),
-            ("picture", _if_there(run.picture)), ("log", _if_there(run.log))]  # fmt: skip
+            ("adapter", _if_there(run.adapter)), ("picture", _if_there(run.picture)), ("log", _if_there(run.log))]  # fmt: skip
     lines += [paint(f"{name:<12} {text}", "dim") for name, text in held if text]
     return "\n".join(lines)
 

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+ADAPTER_CONFIG = "adapter_config.json"
+"""What a folder has that holds a LoRA adapter and no model."""
 COPIED_FILES = (
     "generation_config.json",
     "tokenizer.json",
@@ -39,8 +41,18 @@ def read_config(path: str | Path) -> dict[str, Any]:
     if not Path(path).is_dir():
         raise ModelError(f"{path}: no such model directory; expected config.json, *.safetensors and a tokenizer there.")
     if not file.is_file():
+        refuse_adapter(path)
         raise ModelError(f"{file}: missing; a HuggingFace model directory has a config.json.")
-    return _read_json(file)
+    return read_object(file)
+
+
+def refuse_adapter(path: str | Path) -> None:
+    """Raises ModelError for a folder that holds an adapter and no model."""
+    if (Path(path) / ADAPTER_CONFIG).is_file() and not (Path(path) / "config.json").is_file():
+        raise ModelError(
+            f"{path}: is a LoRA adapter ({ADAPTER_CONFIG}), not a whole model; merge it into its base first: "
+            f"rlflow merge {path} OUT"
+        )
 
 
 class WeightFiles(Mapping[str, "Tensor"]):
@@ -97,6 +109,13 @@ class Digest:
         content.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
         self._lines.append(content.hexdigest())
 
+    @classmethod
+    def of(cls, parts: Iterable[Digest]) -> Digest:
+        """That of all tensors, of which each part has some."""
+        whole = cls()
+        whole._lines = [line for part in parts for line in part._lines]
+        return whole
+
     def hexdigest(self) -> str:
         """64 hex digits."""
         return hashlib.sha256("\n".join(sorted(self._lines)).encode()).hexdigest()
@@ -126,7 +145,8 @@ def check_tensors(path: str | Path) -> None:
             )
 
 
-def _read_json(file: Path) -> dict[str, Any]:
+def read_object(file: Path) -> dict[str, Any]:
+    """The JSON object in a file of a model directory. Raises ModelError."""
     try:
         value = json.loads(file.read_bytes())
     except OSError as error:
@@ -143,7 +163,7 @@ def _read_json(file: Path) -> dict[str, Any]:
 def _locate(path: Path) -> dict[str, str]:
     """The file name of every tensor, in file order."""
     if (path / INDEX_FILE).is_file():
-        weight_map = _read_json(path / INDEX_FILE).get("weight_map")
+        weight_map = read_object(path / INDEX_FILE).get("weight_map")
         if not isinstance(weight_map, dict) or not weight_map:
             raise ModelError(f"{path / INDEX_FILE}: has no weight_map.")
         for name, file in weight_map.items():

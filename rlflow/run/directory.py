@@ -5,6 +5,7 @@ metrics.jsonl                    one object per step
 environment_metrics.json         what the metrics of the environment are
 checkpoints/step_000050/         see `rlflow.run.checkpoints`
 export/                          the policy as a HuggingFace directory
+adapter/                         with trainer.lora: the adapters as the package peft reads them
 trajectories/step_000010.jsonl   sampled training episodes
 evaluations/step_000010.jsonl    every evaluated episode
 progress.png  summary.json  log.txt
@@ -26,7 +27,7 @@ from rlflow.storage.files import PARTIAL, clear_partials
 
 logger = logging.getLogger(__name__)
 
-LAYOUT = ("config.yaml", "config.origin", "metrics.jsonl", "environment_metrics.json", "checkpoints", "export",
+LAYOUT = ("config.yaml", "config.origin", "metrics.jsonl", "environment_metrics.json", "checkpoints", "export", "adapter",
           "trajectories", "evaluations", "progress.png", "summary.json", "log.txt", "tensorboard", "wandb")  # fmt: skip
 STARTED = {"config.yaml", "config.origin", "log.txt", "metrics.jsonl", "environment_metrics.json", "tensorboard", "wandb"}
 """What a run may have written before its first metrics."""
@@ -111,6 +112,10 @@ class RunDirectory:
     @property
     def export(self) -> Path:
         return self.path / "export"
+
+    @property
+    def adapter(self) -> Path:
+        return self.path / "adapter"
 
     @property
     def picture(self) -> Path:

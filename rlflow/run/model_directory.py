@@ -13,6 +13,7 @@ from typing import Protocol
 
 from rlflow.config.schema import load_config
 from rlflow.errors import ConfigError, ConversionError
+from rlflow.models.huggingface import refuse_adapter
 from rlflow.run.directory import RunDirectory
 
 CONVERTERS = "rlflow.converters"
@@ -48,11 +49,12 @@ def model_directory(
     are what they were; where that place cannot be written, it is temporary and gone afterwards. reference: the
     directory with config and tokenizer; None: the model that the run started from.
 
-    Raises ConfigError where there is no model, reference or converter, ConversionError for a checkpoint that cannot be
-    converted."""
+    Raises ConfigError where there is no model, reference or converter, ModelError for a LoRA adapter, ConversionError for a
+    checkpoint that cannot be converted."""
     path = Path(given)
     if not path.is_dir():
         raise ConfigError(f"--model {path}: no such directory; expected a model directory, a run or a checkpoint.")
+    refuse_adapter(path)
     beside = path.resolve().parent / "config.yaml"
     if (path / "config.json").is_file():
         whole = path.resolve()

@@ -22,7 +22,7 @@ from rlflow.run.clock import Clock
 from rlflow.run.directory import RunDirectory
 from rlflow.run.evaluate import evaluate
 from rlflow.run.evaluation_schedule import EvaluationSchedule
-from rlflow.run.export import export_policy
+from rlflow.run.export import export_adapter, export_policy
 from rlflow.run.interrupt import Interrupt
 from rlflow.run.picture import render_picture
 from rlflow.run.progress import Progress
@@ -187,6 +187,10 @@ class Run:
             self.directory.confirm()
             model = self.config.model
             export_gap = export_policy(self.trainer, self.directory.export, model.path, model.dtype)
+            adapters = self.config.trainer.adapters
+            if adapters is not None:
+                written = self.directory.adapter, self.directory.export
+                export_adapter(self.trainer, *written, model.path, adapters, model.dtype)
         self.directory.confirm()
         summary = write_summary(
             self.directory,

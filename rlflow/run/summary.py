@@ -26,6 +26,8 @@ def write_summary(
     written = {"run": directory.path, "metrics": directory.metrics, "checkpoint": directory.checkpoint_path(steps)}
     if export_gap is not None:
         written["export"] = directory.export
+        if directory.adapter.is_dir():
+            written["adapter"] = directory.adapter
     if drawn:
         written["picture"] = directory.picture
     summary = {

@@ -28,6 +28,7 @@ from rlflow.trainer.layout import ParallelLayout
 from rlflow.trainer.megatron.cpu import device
 from rlflow.trainer.megatron.layers import ColumnLinear, RMSNorm, RowLinear, SwiGLU, TorchAttention
 from rlflow.trainer.megatron.logprobs import OutputLayer
+from rlflow.trainer.megatron.lora import adapter_of
 from rlflow.trainer.megatron.value_head import ValueHead
 from rlflow.trainer.megatron.world import World
 
@@ -92,10 +93,12 @@ def build_model(
     chunk_bytes: int,
     recompute: str = "none",
     kind: type[PolicyModel] = PolicyModel,
+    fused: bool = True,
 ) -> list[PolicyModel]:
     """This rank's model chunks, one per virtual pipeline stage, their weights not yet set. chunk_bytes: of float32 logits at
-    a time. recompute: a key of RECOMPUTE."""
-    config = transformer_config(model, world, dtype, recompute)
+    a time. recompute: a key of RECOMPUTE. fused: take Transformer Engine's layers where they can be had; adapters need the
+    input of each linear layer, which a norm fused with it does not give out."""
+    config = transformer_config(model, world, dtype, recompute, fused)
     chunks = range(world.layout.virtual_pipeline)
     return [_build_chunk(model, world, config, number, chunk_bytes, kind) for number in chunks]
 
@@ -128,9 +131,9 @@ def _build_chunk(
 
 
 def transformer_config(
-    model: Architecture, world: World, dtype: torch.dtype, recompute: str = "none"
+    model: Architecture, world: World, dtype: torch.dtype, recompute: str = "none", fused: bool = True
 ) -> TransformerConfig:
-    """Megatron's configuration of the architecture on this layout. recompute: a key of RECOMPUTE."""
+    """Megatron's configuration of the architecture on this layout. recompute, fused: as of `build_model`."""
     on_cpu = not torch.cuda.is_available()
     interleaved = world.layout.virtual_pipeline > 1
     return TransformerConfig(
@@ -159,7 +162,7 @@ def transformer_config(
         bf16=dtype is torch.bfloat16,
         use_cpu_initialization=on_cpu,
         perform_initialization=False,  # every weight is loaded
-        transformer_impl="transformer_engine" if uses_transformer_engine() else "local",
+        transformer_impl="transformer_engine" if fused and uses_transformer_engine() else "local",
         calculate_per_token_loss=True,  # no rank averages: `Batch.weights` holds each token's share
         # Micro-batches differ in shape, so stages tell each other theirs; Megatron ties that to this dispatcher.
         variable_seq_lengths=world.pipeline_parallel > 1 and not interleaved,
@@ -195,9 +198,13 @@ def stage_of(rule: Rule, layer: int, model: Architecture, layout: ParallelLayout
     return stage % layout.pipeline_parallel, stage // layout.pipeline_parallel
 
 
-def parameter_name(rule: Rule, layer: int, model: Architecture, layout: ParallelLayout) -> str:
-    """The name of a tensor within its chunk, where layers count from 0 again."""
-    return rule.megatron_name(layer % (model.layers // layout.stages), fused=uses_transformer_engine())
+def parameter_name(rule: Rule, layer: int, model: Architecture, layout: ParallelLayout, fused: bool) -> str:
+    """The name of a tensor within its chunk, where layers count from 0 again. fused: in Transformer Engine's layers."""
+    return rule.megatron_name(layer % (model.layers // layout.stages), fused=fused)
+
+
+def _fused(chunks: Sequence[PolicyModel]) -> bool:
+    return chunks[0].config.transformer_impl == "transformer_engine"
 
 
 @torch.no_grad()
@@ -209,12 +216,12 @@ def load_weights(
     Raises ModelError for missing or unknown tensors and for shapes that contradict config.json."""
     _check_names(model, weights)
     rest = [dict(chunk.named_parameters()) for chunk in chunks]
-    for rule, layer, chunk in _held_rules(chunks, model, world):
+    for rule, layer, chunk in held_rules(chunks, model, world):
         sources = [weights[name] for name in rule.names(layer)]
         for name, source, shape in zip(rule.names(layer), sources, rule.shapes(model), strict=True):
             if tuple(source.shape) != shape:
                 raise ModelError(f"'{name}' has shape {tuple(source.shape)}, config.json implies {shape}.")
-        parameter = rest[chunk].pop(parameter_name(rule, layer, model, world.layout))
+        parameter = rest[chunk].pop(parameter_name(rule, layer, model, world.layout, _fused(chunks)))
         parameter.copy_(shard(rule, sources, model, world.tensor_rank, world.tensor_parallel))
         # Megatron marks this only where it initialises the weights itself; the gradient norm counts unmarked parameters
         # on the first tensor-parallel rank alone.
@@ -226,13 +233,16 @@ def load_weights(
 def gather_weights(
     chunks: Sequence[PolicyModel], model: Architecture, world: World
 ) -> Iterator[tuple[str, Tensor]]:
-    """(HuggingFace name, full tensor on the CPU) pairs on every rank, one rule's tensors in memory at a time. A collective."""
+    """(HuggingFace name, full tensor on the CPU) pairs on every rank, adapters merged into copies of their weights; one rule's
+    tensors in memory at a time. A collective."""
     parameters = [dict(chunk.named_parameters()) for chunk in chunks]
     for rule, layer in _rules(chunks, model):
         stage, chunk = stage_of(rule, layer, model, world.layout)
         if stage == world.pipeline_rank:
-            local = parameters[chunk][parameter_name(rule, layer, model, world.layout)].detach()
-            tensors = merge(rule, _all_shards(local, world), model)
+            parameter = parameter_name(rule, layer, model, world.layout, _fused(chunks))
+            local, adapter = parameters[chunk][parameter].detach(), adapter_of(chunks[chunk], parameter)
+            local = local if adapter is None else adapter.merged(local)
+            tensors = merge(rule, all_shards(local, world), model)
         else:
             dtype = next(chunks[0].parameters()).dtype
             tensors = [torch.empty(shape, dtype=dtype, device=device()) for shape in rule.shapes(model)]
@@ -243,7 +253,8 @@ def gather_weights(
             yield name, tensor.to("cpu", copy=True)  # a copy: the parameter itself changes with the next update
 
 
-def _all_shards(local: Tensor, world: World) -> list[Tensor]:
+def all_shards(local: Tensor, world: World) -> list[Tensor]:
+    """What all tensor-parallel ranks hold of a tensor. A collective."""
     if world.tensor_parallel == 1:
         return [local]
     shards = [torch.empty_like(local) for _ in range(world.tensor_parallel)]
@@ -256,7 +267,7 @@ def _rules(chunks: Sequence[PolicyModel], model: Architecture) -> Iterator[tuple
     return ((rule, layer) for rule, layer in placed_rules(model) if rule.megatron not in chunks[0].own_parameters)
 
 
-def _held_rules(
+def held_rules(
     chunks: Sequence[PolicyModel], model: Architecture, world: World
 ) -> Iterator[tuple[Rule, int, int]]:
     """(rule, layer, chunk) of everything that this rank holds."""
@@ -302,6 +313,11 @@ def named_parameters(chunks: Sequence[GPTModel]) -> Iterator[tuple[str, Paramete
     """This rank's parameters. Names repeat between chunks, so where there are several each starts with its chunk's number."""
     for prefix, chunk in prefixed(chunks):
         yield from ((prefix + name, parameter) for name, parameter in chunk.named_parameters())
+
+
+def trained_parameters(chunks: Sequence[GPTModel]) -> Iterator[tuple[str, Parameter]]:
+    """Those of `named_parameters` that are trained: all, or adapters alone."""
+    return ((name, parameter) for name, parameter in named_parameters(chunks) if parameter.requires_grad)
 
 
 def prefixed(chunks: Sequence[GPTModel]) -> Iterator[tuple[str, GPTModel]]:
