@@ -1,4 +1,4 @@
-"""Training adapters, whole runs: what is written, resumed, converted and learned."""
+"""Training adapters, whole runs: what is written, resumed, converted and merged."""
 
 from __future__ import annotations
 
@@ -78,11 +78,3 @@ def test_a_run_of_adapters_resumes_exports_converts_and_merges(
         == 7
     )
     assert "adapters of other weights" in capsys.readouterr().err
-
-
-@pytest.mark.slow
-def test_adapters_learn_what_all_weights_learn(model: Path, tmp_path: Path) -> None:
-    summary = train(
-        letters_config(model, tmp_path, "trainer.lora={rank: 8, alpha: 16}", "trainer.lr=2e-2", "run.steps=60")
-    )
-    assert summary["last_evaluation"]["eval/exact_match"] > 0.9
