@@ -19,8 +19,10 @@ from rlflow.storage.pickles import read_metadata
 from rlflow.trainer.options import LoraOptions
 from tests.dist.lora_ranks import (
     ALPHA,
+    EPS,
     LORA,
     LOSS,
+    LR,
     OPTIONS,
     RANK,
     check_against_plain,
@@ -29,8 +31,8 @@ from tests.dist.lora_ranks import (
     train,
     train_plainly,
 )
-from tests.dist.megatron_ranks import make_batch
-from tests.unit.trainer.batches import VOCAB
+from tests.dist.megatron_ranks import gathered_logits, make_batch
+from tests.unit.trainer.batches import VOCAB, policy_gradient
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
@@ -377,30 +379,40 @@ def test_what_is_no_plain_adapter_is_one_clear_error(folder: Any, model: Path, t
         write_adapter(model, iter(()), base=model, rank=1, alpha=1, targets=())
 
 
-def test_peft_loads_the_adapter_and_trains_it_alike(folder: Any, make: Any, model: Path, tmp_path: Path) -> None:
-    """The package itself, where it is installed: the same log-probs, gradients and updates."""
+def test_peft_loads_the_adapter_and_trains_it_alike(make: Any, model: Path, tmp_path: Path) -> None:
+    """The package itself, where it is installed: the same gradients and updates from the start on, and the same logits."""
     peft = pytest.importorskip("peft", reason="peft is not installed")
     from transformers import AutoModelForCausalLM
 
-    trainer, adapter = folder
-    batch = make_batch(VOCAB)
-    base = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-    theirs = peft.PeftModel.from_pretrained(base, adapter, is_trainable=True).eval()
-    wanted = {name.replace(".default", "").removeprefix("base_model.model."): value
-              for name, value in theirs.named_parameters() if value.requires_grad}  # fmt: skip
-    assert set(wanted) == set(dict(trainer.adapter_weights()))
-    logprobs = (theirs(batch.tokens).logits[:, :-1] / batch.temperatures[:, None, None]).log_softmax(-1)
-    chosen = torch.nn.functional.pad(logprobs.gather(-1, batch.tokens[:, 1:, None]).squeeze(-1), (1, 0))
-    mask = batch.loss_mask
-    torch.testing.assert_close(trainer.score(batch)["logprobs"][mask], chosen[mask].detach(), atol=2e-5, rtol=0)
+    def loaded(name: str, **options: Any) -> Any:
+        adapters, targets = trainer.adapter_weights(), LoraOptions.of(LORA).targets
+        write_adapter(tmp_path / name, adapters, base=model, rank=RANK, alpha=ALPHA, targets=targets)
+        base = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+        return peft.PeftModel.from_pretrained(base, tmp_path / name, **options).eval()
 
-    def policy_gradient(output: Any, part: Any) -> Any:
-        return -part.advantages * output.logprobs, {}
-
-    (batch.weights * -batch.advantages * chosen).sum().backward()
-    norm = torch.nn.utils.clip_grad_norm_(wanted.values(), 1.0)
-    got = trainer.update(batch, policy_gradient)
-    assert got["gradient_norm"] == pytest.approx(float(norm), rel=1e-5)
-    whole = torch.cat([value.grad.flatten() for value in wanted.values()]).norm()
-    for name, value in gathered_gradients(trainer).items():
-        assert (value - wanted[name].grad).norm() <= 1e-5 * whole, name
+    trainer, batch = make(), make_batch(VOCAB)
+    theirs = loaded("start", is_trainable=True)
+    factors = {
+        name.replace(".default", "").removeprefix("base_model.model."): value
+        for name, value in theirs.named_parameters()
+        if value.requires_grad
+    }
+    adam = torch.optim.AdamW(list(factors.values()), lr=LR, betas=(0.9, 0.95), eps=EPS, weight_decay=0.1)
+    for _ in range(3):
+        adam.zero_grad()
+        logits = theirs(batch.tokens).logits[:, :-1] / batch.temperatures[:, None, None]
+        chosen = logits.log_softmax(-1).gather(-1, batch.tokens[:, 1:, None]).squeeze(-1)
+        (batch.weights * -batch.advantages)[:, 1:].mul(chosen).sum().backward()
+        norm = torch.nn.utils.clip_grad_norm_(factors.values(), 1.0)
+        assert trainer.update(batch, policy_gradient)["gradient_norm"] == pytest.approx(float(norm), rel=1e-5)
+        whole = torch.cat([value.grad.flatten() for value in factors.values()]).norm()
+        for name, value in gathered_gradients(trainer).items():
+            assert (value - factors[name].grad).norm() <= 1e-5 * whole, name
+        adam.step()
+    assert set(factors) == set(dict(trainer.adapter_weights()))
+    for name, value in trainer.adapter_weights():
+        torch.testing.assert_close(value, factors[name].detach(), atol=1e-5, rtol=1e-5)
+    with torch.no_grad():
+        logits = loaded("trained")(batch.tokens).logits
+    valid = torch.arange(batch.tokens.shape[1]) < batch.lengths[:, None]
+    torch.testing.assert_close(gathered_logits(trainer, batch)[valid], logits[valid], atol=1e-5, rtol=1e-5)
