@@ -219,7 +219,7 @@ class VLLMEngine(Engine):
         await asyncio.to_thread(self._process.close)
 
     def kill(self) -> None:
-        """Ends vLLM's process at once, whatever it does; its log stays."""
+        """Ends vLLM's process at once, whatever it does."""
         self._state = "closed"
         self._process.kill()
 

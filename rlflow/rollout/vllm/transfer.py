@@ -36,11 +36,11 @@ def _make_engine() -> type:
     from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
     @dataclass
-    class Nothing(WeightTransferInitInfo):
+    class NoInit(WeightTransferInitInfo):
         """There is nothing to set up."""
 
     @dataclass
-    class File(WeightTransferUpdateInfo):
+    class TensorFile(WeightTransferUpdateInfo):
         """Where some of the tensors are."""
 
         path: str = ""
@@ -48,8 +48,8 @@ def _make_engine() -> type:
     class FileTransfer(WeightTransferEngine):
         """Loads tensors with HuggingFace names, as a checkpoint holds them. A layer takes over when its last tensor is there."""
 
-        init_info_cls = Nothing
-        update_info_cls = File
+        init_info_cls = NoInit
+        update_info_cls = TensorFile
 
         def init_transfer_engine(self, init_info: Any) -> None:
             """Nothing to set up."""

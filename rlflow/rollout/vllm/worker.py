@@ -93,7 +93,7 @@ def sampling_arguments(message: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-class Server:
+class VLLMServer:
     """Answers the messages of one connection until it ends. Each is a task of its own; changes of state are made in turn."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -121,8 +121,8 @@ class Server:
             self._engine.shutdown()
 
     async def _answer(self, message: dict[str, Any]) -> None:
-        operation = getattr(self, f"do_{message['op']}")
         try:
+            operation = getattr(self, f"do_{message['op']}")
             if message["op"] in ("generate", "abort"):
                 reply = await operation(message)
             else:
@@ -158,7 +158,13 @@ class Server:
         await self._engine.init_weight_transfer_engine(WeightTransferInitRequest(init_info={}))
         self._versions[await self._engine.get_weight_version()] = 0
         self._spans = "weight_versions" in {field.name for field in dataclasses.fields(CompletionOutput)}
+        await self._try_out()
         return {"vllm": vllm.__version__, "max_tokens": self._engine.model_config.max_model_len}
+
+    async def _try_out(self) -> None:
+        """Samples a token: what vLLM cannot compute on this machine shows now."""
+        message = {"call": -1, "tokens": [0], "max_tokens": 1, "temperature": 0.0, "stop": [], "stop_token_ids": [], "seed": 0}
+        await self.do_generate({**message, "priority": 0, "salt": "first"})
 
     async def do_generate(self, message: dict[str, Any]) -> dict[str, Any]:
         """A completion: token ids, log-probs (nats), versions, why it ended, tokens of the prompt that were in the cache."""
@@ -250,7 +256,7 @@ def _cause(error: BaseException) -> BaseException:
 async def serve(connection: socket.socket) -> None:
     """Serves the other end of the socket until it is closed."""
     reader, writer = await asyncio.open_connection(sock=connection, limit=1 << 24)
-    server = Server(reader, writer)
+    server = VLLMServer(reader, writer)
     try:
         await server.serve()
     finally:

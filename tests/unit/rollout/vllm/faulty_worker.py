@@ -20,7 +20,7 @@ def sampling_arguments(message: Any) -> dict[str, Any]:
     return arguments
 
 
-class FaultyServer(worker.Server):
+class FaultyServer(worker.VLLMServer):
     """Does as told by `plant`."""
 
     async def do_plant(self, message: dict[str, Any]) -> None:
@@ -38,7 +38,7 @@ class FaultyServer(worker.Server):
 
 original = worker.sampling_arguments
 worker.sampling_arguments = sampling_arguments
-worker.Server = FaultyServer  # type: ignore[misc]
+worker.VLLMServer = FaultyServer  # type: ignore[misc]
 if os.environ.get("RLFLOW_PLANTED") == "raw":
     worker.LOGPROBS = "raw_logprobs"
 

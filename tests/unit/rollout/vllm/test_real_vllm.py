@@ -37,7 +37,8 @@ pytestmark = [
         reason=f"{process.VARIABLE} names no interpreter with vLLM; tests/run.sh --full makes an environment where it can",
     ),
 ]
-START_S = 240.0
+START_S = 400.0
+LONG = 2500  # tokens of a request that something happens to; vLLM samples about 1000 a second of these models
 LONG_PROMPT = [(7 * place) % 290 + 5 for place in range(300)]  # more than two of the blocks of 128 tokens that vLLM caches
 Scorer = Callable[[Sequence[int], float], list[float]]
 
@@ -68,14 +69,14 @@ class Borrower(VLLMEngine):
 
 
 def scorer(path: Path) -> Scorer:
-    """transformers' log-probs, nats, of every token of a row but the first, at a temperature."""
+    """transformers' log-probs in float64, nats, of every token of a row but the first, at a temperature."""
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64).eval()
 
     def score(row: Sequence[int], temperature: float = 1.0) -> list[float]:
         with torch.no_grad():
-            logits = model(torch.tensor([list(row)])).logits[0, :-1].double() / temperature
+            logits = model(torch.tensor([list(row)])).logits[0, :-1] / temperature
         return logits.log_softmax(-1).gather(1, torch.tensor(row[1:])[:, None])[:, 0].tolist()
 
     return score
@@ -93,7 +94,7 @@ class Started:
 
     def __init__(self, folder: Path, tied: bool, program: Sequence[str] = process.PROGRAM, **options: Any) -> None:
         self.path, *self.others = [
-            tiny_model(folder / f"seed{seed}", tied=tied, seed=seed, scale=0.2) for seed in (0, 1, 2, 3)
+            tiny_model(folder / f"seed{seed}", tied=tied, seed=seed, scale=0.1, hidden_size=128) for seed in (0, 1, 2, 3)
         ]
         self.tokenizer = Tokenizer.from_pretrained(self.path)
         kept, process.PROGRAM = process.PROGRAM, tuple(program)
@@ -150,14 +151,23 @@ def faulty(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Started]:
 
 
 class TestRealVLLM(EngineContract):
-    longer = 15
+    longer = 40
 
     async def a_while(self, engine: Engine) -> None:
         await some_tokens(engine)
 
     @pytest.fixture
     def make(self, untied: Started) -> Iterator[Make]:
-        yield untied.borrow
+        made: list[VLLMEngine] = []
+
+        def new(**options: Any) -> VLLMEngine:
+            if any(engine.version for engine in made):  # a new engine has the weights of its directory
+                untied.restore()
+                made.clear()
+            made.append(untied.borrow(**options))
+            return made[-1]
+
+        yield new
         untied.restore()
 
     @pytest.fixture
@@ -191,23 +201,17 @@ def test_log_probs_are_those_of_transformers_at_the_sampling_temperature(
 
 def test_a_stop_string_over_several_tokens_ends_where_it_is_complete(untied: Started) -> None:
     async def sample(stop: tuple[str, ...]) -> Completion:
-        return await untied.borrow().generate(PROMPT, Sampling(60, seed=2, stop=stop))
+        return await untied.borrow().generate(PROMPT, Sampling(120, seed=2, stop=stop))
 
     decode = untied.tokenizer.decode
     free = run(sample(()))
-    tested = 0
-    for place in range(3, 55):
-        text, last = decode(free.tokens[: place + 1]), decode(free.tokens[: place - 1])
-        string = text[len(last) - 1 :]  # a letter before the last two tokens, and both of them
-        if "\ufffd" in text or string in last or len(decode([free.tokens[place]])) < 1 or not text.startswith(last):
-            continue
-        ends = next(count for count in range(1, 61) if string in decode(free.tokens[:count]))
-        done = run(sample((string,)))
+    pairs = [(decode([one]), decode([other])) for one, other in zip(free.tokens, free.tokens[1:])]
+    strings = {one[-1] + other for one, other in pairs if one and other and (one + other).isascii()}
+    assert len(strings) >= 3
+    for string in sorted(strings)[:6]:
+        ends = next(count for count in range(1, 121) if string in decode(free.tokens[:count]))
+        done = run(sample(("\x00never", string)))
         assert (done.stop, done.tokens) == ("stop", free.tokens[:ends]) and done.logprobs == free.logprobs[:ends]
-        tested += 1
-        if tested == 6:
-            break
-    assert tested >= 3
 
 
 def test_the_history_of_an_episode_is_not_computed_again(untied: Started) -> None:
@@ -232,9 +236,9 @@ def test_three_updates_in_flight_are_exact_to_the_token(head: str, request: pyte
 
     async def play() -> list[Completion]:
         engine = vllm.borrow()
-        requests = [start(engine, prompt, 600, seed) for seed, prompt in enumerate((PROMPT, LONG_PROMPT, LONG_PROMPT))]
+        requests = [start(engine, prompt, LONG, seed) for seed, prompt in enumerate((PROMPT, LONG_PROMPT, LONG_PROMPT))]
         for version, path in enumerate(vllm.others, start=1):
-            await some_tokens(engine, 30)
+            await some_tokens(engine)
             await engine.load_weights(iterate_weights(path), version)
         after = await engine.generate(LONG_PROMPT, Sampling(20, seed=3))  # its prompt was cached under older weights
         return [*await asyncio.gather(*requests), after]
@@ -247,17 +251,18 @@ def test_three_updates_in_flight_are_exact_to_the_token(head: str, request: pyte
     for done, prompt in zip(completions, (PROMPT, LONG_PROMPT, LONG_PROMPT, LONG_PROMPT)):
         assert gap(done, prompt, scorers, 1.0) < 1e-5
         assert done.versions == sorted(done.versions)
-    assert [set(done.versions) for done in completions] == [{0, 1, 2, 3}] * 3 + [{3}]
+    assert set(completions[0].versions) == {0, 1, 2, 3} and set(completions[3].versions) == {3}
+    assert all(set(done.versions) >= {1, 2, 3} for done in completions[:3])
 
 
 def test_what_abort_and_pause_leave_can_be_continued_exactly(untied: Started) -> None:
     async def play() -> tuple[Completion, Completion, Completion]:
         engine = untied.borrow()
-        requests = [start(engine, PROMPT, 600, 1, request_id="a"), start(engine, PROMPT, 600, 2, request_id="b")]
-        await some_tokens(engine, 30)
+        requests = [start(engine, PROMPT, LONG, 1, request_id="a"), start(engine, PROMPT, LONG, 2, request_id="b")]
+        await some_tokens(engine)
         await engine.abort("a")
         await engine.load_weights(iterate_weights(untied.others[0]), 4)
-        await some_tokens(engine, 30)
+        await some_tokens(engine)
         await engine.pause("abort")
         aborted, paused = await asyncio.gather(*requests)
         await engine.resume()
@@ -278,8 +283,8 @@ def test_versions_can_be_counted_where_vllm_does_not_tell_them(faulty: Started) 
     async def play() -> Completion:
         await faulty.engine._process.ask("plant", fault="no_spans")
         engine = faulty.borrow()
-        request = start(engine, PROMPT, 600, 1)
-        await some_tokens(engine, 30)
+        request = start(engine, PROMPT, LONG, 1)
+        await some_tokens(engine)
         await engine.load_weights(iterate_weights(faulty.others[0]), 1)
         return await request
 
@@ -367,8 +372,8 @@ def test_a_cache_that_was_not_cleared_stops_the_update(faulty: Started) -> None:
     async def play() -> None:
         await faulty.engine._process.ask("plant", fault="cache_kept")
         engine = faulty.borrow()
-        request = start(engine, LONG_PROMPT, 600, 1)
-        await some_tokens(engine, 30)
+        request = start(engine, LONG_PROMPT, LONG, 1)
+        await some_tokens(engine)
         with pytest.raises(RolloutError, match="the cache was not cleared: requests in flight hold keys and values"):
             await engine.load_weights(iterate_weights(faulty.others[0]), 1)
         with pytest.raises(RolloutError, match="half loaded"):
@@ -420,7 +425,7 @@ def test_an_engine_whose_core_dies_says_so_and_leaves_no_process(tmp_path: Path)
     core = next(child for child in children if "EngineCore" in " ".join(child.cmdline()) or child.children() or True)
 
     async def play() -> None:
-        request = start(started.engine, PROMPT, 2000, 1)
+        request = start(started.engine, PROMPT, LONG, 1)
         await some_tokens(started.engine)
         for child in children:
             with contextlib.suppress(psutil.NoSuchProcess):
