@@ -63,6 +63,7 @@ class TrainerOptions:
     logits_chunk_mib: PositiveFloat = 512.0  # of float32 logits that exist at a time, per rank
     offload_snapshots: bool = False  # the reference's weights in host memory; GPUs only
     release_gradients: bool = False  # no gradient buffers between updates
+    fp8: Literal["none", "delayed", "tensorwise", "blockwise", "mxfp8"] = "none"  # linear layers in fp8 by this recipe; GPUs only
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> TrainerOptions:
