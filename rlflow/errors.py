@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import difflib
 import enum
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 
 class RLFlowError(Exception):
@@ -85,3 +88,21 @@ def described(error: BaseException) -> str:
     except Exception:  # noqa: BLE001 -- an error whose __str__ raises
         text = ""
     return f"{type(error).__name__}: {text or 'no reason given'}"
+
+
+class Problems(list[RLFlowError]):
+    """What is wrong, all of it: what is tried goes on after each problem."""
+
+    def attempt(self, action: Callable[..., T], *arguments: Any, **keywords: Any) -> T | None:
+        """What the action returns; None where it raised an RLFlowError, which is noted, each text once."""
+        try:
+            return action(*arguments, **keywords)
+        except RLFlowError as problem:
+            self.note(problem)
+            return None
+
+    def note(self, *problems: RLFlowError) -> None:
+        """Adds those whose text is not there yet."""
+        for problem in problems:
+            if str(problem) not in map(str, self):
+                self.append(problem)

@@ -33,6 +33,7 @@ COPIED_FILES = (
     "chat_template.json",
 )
 """What an export takes over from the reference directory beside config.json, `*.jinja` and `*.py`. Never weights."""
+IGNORED_SUFFIXES = ("rotary_emb.inv_freq",)  # buffers that old checkpoints hold
 
 
 def read_config(path: str | Path) -> dict[str, Any]:
@@ -79,6 +80,11 @@ class WeightFiles(Mapping[str, "Tensor"]):
     def file_of(self, name: str) -> str:
         """The name of the file that a tensor is in."""
         return self._file_of[name]
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """{name: shape} of all of them, from the headers."""
+        headers = {file: header(self.path / file) for file in set(self._file_of.values())}
+        return {name: tuple(headers[file][name]["shape"]) for name, file in self._file_of.items()}
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._file_of)
@@ -131,18 +137,30 @@ def digest(weights: Iterable[tuple[str, Tensor]]) -> str:
 
 def check_tensors(path: str | Path) -> None:
     """Raises ModelError unless the directory's headers list the tensors that its config.json implies, in their shapes."""
-    expected = huggingface_shapes(stored_architecture(read_config(path)))
     found = {name: entry for file in sorted(Path(path).glob("*.safetensors")) for name, entry in header(file).items()}
+    shapes = {name: tuple(entry["shape"]) for name, entry in found.items()}
+    _check_shapes(path, shapes, huggingface_shapes(stored_architecture(read_config(path))))
+
+
+def check_loadable(path: str | Path) -> None:
+    """As `check_tensors`, of the files that would be loaded, and with the extra tensors that loading passes over: the
+    output layer of a tied model, rotary frequencies of old files. Only headers are read."""
+    model = stored_architecture(read_config(path))
+    expected = huggingface_shapes(model)
+    extra = (*IGNORED_SUFFIXES, *(("lm_head.weight",) if model.tied else ()))
+    found = WeightFiles(path).shapes()
+    _check_shapes(path, {name: shape for name, shape in found.items() if name in expected or not name.endswith(extra)}, expected)
+
+
+def _check_shapes(path: str | Path, found: Mapping[str, tuple[int, ...]], expected: Mapping[str, tuple[int, ...]]) -> None:
     for name in expected:
         if name not in found:
             raise ModelError(f"{path}: tensor '{name}' is missing, which config.json implies.")
-    for name, entry in found.items():
+    for name, shape in found.items():
         if name not in expected:
             raise ModelError(f"{path}: tensor '{name}' is not part of the model that config.json describes.")
-        if tuple(entry["shape"]) != expected[name]:
-            raise ModelError(
-                f"{path}: '{name}' has shape {tuple(entry['shape'])}, config.json implies {expected[name]}."
-            )
+        if shape != expected[name]:
+            raise ModelError(f"{path}: '{name}' has shape {shape}, config.json implies {expected[name]}.")
 
 
 def read_object(file: Path) -> dict[str, Any]:

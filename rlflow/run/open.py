@@ -17,6 +17,7 @@ from rlflow.run.clock import Clock
 from rlflow.run.evaluation_schedule import EvaluationSchedule
 from rlflow.run.interrupt import Interrupt
 from rlflow.run.log import RunLog
+from rlflow.run.model_directory import fetch_models
 from rlflow.run.preflight import check_start
 from rlflow.run.probe import make_probe
 from rlflow.run.progress import make_progress
@@ -59,6 +60,7 @@ def open_run(config: RunConfig) -> Iterator[Run]:
 
 def _start(config: RunConfig, stack: ExitStack) -> Run:
     clock, timer, section = Clock(), PhaseTimer(), config.evaluation
+    fetch_models(config)
     check_start(config)
     interrupt = stack.enter_context(Interrupt())  # first: a signal while ranks start must end them too
     log = stack.enter_context(RunLog())

@@ -90,6 +90,7 @@ class TrainerOptions:
     offload_snapshots: bool = False  # the reference's weights in host memory; GPUs only
     release_gradients: bool = False  # no gradient buffers between updates
     lora: dict[str, Any] | None = None  # LoraOptions of adapters that are trained in place of the weights; None: the weights
+    fp8: Literal["none", "delayed", "tensorwise", "blockwise", "mxfp8"] = "none"  # linear layers in fp8 by this recipe; GPUs only
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> TrainerOptions:
@@ -129,7 +130,11 @@ class TrainerOptions:
         self.layout.data_parallel(ranks)
         self.learning_rate()
         OPTIMIZER.check(self.optimizer, where="trainer.optimizer")
-        _ = self.adapters
+        if self.adapters is not None and self.fp8 != "none":
+            raise ConfigError(
+                f"trainer.fp8: '{self.fp8}' with trainer.lora: adapters stand beside megatron-core's own layers, which have no "
+                "fp8; set one of the two to none."
+            )
         if self.backend != TrainerOptions.backend:  # the default does everything, and takes seconds to import
             TRAINER.resolve(self.backend, "trainer.backend").check_options(self, ranks)
 

@@ -48,6 +48,7 @@ CANNOT = {
     "recompute": "keeps all activations",
     "offload_snapshots": "runs on one device",
     "release_gradients": "runs on one device",
+    "fp8": "computes in the precision of the weights",
 }
 """Options that must stay as they are by default, and why."""
 

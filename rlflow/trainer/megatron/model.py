@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
+from importlib import metadata
 from typing import Any
 
 import torch
@@ -19,12 +21,13 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from torch import Tensor
 from torch.nn import Parameter
 
-from rlflow.errors import ModelError
+from rlflow.errors import ConfigError, ModelError
 from rlflow.models.architecture import Architecture, huggingface_shapes, padded_vocab, placed_rules
+from rlflow.models.huggingface import IGNORED_SUFFIXES
 from rlflow.models.rules import Rule, Split
 from rlflow.models.sharding import merge, shard
-from rlflow.models.tables import EMBEDDING, TIED_OUTPUT
-from rlflow.trainer.layout import ParallelLayout
+from rlflow.models.tables import TIED_OUTPUT
+from rlflow.trainer.layout import ParallelLayout, stage_of
 from rlflow.trainer.megatron.cpu import device
 from rlflow.trainer.megatron.layers import ColumnLinear, RMSNorm, RowLinear, SwiGLU, TorchAttention
 from rlflow.trainer.megatron.logprobs import OutputLayer
@@ -32,13 +35,16 @@ from rlflow.trainer.megatron.lora import adapter_of
 from rlflow.trainer.megatron.value_head import ValueHead
 from rlflow.trainer.megatron.world import World
 
+LAYERS = "RLFLOW_LAYERS"
+"""Environment variable: auto, or local for megatron-core's own layers where Transformer Engine is installed too."""
+FP8_GRANULE = 16
+"""Tokens that products in fp8 must come in (Transformer Engine's documentation)."""
 RECOMPUTE: dict[str, dict[str, Any]] = {
     "none": {},
     "selective": {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "mlp"]},
     "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
 }
 """What is computed again in the backward pass instead of kept: nothing, attention and MLP of each layer, whole layers."""
-IGNORED_SUFFIXES = ("rotary_emb.inv_freq",)  # buffers that old checkpoints hold
 
 
 class PolicyModel(GPTModel):
@@ -93,12 +99,13 @@ def build_model(
     chunk_bytes: int,
     recompute: str = "none",
     kind: type[PolicyModel] = PolicyModel,
+    fp8: str = "none",
     fused: bool = True,
 ) -> list[PolicyModel]:
     """This rank's model chunks, one per virtual pipeline stage, their weights not yet set. chunk_bytes: of float32 logits at
-    a time. recompute: a key of RECOMPUTE. fused: take Transformer Engine's layers where they can be had; adapters need the
-    input of each linear layer, which a norm fused with it does not give out."""
-    config = transformer_config(model, world, dtype, recompute, fused)
+    a time. recompute: a key of RECOMPUTE. fp8: a recipe of Transformer Engine's, or none. fused: take Transformer Engine's
+    layers where they can be had; adapters need the input of each linear layer, which a norm fused with it does not give out."""
+    config = transformer_config(model, world, dtype, recompute, fp8, fused)
     chunks = range(world.layout.virtual_pipeline)
     return [_build_chunk(model, world, config, number, chunk_bytes, kind) for number in chunks]
 
@@ -131,9 +138,14 @@ def _build_chunk(
 
 
 def transformer_config(
-    model: Architecture, world: World, dtype: torch.dtype, recompute: str = "none", fused: bool = True
+    model: Architecture,
+    world: World,
+    dtype: torch.dtype,
+    recompute: str = "none",
+    fp8: str = "none",
+    fused: bool = True,
 ) -> TransformerConfig:
-    """Megatron's configuration of the architecture on this layout. recompute, fused: as of `build_model`."""
+    """Megatron's configuration of the architecture on this layout. recompute, fp8, fused: as of `build_model`."""
     on_cpu = not torch.cuda.is_available()
     interleaved = world.layout.virtual_pipeline > 1
     return TransformerConfig(
@@ -179,23 +191,35 @@ def transformer_config(
         bias_activation_fusion=False,
         bias_dropout_fusion=False,
         masked_softmax_fusion=False,
+        **({} if fp8 == "none" else {"fp8": "hybrid", "fp8_recipe": fp8}),  # e4m3 forward, e5m2 for gradients
         **RECOMPUTE[recompute],
     )
 
 
 def uses_transformer_engine() -> bool:
-    """Whether the layers are Transformer Engine's: on GPUs where it is installed."""
-    return bool(HAVE_TE) and torch.cuda.is_available()
+    """Whether the layers are Transformer Engine's: on GPUs where it is installed, unless RLFLOW_LAYERS=local. The only place that
+    decides it; `layers_name` says it. Raises ConfigError for another value of the variable."""
+    asked = os.environ.get(LAYERS, "auto")
+    if asked not in ("auto", "local"):
+        raise ConfigError(f"{LAYERS}: expected auto or local, found '{asked}'.")
+    return asked == "auto" and bool(HAVE_TE) and torch.cuda.is_available()
 
 
-def stage_of(rule: Rule, layer: int, model: Architecture, layout: ParallelLayout) -> tuple[int, int]:
-    """(pipeline rank, chunk there) that holds a tensor: layers are dealt evenly, and ranks take turns with their chunks."""
-    stage = layout.stages - 1
-    if rule.per_layer:
-        stage = layer // (model.layers // layout.stages)
-    elif rule is EMBEDDING:
-        stage = 0
-    return stage % layout.pipeline_parallel, stage // layout.pipeline_parallel
+def layers_name() -> str:
+    """Which layers a model is built of, for people."""
+    if uses_transformer_engine():
+        return f"Transformer Engine {metadata.version('transformer-engine')}: fused norms and linear layers, its attention"
+    where = "on a GPU" if torch.cuda.is_available() else "on the CPU"
+    return f"megatron-core's local layers {where}, torch's attention{'' if HAVE_TE else ' (Transformer Engine is not installed)'}"
+
+
+def check_fp8(recipe: str) -> None:
+    """Raises ConfigError where products in fp8 are asked for and the layers cannot do them."""
+    if recipe != "none" and not uses_transformer_engine():
+        raise ConfigError(
+            f"trainer.fp8: '{recipe}' needs the layers of Transformer Engine on a GPU, found {layers_name()}; pip install "
+            "'rlflow[gpu]', or set it to none."
+        )
 
 
 def parameter_name(rule: Rule, layer: int, model: Architecture, layout: ParallelLayout, fused: bool) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,10 +17,13 @@ from rlflow.trainer.base import LossFunction, Trainer, check_wanted
 from rlflow.trainer.megatron import adapters, checkpoint, cpu, offload, optimizer, step, world
 from rlflow.trainer.megatron.frozen import FrozenModel
 from rlflow.trainer.megatron.model import (
+    FP8_GRANULE,
     PolicyModel,
     ValueModel,
     build_model,
+    check_fp8,
     gather_weights,
+    layers_name,
     load_weights,
     trained_parameters,
 )
@@ -27,6 +31,8 @@ from rlflow.trainer.options import TrainerOptions, torch_dtype
 from rlflow.trainer.reducing import check_loss, finish_metrics, skipped
 from rlflow.trainer.scoring import check_new_name, check_top_k, empty_scores
 from rlflow.types import Batch, Loss, as_loss
+
+logger = logging.getLogger(__name__)
 
 
 class MegatronTrainer(Trainer):
@@ -57,7 +63,9 @@ class MegatronTrainer(Trainer):
         layout.check_model(self._architecture)
         self._chunk_bytes = int(min(given.logits_chunk_mib, 2**40) * 2**20)  # any number is a size, 1e308 too
         weights = WeightFiles(path)
-        self._limits = step.MicrobatchLimits(given.tokens_per_microbatch, given.packing)
+        check_fp8(given.fp8)
+        granule = FP8_GRANULE if given.fp8 != "none" else 1
+        self._limits = step.MicrobatchLimits(given.tokens_per_microbatch, given.packing, granule)
         self._offload_snapshots, self._release_gradients = given.offload_snapshots, given.release_gradients
         self._values = values
         self._updates = 0
@@ -71,8 +79,16 @@ class MegatronTrainer(Trainer):
             with cpu.adapted():
                 kind = ValueModel if values else PolicyModel
                 self._chunks = build_model(
-                    self._architecture, self._world, weights_dtype, self._chunk_bytes, given.recompute, kind, self._lora is None
+                    self._architecture,
+                    self._world,
+                    weights_dtype,
+                    self._chunk_bytes,
+                    given.recompute,
+                    kind,
+                    given.fp8,
+                    fused=self._lora is None,
                 )
+                logger.info("layers: %s", layers_name())
                 load_weights(self._chunks, self._architecture, self._world, weights)
                 if self._lora is not None:
                     adapters.attach(self._chunks, self._architecture, self._world, self._lora, seed)

@@ -90,15 +90,6 @@ def test_debug_shows_the_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
         cli.main(["train", "run.stps=1"])
 
 
-def test_dry_run_prints_configuration_and_plan_and_starts_nothing(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    assert cli.main(["train", "--dry-run", "--env", "search", f"run.directory={tmp_path}/run", "rollout.prompts_per_step=4"]) == 0
-    out = capsys.readouterr().out
-    assert "prompts_per_step: 4" in out and "32 per step = 4 prompts x 8 samples" in out
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_ctrl_c_is_130_without_a_traceback(tmp_path: Path) -> None:
     source, _, _ = write_environment("guess", tmp_path)
     process = subprocess.Popen([sys.executable, "-m", "rlflow", "env", "play", f"{source}:Guess"], cwd=ROOT,
@@ -168,8 +159,8 @@ def test_plug_ins_add_jobs_to_the_doctor(plug_in: None) -> None:
 def test_without_an_environment_the_installed_ones_are_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["train", "--dry-run"]) == 2
     error = capsys.readouterr().err
-    assert "environment.name: expected an environment, found none; set environment.name or give --env NAME" in error
-    assert "search" in error and error.count("\n") == 1
+    told = "environment.name: expected an environment, found none; set environment.name or give --env NAME. Installed: "
+    assert error.count(told) == 1 and "search" in error
 
 
 # ---------------------------------------------------------------- env
