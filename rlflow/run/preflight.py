@@ -10,7 +10,7 @@ import torch
 
 from rlflow.config.checks import check_config
 from rlflow.config.schema import RunConfig
-from rlflow.errors import ConfigError, MissingPackageError
+from rlflow.errors import ConfigError, MissingPackageError, install_command
 from rlflow.models.architecture import architecture
 from rlflow.models.huggingface import WeightFiles, read_config
 from rlflow.run.algorithm import check_parts
@@ -73,12 +73,12 @@ def _check_gpus(config: RunConfig) -> None:
 def _check_packages(config: RunConfig) -> None:
     sinks = {sink["name"] for sink in config.metrics.sinks}
     needed = (
-        ("cluster.ranks", config.cluster.ranks > 0, "ray", "rlflow[ray]"),
-        ("metrics.sinks", "tensorboard" in sinks, "tensorboard", "rlflow[tensorboard]"),
-        ("metrics.picture", config.metrics.picture, "matplotlib", "matplotlib"),
-        ("metrics.sinks", "wandb" in sinks, "wandb", "rlflow[wandb]"),
-        ("trainer.backend=megatron", config.trainer.backend == "megatron", "megatron", "megatron-core"),
+        ("cluster.ranks", config.cluster.ranks > 0, "ray", install_command("ray")),
+        ("metrics.sinks", "tensorboard" in sinks, "tensorboard", install_command("tensorboard")),
+        ("metrics.picture", config.metrics.picture, "matplotlib", "pip install matplotlib"),
+        ("metrics.sinks", "wandb" in sinks, "wandb", install_command("wandb")),
+        ("trainer.backend=megatron", config.trainer.backend == "megatron", "megatron", "pip install megatron-core"),
     )
-    for key, asked, package, extra in needed:
+    for key, asked, package, command in needed:
         if asked and importlib.util.find_spec(package) is None:
-            raise MissingPackageError(f"{key}: the package '{package}' is not installed: pip install '{extra}'.")
+            raise MissingPackageError(f"{key}: the package '{package}' is not installed: {command}.")
