@@ -39,6 +39,13 @@ def read_config(path: str | Path) -> dict[str, Any]:
     if not Path(path).is_dir():
         raise ModelError(f"{path}: no such model directory; expected config.json, *.safetensors and a tokenizer there.")
     if not file.is_file():
+        adapter = Path(path) / "adapter_config.json"
+        if adapter.is_file():
+            base = _read_json(adapter).get("base_model_name_or_path") or "its base model"
+            raise ModelError(
+                f"{path}: a LoRA adapter, expected a whole model: merge it into {base} first (with peft: "
+                "AutoPeftModelForCausalLM.from_pretrained(ADAPTER).merge_and_unload().save_pretrained(OUT), the tokenizer too)."
+            )
         raise ModelError(f"{file}: missing; a HuggingFace model directory has a config.json.")
     return _read_json(file)
 

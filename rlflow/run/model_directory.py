@@ -13,6 +13,7 @@ from typing import Protocol
 
 from rlflow.config.schema import load_config
 from rlflow.errors import ConfigError, ConversionError
+from rlflow.models.huggingface import read_config
 from rlflow.run.directory import RunDirectory
 
 CONVERTERS = "rlflow.converters"
@@ -53,6 +54,8 @@ def model_directory(
     path = Path(given)
     if not path.is_dir():
         raise ConfigError(f"--model {path}: no such directory; expected a model directory, a run or a checkpoint.")
+    if (path / "adapter_config.json").is_file():
+        read_config(path)  # says what a LoRA adapter lacks, where it has no config.json
     beside = path.resolve().parent / "config.yaml"
     if (path / "config.json").is_file():
         whole = path.resolve()
