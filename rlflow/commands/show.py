@@ -14,7 +14,7 @@ from rlflow.errors import ConfigError
 from rlflow.metrics.names import Metrics, label, leading_score, load_registered, scores
 from rlflow.metrics.sinks import read_metrics
 from rlflow.run.directory import RunDirectory
-from rlflow.run.progress import clock, evaluation_line, headline, sparkline
+from rlflow.run.lines import clock, evaluation_line, headline, sparkline
 from rlflow.run.trajectories import read_trajectories
 from rlflow.storage.files import read_json
 

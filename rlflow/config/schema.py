@@ -102,6 +102,7 @@ class MetricsSection:
     trajectories_per_step: NonNegativeInt = 4  # written to trajectories/
     progress: Literal["auto", "rich", "plain", "none"] = "auto"
     picture: bool = True
+    page: bool = False  # served while the run goes on, on this machine alone; report.html at the end
 
 
 @dataclass
