@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import difflib
 import enum
+import json
 from collections.abc import Callable, Iterable
+from importlib import metadata
+from pathlib import Path
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -106,3 +109,23 @@ class Problems(list[RLFlowError]):
         for problem in problems:
             if str(problem) not in map(str, self):
                 self.append(problem)
+
+
+def install_command(extra: str = "") -> str:
+    """`pip install 'SOURCE[extra]'` with the source that this rlflow comes from: its checkout, else the URL it was installed
+    from. Never the bare name: in the public package index it belongs to another project."""
+    checkout = Path(__file__).resolve().parents[1]
+    wanted = f"[{extra}]" if extra else ""
+    if (checkout / "setup.py").is_file():
+        return f"pip install -e '{checkout}{wanted}'"
+    return f"pip install 'rlflow{wanted} @ {_installed_from()}'"
+
+
+def _installed_from() -> str:
+    """What pip noted of the installation (PEP 610); a placeholder where it came from an index or by hand."""
+    try:
+        noted = json.loads(metadata.distribution("rlflow").read_text("direct_url.json") or "{}")
+    except (metadata.PackageNotFoundError, ValueError):
+        noted = {}
+    control = noted.get("vcs_info", {}).get("vcs", "")
+    return f"{control}+{noted['url']}" if control else noted.get("url", "PATH_OR_GIT_URL")

@@ -25,7 +25,9 @@ Options
   --questions N         only the first N questions
   --samples N           attempts per question (default 1)
   --temperature T       0 is greedy (default)
-  --out DIR             where to write summary.json and trajectories.jsonl
+  --out DIR             where to write summary.json and trajectories.jsonl (default: a new folder runs/eval-NAME)
+  --overwrite           replace an earlier evaluation in --out
+  --allow-code          run code that the config.yaml beside the model names, though others made it
   -h, --help            this text
   section.key=value     override any configuration key; every key: docs/configuration.md
 
@@ -63,7 +65,8 @@ while [ $# -gt 0 ]; do
     --model=*) model=$(rlflow_path "${1#*=}"); shift ;;
     --hf=*) arguments+=(--hf "$(rlflow_path "${1#*=}")"); shift ;;
     --data=* | --corpus=*) arguments+=("${1%%=*}" "$(rlflow_path "${1#*=}")"); shift ;;
-    -*) arguments+=("$1"); shift ;;
+    --questions=* | --temperature=* | --samples=* | --allow-code | --overwrite | --env=*) arguments+=("$1"); shift ;;
+    -*) rlflow_unknown "$1" --model --hf --data --corpus --config --questions --samples --temperature --out --overwrite --allow-code --help ;;
     *=*) overrides+=("$1"); shift ;;
     *) rlflow_fail "unexpected argument '$1'; overrides are section.key=value, see --help" ;;
     esac

@@ -72,7 +72,8 @@ while [ $# -gt 0 ]; do
     --model=* | --corpus=*) arguments+=("${1%%=*}" "$(rlflow_path "${1#*=}")"); shift ;;
     --train-data=* | --val-data=*) own_data=1 arguments+=("${1%%=*}" "$(rlflow_path "${1#*=}")"); shift ;;
     --short) short=1; shift ;;
-    -*) arguments+=("$1"); shift ;;
+    --resume | --overwrite | --dry-run | --env=*) arguments+=("$1"); shift ;;
+    -*) rlflow_unknown "$1" --short --config --model --preset --train-data --val-data --corpus --resume --overwrite --dry-run --help ;;
     *=*) overrides+=("$1"); shift ;;
     *) rlflow_fail "unexpected argument '$1'; overrides are section.key=value, see --help" ;;
     esac

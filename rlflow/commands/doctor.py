@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from importlib import metadata
 
 from rlflow.commands.options import Commands, add_command
+from rlflow.errors import install_command
 
 PLUG_INS = "rlflow.jobs"
 """Entry-point group of sequences of `Job`."""
@@ -51,14 +52,14 @@ JOBS = (
     Job(
         "train on CPU",
         ("torch", "megatron-core", "transformers", "safetensors", "numpy", "PyYAML"),
-        "pip install rlflow",
+        install_command(),
     ),
     Job("live display, picture", ("rich", "matplotlib"), "pip install rich matplotlib"),
-    Job("several ranks", ("ray",), "pip install 'rlflow[ray]'"),
-    Job("train on GPU", ("torch", "megatron-core", "transformers", "safetensors"), "pip install rlflow", gpu=True),
-    Job("fused GPU kernels", ("transformer-engine",), "pip install 'rlflow[gpu]'", gpu=True),
-    Job("TensorBoard", ("tensorboard",), "pip install 'rlflow[tensorboard]'"),
-    Job("Weights & Biases", ("wandb",), "pip install 'rlflow[wandb]'"),
+    Job("several ranks", ("ray",), install_command("ray")),
+    Job("train on GPU", ("torch", "megatron-core", "transformers", "safetensors"), install_command(), gpu=True),
+    Job("fused GPU kernels", ("transformer-engine",), install_command("gpu"), gpu=True),
+    Job("TensorBoard", ("tensorboard",), install_command("tensorboard")),
+    Job("Weights & Biases", ("wandb",), install_command("wandb")),
 )
 
 

@@ -61,7 +61,10 @@ def add(commands: Commands) -> None:
     parser.add_argument(
         "--allow-code", action="store_true", help="run code that the config.yaml beside the model names, though others made it"
     )
-    parser.add_argument("--out", metavar="DIR", help="where to write summary.json and trajectories.jsonl")
+    parser.add_argument(
+        "--out", metavar="DIR", help="where to write summary.json and trajectories.jsonl (default: a new runs/eval-NAME)"
+    )
+    parser.add_argument("--overwrite", action="store_true", help="replace an earlier evaluation in --out")
     parser.add_argument("--questions", type=int, metavar="N", help="only the first N tasks")
     parser.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0 is greedy (default)")
     parser.add_argument("--samples", type=int, default=1, metavar="N", help="attempts per task (default 1)")
@@ -79,10 +82,12 @@ def run(args: argparse.Namespace) -> int:
     from rlflow.storage.files import write_json
 
     _check_numbers(args)
+    if args.out and not args.overwrite:
+        _refuse_if_taken(Path(args.out))
     with _named(args) as model:
         config = evaluation_config(args, model)
         check_config(config)
-        out = Path(args.out or Path("runs") / f"eval-{model.name}")
+        name = model.name
         with _rollout(args, config) as rollout:
             registered = rollout.environment.metrics
             tasks, dropped = fitting_tasks(rollout, config.data.val_split, config)
@@ -90,6 +95,7 @@ def run(args: argparse.Namespace) -> int:
             attempts = f"{args.samples} attempt(s) each, temperature {args.temperature:g}"
             print(f"{len(tasks)} tasks, {attempts}", file=sys.stderr)
             result = evaluate(rollout, tasks, samples_per_prompt=args.samples, temperature=args.temperature)
+    out = Path(args.out) if args.out else new_directory(Path("runs"), f"eval-{name}")
     write_trajectories(out / "trajectories.jsonl", result.groups)
     save_registered(RunDirectory(out).environment_metrics, registered)
     by_set = metrics_by_set(result.groups, registered)
@@ -127,6 +133,25 @@ def _rollout(args: argparse.Namespace, config: RunConfig) -> Rollout:
     return rollout
 
 
+def _refuse_if_taken(out: Path) -> None:
+    """Raises ConfigError where an evaluation was written before."""
+    if (out / "summary.json").exists():
+        raise ConfigError(f"--out: {out} already holds an evaluation; give another folder, or --overwrite to replace it.")
+
+
+def new_directory(parent: Path, name: str) -> Path:
+    """Makes and returns `parent/name`, or the first of `name-2`, `name-3`, ... that is free."""
+    number = 1
+    while True:
+        path = parent / (name if number == 1 else f"{name}-{number}")
+        try:
+            path.mkdir(parents=True)
+        except FileExistsError:
+            number += 1
+        else:
+            return path
+
+
 def _check_numbers(args: argparse.Namespace) -> None:
     for option, value in (("--questions", args.questions), ("--samples", args.samples)):
         if value is not None and value < 1:
@@ -149,7 +174,7 @@ def _print_scores(
     means: Mapping[str, float],
     registered: Metrics,
 ) -> None:
-    from rlflow.run.progress import evaluation_line, shown_names
+    from rlflow.run.lines import evaluation_line, shown_names
 
     for name, values in by_set.items():
         print(f"{name + ':':17}{evaluation_line(values, registered)}")

@@ -16,7 +16,7 @@ from rlflow.metrics.names import Metrics, label, leading_score, scores
 from rlflow.metrics.sinks import read_metrics
 from rlflow.run.directory import RunDirectory
 from rlflow.run.journal import AttemptJournal
-from rlflow.run.progress import clock, evaluation_line, headline, sparkline
+from rlflow.run.lines import clock, evaluation_line, headline, sparkline
 from rlflow.run.trajectories import answers_of, question_of, read_trajectories, solved
 from rlflow.storage.files import read_json
 from rlflow.view.recorded import RunFiles, grouped

@@ -21,7 +21,7 @@ def add(commands: Commands) -> None:
         "  rlflow train --config my.yaml\n"
         "  rlflow train --config my.yaml run.steps=20 trainer.lr=1e-4 algorithm.losses.0.clip_high=0.28\n"
         "  rlflow train --config my.yaml --preset NAME\n"
-        "  rlflow train --model DIR --env my_task.py:MyTask environment.difficulty=3 --dry-run\n"
+        "  rlflow train --model DIR --env my_task.py:MyTask environment.highest=99 --dry-run\n"
         "  rlflow train --config my.yaml --resume\n",
     )
     parser.add_argument("--config", metavar="FILE", help="YAML configuration; a relative `base:` in it is read first")

@@ -124,6 +124,7 @@ class MetricsSection:
     trajectories_per_step: NonNegativeInt = 4  # written to trajectories/ and tokens/, in whole groups
     progress: Literal["auto", "rich", "plain", "none"] = "auto"
     picture: bool = True
+    page: bool = False  # served while the run goes on, on this machine alone; report.html at the end
 
 
 @dataclass

@@ -25,7 +25,7 @@ from rlflow.rollout.event_loop import LoopThread
 from rlflow.rollout.flow import EpisodeFlow
 from rlflow.rollout.replay import Transcripts, replay
 from rlflow.rollout.source import TaskSource
-from rlflow.rollout.submission import Submission
+from rlflow.rollout.submission import OnEpisode, Submission
 from rlflow.rollout.tokenizer import Tokenizer
 from rlflow.rollout.weight_sync import InProcessSync, WeightProbe, WeightSync, compare_probe, run_probe
 from rlflow.types import Group, Task
@@ -36,7 +36,8 @@ THREADS = 16  # for environments with plain (not async) methods
 
 class Rollout:
     """Drives engines through episodes; every episode proceeds on its own, none waits for a batch. `report`: what the environment
-    reported about the last collection.
+    reported about the last collection. `on_episode`: told (ended, all of the submission, trajectory) of each episode that ends,
+    in the thread that plays them, so it must be quick; for displays.
 
     engine: one, or several over which the groups are spread; an episode stays on its engine. deterministic: equal
     seeds and weights give equal bits whatever the timing (episodes wait for each other's turns; use one engine thread
@@ -91,6 +92,7 @@ class Rollout:
         _check_positive(max_response_tokens=max_response_tokens, max_total_tokens=max_total_tokens)
         _check_frame(environment.frame, tokenizer, max_observation_tokens)
         self.report: dict[str, float] = {}
+        self.on_episode: OnEpisode | None = None
         self._collections = 0
         self._repetitions: dict[int, Counter[str]] = {}  # of tasks, by step
         self._in_flight: list[Submission] = []
@@ -157,7 +159,7 @@ class Rollout:
         player = EpisodePlayer(self.environment, self.tokenizer, limits, self._threads)
         turn = self._turn if self.deterministic else None
         with self._lock:
-            submission = Submission(self._attempts(tasks, step, samples), share)
+            submission = Submission(self._attempts(tasks, step, samples), share, self.on_episode)
             submission.start(self._thread(), self.engines, player, priority=priority, turn=turn)
             self._in_flight = [*(earlier for earlier in self._in_flight if not earlier.ended), submission]
         return submission

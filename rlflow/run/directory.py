@@ -10,7 +10,7 @@ trajectories/step_000010.jsonl   sampled training episodes, in whole groups
 tokens/step_000010.npz           the same ones, token by token: see `rlflow.run.tokens`
 evaluations/step_000010.jsonl    every evaluated episode
 journal.sqlite                   every attempt of an asynchronous run, see `rlflow.run.journal`
-progress.png  summary.json  log.txt
+progress.png  report.html  summary.json  log.txt
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
-from rlflow.errors import ConfigError
+from rlflow.errors import ConfigError, did_you_mean
 from rlflow.run.checkpoints import Checkpoints
 from rlflow.run.lock import DirectoryLock
 from rlflow.storage.files import PARTIAL, clear_partials
@@ -30,8 +30,8 @@ from rlflow.storage.files import PARTIAL, clear_partials
 logger = logging.getLogger(__name__)
 
 LAYOUT = ("config.yaml", "config.origin", "metrics.jsonl", "environment_metrics.json", "checkpoints", "export", "adapter",
-          "trajectories", "tokens", "evaluations", "progress.png", "summary.json", "log.txt", "tensorboard", "wandb",
-          "journal.sqlite", "journal.sqlite-wal", "journal.sqlite-shm")  # fmt: skip
+          "trajectories", "tokens", "evaluations", "progress.png", "report.html", "summary.json", "log.txt",
+          "tensorboard", "wandb", "journal.sqlite", "journal.sqlite-wal", "journal.sqlite-shm")  # fmt: skip
 STARTED = {"config.yaml", "config.origin", "log.txt", "metrics.jsonl", "environment_metrics.json", "tensorboard", "wandb",
            "journal.sqlite", "journal.sqlite-wal", "journal.sqlite-shm"}  # fmt: skip
 """What a run may have written before its first metrics."""
@@ -126,6 +126,10 @@ class RunDirectory:
         return self.path / "progress.png"
 
     @property
+    def report(self) -> Path:
+        return self.path / "report.html"
+
+    @property
     def summary(self) -> Path:
         return self.path / "summary.json"
 
@@ -205,6 +209,8 @@ class RunDirectory:
             raise ConfigError(
                 "run.resume and run.overwrite are both on; resume continues a run, overwrite throws it away."
             )
+        if resume and not self.path.exists():
+            self._refuse_nothing_to_resume()
         present = self._present()
         if not present or not self._begun(present):
             return False
@@ -219,6 +225,15 @@ class RunDirectory:
                 "choose another run.directory or run.name."
             )
         return True
+
+    def _refuse_nothing_to_resume(self) -> None:
+        folder = self.path.parent
+        near = sorted(entry.parent.name for entry in folder.glob("*/config.yaml")) if folder.is_dir() else []
+        shown = f" (beside it: {', '.join(near[:8])}{', ...' if len(near) > 8 else ''})" if near else ""
+        raise ConfigError(
+            f"run.resume: no run in {self.path}{shown}.{did_you_mean(self.path.name, near)} To begin it leave --resume out; a "
+            f"job that is always started with --resume begins where the directory is there: mkdir -p {self.path}."
+        )
 
     def _remove_run(self) -> None:
         for name in LAYOUT:

@@ -13,8 +13,8 @@ from typing import Protocol
 
 from rlflow.config.schema import RunConfig, load_config
 from rlflow.errors import ConfigError, ConversionError
-from rlflow.models.huggingface import refuse_adapter
 from rlflow.models.hub import is_hub_name, local_model
+from rlflow.models.huggingface import refuse_adapter
 from rlflow.run.directory import RunDirectory
 
 CONVERTERS = "rlflow.converters"

@@ -12,7 +12,7 @@ import torch
 
 from rlflow.config.checks import config_checks
 from rlflow.config.schema import RunConfig
-from rlflow.errors import ConfigError, MissingPackageError
+from rlflow.errors import ConfigError, MissingPackageError, install_command
 from rlflow.models.architecture import Architecture, architecture
 from rlflow.models.huggingface import check_loadable, read_config
 from rlflow.run.algorithm import check_parts
@@ -95,16 +95,16 @@ def _needed_packages(config: RunConfig) -> list[tuple[str, str, str]]:
     """(key that asks for it, package, how it is installed)."""
     sinks = {sink["name"] for sink in config.metrics.sinks}
     needed = (
-        ("cluster.ranks", config.cluster.ranks > 0, "ray", "rlflow[ray]"),
-        ("metrics.sinks", "tensorboard" in sinks, "tensorboard", "rlflow[tensorboard]"),
-        ("metrics.picture", config.metrics.picture, "matplotlib", "matplotlib"),
-        ("metrics.sinks", "wandb" in sinks, "wandb", "rlflow[wandb]"),
-        ("trainer.fp8", config.trainer.fp8 != "none", "transformer_engine", "rlflow[gpu]"),
-        ("trainer.backend=megatron", config.trainer.backend == "megatron", "megatron", "megatron-core"),
+        ("cluster.ranks", config.cluster.ranks > 0, "ray", install_command("ray")),
+        ("metrics.sinks", "tensorboard" in sinks, "tensorboard", install_command("tensorboard")),
+        ("metrics.picture", config.metrics.picture, "matplotlib", "pip install matplotlib"),
+        ("metrics.sinks", "wandb" in sinks, "wandb", install_command("wandb")),
+        ("trainer.fp8", config.trainer.fp8 != "none", "transformer_engine", install_command("gpu")),
+        ("trainer.backend=megatron", config.trainer.backend == "megatron", "megatron", "pip install megatron-core"),
     )
-    return [(key, package, extra) for key, asked, package, extra in needed if asked]
+    return [(key, package, command) for key, asked, package, command in needed if asked]
 
 
-def _check_package(key: str, package: str, extra: str) -> None:
+def _check_package(key: str, package: str, command: str) -> None:
     if importlib.util.find_spec(package) is None:
-        raise MissingPackageError(f"{key}: the package '{package}' is not installed: pip install '{extra}'.")
+        raise MissingPackageError(f"{key}: the package '{package}' is not installed: {command}.")

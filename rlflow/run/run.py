@@ -16,6 +16,7 @@ from rlflow.metrics.names import Metrics, leading_score
 from rlflow.metrics.reductions import rollout_metrics, step_shares
 from rlflow.metrics.sinks import MetricsLog
 from rlflow.metrics.timer import PhaseTimer
+from rlflow.metrics.warnings import Watch
 from rlflow.rollout import Rollout, WeightProbe
 from rlflow.rollout.environment_calls import reported
 from rlflow.run.algorithm import Algorithm
@@ -26,6 +27,7 @@ from rlflow.run.evaluate import evaluate
 from rlflow.run.evaluation_schedule import EvaluationSchedule
 from rlflow.run.export import export_adapter, export_policy
 from rlflow.run.interrupt import Interrupt
+from rlflow.run.lines import evaluated_line, step_line, summary_text
 from rlflow.run.picture import render_picture
 from rlflow.run.progress import Progress
 from rlflow.run.recorder import Recorder
@@ -62,6 +64,7 @@ class Run:
     timer: PhaseTimer
     probe: WeightProbe | None = None  # for engines that cannot hash their weights
     ahead: GroupsAhead | None = None  # of an asynchronous run
+    watch: Watch = field(default_factory=lambda: Watch({}))
     prompts_dropped: int = 0
     metrics: MetricsLog = field(init=False)  # opened once it is known from which step on they are kept
     step: int = 0
@@ -148,8 +151,13 @@ class Run:
         metrics |= {"data/prompts_dropped": float(self.prompts_dropped), "data/epoch": self.source.epoch}
         metrics |= step_shares(metrics, self.registered)
         metrics["speed/tokens_per_s"] = metrics["train/fed_tokens"] / metrics["time/step_s"]
+        metrics["time/run_s"] = self.clock.seconds
         self.metrics.log(self.step, metrics)
         self.progress.step(self.step, metrics)
+        logger.info("%s", step_line(self.step, self.config.run.steps, metrics, self.registered))
+        for warning in self.watch.observe(metrics):
+            logger.warning("step %d: %s", self.step, warning)
+            self.progress.warned(self.step, warning)
         self.saver.poll()
         self._settle()
         self.recorder.write(self.step, groups)
@@ -166,8 +174,10 @@ class Run:
                               temperature=section.temperature)  # fmt: skip
         self.directory.confirm()
         self.evaluation.record(self.step, result.metrics, final)
-        self.metrics.log(self.step, {**result.metrics, **self.timer.take_phase("evaluate")})
+        elapsed = {**self.timer.take_phase("evaluate"), "time/run_s": self.clock.seconds}
+        self.metrics.log(self.step, {**result.metrics, **elapsed})
         self.progress.evaluated(self.step, result.metrics)
+        logger.info("%s", evaluated_line(self.step, self.config.run.steps, result.metrics, self.registered))
         write_trajectories(self.directory.evaluations(self.step), result.groups)
         if self.saved_step == self.step:
             self.metrics.sync()
@@ -189,6 +199,7 @@ class Run:
             self.saver.save(self.step, self.state_dict())
             self._settle()
         self.saved_step = self.step
+        logger.info("checkpoint of step %d", self.step)
 
     def _settle(self) -> None:
         """What a checkpoint holds need not be trained again."""
@@ -238,7 +249,9 @@ class Run:
             evaluation=self.evaluation,
             export_gap=export_gap,
             drawn=self._draw(),
+            reported=self.config.metrics.page,
         )
+        logger.info("%s", summary_text(summary, self.registered))
         self.progress.finished(summary)
         return summary
 

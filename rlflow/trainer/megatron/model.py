@@ -21,7 +21,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from torch import Tensor
 from torch.nn import Parameter
 
-from rlflow.errors import ConfigError, ModelError
+from rlflow.errors import ConfigError, ModelError, install_command
 from rlflow.models.architecture import Architecture, huggingface_shapes, padded_vocab, placed_rules
 from rlflow.models.huggingface import IGNORED_SUFFIXES
 from rlflow.models.rules import Rule, Split
@@ -217,8 +217,8 @@ def check_fp8(recipe: str) -> None:
     """Raises ConfigError where products in fp8 are asked for and the layers cannot do them."""
     if recipe != "none" and not uses_transformer_engine():
         raise ConfigError(
-            f"trainer.fp8: '{recipe}' needs the layers of Transformer Engine on a GPU, found {layers_name()}; pip install "
-            "'rlflow[gpu]', or set it to none."
+            f"trainer.fp8: '{recipe}' needs the layers of Transformer Engine on a GPU, found {layers_name()}; "
+            f"{install_command('gpu')}, or set it to none."
         )
 
 
