@@ -57,7 +57,7 @@ def run(arm: str, seed: int, quick: bool) -> Figures:
                            "extrinsic": 10.0}  # fmt: skip
         overrides = (CRITIC, "rollout.prompts_per_step=4")
         small = stack.enter_context(small_run(seed, environment, task.characters, *overrides, preset="oni"))
-        small.warm_up(some_demonstrations(small, task, task.go_anywhere, seed, TURNS, 48), 4 if quick else 20)
+        small.warm_up(some_demonstrations(small, task, task.go_anywhere, seed, TURNS), 4 if quick else 20)
         rows = []
         for step in range(steps):
             if arm == KILLED and step == steps // 2:
