@@ -100,8 +100,8 @@ class Sent:
 class VLLMProcess:
     """A process with vLLM, started at once; `wait_until_ready` before anything is asked of it. Used from any thread and loop.
 
-    arguments: what `worker.VLLMServer.do_start` takes. It ends with `close`, with this object, with this process; a log that
-    an error has named stays."""
+    arguments: what `worker.VLLMServer.do_start` takes. It ends with `close`, with this object, with this process; a log that an
+    error has named stays."""
 
     def __init__(self, python: str, arguments: Mapping[str, Any], *, kv_gib: int = 1) -> None:
         self.folder = _make_folder()
