@@ -17,6 +17,8 @@ from rlflow.trainer.schedule import SCHEDULE
 from rlflow.values import Component, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, checked
 
 DType = Literal["float32", "bfloat16"]
+MEGATRON_WITHOUT_CUDA = "0.16."
+"""What versions of megatron-core begin with that `rlflow.trainer.megatron.cpu` was tested with."""
 
 
 @dataclass(frozen=True)
@@ -105,6 +107,14 @@ class TrainerOptions:
 def _ending(schedule: Mapping[str, Any], where: str, updates: int) -> dict[str, Any]:
     _, keywords = SCHEDULE.complete(schedule, where, decay_steps=updates)
     return {"name": schedule["name"], **keywords}
+
+
+def untested_megatron(version: str) -> str:
+    """Says of a version of megatron-core that it is not MEGATRON_WITHOUT_CUDA."""
+    return (
+        f"megatron-core {version} was not tested without CUDA; "
+        f"expected {MEGATRON_WITHOUT_CUDA}x: pip install 'megatron-core==0.16.1'"
+    )
 
 
 def torch_dtype(name: str) -> torch.dtype:
