@@ -188,3 +188,12 @@ def test_an_export_is_evaluated_with_the_configuration_of_its_run(shell: Shell, 
         shell(f"{script} --model {tmp_path}/{place} --samples=2 a.b=c")
         expected = f"-m rlflow eval --samples=2 {config}--model {tmp_path}/{place} a.b=c"
         assert (tmp_path / "log").read_text().splitlines()[-1] == expected
+
+
+def test_a_name_on_the_hub_reaches_the_commands_as_it_is(shell: Shell, tmp_path: Path) -> None:
+    shell(f"bash {ROOT}/recipes/searchr1/run_train.sh --model Someone/Tiny-1B --dry-run")
+    assert "--model Someone/Tiny-1B --dry-run" in (tmp_path / "log").read_text().splitlines()[-1]
+    shell(f"bash {ROOT}/recipes/searchr1/run_eval.sh --model Someone/Tiny-1B")
+    assert (tmp_path / "log").read_text().splitlines()[-1].endswith("demo.yaml --model Someone/Tiny-1B")
+    shell(f"bash {ROOT}/recipes/searchr1/run_eval.sh --server http://localhost:8000/v1")
+    assert "-m rlflow eval --server=http://localhost:8000/v1 --config" in (tmp_path / "log").read_text().splitlines()[-1]
