@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Sequence
+import itertools
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import Union
 
 from rlflow.rollout.continuation import Continued, Decode
-from rlflow.rollout.engine import Engine
+from rlflow.rollout.engine import Completion, Engine, Sampling
 from rlflow.rollout.episodes import Attempt, EpisodePlayer
 from rlflow.rollout.event_loop import LoopThread, Running, cancel_all
 from rlflow.types import Trajectory
+
+FIRST_TURN = 1000
+"""Priority of an attempt's first request, one less with each turn: who is nearest to the end goes first where an engine cannot
+run all. Other requests, an evaluation's for one, come before them with 0."""
 
 
 @dataclass(frozen=True)
@@ -98,10 +103,14 @@ class EpisodeFlow:
         return [] if running is None else [Ended(item, running.result())]
 
     async def _play(self, attempt: Attempt, lane: int) -> Trajectory:
-        engine, generate = self._engines[lane], self._generates[lane]
+        engine, generate, turns = self._engines[lane], self._generates[lane], itertools.count()
+
+        def by_turn(tokens: Sequence[int], sampling: Sampling, request_id: str) -> Awaitable[Completion]:
+            return generate(tokens, sampling, request_id, priority=max(1, FIRST_TURN - next(turns)))
+
         async with self._places[lane]:
             self._news.put(Begun(attempt.request_id, self._version()))
             try:
-                return await self._player.play(attempt, generate)
+                return await self._player.play(attempt, by_turn)
             finally:
                 engine.release(attempt.request_id)
