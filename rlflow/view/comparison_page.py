@@ -67,8 +67,8 @@ def chart(curves: Mapping[str, Sequence[Measurement]]) -> str:
     for _, curve, color in drawn:
         for point in curve:
             if point.low is not None and point.high is not None:
-                ends = f'x1="{x(point.step)}" x2="{x(point.step)}" y1="{y(point.low)}" y2="{y(point.high)}"'
-                parts.append(f'<line class="interval" {ends} stroke="{color}" stroke-width="6" opacity=".25"/>')
+                place = f'x1="{x(point.step)}" x2="{x(point.step)}" y1="{y(point.low)}" y2="{y(point.high)}"'
+                parts.append(f'<line class="interval" {place} stroke="{color}" stroke-width="6" opacity=".25"/>')
                 parts.append(f'<circle cx="{x(point.step)}" cy="{y(point.value)}" r="3" fill="{color}"/>')
         line = " ".join(f"{x(point.step)},{y(point.value)}" for point in curve)
         parts.append(f'<polyline points="{line}" fill="none" stroke="{color}" stroke-width="2"/>')
