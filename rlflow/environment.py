@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rlflow.errors import ConfigError
+from rlflow.errors import ConfigError, RLFlowError
 from rlflow.metrics.names import Metric
 from rlflow.types import Episode, Step, Task
 
@@ -49,6 +49,14 @@ class Environment(ABC):
             f"--data: the environment {cls.__name__} takes no data (it has no evaluation_options), found {path}; leave --data "
             "out, and set what the environment takes with environment.KEY=VALUE."
         )
+
+    @classmethod
+    def rehearse(cls, **options: Any) -> tuple[Environment | None, list[RLFlowError]] | None:
+        """For `--dry-run`, with the constructor keywords of the configuration: (an environment that can be asked for
+        its tasks, stop strings and tools, though not played; None where there is none, all problems that making it
+        would meet). What is expensive is not built, nothing is started, nothing is left behind. None, the default: it
+        is made as for a run."""
+        return None
 
     @abstractmethod
     def tasks(self, split: str) -> Sequence[Task]:

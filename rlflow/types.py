@@ -35,12 +35,19 @@ class StopReason(str, enum.Enum):
 @dataclass(frozen=True)
 class Task:
     """One problem. `prompt`: text used verbatim, or messages that go through the chat template. `answer`: for the
-    environment's scorer only; never shown to the policy. `metadata`: facts for metrics (hops, source, ...)."""
+    environment's scorer only; never shown to the policy. `metadata`: facts for metrics (hops, source, ...). `most_attempts`,
+    `most_turns`: where this task is to get fewer than the run gives."""
 
     id: str
     prompt: Observation
     answer: Any = None
     metadata: dict[str, Any] = field(default_factory=dict)
+    most_attempts: int | None = None
+    most_turns: int | None = None
+
+    def attempts(self, samples: int) -> int:
+        """How many of the `samples` that a run gives each task this one gets."""
+        return min(samples, self.most_attempts or samples)
 
 
 @dataclass

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlflow.environment import Environment
-from rlflow.errors import ConfigError, did_you_mean
+from rlflow.errors import ConfigError, RLFlowError, did_you_mean
 from rlflow.types import Episode, Observation, Step, Task
 from rlflow_environments.common.threads import beside_the_loop
 from rlflow_environments.retrieval.indices import Retriever
@@ -46,6 +46,13 @@ class SearchEnvironment(Environment):
     def evaluation_options(cls, path: str) -> dict[str, Any]:
         """The validation questions are those at `path`; the training questions, which an evaluation never asks, are not read."""
         return {"val": path, "train": None}
+
+    @classmethod
+    def rehearse(cls, **options: Any) -> tuple[Environment | None, list[RLFlowError]]:
+        """See Environment: questions are read, index, corpus and options looked at; no index is built, no service started."""
+        from rlflow_environments.search.rehearsal import rehearsal
+
+        return rehearsal(cls, options)
 
     def __init__(
         self,
@@ -96,9 +103,7 @@ class SearchEnvironment(Environment):
         files = world_files(world)
         questions = {"train": train or files.get("train"), "val": val or files.get("val")}
         given = {split: path for split, path in questions.items() if path is not None}
-        self._tasks = load_tasks(given, self._protocol, prompt_template, valid_inst_ratio)
-        # By identity: ids of tasks are unique within a split only, and the rollout hands back these very objects.
-        self._split_of = {id(task): split for split, tasks in self._tasks.items() for task in tasks}
+        self.adopt(load_tasks(given, self._protocol, prompt_template, valid_inst_ratio))
         corpus = corpus or files.get("corpus")
         self._service: ManagedServer | None = None
         if managed:
@@ -125,8 +130,16 @@ class SearchEnvironment(Environment):
         if self._service is not None:
             self._service.stop()
 
+    def adopt(self, tasks: dict[str, list[Task]], unread: Mapping[str, RLFlowError] | None = None) -> None:
+        """Takes these questions, by split, in place of those that it has. unread: what is raised where others are asked for."""
+        self._tasks, self._unread = tasks, dict(unread or {})
+        # By identity: ids of tasks are unique within a split only, and the rollout hands back these very objects.
+        self._split_of = {id(task): split for split, asked in tasks.items() for task in asked}
+
     def tasks(self, split: str) -> Sequence[Task]:
         """The questions of "train" or "val" in file order. Raises ConfigError where no such file was given."""
+        if split in self._unread:
+            raise self._unread[split]
         if split not in self._tasks:
             given = ", ".join(self._tasks) or "none"
             raise ConfigError(

@@ -18,13 +18,15 @@ from rlflow_environments.search.protocols.text import render_prompt
 from rlflow_environments.search.questions import QuestionSource, read_tasks
 
 
-def world_files(world: Mapping[str, Any] | None) -> Mapping[str, Any]:
-    """The paths of the embedded world's files, made if they are missing; none without a world."""
+def world_files(world: Mapping[str, Any] | None, elsewhere: Path | None = None) -> Mapping[str, Any]:
+    """The paths of the embedded world's files, made if they are missing; none without a world. elsewhere: where missing
+    ones are made."""
     if world is None:
         return {}
     from rlflow_environments.search.world.world import ensure_world
 
-    return ensure_world(**check_options(world, ensure_world, where="environment.world"))
+    options = check_options(world, ensure_world, where="environment.world", reserved=("elsewhere",))
+    return ensure_world(**options, elsewhere=elsewhere)
 
 
 def open_retriever(retriever: str | Mapping[str, Any] | Retriever, corpus: str | Path | None) -> Retriever:

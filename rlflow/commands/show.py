@@ -15,7 +15,8 @@ from rlflow.errors import ConfigError
 from rlflow.metrics.names import Metrics, label, leading_score, scores
 from rlflow.metrics.sinks import read_metrics
 from rlflow.run.directory import RunDirectory
-from rlflow.run.progress import clock, evaluation_line, headline, sparkline
+from rlflow.run.journal import AttemptJournal
+from rlflow.run.lines import clock, evaluation_line, headline, sparkline
 from rlflow.run.trajectories import answers_of, question_of, read_trajectories, solved
 from rlflow.storage.files import read_json
 from rlflow.view.recorded import RunFiles, grouped
@@ -51,11 +52,15 @@ def add(commands: Commands) -> None:
     solved = "first score is 1, or without a score the reward positive"
     kind.add_argument("--failed", action="store_true", help="only episodes that did not solve their task")
     kind.add_argument("--solved", action="store_true", help=f"only episodes that did: the {solved}")
+    parser.add_argument("--journal", action="store_true", help="attempts of an asynchronous run: states, staleness, steps")
     parser.add_argument("--color", choices=("auto", "always", "never"), default="auto")
 
 
 def run(args: argparse.Namespace) -> int:
     """Prints the run."""
+    if args.journal:
+        print(journal_text(RunDirectory.open(args.path), Paint(args.color)))
+        return 0
     chosen = "failed" if args.failed else "solved" if args.solved else "all"
     if args.changed:
         return show_changed(args.path, count=args.trajectories, chosen=chosen, color=args.color)
@@ -196,8 +201,36 @@ def summary_text(run: RunDirectory, registered: Metrics, paint: Paint) -> str:
         lines += [f"{key.replace('_', ' '):<27} {_value(value)}" for key, value in scalars.items() if value is not None]
     steps = run.saved_steps()
     held = [("checkpoints", _shorten(steps) if steps else ""), ("export", _if_there(run.export)),
-            ("picture", _if_there(run.picture)), ("log", _if_there(run.log))]  # fmt: skip
+            ("adapter", _if_there(run.adapter)), ("picture", _if_there(run.picture)), ("log", _if_there(run.log))]  # fmt: skip
     lines += [paint(f"{name:<12} {text}", "dim") for name, text in held if text]
+    return "\n".join(lines)
+
+
+def journal_text(run: RunDirectory, paint: Paint) -> str:
+    """Where the attempts of an asynchronous run are, how old the tokens were that it trained on, and its last steps.
+
+    Raises ConfigError where the run has no journal."""
+    if not run.journal.is_file():
+        raise ConfigError(
+            f"{run.journal}: no such file; runs with rollout.asynchronous.max_staleness above 0 have one, for reading: --journal."
+        )
+    journal = AttemptJournal(run.journal, read_only=True)
+    try:
+        counts, lags, steps = journal.counts(), journal.staleness(), journal.last_steps(8)
+    finally:
+        journal.close()
+    again = counts.pop("again")
+    lines = [paint(f"{run.journal}: {sum(counts.values())} attempts", "bold")]
+    lines += [f"{state:<24} {count:>8}" for state, count in sorted(counts.items())]
+    lines.append(f"{'groups issued again':<24} {again:>8}   too old for every step")
+    total = sum(lags.values())
+    if total:
+        lines.append(paint("\nversions that the oldest token of a trained attempt lagged behind", "bold"))
+        shares = {lag: count / total for lag, count in lags.items()}
+        lines += [f"{lag:>4} {paint('█' * round(40 * share), 'policy')} {share:.1%}" for lag, share in shares.items()]
+    if steps:
+        lines.append(paint("\nstep   attempts   oldest version   newest version   state", "bold"))
+        lines += [f"{step:>4} {count:>10} {oldest:>16} {newest:>16}   {state}" for step, count, oldest, newest, state in steps]
     return "\n".join(lines)
 
 

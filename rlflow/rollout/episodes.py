@@ -83,6 +83,7 @@ class EpisodeState:
     response_tokens: int = 0
     observation_tokens: int = 0
     observations_cut: int = 0
+    responses_cut: int = 0
 
     def tokens(self) -> list[int]:
         return [token for span in self.spans for token in span.tokens]
@@ -165,11 +166,15 @@ class EpisodePlayer:
                 return StopReason.TERMINATED
             if completion.stop == "length":
                 return StopReason.MAX_TOKENS
-            if episode.turns >= limits.max_turns:
+            if episode.turns >= self._max_turns(episode):
                 return StopReason.MAX_TURNS
             if not await self._observe(state, step, completion):
                 return StopReason.MAX_TOKENS
             stop_strings = self._environment.stop if step.stop is None else step.stop
+
+    def _max_turns(self, episode: Episode) -> int:
+        most = episode.task.most_turns
+        return self._limits.max_turns if most is None else min(self._limits.max_turns, most)
 
     def _begin(self, task: Task, state: EpisodeState) -> None:
         chat = self._limits.chat_template
@@ -195,8 +200,9 @@ class EpisodePlayer:
         state.turns.append(turn)
         episode.turns += 1
         episode.cut = completion.stop == "length"
+        state.responses_cut += episode.cut
         full = episode.cut or stop >= self._limits.max_total_tokens
-        episode.turns_left = 0 if full else max(0, self._limits.max_turns - episode.turns)
+        episode.turns_left = 0 if full else max(0, self._max_turns(episode) - episode.turns)
         step = await self._call("step", episode, response)
         turn.duration_s = time.monotonic() - started
         if not isinstance(step, Step):
@@ -291,6 +297,7 @@ class EpisodePlayer:
             "response_tokens": float(state.response_tokens),
             "observation_tokens": float(state.observation_tokens),
             "observations_cut": float(state.observations_cut),
+            "responses_cut": float(state.responses_cut),
         }
         return Trajectory(
             task_id=attempt.task.id,

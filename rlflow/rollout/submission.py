@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
-from collections.abc import Coroutine, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import AsyncExitStack
 from queue import Empty, SimpleQueue
 from typing import Any
@@ -20,6 +21,9 @@ from rlflow.types import Group, Trajectory
 
 logger = logging.getLogger(__name__)
 
+OnEpisode = Callable[[int, int, Trajectory], object]
+"""(how many have ended, of how many, the one that just did)."""
+
 
 class Submission:
     """Attempts that `Rollout.submit` started; they proceed whether or not anybody reads.
@@ -27,15 +31,19 @@ class Submission:
     max_aborted_share: `completed` raises RolloutError at its end where more of the attempts were aborted. None: the caller
     expects any number of them."""
 
-    def __init__(self, attempts: Sequence[Attempt], max_aborted_share: float | None) -> None:
+    def __init__(
+        self, attempts: Sequence[Attempt], max_aborted_share: float | None, on_episode: OnEpisode | None = None
+    ) -> None:
         self.group_ids = list(dict.fromkeys(attempt.group_id for attempt in attempts))
         self._attempts = attempts
         self._max_aborted_share = max_aborted_share
+        self._on_episode = on_episode
+        self._ended = 0
         self._assembler = GroupAssembler()
-        self._samples = len(attempts) // max(1, len(self.group_ids))
+        sizes = Counter(attempt.group_id for attempt in attempts)
         for attempt in attempts:
             if attempt.number == 0:
-                self._assembler.expect(attempt.group_id, attempt.task, self._samples)
+                self._assembler.expect(attempt.group_id, attempt.task, sizes[attempt.group_id])
         self._groups: SimpleQueue[Group | None] = SimpleQueue()  # None: there are no more
         self._aborted: dict[int, str] = {}
         self._running: Running[None]
@@ -117,15 +125,19 @@ class Submission:
         """Which attempts each engine plays. Attempts at one task share their prompt's cache, so they stay together where
         there are groups for every engine."""
         whole_groups = len(self.group_ids) >= engines
+        places = {group_id: place for place, group_id in enumerate(self.group_ids)}
         shares: list[list[int]] = [[] for _ in range(engines)]
-        for index in range(len(self._attempts)):
-            shares[(index // self._samples if whole_groups else index) % engines].append(index)
+        for index, attempt in enumerate(self._attempts):
+            shares[(places[attempt.group_id] if whole_groups else index) % engines].append(index)
         return shares
 
     def _end(self, index: int, trajectory: Trajectory) -> None:
         attempt = self._attempts[index]
         if not trajectory.usable:
             self._aborted[index] = f"task '{trajectory.task_id}': {trajectory.error}"
+        self._ended += 1
+        if self._on_episode is not None:
+            self._on_episode(self._ended, len(self._attempts), trajectory)
         group = self._assembler.add(attempt.group_id, attempt.number, trajectory)
         if group is not None:
             self._groups.put(group)

@@ -69,7 +69,8 @@ class DirectoryTransport(ExperienceTransport):
         for name, _ in [entry for entry in present if entry[1].st_mtime < oldest]:
             self._remove(name)
         others = [entry for entry in present if entry[1].st_mtime >= oldest and not entry[0].startswith(f"{self._peer}.")]
-        others = sorted(others, key=lambda entry: entry[1].st_mtime_ns)[-self._max_files :]
+        # Clocks of file systems tick in milliseconds: of one tick, by name, which holds the peer's own time.
+        others = sorted(others, key=lambda entry: (entry[1].st_mtime_ns, entry[0]))[-self._max_files :]
         new = [(name, status) for name, status in others if name not in self._read]
         self._read = {name for name, _ in others}
         plain = [name for name, status in new if stat.S_ISREG(status.st_mode) and status.st_size <= self.max_bytes]

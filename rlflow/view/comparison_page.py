@@ -9,7 +9,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from rlflow.metrics.names import label
-from rlflow.run.progress import clock
+from rlflow.run.lines import clock
 from rlflow.storage.files import write_text
 from rlflow.view.comparing import Comparison, Duel, Measurement
 from rlflow.view.comparison_text import count_text, value_text

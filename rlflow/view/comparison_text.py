@@ -6,7 +6,7 @@ import textwrap
 from collections.abc import Sequence
 
 from rlflow.metrics.names import label
-from rlflow.run.progress import clock, sparkline
+from rlflow.run.lines import clock, sparkline
 from rlflow.view.comparing import Comparison, Measurement
 
 WIDTH = 80

@@ -31,7 +31,7 @@ from tests import rounding
 from tests.fixtures import tiny_model
 
 # Not importorskip: importing Ray here would decide where it listens before rlflow can.
-needs_ray = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="pip install 'rlflow[ray]'")
+needs_ray = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="pip install 'PATH_OR_GIT_URL[ray]'")
 ADAMW = {"name": "adamw", "eps": 1e-3}  # a small eps would turn rounding into Adam's direction
 OPTIONS = {"lr": 1e-2, "optimizer": ADAMW, "max_gradient_norm": 0.5}
 
@@ -344,7 +344,7 @@ def test_without_ranks_the_trainer_is_in_this_process_and_decays_over_the_run(mo
 
 def test_a_missing_ray_says_how_to_install_it(model_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(MissingPackageError, match=r"pip install 'rlflow\[ray\]'"):
+    with pytest.raises(MissingPackageError, match=r"pip install -e '.*\[ray\]'"):
         RayTrainer(model_path, ranks=1, backend="reference")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 BUILT_IN = {
     "epochs": "rlflow.algorithms.curators.epochs:Epochs",
+    "adaptive": "rlflow.algorithms.curators.adaptive:Adaptive",
     "filter_solved": "rlflow.algorithms.curators.filter_solved:FilterSolved",
     "greso": "rlflow.algorithms.curators.greso:Greso",
 }

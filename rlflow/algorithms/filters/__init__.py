@@ -9,5 +9,6 @@ BUILT_IN = {
     "success_pool": "rlflow.algorithms.filters.success_pool:SuccessPool",
     "replay": "rlflow.algorithms.filters.replay:Replay",
     "swarm": "rlflow.swarm.filter:Swarm",  # not here: it talks to others, and this package is arithmetic
+    "demonstrations": "rlflow.swarm.demonstrations:Demonstrations",
 }
 """Name -> `module:Name`."""

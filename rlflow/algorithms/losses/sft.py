@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
-from rlflow.types import Batch, Loss, LossResult, PolicyOutput
+from rlflow.types import SOURCES, Batch, Loss, LossResult, PolicyOutput
 from rlflow.values import NonNegativeFloat
 
 
 @dataclass(frozen=True)
 class SFTLoss(Loss):
-    """Minus coefficient * log-prob of every trained token: supervised fine-tuning, or a likelihood term beside others.
-    Metrics: nll, the unscaled value (nats per token)."""
+    """Minus coefficient * log-prob of every trained token: supervised fine-tuning, or a likelihood term beside others. source: of
+    rows from there alone. Metrics: nll, the unscaled value (nats per token; 0 where it does not apply)."""
 
     coefficient: NonNegativeFloat = 1.0
+    source: Literal["local", "external", "replay", "demonstration"] | None = None
 
     def __call__(self, output: PolicyOutput, batch: Batch) -> LossResult:
-        nll = torch.where(batch.loss_mask, -output.logprobs, 0.0)
+        mask = batch.loss_mask
+        if self.source is not None:
+            mask = mask & (batch.require("source", "loss sft") == SOURCES.index(self.source))[:, None]
+        nll = torch.where(mask, -output.logprobs, 0.0)
         return self.coefficient * nll, {"nll": nll.detach()}

@@ -7,13 +7,18 @@ import torch
 from torch import Tensor
 
 from rlflow.algorithms.base import MAX_LOG_RATIO, Level, anchor_logprobs, log_ratio
-from rlflow.types import Batch
+from rlflow.types import SOURCES, Batch
 
 
 def mismatch(batch: Batch, level: Level, who: str) -> Tensor:
     """(B, T) ratio of the proximal to the rollout policy at that level, 1 off the loss mask: staleness of the sample, and
-    what the engine's kernels and precision add to it."""
+    what the engine's kernels and precision add to it. 1 too for rows from elsewhere (`Batch.source`) that came without
+    log-probs: the proximal policy's own stand in, as for injected rows of DART (arXiv 2509.23866)."""
     proximal = batch.require("proximal_logprobs", who)
+    if batch.source is not None and batch.logprobs_known is not None:
+        stand_in = ~batch.logprobs_known & (batch.source != SOURCES.index("local"))
+        logprobs = torch.where(stand_in[:, None], proximal, batch.logprobs)
+        batch = batch.replace(logprobs=logprobs, logprobs_known=batch.logprobs_known | stand_in)
     return at_level(log_ratio(proximal, anchor_logprobs(batch, "rollout", who), batch.loss_mask), batch.loss_mask, level).exp()
 
 

@@ -191,7 +191,7 @@ class RowLinear(RowParallelLinear):
 
 class _Linear(torch.autograd.Function):
     """inputs (..., in) @ weight.T + bias. Under sequence parallelism the inputs are split over ranks by their first dimension
-    and gathered twice, as in Megatron: kept for the backward pass is this rank's part."""
+    and gathered twice, as in Megatron: kept for the backward pass is this rank's part. For a weight that is frozen nothing is."""
 
     @staticmethod
     def forward(
@@ -203,30 +203,40 @@ class _Linear(torch.autograd.Function):
         sum_gradient: bool,
         gather: bool,
     ) -> Tensor:
-        ctx.save_for_backward(inputs, weight)
-        ctx.group, ctx.sum_gradient, ctx.gather, ctx.biased = group, sum_gradient, gather, bias is not None
+        ctx.save_for_backward(inputs if ctx.needs_input_grad[1] else None, weight)
+        ctx.group, ctx.sum_gradient, ctx.gather = group, sum_gradient, gather
         whole = _gathered(inputs, group) if gather else inputs
         return products.linear(whole.flatten(0, -2), weight, bias).view(*whole.shape[:-1], -1)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         inputs, weight = ctx.saved_tensors
-        whole = _gathered(inputs, ctx.group) if ctx.gather else inputs
+        for_inputs, for_weight, for_bias, *_ = ctx.needs_input_grad
         flat = gradient.flatten(0, -2)
-        of_inputs = products.linear(flat, weight.t()).view(whole.shape)
-        if ctx.gather:
-            whole_gradient, of_inputs = of_inputs, torch.empty_like(inputs)
-            dist.reduce_scatter_tensor(of_inputs, whole_gradient, group=ctx.group)
-        elif ctx.sum_gradient:
-            dist.all_reduce(of_inputs, group=ctx.group)
-        main_grad = getattr(weight, "main_grad", None)
-        total = torch.zeros_like(weight) if main_grad is None else main_grad
-        products.accumulate(total, flat, whole.flatten(0, -2))
-        of_bias = flat.sum(dim=0) if ctx.biased else None
-        return of_inputs, total if main_grad is None else None, of_bias, None, None, None
+        of_inputs = of_weight = None
+        if for_inputs:
+            of_inputs = products.linear(flat, weight.t()).view(*gradient.shape[:-1], -1)
+            if ctx.gather:
+                of_inputs = _scattered(of_inputs, ctx.group)
+            elif ctx.sum_gradient:
+                dist.all_reduce(of_inputs, group=ctx.group)
+        if for_weight:
+            whole = _gathered(inputs, ctx.group) if ctx.gather else inputs
+            main_grad = getattr(weight, "main_grad", None)
+            total = torch.zeros_like(weight) if main_grad is None else main_grad
+            products.accumulate(total, flat, whole.flatten(0, -2))
+            of_weight = total if main_grad is None else None
+        return of_inputs, of_weight, flat.sum(dim=0) if for_bias else None, None, None, None
 
 
 def _gathered(part: Tensor, group: ProcessGroup) -> Tensor:
     whole = part.new_empty(part.shape[0] * group.size(), *part.shape[1:])
     dist.all_gather_into_tensor(whole, part.contiguous(), group=group)
     return whole
+
+
+def _scattered(whole: Tensor, group: ProcessGroup) -> Tensor:
+    """This rank's part, by the first dimension, of the sum over ranks."""
+    part = whole.new_empty(whole.shape[0] // group.size(), *whole.shape[1:])
+    dist.reduce_scatter_tensor(part, whole, group=group)
+    return part

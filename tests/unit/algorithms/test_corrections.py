@@ -24,7 +24,7 @@ from rlflow.algorithms.transforms.sequence_mask import SequenceMask
 from rlflow.algorithms.transforms.tis import TruncatedImportance
 from rlflow.components import TRANSFORM
 from rlflow.errors import ConfigError, RLFlowError
-from rlflow.types import Batch, PolicyOutput
+from rlflow.types import SOURCES, Batch, PolicyOutput
 from tests.unit.algorithms.tensors import batch_of, matrix, random_batch
 
 CORRECTIONS: dict[str, Transform] = {
@@ -308,6 +308,19 @@ def test_a_correction_says_what_is_missing(correction):
     if correction != CORRECTIONS["dppo on proximal"]:
         with pytest.raises(RLFlowError, match="without the log-probs of the policy that sampled them"):
             correction(unknown)
+
+
+@pytest.mark.parametrize("name", ["tis", "mis", "icepop", "decoupled"])
+def test_a_row_from_elsewhere_without_log_probs_is_not_corrected(name: str) -> None:
+    """The proximal policy's stand in, so that its ratio is 1 (DART's injected successes); the other rows are as without it."""
+    correction = TRANSFORM.build({"name": name}, "transform")
+    batch = random_batch(spread=0.1)
+    known = torch.tensor([True, True, False, True, True, True])
+    source = torch.where(known, SOURCES.index("local"), SOURCES.index("replay"))
+    mixed = batch.replace(logprobs=batch.logprobs * known[:, None], logprobs_known=known, source=source)
+    found, alone = coefficients(correction, mixed), coefficients(correction, batch)
+    assert bool(batch.loss_mask[2].any()) and torch.equal(found[2], torch.ones_like(found[2]))
+    assert torch.equal(found[known], alone[known])
 
 
 def test_kept_tokens_can_share_the_weight_of_all():

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from rlflow.algorithms.base import Curator
+from rlflow.algorithms.curators.adaptive import Adaptive
 from rlflow.algorithms.curators.filter_solved import FilterSolved
 from rlflow.algorithms.curators.greso import Greso
 from rlflow.types import Task
@@ -113,3 +114,31 @@ def test_a_restored_curator_goes_on_as_it_would_have(kind: Any, options: dict[st
     begun = play(first, 0, 13)
     second.load_state_dict(json.loads(json.dumps(first.state_dict())))
     assert begun + play(second, 13, 30) == expected
+
+
+def test_a_solved_task_gets_fewer_attempts_and_none_more_turns_than_a_success_had() -> None:
+    """Of 8, above .6: 8 (1 - SR) / .4, so 5 at .75 and 2, the least, from .9 on; successes of 7 and 12 turns cap at 12."""
+    curator = Adaptive(tasks(1), seed=0, decay=0.0)
+    found = []
+    for won in (0, 4, 6, 7, 8):
+        curator.observe([group("0", [1.0] * won + [0.0] * (8 - won))])
+        found.append(curator.attempts_of("0"))
+    assert found == [8, 8, 5, 2, 2]  # round(2.5) is 2
+    (task,) = curator.take(1)
+    assert (task.most_attempts, task.most_turns) == (2, 1) and curator.report() == {"attempts_spared": 6}
+    long = group("0", EASY)
+    for one, turns in zip(long.trajectories, (7, 12), strict=True):
+        one.turns = one.turns * turns
+    curator.observe([long, group("0", [None])])
+    assert curator.take(1)[0].most_turns == 12
+
+
+def test_the_rate_of_success_is_a_running_mean_and_lengths_can_be_left_out() -> None:
+    curator = Adaptive(tasks(2), seed=0, shuffle=False, lengths=False)
+    curator.observe([group("0", EASY), group("0", MIXED)])
+    assert curator.state_dict()["rates"] == {"0": 0.75}
+    first, second = curator.take(2)
+    assert (first.most_attempts, first.most_turns) == (5, None) and second.most_attempts == 8
+    again = Adaptive(tasks(2), seed=0, shuffle=False)
+    again.load_state_dict(json.loads(json.dumps(curator.state_dict())))
+    assert again.attempts_of("0") == 5 and names(again.take(1)) == ["0"]

@@ -176,3 +176,22 @@ def test_a_preset_makes_the_updates_of_a_step(name: str, model: Path, teacher: P
     assert any(not torch.equal(value, before[key]) for key, value in trainer.weights())
     algorithm.close()
     trainer.close()
+
+
+@pytest.mark.parametrize("name", ["dart", "mobile_agent_trpo"])
+def test_a_stored_success_is_trained_on_with_what_else_the_preset_corrects(name: str, model: Path, tmp_path: Path) -> None:
+    options = (f"model.path={model}", "trainer.backend=reference", "trainer.lr=1e-3")
+    config, algorithm = algorithm_of(name, tmp_path, *options)
+    trainer = make_trainer(config)
+    if "reference" in algorithm.needs:
+        trainer.snapshot("reference")
+    algorithm.complete(algorithm.admit(groups_of(trainer)))
+    failed = groups_of(trainer)
+    for one in (one for group in failed for one in group.trajectories):
+        one.reward = one.turns[-1].reward = 0.0
+    completed = algorithm.complete(algorithm.admit(failed))
+    stored = [one for group in completed for one in group.trajectories if one.source == "replay"]
+    assert len(stored) == 4 and all(one.reward == 1 and one.segments[0].logprobs is None for one in stored)
+    metrics = training_step(1, completed, trainer, algorithm, PhaseTimer())
+    assert all(math.isfinite(value) for value in metrics.values()) and metrics["train/gradient_norm"] > 0
+    trainer.close()

@@ -248,3 +248,15 @@ def test_the_environment_reports_once_a_step_however_many_rounds_it_took(tokeniz
     with over(tokenizer, environment) as rollout:
         next(rollout.stream(Counting(), 2, admit=lambda groups: groups[:1]))
         assert rollout.report == {"world/reports": 1.0, "world/episodes": 6.0}
+
+
+def test_a_task_may_get_fewer_attempts_and_turns_than_the_run_gives(tokenizer: Tokenizer) -> None:
+    environment = Asking(turns=3)
+    tasks = [Task("t0", "A?"), Task("t1", "B?", most_attempts=1, most_turns=2), Task("t2", "C?", most_attempts=9, most_turns=9)]
+    with over(tokenizer, environment, samples_per_prompt=3, max_total_tokens=512) as rollout:
+        groups = rollout.collect(tasks)
+        assert [len(group.trajectories) for group in groups] == [3, 1, 3]
+        [short] = groups[1].trajectories
+        assert short.stop is StopReason.MAX_TURNS and len(short.turns) == 2 and short.group_stats[0] == 1
+        assert max(len(one.turns) for group in (groups[0], groups[2]) for one in group.trajectories) == 3
+        assert [len(group.trajectories) for group in rollout.collect(tasks, samples_per_prompt=1)] == [1, 1, 1]

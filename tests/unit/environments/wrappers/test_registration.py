@@ -9,13 +9,22 @@ from pathlib import Path
 import pytest
 
 from rlflow.components import ENVIRONMENT
+from rlflow_environments.wrappers.improve import ImprovePrompts
 from rlflow_environments.wrappers.intrinsic import IntrinsicRewards
 from rlflow_environments.wrappers.progress import ProgressRewards
+from rlflow_environments.wrappers.revisit import RevisitFailures
 from rlflow_environments.wrappers.rubric import RubricRewards
 from rlflow_environments.wrappers.stages import StageRewards
 from tests.unit.test_docs import documented_default
 
-WRAPPERS = {"intrinsic": IntrinsicRewards, "progress": ProgressRewards, "rubric": RubricRewards, "stages": StageRewards}
+WRAPPERS = {
+    "improve": ImprovePrompts,
+    "intrinsic": IntrinsicRewards,
+    "progress": ProgressRewards,
+    "revisit": RevisitFailures,
+    "rubric": RubricRewards,
+    "stages": StageRewards,
+}
 ROOT = Path(__file__).resolve().parents[4]
 
 

@@ -1,0 +1,1 @@
+"""Small environments in several turns, of which the experiments are made."""

@@ -1,0 +1,81 @@
+"""Tasks that the policy solves get fewer attempts, and no attempt gets more turns than a success has needed."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any
+
+from rlflow.algorithms.curators.epochs import Epochs
+from rlflow.types import Group, Task
+from rlflow.values import PositiveInt, Range
+
+
+class Adaptive(Epochs):
+    """Passes over the tasks, each with the attempts and turns that it needs (dynamic rollout numbers and lengths of DART, arXiv
+    2509.23866).
+
+    attempts: of a task at the most, the run's `samples_per_prompt`. Where its rate of success SR exceeds `above`, it gets
+    round(attempts (1 - SR) / (1 - above)), but `least`; the paper does not say how they fall, this line is ours. SR is a running
+    mean over its groups, SR <- decay SR + (1 - decay) share of returns from `success` on, from its first group's share.
+    lengths: an attempt gets as many turns as the longest success of its task had; all of the run's before there is one.
+    """
+
+    def __init__(
+        self,
+        tasks: Sequence[Task],
+        seed: int,
+        shuffle: bool = True,
+        attempts: PositiveInt = 8,
+        least: PositiveInt = 2,
+        above: Annotated[float, Range(0, below=1)] = 0.6,
+        decay: Annotated[float, Range(0, below=1)] = 0.5,
+        success: float = 1.0,
+        lengths: bool = True,
+    ) -> None:
+        super().__init__(tasks, seed, shuffle)
+        self._attempts, self._least, self._above, self._decay = attempts, least, above, decay
+        self._success, self._lengths = success, lengths
+        self._rates: dict[str, float] = {}  # of success, by task
+        self._longest: dict[str, int] = {}  # turns of a success, by task
+        self._spared = 0
+
+    def attempts_of(self, task_id: str) -> int:
+        """How many the task gets now."""
+        rate = self._rates.get(task_id, 0.0)
+        wanted = self._attempts if rate <= self._above else round(self._attempts * (1 - rate) / (1 - self._above))
+        return min(self._attempts, max(self._least, wanted))
+
+    def take(self, count: int) -> list[Task]:
+        """The next `count` tasks, with what they get."""
+        taken = []
+        for task in super().take(count):
+            attempts, turns = self.attempts_of(task.id), self._longest.get(task.id) if self._lengths else None
+            self._spared += self._attempts - attempts
+            taken.append(dataclasses.replace(task, most_attempts=attempts, most_turns=turns))
+        return taken
+
+    def observe(self, groups: Sequence[Group]) -> None:
+        """Updates rate and length of every group's task; aborted attempts say nothing."""
+        for group in groups:
+            if not group.usable:
+                continue
+            name, won = group.task.id, [one for one in group.usable if one.reward >= self._success]
+            share = len(won) / len(group.usable)
+            self._rates[name] = self._decay * self._rates.get(name, share) + (1 - self._decay) * share
+            if won:
+                self._longest[name] = max(self._longest.get(name, 0), *(len(one.turns) for one in won))
+
+    def report(self) -> dict[str, float]:
+        """Attempts that were spared."""
+        counted, self._spared = float(self._spared), 0
+        return {"attempts_spared": counted}
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position, the rates and lengths by task."""
+        return {**super().state_dict(), "rates": dict(self._rates), "longest": dict(self._longest)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restores `state_dict`."""
+        super().load_state_dict(state)
+        self._rates, self._longest = dict(state["rates"]), {name: int(turns) for name, turns in state["longest"].items()}

@@ -1,0 +1,114 @@
+"""Recorded episodes as a source of experience beside a run's own."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import random
+from collections.abc import Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from rlflow.algorithms.base import Filter
+from rlflow.errors import DataError
+from rlflow.rollout.replay import Response, Transcripts
+from rlflow.rollout.rollout import Rollout
+from rlflow.types import Group
+from rlflow.values import PositiveInt
+
+logger = logging.getLogger(__name__)
+
+
+class Demonstrations(Filter):
+    """Adds `episodes` random ones of a file to every step, each a group of its own with source `demonstration` (arXiv 2509.15937,
+    demonstration replay).
+
+    path: JSON lines with `task_id`, one of this run's `split`, and `turns`, each with its `response`, as runs and evaluations
+    write them. The episodes are played through this run's environment once, which scores them, and come without log-probs:
+    kernels need `anchor: proximal`. What learns from them by likelihood is `sft` with `source: demonstration`; the transform
+    `only_sources` keeps the policy gradient to the others. An episode that does not end with its last response here is told of
+    and left out. Raises DataError for a file that is not such.
+    """
+
+    whole_step = True
+    unscored = True
+    needs = frozenset({"proximal"})
+
+    def __init__(self, rollout: Rollout, seed: int, path: str, episodes: PositiveInt = 4, split: str = "train") -> None:
+        self._rollout, self._seed, self._path, self._episodes, self._split = rollout, seed, Path(path), episodes, split
+        self._rows = _rows(self._path)
+        self._steps = 0
+
+    def __call__(self, groups: list[Group]) -> list[Group]:
+        draw = random.Random(f"{self._seed}/demonstrations/{self._steps}")
+        chosen = draw.sample(self._played, min(self._episodes, len(self._played)))
+        self._steps += 1
+        return [*groups, *(_again(group, self._steps) for group in chosen)]
+
+    def state_dict(self) -> dict[str, Any]:
+        """The number of steps so far."""
+        return {"steps": self._steps}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restores `state_dict`."""
+        self._steps = int(state["steps"])
+
+    @cached_property
+    def _played(self) -> list[Group]:
+        environment = self._rollout.environment
+        tasks = {task.id: task for task in environment.tasks(self._split)}
+        transcripts = {}
+        for number, (name, responses) in enumerate(self._rows, 1):
+            if name not in tasks:
+                raise DataError(f"{self._path}:{number}: expected a task of the split '{self._split}', found '{name}'.")
+            said = tuple(
+                Response(text, "stop" if text.endswith(tuple(environment.stop)) else "eos") for text in responses
+            )
+            transcripts[f"demonstration.{number}:{name}"] = Transcripts(tasks[name], (said,))
+        groups = self._rollout.replay(transcripts)
+        played = [group for group in groups if group.trajectories]
+        if len(played) < len(groups):
+            lost = [number for number, group in enumerate(groups, 1) if not group.trajectories]
+            told = (
+                f"{self._path}:{lost[0]}: the episode does not end with its last response, or the tokenizer or the limits of the "
+                f"rollout do not allow it; so it is with {len(lost)} of {len(groups)}"
+            )
+            if not played:
+                raise DataError(f"{told}. Record them with this environment.")
+            logger.warning("%s; going on without", told)
+        return played
+
+
+def _rows(path: Path) -> list[tuple[str, list[str]]]:
+    """(task id, responses) of every line. Raises DataError."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"filter demonstrations: path: {path} cannot be read ({type(error).__name__}).") from None
+    found = []
+    for number, line in enumerate(lines, 1):
+        try:
+            row = json.loads(line)
+            name, responses = row["task_id"], [turn["response"] for turn in row["turns"]]
+        except (ValueError, KeyError, TypeError, RecursionError):
+            name, responses = None, []
+        if not isinstance(name, str) or not responses or not all(isinstance(text, str) for text in responses):
+            raise DataError(
+                f'{path}:{number}: expected {{"task_id": ..., "turns": [{{"response": ...}}, ...]}}, found {line[:80]!r}.'
+            )
+        found.append((name, responses))
+    if not found:
+        raise DataError(f"filter demonstrations: path: {path} holds no episode, expected one or more.")
+    return found
+
+
+def _again(group: Group, step: int) -> Group:
+    """The group under an id of its own."""
+    name = f"{group.id}/{step}"
+    attempts = [
+        dataclasses.replace(one, source="demonstration", group_id=name, id=f"{one.id}/{step}")
+        for one in group.trajectories
+    ]
+    return Group(name, group.task, attempts)

@@ -1,0 +1,213 @@
+"""Experiments of agent systems: each rule can say yes and no, the server speaks the protocol, and a cell of each runs."""
+
+from __future__ import annotations
+
+import copy
+import json
+import random
+import sys
+import urllib.error
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "benchmarks"))  # scripts, no package
+
+import experiments
+from experiments.curves import at_the_end, smoothed
+from experiments.oni import labelled
+from experiments.rule_server import RuleServer
+from experiments.tasks.chains import Chains
+from experiments.tasks.keys import Keys
+from experiments.tasks.programs import Script
+from experiments.tasks.rooms import Rooms
+from experiments.tasks.table import Carrying, ProgressCritic, right_way
+
+from rlflow.environment import Environment
+from rlflow.types import Episode, Step, Task
+from rlflow_environments.wrappers.reward_models import Ranking, Retrieval
+
+KILLED = "retrieval, annotator killed half way"
+GOOD: dict[str, dict[str, dict[str, Any]]] = {
+    "sapo_swarm": {
+        "8/0": {"cumulative": 10.0, "weakest": 8.0, "curve": [1.0]},
+        "6/2": {"cumulative": 12.0, "weakest": 9.0, "curve": [1.0]},
+        "4/4": {"cumulative": 14.0, "weakest": 9.0, "curve": [1.0]},
+        "2/6": {"cumulative": 13.0, "weakest": 9.0, "curve": [1.0]},
+        "4/4, one node lies": {"cumulative": 14.0, "weakest": 9.0, "curve": [1.0]},
+    },
+    "dart": {
+        "step-wise GRPO": {"success": 0.6},
+        "+ success pool": {"success": 0.8},
+        "+ entropy steps": {"success": 0.85},
+        "+ correction": {"success": 0.9},
+    },
+    "mobile_agent": {
+        "GRPO": {"success": 0.7},
+        "trajectory-aware, without replay": {"success": 0.5},
+        "trajectory-aware": {"success": 0.8},
+    },
+    "oni": {
+        "extrinsic only": {"success": 0.1},
+        **{name: {"success": 0.9} for name in ("retrieval", "classification", "ranking")},
+        KILLED: {"success": 0.8, "steps": 30.0, "aborted": 0.0},
+    },
+    "vlac": {
+        "sparse": {"success": 0.3, "episodes_to_80": 3200.0},
+        "progress and demonstrations": {"success": 0.9, "episodes_to_80": 900.0},
+        "progress": {
+            "success": 0.9,
+            "episodes_to_80": 1000.0,
+            "order_success": 0.95,
+            "order_failure": 0.3,
+            "order_reversed": 0.8,
+        },
+    },
+    "mle_duration": {
+        "unweighted": {"slow": 0.3, "lowest": 0.1},
+        "by duration": {"slow": 0.9, "lowest": 0.5},
+        "unweighted, none broken": {"slow": 0.9},
+        "by duration, none broken": {"slow": 0.9},
+    },
+    "mle_stages": {"without": {"stages": 0.3, "first": 0.1}, "instrumentation": {"stages": 4.5, "first": 1.0}},
+    "asearcher": {"4 turns": {"near": 0.9, "far": 0.0}, "12 turns": {"near": 0.9, "far": 0.7}},
+}
+BAD = [
+    ("sapo_swarm", "4/4", "cumulative", 9.0),
+    ("sapo_swarm", "2/6", "cumulative", 15.0),
+    ("sapo_swarm", "4/4, one node lies", "curve", [0.9]),
+    ("dart", "+ success pool", "success", 0.5),
+    ("dart", "+ correction", "success", 0.84),
+    ("mobile_agent", "trajectory-aware", "success", 0.4),
+    ("mobile_agent", "GRPO", "success", 0.9),
+    ("oni", "ranking", "success", 0.1),
+    ("oni", KILLED, "steps", 30.0),
+    ("oni", KILLED, "aborted", 0.5),
+    ("vlac", "progress", "success", 0.2),
+    ("vlac", "progress", "order_failure", 0.96),
+    ("vlac", "progress", "order_reversed", -0.1),
+    ("vlac", "progress and demonstrations", "episodes_to_80", 1500.0),
+    ("mle_duration", "unweighted", "slow", 0.6),
+    ("mle_duration", "by duration", "slow", 0.7),
+    ("mle_stages", "instrumentation", "stages", 2.0),
+    ("mle_stages", "without", "stages", 0.8),
+    ("asearcher", "4 turns", "far", 0.1),
+    ("asearcher", "12 turns", "far", 0.1),
+]
+
+
+def verdict(name: str, numbers: dict[str, dict[str, Any]]) -> tuple[bool, str]:
+    [one] = experiments.load([name])
+    assert set(numbers) == set(one.arms)
+    return one.judge({arm: [copy.deepcopy(figures)] * 3 for arm, figures in numbers.items()})
+
+
+@pytest.mark.parametrize("name", GOOD)
+def test_numbers_as_the_paper_has_them_reproduce(name: str) -> None:
+    reproduces, told = verdict(name, GOOD[name])
+    assert reproduces and "NOT" not in told and "nan" not in told
+
+
+@pytest.mark.parametrize(("name", "arm", "figure", "value"), BAD)
+def test_numbers_against_the_claim_do_not(name: str, arm: str, figure: str, value: Any) -> None:
+    numbers = copy.deepcopy(GOOD[name])
+    numbers[arm][figure] = value
+    assert not verdict(name, numbers)[0]
+
+
+def test_one_seed_against_the_claim_is_enough() -> None:
+    [one] = experiments.load(["mobile_agent"])
+    results = {arm: [copy.deepcopy(figures) for _ in range(3)] for arm, figures in GOOD["mobile_agent"].items()}
+    results["trajectory-aware"][1]["success"] = 0.4
+    assert not one.judge(results)[0]
+
+
+def test_the_end_of_a_curve_is_its_last_quarter() -> None:
+    assert at_the_end([0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 1.0, 0.5]) == 0.75 and at_the_end([0.3]) == 0.3
+    assert smoothed([0.0, 1.0, 1.0], 2) == [0.0, 0.5, 1.0]
+
+
+def steps(environment: Any, task: Task, responses: str | list[str]) -> list[Step]:
+    episode, found = Episode(task), []
+    for response in responses:
+        episode.turns += 1
+        found.append(environment.answer(episode, response))
+    return found
+
+
+def test_the_tasks_reward_what_they_say_and_nothing_else() -> None:
+    keys = Keys([3], keys=4)
+    [task] = keys.tasks("train")
+    assert [step.reward for step in steps(keys, task, task.answer)] == [0, 0, 1]
+    assert steps(keys, task, task.answer[:2] + "?")[-1].reward == -0.5
+    rooms = Rooms(rooms=3)
+    way = rooms.tasks("train")[0].answer
+    walked = steps(rooms, rooms.tasks("train")[0], [way[0], "?", way[1], way[2]])
+    assert [step.observation for step in walked] == ["A room 2", "A wall", "A room 3", "A exit"]
+    assert [step.reward for step in walked] == [0, 0, 0, 1] and walked[-1].terminated
+    script = Script()
+    [one] = script.tasks("train")
+    assert steps(script, one, ["ilbxp"])[0].observation == "imported loaded built"
+    assert steps(script, one, ["ilbtp"])[0].reward == 0.8 and steps(script, one, ["lilbt"])[0].observation == ""
+    chains = Chains()
+    two = chains.tasks("val")[1]
+    way = two.answer
+    seen = steps(chains, two, [f"s{way[0]}", f"s{way[1]}", f"={way[2]}"])
+    assert [step.observation for step in seen] == [f">{way[1]}", f".{way[2]}", ""] and seen[-1].reward == 1
+    assert (
+        steps(chains, two, [f"={way[1]}"])[0].reward == 0
+        and steps(chains, two, [f"s{way[2]}"])[0].observation[0] == "-"
+    )
+
+
+def test_the_shortest_way_carries_the_cup_and_its_critic_sees_progress() -> None:
+    table = Carrying()
+    ways = [right_way(task.answer) for task in table.tasks("train")]
+    assert all(way[-1][1] == way[-1][2] and not way[-1][3] for way in ways)
+    critic = ProgressCritic(0, [way for way in ways if way[0][2] == 3], updates=100)
+    prompt = 'works on this task: "a0c1g3h0" before: "{}" now: "{}"'
+    forward, backward = (json.loads(critic.reply(prompt.format(*pair)).split(". ")[1])["progress"]
+                         for pair in (("a0c1g3h0", "a1c1g3h0"), ("a1c1g3h0", "a0c1g3h0")))  # fmt: skip
+    assert forward > 0 > backward
+
+
+def test_the_labeller_goes_by_the_captions_of_the_real_prompts() -> None:
+    table, order = Retrieval(), Ranking()
+    assert [table.read(labelled(table.ask("g", (caption,)))) for caption in ("A room 2", "B exit", "C wall")] == [
+        1,
+        1,
+        0,
+    ]
+    asked = [("A room 2", "A room 3"), ("A exit", "A room 6"), ("A wall", "B wall")]
+    assert [order.read(labelled(order.ask("g", pair))) for pair in asked] == [1.0, 0.0, 0.5]
+
+
+def test_a_server_of_rules_answers_until_it_is_closed() -> None:
+    def asked(url: str) -> str:
+        body = json.dumps({"messages": [{"role": "user", "content": "abc"}]}).encode()
+        with urllib.request.urlopen(urllib.request.Request(f"{url}/chat/completions", body), timeout=5) as answer:
+            return json.loads(answer.read())["choices"][0]["message"]["content"]
+
+    with RuleServer(str.upper) as server:
+        assert asked(server.url) == "ABC" and server.requests == 1
+        server.close()
+        with pytest.raises((urllib.error.URLError, ConnectionError)):
+            asked(server.url)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", GOOD)
+def test_a_quick_cell_of_every_arm_runs(name: str) -> None:
+    [one] = experiments.load([name])
+    for arm in one.arms:
+        figures = one.run(arm, random.Random(name).randrange(3), True)
+        assert all(isinstance(value, (float, int, list)) for value in figures.values())
+
+
+def test_the_tasks_are_environments() -> None:
+    for task in (Keys([2]), Rooms(), Script(), Chains(), Carrying()):
+        assert isinstance(task, Environment) and len({one.id for one in task.tasks("train")}) == len(
+            task.tasks("train")
+        )

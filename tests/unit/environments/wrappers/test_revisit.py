@@ -1,0 +1,50 @@
+"""Claims about episodes that begin where an earlier one failed."""
+
+from __future__ import annotations
+
+import asyncio
+
+from rlflow.commands.check import check_environment
+from rlflow.types import Episode
+from rlflow_environments.wrappers.revisit import RevisitFailures
+from tests.unit.environments.wrappers.small import Rooms, played
+
+
+def begun(environment: RevisitFailures) -> Episode:
+    return asyncio.run(environment.reset(environment.tasks("train")[0]))
+
+
+def test_an_episode_begins_on_the_way_of_the_one_that_failed() -> None:
+    environment = RevisitFailures(Rooms(), 1.0, success=5.0)
+    assert begun(environment).task.prompt == "Walk 0. "
+    played(environment, "on", "stay", "on", "out")
+    ways = {begun(environment).task.prompt for _ in range(50)}
+    rooms = ["on", "You are in room 1.\n", "stay", "You are in room 1.\n", "on", "You are in room 2.\n"]
+    assert ways == {"Walk 0. " + "".join(rooms[:count]) for count in (2, 4, 6)}
+    episode = begun(environment)
+    assert episode.turns == episode.task.prompt.count("You are in")
+    assert episode.scratch["room"] == episode.task.prompt.count("on")  # the base is where the prompt says
+
+
+def test_only_the_steps_from_there_on_are_rewarded_and_a_success_from_scratch_ends_it() -> None:
+    environment = RevisitFailures(Rooms(), 1.0, success=2.0)
+    played(environment, "on", "out")
+    again = played(environment, "on", "out")  # begins in room 1
+    assert [step.reward for step in again] == [0.0, 2.0] and again[-1].metrics["revisited"] == 1
+    assert begun(environment).turns == 1  # it was no success from scratch
+    never = RevisitFailures(Rooms(), 0.0, success=2.0)
+    played(never, "on", "out")
+    played(never, "on", "on out")
+    assert not never._failed
+
+
+def test_where_the_base_does_not_go_that_way_twice_it_begins_from_scratch() -> None:
+    environment = RevisitFailures(Rooms(), 1.0, success=5.0)
+    environment._failed["train0"] = ["out", "on"]  # the first response ends the episode now
+    episode = begun(environment)
+    assert episode.turns == 0 and episode.task.prompt == "Walk 0. " and environment.base.closed == 1
+
+
+def test_it_keeps_the_contract_of_environments() -> None:
+    report = check_environment(RevisitFailures(Rooms()), episodes=4)
+    assert report.passed, str(report)
