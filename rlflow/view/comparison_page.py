@@ -40,7 +40,7 @@ def write_comparison(comparison: Comparison, out: str | Path) -> None:
 
 
 def chart(curves: Mapping[str, Sequence[Measurement]]) -> str:
-    """The curves over steps as SVG, with bands where intervals were measured; a single point is a dot."""
+    """The curves over steps as SVG, with an interval at each point where one was measured, and nothing between them."""
     points = [point for curve in curves.values() for point in curve]
     ends = [end for point in points for end in (point.low, point.high) if end is not None and math.isfinite(end)]
     low, high = min([0.0, *(point.value for point in points), *ends]), max([*(point.value for point in points), *ends])
@@ -65,17 +65,13 @@ def chart(curves: Mapping[str, Sequence[Measurement]]) -> str:
     )
     drawn = [(name, curve, COLORS[place % len(COLORS)]) for place, (name, curve) in enumerate(curves.items()) if curve]
     for _, curve, color in drawn:
-        banded = [
-            (point.step, point.low, point.high) for point in curve if point.low is not None and point.high is not None
-        ]
-        if len(banded) > 1:
-            outline = [f"{x(step)},{y(top)}" for step, _, top in banded]
-            outline += [f"{x(step)},{y(bottom)}" for step, bottom, _ in reversed(banded)]
-            parts.append(f'<polygon points="{" ".join(outline)}" fill="{color}" opacity=".13"/>')
+        for point in curve:
+            if point.low is not None and point.high is not None:
+                place = f'x1="{x(point.step)}" x2="{x(point.step)}" y1="{y(point.low)}" y2="{y(point.high)}"'
+                parts.append(f'<line class="interval" {place} stroke="{color}" stroke-width="6" opacity=".25"/>')
+                parts.append(f'<circle cx="{x(point.step)}" cy="{y(point.value)}" r="3" fill="{color}"/>')
         line = " ".join(f"{x(point.step)},{y(point.value)}" for point in curve)
         parts.append(f'<polyline points="{line}" fill="none" stroke="{color}" stroke-width="2"/>')
-        if len(banded) == len(curve):
-            parts += [f'<circle cx="{x(point.step)}" cy="{y(point.value)}" r="3" fill="{color}"/>' for point in curve]
     heights = _apart([y(curve[-1].value) for _, curve, _ in drawn], 15)
     for (name, curve, color), height in zip(drawn, heights, strict=True):
         text = html.escape(f"{name[:18]} {curve[-1].value:.3f}")

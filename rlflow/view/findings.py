@@ -67,20 +67,24 @@ def drift(metrics: Sequence[Mapping[str, float]]) -> Fault | None:
 
 
 def stale(run: RunFiles) -> Fault | None:
-    """Tokens that were sampled by weights from long before their step; one step back is what pipelined runs do."""
-    late = []
-    for step in sorted(run.tokens)[-RECENT:]:
-        for episode in run.tokens_of(step).values():
-            for segment in episode.segments:
-                versions = segment.versions[segment.versions >= 0]
-                if len(versions) and int(versions.min()) < step - 2:
-                    late.append((step, int(versions.min())))
-    if not late:
+    """Tokens of the run's own rollout that are sampled by weights further back than its configuration allows (`max_staleness` of
+    runs that sample ahead), and two versions at the least."""
+    rollout = run.config.get("rollout") or {}
+    ahead = rollout.get("asynchronous") if isinstance(rollout, dict) else None
+    allowed = ahead.get("max_staleness", 0) if isinstance(ahead, dict) else 0
+    found: list[tuple[int, int]] = []
+    for step in sorted(set(run.tokens) & set(run.training))[-RECENT:]:
+        own = {
+            str(record.get("id")) for record in run.records("train", step) if record.get("source", "local") == "local"
+        }
+        episodes = [episode for name, episode in run.tokens_of(step).items() if name in own]
+        versions = [segment.versions[segment.versions >= 0] for episode in episodes for segment in episode.segments]
+        found += [(step - 1 - int(known.min()), step) for known in versions if len(known)]
+    behind, step = max(found, default=(0, 0))
+    if behind <= max(1, allowed):
         return None
-    step, version = min(late, key=lambda pair: pair[1] - pair[0])
-    behind = step - 1 - version
-    text = f"Tokens of step {step} were sampled by the weights of version {version}, {behind} updates behind the trainer's."
-    return Fault("old weights", text, step)
+    text = f"Tokens of step {step} were sampled by weights {behind} updates behind the trainer's"
+    return Fault("old weights", f"{text}, which shows in the gap too: check the weight sync.", step)
 
 
 def never_stopping(records: Sequence[Record], most_tokens: int | None) -> Fault | None:

@@ -93,10 +93,11 @@ def test_the_terminal_and_the_page_say_the_same_in_80_columns(tmp_path: Path, to
     assert not re.search(r"https?://|<script", page)
 
 
-def test_no_band_is_drawn_where_nothing_was_measured() -> None:
-    points = curve([trained(1, 0.1), trained(2, 0.4)], "train/exact_match")
-    assert "<polygon" not in chart({"a": points}) and "<circle" not in chart({"a": points})
-    assert chart({"a": curve([evaluated(0, 0.1), evaluated(5, 0.4)], "eval/exact_match")}).count("<polygon") == 1
+def test_intervals_stand_where_they_were_measured_and_nowhere_else() -> None:
+    plain = chart({"a": curve([trained(1, 0.1), trained(2, 0.4)], "train/exact_match")})
+    assert 'class="interval"' not in plain and "<circle" not in plain and plain.count("<polyline") == 1
+    measured = chart({"a": curve([evaluated(0, 0.1), evaluated(5, 0.4)], "eval/exact_match")})
+    assert measured.count('class="interval"') == measured.count("<circle") == 2 and "<polygon" not in measured
 
 
 def test_names_are_escaped_and_told_apart(tmp_path: Path, tokenizer: Tokenizer) -> None:

@@ -45,6 +45,18 @@ def test_tokens_of_old_weights_are_found_by_their_versions(tmp_path: Path, token
         assert [finding.fault for finding in findings(RunFiles.open(tmp_path))] == found
 
 
+def test_runs_that_may_sample_ahead_and_episodes_from_elsewhere_are_none_of_it(
+    tmp_path: Path, tokenizer: Tokenizer
+) -> None:
+    of = task("t")
+    old = attempt(tokenizer, of, 0, SEARCHED, version=5)
+    for staleness, source, found in ((3, "local", []), (2, "local", ["old weights"]), (0, "replay", [])):
+        write_frame(tmp_path, [trained(9)], f"rollout: {{asynchronous: {{max_staleness: {staleness}}}}}\n")
+        old.source = source
+        write_step(tmp_path, tokenizer, 9, [group_of(of, [old])])
+        assert [finding.fault for finding in findings(RunFiles.open(tmp_path))] == found
+
+
 def test_a_gap_is_drift_when_it_is_large_or_has_grown() -> None:
     def of(*gaps: float) -> bool:
         return drift([trained(step, gap=gap) for step, gap in enumerate(gaps, start=1)]) is not None
