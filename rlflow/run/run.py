@@ -178,7 +178,7 @@ class Run:
         self.evaluation.record(self.step, result.metrics, final)
         elapsed = {**self.timer.take_phase("evaluate"), "time/run_s": self.clock.seconds}
         self.metrics.log(self.step, {**result.metrics, **elapsed})
-        self.progress.evaluated(self.step, result.metrics)
+        self.progress.evaluated(self.step, {**result.metrics, **elapsed})
         logger.info("%s", evaluated_line(self.step, self.config.run.steps, result.metrics, self.registered))
         write_trajectories(self.directory.evaluations(self.step), result.groups)
         if self.saved_step == self.step:
