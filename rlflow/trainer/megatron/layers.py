@@ -4,7 +4,9 @@ backward pass, and gradients of weights that go straight into Megatron's buffers
 
 from __future__ import annotations
 
+import contextlib
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -22,13 +24,13 @@ from torch.distributed import ProcessGroup
 from rlflow import matmul as products
 from rlflow.trainer.megatron.context import gather_tokens, held_chunks
 
-try:  # torch 2.11; before, it took neither windows nor grouped queries
-    from torch.nn.attention.varlen import varlen_attn
+varlen_attn: Callable[..., Any] | None = None
+"""torch's attention over rows of variable lengths; before 2.11 it took neither windows nor grouped queries."""
+with contextlib.suppress(ImportError):
+    from torch.nn.attention import varlen
 
-    if not {"window_size", "enable_gqa"} <= inspect.signature(varlen_attn).parameters.keys():
-        varlen_attn = None
-except ImportError:
-    varlen_attn = None
+    if {"window_size", "enable_gqa"} <= inspect.signature(varlen.varlen_attn).parameters.keys():
+        varlen_attn = varlen.varlen_attn
 
 
 class RMSNorm(torch.nn.RMSNorm):
@@ -95,7 +97,8 @@ def _attend_packed(query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, lo
     assert varlen_attn is not None
     grouped = query.shape[1] != key.shape[1]
     mixed = varlen_attn(query, key, value, bounds, bounds, longest, longest, window_size=(-1, 0), enable_gqa=grouped)
-    return mixed.flatten(1)
+    packed: Tensor = mixed.flatten(1)
+    return packed
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
