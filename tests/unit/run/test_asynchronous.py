@@ -86,6 +86,7 @@ def test_no_schedule_failure_or_death_breaks_a_promise(case: tuple[Workload, Pac
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 @settings(max_examples=2000, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True)
 @given(CASES)
 def test_no_schedule_failure_or_death_breaks_a_promise_in_two_thousand_cases(case: tuple[Workload, Pacing]) -> None:
