@@ -67,7 +67,7 @@ def configuration(case: Case, path: Path) -> Any:
     from rlflow.config.schema import load_config
 
     shape = (f"rollout.prompts_per_step={case.rows}", "rollout.samples_per_prompt=1", f"rollout.max_total_tokens={case.length}",
-             f"rollout.max_response_tokens={case.length - 1}", f"data.max_prompt_tokens={case.length - 1}",
+             f"rollout.max_response_tokens={case.length - 1}", f"data.max_prompt_tokens={case.length // 2}",
              f"rollout.engine={{name: embedded, max_concurrency: {case.rows}}}", f"cluster.ranks={case.ranks}",
              f"trainer.tokens_per_microbatch={case.rows * case.length}", "algorithm.advantage=reinforce")  # fmt: skip
     return load_config(None, [f"model.path={path}", "environment.name=none", *shape, *case.overrides])

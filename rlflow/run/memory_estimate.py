@@ -188,8 +188,11 @@ def update_parts(config: RunConfig, model: Architecture, stage: int) -> dict[str
         head = _head_bytes(config, model, math.ceil(batch.scored / layout.context_parallel), width)
         # The output layer comes before the first layer of the backward pass: they are not there at the same time.
         parts["backward pass"], parts["logits"] = max(parts["backward pass"] - head, 0), head
-    slack = SLACK_CUDA if torch.cuda.is_available() else SLACK
-    return {**parts, "slack": round(slack * sum(parts.values()))}
+    return {**parts, "slack": round(_slack() * sum(parts.values()))}
+
+
+def _slack() -> float:
+    return SLACK_CUDA if torch.cuda.is_available() else SLACK
 
 
 def largest_microbatch(config: RunConfig) -> LargestMicrobatch:
@@ -261,9 +264,12 @@ def engine_parts(config: RunConfig, model: Architecture) -> dict[str, int]:
     block = model.layers * BLOCK_SIZE * 2 * model.groups * model.head_dim * width
     parameters = stage_parameters(model, ParallelLayout())[0]
     decode = slots * model.vocab * 4 * 4  # logits, scaled ones, log-probs, probabilities
-    prefilled = min(int(options.get("prefill_tokens", 8192)), slots * config.rollout.max_total_tokens)
-    prefill = prefilled * width * (3 * model.hidden + (model.heads + 4 * model.groups) * model.head_dim + 3 * model.ffn)
-    return {"engine's weights": parameters * width, "keys and values": blocks * block, "sampling": max(decode, prefill)}
+    longest = min(config.data.max_prompt_tokens, config.rollout.max_total_tokens)
+    prefilled = min(int(options.get("prefill_tokens", 8192)), slots * longest)
+    activations = 3 * model.hidden + (model.heads + 4 * model.groups) * model.head_dim + 3 * model.ffn
+    prefill = prefilled * width * (activations + longest)  # with the masks of all that is prefilled in a step
+    sampling = round((1 + _slack()) * max(decode, prefill))
+    return {"engine's weights": parameters * width, "keys and values": blocks * block, "sampling": sampling}
 
 
 def is_embedded(config: RunConfig) -> bool:
