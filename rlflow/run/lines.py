@@ -134,8 +134,10 @@ def next_commands(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     if "run" not in written:
         return []
     run = shlex.quote(written["run"])
-    found = [(f"rlflow show {run}", "what the policy wrote, what it was shown, the reward")]
+    found = [(f"rlflow view {run} --open", "every stored episode, token by token"),
+             (f"rlflow show {run}", "what the policy wrote, what it was shown, the reward")]  # fmt: skip
     if "export" in written:
+        found.insert(0, (f'rlflow ask {run} "a question"', "the trained policy answers, in an environment of questions"))
         found.append((f"rlflow eval --model {shlex.quote(written['export'])}", "scores of the trained policy"))
     if summary["status"] != "finished":
         found.insert(0, (f"rlflow train --config {run}/config.yaml --resume", "goes on from the last checkpoint"))

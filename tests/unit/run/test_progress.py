@@ -154,9 +154,11 @@ def test_an_evaluation_is_called_after_the_training_only_if_it_was_made_then() -
 
 
 def test_the_next_commands_are_those_that_can_be_given() -> None:
-    assert [command for command, _ in next_commands(SUMMARY)] == ["rlflow show runs/a", "rlflow eval --model runs/a/export"]
+    assert [command for command, _ in next_commands(SUMMARY)] == [
+        'rlflow ask runs/a "a question"', "rlflow view runs/a --open", "rlflow show runs/a", "rlflow eval --model runs/a/export"
+    ]  # fmt: skip
     assert next_commands({**SUMMARY, "written": {}}) == []
-    assert summary_text(SUMMARY, REGISTERED).splitlines()[-3] == "next"
+    assert summary_text(SUMMARY, REGISTERED).splitlines()[-5] == "next"
 
 
 def episode(response: str) -> Trajectory:
