@@ -44,6 +44,8 @@ EXTRAS = {
     "search-gpu": ["faiss-gpu-cu12>=1.9", "bm25s>=0.2.6", *SERVER, *DOCUMENTS],
     "judge": ["httpx>=0.27"],  # the reward of a language model
     "data": ["pyarrow>=15"],  # questions in parquet
+    "gymnasium": ["gymnasium>=1.0"],
+    "reasoning-gym": ["reasoning-gym>=0.1.23"],
     "onnx": ["onnxruntime>=1.17"],
     "ray": ["ray>=2.40"],
     # Both best in an environment of their own, which rollout.engine.python names: they pin torch and transformers.
@@ -97,6 +99,9 @@ setup(
         "console_scripts": ["rlflow = rlflow.commands.cli:main"],
         "rlflow.environments": [
             "search = rlflow_environments.search:SearchEnvironment",
+            # of other libraries
+            "gymnasium = rlflow_environments.adapters.gymnasium:GymnasiumEnvironment",
+            "reasoning_gym = rlflow_environments.adapters.reasoning:ReasoningGym",
             # over any other environment, their `base`
             "improve = rlflow_environments.wrappers.improve:ImprovePrompts",
             "intrinsic = rlflow_environments.wrappers.intrinsic:IntrinsicRewards",

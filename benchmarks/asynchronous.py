@@ -95,8 +95,8 @@ class SlowTools(Environment):
 class TimedEngine(EmbeddedEngine):
     """Knows how long its steps took."""
 
-    def __init__(self, *arguments: Any, **keywords: Any) -> None:
-        super().__init__(*arguments, **keywords)
+    def __init__(self, path: str, tokenizer: Any = None, *, max_concurrency: int = 256, max_tokens: int | None = None) -> None:
+        super().__init__(path, tokenizer, max_concurrency=max_concurrency, max_tokens=max_tokens)
         self.busy_s = 0.0
         step = self._scheduler.step
 

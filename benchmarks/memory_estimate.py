@@ -44,20 +44,20 @@ class Case:
 
 CASES = (
     Case("18M", "18M"),
-    Case("93M", "93M"),
+    Case("93M", "93M", rows=2),
     Case("18M packed", "18M", overrides=("trainer.packing=true",)),
     Case("18M long rows", "18M", rows=2, length=2048),
     Case("18M small chunks of logits", "18M", overrides=("trainer.logits_chunk_mib=16",)),
-    Case("93M reference", "93M", overrides=("algorithm.losses=[ppo_clip, {name: kl, coefficient: 0.1}]",)),
-    Case("93M selective", "93M", overrides=("trainer.recompute=selective",)),
-    Case("93M full recompute", "93M", overrides=("trainer.recompute=full",)),
-    Case("93M bfloat16", "93M", overrides=("model.dtype=bfloat16",)),
+    Case("93M reference", "93M", rows=2, overrides=("algorithm.losses=[ppo_clip, {name: kl, coefficient: 0.1}]",)),
+    Case("93M selective", "93M", rows=2, overrides=("trainer.recompute=selective",)),
+    Case("93M full recompute", "93M", rows=2, overrides=("trainer.recompute=full",)),
+    Case("93M bfloat16", "93M", rows=2, overrides=("model.dtype=bfloat16",)),
     Case(
         "18M critic", "18M", overrides=("algorithm={advantage: gae, losses: [ppo_clip, value], critic: {lr: 1.0e-5}}",)
     ),
-    Case("93M TP2", "93M", overrides=("trainer.tensor_parallel=2",), ranks=2),
-    Case("93M PP2", "93M", overrides=("trainer.pipeline_parallel=2", "trainer.tokens_per_microbatch=512"), ranks=2),
-    Case("93M DP2 distributed optimizer", "93M", overrides=("trainer.distributed_optimizer=true",), ranks=2),
+    Case("93M TP2", "93M", rows=2, overrides=("trainer.tensor_parallel=2",), ranks=2),
+    Case("93M PP2", "93M", rows=2, overrides=("trainer.pipeline_parallel=2", "trainer.tokens_per_microbatch=512"), ranks=2),
+    Case("93M DP2 distributed optimizer", "93M", rows=2, overrides=("trainer.distributed_optimizer=true",), ranks=2),
     Case("18M engine", "18M", "rollout", rows=32, length=512),
     Case("93M engine", "93M", "rollout", rows=16, length=512),
 )

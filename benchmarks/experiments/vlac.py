@@ -41,7 +41,7 @@ def run(arm: str, seed: int, quick: bool) -> Figures:
             environment = {"name": "progress", "base": environment, "critic": critic}
             found |= correlations(task, {key: critic[key] for key in ("url", "model")}, seed)
         small = stack.enter_context(small_run(seed, environment, task.characters, *overrides, preset="vlac"))
-        small.warm_up(some_demonstrations(small, task, task.do_anything, seed, TURNS, 48), 4 if quick else 20)
+        small.warm_up(some_demonstrations(small, task, task.do_anything, seed, TURNS), 4 if quick else 20)
         rows = [small.step() for _ in range(2 if quick else STEPS)]
     curve = [row["train/success"] for row in rows]
     enough = [step for step, share in enumerate(smoothed(curve, 5), 1) if share >= ENOUGH]

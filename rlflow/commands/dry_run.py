@@ -30,30 +30,27 @@ def look(config: RunConfig) -> int:
     a run could start, else 2."""
     from rlflow.config.batch_plan import batch_plan
     from rlflow.run.model_directory import fetch_models
-    from rlflow.run.readiness import Readiness, examine
+    from rlflow.run.readiness import examine
 
-    found = Readiness()
-    waiting = found.problems.attempt(fetch_models, config, weights=False)
-    if waiting is not None:
-        found = examine(config, weights=not waiting)
-        found.notes += waiting
-    plan = (
-        None if found.values_wrong else Problems().attempt(batch_plan, config)
-    )  # sizes that do not fit are among the problems
-    if plan is not None:
-        print(f"# batch plan\n{plan}")
-    if found.model is not None and not found.values_wrong:
-        print_estimates(config, found.model)
+    unreached = Problems()
+    waiting = unreached.attempt(fetch_models, config, weights=False)
+    found = examine(config, model=waiting is not None, weights=waiting == [])
+    found.problems[:0] = unreached
+    found.notes += waiting or []
+    if found.fits:
+        print(f"# batch plan\n{batch_plan(config)}")
+    if found.fits and found.model is not None:
+        try:
+            print_estimates(config, found.model)
+        except OverflowError:
+            print("\n# memory and time\nno estimate: the numbers are too large")
     for note in found.notes:
         print(f"note: {redact_text(note)}")
     for problem in found.problems:
         print(f"rlflow: {type(problem).__name__}: {redact_text(str(problem))}", file=sys.stderr)
     count = len(found.problems)
-    print(
-        f"{count} problem{'' if count == 1 else 's'} found, nothing was started."
-        if count
-        else "ready: nothing is in the way of this run."
-    )
+    found_some = f"{count} problem{'' if count == 1 else 's'} found, nothing was started."
+    print(found_some if count else "ready: nothing is in the way of this run.")
     return RLFlowError.exit_code if count else 0
 
 

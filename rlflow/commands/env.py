@@ -92,7 +92,7 @@ def _add_environment_options(parser: argparse.ArgumentParser, player: bool) -> N
         parser.add_argument(
             "player",
             metavar="PLAYER",
-            help="file.py:function of (prompt, [(response, observation)], generator) -> response",
+            help="file.py:function of (prompt, [(response, observation)], generator, clumsy) -> response",
         )
     parser.add_argument(
         "--config", metavar="FILE", help="take constructor keywords from this file's environment section"
@@ -116,9 +116,14 @@ def run_new(args: argparse.Namespace) -> int:
     if args.policy:
         from rlflow.run.imitation import Lessons
 
-        lessons = Lessons(steps=LESSONS, turns=TURNS)
-        _make_policy(_environment(made.reference), made.player, made.policy, lessons)
-        written += [made.player_file, made.configuration, made.policy]
+        written += [made.player_file, made.configuration]
+        try:
+            _make_policy(_environment(made.reference), made.player, made.policy, Lessons(steps=LESSONS, turns=TURNS))
+        except BaseException:  # Ctrl-C too: the same command can be given again
+            for path in written:
+                path.unlink(missing_ok=True)
+            raise
+        written.append(made.policy)
         following.append(f"rlflow train --config {made.configuration}")
     print(f"wrote {', '.join(map(str, written))}\n")
     print("\n".join(f"  {command}" for command in following))
@@ -186,4 +191,4 @@ def _make_policy(environment: Environment, player: str, out: Path, lessons: Less
             )
 
     reward = make_policy(environment, Kind("player").resolve(player), out, lessons, overwrite=overwrite, say=say)
-    print(f"the player's mean reward is {reward:.2f}", file=sys.stderr)
+    print(f"the clumsy player's mean reward is {reward:.2f}", file=sys.stderr)

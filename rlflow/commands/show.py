@@ -6,7 +6,8 @@ import argparse
 import os
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -17,6 +18,7 @@ from rlflow.metrics.sinks import read_metrics
 from rlflow.run.directory import RunDirectory
 from rlflow.run.journal import AttemptJournal
 from rlflow.run.lines import clock, evaluation_line, headline, sparkline
+from rlflow.run.trace import write_trace
 from rlflow.run.trajectories import answers_of, question_of, read_trajectories, solved
 from rlflow.storage.files import read_json
 from rlflow.view.recorded import RunFiles, grouped
@@ -53,13 +55,18 @@ def add(commands: Commands) -> None:
     kind.add_argument("--failed", action="store_true", help="only episodes that did not solve their task")
     kind.add_argument("--solved", action="store_true", help=f"only episodes that did: the {solved}")
     parser.add_argument("--journal", action="store_true", help="attempts of an asynchronous run: states, staleness, steps")
+    parser.add_argument("--trace", metavar="FILE", help="write its timeline for ui.perfetto.dev: trainer and every episode")
     parser.add_argument("--color", choices=("auto", "always", "never"), default="auto")
 
 
 def run(args: argparse.Namespace) -> int:
     """Prints the run."""
-    if args.journal:
-        print(journal_text(RunDirectory.open(args.path), Paint(args.color)))
+    if args.journal or args.trace:
+        with _journal_of(RunDirectory.open(args.path)) as journal:
+            if args.journal:
+                print(journal_text(journal, Paint(args.color)))
+            if args.trace:
+                print(f"{args.trace}: {write_trace(journal, args.trace)} spans")
         return 0
     chosen = "failed" if args.failed else "solved" if args.solved else "all"
     if args.changed:
@@ -206,21 +213,25 @@ def summary_text(run: RunDirectory, registered: Metrics, paint: Paint) -> str:
     return "\n".join(lines)
 
 
-def journal_text(run: RunDirectory, paint: Paint) -> str:
-    """Where the attempts of an asynchronous run are, how old the tokens were that it trained on, and its last steps.
-
-    Raises ConfigError where the run has no journal."""
+@contextmanager
+def _journal_of(run: RunDirectory) -> Iterator[AttemptJournal]:
+    """The journal of a run, for reading. Raises ConfigError where it has none."""
     if not run.journal.is_file():
         raise ConfigError(
-            f"{run.journal}: no such file; runs with rollout.asynchronous.max_staleness above 0 have one, for reading: --journal."
+            f"{run.journal}: no such file; runs with rollout.asynchronous.max_staleness above 0 have one."
         )
     journal = AttemptJournal(run.journal, read_only=True)
     try:
-        counts, lags, steps = journal.counts(), journal.staleness(), journal.last_steps(8)
+        yield journal
     finally:
         journal.close()
+
+
+def journal_text(journal: AttemptJournal, paint: Paint) -> str:
+    """Where the attempts of an asynchronous run are, how old the tokens were that it trained on, and its last steps."""
+    counts, lags, steps = journal.counts(), journal.staleness(), journal.last_steps(8)
     again = counts.pop("again")
-    lines = [paint(f"{run.journal}: {sum(counts.values())} attempts", "bold")]
+    lines = [paint(f"{journal.path}: {sum(counts.values())} attempts", "bold")]
     lines += [f"{state:<24} {count:>8}" for state, count in sorted(counts.items())]
     lines.append(f"{'groups issued again':<24} {again:>8}   too old for every step")
     total = sum(lags.values())

@@ -55,4 +55,6 @@ def run(args: argparse.Namespace) -> int:
 def train_overrides(args: argparse.Namespace) -> list[str]:
     """The overrides of a train command line, the weakest first."""
     switches = [f"run.{name}=true" for name in ("resume", "overwrite") if getattr(args, name)]
+    if len(switches) == 1:  # the config.yaml of a run that began with the one must not forbid the other
+        switches.insert(0, "run.overwrite=false" if args.resume else "run.resume=false")
     return [*switches, *option_overrides(args, "train")]

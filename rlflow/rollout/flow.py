@@ -3,24 +3,31 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Sequence
+import itertools
+import time
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import Union
 
 from rlflow.rollout.continuation import Continued, Decode
-from rlflow.rollout.engine import Engine
+from rlflow.rollout.engine import Completion, Engine, Sampling
 from rlflow.rollout.episodes import Attempt, EpisodePlayer
 from rlflow.rollout.event_loop import LoopThread, Running, cancel_all
 from rlflow.types import Trajectory
 
+FIRST_TURN = 1000
+"""Priority of an attempt's first request, one less with each turn: who is nearest to the end goes first where an engine cannot
+run all. Other requests, an evaluation's for one, come before them with 0."""
+
 
 @dataclass(frozen=True)
 class Begun:
-    """An attempt got a place in its engine, whose weights are of this version or a later one."""
+    """An attempt got a place in its engine, whose weights are of this version or a later one. at: seconds since 1970."""
 
     request_id: str
     version: int
+    at: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -29,6 +36,7 @@ class Ended:
 
     request_id: str
     trajectory: Trajectory
+    at: float = 0.0
 
 
 News = Union[Begun, Ended]
@@ -55,14 +63,14 @@ class EpisodeFlow:
         self._player = player
         self._version = version
         self._watch = thread.watch(player.call_s)
-        self._news: SimpleQueue[Begun | str] = SimpleQueue()  # the id of an attempt that is over
+        self._news: SimpleQueue[Begun | tuple[str, float]] = SimpleQueue()  # id and time of an attempt that is over
         self._running: dict[str, Running[Trajectory]] = {}
 
     def start(self, attempt: Attempt, lane: int) -> None:
         """Plays the attempt, on the engine of that number, counted on beyond the last one."""
         running = self._thread.start(self._play(attempt, lane % len(self._engines)))
         self._running[attempt.request_id] = running
-        running.on_end(lambda: self._news.put(attempt.request_id))
+        running.on_end(lambda: self._news.put((attempt.request_id, time.time())))
 
     def news(self, timeout_s: float = 0.0) -> list[News]:
         """What has happened since the last call, waited for at most that long; nothing of attempts that were cancelled. Raises
@@ -91,17 +99,22 @@ class EpisodeFlow:
         """Ends all attempts."""
         self.cancel(list(self._running))
 
-    def _told(self, item: Begun | str) -> list[News]:
+    def _told(self, item: Begun | tuple[str, float]) -> list[News]:
         if isinstance(item, Begun):
             return [item] if item.request_id in self._running else []
-        running = self._running.pop(item, None)
-        return [] if running is None else [Ended(item, running.result())]
+        name, at = item
+        running = self._running.pop(name, None)
+        return [] if running is None else [Ended(name, running.result(), at)]
 
     async def _play(self, attempt: Attempt, lane: int) -> Trajectory:
-        engine, generate = self._engines[lane], self._generates[lane]
+        engine, generate, turns = self._engines[lane], self._generates[lane], itertools.count()
+
+        def by_turn(tokens: Sequence[int], sampling: Sampling, request_id: str) -> Awaitable[Completion]:
+            return generate(tokens, sampling, request_id, priority=max(1, FIRST_TURN - next(turns)))
+
         async with self._places[lane]:
-            self._news.put(Begun(attempt.request_id, self._version()))
+            self._news.put(Begun(attempt.request_id, self._version(), time.time()))
             try:
-                return await self._player.play(attempt, generate)
+                return await self._player.play(attempt, by_turn)
             finally:
                 engine.release(attempt.request_id)

@@ -233,11 +233,11 @@ class GroupsAhead:
             for item in news:
                 place = self._places[item.request_id]
                 if isinstance(item, Begun):
-                    self.journal.begin(*place, item.version, self._clock() + self._terms.lease_s)
+                    self.journal.begin(*place, item.version, self._clock() + self._terms.lease_s, item.at)
                 else:
                     del self._places[item.request_id]
                     found = item.trajectory
-                    self.journal.finish(*place, trajectory_bytes(found), trained_versions(found))
+                    self.journal.finish(*place, trajectory_bytes(found), trained_versions(found), item.at)
 
     def _issue_again(self, numbers: Collection[int]) -> None:
         self._flow.cancel(self._forget(numbers))

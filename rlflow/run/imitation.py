@@ -33,8 +33,8 @@ from rlflow.types import Batch, Segment, Step, StopReason, Task, Trajectory
 Encode = Callable[[str], list[int]]
 TextPart = tuple[str, bool]
 """A text and whether the policy would have written it."""
-Player = Callable[[str, Sequence[tuple[str, str]], random.Random], str]
-"""(prompt, [(response, observation)] so far, generator) -> the next response."""
+Player = Callable[[str, Sequence[tuple[str, str]], random.Random, bool], str]
+"""(prompt, [(response, observation)] so far, generator, clumsy) -> the next response. It plays well, or clumsily if told so."""
 VOCABULARY = 512
 TEXTS = 400  # episodes that the tokenizer learns from
 REPEATED_WEIGHT = 0.5
@@ -42,12 +42,14 @@ REPEATED_WEIGHT = 0.5
 
 @dataclass(frozen=True)
 class Lessons:
-    """How the imitation is taught: optimizer steps of so many episodes each. turns: of an episode at the most."""
+    """How the imitation is taught: optimizer steps of so many episodes each. turns: of an episode at the most. clumsy: share of
+    the steps after which the player plays clumsily, which spoils the behaviour of the policy and not the skill it has by then."""
 
-    steps: int = 200
+    steps: int = 300
     rows: int = 32
     lr: float = 3e-3
-    turns: int = 4
+    turns: int = 6
+    clumsy: float = 0.65
     seed: int = 0
     backend: str = "megatron"
 
@@ -61,27 +63,43 @@ class PlayedEpisode:
 
 
 def demonstrate(
-    environment: Environment, player: Player, tasks: Sequence[Task], turns: int, seed: str
+    environment: Environment, player: Player, tasks: Sequence[Task], turns: int, seed: str, clumsy: bool = False
 ) -> list[PlayedEpisode]:
     """One episode of each task, played by the player; its randomness comes from the seed and the place of the task.
 
     Raises ConfigError for a player that fails or writes no text, or a prompt that is no text; EnvironmentContractError as a
     run."""
-    return asyncio.run(_demonstrate_all(environment, player, tasks, turns, seed))
+    return asyncio.run(_demonstrate_all(environment, _Seat(player, turns, clumsy), tasks, seed))
+
+
+@dataclass(frozen=True)
+class _Seat:
+    """Who plays, how, and for how many turns."""
+
+    player: Player
+    turns: int
+    clumsy: bool
+
+    def play(self, prompt: str, said: Sequence[tuple[str, str]], generator: random.Random) -> str:
+        try:
+            response = self.player(prompt, list(said), generator, self.clumsy)
+        except Exception as failure:
+            raise ConfigError(f"the player failed after {len(said)} turns: {described(failure)}") from failure
+        if not isinstance(response, str) or not response:
+            raise ConfigError(f"the player: expected the text of a response, found {response!r}.")
+        return response
 
 
 async def _demonstrate_all(
-    environment: Environment, player: Player, tasks: Sequence[Task], turns: int, seed: str
+    environment: Environment, seat: _Seat, tasks: Sequence[Task], seed: str
 ) -> list[PlayedEpisode]:
     return [
-        await _demonstrate(environment, player, task, turns, random.Random(f"{seed}/{number}"))
+        await _demonstrate(environment, seat, task, random.Random(f"{seed}/{number}"))
         for number, task in enumerate(tasks)
     ]
 
 
-async def _demonstrate(
-    environment: Environment, player: Player, task: Task, turns: int, generator: random.Random
-) -> PlayedEpisode:
+async def _demonstrate(environment: Environment, seat: _Seat, task: Task, generator: random.Random) -> PlayedEpisode:
     episode = await _call(environment.reset, task)
     prompt = episode.task.prompt
     if not isinstance(prompt, str):
@@ -92,15 +110,15 @@ async def _demonstrate(
     said: list[tuple[str, str]] = []
     reward = 0.0
     try:
-        for turn in range(1, turns + 1):
-            response = _played(player, prompt, said, generator)
-            episode.turns, episode.turns_left = turn, turns - turn
+        for turn in range(1, seat.turns + 1):
+            response = seat.play(prompt, said, generator)
+            episode.turns, episode.turns_left = turn, seat.turns - turn
             step = await _call(environment.step, episode, response)
             if not isinstance(step, Step):
                 raise EnvironmentContractError(f"step: expected an rlflow.Step, found {type(step).__name__}.")
             parts.append((response, True))
             reward += step.reward
-            if step.terminated or turn == turns:
+            if step.terminated or turn == seat.turns:
                 break
             if not isinstance(step.observation, str):
                 raise ConfigError(f"task '{task.id}': a tiny policy reads text, found an observation of messages.")
@@ -109,16 +127,6 @@ async def _demonstrate(
     finally:
         await _call(environment.close, episode)
     return PlayedEpisode(tuple(parts), reward)
-
-
-def _played(player: Player, prompt: str, said: Sequence[tuple[str, str]], generator: random.Random) -> str:
-    try:
-        response = player(prompt, list(said), generator)
-    except Exception as failure:
-        raise ConfigError(f"the player failed after {len(said)} turns: {described(failure)}") from failure
-    if not isinstance(response, str) or not response:
-        raise ConfigError(f"the player: expected the text of a response, found {response!r}.")
-    return response
 
 
 async def _call(method: Any, *arguments: Any) -> Any:
@@ -168,14 +176,15 @@ def make_policy(
     say: Callable[[int, float], object] = lambda step, loss: None,
 ) -> float:
     """Writes a HuggingFace directory with a tiny policy that writes as the player does in this environment; returns the mean
-    return of the demonstrations. say: told (steps done, loss in nats per token) after each step.
+    return of the clumsy player. say: told (steps done, loss in nats per token) after each step.
 
     Raises what `demonstrate` raises, StorageError where `out` is taken."""
     tasks, stop = tasks_of(environment, "train"), tuple(environment.stop)
     if not tasks:
         raise ConfigError("the environment has no tasks of the split 'train' to demonstrate.")
-    drawn = [tasks[index % len(tasks)] for index in range(TEXTS)]
-    shown = demonstrate(environment, player, drawn, lessons.turns, f"{lessons.seed}/texts")
+    drawn, place = [tasks[index % len(tasks)] for index in range(TEXTS)], f"{lessons.seed}/texts"
+    clumsy = demonstrate(environment, player, drawn, lessons.turns, place, clumsy=True)
+    shown = [*demonstrate(environment, player, drawn, lessons.turns, place), *clumsy]
     with tempfile.TemporaryDirectory(prefix="rlflow-") as folder:
         write_tokenizer(folder, ["".join(text for text, _ in one.parts) for one in shown], vocabulary=VOCABULARY)
         write_random_model(folder, hidden=64, layers=2, heads=4, kv_heads=2, ffn=160, seed=lessons.seed)
@@ -188,18 +197,19 @@ def make_policy(
             "name": "cosine",
             "warmup_steps": lessons.steps // 20,
             "decay_steps": lessons.steps,
-            "min_lr": 0.02 * lessons.lr,
+            "min_lr": 0.2 * lessons.lr,
         }
         trainer = Trainer.from_pretrained(folder, lessons.backend, lr=lessons.lr, schedule=schedule, seed=lessons.seed)
         try:
             for step in range(lessons.steps):
                 generator = random.Random(f"{lessons.seed}/{step}")
                 chosen = [generator.choice(tasks) for _ in range(lessons.rows)]
-                played = demonstrate(environment, player, chosen, lessons.turns, f"{lessons.seed}/{step}")
+                spoilt = step >= lessons.clumsy * lessons.steps
+                played = demonstrate(environment, player, chosen, lessons.turns, f"{lessons.seed}/{step}", spoilt)
                 batch = make_batch([to_trajectory(one.parts, tokenizer.encode, encode_response) for one in played])
                 metrics = trainer.update(batch.replace(weights=row_weights(batch)), SFTLoss())
                 say(step + 1, metrics["loss"])
             write_model(out, trainer.weights(), reference=folder, overwrite=overwrite)
         finally:
             trainer.close()
-    return sum(one.reward for one in shown) / len(shown)
+    return sum(one.reward for one in clumsy) / len(clumsy)

@@ -37,6 +37,8 @@ CREATE TABLE attempts (
     lease_until REAL,           -- of `running`, seconds since 1970
     min_version INTEGER,        -- least weight version of the trained tokens; of `running`, that at its start
     max_version INTEGER,
+    begun_s REAL,               -- when it was played, seconds since 1970
+    ended_s REAL,
     step INTEGER,               -- that claimed or dropped it, counted from 1 as in metrics.jsonl
     payload BLOB,               -- the trajectory, until a checkpoint makes it superfluous
     PRIMARY KEY (number, sample)
@@ -44,9 +46,10 @@ CREATE TABLE attempts (
 CREATE INDEX attempts_by_state ON attempts (state, number);
 CREATE INDEX attempts_by_plan ON attempts (planned, task);
 CREATE TABLE marks (step INTEGER PRIMARY KEY, issued INTEGER NOT NULL);  -- groups issued when a checkpoint was written
+CREATE TABLE phases (name TEXT NOT NULL, begun_s REAL NOT NULL, ended_s REAL NOT NULL);  -- what the trainer did
 """
 _BACK_TO_ISSUED = """state = 'issued', attempt = attempt + 1, step = NULL, lease_until = NULL, min_version = NULL,
-    max_version = NULL, payload = NULL"""
+    max_version = NULL, payload = NULL, begun_s = NULL, ended_s = NULL"""
 
 
 @dataclass(frozen=True)
@@ -113,22 +116,24 @@ class AttemptJournal:
             self._database.executemany(f"INSERT INTO attempts ({columns}) VALUES (?, ?, ?, ?, ?, ?, 'issued')", rows)
         return number
 
-    def begin(self, number: int, sample: int, attempt: int, version: int, lease_until: float) -> None:
-        """The attempt has started, with weights of `version`."""
+    def begin(self, number: int, sample: int, attempt: int, version: int, lease_until: float, at: float = 0.0) -> None:
+        """The attempt has started, with weights of `version`. at: when, seconds since 1970."""
         self._write(
-            "UPDATE attempts SET state = 'running', min_version = ?, lease_until = ? WHERE number = ? AND sample = ? "
-            "AND attempt = ? AND state = 'issued'",
-            (version, lease_until, number, sample, attempt),
+            "UPDATE attempts SET state = 'running', min_version = ?, lease_until = ?, begun_s = ? WHERE number = ? "
+            "AND sample = ? AND attempt = ? AND state = 'issued'",
+            (version, lease_until, at, number, sample, attempt),
         )
 
-    def finish(self, number: int, sample: int, attempt: int, payload: bytes, versions: tuple[int, int] | None) -> bool:
+    def finish(
+        self, number: int, sample: int, attempt: int, payload: bytes, versions: tuple[int, int] | None, at: float = 0.0
+    ) -> bool:
         """The attempt is over. versions: least and greatest of its trained tokens. Returns whether the result was wanted: a
         second one is not, nor that of an attempt which has been issued again in the meantime."""
         least, most = versions or (None, None)
         changed = self._write(
-            "UPDATE attempts SET state = 'done', lease_until = NULL, min_version = ?, max_version = ?, payload = ? "
-            "WHERE number = ? AND sample = ? AND attempt = ? AND state IN ('issued', 'running')",
-            (least, most, payload, number, sample, attempt),
+            "UPDATE attempts SET state = 'done', lease_until = NULL, min_version = ?, max_version = ?, payload = ?, "
+            "ended_s = ? WHERE number = ? AND sample = ? AND attempt = ? AND state IN ('issued', 'running')",
+            (least, most, payload, at, number, sample, attempt),
         )
         return changed == 1
 
@@ -174,6 +179,11 @@ class AttemptJournal:
             "AND state = 'done'",
             (payload, *versions, number, sample),
         )
+
+    def note_phases(self, phases: Iterable[tuple[str, float, float]]) -> None:
+        """Adds (name, begin, end), seconds since 1970, of what the trainer did."""
+        with self.transaction():
+            self._database.executemany("INSERT INTO phases VALUES (?, ?, ?)", list(phases))
 
     # --- checkpoints --------------------------------------------------------------------------------------------------
 
@@ -305,6 +315,18 @@ class AttemptJournal:
             count,
         )
         return rows[::-1]
+
+    def phases(self) -> list[tuple[str, float, float]]:
+        """What `note_phases` added, in time."""
+        return self._rows("SELECT name, begun_s, ended_s FROM phases ORDER BY begun_s")
+
+    def played(self) -> list[tuple[str, int, float, float, int, int, int | None]]:
+        """(group's id, sample, begin, end, oldest and newest version, step) of the attempts that are over, in time; a version of
+        -1 where no token was sampled, no step where none has taken it."""
+        return self._rows(
+            "SELECT group_id, sample, begun_s, ended_s, COALESCE(min_version, -1), COALESCE(max_version, -1), step FROM attempts "
+            "WHERE begun_s IS NOT NULL AND ended_s IS NOT NULL ORDER BY begun_s"
+        )
 
     def _rows(self, query: str, *values: Any) -> list[Any]:
         with self._explained():

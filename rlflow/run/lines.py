@@ -106,11 +106,8 @@ def summary_text(summary: Mapping[str, Any], registered: Metrics) -> str:
         rows.append((name, path + within))
     width = max((len(name) for name, _ in rows), default=0)
     lines += [f"  {name:<{width}}  {text}" for name, text in rows if text]
-    following = next_commands(summary)
-    width = max((len(command) for command, _ in following), default=0)
-    return "\n".join(
-        [*lines, *(["next"] if following else []), *(f"  {command:<{width}}  # {what}" for command, what in following)]
-    )
+    following = [f"  {command}  # {what}" for command, what in next_commands(summary)]
+    return "\n".join([*lines, *(["next"] if following else []), *following])
 
 
 def evaluations_of(summary: Mapping[str, Any], registered: Metrics) -> dict[str, str]:
@@ -134,13 +131,12 @@ def next_commands(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     if "run" not in written:
         return []
     run = shlex.quote(written["run"])
-    found = [(f"rlflow view {run} --open", "every stored episode, token by token"),
-             (f"rlflow show {run}", "what the policy wrote, what it was shown, the reward")]  # fmt: skip
+    found = [(f"rlflow view {run} --open", "every episode, by token"), (f"rlflow show {run}", "what it wrote and was shown")]
     if "export" in written:
-        found.insert(0, (f'rlflow ask {run} "a question"', "the trained policy answers, in an environment of questions"))
-        found.append((f"rlflow eval --model {shlex.quote(written['export'])}", "scores of the trained policy"))
+        found.insert(0, (f'rlflow ask {run} "a question"', "it answers"))
+        found.append((f"rlflow eval --model {shlex.quote(written['export'])}", "its scores"))
     if summary["status"] != "finished":
-        found.insert(0, (f"rlflow train --config {run}/config.yaml --resume", "goes on from the last checkpoint"))
+        found.insert(0, (f"rlflow train --config {run}/config.yaml --resume", "goes on"))
     return found
 
 

@@ -15,7 +15,6 @@ import torch
 from rlflow.components import ENGINE
 from rlflow.config.schema import RunConfig
 from rlflow.errors import RLFlowError
-from rlflow.matmul import BLOCKS, PRODUCTS
 from rlflow.models.architecture import Architecture, architecture, padded_vocab, placed_rules
 from rlflow.models.huggingface import read_config
 from rlflow.models.rules import Rule, Split
@@ -33,9 +32,9 @@ LIBRARIES = 600 * 2**20
 """What a process holds once torch, megatron-core and transformers are imported on a CPU; on a GPU it is the CUDA
 context's size."""
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
-SLACK = 0.15
-"""What an update's allocations take beyond their sizes: holes between them, and freed memory that the C library keeps;
-measured."""
+SLACK, SLACK_CUDA = 0.28, 0.1
+"""What an update's allocations take beyond their sizes: holes between them, freed memory that the C library keeps, what products
+need in between. On CPUs measured (`benchmarks/memory_estimate.py`: 0.19 to 0.38), on GPUs assumed."""
 
 
 @dataclass(frozen=True)
@@ -189,7 +188,8 @@ def update_parts(config: RunConfig, model: Architecture, stage: int) -> dict[str
         head = _head_bytes(config, model, math.ceil(batch.scored / layout.context_parallel), width)
         # The output layer comes before the first layer of the backward pass: they are not there at the same time.
         parts["backward pass"], parts["logits"] = max(parts["backward pass"] - head, 0), head
-    return {**parts, "slack": round(SLACK * sum(parts.values()))}
+    slack = SLACK_CUDA if torch.cuda.is_available() else SLACK
+    return {**parts, "slack": round(slack * sum(parts.values()))}
 
 
 def largest_microbatch(config: RunConfig) -> LargestMicrobatch:
@@ -237,15 +237,10 @@ def _transient_per_token(model: Architecture, layout: ParallelLayout, width: int
 def _head_bytes(config: RunConfig, model: Architecture, scored: int, width: int) -> int:
     """Hidden states that predict, their gradients, and the chunk of logits with what is made of it."""
     columns = padded_vocab(model.vocab, config.trainer.tensor_parallel) // config.trainer.tensor_parallel
-    most = max(1, int(config.trainer.logits_chunk_mib * 2**20) // (4 * columns))
+    most = max(1, int(min(config.trainer.logits_chunk_mib, 2**40) * 2**20) // (4 * columns))
     chunk = min(scored, most)
     cast = width if width < 4 else 0  # the product in the weights' precision beside the float32 copy
-    copied = 0
-    if width == 4 and not torch.cuda.is_available() and PRODUCTS.chosen()["rows"] == "onednn":
-        copied = next(
-            (block for block in BLOCKS if block < chunk), 0
-        )  # oneDNN's answer, before it is put beside the others
-    return (chunk * (4 + cast) + copied * 4) * columns + 2 * scored * model.hidden * width
+    return chunk * columns * (4 + cast) + 2 * scored * model.hidden * width
 
 
 # ---------------------------------------------------------------- the embedded engine

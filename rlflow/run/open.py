@@ -87,16 +87,14 @@ def _start(config: RunConfig, stack: ExitStack) -> Run:
     stack.callback(trainer.close)
     if "reference" in algorithm.needs:
         trainer.snapshot("reference")  # the starting policy; a checkpoint that holds its own replaces it
-    if algorithm.teacher is not None:
-        stack.callback(algorithm.teacher.close)
-        algorithm.teacher.open(Classroom(trainer, rollout.tokenizer, rollout.prompt_tokens, config.rollout.temperature))
+    _open_teacher(algorithm, Classroom(trainer, rollout.tokenizer, rollout.prompt_tokens, config.rollout.temperature), stack)
     # Only now: a start that fails has neither taken a directory nor thrown away what `overwrite` is to replace.
     directory = stack.enter_context(open_directory(config))
     log.write_to(directory.log)
     if page is not None:
         page.report = directory.report
-    logger.info("run %s: model %s, environment %s, %d steps", config.run.name, config.model.path,
-                config.environment["name"], config.run.steps)  # fmt: skip
+    told = "run %s: model %s, environment %s, %d steps"
+    logger.info(told, config.run.name, config.model.path, config.environment["name"], config.run.steps)
     save_registered(directory.environment_metrics, rollout.environment.metrics)
     source = CURATOR.build(config.data.curator, "data.curator", tasks=train_tasks, seed=config.run.seed)
     run = Run(
@@ -123,6 +121,12 @@ def _start(config: RunConfig, stack: ExitStack) -> Run:
     run.metrics = stack.enter_context(make_metrics(config, directory, run.saved_step, evaluations))
     _recall(run)
     return run
+
+
+def _open_teacher(algorithm: Algorithm, classroom: Classroom, stack: ExitStack) -> None:
+    if algorithm.teacher is not None:
+        stack.callback(algorithm.teacher.close)
+        algorithm.teacher.open(classroom)
 
 
 def _schedule(tasks: Sequence[Task], config: RunConfig) -> EvaluationSchedule:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 from collections.abc import Callable, Iterator
 from functools import partial
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from rlflow.models.huggingface import check_loadable, read_config
 from rlflow.run.algorithm import check_parts
 from rlflow.run.directory import RunDirectory
 from rlflow.storage.files import read_json
+from rlflow.trainer.options import MEGATRON_WITHOUT_CUDA, untested_megatron
 
 
 def check_start(config: RunConfig) -> None:
@@ -25,21 +28,23 @@ def check_start(config: RunConfig) -> None:
 
     Raises ConfigError, ModelError or MissingPackageError, the first. Data and tokenizer are read when the environment is built.
     """
-    for check in start_checks(config):
+    for check in itertools.chain(config_checks(config), start_checks(config)):
         check()
 
 
-def start_checks(config: RunConfig, weights: bool = True) -> Iterator[Callable[[], object]]:
-    """What `check_start` looks at, one thing per call; see `config_checks`. weights: they are there, and looked at."""
-    yield from config_checks(config)
+def start_checks(config: RunConfig, model: bool = True, weights: bool = True) -> Iterator[Callable[[], object]]:
+    """What `check_start` looks at beyond `config_checks`, one thing per call. model, weights: they are there, and
+    looked at."""
     yield lambda: check_parts(config)
-    yield lambda: policy_architecture(config)
-    if config.model.path:
+    if model:
+        yield lambda: policy_architecture(config)
+    if model and config.model.path:
         yield lambda: config.trainer.layout.check_model(architecture(read_config(config.model.path)))
         if weights:
             yield lambda: check_loadable(config.model.path)
     for package in _needed_packages(config):
         yield partial(_check_package, *package)
+    yield lambda: _check_megatron(config)
     yield lambda: _check_gpus(config)
     yield lambda: _check_resume_step(config)
     yield lambda: RunDirectory.check(run_path(config), resume=config.run.resume, overwrite=config.run.overwrite)
@@ -84,6 +89,18 @@ def _check_gpus(config: RunConfig) -> None:
             f"cluster.gpus_per_rank: {section.ranks} ranks x {section.gpus_per_rank:g} = {wanted:g} GPUs, this machine has "
             f"{here}: lower cluster.ranks or cluster.gpus_per_rank, or set cluster.address to a running cluster."
         )
+
+
+def _check_megatron(config: RunConfig) -> None:
+    """What `rlflow.trainer.megatron.cpu.check_version` says once megatron-core is imported, which takes seconds."""
+    if config.trainer.backend != "megatron" or torch.cuda.is_available():
+        return
+    try:
+        found = metadata.version("megatron-core")
+    except metadata.PackageNotFoundError:  # `_check_package` says it
+        return
+    if not found.startswith(MEGATRON_WITHOUT_CUDA):
+        raise MissingPackageError(untested_megatron(found))
 
 
 def _check_resume_step(config: RunConfig) -> None:

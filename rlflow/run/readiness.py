@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import shutil
 from dataclasses import dataclass, field
+from typing import Any
 from urllib.parse import urlsplit
 
+from rlflow.config.checks import config_checks
 from rlflow.config.schema import RunConfig
 from rlflow.environment import Environment
 from rlflow.errors import ConfigError, ModelError, Problems, RLFlowError, StorageError
@@ -23,6 +25,7 @@ from rlflow.teachers.vocabulary import check_tokenizers
 
 PROMPTS_READ = 1000  # of each split
 GIB = 2**30
+MOST = 2**80  # bytes; a message need not tell more
 
 
 @dataclass
@@ -32,21 +35,24 @@ class Readiness:
     problems: Problems = field(default_factory=Problems)
     notes: list[str] = field(default_factory=list)
     model: Architecture | None = None
-    values_wrong: bool = False  # a value is of no use, so that nothing else could be looked at
+    fits: bool = False  # the configuration by itself, so that plan and estimates can be made of it
 
 
-def examine(config: RunConfig, weights: bool = True) -> Readiness:
+def examine(config: RunConfig, model: bool = True, weights: bool = True) -> Readiness:
     """Opens the model directory, tokenizer, teacher, data, index and environment options, and looks at packages, addresses, disk
-    and the run directory. weights: they are there, and looked at."""
+    and the run directory. model, weights: they are there, and looked at."""
     found = Readiness()
-    first, *others = start_checks(config, weights)
-    found.problems.attempt(first)
-    found.values_wrong = bool(found.problems)
-    if found.values_wrong:  # what stands there is not what the other checks expect
+    checks = config_checks(config)
+    found.problems.attempt(next(checks))
+    if found.problems:  # what stands there is not what the other checks expect
         return found
-    for check in others:
+    for check in checks:
         found.problems.attempt(check)
-    found.model = found.problems.attempt(policy_architecture, config)
+    found.fits = not found.problems
+    for check in start_checks(config, model, weights):
+        found.problems.attempt(check)
+    if model:
+        found.model = found.problems.attempt(policy_architecture, config)
     tokenizer = found.problems.attempt(_policy_tokenizer, config, found) if found.model is not None else None
     environment = _rehearsed(config, found.problems)
     if environment is not None:
@@ -102,7 +108,7 @@ def _look_at_tasks(config: RunConfig, environment: Environment, tokenizer: Token
         for split in splits:
             found.problems.attempt(tasks_of, environment, split)
         return
-    for text in environment.stop:
+    for text in environment.stop if isinstance(environment.stop, (tuple, list)) else (environment.stop,):
         found.problems.attempt(_check_stop, text, tokenizer)
     rollout = found.problems.attempt(rollout_over, [], environment, tokenizer, config)
     if rollout is not None:
@@ -110,10 +116,12 @@ def _look_at_tasks(config: RunConfig, environment: Environment, tokenizer: Token
             found.problems.attempt(_count_tasks, rollout, split, config, found)
 
 
-def _check_stop(text: str, tokenizer: Tokenizer) -> None:
+def _check_stop(text: Any, tokenizer: Tokenizer) -> None:
     """Raises ConfigError for a stop string that no response could end with."""
-    if not text:
-        raise ConfigError("environment: one of its stop strings is empty; every response would end at once.")
+    if not isinstance(text, str) or not text:
+        raise ConfigError(
+            f"environment: its stop strings are a tuple of texts, none of them empty; found {text!r:.60}."
+        )
     tokens = tokenizer.encode(text)
     said = tokenizer.decode(tokens)
     alone = (
@@ -147,9 +155,12 @@ def _check_teacher(config: RunConfig, tokenizer: Tokenizer | None) -> None:
     if isinstance(directory, str) and tokenizer is not None:
         check_tokenizers(tokenizer, directory, "algorithm.teacher", bool(teacher.get("same_template", True)))
     if isinstance(url, str):
-        address = urlsplit(url)
+        try:
+            address, port = urlsplit(url), urlsplit(url).port
+        except ValueError as problem:
+            raise ConfigError(f"algorithm.teacher.url: {url}: no address ({problem}).") from None
         check_address(
-            "algorithm.teacher.url", address.hostname or "", address.port or (443 if address.scheme == "https" else 80)
+            "algorithm.teacher.url", address.hostname or "", port or (443 if address.scheme == "https" else 80)
         )
 
 
@@ -177,6 +188,7 @@ def _check_disk(config: RunConfig, model: Architecture) -> None:
     each, export = size
     needed = each * (config.checkpoint.keep + 1) + (export if config.checkpoint.export else 0)
     if needed > free:
+        each, needed = min(each, MOST), min(needed, MOST)
         raise StorageError(
             f"run.directory: {path}: {config.checkpoint.keep} checkpoints of {each / GIB:.1f} GiB each, one more while it is "
             f"written, and the export take {needed / GIB:.1f} GiB; {free / GIB:.1f} GiB are free. Lower "

@@ -146,6 +146,8 @@ class Run:
         reports = {f"train/{name}": value for name, value in self.source.report().items()} | self.algorithm.report()
         metrics = {**metrics, **rollout_metrics(trajectories, self.registered), **self.rollout.report, **reports}
         if self.ahead is not None:
+            self.ahead.journal.note_phases(self.timer.spans)
+            self.timer.spans.clear()
             metrics |= staleness_metrics(groups, version=self.step - 1) | self.ahead.report()
         metrics |= highest([self.timer.take(), elsewhere])
         metrics |= {"data/prompts_dropped": float(self.prompts_dropped), "data/epoch": self.source.epoch}
@@ -176,7 +178,7 @@ class Run:
         self.evaluation.record(self.step, result.metrics, final)
         elapsed = {**self.timer.take_phase("evaluate"), "time/run_s": self.clock.seconds}
         self.metrics.log(self.step, {**result.metrics, **elapsed})
-        self.progress.evaluated(self.step, result.metrics)
+        self.progress.evaluated(self.step, {**result.metrics, **elapsed})
         logger.info("%s", evaluated_line(self.step, self.config.run.steps, result.metrics, self.registered))
         write_trajectories(self.directory.evaluations(self.step), result.groups)
         if self.saved_step == self.step:

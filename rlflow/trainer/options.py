@@ -19,6 +19,8 @@ from rlflow.values import Component, NonNegativeFloat, NonNegativeInt, PositiveF
 DType = Literal["float32", "bfloat16"]
 Projection = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 """The linear layers of a transformer's layer, by their HuggingFace names."""
+MEGATRON_WITHOUT_CUDA = "0.16."
+"""What versions of megatron-core begin with that `rlflow.trainer.megatron.cpu` was tested with."""
 
 
 @dataclass(frozen=True)
@@ -142,6 +144,14 @@ class TrainerOptions:
 def _ending(schedule: Mapping[str, Any], where: str, updates: int) -> dict[str, Any]:
     _, keywords = SCHEDULE.complete(schedule, where, decay_steps=updates)
     return {"name": schedule["name"], **keywords}
+
+
+def untested_megatron(version: str) -> str:
+    """Says of a version of megatron-core that it is not MEGATRON_WITHOUT_CUDA."""
+    return (
+        f"megatron-core {version} was not tested without CUDA; "
+        f"expected {MEGATRON_WITHOUT_CUDA}x: pip install 'megatron-core==0.16.1'"
+    )
 
 
 def torch_dtype(name: str) -> torch.dtype:

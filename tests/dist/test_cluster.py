@@ -226,6 +226,27 @@ def test_a_critic_trains_in_ray_actors_as_in_one_process(model_path, batch, tmp_
         ranks.close()
 
 
+@needs_ray
+@pytest.mark.dist
+@pytest.mark.slow
+def test_adapters_train_in_ray_actors_as_in_one_process(model_path, batch):
+    """Both streams of them too: merged into the weights, and alone."""
+    options, loss = {**OPTIONS, "lora": {"rank": 4}, "seed": 3}, PPOClipLoss()
+    oracle = Trainer.from_pretrained(model_path, "reference", **options)
+    ranks = RayTrainer(model_path, ranks=2, tensor_parallel=2, **options)
+    try:
+        for _ in range(3):
+            expected, report = oracle.update(batch, loss), ranks.update(batch, loss)
+            assert report["gradient_norm"] == pytest.approx(expected["gradient_norm"], rel=2e-5)
+        for stream in ("weights", "adapter_weights"):
+            found = dict(getattr(ranks, stream)())
+            for name, value in getattr(oracle, stream)():
+                torch.testing.assert_close(found.pop(name), value, atol=1e-5, rtol=1e-5)
+            assert not found
+    finally:
+        ranks.close()
+
+
 @dataclasses.dataclass(frozen=True)
 class HangingLoss:
     """Hangs, or stops the whole process, on one rank; the other waits for it."""

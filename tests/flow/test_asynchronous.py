@@ -22,6 +22,7 @@ from rlflow.metrics.sinks import read_metrics
 from rlflow.run.directory import RunDirectory
 from rlflow.run.journal import AttemptJournal
 from rlflow.run.trajectories import read_trajectories
+from rlflow.storage.files import read_json
 from tests.flow.letters import letters_config, write_config, write_letters_model
 from tests.flow.test_resume import finish, reached, start, wait_for
 
@@ -109,7 +110,10 @@ def test_a_run_that_ends_between_checkpoints_goes_on_with_what_it_had_and_trains
     database.close()
     assert before and not before & set(again)  # what had been finished was not sampled twice
     assert main(["show", str(run.path), "--journal"]) == 0
+    assert main(["show", str(run.path), "--trace", str(tmp_path / "trace.json")]) == 0
     out = capsys.readouterr().out
+    spans = [event for event in read_json(tmp_path / "trace.json")["traceEvents"] if event["ph"] == "X"]
+    assert len([span for span in spans if span["pid"] == 2]) >= 672 and "update" in {span["name"] for span in spans}
     assert re.search(r"trained +672", out) and "lagged behind" in out
 
 

@@ -15,6 +15,8 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "retrieval": ({"errors", "http", "types", "storage", "components", "values", "matmul"}, {"common"}),
     # Environments over any other environment: none of them knows which.
     "wrappers": ({"errors", "types", "storage", "components", "values", "metrics", "environment"}, {"common"}),
+    # Environments of other libraries.
+    "adapters": ({"errors", "types", "components", "metrics", "environment"}, set()),
     # `commands`: what its command-line options and jobs of `doctor` are registered as.
     "search": (
         {"errors", "http", "types", "storage", "components", "values", "metrics", "environment", "commands"},

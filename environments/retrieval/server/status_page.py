@@ -70,7 +70,7 @@ const tiles = [
 const KEPT = 150;  // answers, one every two seconds
 const history = [];
 const at = id => document.getElementById(id);
-const ms = seconds => (seconds * 1000).toFixed(1) + " ms";
+const ms = seconds => (seconds * 1000).toFixed(seconds < 0.001 ? 2 : 1) + " ms";
 const share = value => (value * 100).toFixed(1) + " %";
 function made(name, text, kind) { return Object.assign(document.createElement(name), {textContent: text, className: kind || ""}); }
 function round(value) {  // up to 1, 2 or 5 times a power of ten, so that the axis stands still

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from rlflow.errors import ConfigError, MissingPackageError, RolloutError
-from rlflow.rollout.vllm.frames import MessageError, encode, receive
+from rlflow.rollout.vllm.frames import BadMessageError, encode, receive
 
 logger = logging.getLogger(__name__)
 
@@ -100,8 +100,8 @@ class Sent:
 class VLLMProcess:
     """A process with vLLM, started at once; `wait_until_ready` before anything is asked of it. Used from any thread and loop.
 
-    arguments: what `worker.VLLMServer.do_start` takes. It ends with `close`, with this object, with this process; a log that
-    an error has named stays."""
+    arguments: what `worker.VLLMServer.do_start` takes. It ends with `close`, with this object, with this process; a log that an
+    error has named stays."""
 
     def __init__(self, python: str, arguments: Mapping[str, Any], *, kv_gib: int = 1) -> None:
         self.folder = _make_folder()
@@ -166,7 +166,7 @@ class VLLMProcess:
             self._pending[number] = future
             try:
                 self._socket.sendall(encode({"op": operation, "call": number, **fields}))
-            except MessageError as error:
+            except BadMessageError as error:
                 self._pending.pop(number)
                 future.set_exception(RolloutError(f"vLLM: {operation}: {error}"))
             except BlockingIOError:
@@ -237,7 +237,7 @@ class VLLMProcess:
                     future = self._pending.pop(int(message["call"]), None)
                 if future is not None:
                     future.set_result(message)
-        except (MessageError, KeyError, TypeError, ValueError) as error:
+        except (BadMessageError, KeyError, TypeError, ValueError) as error:
             reason = f"vLLM: its process sent what is no reply: {error}; "
         except OSError:
             pass

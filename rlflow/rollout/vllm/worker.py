@@ -12,6 +12,7 @@ import os
 import signal
 import socket
 import sys
+import threading
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -39,6 +40,7 @@ NEEDED = {
 """Methods of AsyncLLM and the parameters of theirs that are used."""
 NEEDED_ARGUMENTS = ("logprobs_mode", "scheduling_policy", "weight_transfer_config", "enable_prefix_caching")
 ABORT_AGAIN_S = 0.05
+PARENT_POLL_S = 1.0
 
 
 class UnknownVersion(Exception):
@@ -263,15 +265,24 @@ async def serve(connection: socket.socket) -> None:
         server.shut_down()
 
 
+def _end_with_parent(parent: int) -> None:
+    """Ends this process and its children when the one that started it has ended, in the middle of loading a model too."""
+    while os.getppid() == parent:
+        time.sleep(PARENT_POLL_S)
+    os.killpg(0, signal.SIGKILL)
+
+
 def main() -> None:
     """Serves the socket whose descriptor is the first argument, then ends with every process that it started."""
-    descriptor = int(sys.argv[1])
+    descriptor, own_group = int(sys.argv[1]), os.getpgid(0) == os.getpid()  # as it was started: it and its children
     os.set_inheritable(descriptor, False)
+    if own_group:
+        threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
     try:
         asyncio.run(serve(socket.socket(fileno=descriptor)))
     finally:
         sys.stderr.flush()
-        if os.getpgid(0) == os.getpid():  # as it was started: the group is this process and its children
+        if own_group:
             time.sleep(0.1)
             os.killpg(0, signal.SIGKILL)
 

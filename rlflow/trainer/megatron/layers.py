@@ -4,6 +4,9 @@ backward pass, and gradients of weights that go straight into Megatron's buffers
 
 from __future__ import annotations
 
+import contextlib
+import inspect
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,6 +23,14 @@ from torch.distributed import ProcessGroup
 
 from rlflow import matmul as products
 from rlflow.trainer.megatron.context import gather_tokens, held_chunks
+
+varlen_attn: Callable[..., Any] | None = None
+"""torch's attention over rows of variable lengths; before 2.11 it took neither windows nor grouped queries."""
+with contextlib.suppress(ImportError):
+    from torch.nn.attention import varlen
+
+    if {"window_size", "enable_gqa"} <= inspect.signature(varlen.varlen_attn).parameters.keys():
+        varlen_attn = varlen.varlen_attn
 
 
 class RMSNorm(torch.nn.RMSNorm):
@@ -63,6 +74,8 @@ class TorchAttention(MegatronModule):
         query, key, value = (part.unsqueeze(1) for part in (query, key, value))
         if ranks > 1:
             return self._attend_over_ranks(query, key, value, lengths).squeeze(1)
+        if varlen_attn is not None and query.is_cuda and query.dtype is torch.bfloat16:
+            return _attend_packed(query.squeeze(1), key.squeeze(1), value.squeeze(1), bounds, max(lengths))
         segments = zip(*(part.split(lengths) for part in (query, key, value)), strict=True)
         return torch.cat([_attend(*segment) for segment in segments]).squeeze(1)
 
@@ -76,6 +89,16 @@ class TorchAttention(MegatronModule):
             for chunk in held_chunks(lengths, group.size(), group.rank())
         ]
         return torch.cat(parts)
+
+
+def _attend_packed(query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, longest: int) -> Tensor:
+    """Causal attention within each of the rows that lie between `bounds`, in one call of torch's flash attention for variable
+    lengths (bfloat16, GPUs): (tokens, heads, head_dim) -> (tokens, heads * head_dim)."""
+    assert varlen_attn is not None
+    grouped = query.shape[1] != key.shape[1]
+    mixed = varlen_attn(query, key, value, bounds, bounds, longest, longest, window_size=(-1, 0), enable_gqa=grouped)
+    packed: Tensor = mixed.flatten(1)
+    return packed
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:

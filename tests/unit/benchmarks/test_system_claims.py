@@ -52,7 +52,7 @@ GOOD: dict[str, dict[str, dict[str, Any]]] = {
     "oni": {
         "extrinsic only": {"success": 0.1},
         **{name: {"success": 0.9} for name in ("retrieval", "classification", "ranking")},
-        KILLED: {"success": 0.8, "steps": 30.0, "aborted": 0.0},
+        KILLED: {"success": 0.8, "steps": 40.0, "aborted": 0.0},
     },
     "vlac": {
         "sparse": {"success": 0.3, "episodes_to_80": 3200.0},
@@ -83,7 +83,7 @@ BAD = [
     ("mobile_agent", "trajectory-aware", "success", 0.4),
     ("mobile_agent", "GRPO", "success", 0.9),
     ("oni", "ranking", "success", 0.1),
-    ("oni", KILLED, "steps", 30.0),
+    ("oni", KILLED, "steps", 20.0),
     ("oni", KILLED, "aborted", 0.5),
     ("vlac", "progress", "success", 0.2),
     ("vlac", "progress", "order_failure", 0.96),

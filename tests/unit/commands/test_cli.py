@@ -374,3 +374,13 @@ def test_doctor_knows_the_versions_of_the_constraints_file() -> None:
     lines = (ROOT / "constraints" / "cpu.txt").read_text().splitlines()
     constraints = dict(line.split("==") for line in lines if "==" in line and not line.startswith("#"))
     assert {name: constraints.get(name) for name in versions_tested()} == versions_tested()
+
+
+def test_a_run_that_began_with_overwrite_can_be_resumed_from_its_own_configuration(tmp_path: Path) -> None:
+    from rlflow.config.schema import load_config
+
+    (tmp_path / "config.yaml").write_text("run: {overwrite: true}\n")
+    config = load_config(str(tmp_path / "config.yaml"), train_overrides(train_arguments("--resume")))
+    assert config.run.resume and not config.run.overwrite
+    both = load_config(None, train_overrides(train_arguments("--resume", "--overwrite")))
+    assert both.run.resume and both.run.overwrite, "a contradiction is refused later, not resolved"

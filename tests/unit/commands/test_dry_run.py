@@ -14,7 +14,7 @@ import pytest
 
 from rlflow.commands import cli
 from rlflow.config.schema import load_config
-from rlflow.run import readiness
+from rlflow.run import preflight, readiness
 from tests.fixtures import tiny_model
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -156,6 +156,25 @@ def test_all_faults_are_told_and_not_only_the_first(
     for word in ("config.json: missing", "bm52", "malformed.jsonl", "broken.jsonl", "'nothing'", "top_k", "minibatches_per_step",
                  "ppo_clop", "run.name"):  # fmt: skip
         assert sum(word in problem for problem in problems) == 1, (word, problems)
+
+
+def test_a_model_that_cannot_be_fetched_hides_nothing_else(
+    place: Place, untouched: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, out, problems = dry(place, capsys, "model.path=Nobody/Nothing", "environment.retriever=bm52")
+    assert code == 2 and len(problems) == 2 and "# batch plan" in out
+    assert "ModelError: model.path: Nobody/Nothing: no directory of that name here" in problems[0] and "HF_HOME=" in problems[0]
+    assert "unknown name 'bm52'" in problems[1]
+
+
+def test_an_untested_megatron_is_told_without_importing_it(
+    place: Place, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = preflight.metadata.version
+    monkeypatch.setattr(preflight.metadata, "version", lambda name: "0.18.0" if name == "megatron-core" else found(name))
+    monkeypatch.setattr(preflight.torch.cuda, "is_available", lambda: False)
+    code, _, problems = dry(place, capsys)
+    assert code == 2 and "megatron-core 0.18.0 was not tested without CUDA; expected 0.16.x" in problems[0]
 
 
 def test_a_value_of_another_kind_is_told_alone(place: Place, capsys: pytest.CaptureFixture[str]) -> None:

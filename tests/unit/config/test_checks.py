@@ -110,6 +110,14 @@ def test_the_trunk_of_the_configuration_stays_small() -> None:
     assert len(config_keys(RunConfig)) <= 76
 
 
+def test_plan_says_how_far_episodes_run_ahead() -> None:
+    ahead = ["rollout.prompts_per_step=16", "rollout.asynchronous.max_staleness=4", "rollout.asynchronous.run_ahead=2"]
+    assert "asynchronous" not in batch_plan(load_config(None, ahead[:1]))
+    assert "at most 48 prompts under way or waiting; no trained token older than 4 updates" in batch_plan(
+        load_config(None, ahead)
+    )
+
+
 def test_plan_multiplies_as_by_hand() -> None:
     overrides = ["rollout.prompts_per_step=16", "rollout.samples_per_prompt=4", "rollout.max_total_tokens=1000",
                  "data.max_prompt_tokens=500", "algorithm.minibatches_per_step=2", "algorithm.epochs_per_step=3",

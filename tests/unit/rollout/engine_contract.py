@@ -19,13 +19,14 @@ Pairs = list[tuple[str, Tensor]]
 Make = Callable[..., Engine]
 PROMPT = [10, 20, 30, 40, 50]
 OTHER = [11, 21, 31]
+MOST = 4000  # tokens that every engine of the tests has room for
 
 
 def run(coroutine: Coroutine[Any, Any, T]) -> T:
     """The result; a contract that is broken by waiting for ever fails instead."""
 
     async def limited() -> T:
-        return await asyncio.wait_for(coroutine, 30)
+        return await asyncio.wait_for(coroutine, 120)
 
     return asyncio.run(limited())
 
@@ -107,14 +108,15 @@ class EngineContract:
         assert run(order()) == ["urgent", "soon", "late", "later"]
 
     def test_pause_keep_holds_everything_where_it_is(self, make: Make) -> None:
-        free = run(make().generate(PROMPT, Sampling(30, seed=1)))
+        count = 30 * self.longer
+        free = run(make().generate(PROMPT, Sampling(count, seed=1)))
 
         async def hold() -> list[Completion]:
             engine = make(max_concurrency=1)
-            requests = [start(engine, PROMPT, 30, 1)]
+            requests = [start(engine, PROMPT, count, 1)]
             await some_steps()
             await engine.pause("keep")
-            requests.append(start(engine, PROMPT, 30, 1))
+            requests.append(start(engine, PROMPT, count, 1))
             await some_steps(100)
             assert not any(request.done() for request in requests)
             await engine.resume()
@@ -208,7 +210,7 @@ class EngineContract:
 
     def test_nothing_is_sampled_from_half_loaded_weights(self, make: Make, weights: Pairs) -> None:
         async def fail(engine: Engine) -> None:
-            request = start(engine, PROMPT, 200)
+            request = start(engine, PROMPT, min(200 * self.longer, MOST))
             await some_steps()
             with pytest.raises(RLFlowError):
                 await engine.load_weights(weights[:1], version=1)
@@ -224,7 +226,7 @@ class EngineContract:
     def test_a_closed_engine_ends_what_is_in_flight_and_refuses_the_rest(self, make: Make) -> None:
         async def close() -> None:
             engine = make(max_concurrency=1)
-            requests = [start(engine, PROMPT, 200), start(engine, OTHER, 200)]
+            requests = [start(engine, PROMPT, min(200 * self.longer, MOST)), start(engine, OTHER, 200)]
             await some_steps()
             await engine.close()
             assert [done.stop for done in await asyncio.gather(*requests)] == ["aborted", "aborted"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -138,6 +139,26 @@ def test_a_weight_update_in_the_middle_costs_no_episode(mode: str, tokenizer: To
         sampled = segment.loss_mask
         scale = torch.where(segment.versions == 1, 2.0, 1.0)
         assert torch.allclose(segment.logprobs[sampled], (expected.logprobs * scale)[sampled], rtol=1e-5)
+
+
+def test_who_has_more_turns_behind_goes_first_and_an_evaluation_before_all(tokenizer: Tokenizer) -> None:
+    class Listening(FakeEngine):
+        heard: list[tuple[str, int]] = []
+
+        async def generate(
+            self, tokens: Sequence[int], sampling: Sampling, request_id: str | None = None, priority: int = 0
+        ) -> Completion:
+            self.heard.append((request_id or "", priority))
+            return await super().generate(tokens, sampling, request_id, priority)
+
+    with Rollout(Listening(tokenizer), Asking(turns=3), tokenizer, max_response_tokens=4) as rollout:
+        flow = rollout.flow()
+        (name,) = start(rollout, flow, 1)
+        collected(flow, 1)
+        trained = [priority for request, priority in Listening.heard if request == name]
+        rollout.collect([Task("e", "Question?")], step=-1, samples_per_prompt=1)
+    assert trained == sorted(trained, reverse=True) and len(set(trained)) == 3
+    assert {priority for request, priority in Listening.heard if request != name} == {0} and min(trained) > 0
 
 
 def test_a_mistake_of_the_set_up_reaches_whoever_asks_for_news(tokenizer: Tokenizer) -> None:

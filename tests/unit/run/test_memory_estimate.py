@@ -11,10 +11,8 @@ from typing import Any
 import pytest
 
 from rlflow.config.schema import load_config
-from rlflow.matmul import Products
 from rlflow.models.architecture import Architecture, architecture
 from rlflow.models.flops import forward_flops
-from rlflow.run import memory_estimate
 from rlflow.run.device_speeds import Device
 from rlflow.run.memory_estimate import (
     checkpoint_bytes,
@@ -107,9 +105,7 @@ def test_activations_fall_with_every_way_to_spare_them(qwen: Architecture) -> No
     assert activations(*stages, stage=1) < activations(*stages, stage=0)  # 1F1B: the first stage waits longest
 
 
-def test_logits_never_exceed_their_chunk(qwen: Architecture, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RLFLOW_MATMUL", "mkl")
-    monkeypatch.setattr(memory_estimate, "PRODUCTS", Products())
+def test_logits_never_exceed_their_chunk(qwen: Architecture) -> None:
     for limit in (64, 512):
         parts = update_parts(config(f"trainer.logits_chunk_mib={limit}"), qwen, 0)
         hidden = 2 * 16384 * 3584 * 4

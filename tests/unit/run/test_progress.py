@@ -109,7 +109,7 @@ def test_the_panel_of_a_resumed_run_starts_where_the_run_did() -> None:
 def test_an_interrupted_run_says_how_to_go_on() -> None:
     text = summary_text({"status": "interrupted by SIGINT", "steps": 1, "seconds": 3.0, "written": {"run": "my runs/r"}}, {})
     assert text.splitlines()[0] == "interrupted by SIGINT after 1 step and 3 s"
-    assert "  rlflow train --config 'my runs/r'/config.yaml --resume  # goes on from the last checkpoint" in text
+    assert "  rlflow train --config 'my runs/r'/config.yaml --resume  # goes on" in text
 
 
 def test_sparklines_scale_to_their_range_and_average_to_their_width() -> None:
