@@ -131,9 +131,9 @@ def next_commands(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     if "run" not in written:
         return []
     run = shlex.quote(written["run"])
-    found = [(f"rlflow view {run}", "its episodes, token by token"), (f"rlflow show {run}", "in the terminal")]
+    found = [(f"rlflow view {run} --open", "its episodes, token by token"), (f"rlflow show {run}", "in the terminal")]
     if "export" in written:
-        found.insert(0, (f'rlflow ask {run} "question"', "talk to the policy"))
+        found.insert(0, (f'rlflow ask {run} "a question"', "talk to the policy"))
         found.append((f"rlflow eval --model {shlex.quote(written['export'])}", "its scores"))
     if summary["status"] != "finished":
         found.insert(0, (f"rlflow train --config {run}/config.yaml --resume", "goes on"))

@@ -30,7 +30,7 @@ class Recorder:
             return
         self._groups = whole_groups(groups, self._episodes)
         owners = [trajectory for group in groups for trajectory in group.usable]
-        self._tokens = score_tokens(batch, owners, _attempts(self._groups), trainer)
+        self._tokens = score_tokens(batch, owners, _attempts(self._groups), trainer, always=self._episodes)
 
     def write(self, step: int, groups: Sequence[Group]) -> None:
         """Writes the kept groups of the step."""

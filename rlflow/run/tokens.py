@@ -28,6 +28,8 @@ if TYPE_CHECKING:  # files of tokens are read without torch, and numpy is loaded
 
 FLOATS = ("logprobs", "trainer_logprobs", "entropy", "advantages")
 UNREADABLE = "\ufffd"
+SCORED_SHARE = 1 / 24
+"""Of a step's tokens. A forward pass over all of them takes about a fifth of a step, so this takes less than a hundredth."""
 
 
 @dataclass
@@ -55,30 +57,32 @@ class EpisodeTokens:
 
 
 def score_tokens(
-    batch: Batch, owners: Sequence[Trajectory], kept: Sequence[Trajectory], trainer: Trainer
+    batch: Batch, owners: Sequence[Trajectory], kept: Sequence[Trajectory], trainer: Trainer, always: int
 ) -> dict[int, list[SegmentTokens]]:
     """{place in `kept`: its segments} of all that have rows in the batch, before the step's first update. owners: the
-    trajectories that `Batch.trajectory` counts. One forward pass over the rows of `kept` alone gives the trainer's log-probs and
-    entropy."""
+    trajectories that `Batch.trajectory` counts. One forward pass gives the trainer's log-probs and entropy: over the first
+    `always` of `kept`, and over further ones as long as all together are at most SCORED_SHARE of the batch's tokens."""
     places = {id(trajectory): place for place, trajectory in enumerate(kept)}
     indices = batch.require("trajectory", "tokens").tolist()
-    rows = [row for row, index in enumerate(indices) if id(owners[index]) in places]
-    if not rows:
-        return {}
-    part = batch.select(rows)
-    scores = trainer.score(part, want=("logprobs", "entropy"))
-    known = part.require("logprobs_known", "tokens")
+    known, parts = batch.require("logprobs_known", "tokens"), batch.require("segment", "tokens")
+    rows = [(places[id(owners[index])], row) for row, index in enumerate(indices) if id(owners[index]) in places]
+    scored, room = [], SCORED_SHARE * float(batch.lengths.sum())
+    for place, row in rows:
+        room -= float(batch.lengths[row])
+        if place < always or room >= 0:
+            scored.append(row)
+    scores = trainer.score(batch.select(scored), want=("logprobs", "entropy")) if scored else {}
     found: dict[int, list[SegmentTokens]] = {}
-    for row, owner in enumerate(indices[row] for row in rows):
+    for place, row in rows:
+        at = scored.index(row) if row in scored else None
         columns: dict[str, Tensor | None] = {
-            "logprobs": part.logprobs[row] if bool(known[row]) else None,
-            "trainer_logprobs": scores["logprobs"][row],
-            "entropy": scores["entropy"][row],
-            "advantages": part.advantages[row],
+            "logprobs": batch.logprobs[row] if bool(known[row]) else None,
+            "trainer_logprobs": None if at is None else scores["logprobs"][at],
+            "entropy": None if at is None else scores["entropy"][at],
+            "advantages": batch.advantages[row],
         }
-        segment = owners[owner].segments[int(part.require("segment", "tokens")[row])]
-        segments = found.setdefault(places[id(owners[owner])], [])
-        segments.append(segment_tokens(segment, columns, part.loss_mask[row]))
+        segment = kept[place].segments[int(parts[row])]
+        found.setdefault(place, []).append(segment_tokens(segment, columns, batch.loss_mask[row]))
     return found
 
 

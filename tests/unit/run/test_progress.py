@@ -154,10 +154,9 @@ def test_an_evaluation_is_called_after_the_training_only_if_it_was_made_then() -
 
 
 def test_the_next_commands_are_those_that_can_be_given() -> None:
-    commands = [command for command, _ in next_commands(SUMMARY)]
-    assert commands == [
-        'rlflow ask runs/a "question"', "rlflow view runs/a", "rlflow show runs/a",
-        "rlflow eval --model runs/a/export"]  # fmt: skip
+    assert [command for command, _ in next_commands(SUMMARY)] == [
+        'rlflow ask runs/a "a question"', "rlflow view runs/a --open", "rlflow show runs/a", "rlflow eval --model runs/a/export"
+    ]  # fmt: skip
     assert next_commands({**SUMMARY, "written": {}}) == []
     assert summary_text(SUMMARY, REGISTERED).splitlines()[-5] == "next"
 

@@ -153,6 +153,18 @@ def test_the_mean_advantage_is_over_trained_tokens() -> None:
 def test_rows_are_found_by_trajectory_not_by_place() -> None:
     parts = groups()
     owners = [one for group in parts for one in group.usable]
-    found = score_tokens(batch_of(parts), owners, parts[1].trajectories, Places())  # type: ignore[arg-type]
+    found = score_tokens(batch_of(parts), owners, parts[1].trajectories, Places(), always=9)  # type: ignore[arg-type]
     assert {place: len(own) for place, own in found.items()} == {0: 1, 1: 1}
     assert found[1][0].advantages.tolist() == [5.0]
+
+
+@pytest.mark.parametrize("others, always, rows", [(60, 2, 4), (60, 4, 4), (10, 2, 2), (10, 3, 3), (10, 0, 1), (24, 0, 2)])
+def test_beyond_what_was_asked_for_only_a_share_of_the_tokens_is_scored(others: int, always: int, rows: int) -> None:
+    """Four attempts of two tokens are kept, of a batch of 4 x `others` tokens more: a 24th of it all is free."""
+    kept = [trajectory(number, [segment([1, 2], [0, 1])]) for number in range(4)]
+    rest = trajectory(9, [segment([1] * 4 * others, [0] * (4 * others - 1) + [1])])
+    parts, trainer = [Group("g", Task("t", "?"), kept), Group("h", Task("u", "?"), [rest])], Places()
+    found = score_tokens(batch_of(parts), [*kept, rest], kept, trainer, always)  # type: ignore[arg-type]
+    assert sum(trainer.rows) == rows and len(found) == 4
+    assert [bool(np.isfinite(found[place][0].entropy).all()) for place in range(4)] == [True] * rows + [False] * (4 - rows)
+    assert all(np.isfinite(own[0].advantages).all() and np.isfinite(own[0].logprobs).all() for own in found.values())
