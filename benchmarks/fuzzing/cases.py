@@ -69,13 +69,16 @@ def forked(work: Callable[[], int], folder: Path, deadline_s: float) -> Ended:
     child = os.fork()
     if not child:
         _play(work, out, err)
-    ended = _ended_within(child, deadline_s)
-    late = ended is None
-    if late:
-        os.kill(child, signal.SIGABRT)
-        ended = _ended_within(child, STACKS_S)
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(child, signal.SIGKILL)
+    ended, late = None, False
+    try:
+        ended = _ended_within(child, deadline_s)
+        late = ended is None
+        if late:
+            os.kill(child, signal.SIGABRT)
+            ended = _ended_within(child, STACKS_S)
+    finally:  # also where the user wants out
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(child, signal.SIGKILL)
     status, usage = ended or os.wait4(child, 0)[1:]
     return Ended(
         None if late else os.waitstatus_to_exitcode(status),

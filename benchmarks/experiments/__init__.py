@@ -1,0 +1,23 @@
+"""The experiments of `benchmarks/claims.py`, one file each: `EXPERIMENT` in `experiments/<name>.py`."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+
+from experiments.base import Experiment
+
+from rlflow.errors import ConfigError, did_you_mean
+
+NAMES: tuple[str, ...] = ()
+"""In the order in which they are run and printed."""
+
+
+def load(names: Sequence[str] = ()) -> list[Experiment]:
+    """The experiments of these names, or all, in the order of NAMES. Raises ConfigError for an unknown name."""
+    unknown = [name for name in names if name not in NAMES]
+    if unknown:
+        raise ConfigError(
+            f"--only: there is no experiment '{unknown[0]}'.{did_you_mean(unknown[0], NAMES)} Known: {', '.join(NAMES)}."
+        )
+    return [importlib.import_module(f"experiments.{name}").EXPERIMENT for name in NAMES if not names or name in names]
