@@ -9,7 +9,7 @@ from experiments.base import Experiment
 
 from rlflow.errors import ConfigError, did_you_mean
 
-NAMES: tuple[str, ...] = ()
+NAMES: tuple[str, ...] = ("areal", "astraflow", "llamarl")
 """In the order in which they are run and printed."""
 
 

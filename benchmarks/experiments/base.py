@@ -64,3 +64,23 @@ def values(results: Results, arm: str, name: str) -> list[float]:
 def average(results: Results, arm: str, name: str) -> float:
     """The mean of a figure over the seeds of an arm."""
     return statistics.fmean(values(results, arm, name))
+
+
+def keeps(results: Results, arm: str, of: str, name: str = "success", share: float = 0.9) -> Verdict:
+    """Whether an arm has at least that share of what another has, in the mean over seeds."""
+    kept, whole = average(results, arm, name), average(results, of, name)
+    return kept >= share * whole, f"'{arm}' has {kept:.3g} where '{of}' has {whole:.3g}"
+
+
+def beats(results: Results, better: str, worse: str, name: str = "success", by: float = 0.05) -> Verdict:
+    """Whether an arm has more than another in every seed, and by at least `by` in the mean."""
+    pairs = list(zip(values(results, better, name), values(results, worse, name), strict=True))
+    above = sum(one > other for one, other in pairs)
+    gap = average(results, better, name) - average(results, worse, name)
+    told = f"'{better}' has {average(results, better, name):.3g} and '{worse}' {average(results, worse, name):.3g}"
+    return gap >= by and above == len(pairs), f"{told} (more in {above} of {len(pairs)} seeds)"
+
+
+def all_of(*verdicts: Verdict) -> Verdict:
+    """Whether every part of a rule holds, and the numbers of each; those that do not are marked."""
+    return all(holds for holds, _ in verdicts), "; ".join(told if holds else f"NOT {told}" for holds, told in verdicts)
