@@ -9,7 +9,7 @@ from experiments.base import Experiment
 
 from rlflow.errors import ConfigError, did_you_mean
 
-NAMES: tuple[str, ...] = ("areal", "astraflow", "llamarl")
+NAMES: tuple[str, ...] = ("areal", "astraflow", "sparsity", "llamarl")
 """In the order in which they are run and printed."""
 
 

@@ -144,9 +144,14 @@ def test_success_is_the_chance_that_a_sampled_answer_is_right(late: list[tuple[T
 @pytest.mark.parametrize("name", ["areal", "astraflow", "llamarl"])
 def test_a_quick_cell_of_each_experiment_about_staleness_runs(name: str) -> None:
     [one] = experiments.load([name])
-    for arm in one.arms_of(True)[-1:]:
-        figures = one.run(arm, 0, True)
-        assert 0 < figures["start"] < 0.1 and 0 < figures["success"] <= 1 and not figures["collapsed"]
+    figures = one.run(one.arms_of(True)[-1], 0, True)
+    assert 0 < figures["start"] < 0.1 and 0 < figures["success"] <= 1 and not figures["collapsed"]
+
+
+def test_few_bfloat16_weights_change_at_a_small_learning_rate() -> None:
+    [one] = experiments.load(["sparsity"])
+    small, large = (one.run(arm, 0, True) for arm in (one.arms[0], one.arms[-1]))
+    assert 0.9 < small["unchanged"] < 1 and large["unchanged"] < 0.5 and small["bytes_ratio"] > 10 > large["bytes_ratio"]
 
 
 def test_a_run_whose_loss_is_not_finite_has_collapsed() -> None:
