@@ -83,7 +83,9 @@ def results_of(experiment: Experiment, log: CellLog, seeds: int, quick: bool) ->
 def tell(experiment: Experiment, results: Results, missing: int, quick: bool, out: Path) -> tuple[dict, str]:
     """Prints table and verdict, draws the picture. Returns the summary and the Markdown."""
     verdict = None if missing or quick else experiment.judge(results)
-    said = reports.said(verdict) if verdict else f"none, {missing} cells are missing" if missing else "none, a quick run"
+    said = (
+        reports.said(verdict) if verdict else f"none, {missing} cells are missing" if missing else "none, a quick run"
+    )
     picture = None
     try:
         if results:
@@ -91,7 +93,9 @@ def tell(experiment: Experiment, results: Results, missing: int, quick: bool, ou
             picture = f"{experiment.name}.png"
     except MissingPackageError as error:
         print(f"claims: {error}", file=sys.stderr)
-    print(f"\n{experiment.name}: {experiment.system}\n{experiment.claim}\n\n{reports.table(experiment, results)}\n\n{said}\n")
+    print(
+        f"\n{experiment.name}: {experiment.system}\n{experiment.claim}\n\n{reports.table(experiment, results)}\n\n{said}\n"
+    )
     found = {"reproduces": None if verdict is None else verdict[0], "verdict": said, "missing": missing}
     return {**found, "arms": reports.summary(experiment, results)}, reports.section(experiment, results, said, picture)
 
@@ -109,7 +113,9 @@ def write_page(experiment: Experiment, markdown: str, out: Path) -> None:
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="two arms, one seed, the fewest steps: under a minute, no verdict")
+    parser.add_argument(
+        "--quick", action="store_true", help="two arms, one seed, the fewest steps: under a minute, no verdict"
+    )
     parser.add_argument("--only", action="append", metavar="NAME", help="this experiment; may be given several times")
     parser.add_argument("--seeds", type=int, default=3, help="0 to N - 1 (3)")
     parser.add_argument("--out", type=Path, metavar="DIR", help="where cells, tables and pictures go (runs/claims)")
@@ -125,7 +131,9 @@ def main(arguments: list[str] | None = None) -> int:
         return 2
     if args.list:
         for one in chosen:
-            print(f"{one.name}: {one.system}\n    claim: {one.claim}\n    rule:  {one.rule}\n    arms:  {'; '.join(one.arms)}")
+            print(
+                f"{one.name}: {one.system}\n    claim: {one.claim}\n    rule:  {one.rule}\n    arms:  {'; '.join(one.arms)}"
+            )
         return 0
     out = args.out or ROOT / "runs" / ("claims_quick" if args.quick else "claims")
     return run(chosen, out, seeds=1 if args.quick else args.seeds, quick=args.quick, docs=args.docs)

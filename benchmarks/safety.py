@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import math
 import os
 import platform
@@ -95,26 +96,19 @@ def refused(kernel: str, correction: str) -> str:
 
 def measured(kernel: str, correction: str, lag: int, seed: int, steps: int = STEPS) -> Figures:
     """A cell: what becomes of the expected reward, and of the entropy."""
-    from experiments.table_policy import (
-        TableTrainer,
-        entropy,
-        expected_reward,
-        make_algorithm,
-        right_answers,
-        train_table,
-    )
+    from experiments import table_policy as table
 
-    algorithm, right = make_algorithm(section(kernel, correction), seed), right_answers(seed)
-    trainer = TableTrainer(lr=LR)
-    rewards, error = [expected_reward(trainer.logprobs(), right)], ""
+    algorithm, right = table.make_algorithm(section(kernel, correction), seed), table.right_answers(seed)
+    trainer = table.TableTrainer(lr=LR)
+    rewards, error = [table.expected_reward(trainer.logprobs(), right)], ""
     try:
-        for _ in train_table(algorithm, trainer, right, steps=steps, lag=lag, seed=seed):
-            rewards.append(expected_reward(trainer.logprobs(), right))
+        for _ in table.train_table(algorithm, trainer, right, steps=steps, lag=lag, seed=seed):
+            rewards.append(table.expected_reward(trainer.logprobs(), right))
     except RLFlowError as failure:  # a loss or a gradient that is not finite
         error = str(failure)
     if error or not math.isfinite(rewards[-1]):
         return {"reward": None, "best": max(rewards), "entropy": None, "error": error}
-    return {"reward": rewards[-1], "best": max(rewards), "entropy": entropy(trainer.logprobs())}
+    return {"reward": rewards[-1], "best": max(rewards), "entropy": table.entropy(trainer.logprobs())}
 
 
 def verdict(figures: list[Figures]) -> str:
@@ -148,13 +142,23 @@ def make_cells(log: CellLog, seeds: int, quick: bool) -> tuple[dict[tuple[str, s
                     log.append(cell, measured(kernel, correction, lag, seed, steps=8 if quick else STEPS))
                 found.setdefault(lag, []).append(log.get(cell) or {})
         told = " ".join(f"{lag}:{verdict(found[lag])}" for lag in found)
-        print(f"[{number}/{len(pairs)}] {kernel}, {correction}: {told} ({time.monotonic() - started:.1f} s)", file=sys.stderr)
+        print(
+            f"[{number}/{len(pairs)}] {kernel}, {correction}: {told} ({time.monotonic() - started:.1f} s)",
+            file=sys.stderr,
+            flush=True,
+        )
     return results, reasons
 
 
 def tables(results: dict[tuple[str, str], dict[int, list[Figures]]]) -> str:
     """Two Markdown tables: a sign per staleness, and the expected reward at the end."""
-    head = "| correction | " + " | ".join(f"`{kernel}`" for kernel in KERNELS) + " |\n" + "|---" * (len(KERNELS) + 1) + "|\n"
+    head = (
+        "| correction | "
+        + " | ".join(f"`{kernel}`" for kernel in KERNELS)
+        + " |\n"
+        + "|---" * (len(KERNELS) + 1)
+        + "|\n"
+    )
     signs, rewards = [], []
     for correction in CORRECTIONS:
         row, numbers = [], []
@@ -175,7 +179,9 @@ def _median(figures: list[Figures]) -> str:
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="eight steps at staleness 0 and 4: under a minute, says nothing")
+    parser.add_argument(
+        "--quick", action="store_true", help="eight steps at staleness 0 and 4: under a minute, says nothing"
+    )
     parser.add_argument("--seeds", type=int, default=1, help="0 to N - 1 (1); the median seed counts")
     parser.add_argument("--out", type=Path, metavar="DIR", help="where the cells go (runs/safety)")
     parser.add_argument("--docs", action="store_true", help="also write the table into docs/safety.md")
@@ -184,6 +190,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"safety: --seeds: expected 1 or more, found {args.seeds}.", file=sys.stderr)
         return 2
     started = time.monotonic()
+    logging.disable(logging.WARNING)  # that updates without any gradient were left out is no news here
     out = args.out or ROOT / "runs" / ("safety_quick" if args.quick else "safety")
     log = CellLog(out / "cells.jsonl")
     try:
@@ -199,7 +206,10 @@ def main(arguments: list[str] | None = None) -> int:
 
     from rlflow.matmul import processor_name
 
-    told = {f"{kernel}; {correction}": {lag: verdict(one) for lag, one in found.items()} for (kernel, correction), found in results.items()}
+    told = {
+        f"{kernel}; {correction}": {lag: verdict(one) for lag, one in found.items()}
+        for (kernel, correction), found in results.items()
+    }
     result = {
         "benchmark": "safety",
         "versions": {"python": platform.python_version(), **versions("rlflow", "torch")},

@@ -6,7 +6,6 @@ import importlib
 from collections.abc import Sequence
 
 from experiments.base import Experiment
-
 from rlflow.errors import ConfigError, did_you_mean
 
 NAMES: tuple[str, ...] = ("areal", "astraflow", "sparsity", "llamarl")

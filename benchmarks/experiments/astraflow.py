@@ -24,7 +24,13 @@ def run(name: str, seed: int, quick: bool) -> Figures:
     from experiments.tiny import learned, tiny
 
     lag, kind = int(name.split()[1].rstrip(",")), name.split(", ")[1]
-    with tiny(seed, "trainer.lr=3e-3", preset="m2po_paper", algorithm=CLIP if kind == "PPO clip" else {}) as made:
+    with tiny(
+        seed,
+        "trainer.lr=3e-3",
+        "rollout.samples_per_prompt=4",
+        preset="m2po_paper",
+        algorithm=CLIP if kind == "PPO clip" else {},
+    ) as made:
         return learned(made, 3 if quick else STEPS, 1 if quick and lag else lag)
 
 
@@ -36,16 +42,18 @@ EXPERIMENT = Experiment(
     name="astraflow",
     system="AstraFlow and M2PO (arXiv 2605.15565, 2510.01161): very stale samples",
     claim="Training on samples 256 updates old matches training on fresh ones with M2PO, and does not with GRPO's clip.",
-    setup=f"Preset `m2po_paper` (4 updates per step, mask at 0.04) and the same with PPO's clip of 0.2 in place of the mask; {STEPS} "
-    "steps on `Spelling`, samples exactly `lag` steps old.",
-    rule="M2PO at lag 64 keeps 0.9 of its success at lag 0; PPO's clip at lag 64 is below M2PO in every seed, by 0.05 or more in the "
-    "mean.",
+    setup=f"Preset `m2po_paper` (4 updates per step, mask at 0.04) and the same with PPO's clip of 0.2 in place of the mask; "
+    f"{STEPS} steps on `Spelling`, samples exactly `lag` steps old.",
+    rule="M2PO at lag 64 keeps 0.9 of its success at lag 0; PPO's clip at lag 64 is below M2PO in every seed, by 0.05 or more in "
+    "the mean.",
     arms=tuple(arm(lag, kind) for lag in LAGS for kind in ("PPO clip", "M2PO")),
     columns=("success", "best", "clip_fraction", "kept", "collapsed"),
     run=run,
     judge=judge,
     figure=lines(
-        "success", {kind: {lag: arm(lag, kind) for lag in LAGS} for kind in ("M2PO", "PPO clip")}, "staleness, steps of 4 updates"
+        "success",
+        {kind: {lag: arm(lag, kind) for lag in LAGS} for kind in ("M2PO", "PPO clip")},
+        "staleness, steps of 4 updates",
     ),
     quick_arms=(arm(16, "PPO clip"), arm(16, "M2PO")),
 )

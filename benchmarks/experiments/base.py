@@ -1,4 +1,4 @@
-"""What an experiment is: a claim of a system, arms that are compared over seeds, and a rule that was fixed before the first run."""
+"""What an experiment is: a claim of a system, arms that are compared over seeds, and a rule that was fixed before any run."""
 
 from __future__ import annotations
 

@@ -9,9 +9,9 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from experiments.base import Figures
 from fuzzing.cases import forked
 
+from experiments.base import Figures
 from rlflow.storage.files import plain
 
 

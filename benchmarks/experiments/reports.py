@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from experiments.base import Experiment, Figures, Results, average, values
-
 from rlflow.errors import MissingPackageError
 from rlflow.storage.files import replacing
 
@@ -64,7 +63,9 @@ def summary(experiment: Experiment, results: Results) -> dict[str, Figures]:
     found: dict[str, Figures] = {}
     for arm in results:
         by_name = {name: values(results, arm, name) for name in experiment.columns}
-        found[arm] = {name: {"mean": statistics.fmean(one), "low": min(one), "high": max(one)} for name, one in by_name.items()}
+        found[arm] = {
+            name: {"mean": statistics.fmean(one), "low": min(one), "high": max(one)} for name, one in by_name.items()
+        }
     return found
 
 
@@ -85,7 +86,9 @@ def draw(experiment: Experiment, results: Results, path: Path) -> None:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError:
-        raise MissingPackageError("pictures: the package 'matplotlib' is not installed: pip install matplotlib.") from None
+        raise MissingPackageError(
+            "pictures: the package 'matplotlib' is not installed: pip install matplotlib."
+        ) from None
     style: Any = {
         "font.family": "DejaVu Sans", "font.size": 9, "text.color": _INK, "axes.labelcolor": _QUIET, "xtick.color": _QUIET,
         "ytick.color": _QUIET, "axes.edgecolor": _GRID, "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True,

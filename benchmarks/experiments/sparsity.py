@@ -10,7 +10,11 @@ from experiments.base import Experiment, Figures, Results, Verdict, all_of, aver
 
 RATES = (1e-6, 1e-5, 1e-4, 1e-3)
 STEPS = 24
-WEIGHT_BYTES, DELTA_BYTES, HEADER_BYTES = 2, 6, 16  # of a value, of one that is sent with its place, of a tensor's delta
+WEIGHT_BYTES, DELTA_BYTES, HEADER_BYTES = (
+    2,
+    6,
+    16,
+)  # of a value, of one that is sent with its place, of a tensor's delta
 
 
 def arm(rate: float) -> str:
@@ -19,6 +23,7 @@ def arm(rate: float) -> str:
 
 def run(name: str, seed: int, quick: bool) -> Figures:
     import torch
+
     from experiments.tiny import tiny
 
     optimizer = "trainer.optimizer={name: adamw, beta2: 0.999, weight_decay: 0.01}"
@@ -33,7 +38,12 @@ def run(name: str, seed: int, quick: bool) -> Figures:
         count = sum(value.numel() for value in new.values())
         shares.append(1 - sum(changed) / count)
         ratios.append(WEIGHT_BYTES * count / sum(HEADER_BYTES + DELTA_BYTES * one for one in changed))
-    return {"unchanged": statistics.fmean(shares), "least": min(shares), "bytes_ratio": statistics.fmean(ratios), "std": spread}
+    return {
+        "unchanged": statistics.fmean(shares),
+        "least": min(shares),
+        "bytes_ratio": statistics.fmean(ratios),
+        "std": spread,
+    }
 
 
 def _halves(weights: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -54,11 +64,11 @@ def judge(results: Results) -> Verdict:
 EXPERIMENT = Experiment(
     name="sparsity",
     system="AstraFlow (arXiv 2605.15565): the sparsity of bfloat16 updates",
-    claim="98.4 to 99.6% of the bfloat16 weights do not change from one version to the next at usual learning rates (5e-6), so that a "
-    "delta is some 20 to 40 times smaller than the weights.",
-    setup=f"Preset `m2po_paper` (4 updates per version, Adam with beta2 0.999) over {STEPS} versions at four learning rates; float32 "
-    "weights, compared as bfloat16. A delta is counted as 6 bytes per changed value and 16 per tensor. The weights are random, "
-    "std in the table: smaller ones have finer bfloat16 steps and change more often.",
+    claim="98.4 to 99.6% of the bfloat16 weights do not change from one version to the next at usual learning rates (5e-6), so "
+    "that a delta is some 20 to 40 times smaller than the weights.",
+    setup=f"Preset `m2po_paper` (4 updates per version, Adam with beta2 0.999) over {STEPS} versions at four learning rates; "
+    "float32 weights, compared as bfloat16. A delta is counted as 6 bytes per changed value and 16 per tensor. The weights are "
+    "random, std in the table: smaller ones have finer bfloat16 steps and change more often.",
     rule="At 1e-6 0.98 or more is unchanged in every seed, and the share falls from each learning rate to the next.",
     arms=tuple(arm(rate) for rate in RATES),
     columns=("unchanged", "least", "bytes_ratio", "std"),

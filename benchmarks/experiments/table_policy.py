@@ -1,11 +1,11 @@
 """A policy that is a table of logits, for runs of a second: everything but the model and its sampling is rlflow's own.
 
-A task is a letter of 4; the answer is 3 letters of 8, one of them right in each place, and the reward the share of right ones: 1/8 by
-chance, 1 at the optimum, which a table can express. There is a logit for each letter, task and place.
+A task is a letter of 4; the answer is 3 letters of 8, one of them right in each place, and the reward the share of right ones:
+1/8 by chance, 1 at the optimum, which a table can express. There is a logit for each letter, task and place.
 
-Real are the training step, `make_batch`, advantage, aggregate, transforms and losses of a configuration, and of the reference trainer
-`score` and `update` with AdamW, clipping of the gradient and the refusal of what is not finite. Not real is the model, so nothing
-here is about what tasks share; and samples are drawn from the table, not by an engine.
+Real are the training step, `make_batch`, advantage, aggregate, transforms and losses of a configuration, and of the reference
+trainer `score` and `update` with AdamW, clipping of the gradient and the refusal of what is not finite. Not real is the model,
+so nothing here is about what tasks share; and samples are drawn from the table, not by an engine.
 """
 
 from __future__ import annotations
@@ -96,7 +96,9 @@ def sampled(logprobs: Tensor, right: Tensor, version: int, draw: torch.Generator
             reward = float(rewards[task, attempt])
             turn = Turn(segment=0, start=1, stop=1 + PLACES, reward=reward, duration_s=1.0)
             trajectories.append(
-                Trajectory(f"{task}", f"{version}:{task}", [segment], [turn], reward, StopReason.TERMINATED, attempt=attempt)
+                Trajectory(
+                    f"{task}", f"{version}:{task}", [segment], [turn], reward, StopReason.TERMINATED, attempt=attempt
+                )
             )
         stamp(trajectories)
         groups.append(Group(f"{version}:{task}", Task(f"{task}", ""), trajectories))

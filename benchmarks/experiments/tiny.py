@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from experiments.base import Figures
 from torch import Tensor
 
+from experiments.base import Figures
 from rlflow.algorithms.base import Curator
 from rlflow.batching import token_batch
 from rlflow.components import CURATOR
@@ -49,12 +49,12 @@ SPELLING = f"{__name__}:Spelling"
 
 
 class Spelling(Environment):
-    """Shown a letter, say the letters that follow it in the alphabet, which is a circle. The reward is the share of them that is
-    right in its place: 1 at the optimum, 1/15 each by chance."""
+    """Shown a letter, say the one that follows it in the alphabet, which is a circle; with a length the next ones too. The reward
+    is the share of them that is right in its place: 1 at the optimum, 1/15 by chance."""
 
     metrics = {"exact_match": Metric("share", "of answers", score=True)}
 
-    def __init__(self, length: int = 2) -> None:
+    def __init__(self, length: int = 1) -> None:
         self._length = length
 
     def tasks(self, split: str) -> Sequence[Task]:
@@ -72,7 +72,7 @@ class Spelling(Environment):
 
 @dataclass
 class Tiny:
-    """A run between its steps. `rollout`, `algorithm`, `trainer` and `source` are what `rlflow train` makes of the configuration."""
+    """A run between its steps, with the parts that `rlflow train` makes of the configuration."""
 
     config: RunConfig
     rollout: Rollout
@@ -121,9 +121,9 @@ def tiny(
     environment: Mapping[str, Any] | None = None,
     model: Callable[[Path], None] | None = None,
 ) -> Iterator[Tiny]:
-    """A run at its start, in a temporary folder. algorithm: keys of that section, over the preset. environment: a component; None:
-    `Spelling`. model: writes the HuggingFace directory of the starting policy; None: a random Qwen2 of 20,000 parameters, drawn
-    with the seed. overrides: as on the command line."""
+    """A run at its start, in a temporary folder. algorithm: keys of that section, over the preset. environment: a component;
+    None: `Spelling`. model: writes the HuggingFace directory of the starting policy; None: a random Qwen2 of 20,000 parameters,
+    drawn with the seed. overrides: as on the command line."""
     with tempfile.TemporaryDirectory(prefix="rlflow-tiny-") as folder, ExitStack() as stack:
         path = Path(folder) / "model"
         if model is None:
@@ -134,7 +134,7 @@ def tiny(
         usual = [
             f"run.seed={seed}", f"model.path={path}", f"environment={json.dumps(environment or {'name': SPELLING})}",
             "rollout.prompts_per_step=12", "rollout.samples_per_prompt=8", "rollout.max_turns=1",
-            "rollout.max_response_tokens=2", "rollout.max_total_tokens=16", "trainer.backend=reference", "trainer.lr=3e-3",
+            "rollout.max_response_tokens=1", "rollout.max_total_tokens=16", "trainer.backend=reference", "trainer.lr=3e-3",
             "trainer.optimizer={name: adamw, weight_decay: 0, beta2: 0.99}",
         ]  # fmt: skip
         config = load_config(None, [*usual, *section, *overrides], preset)

@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-BENCHMARKS = Path(__file__).resolve().parents[3] / "benchmarks"
-sys.path.insert(0, str(BENCHMARKS))  # scripts, no package
+sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "benchmarks"))  # scripts, no package
 
 import experiments
 from experiments import reports
@@ -22,6 +21,8 @@ from experiments.tiny import Tiny, learned, tiny
 
 from rlflow.batching import make_batch
 from rlflow.errors import ConfigError
+
+BENCHMARKS = Path(__file__).resolve().parents[3] / "benchmarks"
 
 SCRIPT = """
 import json, pathlib, sys, time
@@ -43,8 +44,8 @@ def run(arm, seed, quick):
 def judge(results):
     return average(results, "good", "success") > average(results, "wrong", "success"), "by the mean"
 
-one = Experiment("fake", "A system (2026)", "it is good", "nothing", "good is above wrong", ("good", "slow", "wrong"), ("success",),
-                 run, judge, imports=(), deadline_s=0.7)
+one = Experiment("fake", "A system (2026)", "it is good", "nothing", "good is above wrong", ("good", "slow", "wrong"),
+                 ("success",), run, judge, imports=(), deadline_s=0.7)
 codes = []
 for _ in range(2):
     codes.append(claims.run([one], out, seeds=2, quick=False, docs=False))
@@ -57,7 +58,9 @@ print(json.dumps(codes))
 
 def script(*command: str) -> subprocess.CompletedProcess[str]:
     """In a process of its own: what other tests have loaded into this one may not survive a fork."""
-    return subprocess.run([sys.executable, *command], cwd=BENCHMARKS, capture_output=True, text=True, timeout=120, check=False)
+    return subprocess.run(
+        [sys.executable, *command], cwd=BENCHMARKS, capture_output=True, text=True, timeout=120, check=False
+    )
 
 
 def test_a_second_call_makes_only_what_is_missing(tmp_path: Path) -> None:
@@ -69,14 +72,21 @@ def test_a_second_call_makes_only_what_is_missing(tmp_path: Path) -> None:
     assert sorted(made) == sorted(2 * ["slow 0", "slow 1", "wrong 0", "wrong 1"] + ["good 0", "good 1"])
     assert "fake, slow, seed 0: no end after 1 s" in run.stderr and "ValueError: of no use" in run.stderr
     told = json.loads(last)["experiments"]["fake"]
-    assert told["reproduces"] is True and told["missing"] == 0 and told["arms"]["good"]["success"]["mean"] == pytest.approx(1.05)
+    assert (
+        told["reproduces"] is True
+        and told["missing"] == 0
+        and told["arms"]["good"]["success"]["mean"] == pytest.approx(1.05)
+    )
     page = (tmp_path / "claims.md").read_text()
     assert "| good | 1.05 (1 to 1.1) |" in page and "**Verdict: reproduces: by the mean**" in page
 
 
 @pytest.mark.parametrize(
     ("arguments", "said"),
-    [(("--only", "areel"), "there is no experiment 'areel'. Did you mean 'areal'?"), (("--seeds", "0"), "expected 1 or more")],
+    [
+        (("--only", "areel"), "there is no experiment 'areel'. Did you mean 'areal'?"),
+        (("--seeds", "0"), "expected 1 or more"),
+    ],
 )
 def test_what_cannot_be_run_is_refused_in_one_line(arguments: tuple[str, ...], said: str) -> None:
     run = script("claims.py", *arguments)
@@ -151,7 +161,9 @@ def test_a_quick_cell_of_each_experiment_about_staleness_runs(name: str) -> None
 def test_few_bfloat16_weights_change_at_a_small_learning_rate() -> None:
     [one] = experiments.load(["sparsity"])
     small, large = (one.run(arm, 0, True) for arm in (one.arms[0], one.arms[-1]))
-    assert 0.9 < small["unchanged"] < 1 and large["unchanged"] < 0.5 and small["bytes_ratio"] > 10 > large["bytes_ratio"]
+    assert (
+        0.9 < small["unchanged"] < 1 and large["unchanged"] < 0.5 and small["bytes_ratio"] > 10 > large["bytes_ratio"]
+    )
 
 
 def test_a_run_whose_loss_is_not_finite_has_collapsed() -> None:

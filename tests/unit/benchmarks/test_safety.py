@@ -9,14 +9,15 @@ from pathlib import Path
 import pytest
 import torch
 
-BENCHMARKS = Path(__file__).resolve().parents[3] / "benchmarks"
-sys.path.insert(0, str(BENCHMARKS))  # scripts, no package
+sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "benchmarks"))  # scripts, no package
 
 from experiments import table_policy
 from experiments.table_policy import TableTrainer, expected_reward, make_algorithm, right_answers, sampled, train_table
 
 from rlflow.batching import make_batch
 from rlflow.errors import ConfigError
+
+BENCHMARKS = Path(__file__).resolve().parents[3] / "benchmarks"
 
 PPO = {"losses": [{"name": "ppo_clip"}], "minibatches_per_step": 2}
 
@@ -56,7 +57,8 @@ SCRIPT = """
 import safety
 stuck, going, done = ({"reward": r, "best": r, "entropy": e} for r, e in ((0.6, 0.01), (0.6, 1.0), (0.96, 0.01)))
 assert [safety.verdict([one]) for one in (stuck, going, done)] == ["collapses", "on its way", "reaches"]
-assert safety.verdict([done, done, stuck]) == "reaches" and safety.verdict([{**done, "reward": 0.1, "entropy": 2.0}]) == "collapses"
+assert safety.verdict([done, done, stuck]) == "reaches"
+assert safety.verdict([{**done, "reward": 0.1, "entropy": 2.0}]) == "collapses"
 assert safety.verdict([done, done, {"reward": None, "best": 1, "entropy": None}]) == "collapses"
 assert safety.refused("ppo_clip", "none") == "" and "share one ratio" in safety.refused("gspo", "icepop")
 assert "collapses" in safety.tables.__globals__["SIGNS"]
@@ -68,5 +70,7 @@ assert "| dppo | - | - | - | - | - | `+++++` | - | - |" in table and "0.96 0.96 
 
 
 def test_a_verdict_is_by_the_median_seed_and_by_what_a_policy_can_still_find_out() -> None:
-    run = subprocess.run([sys.executable, "-c", SCRIPT], cwd=BENCHMARKS, capture_output=True, text=True, timeout=120, check=False)
+    run = subprocess.run(
+        [sys.executable, "-c", SCRIPT], cwd=BENCHMARKS, capture_output=True, text=True, timeout=120, check=False
+    )
     assert run.returncode == 0, run.stderr
