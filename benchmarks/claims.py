@@ -29,6 +29,7 @@ from experiments.base import Experiment, Results
 from experiments.cells import Cell, CellLog, play
 
 from rlflow.errors import ConfigError, MissingPackageError, RLFlowError
+from rlflow.storage.files import plain
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE, IMAGES = ROOT / "docs" / "claims.md", ROOT / "docs" / "images"
@@ -173,7 +174,7 @@ def run(chosen: list[Experiment], out: Path, *, seeds: int, quick: bool, docs: b
         "failed": len(failed),
         "experiments": summaries,
     }
-    print(json.dumps(result))
+    print(json.dumps(plain(result)))
     return 1 if failed else 0
 
 

@@ -23,7 +23,9 @@ def number(value: float) -> str:
 
 
 def shown(found: list[float]) -> str:
-    """The mean over seeds, and from where to where they go."""
+    """The mean over seeds, and from where to where they go; a dash where no seed has the figure."""
+    if all(math.isnan(value) for value in found):
+        return "-"
     center = number(statistics.fmean(found))
     return center if len(found) == 1 else f"{center} ({number(min(found))} to {number(max(found))})"
 

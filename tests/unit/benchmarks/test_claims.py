@@ -108,6 +108,10 @@ def test_the_rules_compare_means_and_every_seed() -> None:
     assert all_of((True, "one"), (False, "two")) == (False, "one; NOT two")
 
 
+def test_a_figure_that_no_seed_has_is_a_dash() -> None:
+    assert reports.shown([float("nan")] * 2) == "-" and reports.shown([0.5, 1.0]) == "0.75 (0.5 to 1)"
+
+
 def test_a_block_of_a_page_is_exchanged_and_the_rest_stays() -> None:
     page = reports.with_block("# Title\n\ntext\n", "one", "first")
     page = reports.with_block(reports.with_block(page, "two", "other"), "one", r"\1 second")
@@ -145,7 +149,7 @@ def test_success_is_the_chance_that_a_sampled_answer_is_right(late: list[tuple[T
     """Against the share of right answers among many samples of the same policy."""
     run = late[0][0]
     run.rollout.load_weights(run.weights(), version=9)
-    groups = run.rollout.collect(run.rollout.environment.tasks("val"), step=50, samples_per_prompt=100)
+    groups = run.rollout.collect(run.rollout.environment.tasks("val"), step=50, samples_per_prompt=40)
     rewards = torch.tensor([trajectory.reward for group in groups for trajectory in group.trajectories])
     chance, count = run.success(), len(rewards)
     assert abs(float((rewards == 1).float().mean()) - chance) < 5 * (chance * (1 - chance) / count) ** 0.5 + 1e-3
