@@ -47,7 +47,7 @@ EXPERIMENT = Experiment(
     rule="M2PO at lag 64 keeps 0.9 of its success at lag 0; PPO's clip at lag 64 is below M2PO in every seed, by 0.05 or more in "
     "the mean.",
     arms=tuple(arm(lag, kind) for lag in LAGS for kind in ("PPO clip", "M2PO")),
-    columns=("success", "best", "clip_fraction", "kept", "collapsed"),
+    columns=("success", "halfway", "clip_fraction", "kept", "collapsed"),
     run=run,
     judge=judge,
     figure=lines(

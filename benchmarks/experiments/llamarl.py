@@ -45,7 +45,7 @@ EXPERIMENT = Experiment(
     rule="Cap 2 at lag 8 keeps 0.9 of its success at lag 1; no correction at lag 8 is below cap 2 in every seed, by 0.05 or more "
     "in the mean.",
     arms=tuple(arm(lag, kind) for lag in LAGS for kind in LOSSES),
-    columns=("success", "best", "ratio", "clip_fraction", "collapsed"),
+    columns=("success", "halfway", "ratio", "clip_fraction", "collapsed"),
     run=run,
     judge=judge,
     figure=lines(

@@ -158,7 +158,7 @@ SEEN = ("clip_fraction", "kept", "capped", "ratio", "second_moment")
 
 
 def learned(run: Tiny, steps: int, lag: int = 0, measures: int = 20) -> Figures:
-    """What a run comes to: success (the mean of the last three measures), start, best, collapsed (1 where the trainer refused a
+    """What a run comes to: success (the mean of the last three measures), start, halfway, best, collapsed (1 where the trainer refused a
     loss or a gradient that is not finite), the means of some metrics over the steps, and the curve of success over the steps."""
     places = {round(steps * number / measures) for number in range(1, measures + 1)}
     curve, seen = [run.success()], dict[str, list[float]]()
@@ -177,6 +177,7 @@ def learned(run: Tiny, steps: int, lag: int = 0, measures: int = 20) -> Figures:
     return {
         "success": statistics.fmean(curve[-3:]),
         "start": curve[0],
+        "halfway": curve[len(curve) // 2],
         "best": max(curve),
         "collapsed": collapsed,
         **means,
