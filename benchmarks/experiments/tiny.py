@@ -158,8 +158,8 @@ SEEN = ("clip_fraction", "kept", "capped", "ratio", "second_moment")
 
 
 def learned(run: Tiny, steps: int, lag: int = 0, measures: int = 20) -> Figures:
-    """What a run comes to: success (the mean of the last three measures), start, halfway, best, collapsed (1 where the trainer refused a
-    loss or a gradient that is not finite), the means of some metrics over the steps, and the curve of success over the steps."""
+    """What a run comes to: success (the mean of the last three measures), start, halfway, best, collapsed (1: a loss or a
+    gradient was not finite), the means of some metrics over the steps, and the curve of success."""
     places = {round(steps * number / measures) for number in range(1, measures + 1)}
     curve, seen = [run.success()], dict[str, list[float]]()
     collapsed = 0.0
