@@ -1,6 +1,6 @@
 """Which kernel with which correction still learns from stale samples: every combination that is allowed, at staleness 0 to 64.
 
-    python benchmarks/safety.py [--quick] [--seeds 1] [--out DIR] [--docs]
+    python benchmarks/safety.py [--quick] [--seeds 1] [--lr 0.05] [--out DIR] [--docs]
 
 The task's optimum is known, and the policy is a table of logits (experiments/table_policy.py says what is real). A cell is a run
 of a second; its figures are a line of DIR/cells.jsonl, so that the same command goes on where it was stopped. --docs writes the
@@ -94,12 +94,12 @@ def refused(kernel: str, correction: str) -> str:
     return ""
 
 
-def measured(kernel: str, correction: str, lag: int, seed: int, steps: int = STEPS) -> Figures:
+def measured(kernel: str, correction: str, lag: int, seed: int, steps: int = STEPS, lr: float = LR) -> Figures:
     """A cell: what becomes of the expected reward, and of the entropy."""
     from experiments import table_policy as table
 
     algorithm, right = table.make_algorithm(section(kernel, correction), seed), table.right_answers(seed)
-    trainer = table.TableTrainer(lr=LR)
+    trainer = table.TableTrainer(lr=lr)
     rewards, error = [table.expected_reward(trainer.logprobs(), right)], ""
     try:
         for _ in table.train_table(algorithm, trainer, right, steps=steps, lag=lag, seed=seed):
@@ -123,10 +123,13 @@ def verdict(figures: list[Figures]) -> str:
     return "collapses" if reward < CHANCE or spread < STUCK else "on its way"
 
 
-def make_cells(log: CellLog, seeds: int, quick: bool) -> tuple[dict[tuple[str, str], dict[int, list[Figures]]], dict]:
+def make_cells(
+    log: CellLog, seeds: int, quick: bool, lr: float
+) -> tuple[dict[tuple[str, str], dict[int, list[Figures]]], dict]:
     """({(kernel, correction): {staleness: figures of the seeds}}, {(kernel, correction): why it is refused})."""
     results: dict[tuple[str, str], dict[int, list[Figures]]] = {}
     reasons = {}
+    name = "safety" if lr == LR else f"safety, lr {lr:g}"
     pairs = [(kernel, correction) for kernel in KERNELS for correction in CORRECTIONS]
     for number, (kernel, correction) in enumerate(pairs, 1):
         reason = refused(kernel, correction)
@@ -137,9 +140,9 @@ def make_cells(log: CellLog, seeds: int, quick: bool) -> tuple[dict[tuple[str, s
         found = results[kernel, correction] = {}
         for lag in (0, 4) if quick else LAGS:
             for seed in range(seeds):
-                cell = Cell("safety", f"{kernel}; {correction}; {lag}", seed, quick, VERSION)
+                cell = Cell(name, f"{kernel}; {correction}; {lag}", seed, quick, VERSION)
                 if log.get(cell) is None:
-                    log.append(cell, measured(kernel, correction, lag, seed, steps=8 if quick else STEPS))
+                    log.append(cell, measured(kernel, correction, lag, seed, steps=8 if quick else STEPS, lr=lr))
                 found.setdefault(lag, []).append(log.get(cell) or {})
         told = " ".join(f"{lag}:{verdict(found[lag])}" for lag in found)
         print(
@@ -183,24 +186,26 @@ def main(arguments: list[str] | None = None) -> int:
         "--quick", action="store_true", help="eight steps at staleness 0 and 4: under a minute, says nothing"
     )
     parser.add_argument("--seeds", type=int, default=1, help="0 to N - 1 (1); the median seed counts")
+    parser.add_argument("--lr", type=float, default=LR, help=f"of the table's AdamW ({LR})")
     parser.add_argument("--out", type=Path, metavar="DIR", help="where the cells go (runs/safety)")
     parser.add_argument("--docs", action="store_true", help="also write the table into docs/safety.md")
     args = parser.parse_args(arguments)
-    if args.seeds < 1:
-        print(f"safety: --seeds: expected 1 or more, found {args.seeds}.", file=sys.stderr)
+    if args.seeds < 1 or not 0 < args.lr < math.inf:
+        told = f"expected 1 or more seeds and a rate above 0, found {args.seeds} and {args.lr:g}"
+        print(f"safety: --seeds, --lr: {told}.", file=sys.stderr)
         return 2
     started = time.monotonic()
     logging.disable(logging.WARNING)  # that updates without any gradient were left out is no news here
     out = args.out or ROOT / "runs" / ("safety_quick" if args.quick else "safety")
     log = CellLog(out / "cells.jsonl")
     try:
-        results, reasons = make_cells(log, 1 if args.quick else args.seeds, args.quick)
+        results, reasons = make_cells(log, 1 if args.quick else args.seeds, args.quick, args.lr)
     except KeyboardInterrupt:
         print(f"safety: interrupted; what was made is in {log.path}, the same command goes on.", file=sys.stderr)
         return 130
     table = tables(results)
     print(f"{table}\n{', '.join(f'{sign} {name}' for name, sign in SIGNS.items())}, - refused; staleness {LAGS}\n")
-    if args.docs and not args.quick:
+    if args.docs and not args.quick and args.lr == LR:
         PAGE.write_text(with_block(PAGE.read_text(encoding="utf-8"), "benchmarks/safety.py", table), encoding="utf-8")
     from common import versions
 
@@ -215,6 +220,7 @@ def main(arguments: list[str] | None = None) -> int:
         "versions": {"python": platform.python_version(), **versions("rlflow", "torch")},
         "processor": processor_name(),
         "quick": args.quick,
+        "lr": args.lr,
         "seeds": 1 if args.quick else args.seeds,
         "seconds": round(time.monotonic() - started, 1),
         "refused": len(reasons),
