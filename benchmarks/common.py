@@ -30,12 +30,17 @@ class Shape:
     ffn: int
     vocab: int
 
+    @property
+    def head_dim(self) -> int:
+        return self.hidden // self.heads
+
 
 SHAPES = {
     "tiny": Shape(hidden=128, layers=2, heads=4, groups=2, ffn=384, vocab=4096),
     "18M": Shape(hidden=384, layers=7, heads=6, groups=2, ffn=1024, vocab=18432),
     "93M": Shape(hidden=768, layers=12, heads=12, groups=4, ffn=2048, vocab=22528),
     "0.5B": Shape(hidden=896, layers=24, heads=14, groups=2, ffn=4864, vocab=151936),  # Qwen2.5-0.5B
+    "1.5B": Shape(hidden=1536, layers=28, heads=12, groups=2, ffn=8960, vocab=151936),  # Qwen2.5-1.5B
     "3B": Shape(hidden=2048, layers=36, heads=16, groups=2, ffn=11008, vocab=151936),  # Qwen2.5-3B
 }
 

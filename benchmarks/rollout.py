@@ -15,16 +15,16 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import dataclasses
 import json
 import os
 import platform
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -110,14 +110,9 @@ def make_model(path: Path, name: str) -> int:
 # --- the sides: each returns a function that plays all episodes and gives how many tokens it computed in prompts ------
 
 
-def rlflow_side(path: Path, workload: Workload, dtype: str, device: str = "cpu") -> Callable[[], int]:
-    """The embedded engine, an asyncio task per episode."""
-    from rlflow.rollout.embedded.engine import EmbeddedEngine
+def play_episodes(engine: Any, workload: Workload) -> None:
+    """Plays all episodes on an engine, an asyncio task per episode."""
     from rlflow.rollout.engine import Sampling
-
-    engine = EmbeddedEngine(
-        path, max_concurrency=len(workload.prompts), dtype=dtype, max_tokens=workload.longest + 8, device=device
-    )
 
     async def episode(index: int) -> None:
         tokens = list(workload.prompts[index])
@@ -131,9 +126,20 @@ def rlflow_side(path: Path, workload: Workload, dtype: str, device: str = "cpu")
     async def play() -> None:
         await asyncio.gather(*(episode(index) for index in range(len(workload.prompts))))
 
+    asyncio.run(play())
+
+
+def rlflow_side(path: Path, workload: Workload, dtype: str, device: str = "cpu") -> Callable[[], int]:
+    """The embedded engine."""
+    from rlflow.rollout.embedded.engine import EmbeddedEngine
+
+    engine = EmbeddedEngine(
+        path, max_concurrency=len(workload.prompts), dtype=dtype, max_tokens=workload.longest + 8, device=device
+    )
+
     def run() -> int:
         before, decoded = engine.statistics.prefilled, engine.statistics.decoded
-        asyncio.run(play())
+        play_episodes(engine, workload)
         assert engine.statistics.decoded - decoded == workload.generated
         return engine.statistics.prefilled - before
 
@@ -183,52 +189,39 @@ def transformers_side(path: Path, workload: Workload, dtype: str, device: str = 
 
 
 class VllmSide:
-    """vLLM in a process of its own python, which plays once for each line that it is sent."""
+    """rlflow's vLLM engine, over the vLLM of another python. New weights come before each play, as in training."""
 
-    def __init__(self, python: str, path: Path, workload: Workload, dtype: str, threads: int) -> None:
-        job = path / "workload.json"
-        job.write_text(json.dumps({"model": str(path), "dtype": dtype, **asdict(workload)}))
-        library = Path(python).parent.parent / "lib" / "libiomp5.so"
-        environment = {
-            **os.environ,
-            "VLLM_CPU_KVCACHE_SPACE": "2",
-            "VLLM_NO_USAGE_STATS": "1",
-            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-            "OMP_NUM_THREADS": str(threads),
-        }
-        environment.pop("PYTHONPATH", None)
-        if library.exists():
-            environment["LD_PRELOAD"] = str(library)
-        self._log = (path / "vllm.log").open("w")
-        script = Path(__file__).with_name("rollout_vllm.py")
-        self._process = subprocess.Popen(
-            [python, str(script), str(job)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._log,
-            text=True,
-            env=environment,
+    def __init__(self, python: str, path: Path, workload: Workload, dtype: str) -> None:
+        from rlflow.rollout.vllm.engine import VLLMEngine
+
+        self._path, self._workload = path, workload
+        self._engine = VLLMEngine(
+            path, python=python, max_concurrency=len(workload.prompts), max_tokens=workload.longest + 8, dtype=dtype, kv_gib=2
         )
-        self.version = self._read().get("version", "")
+        self.version = self._engine.wait_until_ready()
 
     def run(self) -> dict[str, float]:
-        """{wall_s, cpu_s, prefilled} of one play."""
-        assert self._process.stdin is not None
-        self._process.stdin.write("play\n")
-        self._process.stdin.flush()
-        return self._read()
+        """{wall_s, cpu_s, prefilled} of one play; the CPU time is that of vLLM's processes too."""
+        from rlflow.models.huggingface import iterate_weights
+
+        asyncio.run(self._engine.load_weights(iterate_weights(self._path), self._engine.version + 1))
+        before, counts, start = cpu_s(self._engine.pid), dataclasses.replace(self._engine.counts), time.perf_counter()
+        play_episodes(self._engine, self._workload)
+        assert self._engine.counts.decoded - counts.decoded == self._workload.generated
+        wall_s, prefilled = time.perf_counter() - start, self._engine.counts.prefilled - counts.prefilled
+        return {"wall_s": wall_s, "cpu_s": cpu_s(self._engine.pid) - before, "prefilled": prefilled}
 
     def close(self) -> None:
-        self._process.terminate()
-        self._process.wait()
-        self._log.close()
+        asyncio.run(self._engine.close())
 
-    def _read(self) -> dict[str, Any]:
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
-            if line.startswith("{"):
-                return json.loads(line)
-        sys.exit(f"vLLM ended; its log says:\n{Path(self._log.name).read_text()[-3000:]}")
+
+def cpu_s(pid: int) -> float:
+    """CPU seconds of this process, of another one and of its children."""
+    import psutil
+
+    other = psutil.Process(pid)
+    times = [one.cpu_times() for one in (other, *other.children(recursive=True))]
+    return time.process_time() + sum(one.user + one.system for one in times)
 
 
 # --- measuring --------------------------------------------------------------------------------------------------------
@@ -298,6 +291,7 @@ def main() -> None:
     import transformers
 
     torch.set_num_threads(options.threads)
+    os.environ["OMP_NUM_THREADS"] = str(options.threads)  # for vLLM's processes
     rounds, scale = (1, 1 / 3) if options.quick else (options.rounds, 1.0)
     workload = make_workload(options.episodes, options.group, options.turns, scale)
     versions = {
@@ -313,7 +307,7 @@ def main() -> None:
         sides = {"transformers": lambda: measured(play_transformers), "rlflow": lambda: measured(play)}
         vllm = None
         if options.vllm_python:
-            vllm = VllmSide(options.vllm_python, path, workload, options.dtype, options.threads)
+            vllm = VllmSide(options.vllm_python, path, workload, options.dtype)
             sides["vllm"], versions["vllm"] = vllm.run, vllm.version
         try:
             table = summary(interleave(sides, rounds), workload.generated)

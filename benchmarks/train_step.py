@@ -6,6 +6,7 @@ them. The last line is one JSON object."""
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import os
 import platform
@@ -17,9 +18,9 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from common import SHAPES, Turns, interleave, spread, summary, versions, write_random_model
+from common import MIB, SHAPES, Turns, interleave, spread, summary, versions, write_random_model
 
-RIVAL, OURS = "transformers", "rlflow"
+RIVAL, OURS, ADAPTERS = "transformers", "rlflow", "rlflow LoRA"
 ADAM = {"lr": 1e-4, "betas": (0.9, 0.95), "eps": 1e-8}
 WEIGHT_DECAY = 0.01
 
@@ -90,6 +91,7 @@ class Setting:
     dtype: str = "float32"
     fused: bool = True
     recompute: str = "none"  # of the Megatron trainer
+    lora: int = 0  # rank of adapters that the Megatron trainer trains in place of the weights; 0: the weights
 
 
 def transformers_side(turns: Turns, path: Path, case: Case, setting: Setting) -> None:
@@ -141,11 +143,23 @@ def rlflow_side(turns: Turns, path: Path, case: Case, setting: Setting) -> None:
         tokens_per_microbatch=case.tokens_per_microbatch or len(case.lengths) * max(case.lengths),
         dtype=setting.dtype,
         recompute=setting.recompute,
+        lora={"rank": setting.lora, "alpha": 2.0 * setting.lora} if setting.lora else None,
     )
     batch = make_batch(case.lengths, SHAPES[case.model].vocab)
     while turns.begin():
         metrics = trainer.update(batch, policy_gradient)
-        turns.end(loss=metrics["loss"], gradient_norm=metrics["gradient_norm"])
+        turns.end(loss=metrics["loss"], gradient_norm=metrics["gradient_norm"], **state_mib(trainer))
+
+
+def state_mib(trainer: Any) -> dict[str, float]:
+    """MiB of the Megatron trainer's weights, gradient buffers, and Adam's moments."""
+    inner = trainer._optimizer.optimizer.state.values()
+    counted = {
+        "weights": [parameter for chunk in trainer._chunks for parameter in chunk.parameters()],
+        "gradients": [buffer.grad_data for chunk in trainer._model for buffer in chunk.buffers],
+        "moments": [value for state in inner for key, value in state.items() if key != "step"],
+    }
+    return {f"{name}_mib": sum(tensor.nbytes for tensor in held) / MIB for name, held in counted.items()}
 
 
 # ---------------------------------------------------------------- the comparison
@@ -153,13 +167,20 @@ def rlflow_side(turns: Turns, path: Path, case: Case, setting: Setting) -> None:
 
 def compare(case: Case, path: Path, rounds: int, setting: Setting) -> dict[str, Any]:
     """Figures of both sides and their ratios. Raises RuntimeError where the sides do not compute the same."""
-    sides = {RIVAL: (transformers_side, path, case, setting), OURS: (rlflow_side, path, case, setting)}
+    first, second = (OURS, ADAPTERS) if setting.lora else (RIVAL, OURS)
+    rival = rlflow_side if setting.lora else transformers_side
+    sides = {
+        first: (rival, path, case, dataclasses.replace(setting, lora=0)),
+        second: (rlflow_side, path, case, setting),
+    }
     taken = interleave(sides, rounds, threads=setting.threads, device=setting.device)
     tolerance = {"float32": 1e-3, "bfloat16": 5e-2}[setting.dtype]
-    for first, second in zip(taken[RIVAL], taken[OURS], strict=True):
-        for key in ("loss", "gradient_norm"):
-            if abs(first[key] - second[key]) > tolerance * max(abs(first[key]), tolerance):
-                raise RuntimeError(f"{case.name}: the sides differ in {key}: {first[key]} and {second[key]}")
+    # Adapters begin at the same policy and go another way.
+    compared, keys = (1, ("loss",)) if setting.lora else (None, ("loss", "gradient_norm"))
+    for one, other in zip(taken[first][:compared], taken[second][:compared], strict=True):
+        for key in keys:
+            if abs(one[key] - other[key]) > tolerance * max(abs(one[key]), tolerance):
+                raise RuntimeError(f"{case.name}: the sides differ in {key}: {one[key]} and {other[key]}")
     tokens = sum(case.lengths)
     result: dict[str, Any] = {"case": case.name, "tokens": tokens, "rows": len(case.lengths)}
     for side, steps in taken.items():
@@ -167,22 +188,25 @@ def compare(case: Case, path: Path, rounds: int, setting: Setting) -> dict[str, 
             "tokens_per_s": summary([tokens / step["wall_s"] for step in steps[1:]]),
             "tokens_per_cpu_s": summary([tokens / step["cpu_s"] for step in steps[1:]]),
             "peak_mib": max(step["peak_mib"] for step in steps),
+            **{key: steps[-1][key] for key in ("weights_mib", "gradients_mib", "moments_mib") if key in steps[-1]},
         }
     for ratio, key in (("speedup", "tokens_per_s"), ("speedup_cpu", "tokens_per_cpu_s")):
-        result[ratio] = result[OURS][key]["median"] / result[RIVAL][key]["median"]
-    result["memory_ratio"] = result[OURS]["peak_mib"] / result[RIVAL]["peak_mib"]
+        result[ratio] = result[second][key]["median"] / result[first][key]["median"]
+    result["memory_ratio"] = result[second]["peak_mib"] / result[first]["peak_mib"]
     return result
 
 
 def print_result(result: dict[str, Any]) -> None:
     """Three rows of the table: both sides and their ratio."""
-    for side in (RIVAL, OURS):
-        row = result[side]
+    for side, row in ((name, result[name]) for name in (RIVAL, OURS, ADAPTERS) if name in result):
         wall, cpu = row["tokens_per_s"], row["tokens_per_cpu_s"]
         print(
             f"{result['case']:<12} {side:<13} {wall['median']:>9.0f} {spread(wall):>12} "
             f"{cpu['median']:>13.0f} {spread(cpu):>12} {row['peak_mib']:>9.0f}"
         )
+        if ADAPTERS in result:
+            held = ", ".join(f"{name} {row[f'{name}_mib']:.1f}" for name in ("weights", "gradients", "moments"))
+            print(f"{'':<12} {'':<13} MiB of {held}")
     print(
         f"{'':<12} {'ratio':<13} {result['speedup']:>8.2f}x {'':>12} {result['speedup_cpu']:>12.2f}x "
         f"{'':>12} {result['memory_ratio']:>8.2f}x",
@@ -199,11 +223,12 @@ def main() -> None:
     parser.add_argument(
         "--plain-adam", action="store_true", help="give transformers torch's default AdamW, not the fused one"
     )
+    parser.add_argument("--lora", type=int, default=0, metavar="RANK", help="compare LoRA of this rank with all weights")
     options = parser.parse_args()
     rounds = options.rounds or (3 if options.quick else 5)
     os.environ["OMP_NUM_THREADS"] = str(options.threads)
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    setting = Setting(threads=options.threads, fused=not options.plain_adam)
+    setting = Setting(threads=options.threads, fused=not options.plain_adam, lora=options.lora)
 
     chosen = [case for case in cases(options.quick) if options.only in case.name]
     packages = versions("rlflow", "torch", "transformers", "megatron-core")
@@ -228,6 +253,7 @@ def main() -> None:
                 "threads": options.threads,
                 "rounds": rounds,
                 "fused_adamw_in_transformers": not options.plain_adam,
+                "lora_rank": options.lora,
                 "results": results,
             }
         )

@@ -17,6 +17,18 @@ rlflow_path() {
     case $1 in /*) echo "$1" ;; *) if [ -e "$1" ]; then echo "$PWD/$1"; else echo "$1"; fi ;; esac
 }
 
+# Fails for an option that is not among the others, with the one that was meant: the same letters in another order, or the same
+# beginning.
+rlflow_unknown() {
+    local given=$1 known meant=''
+    shift
+    rlflow_letters() { printf %s "${1%%=*}" | fold -w 1 | sort | tr -d '\n'; }
+    for known in "$@"; do
+        if [ "$(rlflow_letters "$known")" = "$(rlflow_letters "$given")" ] || [ "${known:0:4}" = "${given:0:4}" ]; then meant=$known; fi
+    done
+    rlflow_fail "unknown option '$given'.${meant:+ Did you mean '$meant'?} The options: bash $0 --help"
+}
+
 # ---------------------------------------------------------------------------------------------------------------- platform
 
 rlflow_check_platform() {

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rlflow.errors import ConfigError
+from rlflow.errors import ConfigError, RLFlowError
 from rlflow.metrics.names import Metric
 from rlflow.types import Episode, Step, Task
 
@@ -50,9 +50,26 @@ class Environment(ABC):
             "out, and set what the environment takes with environment.KEY=VALUE."
         )
 
+    @classmethod
+    def rehearse(cls, **options: Any) -> tuple[Environment | None, list[RLFlowError]] | None:
+        """For `--dry-run`, with the constructor keywords of the configuration: (an environment that can be asked for
+        its tasks, stop strings and tools, though not played; None where there is none, all problems that making it
+        would meet). What is expensive is not built, nothing is started, nothing is left behind. None, the default: it
+        is made as for a run."""
+        return None
+
     @abstractmethod
     def tasks(self, split: str) -> Sequence[Task]:
         """The tasks of "train" or "val", in a fixed order."""
+
+    def task_from_text(self, text: str) -> Task:
+        """The task of a question that somebody types (`rlflow ask`), in the form of its own tasks, without an answer.
+
+        Raises ConfigError where the environment makes no task of a text."""
+        raise ConfigError(
+            f"{type(self).__name__}: it makes no task of a text (it has no task_from_text), found '{text[:60]}'; give it one "
+            "that returns a Task, or ask in an environment of questions."
+        )
 
     async def reset(self, task: Task) -> Episode:
         """A fresh episode of the task. The prompt that the policy sees is `episode.task.prompt`."""

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import difflib
 import enum
-from collections.abc import Iterable
+import json
+from collections.abc import Callable, Iterable
+from importlib import metadata
+from pathlib import Path
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 
 class RLFlowError(Exception):
@@ -85,3 +91,41 @@ def described(error: BaseException) -> str:
     except Exception:  # noqa: BLE001 -- an error whose __str__ raises
         text = ""
     return f"{type(error).__name__}: {text or 'no reason given'}"
+
+
+class Problems(list[RLFlowError]):
+    """What is wrong, all of it: what is tried goes on after each problem."""
+
+    def attempt(self, action: Callable[..., T], *arguments: Any, **keywords: Any) -> T | None:
+        """What the action returns; None where it raised an RLFlowError, which is noted, each text once."""
+        try:
+            return action(*arguments, **keywords)
+        except RLFlowError as problem:
+            self.note(problem)
+            return None
+
+    def note(self, *problems: RLFlowError) -> None:
+        """Adds those whose text is not there yet."""
+        for problem in problems:
+            if str(problem) not in map(str, self):
+                self.append(problem)
+
+
+def install_command(extra: str = "") -> str:
+    """`pip install 'SOURCE[extra]'` with the source that this rlflow comes from: its checkout, else the URL it was installed
+    from. Never the bare name: in the public package index it belongs to another project."""
+    checkout = Path(__file__).resolve().parents[1]
+    wanted = f"[{extra}]" if extra else ""
+    if (checkout / "setup.py").is_file():
+        return f"pip install -e '{checkout}{wanted}'"
+    return f"pip install 'rlflow{wanted} @ {_installed_from()}'"
+
+
+def _installed_from() -> str:
+    """What pip noted of the installation (PEP 610); a placeholder where it came from an index or by hand."""
+    try:
+        noted = json.loads(metadata.distribution("rlflow").read_text("direct_url.json") or "{}")
+    except (metadata.PackageNotFoundError, ValueError):
+        noted = {}
+    control = noted.get("vcs_info", {}).get("vcs", "")
+    return f"{control}+{noted['url']}" if control else noted.get("url", "PATH_OR_GIT_URL")

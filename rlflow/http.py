@@ -1,4 +1,4 @@
-"""The one policy for requests over HTTP that fail: which may be sent again, when, and for how long.
+"""The one policy for requests over HTTP that fail: which may be sent again, when, and for how long; and whether anybody is there.
 
 An attempt is a function of the caller; it raises Retryable for a failure that may pass, and anything else for one that will not.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import math
 import random
+import socket
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
@@ -147,3 +148,12 @@ def retry_after_s(headers: Mapping[str, str]) -> float:
         return min(LONGEST_RETRY_AFTER_S, max(0.0, float(headers.get("retry-after", ""))))
     except ValueError:
         return 0.0
+
+
+def unreachable(host: str, port: int, timeout_s: float = 3.0) -> str | None:
+    """Why no server takes connections there; None where one does."""
+    try:
+        socket.create_connection((host, port), timeout_s).close()
+    except (OSError, OverflowError, UnicodeError) as failure:
+        return str(failure) or type(failure).__name__
+    return None

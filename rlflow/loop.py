@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -39,7 +39,7 @@ def train(config: RunConfig) -> dict[str, Any]:
         if run.evaluation_due():
             run.evaluate()
         for groups in run.groups():
-            metrics = training_step(run.step, groups, run.trainer, run.algorithm, run.timer)
+            metrics = training_step(run.step, groups, run.trainer, run.algorithm, run.timer, run.observe)
             run.sync_weights(version=run.step + 1)
             run.finish_step(metrics, groups)
             if run.checkpoint_due():
@@ -50,9 +50,15 @@ def train(config: RunConfig) -> dict[str, Any]:
 
 
 def training_step(
-    step: int, groups: Sequence[Group], trainer: Trainer, algorithm: Algorithm, timer: PhaseTimer
+    step: int,
+    groups: Sequence[Group],
+    trainer: Trainer,
+    algorithm: Algorithm,
+    timer: PhaseTimer,
+    observe: Callable[[Batch, Sequence[Group]], object] | None = None,
 ) -> dict[str, float]:
-    """Every update of one step on the groups; returns its metrics. The engine's weights are the caller's matter."""
+    """Every update of one step on the groups; returns its metrics. The engine's weights are the caller's matter. observe: told of
+    the batch, with advantages, before the first update."""
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
     usable = [trajectory for trajectory in trajectories if trajectory.usable]
     if not usable:
@@ -64,6 +70,8 @@ def training_step(
         if algorithm.teacher is not None:
             batch = algorithm.teacher.fill(batch, [group.task for group in groups for _ in group.usable])
     batch = algorithm.credit(batch)
+    if observe is not None:
+        observe(batch, groups)
     updates = []
     for epoch in range(algorithm.epochs_per_step):
         shuffle = torch.Generator().manual_seed(shuffle_seed(algorithm.seed, step, epoch))

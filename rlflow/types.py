@@ -45,6 +45,10 @@ class Task:
     most_attempts: int | None = None
     most_turns: int | None = None
 
+    def attempts(self, samples: int) -> int:
+        """How many of the `samples` that a run gives each task this one gets."""
+        return min(samples, self.most_attempts or samples)
+
 
 @dataclass
 class Episode:

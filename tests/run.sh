@@ -6,7 +6,8 @@
 #   (none)   every claim at its smallest size; under 10 minutes on two cores
 #   --full   also the slow matrices, kill tests and real engines; under 60 minutes
 #
-# RLFLOW_TEST_PROCESSES=1 runs one test after another (2).
+# RLFLOW_TEST_PROCESSES=1 runs one test after another (2). With --full, RLFLOW_VLLM_PYTHON names an interpreter with vLLM, or `none`;
+# without it an environment is made where that can be (3.5 GB, once).
 #
 # Examples: bash tests/run.sh tests/unit -k losses
 #           bash tests/run.sh --full -x
@@ -21,8 +22,14 @@ if [ "${1:-}" = --full ]; then
     shift
     select='not gpu'
     rlflow_has_gpu && select=''
+    full=1
 fi
 rlflow_setup test
+if [ -n "${full:-}" ]; then
+    # shellcheck source=vllm_env.sh
+    . "$here/vllm_env.sh"
+    rlflow_vllm
+fi
 cd "$RLFLOW_ROOT"
 # One thread per process: some tests start several ranks, and torch's threads wait busily for each other on shared cores.
 export OMP_NUM_THREADS=1 PYTHONUNBUFFERED=1

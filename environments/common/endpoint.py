@@ -16,7 +16,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import TypeVar
 
-from rlflow.errors import ConfigError, MissingPackageError, RLFlowError
+from rlflow.errors import ConfigError, MissingPackageError, RLFlowError, install_command
 from rlflow.http import GaveUp, Retryable, RetryPolicy, post
 from rlflow_environments.common.jsonl import BadRow, parse_object, records
 from rlflow_environments.common.text import well_formed
@@ -82,7 +82,7 @@ class ChatEndpoint:
             import httpx
         except ImportError:
             raise MissingPackageError(
-                "a model at an endpoint needs the package httpx. Install it with: pip install 'rlflow[judge]'"
+                f"a model at an endpoint needs the package httpx. Install it with: {install_command('judge')}"
             ) from None
         self.url = str(url).rstrip("/").removesuffix("/chat/completions") + "/chat/completions"
         self._body = {"model": model, "temperature": temperature, "max_tokens": max_tokens}

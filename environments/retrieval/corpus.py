@@ -162,6 +162,17 @@ def read_passages(path: str | Path, *, skip_bad_rows: bool = False) -> list[Pass
     return passages
 
 
+def check_beginning(path: str | Path, most_bytes: int) -> None:
+    """Raises DataError as `Corpus` does for bad rows among those that lie in the first `most_bytes` as a whole."""
+    file = existing(path, "corpus")
+    with file.open("rb") as opened:
+        data = opened.read(most_bytes)
+    data = data[: data.rfind(b"\n") + 1] or data
+    bad: list[tuple[str, str]] = []
+    good = sum(1 for _ in _good_rows(data, RowCheck(file), bad))
+    refuse(file, "corpus", bad, good)
+
+
 def stream_passages(path: str | Path) -> Iterator[tuple[int, Passage]]:
     """(offset of its end, passage) of row after row, read once. Raises DataError as `Corpus` does, at the end."""
     file = existing(path, "corpus")

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlflow.environment import Environment
-from rlflow.errors import ConfigError, did_you_mean
+from rlflow.errors import ConfigError, RLFlowError, did_you_mean
 from rlflow.types import Episode, Observation, Step, Task
 from rlflow_environments.common.threads import beside_the_loop
 from rlflow_environments.retrieval.indices import Retriever
@@ -20,7 +20,7 @@ from rlflow_environments.search.protocols.text import check_prompt_template
 from rlflow_environments.search.questions import QuestionSource
 from rlflow_environments.search.rewards import RULE_SCORES, Transcript, make_reward, rule_scores, scoring
 from rlflow_environments.search.rewards.judge import Judge
-from rlflow_environments.search.sources import load_tasks, open_retriever, questions_of, world_files
+from rlflow_environments.search.sources import load_tasks, open_retriever, questions_of, task_of, world_files
 
 if TYPE_CHECKING:
     from rlflow_environments.search.managed import ManagedServer
@@ -46,6 +46,13 @@ class SearchEnvironment(Environment):
     def evaluation_options(cls, path: str) -> dict[str, Any]:
         """The validation questions are those at `path`; the training questions, which an evaluation never asks, are not read."""
         return {"val": path, "train": None}
+
+    @classmethod
+    def rehearse(cls, **options: Any) -> tuple[Environment | None, list[RLFlowError]]:
+        """See Environment: questions are read, index, corpus and options looked at; no index is built, no service started."""
+        from rlflow_environments.search.rehearsal import rehearsal
+
+        return rehearsal(cls, options)
 
     def __init__(
         self,
@@ -90,14 +97,13 @@ class SearchEnvironment(Environment):
         self.max_turns = None if max_turns is None else self._protocol.responses(max_turns)
         if prompt_template is not None:
             check_prompt_template(prompt_template)
+        self._prompt_template = prompt_template
         self._max_searches = max_searches
         self._disturbances = make_disturbances(disturbances)
         files = world_files(world)
         questions = {"train": train or files.get("train"), "val": val or files.get("val")}
         given = {split: path for split, path in questions.items() if path is not None}
-        self._tasks = load_tasks(given, self._protocol, prompt_template, valid_inst_ratio)
-        # By identity: ids of tasks are unique within a split only, and the rollout hands back these very objects.
-        self._split_of = {id(task): split for split, tasks in self._tasks.items() for task in tasks}
+        self.adopt(load_tasks(given, self._protocol, prompt_template, valid_inst_ratio))
         corpus = corpus or files.get("corpus")
         self._service: ManagedServer | None = None
         if managed:
@@ -124,8 +130,16 @@ class SearchEnvironment(Environment):
         if self._service is not None:
             self._service.stop()
 
+    def adopt(self, tasks: dict[str, list[Task]], unread: Mapping[str, RLFlowError] | None = None) -> None:
+        """Takes these questions, by split, in place of those that it has. unread: what is raised where others are asked for."""
+        self._tasks, self._unread = tasks, dict(unread or {})
+        # By identity: ids of tasks are unique within a split only, and the rollout hands back these very objects.
+        self._split_of = {id(task): split for split, asked in tasks.items() for task in asked}
+
     def tasks(self, split: str) -> Sequence[Task]:
         """The questions of "train" or "val" in file order. Raises ConfigError where no such file was given."""
+        if split in self._unread:
+            raise self._unread[split]
         if split not in self._tasks:
             given = ", ".join(self._tasks) or "none"
             raise ConfigError(
@@ -133,6 +147,11 @@ class SearchEnvironment(Environment):
                 f".jsonl file of questions.{did_you_mean(split, self._tasks)}"
             )
         return self._tasks[split]
+
+    def task_from_text(self, text: str) -> Task:
+        """The question in the prompt of the environment's own questions, else in that of the protocol."""
+        tasks = [task for split in ("val", "train") for task in self._tasks.get(split, ())]
+        return task_of(text, tasks, self._protocol, self._prompt_template)
 
     def report(self) -> dict[str, float]:
         """Rates and times of the searches since the last call."""

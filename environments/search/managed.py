@@ -127,6 +127,21 @@ def start_managed(
 
     Raises ConfigError.
     """
+    described, given, recall = managed_options(component, options)
+    service = ManagedServer(described, corpus, **given)
+    try:
+        if corpus is not None:
+            check_recall(service.retriever, StoredCorpus(corpus), tasks, top_k, **recall)
+    except BaseException:
+        service.stop()
+        raise
+    return service
+
+
+def managed_options(
+    component: Any, options: bool | Mapping[str, Any]
+) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+    """(the retriever to serve, options of ManagedServer, options of `check_recall`). Raises ConfigError."""
     if isinstance(component, Retriever):
         raise ConfigError("environment.managed: expected the retriever by name and options, found an object.")
     described = RETRIEVER.component(component, "environment.retriever")
@@ -137,14 +152,7 @@ def start_managed(
         reserved = ("component", "corpus", "retriever", "tasks", "top_k")
         given = check_options(options, ManagedServer, check_recall, where="environment.managed", reserved=reserved)
     recall = {key: given.pop(key) for key in RECALL if key in given}
-    service = ManagedServer(described, corpus, **given)
-    try:
-        if corpus is not None:
-            check_recall(service.retriever, StoredCorpus(corpus), tasks, top_k, **recall)
-    except BaseException:
-        service.stop()
-        raise
-    return service
+    return described, given, recall
 
 
 def check_recall(

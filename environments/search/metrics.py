@@ -13,7 +13,11 @@ METRICS = {
     "invalid_actions": Metric("per episode", "responses that were no action of the protocol, or a search too many"),
     "gold_in_results": Metric("share", "of episodes that were shown a passage with a gold answer"),
     "rewarded_without_evidence": Metric(
-        "share", "of episodes with a reward above 0 that were shown no passage with a gold answer"
+        "share",
+        "of episodes with a reward above 0 that were shown no passage with a gold answer",
+        alarm=0.2,
+        advice="Answers are rewarded without evidence: the policy may know or guess them. Evaluate with "
+        "environment.retriever.name=random; if the score stays, take other questions, or a reward that asks for evidence.",
     ),
     "disturbed": Metric("per episode", "searches that `disturbances` changed; only with them"),
     "hops": Metric("count", "`hops` of the question's row; only where it has them"),
@@ -23,7 +27,12 @@ METRICS = {
     **{name: Metric("reward", f"what the rule {name.removeprefix('score_')} gives") for name in RULE_SCORES},
     "search/searches": Metric("count", "answered in the step, those of aborted episodes included"),
     "search/hit_rate": Metric("share", "of searches that the client's cache answered; only where there is one"),
-    "search/empty_rate": Metric("share", "of searches that found nothing"),
+    "search/empty_rate": Metric(
+        "share",
+        "of searches that found nothing",
+        alarm=0.5,
+        advice="Check that the retriever answers (rlflow search query) and that the index is that of the corpus.",
+    ),
     "search/duplicate_rate": Metric("share", "of searches that their episode had made before"),
     "search/gold_in_top_k": Metric("share", "of searches that found a passage with a gold answer"),
     "time/search_s": Metric("s", "of the rollout, with at least one search under way"),

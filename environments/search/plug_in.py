@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from rlflow.commands.doctor import Job
 from rlflow.commands.options import Option
+from rlflow.errors import install_command
 
 OPTIONS = (
     Option("--train-data", "environment.train", "training questions, jsonl", commands=("train",)),
@@ -15,14 +16,14 @@ JOBS = (
     Job(
         "search environment",
         ("faiss-cpu|faiss-gpu", "bm25s"),
-        "pip install 'rlflow[search]'",
+        install_command("search"),
         tested={"faiss-cpu": "1.15.1", "bm25s": "0.3.16"},
     ),
     Job(
         "retrieval server",
         ("faiss-cpu|faiss-gpu", "bm25s", "aiohttp", "fastapi", "uvicorn", "uvloop", "orjson", "prometheus-client"),
-        "pip install 'rlflow[search]'",
+        install_command("search"),
         tested={"aiohttp": "3.14.5", "fastapi": "0.165.0", "uvicorn": "0.54.0"},
     ),
-    Job("search with Qdrant", ("qdrant-client", "qdrant-edge-py"), "pip install 'rlflow[qdrant]'"),
+    Job("search with Qdrant", ("qdrant-client", "qdrant-edge-py"), install_command("qdrant")),
 )

@@ -9,21 +9,24 @@ from typing import Any
 
 from rlflow.components import check_options
 from rlflow.errors import ConfigError
-from rlflow.types import Task
+from rlflow.types import Observation, Task
 from rlflow_environments.retrieval.corpus import Corpus
 from rlflow_environments.retrieval.indices import Retriever, brings_documents, make_retriever
 from rlflow_environments.search.protocols import Protocol
 from rlflow_environments.search.protocols.asearcher import with_validity
+from rlflow_environments.search.protocols.text import render_prompt
 from rlflow_environments.search.questions import QuestionSource, read_tasks
 
 
-def world_files(world: Mapping[str, Any] | None) -> Mapping[str, Any]:
-    """The paths of the embedded world's files, made if they are missing; none without a world."""
+def world_files(world: Mapping[str, Any] | None, elsewhere: Path | None = None) -> Mapping[str, Any]:
+    """The paths of the embedded world's files, made if they are missing; none without a world. elsewhere: where missing
+    ones are made."""
     if world is None:
         return {}
     from rlflow_environments.search.world.world import ensure_world
 
-    return ensure_world(**check_options(world, ensure_world, where="environment.world"))
+    options = check_options(world, ensure_world, where="environment.world", reserved=("elsewhere",))
+    return ensure_world(**options, elsewhere=elsewhere)
 
 
 def open_retriever(retriever: str | Mapping[str, Any] | Retriever, corpus: str | Path | None) -> Retriever:
@@ -54,6 +57,29 @@ def load_tasks(
         ratio = valid_ratio if split == "train" else 1.0
         loaded[split] = [_adapted(task, protocol, ratio) for task in read_tasks(path, split, template)]
     return loaded
+
+
+def task_of(question: str, tasks: Sequence[Task], protocol: Protocol, template: str | None) -> Task:
+    """A question that somebody asks, in place of that in the prompt of the first task whose prompt holds its question as it
+    stands: a policy knows the prompts of its data; without such a task in the template. Nobody knows its answer."""
+    question = question.strip()
+    metadata = {"question": question}
+    for task in tasks:
+        asked = task.metadata.get("question")
+        if isinstance(asked, str) and asked.strip() and asked.strip() in _prompt_text(task):
+            return Task("asked", _exchanged(task.prompt, asked.strip(), question), [], metadata)
+    prompt = render_prompt(protocol.prompt_template if template is None else template, question)
+    return _adapted(Task("asked", prompt, [], metadata), protocol, 1.0)
+
+
+def _prompt_text(task: Task) -> str:
+    return task.prompt if isinstance(task.prompt, str) else "\n".join(message["content"] for message in task.prompt)
+
+
+def _exchanged(prompt: Observation, old: str, new: str) -> Observation:
+    if isinstance(prompt, str):
+        return prompt.replace(old, new)
+    return [{**message, "content": message["content"].replace(old, new)} for message in prompt]
 
 
 def _adapted(task: Task, protocol: Protocol, valid_ratio: float) -> Task:

@@ -10,7 +10,7 @@ from typing import Any
 
 from rlflow.components import ENVIRONMENT
 from rlflow.environment import Environment
-from rlflow.errors import ConfigError
+from rlflow.errors import ConfigError, Problems, RLFlowError
 from rlflow.types import Episode, Observation, Step, Task
 from rlflow.values import Component
 from rlflow_environments.common.transcript import Transcript
@@ -61,6 +61,24 @@ class Wrapper(Environment):
         self.metrics = made.metrics
         self.add_metrics(type(self).metrics)
 
+    @classmethod
+    def rehearse(cls, **options: Any) -> tuple[Environment | None, list[RLFlowError]] | None:
+        """See Environment: the base is rehearsed, and the wrapper made over it."""
+        base: Base = options.pop("base")
+        if isinstance(base, Environment):
+            return None
+        problems = Problems()
+        known = problems.attempt(ENVIRONMENT.check, base, (), "environment.base")
+        if known is None:
+            return None, problems
+        target, keywords = known
+        rehearsal = target.rehearse(**keywords) if isinstance(target, type) and issubclass(target, Environment) else None
+        if rehearsal is None:
+            return None
+        under, wrong = rehearsal
+        problems.note(*wrong)
+        return (None if under is None else problems.attempt(cls, base=under, **options)), problems
+
     def add_metrics(self, own: Mapping[str, Any]) -> None:
         """Registers metrics beside the base's. Raises ConfigError for a name that is taken."""
         if taken := sorted(set(own) & set(self.metrics)):
@@ -72,6 +90,9 @@ class Wrapper(Environment):
 
     def tasks(self, split: str) -> Sequence[Task]:
         return self.base.tasks(split)
+
+    def task_from_text(self, text: str) -> Task:
+        return self.base.task_from_text(text)
 
     def reset(self, task: Task) -> Coroutine[Any, Any, Episode]:
         return self._begun(self.base.reset(task))

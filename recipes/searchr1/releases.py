@@ -135,7 +135,7 @@ class _Hub:
             import huggingface_hub
         except ImportError:
             raise MissingPackageError(
-                "downloads need the package huggingface_hub. Install it with: pip install rlflow"
+                "downloads need the package huggingface_hub. Install it with: pip install huggingface_hub"
             ) from None
         self._hub = huggingface_hub
         self._repo, self._kind, self._revision, self._endpoint = repo, kind, revision, endpoint

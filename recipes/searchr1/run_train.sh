@@ -15,14 +15,16 @@ needs (a few minutes); an active environment that already has rlflow is used as 
 Options
   --short               the demo in three minutes (config/short.yaml)
   --config FILE         another run configuration (YAML); every key: docs/configuration.md
-  --model DIR           HuggingFace directory of the starting policy (config.json, *.safetensors, tokenizer)
+  --model DIR           starting policy: a HuggingFace directory (config.json, *.safetensors, tokenizer), or its name on the hub, e.g.
+                        Qwen/Qwen2.5-1.5B-Instruct: fetched once into HF_HOME; HF_ENDPOINT (a mirror) and HF_HUB_OFFLINE count
   --preset NAME         a named algorithm in place of the configuration's (rlflow algorithm list --kind preset)
   --train-data FILE     training questions, JSON Lines: {"prompt": ..., "solutions": [...]}
   --val-data FILE       validation questions, same format
   --corpus FILE         the passages to search, JSON Lines: {"id": ..., "contents": "\"Title\"\nText"}
   --resume              continue the run in run.directory from its newest checkpoint
   --overwrite           throw away what an earlier run left in run.directory
-  --dry-run             print the resolved configuration and the batch plan, then exit
+  --dry-run             open all that the run needs (model, tokenizer, data, index, packages, addresses, disk), print configuration,
+                        batch plan, memory, time and every problem, then exit; nothing is started or written
   -h, --help            this text
   section.key=value     override any configuration key, e.g. run.name=try rollout.samples_per_prompt=4 trainer.lr=2e-6
 
@@ -36,7 +38,7 @@ Examples
   bash recipes/searchr1/run_train.sh --short run.seed=3
   bash recipes/searchr1/run_train.sh --resume                      # after Ctrl-C or a crash
   bash recipes/searchr1/run_train.sh run.name=pairs cluster.ranks=4 trainer.tensor_parallel=2 trainer.pipeline_parallel=2
-  bash recipes/searchr1/run_train.sh --model Qwen2.5-3B-Instruct --train-data train.jsonl --val-data val.jsonl \
+  bash recipes/searchr1/run_train.sh --model Qwen/Qwen2.5-3B-Instruct --train-data train.jsonl --val-data val.jsonl \
       --corpus corpus.jsonl --dry-run
 
 A run directory holds config.yaml, metrics.jsonl, progress.png, checkpoints/, trajectories/, evaluations/ and export/ (a
@@ -70,7 +72,8 @@ while [ $# -gt 0 ]; do
     --model=* | --corpus=*) arguments+=("${1%%=*}" "$(rlflow_path "${1#*=}")"); shift ;;
     --train-data=* | --val-data=*) own_data=1 arguments+=("${1%%=*}" "$(rlflow_path "${1#*=}")"); shift ;;
     --short) short=1; shift ;;
-    -*) arguments+=("$1"); shift ;;
+    --resume | --overwrite | --dry-run | --env=*) arguments+=("$1"); shift ;;
+    -*) rlflow_unknown "$1" --short --config --model --preset --train-data --val-data --corpus --resume --overwrite --dry-run --help ;;
     *=*) overrides+=("$1"); shift ;;
     *) rlflow_fail "unexpected argument '$1'; overrides are section.key=value, see --help" ;;
     esac

@@ -14,9 +14,11 @@ from pathlib import Path
 from rlflow import Trainer, make_batch
 from rlflow.algorithms import SFTLoss
 from rlflow.models.export import write_model
+from rlflow.models.tiny import write_random_model, write_tokenizer
 from rlflow.rollout import Tokenizer
-from rlflow_environments.search.world.tiny_model import write_random_model, write_tokenizer
-from rlflow_environments.search.world.warm_up import Curriculum, row_weights, to_trajectory
+from rlflow.run.imitation import row_weights, to_trajectory
+from rlflow_environments.search.world.tiny_model import LEARNED_ON, TAGS, VOCABULARY, tokenizer_texts
+from rlflow_environments.search.world.warm_up import Curriculum
 
 
 def main() -> None:
@@ -32,7 +34,7 @@ def main() -> None:
 
     start, latest = args.out / "random", args.out / "latest.json"
     if not (start / "config.json").exists():
-        write_tokenizer(start)
+        write_tokenizer(start, tokenizer_texts(), vocabulary=VOCABULARY, tags=TAGS, learned_on=LEARNED_ON)
         write_random_model(start, seed=args.seed)
     schedule = {"name": "cosine", "warmup_steps": 100, "decay_steps": args.steps, "min_lr": 0.02 * args.lr}
     trainer = Trainer.from_pretrained(start, lr=args.lr, schedule=schedule, tokens_per_microbatch=2048)
@@ -40,7 +42,7 @@ def main() -> None:
     encode, curriculum, began = Tokenizer.from_pretrained(start).encode, Curriculum(), time.monotonic()
     for step in range(done, args.steps):
         generator = random.Random(f"{args.seed}/{step}")
-        rows = [to_trajectory(curriculum.row(generator, step / args.steps), encode) for _ in range(args.rows)]
+        rows = [to_trajectory(curriculum.row(generator, step / args.steps), encode, repeats=True) for _ in range(args.rows)]
         batch = make_batch(rows)
         metrics = trainer.update(batch.replace(weights=row_weights(batch)), SFTLoss())
         if (step + 1) % 50 == 0:

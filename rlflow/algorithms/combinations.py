@@ -77,3 +77,18 @@ def _against_each_other(first: Transform, second: Transform) -> Iterator[str]:
         yield "both multiply by the ratio of proximal to rollout policy: the correction would be applied twice. Keep one."
     if first.trusts and second.trusts:
         yield "each decides how far the policy may go from the one that sampled, by a rule of its own. Keep one."
+
+
+def check_staleness(losses: Sequence[Loss], transforms: Sequence[Part]) -> None:
+    """Returns when every policy-gradient term makes sense of tokens that an earlier version of the policy sampled: its ratio is
+    taken against that version, or a transform weighs it by what lies between. Raises ConfigError otherwise."""
+    weighed = any(change.weighs for change in transforms if isinstance(change, Transform))
+    for kernel in (loss for loss in losses if isinstance(loss, Kernel)):
+        if kernel.anchor == "rollout" or weighed:
+            continue
+        found = "it has no importance ratio" if kernel.anchor is None else "its ratio is to the proximal policy"
+        raise ConfigError(
+            f"rollout.asynchronous with loss {name_of(kernel)}: {found}, so nothing corrects for tokens of older "
+            "weights. Add a transform that does (algorithm.transforms=[tis]; with a clip range [decoupled]), take a loss with "
+            "anchor: rollout, or set rollout.asynchronous.max_staleness=0."
+        )

@@ -98,8 +98,8 @@ class TrainerRank:
     def trainer_method(self, method: str, *arguments: Any) -> Any:
         return self._from_first(getattr(self.trainer, method)(*arguments))
 
-    def start_weights(self) -> None:
-        self.stream = self.trainer.weights()
+    def start_weights(self, method: str) -> None:
+        self.stream = getattr(self.trainer, method)()
 
     def next_weights(self, limit_bytes: int) -> list[tuple[str, Any]] | None:
         """The next tensors, up to `limit_bytes` (one at least), [] at the end. All ranks stop at the same tensor."""

@@ -18,7 +18,7 @@ from typing import Any
 import psutil
 
 from rlflow.cluster.guard import Guard
-from rlflow.errors import ConfigError, MissingPackageError, RLFlowError
+from rlflow.errors import ConfigError, MissingPackageError, RLFlowError, install_command
 
 LOOPBACK = "127.0.0.1"
 PROBE_TIMEOUT_S = 10.0
@@ -108,7 +108,7 @@ def connect(address: str | None, cpus: int) -> RaySession | None:
         try:
             import ray
         except ImportError as error:
-            raise MissingPackageError("cluster.ranks needs Ray: pip install 'rlflow[ray]', or set it to 0") from error
+            raise MissingPackageError(f"cluster.ranks needs Ray: {install_command('ray')}, or set it to 0") from error
         if ray.is_initialized():
             return None
         quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}

@@ -107,8 +107,14 @@ class RayTrainer(Trainer):
         self._call("trainer_method", "load_frozen", name, str(Path(path).absolute()))
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Streams from rank 0 in chunks, the next one under way while this one is used; all ranks take part."""
-        self._call("start_weights")
+        return self._streamed("weights")
+
+    def adapter_weights(self) -> Iterator[tuple[str, Tensor]]:
+        return self._streamed("adapter_weights")
+
+    def _streamed(self, method: str) -> Iterator[tuple[str, Tensor]]:
+        """From rank 0 in chunks, the next one under way while this one is used; all ranks take part."""
+        self._call("start_weights", method)
         pending = self._submit("next_weights", CHUNK_BYTES)
         while chunk := self._gather(pending)[0]:
             pending = self._submit("next_weights", CHUNK_BYTES)

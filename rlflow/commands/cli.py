@@ -1,4 +1,4 @@
-"""The command line: rlflow train | eval | env | algorithm | show | doctor, and what plug-ins add."""
+"""The command line: rlflow train | eval | env | algorithm | merge | show | view | compare | ask | doctor; plug-ins add theirs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib import metadata
 
-from rlflow.commands import algorithm, doctor, env, eval, show, train
+from rlflow.commands import algorithm, ask, compare, doctor, env, eval, merge, show, train, view
 from rlflow.config.redaction import redact_text
 from rlflow.errors import RLFlowError, described
 
@@ -69,6 +69,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """The parsed command line; `args.run(args)` carries it out."""
     parser = make_parser()
     args, rest = parser.parse_known_args(arguments)
+    if rest and not rest[0].startswith("-") and getattr(args, "question", "") is None:
+        args.question = rest.pop(0)  # argparse gives up on it too where an option stands in front
     # argparse gives up on section.key=value words that stand between options; they are legal in any order.
     unknown = [word for word in rest if word.startswith("-") or "=" not in word or not hasattr(args, "overrides")]
     if unknown:
@@ -92,7 +94,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"rlflow {_version()}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", dest="command")
-    for command in (train, eval, env, algorithm, show, doctor):
+    for command in (train, eval, env, algorithm, merge, show, view, compare, ask, doctor):
         command.add(commands)
     for entry in sorted(metadata.entry_points(group=PLUGINS), key=lambda entry: entry.name):
         entry.load()(commands)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import os
 import platform
@@ -13,6 +14,7 @@ from dataclasses import dataclass, field
 from importlib import metadata
 
 from rlflow.commands.options import Commands, add_command
+from rlflow.errors import install_command
 
 PLUG_INS = "rlflow.jobs"
 """Entry-point group of sequences of `Job`."""
@@ -50,27 +52,44 @@ JOBS = (
     Job(
         "train on CPU",
         ("torch", "megatron-core", "transformers", "safetensors", "numpy", "PyYAML"),
-        "pip install rlflow",
+        install_command(),
     ),
     Job("live display, picture", ("rich", "matplotlib"), "pip install rich matplotlib"),
-    Job("several ranks", ("ray",), "pip install 'rlflow[ray]'"),
-    Job("train on GPU", ("torch", "megatron-core", "transformers", "safetensors"), "pip install rlflow", gpu=True),
-    Job("fused GPU kernels", ("transformer-engine",), "pip install 'rlflow[gpu]'", gpu=True),
-    Job("TensorBoard", ("tensorboard",), "pip install 'rlflow[tensorboard]'"),
-    Job("Weights & Biases", ("wandb",), "pip install 'rlflow[wandb]'"),
+    Job("several ranks", ("ray",), install_command("ray")),
+    Job("train on GPU", ("torch", "megatron-core", "transformers", "safetensors"), install_command(), gpu=True),
+    Job("fused GPU kernels", ("transformer-engine",), install_command("gpu"), gpu=True),
+    Job("TensorBoard", ("tensorboard",), install_command("tensorboard")),
+    Job("Weights & Biases", ("wandb",), install_command("wandb")),
 )
 
 
 def add(commands: Commands) -> None:
     """Adds the command."""
-    add_command(
+    parser = add_command(
         commands,
         "doctor",
-        lambda args: diagnose(),
+        run,
         "what is installed, what works together, what is missing for which job",
         "Prints versions against the tested ones, hardware, and for each job what is missing, with the command that\n"
-        "installs it. The last line is the verdict; the exit code is 1 when training on this machine is not possible.",
+        "installs it. The last line is the verdict; the exit code is 1 when training on this machine is not possible. With\n"
+        "--config it opens all that the run needs as well, as `rlflow train --dry-run` does; the exit code is 2 where something\n"
+        "is in its way.",
+        "examples:\n  rlflow doctor\n  rlflow doctor --config my.yaml model.path=DIR\n",
     )
+    parser.add_argument("--config", metavar="FILE", help="a run configuration to look at")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="override a key of it; the value is YAML")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prints the tables, and what `dry_run.look` says of a configuration."""
+    code = diagnose()
+    if args.config is None and not args.overrides:
+        return code
+    from rlflow.commands.dry_run import look
+    from rlflow.config.schema import load_config
+
+    print()
+    return look(load_config(args.config, args.overrides)) or code
 
 
 def all_jobs() -> list[Job]:

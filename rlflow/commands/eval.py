@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +14,10 @@ from rlflow.errors import ConfigError
 from rlflow.metrics.names import Metrics, label, scores, shown
 
 if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
     from rlflow.config.schema import RunConfig
+    from rlflow.rollout import Rollout
     from rlflow.run.model_directory import ModelDirectory
 
 
@@ -29,13 +33,23 @@ def add(commands: Commands) -> None:
         "examples:\n"
         "  rlflow eval --model runs/my-run/export\n"
         "  rlflow eval --model runs/my-run/checkpoints/step_000100     # converted to step_000100.hf first\n"
-        "  rlflow eval --model Qwen2.5-3B --config my.yaml --data tasks.jsonl --questions 500\n",
+        "  rlflow eval --model Qwen2.5-3B --config my.yaml --data tasks.jsonl --questions 500\n"
+        "  rlflow eval --server http://localhost:8000/v1 --config my.yaml\n",
     )
     parser.add_argument(
         "--model",
         metavar="PATH",
-        required=True,
-        help="HuggingFace directory (e.g. a run's export/), a run (its newest checkpoint) or a Megatron checkpoint",
+        help="HuggingFace directory (e.g. a run's export/), a name on the hub, a run (its newest checkpoint) or a Megatron "
+        "checkpoint",
+    )
+    parser.add_argument(
+        "--server",
+        metavar="URL",
+        help="in place of --model: an OpenAI-compatible chat server, e.g. http://localhost:8000/v1; text, no exact tokens",
+    )
+    parser.add_argument("--server-model", metavar="NAME", help="the model's name there (default: the only one)")
+    parser.add_argument(
+        "--api-key-variable", metavar="NAME", default="OPENAI_API_KEY", help="environment variable with the server's key"
     )
     parser.add_argument(
         "--hf", metavar="PATH", help="config and tokenizer for a checkpoint (default: its run's model.path)"
@@ -47,7 +61,10 @@ def add(commands: Commands) -> None:
     parser.add_argument(
         "--allow-code", action="store_true", help="run code that the config.yaml beside the model names, though others made it"
     )
-    parser.add_argument("--out", metavar="DIR", help="where to write summary.json and trajectories.jsonl")
+    parser.add_argument(
+        "--out", metavar="DIR", help="where to write summary.json and trajectories.jsonl (default: a new runs/eval-NAME)"
+    )
+    parser.add_argument("--overwrite", action="store_true", help="replace an earlier evaluation in --out")
     parser.add_argument("--questions", type=int, metavar="N", help="only the first N tasks")
     parser.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0 is greedy (default)")
     parser.add_argument("--samples", type=int, default=1, metavar="N", help="attempts per task (default 1)")
@@ -58,29 +75,32 @@ def run(args: argparse.Namespace) -> int:
     """Prints the scores of a model directory and writes summary.json and trajectories.jsonl."""
     from rlflow.config.checks import check_config
     from rlflow.metrics.names import save_registered
-    from rlflow.run.assemble import fitting_tasks, make_rollout
+    from rlflow.run.assemble import fitting_tasks
     from rlflow.run.directory import RunDirectory
     from rlflow.run.evaluate import evaluate, metrics_by_set
-    from rlflow.run.model_directory import model_directory
     from rlflow.run.trajectories import write_trajectories
     from rlflow.storage.files import write_json
 
     _check_numbers(args)
-    with model_directory(args.model, args.hf, lambda text: print(text, file=sys.stderr)) as model:
+    if args.out and not args.overwrite:
+        _refuse_if_taken(Path(args.out))
+    with _named(args) as model:
         config = evaluation_config(args, model)
         check_config(config)
-        out = Path(args.out or Path("runs") / f"eval-{model.name}")
-        with make_rollout(config) as rollout:
+        name = model.name
+        with _rollout(args, config) as rollout:
             registered = rollout.environment.metrics
             tasks, dropped = fitting_tasks(rollout, config.data.val_split, config)
             tasks = tasks[: args.questions]
             attempts = f"{args.samples} attempt(s) each, temperature {args.temperature:g}"
             print(f"{len(tasks)} tasks, {attempts}", file=sys.stderr)
             result = evaluate(rollout, tasks, samples_per_prompt=args.samples, temperature=args.temperature)
+    out = Path(args.out) if args.out else new_directory(Path("runs"), f"eval-{name}")
     write_trajectories(out / "trajectories.jsonl", result.groups)
     save_registered(RunDirectory(out).environment_metrics, registered)
     by_set = metrics_by_set(result.groups, registered)
-    summary = {"model": str(args.model), "temperature": args.temperature, "prompts_dropped": dropped, **result.metrics}
+    summary = {"model": str(args.model or args.server), "temperature": args.temperature, "prompts_dropped": dropped}
+    summary |= result.metrics
     means = _means_over_sets(by_set, registered)
     if by_set:
         summary |= {"sets": by_set, **{f"{name}_mean_over_sets": value for name, value in means.items()}}
@@ -88,6 +108,48 @@ def run(args: argparse.Namespace) -> int:
     _print_scores(result.metrics, by_set, means, registered)
     print(f"wrote {out / 'summary.json'} and {out / 'trajectories.jsonl'}")
     return 0
+
+
+def _named(args: argparse.Namespace) -> AbstractContextManager[ModelDirectory]:
+    """What is evaluated. Raises ConfigError unless it is one of a model and a server."""
+    from rlflow.run.model_directory import ModelDirectory, model_directory
+
+    if (args.model is None) == (args.server is None):
+        raise ConfigError("rlflow eval: expected one of --model PATH and --server URL.")
+    if args.server is not None:
+        name = (args.server_model or "server").rpartition("/")[2]
+        return nullcontext(ModelDirectory(Path(), name, None))
+    return model_directory(args.model, args.hf, lambda text: print(text, file=sys.stderr))
+
+
+def _rollout(args: argparse.Namespace, config: RunConfig) -> Rollout:
+    from rlflow.run.assemble import make_rollout
+    from rlflow.run.chat_server import WARNING, chat_rollout
+
+    if args.server is None:
+        return make_rollout(config)
+    rollout, name = chat_rollout(config, args.server, model=args.server_model, api_key_variable=args.api_key_variable)
+    print(f"warning: {WARNING}\nmodel: {name}", file=sys.stderr)
+    return rollout
+
+
+def _refuse_if_taken(out: Path) -> None:
+    """Raises ConfigError where an evaluation was written before."""
+    if (out / "summary.json").exists():
+        raise ConfigError(f"--out: {out} already holds an evaluation; give another folder, or --overwrite to replace it.")
+
+
+def new_directory(parent: Path, name: str) -> Path:
+    """Makes and returns `parent/name`, or the first of `name-2`, `name-3`, ... that is free."""
+    number = 1
+    while True:
+        path = parent / (name if number == 1 else f"{name}-{number}")
+        try:
+            path.mkdir(parents=True)
+        except FileExistsError:
+            number += 1
+        else:
+            return path
 
 
 def _check_numbers(args: argparse.Namespace) -> None:
@@ -112,7 +174,7 @@ def _print_scores(
     means: Mapping[str, float],
     registered: Metrics,
 ) -> None:
-    from rlflow.run.progress import evaluation_line, shown_names
+    from rlflow.run.lines import evaluation_line, shown_names
 
     for name, values in by_set.items():
         print(f"{name + ':':17}{evaluation_line(values, registered)}")

@@ -9,6 +9,7 @@ from importlib import metadata
 from pathlib import Path
 
 from rlflow.errors import ConfigError
+from rlflow.models.hub import is_hub_name
 
 PLUG_INS = "rlflow.options"
 """Entry-point group of sequences of `Option`; `train --help` and `eval --help` show them in a group of the entry's name."""
@@ -19,7 +20,7 @@ Commands = argparse._SubParsersAction
 class Option:
     """A command-line option that sets one configuration key to a path; nothing that it names is imported.
 
-    must_exist: a path that does not is an error of this option. commands: where it is offered.
+    must_exist: a path that does not is an error of this option, unless it `may_be` something else. commands: where it is offered.
     """
 
     flag: str
@@ -28,6 +29,7 @@ class Option:
     metavar: str = "FILE"
     must_exist: bool = True
     commands: Sequence[str] = ("train", "eval")
+    may_be: Callable[[str], bool] = lambda value: False
 
     @property
     def name(self) -> str:
@@ -35,7 +37,14 @@ class Option:
         return self.flag.lstrip("-").replace("-", "_")
 
 
-MODEL = Option("--model", "model.path", "HuggingFace model directory", "PATH", commands=("train",))
+MODEL = Option(
+    "--model",
+    "model.path",
+    "HuggingFace model directory, or a name on the hub such as Qwen/Qwen2.5-1.5B-Instruct",
+    "PATH",
+    commands=("train",),
+    may_be=is_hub_name,
+)
 ENVIRONMENT = Option(
     "--env", "environment.name", "environment: an installed name, package.module:Class or file.py:Class", "NAME", must_exist=False
 )
@@ -81,7 +90,7 @@ def option_overrides(args: argparse.Namespace, command: str) -> list[str]:
         value = getattr(args, option.name)
         if value is None:
             continue
-        if option.must_exist and not Path(value).exists():
+        if option.must_exist and not Path(value).exists() and not option.may_be(value):
             raise ConfigError(f"{option.flag}: {value}: no such file or directory.")
         overrides.append(f"{option.key}={quoted(value)}")
     return [*overrides, *args.overrides]

@@ -26,7 +26,7 @@ def play(
 ) -> int:
     """Plays one episode with responses read from the terminal (or `source`); returns the exit code.
 
-    A response ends with an empty line, with a line that holds a stop string, or with the end of the input.
+    A response ends with an empty line, with the first stop string, or with the end of the input.
     """
     tasks = tasks_of(environment, split)
     chosen = find_task(tasks, task, split)
@@ -52,7 +52,7 @@ def find_task(tasks: Sequence[Task], wanted: str, split: str) -> Task:
 
 async def _episode(environment: Environment, task: Task, max_turns: int, source: TextIO, paint: Paint) -> int:
     stop = tuple(environment.stop)
-    ends = "an empty line" + (f" or {' or '.join(stop)}" if stop else "")
+    ends = " or ".join(["an empty line", *map(_shown_stop, stop)]) if "\n" not in stop else "Enter"
     print(paint(f"task {task.id}. You are the policy: a response ends with {ends}; Ctrl-D leaves.", "dim"))
     episode = await _call(environment.reset, task)
     total, turn = 0.0, 0
@@ -89,19 +89,31 @@ async def _call(method: Any, *arguments: Any) -> Any:
 
 
 def read_response(source: Iterable[str], stop: Sequence[str], prompt: str = "> ") -> str | None:
-    """The lines up to an empty one or through the first stop string (text after it is not sent); None at the end of input."""
-    lines: list[str] = []
+    """What was typed through the first stop string (text after it is not sent), or up to an empty line; None at the end of input.
+    A stop string may hold or be a line break: then each line is a response."""
+    said = ""
     print(prompt, end="", flush=True)
     for line in source:
-        line = line.rstrip("\r\n")
-        if not line:
-            return "\n".join(lines)
-        found = [(line.index(text), text) for text in stop if text in line]
-        if found:
-            position, text = min(found)
-            return "\n".join([*lines, line[: position + len(text)]])
-        lines.append(line)
-    return "\n".join(lines) if lines else None
+        line = line.rstrip("\r\n") + "\n"
+        begin = len(said)
+        said += line
+        ends = [span for text in stop if (span := _first_span(said, text, begin)) is not None]
+        if ends:
+            return said[: min(ends)[1]]
+        if line == "\n":
+            return said[:begin].removesuffix("\n")
+    return said.removesuffix("\n") if said else None
+
+
+def _first_span(said: str, stop: str, begin: int) -> tuple[int, int] | None:
+    """(start, end) of the first `stop` that the text from `begin` on completes."""
+    found = said.find(stop, max(0, begin - len(stop) + 1))
+    return (found, found + len(stop)) if found >= 0 else None
+
+
+def _shown_stop(stop: str) -> str:
+    """A stop string in a sentence: quoted where it cannot be printed or would not be seen."""
+    return stop if stop.isprintable() and stop.strip() == stop else repr(stop)
 
 
 def text_of(observation: Observation) -> str:

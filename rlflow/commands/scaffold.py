@@ -1,9 +1,10 @@
-"""A new environment that works, and its test, to start from."""
+"""A new environment that works, its test, and what trains a policy on it, to start from."""
 
 from __future__ import annotations
 
 import keyword
 import re
+from dataclasses import dataclass
 from pathlib import Path
 
 from rlflow.errors import ConfigError
@@ -12,22 +13,57 @@ _NAME = re.compile(r"[a-z][a-z0-9_]*")
 _TEMPLATES = Path(__file__).parent / "templates"
 
 
-def write_environment(name: str, directory: Path) -> tuple[Path, Path, str]:
-    """Writes `<name>.py` and `test_<name>.py` into the directory; returns both paths and the `file.py:Class` that names it.
+@dataclass(frozen=True)
+class Scaffold:
+    """The files of a new environment. reference, player: `file.py:Name` of its class and of its scripted player."""
+
+    source: Path
+    test: Path
+    player_file: Path
+    configuration: Path
+    policy: Path
+    reference: str
+    player: str
+
+
+def scaffold(name: str, directory: Path) -> Scaffold:
+    """What the files of a new environment are called; nothing is written. Raises ConfigError for a name that is not usable."""
+    if not _NAME.fullmatch(name) or keyword.iskeyword(name):
+        suggestion = re.sub(r"\W+", "_", name).strip("_").lower() or "my_environment"
+        raise ConfigError(f"env new: expected a snake_case name such as '{suggestion}', found '{name}'.")
+    source, player = directory / f"{name}.py", directory / f"{name}_player.py"
+    class_name = "".join(part.capitalize() for part in name.split("_"))
+    return Scaffold(
+        source=source,
+        test=directory / f"test_{name}.py",
+        player_file=player,
+        configuration=directory / f"{name}.yaml",
+        policy=directory / f"{name}_policy",
+        reference=f"{source}:{class_name}",
+        player=f"{player}:play",
+    )
+
+
+def write_environment(name: str, directory: Path, policy: bool = False) -> Scaffold:
+    """Writes `<name>.py` and `test_<name>.py` into the directory; with `policy` also a scripted player and a configuration, which
+    names the folder of a policy that is still to be made.
 
     Raises:
         ConfigError: not a usable name, or a file of that name is there.
     """
-    if not _NAME.fullmatch(name) or keyword.iskeyword(name):
-        suggestion = re.sub(r"\W+", "_", name).strip("_").lower() or "my_environment"
-        raise ConfigError(f"env new: expected a snake_case name such as '{suggestion}', found '{name}'.")
-    source, test = directory / f"{name}.py", directory / f"test_{name}.py"
-    for path in (source, test):
+    made = scaffold(name, directory)
+    files = {made.source: "environment.py.txt", made.test: "test_environment.py.txt"}
+    if policy:
+        files |= {made.player_file: "player.py.txt", made.configuration: "configuration.yaml.txt"}
+    for path in [*files, *([made.policy] if policy else [])]:
         if path.exists():
             raise ConfigError(f"env new: {path} is there already; choose another name, or remove it.")
-    class_name = "".join(part.capitalize() for part in name.split("_"))
+    source, _, class_name = made.reference.rpartition(":")
+    values = {"module": name, "Class": class_name, "source": source, "policy": str(made.policy)}
     directory.mkdir(parents=True, exist_ok=True)
-    for path, template in ((source, "environment.py.txt"), (test, "test_environment.py.txt")):
+    for path, template in files.items():
         text = (_TEMPLATES / template).read_text(encoding="utf-8")
-        path.write_text(text.replace("{module}", name).replace("{Class}", class_name), encoding="utf-8")
-    return source, test, f"{source}:{class_name}"
+        for key, value in values.items():
+            text = text.replace(f"{{{key}}}", value)
+        path.write_text(text, encoding="utf-8")
+    return made

@@ -4,21 +4,26 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO
 
 from rlflow.commands.options import Commands, add_command
 from rlflow.errors import ConfigError
-from rlflow.metrics.names import Metrics, label, leading_score, load_registered, scores
+from rlflow.metrics.names import Metrics, label, leading_score, scores
 from rlflow.metrics.sinks import read_metrics
 from rlflow.run.directory import RunDirectory
-from rlflow.run.progress import clock, evaluation_line, headline, sparkline
-from rlflow.run.trajectories import read_trajectories
+from rlflow.run.journal import AttemptJournal
+from rlflow.run.lines import clock, evaluation_line, headline, sparkline
+from rlflow.run.trace import write_trace
+from rlflow.run.trajectories import answers_of, question_of, read_trajectories, solved
 from rlflow.storage.files import read_json
+from rlflow.view.recorded import RunFiles, grouped
 
-_CODES = {"bold": "1", "dim": "2", "policy": "36", "good": "32", "bad": "31", "warn": "33"}
+_CODES = {"bold": "1", "dim": "2", "policy": "36", "good": "32", "bad": "31", "warn": "33", "marked": "30;43"}
 
 
 def add(commands: Commands) -> None:
@@ -29,26 +34,43 @@ def add(commands: Commands) -> None:
         run,
         "show a run: summary and trajectories",
         "Prints a run's summary and sampled episodes: what the policy wrote, what the environment answered (dim),\n"
-        "the reward. RUN is a run directory or a .jsonl of trajectories.",
+        "the reward, the advantage; the question and its answer are marked. RUN is a run directory, the folder of an\n"
+        "evaluation, or a .jsonl of trajectories.",
         "examples:\n  rlflow show runs/my-run\n  rlflow show runs/my-run --step 20 --trajectories 5 --failed\n"
-        "  rlflow show runs/my-run --eval --solved | less -R\n",
+        "  rlflow show runs/my-run --eval --solved | less -R\n  rlflow show runs/my-run --changed\n",
     )
     parser.add_argument("path", metavar="RUN")
     parser.add_argument(
         "--step", type=int, metavar="N", help="episodes of this step (default: the last that was written)"
     )
     parser.add_argument("--eval", action="store_true", help="episodes of the evaluation instead of training")
+    parser.add_argument(
+        "--changed",
+        action="store_true",
+        help="questions that the last evaluation solves and the first did not, or the reverse",
+    )
     parser.add_argument("--trajectories", type=int, default=3, metavar="K", help="how many (default 3)")
     kind = parser.add_mutually_exclusive_group()
     solved = "first score is 1, or without a score the reward positive"
     kind.add_argument("--failed", action="store_true", help="only episodes that did not solve their task")
     kind.add_argument("--solved", action="store_true", help=f"only episodes that did: the {solved}")
+    parser.add_argument("--journal", action="store_true", help="attempts of an asynchronous run: states, staleness, steps")
+    parser.add_argument("--trace", metavar="FILE", help="write its timeline for ui.perfetto.dev: trainer and every episode")
     parser.add_argument("--color", choices=("auto", "always", "never"), default="auto")
 
 
 def run(args: argparse.Namespace) -> int:
     """Prints the run."""
+    if args.journal or args.trace:
+        with _journal_of(RunDirectory.open(args.path)) as journal:
+            if args.journal:
+                print(journal_text(journal, Paint(args.color)))
+            if args.trace:
+                print(f"{args.trace}: {write_trace(journal, args.trace)} spans")
+        return 0
     chosen = "failed" if args.failed else "solved" if args.solved else "all"
+    if args.changed:
+        return show_changed(args.path, count=args.trajectories, chosen=chosen, color=args.color)
     return show(
         args.path, step=args.step, evaluation=args.eval, count=args.trajectories, chosen=chosen, color=args.color
     )
@@ -78,45 +100,66 @@ def show(
     chosen: str = "all",
     color: str = "auto",
 ) -> int:
-    """Prints a run (or a .jsonl of episodes); returns the exit code. chosen: all, failed or solved.
+    """Prints a run, an evaluation or a file of episodes; returns the exit code. chosen: all, failed or solved.
 
     Raises:
-        ConfigError: no run there, or no episodes of that step.
+        ConfigError: nothing of the kind there, or no episodes of that step.
     """
-    paint, path = Paint(color), Path(path)
-    if path.is_file():
-        episodes_file = path
-        registered = _registered_beside(path)
+    paint, recorded = Paint(color), RunFiles.open(path)
+    registered = recorded.registered
+    if recorded.path.is_file():
+        found: Path | None = recorded.path
+    elif 0 in recorded.evaluations and recorded.evaluations[0].parent == recorded.path:  # of `rlflow eval`
+        print(paint(str(recorded.path), "bold") + f"\n{evaluation_line(recorded.summary, registered)}")
+        found = recorded.evaluations[0]
     else:
-        run = RunDirectory.open(path)
-        registered = load_registered(run.environment_metrics)
+        run = RunDirectory(recorded.path)
         print(summary_text(run, registered, paint))
-        if count <= 0:
-            return 0
-        found = _episodes_file(run, step, evaluation)
-        if found is None:
+        found = _episodes_file(run, step, evaluation) if count > 0 else None
+        if found is None and count > 0:
             print(paint("\nno episodes were written", "dim"))
-            return 0
-        episodes_file = found
-    records = read_trajectories(episodes_file)
+    if found is None or count <= 0:
+        return 0
+    records = read_trajectories(found)
     picked = [record for record in records if chosen == "all" or solved(record, registered) == (chosen == "solved")]
     what = "episodes" if chosen == "all" else f"{chosen} episodes"
-    print(paint(f"\n{episodes_file}: {min(count, len(picked))} of {len(picked)} {what}, {len(records)} in all", "dim"))
+    print(paint(f"\n{found}: {min(count, len(picked))} of {len(picked)} {what}, {len(records)} in all", "dim"))
     for record in picked[:count]:
         print("\n" + episode_text(record, registered, paint))
     return 0
 
 
-def _registered_beside(episodes_file: Path) -> Metrics:
-    """What the environment of a file of episodes registered; the file lies in the run directory or one folder below."""
-    here, above = (RunDirectory(folder).environment_metrics for folder in episodes_file.absolute().parents[:2])
-    return load_registered(here) or load_registered(above)
+def show_changed(path: str | Path, *, count: int, chosen: str, color: str) -> int:
+    """Prints questions that the first and the last evaluation end differently, before and after. chosen: solved or failed
+    afterwards, or all.
 
-
-def solved(record: Mapping[str, Any], registered: Metrics) -> bool:
-    """Whether the first score of an episode is 1, or, where it has none, its reward positive."""
-    values = [record["metrics"][name] for name in scores(registered) if name in record["metrics"]]
-    return bool(values[0] == 1 if values else (record["reward"] or 0) > 0)
+    Raises ConfigError where the run has no two evaluations."""
+    paint, recorded = Paint(color), RunFiles.open(path)
+    steps = sorted(recorded.evaluations)
+    if len(steps) < 2:
+        raise ConfigError(
+            f"{path}: --changed: expected two evaluations, found {len(steps)}; set evaluation.at_start=true and let the run end."
+        )
+    registered, first, last = recorded.registered, steps[0], steps[-1]
+    before, after = (
+        {group[0]["task_id"]: group[0] for group in grouped(recorded.records("eval", step))} for step in (first, last)
+    )
+    shared = [task for task in after if task in before]
+    changed = [task for task in shared if solved(before[task], registered) != solved(after[task], registered)]
+    won = sum(solved(after[task], registered) for task in changed)
+    print(
+        f"{len(changed)} of {len(shared)} questions changed, step {first} to step {last}: {won} won, {len(changed) - won} lost"
+    )
+    picked = [task for task in changed if chosen == "all" or solved(after[task], registered) == (chosen == "solved")]
+    for task in picked[:count]:
+        for step, record in ((first, before[task]), (last, after[task])):
+            print(
+                "\n"
+                + paint(f"step {step}", "bold")
+                + "\n"
+                + episode_text(record, registered, paint, prompt=step == first)
+            )
+    return 0
 
 
 def _episodes_file(run: RunDirectory, step: int | None, evaluation: bool) -> Path | None:
@@ -145,7 +188,8 @@ def summary_text(run: RunDirectory, registered: Metrics, paint: Paint) -> str:
     evaluated = [record for record in records if f"eval/{leading_score(registered, record, 'eval')}" in record]
     if trained:
         seconds = sum(record.get("time/step_s", 0.0) for record in trained)
-        lines.append(f"step {int(trained[-1]['step'])} after {clock(seconds)}   " + "  ".join(headline(trained[-1], registered)))
+        lines.append(f"step {int(trained[-1]['step'])} after {clock(seconds)} in training steps")
+        lines.append("  ".join(headline(trained[-1], registered)))
         for name in ("reward", *scores(registered)[:1]):
             values = [record[f"train/{name}"] for record in trained if f"train/{name}" in record]
             if values and (spark := sparkline(values)):
@@ -154,14 +198,57 @@ def summary_text(run: RunDirectory, registered: Metrics, paint: Paint) -> str:
         lines.append(f"eval at {int(record['step']):<5}{evaluation_line(record, registered)}")
     if not records:
         lines.append(paint("no step has been finished yet", "dim"))
-    if run.summary.is_file():
-        scalars = {key: value for key, value in read_json(run.summary).items() if not isinstance(value, (dict, list))}
+    summary = read_json(run.summary) if run.summary.is_file() else {}
+    if "seconds" in summary:
+        lines.append(f"{'time':<27} {times_text(records, summary)}")
+    if summary:
+        scalars = {
+            key: value for key, value in summary.items() if not isinstance(value, (dict, list)) and key != "seconds"
+        }
         lines += [f"{key.replace('_', ' '):<27} {_value(value)}" for key, value in scalars.items() if value is not None]
     steps = run.saved_steps()
     held = [("checkpoints", _shorten(steps) if steps else ""), ("export", _if_there(run.export)),
-            ("picture", _if_there(run.picture)), ("log", _if_there(run.log))]  # fmt: skip
+            ("adapter", _if_there(run.adapter)), ("picture", _if_there(run.picture)), ("log", _if_there(run.log))]  # fmt: skip
     lines += [paint(f"{name:<12} {text}", "dim") for name, text in held if text]
     return "\n".join(lines)
+
+
+@contextmanager
+def _journal_of(run: RunDirectory) -> Iterator[AttemptJournal]:
+    """The journal of a run, for reading. Raises ConfigError where it has none."""
+    if not run.journal.is_file():
+        raise ConfigError(
+            f"{run.journal}: no such file; runs with rollout.asynchronous.max_staleness above 0 have one."
+        )
+    journal = AttemptJournal(run.journal, read_only=True)
+    try:
+        yield journal
+    finally:
+        journal.close()
+
+
+def journal_text(journal: AttemptJournal, paint: Paint) -> str:
+    """Where the attempts of an asynchronous run are, how old the tokens were that it trained on, and its last steps."""
+    counts, lags, steps = journal.counts(), journal.staleness(), journal.last_steps(8)
+    again = counts.pop("again")
+    lines = [paint(f"{journal.path}: {sum(counts.values())} attempts", "bold")]
+    lines += [f"{state:<24} {count:>8}" for state, count in sorted(counts.items())]
+    lines.append(f"{'groups issued again':<24} {again:>8}   too old for every step")
+    total = sum(lags.values())
+    if total:
+        lines.append(paint("\nversions that the oldest token of a trained attempt lagged behind", "bold"))
+        shares = {lag: count / total for lag, count in lags.items()}
+        lines += [f"{lag:>4} {paint('█' * round(40 * share), 'policy')} {share:.1%}" for lag, share in shares.items()]
+    if steps:
+        lines.append(paint("\nstep   attempts   oldest version   newest version   state", "bold"))
+        lines += [f"{step:>4} {count:>10} {oldest:>16} {newest:>16}   {state}" for step, count, oldest, newest, state in steps]
+    return "\n".join(lines)
+
+
+def times_text(records: Sequence[Mapping[str, float]], summary: Mapping[str, Any]) -> str:
+    """How long a run took by its own clock, earlier parts of a resumed run included, and what of that were evaluations."""
+    evaluations = sum(record.get("time/evaluate_s", 0.0) for record in records)
+    return f"{clock(summary['seconds'])} from start to end, {clock(evaluations)} of it in evaluations"
 
 
 def _if_there(path: Path) -> str:
@@ -172,19 +259,31 @@ def _value(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
-def episode_text(record: Mapping[str, Any], registered: Metrics, paint: Paint) -> str:
-    """One episode: prompt and observations dim, responses in colour, then reward, end and token counts."""
+def episode_text(record: Mapping[str, Any], registered: Metrics, paint: Paint, prompt: bool = True) -> str:
+    """One episode: prompt and observations dim, the question in them bold, responses in colour, answers marked; then reward,
+    advantage, end and token counts. prompt: False leaves it out."""
     title = f"{record['task_id']} · attempt {record['attempt'] + 1}"
-    rule = "─" * max(4, 78 - len(title))
-    lines = [paint(f"── {title} {rule}", "bold"), paint(_prompt(record["prompt"]).rstrip("\n"), "dim")]
+    if record.get("group_mean") is not None:
+        title += f" · group {record['group_mean']:.2f} ± {record['group_std']:.2f}"
+    answers, question = answers_of(record), question_of(record)
+    lines = [paint(f"── {title} {'─' * max(4, 74 - len(title))}", "bold")]
+    if prompt:
+        lines.append(marked(_prompt(record["prompt"]).rstrip("\n"), [question], paint, ("dim",), ("bold",)))
     for turn in record["turns"]:
-        lines.append(paint(printable(turn["response"]).strip("\n"), "policy", "bold"))
+        response = printable(turn["response"]).strip("\n")
+        lines.append(marked(response, answers, paint, ("policy", "bold"), ("marked",)))
         if turn["observation"]:
-            lines.append(paint(_prompt(turn["observation"]).strip("\n"), "dim"))
+            lines.append(marked(_prompt(turn["observation"]).strip("\n"), answers, paint, ("dim",), ("marked",)))
     reward = record["reward"] if record["reward"] is not None else float("nan")
     outcome = paint(f"reward {reward:g}", "good" if solved(record, registered) else "bad", "bold")
+    if record.get("advantage") is not None:
+        outcome += f"  advantage {record['advantage']:+.2f}"
     ended = "terminated" if record["stop"] == "terminated" else paint(f"{record['stop'].upper()}", "warn")
-    expected = f"  expected {_answer(record['answer'])}" if record.get("answer") not in (None, "") else ""
+    expected = (
+        f"  expected {paint(printable(_answer(record['answer'])), 'marked')}"
+        if record.get("answer") not in (None, "")
+        else ""
+    )
     numbers = {
         name: value for name, value in record["metrics"].items() if value is not None and not name.endswith("_tokens")
     }
@@ -196,6 +295,15 @@ def episode_text(record: Mapping[str, Any], registered: Metrics, paint: Paint) -
     if record.get("error"):
         lines.append(paint(f"error: {record['error']}", "bad"))
     return "\n".join(lines)
+
+
+def marked(text: str, wanted: Sequence[str], paint: Paint, plain: Sequence[str], found: Sequence[str]) -> str:
+    """The text in the styles `plain`, with what of it is wanted, as whole words, in the styles `found`."""
+    words = [r"\s+".join(map(re.escape, printable(one).split())) for one in wanted if len(one.strip()) > 1]
+    if not words:
+        return paint(text, *plain)
+    parts = re.split(rf"(?<!\w)({'|'.join(words)})(?!\w)", text, flags=re.IGNORECASE)
+    return "".join(paint(part, *(found if place % 2 else plain)) for place, part in enumerate(parts))
 
 
 def _answer(answer: Any) -> str:

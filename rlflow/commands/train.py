@@ -21,7 +21,7 @@ def add(commands: Commands) -> None:
         "  rlflow train --config my.yaml\n"
         "  rlflow train --config my.yaml run.steps=20 trainer.lr=1e-4 algorithm.losses.0.clip_high=0.28\n"
         "  rlflow train --config my.yaml --preset NAME\n"
-        "  rlflow train --model DIR --env my_task.py:MyTask environment.difficulty=3 --dry-run\n"
+        "  rlflow train --model DIR --env my_task.py:MyTask environment.highest=99 --dry-run\n"
         "  rlflow train --config my.yaml --resume\n",
     )
     parser.add_argument("--config", metavar="FILE", help="YAML configuration; a relative `base:` in it is read first")
@@ -29,25 +29,23 @@ def add(commands: Commands) -> None:
     parser.add_argument("--resume", action="store_true", help="continue the run from its last checkpoint")
     parser.add_argument("--overwrite", action="store_true", help="throw away the files of an earlier run of that name")
     parser.add_argument(
-        "--dry-run", action="store_true", help="print the resolved configuration and the batch plan, and exit"
+        "--dry-run", action="store_true", help="open all that the run needs, print configuration, plan, memory and "
+        "every problem, and exit"
     )
     add_options(parser, "train")
 
 
 def run(args: argparse.Namespace) -> int:
     """Trains; returns 0, or 128 + the signal's number for a run that a signal ended."""
-    from rlflow.config.batch_plan import batch_plan
     from rlflow.config.checks import check_config
-    from rlflow.config.loading import config_text
     from rlflow.config.schema import load_config
-    from rlflow.run.algorithm import check_parts
 
     config = load_config(args.config, train_overrides(args), args.preset)
-    check_config(config)
     if args.dry_run:
-        check_parts(config)
-        print(f"# resolved configuration\n{config_text(config)}\n# batch plan\n{batch_plan(config)}")
-        return 0
+        from rlflow.commands.dry_run import dry_run
+
+        return dry_run(config)
+    check_config(config)
     from rlflow.loop import train
 
     status = train(config)["status"]
@@ -57,4 +55,6 @@ def run(args: argparse.Namespace) -> int:
 def train_overrides(args: argparse.Namespace) -> list[str]:
     """The overrides of a train command line, the weakest first."""
     switches = [f"run.{name}=true" for name in ("resume", "overwrite") if getattr(args, name)]
+    if len(switches) == 1:  # the config.yaml of a run that began with the one must not forbid the other
+        switches.insert(0, "run.overwrite=false" if args.resume else "run.resume=false")
     return [*switches, *option_overrides(args, "train")]

@@ -32,8 +32,18 @@ def _sampling_lines(config: RunConfig) -> list[tuple[str, str]]:
             f"{turns} of {rollout.max_response_tokens:,} tokens; "
             f"{budget:,} tokens with prompt and observations",
         ),
+        *_ahead_lines(config),
         ("tokens", f"at most {trajectories * budget:,} per step = {trajectories:,} trajectories x {budget:,} tokens"),
     ]
+
+
+def _ahead_lines(config: RunConfig) -> list[tuple[str, str]]:
+    asynchrony = config.asynchrony
+    if not asynchrony.on:
+        return []
+    groups = (asynchrony.ahead + 1) * config.rollout.prompts_per_step
+    age = _count(asynchrony.max_staleness, "update")
+    return [("asynchronous", f"at most {groups:,} prompts under way or waiting; no trained token older than {age}")]
 
 
 def _training_lines(config: RunConfig) -> list[tuple[str, str]]:

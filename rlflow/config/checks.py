@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Iterator
+from functools import partial
 
 from rlflow.components import (
     ADVANTAGE,
@@ -18,7 +20,7 @@ from rlflow.components import (
     check_options,
 )
 from rlflow.config.loading import check_values
-from rlflow.config.schema import Faults, RunConfig
+from rlflow.config.schema import Asynchrony, Faults, RunConfig
 from rlflow.errors import ConfigError
 from rlflow.trainer.options import CriticOptions
 
@@ -35,22 +37,23 @@ def check_config(config: RunConfig, components: bool = True) -> None:
     Raises:
         ConfigError: the first contradiction, with the keys to change.
     """
-    check_values(config)
-    config.rollout.faults = check_options(config.rollout.faults, Faults, where="rollout.faults")
-    _check_sampling(config)
-    _check_batch(config)
-    config.trainer.decaying_over(config.updates).check(config.cluster.ranks)
-    if config.algorithm.critic is not None:
-        CriticOptions.of(config.algorithm.critic).decaying_over(config.updates).check()
-    if not _NAME.fullmatch(config.run.name):
-        raise ConfigError(
-            f"run.name: expected a name for a directory (letters, digits, . _ -), found '{config.run.name}'."
-        )
-    _check_components(config)
+    for check in config_checks(config, components):
+        check()
+
+
+def config_checks(config: RunConfig, components: bool = True) -> Iterator[Callable[[], object]]:
+    """What `check_config` looks at, one thing per call; the first one is what the others rely on: every value by itself."""
+    yield lambda: _check_values(config)
+    yield lambda: _check_asynchrony(config)
+    yield lambda: _check_sampling(config)
+    yield lambda: _check_batch(config)
+    yield lambda: config.trainer.decaying_over(config.updates).check(config.cluster.ranks)
+    yield lambda: _check_critic(config)
+    yield lambda: _check_name(config)
+    yield from _component_checks(config)
     if components:
-        ENGINE.check(config.rollout.engine, _ENGINE_GETS, "rollout.engine")
-        environment_name(config)
-        ENVIRONMENT.check(config.environment)
+        yield lambda: ENGINE.check(config.rollout.engine, _ENGINE_GETS, "rollout.engine")
+        yield lambda: environment_name(config) and ENVIRONMENT.check(config.environment)
 
 
 def environment_name(config: RunConfig) -> str:
@@ -65,6 +68,24 @@ def environment_name(config: RunConfig) -> str:
     return str(name)
 
 
+def _check_values(config: RunConfig) -> None:
+    check_values(config)
+    config.rollout.faults = check_options(config.rollout.faults, Faults, where="rollout.faults")
+    config.rollout.asynchronous = check_options(config.rollout.asynchronous, Asynchrony, where="rollout.asynchronous")
+
+
+def _check_critic(config: RunConfig) -> None:
+    if config.algorithm.critic is not None:
+        CriticOptions.of(config.algorithm.critic).decaying_over(config.updates).check()
+
+
+def _check_name(config: RunConfig) -> None:
+    if not _NAME.fullmatch(config.run.name):
+        raise ConfigError(
+            f"run.name: expected a name for a directory (letters, digits, . _ -), found '{config.run.name}'."
+        )
+
+
 def _check_sampling(config: RunConfig) -> None:
     for key in ("top_p", "top_k"):
         if key in config.rollout.engine:
@@ -77,6 +98,28 @@ def _check_sampling(config: RunConfig) -> None:
         raise ConfigError(
             f"rollout.max_total_tokens: expected more than rollout.max_response_tokens "
             f"({rollout.max_response_tokens}), as the prompt counts too; found {rollout.max_total_tokens}."
+        )
+
+
+def _check_asynchrony(config: RunConfig) -> None:
+    asynchrony = config.asynchrony
+    if not asynchrony.on:
+        return
+    if config.run.deterministic:
+        raise ConfigError(
+            "run.deterministic: what runs ahead of training depends on how long everything takes; set "
+            "rollout.asynchronous.run_ahead=0, or run.deterministic=false."
+        )
+    if asynchrony.max_staleness == 0:
+        raise ConfigError(
+            f"rollout.asynchronous.max_staleness: expected at least 1 with run_ahead {asynchrony.ahead}, found 0: what is "
+            "sampled before its step is older than the weights that it trains."
+        )
+    if asynchrony.when_stale == "wait" and asynchrony.ahead > asynchrony.max_staleness:
+        raise ConfigError(
+            f"rollout.asynchronous.run_ahead: expected at most max_staleness ({asynchrony.max_staleness}), found "
+            f"{asynchrony.ahead}: what runs further ahead is too old when its turn comes. Lower it, raise max_staleness, or set "
+            "when_stale: drop."
         )
 
 
@@ -96,21 +139,26 @@ def _check_batch(config: RunConfig) -> None:
         )
 
 
-def _check_components(config: RunConfig) -> None:
+def _component_checks(config: RunConfig) -> Iterator[Callable[[], object]]:
+    algorithm = config.algorithm
+    yield lambda: _check_losses(config)
+    yield lambda: _check_advantage(config)
+    if algorithm.teacher:
+        yield lambda: TEACHER.check(algorithm.teacher, where="algorithm.teacher")
+    yield lambda: AGGREGATE.check(algorithm.aggregate, ("tokens",), "algorithm.aggregate")
+    for kind, name in ((FILTER, "filters"), (TRANSFORM, "transforms")):
+        for index, component in enumerate(getattr(algorithm, name)):
+            yield partial(kind.check, component, ("tokens",), f"algorithm.{name}[{index}]")
+    yield lambda: CURATOR.check(config.data.curator, ("tasks", "seed"), "data.curator")
+    for index, sink in enumerate(config.metrics.sinks):
+        yield partial(SINK.check, sink, where=f"metrics.sinks[{index}]")
+
+
+def _check_losses(config: RunConfig) -> None:
     if not config.algorithm.losses:
         raise ConfigError("algorithm.losses: expected at least one loss, found none; try [ppo_clip]")
     for index, loss in enumerate(config.algorithm.losses):
         LOSS.build(loss, f"algorithm.losses[{index}]")  # a loss checks its own limits when it is made
-    _check_advantage(config)
-    if config.algorithm.teacher:
-        TEACHER.check(config.algorithm.teacher, where="algorithm.teacher")
-    AGGREGATE.check(config.algorithm.aggregate, ("tokens",), "algorithm.aggregate")
-    for kind, name in ((FILTER, "filters"), (TRANSFORM, "transforms")):
-        for index, component in enumerate(getattr(config.algorithm, name)):
-            kind.check(component, ("tokens",), f"algorithm.{name}[{index}]")
-    CURATOR.check(config.data.curator, ("tasks", "seed"), "data.curator")
-    for index, sink in enumerate(config.metrics.sinks):
-        SINK.check(sink, where=f"metrics.sinks[{index}]")
 
 
 def _check_advantage(config: RunConfig) -> None:

@@ -52,6 +52,27 @@ class Faults:
 
 
 @dataclass
+class Asynchrony:
+    """The keys of `rollout.asynchronous`. With both numbers 0 each step is sampled when the one before is over."""
+
+    max_staleness: NonNegativeInt = 0  # versions that a trained token may lag behind the weights in training
+    run_ahead: NonNegativeInt | None = None  # batches finished or under way beyond the current one; null: 1 with staleness
+    when_stale: Literal["wait", "drop"] = "wait"  # for what would be too old next, or sample it again
+    on_update: Literal["keep", "abort", "wait"] = "keep"  # requests in flight: go on, are cut and go on, end first
+    overlap: bool = False  # generate while the trainer works, for cores or GPUs of its own; else it waits
+
+    @property
+    def ahead(self) -> int:
+        """`run_ahead`, or what stands in its place."""
+        return min(self.max_staleness, 1) if self.run_ahead is None else self.run_ahead
+
+    @property
+    def on(self) -> bool:
+        """Whether anything is sampled before its step."""
+        return self.ahead > 0
+
+
+@dataclass
 class RolloutSection:
     engine: Annotated[Component, ENGINE] = field(default_factory=lambda: {"name": "embedded"})
     prompts_per_step: PositiveInt = 16
@@ -62,6 +83,7 @@ class RolloutSection:
     max_observation_tokens: PositiveInt | None = None
     temperature: PositiveFloat = 1.0
     faults: dict[str, Any] = field(default_factory=lambda: asdict(Faults()))
+    asynchronous: dict[str, Any] = field(default_factory=lambda: asdict(Asynchrony()))
     chat_template: bool = False  # put text prompts through the chat template as one user message
 
 
@@ -99,9 +121,10 @@ class CheckpointSection:
 @dataclass
 class MetricsSection:
     sinks: list[Annotated[Component, SINK]] = field(default_factory=list)  # beside metrics.jsonl
-    trajectories_per_step: NonNegativeInt = 4  # written to trajectories/
+    trajectories_per_step: NonNegativeInt = 4  # written to trajectories/ and tokens/, in whole groups
     progress: Literal["auto", "rich", "plain", "none"] = "auto"
     picture: bool = True
+    page: bool = False  # served while the run goes on, on this machine alone; report.html at the end
 
 
 @dataclass
@@ -130,6 +153,11 @@ class RunConfig:
     def updates(self) -> int:
         """Optimizer updates of the whole run."""
         return self.run.steps * self.algorithm.minibatches_per_step * self.algorithm.epochs_per_step
+
+    @property
+    def asynchrony(self) -> Asynchrony:
+        """The options of `rollout.asynchronous`."""
+        return Asynchrony(**self.rollout.asynchronous)
 
 
 def load_config(path: str | Path | None = None, overrides: Sequence[str] = (), preset: str | None = None) -> RunConfig:

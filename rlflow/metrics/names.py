@@ -27,7 +27,8 @@ class Metric:
     reduction: what the values of several episodes or minibatches become. score: says how well an episode went; one that lacks it
     got 0, evaluations give its 95% interval, and the first score of an environment leads every display. shown: how it stands in
     the progress line, e.g. "tools {:.2f}"; other metrics than scores stand there only with it. share_of: the name of a metric in
-    seconds; this one is its share of the seconds of the whole step.
+    seconds; this one is its share of the seconds of the whole step. alarm: a run warns once where it is above that for three
+    steps, and gives `advice`, a sentence that says what to do.
     """
 
     unit: str
@@ -36,6 +37,8 @@ class Metric:
     score: bool = False
     shown: str = ""
     share_of: str = ""
+    alarm: float | None = None
+    advice: str = ""
 
     def __post_init__(self) -> None:
         if self.reduction not in REDUCTIONS:
@@ -118,15 +121,23 @@ METRICS: Metrics = {
     "rollout/turns": Metric("per episode", "responses of the policy"),
     "rollout/response_tokens": Metric("tokens/episode", "sampled by the policy"),
     "rollout/observation_tokens": Metric("tokens/episode", "fed from the environment"),
+    "rollout/responses_cut": Metric("per episode", "responses that a token limit cut"),
     "rollout/observations_cut": Metric("per episode", "observations cut to rollout.max_observation_tokens"),
     "rollout/truncated_max_turns": Metric("share", "of episodes cut by rollout.max_turns"),
     "rollout/truncated_max_tokens": Metric("share", "of episodes cut by a token budget"),
     "rollout/aborted": Metric("share", "of episodes lost to infrastructure; out of loss and baseline"),
+    "rollout/staleness": Metric("versions", "that trained tokens lag behind the weights in training"),
+    "rollout/staleness_max": Metric("versions", "of the oldest token; at most rollout.asynchronous.max_staleness", "max"),
+    "rollout/on_policy": Metric("share", "of trained tokens that the weights in training sampled"),
+    "rollout/groups_ahead": Metric("count", "groups that are finished and wait for a later step"),
+    "rollout/groups_running": Metric("count", "groups under way beyond the step"),
+    "rollout/groups_stale": Metric("count", "groups that were too old for the step and are sampled again", "sum"),
     "data/prompts_dropped": Metric("count", "prompts over data.max_prompt_tokens, of the training split"),
     "data/epoch": Metric("epochs", "passes over the training tasks so far"),
     "speed/tokens_per_s": Metric("tokens/s", "train/fed_tokens by the seconds of the whole step"),
     **{f"time/{phase}_s": Metric("s", _PHASE_MEANING[phase]) for phase in PHASES},
     "time/step_s": Metric("s", "the whole step"),
+    "time/run_s": Metric("s", "the run so far, from its start on and all its sessions: loading, steps, evaluations, checkpoints"),
     **{f"memory/{phase}_gib": Metric("GiB", f"peak, {_PHASE_MEANING[phase]}") for phase in PHASES},
     "eval/reward": Metric("reward", "mean return"),
     "eval/reward_low": Metric("reward", "lower end of its 95% interval"),

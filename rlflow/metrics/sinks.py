@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from rlflow.components import SINK
-from rlflow.errors import CheckpointError, MissingPackageError
+from rlflow.errors import CheckpointError, MissingPackageError, install_command
 from rlflow.storage.files import write_text
 
 
@@ -87,7 +87,7 @@ class TensorBoardSink:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError:
             raise MissingPackageError(
-                "metrics.sinks: the package 'tensorboard' is not installed: pip install 'rlflow[tensorboard]'."
+                f"metrics.sinks: the package 'tensorboard' is not installed: {install_command('tensorboard')}."
             ) from None
         purge_step = None if resumed_step is None else resumed_step + 1
         self.writer = SummaryWriter(str(Path(directory) / "tensorboard"), purge_step=purge_step)
@@ -119,7 +119,7 @@ class WandbSink:
             import wandb
         except ImportError:
             raise MissingPackageError(
-                "metrics.sinks: the package 'wandb' is not installed: pip install 'rlflow[wandb]'."
+                f"metrics.sinks: the package 'wandb' is not installed: {install_command('wandb')}."
             ) from None
         kept = Path(directory) / "wandb" / "run_id.txt"
         known = kept.read_text(encoding="utf-8").strip() if resumed_step is not None and kept.is_file() else ""

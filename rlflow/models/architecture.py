@@ -118,12 +118,19 @@ class Architecture:
 def architecture(config: dict[str, Any]) -> Architecture:
     """Reads config.json (transformers 4 or 5 spelling) of a model that is to be computed by the trainer or the embedded
     engine. Raises ModelError for an unknown family, a missing entry, or a feature that they do not have."""
+    family = str(config.get("model_type"))[:100]
+    trained = [name for name in sorted(FAMILIES) if _dense(name)]
+    if family not in FAMILIES:
+        raise ModelError(
+            f"config.json: model family '{family}' cannot be trained or sampled from here; possible: {', '.join(trained)}."
+            f"{did_you_mean(family, trained)}"
+        )
     model = stored_architecture(config)
     if model.experts is not None or model.latent is not None:
         what = "latent attention" if model.latent is not None else "mixture-of-experts layers"
         raise ModelError(
             f"config.json: {what} (model family '{model.family}') can be converted, but not trained or sampled from here; "
-            f"possible: {', '.join(name for name in sorted(FAMILIES) if _dense(name))}."
+            f"possible: {', '.join(trained)}."
         )
     if config.get("quantization_config"):
         raise ModelError("config.json: weights in fp8 can be converted, but not trained or sampled from here.")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -37,12 +37,14 @@ def write_model(
     *,
     shard_bytes: int = SHARD_BYTES,
     overwrite: bool = False,
+    source: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Writes a model directory from (HuggingFace name, tensor) pairs in any order, such as a trainer's weights, and returns
     its manifest. Config, tokenizer and what else goes with the weights come from the directory `reference`.
 
     shard_bytes: tensor bytes per file, more only where one tensor alone has more; as many are in memory at a time. All
-    tensors have the dtype of the first. overwrite: replaces a model directory once the new one is on disk.
+    tensors have the dtype of the first. overwrite: replaces a model directory once the new one is on disk. source: what the
+    manifest says that it was made of.
 
     Raises ModelError for weights that are not those which config.json implies, or not finite; StorageError where `path`
     may not be replaced or the disk is full. On failure `path` is as it was."""
@@ -61,7 +63,7 @@ def write_model(
     del first
     parameters = sum(map(math.prod, shapes.values()))
     manifest: dict[str, Any] = {
-        "source": {"format": "trainer"},
+        "source": dict(source or {"format": "trainer"}),
         "reference": companions_digest(reference),
         "family": model.family,
         "tensors": len(shapes),

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+ADAPTER_CONFIG = "adapter_config.json"
+"""What a folder has that holds a LoRA adapter and no model."""
 COPIED_FILES = (
     "generation_config.json",
     "tokenizer.json",
@@ -31,6 +33,7 @@ COPIED_FILES = (
     "chat_template.json",
 )
 """What an export takes over from the reference directory beside config.json, `*.jinja` and `*.py`. Never weights."""
+IGNORED_SUFFIXES = ("rotary_emb.inv_freq",)  # buffers that old checkpoints hold
 
 
 def read_config(path: str | Path) -> dict[str, Any]:
@@ -39,8 +42,18 @@ def read_config(path: str | Path) -> dict[str, Any]:
     if not Path(path).is_dir():
         raise ModelError(f"{path}: no such model directory; expected config.json, *.safetensors and a tokenizer there.")
     if not file.is_file():
+        refuse_adapter(path)
         raise ModelError(f"{file}: missing; a HuggingFace model directory has a config.json.")
-    return _read_json(file)
+    return read_object(file)
+
+
+def refuse_adapter(path: str | Path) -> None:
+    """Raises ModelError for a folder that holds an adapter and no model."""
+    if (Path(path) / ADAPTER_CONFIG).is_file() and not (Path(path) / "config.json").is_file():
+        raise ModelError(
+            f"{path}: is a LoRA adapter ({ADAPTER_CONFIG}), not a whole model; merge it into its base first: "
+            f"rlflow merge {path} OUT"
+        )
 
 
 class WeightFiles(Mapping[str, "Tensor"]):
@@ -67,6 +80,11 @@ class WeightFiles(Mapping[str, "Tensor"]):
     def file_of(self, name: str) -> str:
         """The name of the file that a tensor is in."""
         return self._file_of[name]
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """{name: shape} of all of them, from the headers."""
+        headers = {file: header(self.path / file) for file in set(self._file_of.values())}
+        return {name: tuple(headers[file][name]["shape"]) for name, file in self._file_of.items()}
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._file_of)
@@ -97,6 +115,13 @@ class Digest:
         content.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
         self._lines.append(content.hexdigest())
 
+    @classmethod
+    def of(cls, parts: Iterable[Digest]) -> Digest:
+        """That of all tensors, of which each part has some."""
+        whole = cls()
+        whole._lines = [line for part in parts for line in part._lines]
+        return whole
+
     def hexdigest(self) -> str:
         """64 hex digits."""
         return hashlib.sha256("\n".join(sorted(self._lines)).encode()).hexdigest()
@@ -112,21 +137,34 @@ def digest(weights: Iterable[tuple[str, Tensor]]) -> str:
 
 def check_tensors(path: str | Path) -> None:
     """Raises ModelError unless the directory's headers list the tensors that its config.json implies, in their shapes."""
-    expected = huggingface_shapes(stored_architecture(read_config(path)))
     found = {name: entry for file in sorted(Path(path).glob("*.safetensors")) for name, entry in header(file).items()}
+    shapes = {name: tuple(entry["shape"]) for name, entry in found.items()}
+    _check_shapes(path, shapes, huggingface_shapes(stored_architecture(read_config(path))))
+
+
+def check_loadable(path: str | Path) -> None:
+    """As `check_tensors`, of the files that would be loaded, and with the extra tensors that loading passes over: the
+    output layer of a tied model, rotary frequencies of old files. Only headers are read."""
+    model = stored_architecture(read_config(path))
+    expected = huggingface_shapes(model)
+    extra = (*IGNORED_SUFFIXES, *(("lm_head.weight",) if model.tied else ()))
+    found = WeightFiles(path).shapes()
+    _check_shapes(path, {name: shape for name, shape in found.items() if name in expected or not name.endswith(extra)}, expected)
+
+
+def _check_shapes(path: str | Path, found: Mapping[str, tuple[int, ...]], expected: Mapping[str, tuple[int, ...]]) -> None:
     for name in expected:
         if name not in found:
             raise ModelError(f"{path}: tensor '{name}' is missing, which config.json implies.")
-    for name, entry in found.items():
+    for name, shape in found.items():
         if name not in expected:
             raise ModelError(f"{path}: tensor '{name}' is not part of the model that config.json describes.")
-        if tuple(entry["shape"]) != expected[name]:
-            raise ModelError(
-                f"{path}: '{name}' has shape {tuple(entry['shape'])}, config.json implies {expected[name]}."
-            )
+        if shape != expected[name]:
+            raise ModelError(f"{path}: '{name}' has shape {shape}, config.json implies {expected[name]}.")
 
 
-def _read_json(file: Path) -> dict[str, Any]:
+def read_object(file: Path) -> dict[str, Any]:
+    """The JSON object in a file of a model directory. Raises ModelError."""
     try:
         value = json.loads(file.read_bytes())
     except OSError as error:
@@ -143,7 +181,7 @@ def _read_json(file: Path) -> dict[str, Any]:
 def _locate(path: Path) -> dict[str, str]:
     """The file name of every tensor, in file order."""
     if (path / INDEX_FILE).is_file():
-        weight_map = _read_json(path / INDEX_FILE).get("weight_map")
+        weight_map = read_object(path / INDEX_FILE).get("weight_map")
         if not isinstance(weight_map, dict) or not weight_map:
             raise ModelError(f"{path / INDEX_FILE}: has no weight_map.")
         for name, file in weight_map.items():

@@ -12,5 +12,8 @@ from rlflow.rollout.weight_sync import WeightProbe, WeightSync
 __all__ = ["Completion", "Engine", "Response", "Rollout", "Sampling", "TaskSource", "Tokenizer", "Transcripts", "WeightProbe",
            "WeightSync", "transcribe"]  # fmt: skip
 
-BUILT_IN = {"embedded": "rlflow.rollout.embedded.engine:EmbeddedEngine"}
-"""Engines: name -> `module:Name`."""
+BUILT_IN = {
+    "embedded": "rlflow.rollout.embedded.engine:EmbeddedEngine",
+    "vllm": "rlflow.rollout.vllm.engines:make_vllm_engines",
+}
+"""Engines: name -> `module:Name` of a class, or of a function that makes one engine or a list of them."""

@@ -83,6 +83,7 @@ class EpisodeState:
     response_tokens: int = 0
     observation_tokens: int = 0
     observations_cut: int = 0
+    responses_cut: int = 0
 
     def tokens(self) -> list[int]:
         return [token for span in self.spans for token in span.tokens]
@@ -199,6 +200,7 @@ class EpisodePlayer:
         state.turns.append(turn)
         episode.turns += 1
         episode.cut = completion.stop == "length"
+        state.responses_cut += episode.cut
         full = episode.cut or stop >= self._limits.max_total_tokens
         episode.turns_left = 0 if full else max(0, self._max_turns(episode) - episode.turns)
         step = await self._call("step", episode, response)
@@ -295,6 +297,7 @@ class EpisodePlayer:
             "response_tokens": float(state.response_tokens),
             "observation_tokens": float(state.observation_tokens),
             "observations_cut": float(state.observations_cut),
+            "responses_cut": float(state.responses_cut),
         }
         return Trajectory(
             task_id=attempt.task.id,

@@ -7,7 +7,7 @@ import concurrent.futures
 import logging
 import sys
 import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from typing import Any, Generic, TypeVar
 
@@ -42,9 +42,7 @@ class Running(Generic[T]):
 
     def cancel(self) -> None:
         """Cancels the coroutine, if it has not ended, and waits until its clean-up is done."""
-        if not self._future.done():
-            self._loop.call_soon_threadsafe(self._cancel)
-            concurrent.futures.wait([self._future], CANCEL_TIMEOUT_S)
+        cancel_all([self])
 
     def on_end(self, function: Callable[[], None]) -> None:
         """Calls the function when the coroutine has ended, in the loop's thread (here where it has already)."""
@@ -65,6 +63,14 @@ class Running(Generic[T]):
             self._future.set_exception(error)
         else:
             self._future.set_result(task.result())
+
+
+def cancel_all(running: Sequence[Running[Any]]) -> None:
+    """Cancels the coroutines that have not ended, and waits until their clean-up is done."""
+    left = [one for one in running if not one._future.done()]
+    for one in left:
+        one._loop.call_soon_threadsafe(one._cancel)
+    concurrent.futures.wait([one._future for one in left], CANCEL_TIMEOUT_S)
 
 
 class LoopThread:

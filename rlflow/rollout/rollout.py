@@ -8,7 +8,7 @@ import hashlib
 import itertools
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +18,14 @@ from rlflow.components import ENGINE
 from rlflow.environment import Environment
 from rlflow.errors import ConfigError, RolloutError
 from rlflow.rollout.calls import CallThreads
-from rlflow.rollout.engine import Engine
+from rlflow.rollout.engine import Engine, PauseMode
 from rlflow.rollout.environment_calls import reported, shut_down
 from rlflow.rollout.episodes import CALL_S, EPISODE_S, Attempt, EpisodeLimits, EpisodePlayer
 from rlflow.rollout.event_loop import LoopThread
+from rlflow.rollout.flow import EpisodeFlow
 from rlflow.rollout.replay import Transcripts, replay
 from rlflow.rollout.source import TaskSource
-from rlflow.rollout.submission import Submission
+from rlflow.rollout.submission import OnEpisode, Submission
 from rlflow.rollout.tokenizer import Tokenizer
 from rlflow.rollout.weight_sync import InProcessSync, WeightProbe, WeightSync, compare_probe, run_probe
 from rlflow.types import Group, Task
@@ -35,7 +36,8 @@ THREADS = 16  # for environments with plain (not async) methods
 
 class Rollout:
     """Drives engines through episodes; every episode proceeds on its own, none waits for a batch. `report`: what the environment
-    reported about the last collection.
+    reported about the last collection. `on_episode`: told (ended, all of the submission, trajectory) of each episode that ends,
+    in the thread that plays them, so it must be quick; for displays.
 
     engine: one, or several over which the groups are spread; an episode stays on its engine. deterministic: equal
     seeds and weights give equal bits whatever the timing (episodes wait for each other's turns; use one engine thread
@@ -90,9 +92,11 @@ class Rollout:
         _check_positive(max_response_tokens=max_response_tokens, max_total_tokens=max_total_tokens)
         _check_frame(environment.frame, tokenizer, max_observation_tokens)
         self.report: dict[str, float] = {}
+        self.on_episode: OnEpisode | None = None
         self._collections = 0
         self._repetitions: dict[int, Counter[str]] = {}  # of tasks, by step
         self._in_flight: list[Submission] = []
+        self._paused = False
         self._turn = asyncio.Lock()  # deterministic collections take turns
         self._lock = threading.Lock()  # any thread may submit
         self._loop: LoopThread | None = None
@@ -155,7 +159,7 @@ class Rollout:
         player = EpisodePlayer(self.environment, self.tokenizer, limits, self._threads)
         turn = self._turn if self.deterministic else None
         with self._lock:
-            submission = Submission(self._attempts(tasks, step, samples), share)
+            submission = Submission(self._attempts(tasks, step, samples), share, self.on_episode)
             submission.start(self._thread(), self.engines, player, priority=priority, turn=turn)
             self._in_flight = [*(earlier for earlier in self._in_flight if not earlier.ended), submission]
         return submission
@@ -184,6 +188,27 @@ class Rollout:
         groups = replay(transcripts, self.tokenizer, player, self._thread())
         reported(self.environment)  # what these episodes did is none of the next collection's
         return groups
+
+    def flow(self) -> EpisodeFlow:
+        """Plays attempts that are given one by one, beside what else is in flight; see `EpisodeFlow`. The caller closes it."""
+        player = EpisodePlayer(self.environment, self.tokenizer, self._limits, self._threads)
+        return EpisodeFlow(self._thread(), self.engines, player, lambda: self.version, self.tokenizer.decode)
+
+    def attempt(self, task: Task, group_id: str, number: int, request_id: str) -> Attempt:
+        """An attempt of a group for a flow, with the seeds that it has in any collection. request_id: of no other in flight."""
+        return Attempt(task, group_id, request_id, _seeds(self.seed, group_id, number), number, f"{group_id}/{number}")
+
+    def pause(self, mode: PauseMode) -> None:
+        """Stops the engines from sampling; environments go on. `load_weights` ends it, as `resume` does. See `Engine.pause`."""
+        if not self._paused:
+            self._paused = True
+            self._thread().run(_all_of(engine.pause(mode) for engine in self.engines))
+
+    def resume(self) -> None:
+        """Continues after `pause`; of no effect where nothing is paused."""
+        if self._paused:
+            self._paused = False
+            self._thread().run(_all_of(engine.resume() for engine in self.engines))
 
     def stream(
         self,
@@ -225,6 +250,7 @@ class Rollout:
             )
         sync = self.weight_sync or InProcessSync(self.engines, self._thread(), self.verify_weights)
         sync.push(weights, version)
+        self.resume()  # before the probe, which a paused engine never answers
         if probe is not None:
             for engine in unhashed:
                 compare_probe(probe, self._thread().run(run_probe(engine, probe, version)), version)
@@ -301,9 +327,8 @@ class Rollout:
         for task in tasks:
             repeated = repetitions[task.id]
             repetitions[task.id] += 1
-            # The repetition stands before the colon, where a task's id cannot look like it.
-            group_id = f"{step}.{repeated}:{task.id}" if repeated else f"{step}:{task.id}"
-            for number in range(min(samples, task.most_attempts or samples)):
+            group_id = group_name(step, repeated, task.id)
+            for number in range(task.attempts(samples)):
                 name = f"{group_id}/{number}"
                 request_id = f"{self._collections}/{len(attempts):06d}/{name}"
                 # Evaluations come again under the same group ids, for the same samples.
@@ -311,6 +336,16 @@ class Rollout:
                 seeds = _seeds(self.seed, group_id, number)
                 attempts.append(Attempt(task, group_id, request_id, seeds, number, unique))
         return attempts
+
+
+def group_name(step: int, repeated: int, task: str) -> str:
+    """The id of the group of a task that comes for the step the first time, or after `repeated` others."""
+    # The repetition stands before the colon, where a task's id cannot look like it.
+    return f"{step}.{repeated}:{task}" if repeated else f"{step}:{task}"
+
+
+async def _all_of(awaitables: Iterable[Coroutine[Any, Any, None]]) -> None:
+    await asyncio.gather(*awaitables)
 
 
 def _seeds(seed: int, group_id: str, attempt: int) -> Any:

@@ -6,7 +6,7 @@ import asyncio
 import functools
 import logging
 from collections import Counter
-from collections.abc import Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import AsyncExitStack
 from queue import Empty, SimpleQueue
 from typing import Any
@@ -21,6 +21,9 @@ from rlflow.types import Group, Trajectory
 
 logger = logging.getLogger(__name__)
 
+OnEpisode = Callable[[int, int, Trajectory], object]
+"""(how many have ended, of how many, the one that just did)."""
+
 
 class Submission:
     """Attempts that `Rollout.submit` started; they proceed whether or not anybody reads.
@@ -28,10 +31,14 @@ class Submission:
     max_aborted_share: `completed` raises RolloutError at its end where more of the attempts were aborted. None: the caller
     expects any number of them."""
 
-    def __init__(self, attempts: Sequence[Attempt], max_aborted_share: float | None) -> None:
+    def __init__(
+        self, attempts: Sequence[Attempt], max_aborted_share: float | None, on_episode: OnEpisode | None = None
+    ) -> None:
         self.group_ids = list(dict.fromkeys(attempt.group_id for attempt in attempts))
         self._attempts = attempts
         self._max_aborted_share = max_aborted_share
+        self._on_episode = on_episode
+        self._ended = 0
         self._assembler = GroupAssembler()
         sizes = Counter(attempt.group_id for attempt in attempts)
         for attempt in attempts:
@@ -128,6 +135,9 @@ class Submission:
         attempt = self._attempts[index]
         if not trajectory.usable:
             self._aborted[index] = f"task '{trajectory.task_id}': {trajectory.error}"
+        self._ended += 1
+        if self._on_episode is not None:
+            self._on_episode(self._ended, len(self._attempts), trajectory)
         group = self._assembler.add(attempt.group_id, attempt.number, trajectory)
         if group is not None:
             self._groups.put(group)

@@ -30,10 +30,12 @@ class WeightSync(Protocol):
 
 @dataclass(frozen=True)
 class WeightProbe:
-    """What stands in for a content hash: engine and trainer tell the log-probs of the same few greedy completions.
+    """What stands in for a content hash: engine and trainer tell the log-probs of the same few completions.
 
     prompts: token ids. score: the trainer's log-probs of every token of some sequences (position t describes token t, in
-    nats, at temperature 1), called in the thread that syncs, so it may be a collective. tolerance: nats, the largest
+    nats, at the probe's temperature, or 1 where that is 0), called in the thread that syncs, so it may be a collective.
+    temperature: 0 is greedy; at another one than 1 an engine is found out that tells log-probs of another distribution than
+    the one it samples from. tolerance: nats, the largest
     difference of a token; float32 on both sides agrees to 1e-4, bfloat16 to about 0.1. A probe finds weights that are
     damaged, incomplete or another model's; a stale version only if the update moved some log-prob beyond the tolerance."""
 
@@ -41,6 +43,7 @@ class WeightProbe:
     score: Callable[[Sequence[Sequence[int]]], Sequence[Sequence[float]]]
     tolerance: float = 1e-3
     max_tokens: int = 8
+    temperature: float = 0.0
 
     def __post_init__(self) -> None:
         if not self.prompts or self.max_tokens < 1:
@@ -120,10 +123,12 @@ class Handover:
 
 
 async def run_probe(engine: Engine, probe: WeightProbe, version: int) -> list[Completion]:
-    """The engine's greedy completions of the probe's prompts. Raises RolloutError where it does not answer, or says that
+    """The engine's completions of the probe's prompts. Raises RolloutError where it does not answer, or says that
     another version sampled them."""
-    sampling = Sampling(probe.max_tokens, temperature=0.0)
-    answers = [engine.generate(list(prompt), sampling, f"weight probe {i}") for i, prompt in enumerate(probe.prompts)]
+    answers = [
+        engine.generate(list(prompt), Sampling(probe.max_tokens, probe.temperature, seed=i), f"weight probe {i}")
+        for i, prompt in enumerate(probe.prompts)
+    ]
     try:
         completions = await asyncio.wait_for(asyncio.gather(*answers), PROBE_TIMEOUT_S)
     except TimeoutError:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from rlflow.algorithms.base import Advantage, Filter, Part, SumLoss, Transform, as_part, merged_refreshes
-from rlflow.algorithms.combinations import check_combination
+from rlflow.algorithms.combinations import check_combination, check_staleness
 from rlflow.algorithms.losses.monitored import Monitored
 from rlflow.components import ADVANTAGE, AGGREGATE, FILTER, LOSS, TEACHER, TRANSFORM
 from rlflow.config.schema import RunConfig
@@ -74,13 +74,7 @@ class Algorithm:
             epochs_per_step=section.epochs_per_step,
             seed=config.run.seed,
         )
-        critic = section.critic
-        if ("values" in made.needs) != (critic is not None):
-            expected = "null, as none of them needs values" if critic is not None else "a critic, as one of them needs values"
-            hint = "remove it, or set algorithm.advantage=gae" if critic is not None else "set algorithm.critic={lr: 1e-5}"
-            raise ConfigError(
-                f"algorithm.critic: the other parts expect {expected}; found {'none' if critic is None else critic}: {hint}."
-            )
+        check_critic(made.needs, section.critic)
         return made
 
     @property
@@ -88,7 +82,7 @@ class Algorithm:
         """What the training step puts into the batch beyond what trajectories know: the union over all parts, less what
         transforms fill themselves."""
         needs = frozenset().union(self.loss.needs, *(part.needs for part in self._others()))
-        return needs - frozenset().union(*(change.fills for change in self.transforms if isinstance(change, Transform)))
+        return needs - _filled_by(self.transforms)
 
     @property
     def max_rounds(self) -> int:
@@ -185,12 +179,52 @@ class Algorithm:
 
 
 def check_parts(config: RunConfig) -> None:
-    """Returns when the losses and transforms that the configuration names go together; before anything else is made of it.
-    Raises ConfigError."""
-    section, limits = config.algorithm, config.rollout
-    budget = limits.max_turns * limits.max_response_tokens
-    transforms = [as_part(made) for made in _all(TRANSFORM, section.transforms, "algorithm.transforms", tokens=budget)]
-    check_combination(make_loss(section.losses).terms, transforms)
+    """Returns when the parts that the configuration names go together, teacher and critic included; before anything else is made
+    of it. Raises ConfigError."""
+    section = config.algorithm
+    losses, transforms = make_loss(section.losses).terms, _transforms(config)
+    check_combination(losses, transforms)
+    if config.asynchrony.on:
+        check_staleness(losses, transforms)
+    needs = config_needs(config)
+    check_critic(needs, section.critic)
+    teacher = TEACHER.build(section.teacher, "algorithm.teacher") if section.teacher else None
+    try:
+        check_teacher(teacher, needs)
+    finally:
+        if teacher is not None:
+            teacher.close()
+
+
+def config_needs(config: RunConfig) -> frozenset[str]:
+    """`Algorithm.needs` of a configuration, before a rollout is there to make its filters with: of those, what their
+    classes say."""
+    section, transforms = config.algorithm, _transforms(config)
+    classes = [FILTER.check(component, ("tokens",), "algorithm.filters")[0] for component in section.filters]
+    declared = [needs for part in classes if isinstance(needs := getattr(part, "needs", None), frozenset)]
+    others = [make_loss(section.losses).needs, make_advantage(section.advantage).needs, *(part.needs for part in transforms)]
+    return frozenset().union(*declared, *others) - _filled_by(transforms)
+
+
+def _transforms(config: RunConfig) -> list[Any]:
+    budget = config.rollout.max_turns * config.rollout.max_response_tokens
+    return [as_part(made) for made in _all(TRANSFORM, config.algorithm.transforms, "algorithm.transforms", tokens=budget)]
+
+
+def check_critic(needs: frozenset[str], critic: Mapping[str, Any] | None) -> None:
+    """Raises ConfigError where the parts need a critic and there is none, or the other way round."""
+    if ("values" in needs) == (critic is not None):
+        return
+    expected = "null, as none of them needs values" if critic is not None else "a critic, as one of them needs values"
+    hint = "remove it, or set algorithm.advantage=gae" if critic is not None else "set algorithm.critic={lr: 1e-5}"
+    raise ConfigError(
+        f"algorithm.critic: the other parts expect {expected}; found {'none' if critic is None else critic}: {hint}."
+    )
+
+
+def _filled_by(transforms: Sequence[Any]) -> frozenset[str]:
+    """What transforms fill themselves."""
+    return frozenset().union(*(change.fills for change in transforms if isinstance(change, Transform)))
 
 
 def make_loss(components: Sequence[Any]) -> Loss:

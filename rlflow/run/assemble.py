@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,15 +13,19 @@ from rlflow.components import ENGINE, ENVIRONMENT
 from rlflow.config.checks import environment_name
 from rlflow.config.loading import save_config, to_dict
 from rlflow.config.redaction import redact
-from rlflow.config.schema import RunConfig
+from rlflow.config.schema import Faults, RunConfig
 from rlflow.environment import Environment
 from rlflow.errors import ConfigError, DataError
 from rlflow.matmul import PRODUCTS
 from rlflow.metrics.sinks import MetricsLog, make_sinks
-from rlflow.rollout import Rollout, Tokenizer
+from rlflow.rollout import Engine, Rollout, Tokenizer
 from rlflow.rollout.environment_calls import tasks_of
+from rlflow.rollout.source import TaskSource
+from rlflow.run.asynchronous import GroupsAhead, Terms
 from rlflow.run.directory import RunDirectory
+from rlflow.run.journal import AttemptJournal
 from rlflow.run.origin import mark_own
+from rlflow.run.pacing import Pacing
 from rlflow.run.preflight import run_path
 from rlflow.trainer.base import Trainer
 from rlflow.trainer.options import CriticOptions
@@ -37,17 +41,23 @@ def make_rollout(config: RunConfig) -> Rollout:
     section = config.rollout
     tokenizer = Tokenizer.from_pretrained(config.model.path, trust_remote_code=config.model.trust_remote_code)
     environment = make_environment(config)
-    offered: dict[str, Any] = {
-        "path": config.model.path,
-        "tokenizer": tokenizer,
-        "dtype": config.model.dtype,
-        "max_tokens": section.max_total_tokens,
-        "seed": config.run.seed,
-        "deterministic": config.run.deterministic,
-        "trust_remote_code": config.model.trust_remote_code,
-    }
-    rollout = Rollout(
-        ENGINE.build(section.engine, "rollout.engine", **offered),
+    rollout = rollout_over(make_engine(config, tokenizer), environment, tokenizer, config)
+    if environment.max_turns is not None:
+        told = "episodes get at most %d responses, as the environment has it; rollout.max_turns = %d is not used"
+        logger.info(told, environment.max_turns, section.max_turns)
+    if rollout.max_total_tokens < section.max_total_tokens:
+        told = "the engine holds %d tokens: episodes end there, not at rollout.max_total_tokens = %d"
+        logger.warning(told, rollout.max_total_tokens, section.max_total_tokens)
+    return rollout
+
+
+def rollout_over(
+    engines: Engine | Sequence[Engine], environment: Environment, tokenizer: Tokenizer, config: RunConfig
+) -> Rollout:
+    """The rollout of a configuration over these. Raises ConfigError, ModelError for what does not go together."""
+    section = config.rollout
+    return Rollout(
+        engines,
         environment,
         tokenizer,
         samples_per_prompt=section.samples_per_prompt,
@@ -61,24 +71,28 @@ def make_rollout(config: RunConfig) -> Rollout:
         seed=config.run.seed,
         deterministic=config.run.deterministic,
     )
-    if environment.max_turns is not None:
-        told = "episodes get at most %d responses, as the environment has it; rollout.max_turns = %d is not used"
-        logger.info(told, environment.max_turns, section.max_turns)
-    if rollout.max_total_tokens < section.max_total_tokens:
-        told = "the engine holds %d tokens: episodes end there, not at rollout.max_total_tokens = %d"
-        logger.warning(told, rollout.max_total_tokens, section.max_total_tokens)
-    return rollout
+
+
+def make_engine(config: RunConfig, tokenizer: Tokenizer) -> Engine:
+    """The engine of a configuration, over the model that it names."""
+    section = config.rollout
+    offered: dict[str, Any] = {
+        "path": config.model.path,
+        "tokenizer": tokenizer,
+        "dtype": config.model.dtype,
+        "max_tokens": section.max_total_tokens,
+        "seed": config.run.seed,
+        "deterministic": config.run.deterministic,
+        "trust_remote_code": config.model.trust_remote_code,
+    }
+    engine: Engine = ENGINE.build(section.engine, "rollout.engine", **offered)
+    return engine
 
 
 def make_environment(config: RunConfig) -> Environment:
     """The environment of a configuration. Raises ConfigError where what is named is none, before it is made if that shows."""
     name = environment_name(config)
-    target, _ = ENVIRONMENT.check(config.environment)
-    if isinstance(target, type):
-        missing = sorted(getattr(target, "__abstractmethods__", ()))
-        found = "a class that is not one" if not issubclass(target, Environment) else f"one without {', '.join(missing)}"
-        if missing or not issubclass(target, Environment):
-            raise ConfigError(f"environment.name: '{name}': expected an rlflow.Environment, found {found}.")
+    environment_class(config)
     environment = ENVIRONMENT.build(config.environment)
     if not isinstance(environment, Environment):
         found = type(environment).__name__
@@ -86,10 +100,24 @@ def make_environment(config: RunConfig) -> Environment:
     return environment
 
 
-def fitting_tasks(rollout: Rollout, split: str, config: RunConfig) -> tuple[list[Task], int]:
-    """(the split's tasks whose prompt fits, how many did not). Raises DataError where none is left."""
+def environment_class(config: RunConfig) -> tuple[type[Environment] | None, dict[str, Any]]:
+    """(the class of the configured environment, None where a function makes it; its keywords). Raises ConfigError where what is
+    named is no environment."""
+    name = environment_name(config)
+    target, options = ENVIRONMENT.check(config.environment)
+    if not isinstance(target, type):
+        return None, options
+    missing = sorted(getattr(target, "__abstractmethods__", ()))
+    found = "a class that is not one" if not issubclass(target, Environment) else f"one without {', '.join(missing)}"
+    if missing or not issubclass(target, Environment):
+        raise ConfigError(f"environment.name: '{name}': expected an rlflow.Environment, found {found}.")
+    return target, options
+
+
+def fitting_tasks(rollout: Rollout, split: str, config: RunConfig, first: int | None = None) -> tuple[list[Task], int]:
+    """(the split's tasks whose prompt fits, how many did not). first: looks at so many. Raises DataError where none is left."""
     limit = min(config.data.max_prompt_tokens, rollout.max_total_tokens - 1)
-    tasks = tasks_of(rollout.environment, split)
+    tasks = tasks_of(rollout.environment, split)[:first]
     if not tasks:
         raise DataError(f"split '{split}': the environment has no tasks; give it data.")
     kept = [task for task in tasks if len(rollout.prompt_tokens(task)) <= limit]
@@ -153,3 +181,30 @@ def make_metrics(config: RunConfig, directory: RunDirectory, resumed_step: int, 
         resumed_step=resumed_step,
     )
     return MetricsLog(directory.path, sinks, resumed_step=resumed_step, evaluations=evaluations)
+
+
+@contextmanager
+def open_ahead(
+    config: RunConfig, directory: RunDirectory, rollout: Rollout, source: TaskSource, tasks: Sequence[Task], max_rounds: int
+) -> Iterator[GroupsAhead | None]:
+    """What samples ahead of training; None where every step is sampled when the one before is over, and always was in this
+    run: attempts that its journal still holds are not lost when it goes on in step."""
+    asynchrony = config.asynchrony
+    if not asynchrony.on and not (directory.journal.is_file() and config.run.resume):
+        yield None
+        return
+    section, faults = config.rollout, Faults(**config.rollout.faults)
+    pacing = Pacing(section.prompts_per_step, asynchrony.max_staleness, asynchrony.ahead, asynchrony.when_stale)
+    terms = Terms(
+        section.samples_per_prompt,
+        config.run.steps,
+        lease_s=faults.episode_s + faults.call_s,
+        max_aborted_share=faults.max_aborted_share,
+        max_rounds=max_rounds,
+    )
+    journal = AttemptJournal(directory.journal)
+    ahead = GroupsAhead(journal, rollout.flow(), rollout.attempt, source, tasks, pacing, terms)
+    try:
+        yield ahead
+    finally:
+        ahead.close()

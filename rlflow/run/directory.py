@@ -5,9 +5,12 @@ metrics.jsonl                    one object per step
 environment_metrics.json         what the metrics of the environment are
 checkpoints/step_000050/         see `rlflow.run.checkpoints`
 export/                          the policy as a HuggingFace directory
-trajectories/step_000010.jsonl   sampled training episodes
+adapter/                         with trainer.lora: the adapters as the package peft reads them
+trajectories/step_000010.jsonl   sampled training episodes, in whole groups
+tokens/step_000010.npz           the same ones, token by token: see `rlflow.run.tokens`
 evaluations/step_000010.jsonl    every evaluated episode
-progress.png  summary.json  log.txt
+journal.sqlite                   every attempt of an asynchronous run, see `rlflow.run.journal`
+progress.png  report.html  summary.json  log.txt
 """
 
 from __future__ import annotations
@@ -19,16 +22,18 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
-from rlflow.errors import ConfigError
+from rlflow.errors import ConfigError, did_you_mean
 from rlflow.run.checkpoints import Checkpoints
 from rlflow.run.lock import DirectoryLock
 from rlflow.storage.files import PARTIAL, clear_partials
 
 logger = logging.getLogger(__name__)
 
-LAYOUT = ("config.yaml", "config.origin", "metrics.jsonl", "environment_metrics.json", "checkpoints", "export",
-          "trajectories", "evaluations", "progress.png", "summary.json", "log.txt", "tensorboard", "wandb")  # fmt: skip
-STARTED = {"config.yaml", "config.origin", "log.txt", "metrics.jsonl", "environment_metrics.json", "tensorboard", "wandb"}
+LAYOUT = ("config.yaml", "config.origin", "metrics.jsonl", "environment_metrics.json", "checkpoints", "export", "adapter",
+          "trajectories", "tokens", "evaluations", "progress.png", "report.html", "summary.json", "log.txt",
+          "tensorboard", "wandb", "journal.sqlite", "journal.sqlite-wal", "journal.sqlite-shm")  # fmt: skip
+STARTED = {"config.yaml", "config.origin", "log.txt", "metrics.jsonl", "environment_metrics.json", "tensorboard", "wandb",
+           "journal.sqlite", "journal.sqlite-wal", "journal.sqlite-shm"}  # fmt: skip
 """What a run may have written before its first metrics."""
 
 
@@ -58,7 +63,7 @@ class RunDirectory:
         if overwrite or not begun:
             run._remove_run()
         run.saved.clean()
-        for folder in (run.path, run.path / "trajectories", run.path / "evaluations"):
+        for folder in (run.path, run.path / "trajectories", run.path / "tokens", run.path / "evaluations"):
             clear_partials(folder)
         if resume and run.latest_checkpoint() is None:
             logger.warning("resume: no checkpoint in %s, the run starts at step 0", run.path)
@@ -113,12 +118,24 @@ class RunDirectory:
         return self.path / "export"
 
     @property
+    def adapter(self) -> Path:
+        return self.path / "adapter"
+
+    @property
     def picture(self) -> Path:
         return self.path / "progress.png"
 
     @property
+    def report(self) -> Path:
+        return self.path / "report.html"
+
+    @property
     def summary(self) -> Path:
         return self.path / "summary.json"
+
+    @property
+    def journal(self) -> Path:
+        return self.path / "journal.sqlite"
 
     @property
     def log(self) -> Path:
@@ -126,6 +143,9 @@ class RunDirectory:
 
     def trajectories(self, step: int) -> Path:
         return self.path / "trajectories" / f"step_{step:06d}.jsonl"
+
+    def tokens(self, step: int) -> Path:
+        return self.path / "tokens" / f"step_{step:06d}.npz"
 
     def evaluations(self, step: int) -> Path:
         return self.path / "evaluations" / f"step_{step:06d}.jsonl"
@@ -189,6 +209,8 @@ class RunDirectory:
             raise ConfigError(
                 "run.resume and run.overwrite are both on; resume continues a run, overwrite throws it away."
             )
+        if resume and not self.path.exists():
+            self._refuse_nothing_to_resume()
         present = self._present()
         if not present or not self._begun(present):
             return False
@@ -203,6 +225,15 @@ class RunDirectory:
                 "choose another run.directory or run.name."
             )
         return True
+
+    def _refuse_nothing_to_resume(self) -> None:
+        folder = self.path.parent
+        near = sorted(entry.parent.name for entry in folder.glob("*/config.yaml")) if folder.is_dir() else []
+        shown = f" (beside it: {', '.join(near[:8])}{', ...' if len(near) > 8 else ''})" if near else ""
+        raise ConfigError(
+            f"run.resume: no run in {self.path}{shown}.{did_you_mean(self.path.name, near)} To begin it leave --resume out; a "
+            f"job that is always started with --resume begins where the directory is there: mkdir -p {self.path}."
+        )
 
     def _remove_run(self) -> None:
         for name in LAYOUT:

@@ -56,7 +56,10 @@ def evaluation_metrics(trajectories: Sequence[Trajectory], registered: Metrics) 
             by_task: dict[str, list[float]] = {}
             for trajectory, record in zip(usable, records, strict=True):
                 by_task.setdefault(trajectory.group_id, []).append(record[name])
-            metrics[f"eval/{name}_low"], metrics[f"eval/{name}_high"] = interval95([*map(mean, by_task.values())])
+            low, high = interval95([*map(mean, by_task.values())])
+            if name in registered and registered[name].unit == "share":  # the normal interval does not know that it ends there
+                low, high = max(low, 0.0), min(high, 1.0)
+            metrics[f"eval/{name}_low"], metrics[f"eval/{name}_high"] = low, high
     return metrics
 
 

@@ -9,14 +9,19 @@ import torch
 
 from rlflow.batching import token_batch
 from rlflow.errors import ModelError
+from rlflow.models.adapter import read_adapter, write_adapter
 from rlflow.models.export import write_model
+from rlflow.models.huggingface import WeightFiles
 from rlflow.trainer.base import Trainer
+from rlflow.trainer.options import LoraOptions
 
 logger = logging.getLogger(__name__)
 
 EXPORT_TOLERANCE = {"float32": 1e-4, "bfloat16": 0.5}
 """Nats, by model.dtype: log-probs of the export (transformers, float32) against the trainer's. A bfloat16 trainer rounds its
 activations and logits too; a tensor in the wrong place costs several nats."""
+MERGE_TOLERANCE = {"float32": 0.0, "bfloat16": 2.0**-7}
+"""Of a weight, beside 1e-5: base and sum may be rounded to model.dtype, once each."""
 ROWS, WIDTH = 4, 48
 
 
@@ -29,6 +34,21 @@ def export_policy(trainer: Trainer, path: Path, reference: str, dtype: str) -> f
     gap = check_export(trainer, path, tolerance=EXPORT_TOLERANCE[dtype])
     logger.info("export: log-probs within %.1e of the trainer's", gap)
     return gap
+
+
+def export_adapter(trainer: Trainer, path: Path, export: Path, base: str, options: LoraOptions, dtype: str) -> None:
+    """Writes the adapters as a folder that the package peft loads, in place of one that is there.
+
+    export: what `export_policy` wrote; it must be the base with this adapter in it. Raises StorageError, ModelError."""
+    factors = trainer.adapter_weights()
+    write_adapter(path, factors, base=base, rank=options.rank, alpha=options.alpha, targets=options.targets)
+    adapter, _ = read_adapter(path)
+    before, after = WeightFiles(base), WeightFiles(export)
+    for name in (f"{layer}.weight" for layer in adapter.factors):
+        expected = before[name].float() + adapter.change(name.removesuffix(".weight"))
+        allowed = 1e-5 + MERGE_TOLERANCE[dtype] * expected.abs()
+        if not bool(((after[name].float() - expected).abs() <= allowed).all()):  # NaN included
+            raise ModelError(f"{path}: '{name}' of {export} is not that of {base} with the adapter added.")
 
 
 def check_export(trainer: Trainer, path: str | Path, tolerance: float = 1e-4) -> float:

@@ -16,6 +16,7 @@ class RunLog:
     def __init__(self) -> None:
         self._handler = MemoryHandler(capacity=1000, flushLevel=logging.CRITICAL)
         self._file: logging.FileHandler | None = None
+        self._level = logging.NOTSET
 
     def write_to(self, path: Path) -> None:
         """Appends what was kept, and every later record at once."""
@@ -26,14 +27,20 @@ class RunLog:
         self._handler.flushLevel = logging.DEBUG
 
     def __enter__(self) -> RunLog:
-        logging.getLogger("rlflow").addHandler(self._handler)
+        logger = logging.getLogger("rlflow")
+        self._level = logger.level
+        if not logger.isEnabledFor(logging.INFO):  # a script that never heard of logging: the file is to be whole all the same
+            logger.setLevel(logging.INFO)
+        logger.addHandler(self._handler)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         """Raises OSError where the last lines cannot be written."""
-        logging.getLogger("rlflow").removeHandler(self._handler)
+        logger = logging.getLogger("rlflow")
+        logger.setLevel(self._level)
+        logger.removeHandler(self._handler)
         self._handler.close()
         if self._file is not None:
             self._file.close()

@@ -11,8 +11,10 @@ from importlib import metadata
 from pathlib import Path
 from typing import Protocol
 
-from rlflow.config.schema import load_config
+from rlflow.config.schema import RunConfig, load_config
 from rlflow.errors import ConfigError, ConversionError
+from rlflow.models.hub import is_hub_name, local_model
+from rlflow.models.huggingface import refuse_adapter
 from rlflow.run.directory import RunDirectory
 
 CONVERTERS = "rlflow.converters"
@@ -38,6 +40,19 @@ class ModelDirectory:
     config: Path | None
 
 
+def fetch_models(config: RunConfig, weights: bool = True) -> list[str]:
+    """Puts directories in place of names on the hub: of the policy, and of a teacher that is a model. What is not in the cache is
+    fetched, without `weights` the small files alone; then what is still missing is told, a line each. Raises ModelError."""
+    policy = local_model(config.model.path, weights, code=config.model.trust_remote_code)
+    config.model.path, notes = policy.path, policy.notes
+    teacher = config.algorithm.teacher
+    if teacher.get("name") == "model" and isinstance(teacher.get("path"), str):
+        found = local_model(teacher["path"], weights, key="algorithm.teacher.path")
+        config.algorithm.teacher = {**teacher, "path": found.path}
+        notes = [*notes, *found.notes]
+    return notes
+
+
 @contextmanager
 def model_directory(
     given: str | Path, reference: str | Path | None, say: Callable[[str], None]
@@ -48,15 +63,19 @@ def model_directory(
     are what they were; where that place cannot be written, it is temporary and gone afterwards. reference: the
     directory with config and tokenizer; None: the model that the run started from.
 
-    Raises ConfigError where there is no model, reference or converter, ConversionError for a checkpoint that cannot be
-    converted."""
-    path = Path(given)
+    Raises ConfigError where there is no model, reference or converter, ModelError for a LoRA adapter, ConversionError for a
+    checkpoint that cannot be converted."""
+    path = Path(local_model(str(given), key="--model").path)
     if not path.is_dir():
-        raise ConfigError(f"--model {path}: no such directory; expected a model directory, a run or a checkpoint.")
+        expected = "a model directory, a run, a checkpoint, or a name on the hub"
+        raise ConfigError(f"--model {path}: no such directory; expected {expected}.")
+    refuse_adapter(path)
     beside = path.resolve().parent / "config.yaml"
     if (path / "config.json").is_file():
         whole = path.resolve()
         name = whole.parent.name if whole.name == "export" else whole.name
+        if is_hub_name(str(given)):  # the directory is called after the commit
+            name = str(given).partition("@")[0].rpartition("/")[2]
         yield ModelDirectory(path, name, beside if beside.is_file() else None)
         return
     checkpoint, run = _checkpoint(path)
@@ -116,7 +135,8 @@ def _reference(checkpoint: Path, run: Path | None, given: str | Path | None) -> 
             f"--model {checkpoint}: a Megatron checkpoint has no config.json and no tokenizer; pass --hf with the model "
             "directory that the training started from."
         )
-    found = Path(given) if given is not None else Path(load_config(run / "config.yaml", []).model.path if run else "")
+    named = str(given) if given is not None else load_config(run / "config.yaml", []).model.path if run else ""
+    found = Path(local_model(named, weights=False, key="--hf" if given is not None else "model.path").path)
     if not (found / "config.json").is_file():
         where = "--hf" if given is not None else f"model.path of {run}/config.yaml"
         raise ConfigError(f"{where}: {found} is no model directory (no config.json); pass --hf with one.")

@@ -3,28 +3,33 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 
 from rlflow.components import CURATOR
 from rlflow.config.schema import RunConfig
 from rlflow.errors import RLFlowError
 from rlflow.metrics.names import save_registered
+from rlflow.metrics.sinks import read_metrics
 from rlflow.metrics.timer import PhaseTimer
+from rlflow.metrics.warnings import Watch
 from rlflow.run.algorithm import Algorithm
-from rlflow.run.assemble import fitting_tasks, make_metrics, make_rollout, make_trainer, open_directory
+from rlflow.run.assemble import fitting_tasks, make_metrics, make_rollout, make_trainer, open_ahead, open_directory
 from rlflow.run.clock import Clock
 from rlflow.run.evaluation_schedule import EvaluationSchedule
 from rlflow.run.interrupt import Interrupt
+from rlflow.run.live_page import make_display
 from rlflow.run.log import RunLog
+from rlflow.run.model_directory import fetch_models
 from rlflow.run.preflight import check_start
 from rlflow.run.probe import make_probe
-from rlflow.run.progress import make_progress
+from rlflow.run.recorder import Recorder
 from rlflow.run.resume import check_continuation, chosen_checkpoint, resume
 from rlflow.run.run import Run
 from rlflow.run.saver import Saver
 from rlflow.run.unwritable import explain_unwritable
 from rlflow.teachers.base import Classroom
+from rlflow.types import Task
 
 logger = logging.getLogger(__name__)
 
@@ -57,20 +62,22 @@ def open_run(config: RunConfig) -> Iterator[Run]:
 
 
 def _start(config: RunConfig, stack: ExitStack) -> Run:
-    clock, timer, section = Clock(), PhaseTimer(), config.evaluation
+    clock, timer = Clock(), PhaseTimer()
+    fetch_models(config)
     check_start(config)
     interrupt = stack.enter_context(Interrupt())  # first: a signal while ranks start must end them too
     log = stack.enter_context(RunLog())
     check_continuation(config)
     first_step, _ = chosen_checkpoint(config) or (0, None)
-    progress = make_progress(
-        config.metrics.progress, steps=config.run.steps, title=config.run.name, first_step=first_step
-    )
+    progress, page = make_display(
+        config.metrics.progress, page=config.metrics.page, steps=config.run.steps, title=config.run.name, first_step=first_step,
+        clock=clock,
+    )  # fmt: skip
     stack.callback(progress.close)
     timer.on_enter = progress.phase
     progress.phase("preparing", "environment and engine")
     rollout = stack.enter_context(make_rollout(config))
-    progress.registered = rollout.environment.metrics
+    progress.registered, rollout.on_episode = rollout.environment.metrics, progress.episode
     train_tasks, dropped = fitting_tasks(rollout, config.data.train_split, config)
     val_tasks, _ = fitting_tasks(rollout, config.data.val_split, config)
     algorithm = Algorithm.from_config(config, rollout.response_budget, rollout=rollout)
@@ -80,39 +87,66 @@ def _start(config: RunConfig, stack: ExitStack) -> Run:
     stack.callback(trainer.close)
     if "reference" in algorithm.needs:
         trainer.snapshot("reference")  # the starting policy; a checkpoint that holds its own replaces it
-    if algorithm.teacher is not None:
-        stack.callback(algorithm.teacher.close)
-        algorithm.teacher.open(Classroom(trainer, rollout.tokenizer, rollout.prompt_tokens, config.rollout.temperature))
+    _open_teacher(algorithm, Classroom(trainer, rollout.tokenizer, rollout.prompt_tokens, config.rollout.temperature), stack)
     # Only now: a start that fails has neither taken a directory nor thrown away what `overwrite` is to replace.
     directory = stack.enter_context(open_directory(config))
     log.write_to(directory.log)
+    if page is not None:
+        page.report = directory.report
+    told = "run %s: model %s, environment %s, %d steps"
+    logger.info(told, config.run.name, config.model.path, config.environment["name"], config.run.steps)
     save_registered(directory.environment_metrics, rollout.environment.metrics)
+    source = CURATOR.build(config.data.curator, "data.curator", tasks=train_tasks, seed=config.run.seed)
     run = Run(
         config,
         directory=directory,
         algorithm=algorithm,
         rollout=rollout,
         trainer=trainer,
-        source=CURATOR.build(config.data.curator, "data.curator", tasks=train_tasks, seed=config.run.seed),
-        evaluation=EvaluationSchedule(
-            val_tasks,
-            every_steps=section.every_steps,
-            at_start=section.at_start,
-            questions=section.questions,
-            final_questions=section.final_questions,
-        ),
+        source=source,
+        evaluation=_schedule(val_tasks, config),
         saver=Saver(trainer, directory.saved, keep=config.checkpoint.keep, asynchronous=config.checkpoint.asynchronous),
+        recorder=Recorder(directory, rollout.tokenizer, config.metrics.trajectories_per_step),
         progress=progress,
         interrupt=interrupt,
         clock=clock,
         timer=timer,
         probe=make_probe(rollout, trainer, train_tasks, config.model.dtype),
+        ahead=stack.enter_context(open_ahead(config, directory, rollout, source, train_tasks, algorithm.max_rounds)),
+        watch=Watch(rollout.environment.metrics),
         prompts_dropped=dropped,
     )
     resume(run)
     evaluations = run.evaluation.made(run.saved_step)
     run.metrics = stack.enter_context(make_metrics(config, directory, run.saved_step, evaluations))
+    _recall(run)
     return run
+
+
+def _open_teacher(algorithm: Algorithm, classroom: Classroom, stack: ExitStack) -> None:
+    if algorithm.teacher is not None:
+        stack.callback(algorithm.teacher.close)
+        algorithm.teacher.open(classroom)
+
+
+def _schedule(tasks: Sequence[Task], config: RunConfig) -> EvaluationSchedule:
+    section = config.evaluation
+    return EvaluationSchedule(
+        tasks,
+        every_steps=section.every_steps,
+        at_start=section.at_start,
+        questions=section.questions,
+        final_questions=section.final_questions,
+    )
+
+
+def _recall(run: Run) -> None:
+    """Tells displays and watch what earlier sessions of a resumed run logged; what they warned of is not said again."""
+    records = read_metrics(run.directory.metrics)
+    run.progress.restore(records)
+    for record in records:
+        if "train/reward" in record:
+            run.watch.observe(record)
 
 
 def _end_save(run: Run) -> None:

@@ -8,15 +8,16 @@ from pathlib import Path
 from typing import Any
 
 from rlflow.errors import MissingPackageError
-from rlflow.metrics.names import PHASES, Metrics, label, scores
+from rlflow.metrics.names import Metrics, label
 from rlflow.metrics.sinks import read_metrics
+from rlflow.run.curves import bars, drawn_score, intervals, run_seconds, series, top_without_peaks, trailing_mean
 from rlflow.storage.files import replacing
 
 _INK, _QUIET, _GRID = "#1f2933", "#7b8794", "#e4e7eb"
-_BLUE, _ORANGE, _BAND = "#1f6fb2", "#d9730d", "#1f6fb2"
-_PHASE_COLORS = {  # muted, so that the curves above keep the eye
-    "rollout": "#5b8db8", "score": "#9fc1dc", "update": "#e39a5b", "sync": "#c9b26b",
-    "evaluate": "#8fb08c", "checkpoint": "#b8a2c4",
+_BLUE, _ORANGE = "#1f6fb2", "#d9730d"  # evaluation, training reward: no phase below has either colour
+_PHASE_COLORS = {
+    "rollout": "#3f8f7f", "score": "#a7d0c6", "update": "#8a63a6", "sync": "#c9b26b",
+    "evaluate": "#9aa84f", "checkpoint": "#b86a7b",
 }  # fmt: skip
 _LABEL_GAP = 0.068  # of the axis height: two labels closer than this would touch
 
@@ -24,7 +25,7 @@ _LABEL_GAP = 0.068  # of the axis height: two labels closer than this would touc
 def render_picture(
     metrics_jsonl: str | Path, path: str | Path, title: str = "Training run", registered: Metrics | None = None
 ) -> bool:
-    """Draws reward and first registered score (training; evaluation with its 95% band) over seconds per step and phase.
+    """Draws reward and first registered score (training; evaluation with its 95% intervals) over seconds per step and phase.
 
     Without a score the evaluated reward is drawn. Returns whether there was anything to draw.
 
@@ -32,7 +33,7 @@ def render_picture(
         MissingPackageError: matplotlib is not installed.
     """
     records = read_metrics(metrics_jsonl)
-    evaluated = _evaluated(records, registered or {})
+    evaluated = drawn_score(records, registered or {})
     if not any(name in record for record in records for name in ("train/reward", f"eval/{evaluated}")):
         return False
     try:
@@ -69,28 +70,16 @@ def render_picture(
     return True
 
 
-def _series(records: Sequence[dict[str, float]], name: str) -> tuple[list[float], list[float]]:
-    pairs = [(record["step"], record[name]) for record in records if name in record]
-    return [step for step, _ in pairs], [value for _, value in pairs]
-
-
-def _evaluated(records: Sequence[dict[str, float]], registered: Metrics) -> str:
-    """The name of the metric to draw: the first score that was ever measured, else the reward."""
-    measured = {name for record in records for name in record}
-    return next((name for name in scores(registered) if measured & {f"train/{name}", f"eval/{name}"}), "reward")
-
-
 def _subtitle(records: Sequence[dict[str, float]], evaluated: str) -> str:
-    """What happened, in one line: the evaluated metric from -> to, steps, minutes, tokens per second."""
+    """What happened, in one line: the evaluated metric from -> to, steps, minutes of the whole run, tokens per second."""
     parts = []
-    _, values = _series(records, f"eval/{evaluated}")
+    _, values = series(records, f"eval/{evaluated}")
     if len(values) > 1:
         parts.append(f"validation {label(evaluated)} {values[0]:.2f} → {values[-1]:.2f}")
-    steps = int(records[-1]["step"])
-    seconds = math.fsum(_series(records, "time/step_s")[1])
+    steps, seconds = int(records[-1]["step"]), run_seconds(records)
     took = f" in {seconds / 60:.1f} minutes" if seconds >= 60 else f" in {seconds:.0f} s" if seconds else ""
     parts.append(f"{steps} step{'s' if steps != 1 else ''}{took}")
-    _, speeds = _series(records, "speed/tokens_per_s")
+    _, speeds = series(records, "speed/tokens_per_s")
     if speeds:
         parts.append(f"{math.fsum(speeds) / len(speeds):,.0f} tokens/s")
     return "   ·   ".join(parts)
@@ -99,32 +88,30 @@ def _subtitle(records: Sequence[dict[str, float]], evaluated: str) -> str:
 def _draw_learning(axes: Any, records: Sequence[dict[str, float]], evaluated: str) -> None:
     labels: list[tuple[float, str, str]] = []
     for name, color in (("reward", _ORANGE), (evaluated, _QUIET)):
-        steps, values = _series(records, f"train/{name}")
-        if not values or (color == _QUIET and values == _series(records, "train/reward")[1]):
+        steps, values = series(records, f"train/{name}")
+        if not values or (color == _QUIET and values == series(records, "train/reward")[1]):
             continue  # a reward that is the score is one curve, not two on top of each other
-        smooth = _smooth(values)
+        smooth = trailing_mean(values)
         axes.plot(steps, values, color=color, alpha=0.22, linewidth=1)
         axes.plot(steps, smooth, color=color, linewidth=2)
         labels.append((smooth[-1], f"{label(name)} (training)", color))
-    steps, values = _series(records, f"eval/{evaluated}")
-    if values:
-        low, high = (_series(records, f"eval/{evaluated}_{end}") for end in ("low", "high"))
-        if low[0] == steps and high[0] == steps:
-            axes.fill_between(steps, low[1], high[1], color=_BAND, alpha=0.13, linewidth=0)
-        axes.plot(
-            steps,
-            values,
-            color=_BLUE,
-            linewidth=2.4,
-            marker="o",
-            markersize=5.5,
-            markeredgecolor="white",
-            zorder=3,
-            clip_on=False,
-        )
-        labels.append(
-            (values[-1], f"{label(evaluated)} (validation)\n{values[-1]:.2f}, band: 95% interval", _BLUE)
-        )
+    points = intervals(records, evaluated)
+    if points:
+        for step, _, low, high in points:  # where it was measured, and nowhere between
+            axes.plot(
+                [step, step], [low, high], color=_BLUE, alpha=0.45, linewidth=2.2, solid_capstyle="butt", zorder=2
+            )
+        look = {
+            "linewidth": 1.6,
+            "marker": "o",
+            "markersize": 5.5,
+            "markeredgecolor": "white",
+            "zorder": 3,
+            "clip_on": False,
+        }
+        axes.plot([point[0] for point in points], [point[1] for point in points], color=_BLUE, **look)
+        last = points[-1][1]
+        labels.append((last, f"{label(evaluated)} (validation)\n{last:.2f}, bars: 95% interval", _BLUE))
     _set_limits(axes, records, evaluated)
     axes.set_ylabel("share of tasks  /  reward")
     axes.tick_params(labelbottom=True)
@@ -132,13 +119,16 @@ def _draw_learning(axes: Any, records: Sequence[dict[str, float]], evaluated: st
 
 
 def _set_limits(axes: Any, records: Sequence[dict[str, float]], evaluated: str) -> None:
-    """0 to 1 where everything lies there, else what the data need; x from 0 to the last step."""
+    """0 to 1 where everything lies there, else what the data need; x from 0 to the last step, marked at whole steps."""
+    from matplotlib.ticker import MaxNLocator
+
     names = ("train/reward", f"train/{evaluated}", f"eval/{evaluated}")
-    shown = [value for name in names for value in _series(records, name)[1]]
+    shown = [value for name in names for value in series(records, name)[1]]
     low, high = min(0.0, *shown), max(1.0, *shown)
     room = 0.03 * (high - low)
     axes.set_ylim(low - (room if low < 0 else 0), high + room)
     axes.set_xlim(0, max(records[-1]["step"], 1) * 1.008 + 0.45)  # the last bar whole
+    axes.xaxis.set_major_locator(MaxNLocator(nbins=10, integer=True, min_n_ticks=1))
 
 
 def _label_ends(axes: Any, labels: list[tuple[float, str, str]]) -> None:
@@ -160,38 +150,18 @@ def _label_ends(axes: Any, labels: list[tuple[float, str, str]]) -> None:
 
 def _draw_time(axes: Any, records: Sequence[dict[str, float]]) -> None:
     """Stacked bars of seconds per phase, steps binned so that a bar stays visible."""
-    timed = [record for record in records if "time/step_s" in record]
-    size = max(1, math.ceil(len(timed) / 60))
-    bins = [timed[start : start + size] for start in range(0, len(timed), size)]
-    centers = [math.fsum(record["step"] for record in chunk) / len(chunk) for chunk in bins]
-    base = [0.0] * len(bins)
-    totals = {phase: math.fsum(record.get(f"time/{phase}_s", 0.0) for record in timed) for phase in PHASES}
-    spent = max(math.fsum(record["time/step_s"] for record in timed), math.fsum(totals.values()))
-    shown = [phase for phase in PHASES if totals[phase] > 0.002 * spent]
-    for phase in shown:
-        heights = [math.fsum(record.get(f"time/{phase}_s", 0.0) for record in chunk) / len(chunk) for chunk in bins]
+    drawn, shares = bars(records)
+    size = max((bar.last - bar.first + 1 for bar in drawn), default=1)
+    centers, base = [(bar.first + bar.last) / 2 for bar in drawn], [0.0] * len(drawn)
+    for phase in shares:
+        heights = [bar.seconds[phase] for bar in drawn]
         axes.bar(centers, heights, width=0.82 * size, bottom=base, color=_PHASE_COLORS[phase], linewidth=0)
         base = [low + height for low, height in zip(base, heights, strict=True)]
     axes.set_ylabel("seconds per step")
     axes.set_xlabel("step" + (f" (bars: means of {size} steps)" if size > 1 else ""))
-    axes.set_ylim(0, _top_without_peaks(base))
-    for row, phase in enumerate(reversed(shown)):
+    axes.set_ylim(0, top_without_peaks(base))
+    for row, (phase, share) in enumerate(reversed(shares.items())):
         y = 0.94 - 0.155 * row
-        axes.annotate("■", (1.015, y), xycoords="axes fraction", color=_PHASE_COLORS[phase], va="center", fontsize=11)
-        share = totals[phase] / spent if spent else 0.0
-        axes.annotate(
-            f"{phase}  {share:.0%}", (1.045, y), xycoords="axes fraction", color=_INK, va="center", fontsize=10.5
-        )
-
-
-def _top_without_peaks(heights: Sequence[float]) -> float:
-    """An axis end that shows nearly all bars whole: one long evaluation must not flatten the rest."""
-    typical = sorted(heights)[int(0.8 * (len(heights) - 1))]
-    return 1.08 * min(max(heights), 3 * typical) or 1.0
-
-
-def _smooth(values: Sequence[float]) -> list[float]:
-    """Centred moving average over about a tenth of the run; at the ends over what there is of the window."""
-    half = max(1, len(values) // 20)
-    windows = [values[max(0, index - half) : index + half + 1] for index in range(len(values))]
-    return [math.fsum(window) / len(window) for window in windows]
+        place = {"xycoords": "axes fraction", "va": "center"}
+        axes.annotate("■", (1.015, y), color=_PHASE_COLORS[phase], fontsize=11, **place)
+        axes.annotate(f"{phase}  {share:.0%}", (1.045, y), color=_INK, fontsize=10.5, **place)

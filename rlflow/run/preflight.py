@@ -3,39 +3,60 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
+from collections.abc import Callable, Iterator
+from functools import partial
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from rlflow.config.checks import check_config
+from rlflow.config.checks import config_checks
 from rlflow.config.schema import RunConfig
-from rlflow.errors import ConfigError, MissingPackageError
-from rlflow.models.architecture import architecture
-from rlflow.models.huggingface import WeightFiles, read_config
+from rlflow.errors import ConfigError, MissingPackageError, install_command
+from rlflow.models.architecture import Architecture, architecture
+from rlflow.models.huggingface import check_loadable, read_config
 from rlflow.run.algorithm import check_parts
 from rlflow.run.directory import RunDirectory
 from rlflow.storage.files import read_json
+from rlflow.trainer.options import MEGATRON_WITHOUT_CUDA, untested_megatron
 
 
 def check_start(config: RunConfig) -> None:
     """Returns when nothing is known to be in the way of a run: values, model directory, layout, packages, run directory.
 
-    Raises ConfigError, ModelError or MissingPackageError. Data and tokenizer are read when the environment is built.
+    Raises ConfigError, ModelError or MissingPackageError, the first. Data and tokenizer are read when the environment is built.
     """
-    check_config(config)
-    check_parts(config)
+    for check in itertools.chain(config_checks(config), start_checks(config)):
+        check()
+
+
+def start_checks(config: RunConfig, model: bool = True, weights: bool = True) -> Iterator[Callable[[], object]]:
+    """What `check_start` looks at beyond `config_checks`, one thing per call. model, weights: they are there, and
+    looked at."""
+    yield lambda: check_parts(config)
+    if model:
+        yield lambda: policy_architecture(config)
+    if model and config.model.path:
+        yield lambda: config.trainer.layout.check_model(architecture(read_config(config.model.path)))
+        if weights:
+            yield lambda: check_loadable(config.model.path)
+    for package in _needed_packages(config):
+        yield partial(_check_package, *package)
+    yield lambda: _check_megatron(config)
+    yield lambda: _check_gpus(config)
+    yield lambda: _check_resume_step(config)
+    yield lambda: RunDirectory.check(run_path(config), resume=config.run.resume, overwrite=config.run.overwrite)
+
+
+def policy_architecture(config: RunConfig) -> Architecture:
+    """The architecture of `model.path`. Raises ConfigError without one, ModelError for a directory that holds no such model."""
     if not config.model.path:
         raise ConfigError(
             "model.path: expected a HuggingFace model directory, found nothing; set it, or give --model PATH."
         )
-    config.trainer.layout.check_model(architecture(read_config(config.model.path)))
-    WeightFiles(config.model.path)
-    _check_packages(config)
-    _check_gpus(config)
-    if config.run.resume_step is not None and not config.run.resume:
-        raise ConfigError(f"run.resume_step: {config.run.resume_step} needs run.resume (--resume).")
-    RunDirectory.check(run_path(config), resume=config.run.resume, overwrite=config.run.overwrite)
+    return architecture(read_config(config.model.path))
 
 
 def run_path(config: RunConfig) -> Path:
@@ -70,15 +91,37 @@ def _check_gpus(config: RunConfig) -> None:
         )
 
 
-def _check_packages(config: RunConfig) -> None:
+def _check_megatron(config: RunConfig) -> None:
+    """What `rlflow.trainer.megatron.cpu.check_version` says once megatron-core is imported, which takes seconds."""
+    if config.trainer.backend != "megatron" or torch.cuda.is_available():
+        return
+    try:
+        found = metadata.version("megatron-core")
+    except metadata.PackageNotFoundError:  # `_check_package` says it
+        return
+    if not found.startswith(MEGATRON_WITHOUT_CUDA):
+        raise MissingPackageError(untested_megatron(found))
+
+
+def _check_resume_step(config: RunConfig) -> None:
+    if config.run.resume_step is not None and not config.run.resume:
+        raise ConfigError(f"run.resume_step: {config.run.resume_step} needs run.resume (--resume).")
+
+
+def _needed_packages(config: RunConfig) -> list[tuple[str, str, str]]:
+    """(key that asks for it, package, how it is installed)."""
     sinks = {sink["name"] for sink in config.metrics.sinks}
     needed = (
-        ("cluster.ranks", config.cluster.ranks > 0, "ray", "rlflow[ray]"),
-        ("metrics.sinks", "tensorboard" in sinks, "tensorboard", "rlflow[tensorboard]"),
-        ("metrics.picture", config.metrics.picture, "matplotlib", "matplotlib"),
-        ("metrics.sinks", "wandb" in sinks, "wandb", "rlflow[wandb]"),
-        ("trainer.backend=megatron", config.trainer.backend == "megatron", "megatron", "megatron-core"),
+        ("cluster.ranks", config.cluster.ranks > 0, "ray", install_command("ray")),
+        ("metrics.sinks", "tensorboard" in sinks, "tensorboard", install_command("tensorboard")),
+        ("metrics.picture", config.metrics.picture, "matplotlib", "pip install matplotlib"),
+        ("metrics.sinks", "wandb" in sinks, "wandb", install_command("wandb")),
+        ("trainer.fp8", config.trainer.fp8 != "none", "transformer_engine", install_command("gpu")),
+        ("trainer.backend=megatron", config.trainer.backend == "megatron", "megatron", "pip install megatron-core"),
     )
-    for key, asked, package, extra in needed:
-        if asked and importlib.util.find_spec(package) is None:
-            raise MissingPackageError(f"{key}: the package '{package}' is not installed: pip install '{extra}'.")
+    return [(key, package, command) for key, asked, package, command in needed if asked]
+
+
+def _check_package(key: str, package: str, command: str) -> None:
+    if importlib.util.find_spec(package) is None:
+        raise MissingPackageError(f"{key}: the package '{package}' is not installed: {command}.")

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
+
 from rlflow.batching import token_batch
 from rlflow.rollout import Rollout, WeightProbe
 from rlflow.trainer.base import Trainer
 from rlflow.types import Task
 
 PROMPTS = 4
+TEMPERATURE = 0.7
+"""Not 1 and not the run's, which is 1 in most: an engine that divides by no temperature, or by another one, would not show."""
 TOLERANCE = {"float32": 1e-3, "bfloat16": 0.2}
 """Nats, by model.dtype: a bfloat16 model's log-probs depend on the order in which engine and trainer add."""
 
@@ -20,7 +24,9 @@ def make_probe(rollout: Rollout, trainer: Trainer, tasks: Sequence[Task], dtype:
         return None
 
     def score(rows: Sequence[Sequence[int]]) -> list[list[float]]:
-        logprobs = trainer.score(token_batch(rows))["logprobs"]
+        batch = token_batch(rows)
+        logprobs = trainer.score(batch.replace(temperatures=torch.full_like(batch.temperatures, TEMPERATURE)))["logprobs"]
         return [values[: len(row)].tolist() for row, values in zip(rows, logprobs, strict=True)]
 
-    return WeightProbe([rollout.prompt_tokens(task) for task in tasks[:PROMPTS]], score, TOLERANCE[dtype])
+    prompts = [rollout.prompt_tokens(task) for task in tasks[:PROMPTS]]
+    return WeightProbe(prompts, score, TOLERANCE[dtype], temperature=TEMPERATURE)

@@ -16,22 +16,27 @@ from rlflow.metrics.names import Metrics, leading_score
 from rlflow.metrics.reductions import rollout_metrics, step_shares
 from rlflow.metrics.sinks import MetricsLog
 from rlflow.metrics.timer import PhaseTimer
+from rlflow.metrics.warnings import Watch
 from rlflow.rollout import Rollout, WeightProbe
+from rlflow.rollout.environment_calls import reported
 from rlflow.run.algorithm import Algorithm
+from rlflow.run.asynchronous import GroupsAhead, staleness_metrics
 from rlflow.run.clock import Clock
 from rlflow.run.directory import RunDirectory
 from rlflow.run.evaluate import evaluate
 from rlflow.run.evaluation_schedule import EvaluationSchedule
-from rlflow.run.export import export_policy
+from rlflow.run.export import export_adapter, export_policy
 from rlflow.run.interrupt import Interrupt
+from rlflow.run.lines import evaluated_line, step_line, summary_text
 from rlflow.run.picture import render_picture
 from rlflow.run.progress import Progress
+from rlflow.run.recorder import Recorder
 from rlflow.run.saver import Saver
 from rlflow.run.state import load_states, states
 from rlflow.run.summary import write_summary
 from rlflow.run.trajectories import write_trajectories
 from rlflow.trainer.base import Trainer
-from rlflow.types import Group
+from rlflow.types import Batch, Group
 
 logger = logging.getLogger(__name__)
 
@@ -52,11 +57,14 @@ class Run:
     source: Curator
     evaluation: EvaluationSchedule
     saver: Saver
+    recorder: Recorder
     progress: Progress
     interrupt: Interrupt
     clock: Clock
     timer: PhaseTimer
     probe: WeightProbe | None = None  # for engines that cannot hash their weights
+    ahead: GroupsAhead | None = None  # of an asynchronous run
+    watch: Watch = field(default_factory=lambda: Watch({}))
     prompts_dropped: int = 0
     metrics: MetricsLog = field(init=False)  # opened once it is known from which step on they are kept
     step: int = 0
@@ -81,27 +89,46 @@ class Run:
 
     def groups(self) -> Iterator[list[Group]]:
         """The groups of one step after another, as long as the run should go on; sampled when they are asked for."""
-        prompts = self.config.rollout.prompts_per_step
-        rounds = self.algorithm.max_rounds
-        stream = self.rollout.stream(self.source, prompts, start=self.step, admit=self._admit, max_rounds=rounds)
+        stream = self._stream()
         while self.step < self.config.run.steps and not self.should_stop():
+            self.directory.confirm()
             self._sampled.clear()
             with self.timer.phase("rollout"):
                 groups = next(stream, None)
                 groups = None if groups is None else self.algorithm.complete(groups)
+                if groups is not None:
+                    self._pause(trains=True)
             if groups is None:
                 logger.info("stopping: data.curator has no more tasks after step %d", self.step)
                 return
             yield groups
+
+    def _stream(self) -> Iterator[list[Group]]:
+        if self.ahead is not None:
+            return self.ahead.steps(self.step, self._admit)
+        prompts, rounds = self.config.rollout.prompts_per_step, self.algorithm.max_rounds
+        return self.rollout.stream(self.source, prompts, start=self.step, admit=self._admit, max_rounds=rounds)
+
+    def _pause(self, trains: bool) -> None:
+        """Stops the engines of an asynchronous run before the trainer works, or at the latest before the weights change."""
+        asynchrony = self.config.asynchrony
+        if self.ahead is not None and not (trains and asynchrony.overlap):
+            self.rollout.pause(asynchrony.on_update)
 
     def _admit(self, groups: list[Group]) -> list[Group]:
         self.source.observe(groups)
         self._sampled += groups
         return self.algorithm.admit(groups)
 
+    def observe(self, batch: Batch, groups: Sequence[Group]) -> None:
+        """Told of a step's batch, with advantages, before the first update."""
+        with self.timer.phase("score"):
+            self.recorder.observe(batch, groups, self.trainer)
+
     def sync_weights(self, version: int) -> None:
         """Gives the engines the trainer's weights under that version, verified by content hash or by the probe."""
         with self.timer.phase("sync"):
+            self._pause(trains=False)
             self.rollout.load_weights(self.trainer.weights(), version, self.probe)
 
     def finish_step(self, metrics: dict[str, float], groups: Sequence[Group]) -> None:
@@ -114,18 +141,28 @@ class Run:
                 self.trainer.snapshot(name)
         elsewhere = {f"memory/{phase}_gib": peak for phase, peak in self.trainer.peak_memory().items()}
         trajectories = [trajectory for group in self._sampled or groups for trajectory in group.trajectories]
+        if self.ahead is not None:
+            self.rollout.report = reported(self.rollout.environment)
         reports = {f"train/{name}": value for name, value in self.source.report().items()} | self.algorithm.report()
         metrics = {**metrics, **rollout_metrics(trajectories, self.registered), **self.rollout.report, **reports}
+        if self.ahead is not None:
+            self.ahead.journal.note_phases(self.timer.spans)
+            self.timer.spans.clear()
+            metrics |= staleness_metrics(groups, version=self.step - 1) | self.ahead.report()
         metrics |= highest([self.timer.take(), elsewhere])
         metrics |= {"data/prompts_dropped": float(self.prompts_dropped), "data/epoch": self.source.epoch}
         metrics |= step_shares(metrics, self.registered)
         metrics["speed/tokens_per_s"] = metrics["train/fed_tokens"] / metrics["time/step_s"]
+        metrics["time/run_s"] = self.clock.seconds
         self.metrics.log(self.step, metrics)
         self.progress.step(self.step, metrics)
+        logger.info("%s", step_line(self.step, self.config.run.steps, metrics, self.registered))
+        for warning in self.watch.observe(metrics):
+            logger.warning("step %d: %s", self.step, warning)
+            self.progress.warned(self.step, warning)
         self.saver.poll()
-        limit = self.config.metrics.trajectories_per_step
-        if limit:
-            write_trajectories(self.directory.trajectories(self.step), groups, limit=limit)
+        self._settle()
+        self.recorder.write(self.step, groups)
 
     def evaluation_due(self) -> bool:
         """Whether the schedule asks for an evaluation now; none is begun once a signal came."""
@@ -139,8 +176,10 @@ class Run:
                               temperature=section.temperature)  # fmt: skip
         self.directory.confirm()
         self.evaluation.record(self.step, result.metrics, final)
-        self.metrics.log(self.step, {**result.metrics, **self.timer.take_phase("evaluate")})
-        self.progress.evaluated(self.step, result.metrics)
+        elapsed = {**self.timer.take_phase("evaluate"), "time/run_s": self.clock.seconds}
+        self.metrics.log(self.step, {**result.metrics, **elapsed})
+        self.progress.evaluated(self.step, {**result.metrics, **elapsed})
+        logger.info("%s", evaluated_line(self.step, self.config.run.steps, result.metrics, self.registered))
         write_trajectories(self.directory.evaluations(self.step), result.groups)
         if self.saved_step == self.step:
             self.metrics.sync()
@@ -157,8 +196,17 @@ class Run:
         with self.timer.phase("checkpoint"):
             self.directory.confirm()
             self.metrics.sync()
+            if self.ahead is not None:
+                self.ahead.mark(self.step)
             self.saver.save(self.step, self.state_dict())
+            self._settle()
         self.saved_step = self.step
+        logger.info("checkpoint of step %d", self.step)
+
+    def _settle(self) -> None:
+        """What a checkpoint holds need not be trained again."""
+        if self.ahead is not None and self.saver.committed >= 0:
+            self.ahead.settle(self.saver.committed)
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs beside the trainer's part: state.json of a checkpoint."""
@@ -176,9 +224,12 @@ class Run:
 
     def finish(self) -> dict[str, Any]:
         """Saves; unless a signal ended the run, evaluates and exports; draws. Writes and returns the summary."""
+        if self.ahead is not None:
+            self.ahead.stop()  # the last evaluation has the engines for itself
         if self.saved_step != self.step:
             self.save()
         self.saver.finish()
+        self._settle()
         interrupted, export_gap = self.interrupt.requested, None
         if not interrupted and self.evaluation.final_due(self.step):
             self.evaluate(final=True)
@@ -187,6 +238,10 @@ class Run:
             self.directory.confirm()
             model = self.config.model
             export_gap = export_policy(self.trainer, self.directory.export, model.path, model.dtype)
+            adapters = self.config.trainer.adapters
+            if adapters is not None:
+                written = self.directory.adapter, self.directory.export
+                export_adapter(self.trainer, *written, model.path, adapters, model.dtype)
         self.directory.confirm()
         summary = write_summary(
             self.directory,
@@ -196,7 +251,9 @@ class Run:
             evaluation=self.evaluation,
             export_gap=export_gap,
             drawn=self._draw(),
+            reported=self.config.metrics.page,
         )
+        logger.info("%s", summary_text(summary, self.registered))
         self.progress.finished(summary)
         return summary
 

@@ -18,21 +18,28 @@ def write_summary(
     evaluation: EvaluationSchedule,
     export_gap: float | None,
     drawn: bool,
+    reported: bool = False,
 ) -> dict[str, Any]:
     """Writes the summary into the run directory and returns it.
 
     interrupted: the signal that ended the run. export_gap: nats between export and trainer; None: nothing was exported.
-    drawn: whether there is a picture."""
+    drawn, reported: whether there is a picture, and a page."""
     written = {"run": directory.path, "metrics": directory.metrics, "checkpoint": directory.checkpoint_path(steps)}
     if export_gap is not None:
         written["export"] = directory.export
+        if directory.adapter.is_dir():
+            written["adapter"] = directory.adapter
     if drawn:
         written["picture"] = directory.picture
+    if reported:
+        written["report"] = directory.report
     summary = {
         "status": f"interrupted by {interrupted}" if interrupted else "finished",
         "steps": steps,
         "seconds": round(seconds, 1),
+        "first_evaluation_step": evaluation.first_step,
         "first_evaluation": evaluation.first,
+        "last_evaluation_step": evaluation.last_step,
         "last_evaluation": evaluation.last,
         "export_logprob_difference": export_gap,
         "written": {name: str(path) for name, path in written.items()},

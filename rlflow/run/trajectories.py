@@ -3,28 +3,31 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlflow.errors import CheckpointError
+from rlflow.metrics.names import Metrics, scores
 from rlflow.storage.files import plain, write_text
 
 if TYPE_CHECKING:  # `rlflow show` reads episodes without torch
     from rlflow.types import Group, Trajectory
 
 
-def write_trajectories(path: str | Path, groups: Sequence[Group], limit: int | None = None) -> None:
-    """Writes one JSON line per episode: what the policy wrote, what the environment answered, rewards, token counts.
-    With `limit`, that many episodes evenly spread over the groups."""
-    records = [trajectory_record(group, attempt) for group in groups for attempt in range(len(group.trajectories))]
-    if limit is not None and limit < len(records):
-        records = [records[index * len(records) // limit] for index in range(limit)]
-    write_text(path, "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records))
+def write_trajectories(path: str | Path, groups: Sequence[Group]) -> None:
+    """Writes one JSON line per episode: what the policy wrote, what the environment answered, rewards, token counts."""
+    write_records(path, [trajectory_record(group, attempt) for group in groups for attempt in range(len(group.trajectories))])
+
+
+def write_records(path: str | Path, records: Sequence[dict[str, Any]]) -> None:
+    """Writes one JSON line per record."""
+    write_text(path, "".join(json.dumps(plain(record), ensure_ascii=False) + "\n" for record in records))
 
 
 def trajectory_record(group: Group, attempt: int) -> dict[str, Any]:
-    """One episode as plain values. `prompt_tokens` counts what stood before the first response."""
+    """One episode as plain values. `prompt_tokens` counts what stood before the first response; `group_mean` and `group_std` are
+    of the rewards of its group's usable attempts."""
     trajectory: Trajectory = group.trajectories[attempt]
     sampled = sum(turn.stop - turn.start for turn in trajectory.turns)
     total = sum(len(segment) for segment in trajectory.segments)
@@ -39,6 +42,7 @@ def trajectory_record(group: Group, attempt: int) -> dict[str, Any]:
         }
         for turn in trajectory.turns
     ]
+    stats = dict(zip(("group_mean", "group_std"), trajectory.group_stats[1:])) if trajectory.group_stats else {}
     return plain(
         {
             "id": trajectory.id,
@@ -50,6 +54,7 @@ def trajectory_record(group: Group, attempt: int) -> dict[str, Any]:
             "answer": group.task.answer,
             "turns": turns,
             "reward": trajectory.reward,
+            **stats,
             **({"rewards": trajectory.rewards} if trajectory.rewards else {}),
             "stop": trajectory.stop.value,
             "metrics": trajectory.metrics,
@@ -79,3 +84,29 @@ def read_trajectories(path: str | Path) -> list[dict[str, Any]]:
             except json.JSONDecodeError as error:
                 raise CheckpointError(f"{path}:{number}: not JSON ({error.msg}).") from None
     return records
+
+
+def solved(record: Mapping[str, Any], registered: Metrics) -> bool:
+    """Whether the first score of an episode is 1, or, where it has none, its reward positive."""
+    values = [record["metrics"][name] for name in scores(registered) if name in record["metrics"]]
+    return bool(values[0] == 1 if values else (record["reward"] or 0) > 0)
+
+
+def question_of(record: Mapping[str, Any]) -> str:
+    """What an episode's task asks: its `question` where it has one, else the end of its prompt."""
+    question = record.get("metadata", {}).get("question")
+    if isinstance(question, str) and question.strip():
+        return question.strip()
+    prompt = record.get("prompt", "")
+    if not isinstance(prompt, str):
+        prompt = str(prompt[-1].get("content", "")) if prompt else ""
+    lines = [line.strip() for line in prompt.splitlines() if line.strip()]
+    return lines[-1] if lines else str(record["task_id"])
+
+
+def answers_of(record: Mapping[str, Any]) -> list[str]:
+    """The texts that a task's answer may be; none where it is no text."""
+    answer = record.get("answer")
+    values = answer if isinstance(answer, list) else [answer]
+    texts = [str(value) for value in values if isinstance(value, (str, int, float)) and not isinstance(value, bool)]
+    return [text for text in texts if text.strip()]

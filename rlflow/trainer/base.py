@@ -74,7 +74,12 @@ class Trainer(ABC):
 
     @abstractmethod
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Today's policy as (HuggingFace name, full tensor on the CPU) pairs, one at a time."""
+        """Today's policy as (HuggingFace name, full tensor on the CPU) pairs, one at a time; adapters are merged in."""
+
+    def adapter_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """The adapters that are trained (`trainer.lora`), else nothing: for each target of each layer, by its HuggingFace name,
+        `LAYER.lora_A.weight` (rank, in) and `LAYER.lora_B.weight` (out, rank), full tensors on the CPU."""
+        return iter(())
 
     @abstractmethod
     def save(self, path: str | Path, step: int) -> None:
@@ -159,6 +164,9 @@ class ActorCritic(Trainer):
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         return self.policy.weights()
+
+    def adapter_weights(self) -> Iterator[tuple[str, Tensor]]:
+        return self.policy.adapter_weights()
 
     def save(self, path: str | Path, step: int) -> None:
         self.policy.save(path, step)

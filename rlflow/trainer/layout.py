@@ -7,6 +7,8 @@ from typing import Any
 
 from rlflow.errors import ConfigError
 from rlflow.models.architecture import Architecture
+from rlflow.models.rules import Rule
+from rlflow.models.tables import EMBEDDING
 from rlflow.values import PositiveInt, checked
 
 
@@ -86,3 +88,13 @@ class ParallelLayout:
                 raise ConfigError(
                     f"trainer.{name}={count} does not divide the model's {size} {what}; possible: {divisors}."
                 )
+
+
+def stage_of(rule: Rule, layer: int, model: Architecture, layout: ParallelLayout) -> tuple[int, int]:
+    """(pipeline rank, chunk there) that holds a tensor: layers are dealt evenly, and ranks take turns with their chunks."""
+    stage = layout.stages - 1
+    if rule.per_layer:
+        stage = layer // (model.layers // layout.stages)
+    elif rule is EMBEDDING:
+        stage = 0
+    return stage % layout.pipeline_parallel, stage // layout.pipeline_parallel

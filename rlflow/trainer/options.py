@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 import torch
 
@@ -17,6 +17,10 @@ from rlflow.trainer.schedule import SCHEDULE
 from rlflow.values import Component, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, checked
 
 DType = Literal["float32", "bfloat16"]
+Projection = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+"""The linear layers of a transformer's layer, by their HuggingFace names."""
+MEGATRON_WITHOUT_CUDA = "0.16."
+"""What versions of megatron-core begin with that `rlflow.trainer.megatron.cpu` was tested with."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +46,30 @@ class CriticOptions:
 
 
 @dataclass(frozen=True)
+class LoraOptions:
+    """What can be said about low-rank adapters: each target computes W x + alpha / rank * B (A x), and A and B alone are trained
+    (LoRA: Hu et al. 2021, arXiv 2106.09685, section 4.1). Names and meanings are those of the package peft."""
+
+    rank: PositiveInt = 16
+    alpha: PositiveFloat = 32.0
+    targets: Sequence[Projection] = get_args(Projection)
+
+    @classmethod
+    def of(cls, options: Mapping[str, Any]) -> LoraOptions:
+        """Raises ConfigError for an unknown key or target, no target, and a value of another type or out of range."""
+        made = cls(**check_options(options, cls, where="trainer.lora"))
+        if not made.targets:
+            known = ", ".join(get_args(Projection))
+            raise ConfigError(f"trainer.lora.targets: expected at least one of {known}, found none; leave it out for all.")
+        return dataclasses.replace(made, targets=tuple(name for name in get_args(Projection) if name in made.targets))
+
+    @property
+    def scale(self) -> float:
+        """What B A is multiplied by."""
+        return self.alpha / self.rank
+
+
+@dataclass(frozen=True)
 class TrainerOptions:
     """What can be said about a trainer. The default backend does all of it; another one says what it cannot do
     (`Trainer.check_options`)."""
@@ -63,6 +91,8 @@ class TrainerOptions:
     logits_chunk_mib: PositiveFloat = 512.0  # of float32 logits that exist at a time, per rank
     offload_snapshots: bool = False  # the reference's weights in host memory; GPUs only
     release_gradients: bool = False  # no gradient buffers between updates
+    lora: dict[str, Any] | None = None  # LoraOptions of adapters that are trained in place of the weights; None: the weights
+    fp8: Literal["none", "delayed", "tensorwise", "blockwise", "mxfp8"] = "none"  # linear layers in fp8 by this recipe; GPUs only
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> TrainerOptions:
@@ -82,6 +112,11 @@ class TrainerOptions:
             raise ConfigError(f"trainer.optimizer: the trainers have adamw, found '{self.optimizer['name']}'.")
         return made
 
+    @property
+    def adapters(self) -> LoraOptions | None:
+        """Those that are trained in place of the weights; None: the weights are. Raises ConfigError."""
+        return None if self.lora is None else LoraOptions.of(self.lora)
+
     def learning_rate(self) -> Callable[[int], float]:
         """Optimizer step, from 0 -> rate. Raises ConfigError for a schedule that does not fit, before any step."""
         schedule = SCHEDULE.build(self.schedule, "trainer.schedule")
@@ -97,6 +132,11 @@ class TrainerOptions:
         self.layout.data_parallel(ranks)
         self.learning_rate()
         OPTIMIZER.check(self.optimizer, where="trainer.optimizer")
+        if self.adapters is not None and self.fp8 != "none":
+            raise ConfigError(
+                f"trainer.fp8: '{self.fp8}' with trainer.lora: adapters stand beside megatron-core's own layers, which have no "
+                "fp8; set one of the two to none."
+            )
         if self.backend != TrainerOptions.backend:  # the default does everything, and takes seconds to import
             TRAINER.resolve(self.backend, "trainer.backend").check_options(self, ranks)
 
@@ -104,6 +144,14 @@ class TrainerOptions:
 def _ending(schedule: Mapping[str, Any], where: str, updates: int) -> dict[str, Any]:
     _, keywords = SCHEDULE.complete(schedule, where, decay_steps=updates)
     return {"name": schedule["name"], **keywords}
+
+
+def untested_megatron(version: str) -> str:
+    """Says of a version of megatron-core that it is not MEGATRON_WITHOUT_CUDA."""
+    return (
+        f"megatron-core {version} was not tested without CUDA; "
+        f"expected {MEGATRON_WITHOUT_CUDA}x: pip install 'megatron-core==0.16.1'"
+    )
 
 
 def torch_dtype(name: str) -> torch.dtype:

@@ -24,6 +24,7 @@ from rlflow.errors import (
     StorageError,
     did_you_mean,
 )
+from rlflow.models.huggingface import digest, iterate_weights
 from rlflow.storage.integrity import (
     TRAINER_MANIFEST,
     error_reason,
@@ -33,6 +34,7 @@ from rlflow.storage.integrity import (
     read_sealed,
     write_manifest,
 )
+from rlflow.trainer import lora
 from rlflow.trainer.base import LossFunction, Trainer, check_wanted
 from rlflow.trainer.options import TrainerOptions, torch_dtype
 from rlflow.trainer.reducing import check_loss, combine, finish_metrics, reduce_tokens, skipped
@@ -46,6 +48,7 @@ CANNOT = {
     "recompute": "keeps all activations",
     "offload_snapshots": "runs on one device",
     "release_gradients": "runs on one device",
+    "fp8": "computes in the precision of the weights",
 }
 """Options that must stay as they are by default, and why."""
 
@@ -80,7 +83,10 @@ class ReferenceTrainer(Trainer):
         self.values = values
         policy = load_model(path, trust_remote_code)
         self.model = (Critic(policy) if values else policy).to(self.device)
-        parameters = list(self.model.parameters())
+        self.lora = given.adapters
+        self.adapters = {} if self.lora is None else lora.attach(self.model, self.lora, seed)
+        self.identity = lora.identity(self.lora, digest(iterate_weights(path)) if self.lora else "")
+        parameters = list(self._trained().values())
         self.optimizer = torch.optim.AdamW(
             [
                 {"params": [p for p in parameters if p.dim() > 1], "weight_decay": adamw.weight_decay},
@@ -164,16 +170,24 @@ class ReferenceTrainer(Trainer):
             raise ConfigError(
                 "trainer.snapshot: 'policy' names the weights in training; choose another, e.g. reference"
             )
-        self.snapshots[name] = {key: value.detach().clone() for key, value in self.model.named_parameters()}
+        self.snapshots[name] = {key: value.detach().clone() for key, value in self._trained().items()}
 
     def load_frozen(self, name: str, path: str | Path) -> None:
         check_new_name(name, [*self.snapshots, *self.frozen])
         self.frozen[name] = load_model(path).to(self.device).requires_grad_(False)
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
+        value: Tensor
         for name, value in self.model.named_parameters():  # names a tied lm_head once, as the embedding
-            if name.startswith("output_layer."):  # a critic's own
+            layer, _, kind = name.rpartition(".")
+            if name.startswith("output_layer.") or ".lora." in name:  # a critic's own, adapters
                 continue
+            if kind == "weight" and layer in self.adapters:
+                value = value + self.adapters[layer].change()
+            yield name, value.detach().to(device="cpu", dtype=self.dtype, copy=True)
+
+    def adapter_weights(self) -> Iterator[tuple[str, Tensor]]:
+        for name, value in lora.named_factors(self.adapters):
             yield name, value.detach().to(device="cpu", dtype=self.dtype, copy=True)
 
     def save(self, path: str | Path, step: int) -> None:
@@ -185,13 +199,13 @@ class ReferenceTrainer(Trainer):
         try:
             directory.mkdir(parents=True, exist_ok=True)
             save_file(
-                {name: value.detach().contiguous() for name, value in self.model.named_parameters()},
+                {name: value.detach().contiguous() for name, value in self._trained().items()},
                 directory / "policy.safetensors",
             )
             save_file(frozen, directory / "snapshots.safetensors")
             torch.save(self.optimizer.state_dict(), directory / "optimizer.pt")
             files = {name: fingerprint(directory / name) for name in FILES}
-            content = {"backend": "reference", "step": step, "updates": self.updates}
+            content = {"backend": "reference", "step": step, "updates": self.updates, "lora": self.identity}
             write_manifest(directory / TRAINER_MANIFEST, content, files)
         except (OSError, RuntimeError, SafetensorError) as error:
             raise StorageError(f"{directory}: the checkpoint cannot be written ({error_reason(error)}).") from error
@@ -203,6 +217,7 @@ class ReferenceTrainer(Trainer):
         state = read_sealed(directory / TRAINER_MANIFEST)
         if state.get("backend") != "reference":
             raise CheckpointError(f"{directory}: not a checkpoint of the reference trainer; set trainer.backend as it was.")
+        lora.check_identity(directory, state.get("lora"), self.identity)
         damage = find_damage(directory, read_fingerprints(state, directory / TRAINER_MANIFEST))
         if damage is not None:
             raise DamagedCheckpointError(f"{damage}.")
@@ -218,6 +233,9 @@ class ReferenceTrainer(Trainer):
         self.optimizer.load_state_dict(optimizer)
         self.updates = int(state["updates"])
         return int(state["step"])
+
+    def _trained(self) -> dict[str, torch.nn.Parameter]:
+        return {name: value for name, value in self.model.named_parameters() if value.requires_grad}
 
     def _microbatches(self, batch: Batch) -> list[list[int]]:
         [plan] = plan_microbatches(batch.lengths, self.tokens_per_microbatch)
@@ -277,7 +295,7 @@ class ReferenceTrainer(Trainer):
 
     @torch.no_grad()
     def _restore(self, policy: Mapping[str, Tensor], directory: Path) -> None:
-        parameters = dict(self.model.named_parameters())
+        parameters = self._trained()
         wrong = sorted(set(parameters) ^ set(policy)) or [
             name for name, value in policy.items() if value.shape != parameters[name].shape
         ]

@@ -31,7 +31,7 @@ from tests import rounding
 from tests.fixtures import tiny_model
 
 # Not importorskip: importing Ray here would decide where it listens before rlflow can.
-needs_ray = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="pip install 'rlflow[ray]'")
+needs_ray = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="pip install 'PATH_OR_GIT_URL[ray]'")
 ADAMW = {"name": "adamw", "eps": 1e-3}  # a small eps would turn rounding into Adam's direction
 OPTIONS = {"lr": 1e-2, "optimizer": ADAMW, "max_gradient_norm": 0.5}
 
@@ -226,6 +226,27 @@ def test_a_critic_trains_in_ray_actors_as_in_one_process(model_path, batch, tmp_
         ranks.close()
 
 
+@needs_ray
+@pytest.mark.dist
+@pytest.mark.slow
+def test_adapters_train_in_ray_actors_as_in_one_process(model_path, batch):
+    """Both streams of them too: merged into the weights, and alone."""
+    options, loss = {**OPTIONS, "lora": {"rank": 4}, "seed": 3}, PPOClipLoss()
+    oracle = Trainer.from_pretrained(model_path, "reference", **options)
+    ranks = RayTrainer(model_path, ranks=2, tensor_parallel=2, **options)
+    try:
+        for _ in range(3):
+            expected, report = oracle.update(batch, loss), ranks.update(batch, loss)
+            assert report["gradient_norm"] == pytest.approx(expected["gradient_norm"], rel=2e-5)
+        for stream in ("weights", "adapter_weights"):
+            found = dict(getattr(ranks, stream)())
+            for name, value in getattr(oracle, stream)():
+                torch.testing.assert_close(found.pop(name), value, atol=1e-5, rtol=1e-5)
+            assert not found
+    finally:
+        ranks.close()
+
+
 @dataclasses.dataclass(frozen=True)
 class HangingLoss:
     """Hangs, or stops the whole process, on one rank; the other waits for it."""
@@ -344,7 +365,7 @@ def test_without_ranks_the_trainer_is_in_this_process_and_decays_over_the_run(mo
 
 def test_a_missing_ray_says_how_to_install_it(model_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(MissingPackageError, match=r"pip install 'rlflow\[ray\]'"):
+    with pytest.raises(MissingPackageError, match=r"pip install -e '.*\[ray\]'"):
         RayTrainer(model_path, ranks=1, backend="reference")
 
 

@@ -30,7 +30,7 @@ from rlflow_environments.search import SearchEnvironment
 
 pytestmark = [
     pytest.mark.dist,
-    pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="pip install 'rlflow[ray]'"),
+    pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="pip install 'PATH_OR_GIT_URL[ray]'"),
 ]
 ROOT = Path(__file__).resolve().parents[2]
 RECIPE = ROOT / "recipes" / "searchr1"
@@ -54,9 +54,10 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Demo:
     if (RECIPE / "starting_policy" / "config.json").is_file():
         shutil.copytree(RECIPE / "starting_policy", policy)
     else:
-        from rlflow_environments.search.world.tiny_model import write_random_model, write_tokenizer
+        from rlflow.models.tiny import write_random_model, write_tokenizer
+        from rlflow_environments.search.world.tiny_model import LEARNED_ON, TAGS, VOCABULARY, tokenizer_texts
 
-        write_tokenizer(policy)
+        write_tokenizer(policy, tokenizer_texts(), vocabulary=VOCABULARY, tags=TAGS, learned_on=LEARNED_ON)
         write_random_model(policy)
     config = load_config(RECIPE / "config" / "demo.yaml", [f"model.path={policy}", "trainer.schedule.warmup_steps=1"])
     world = {"directory": str(directory / "world"), "size": 0.1, "train_questions": 60, "val_questions": 20}

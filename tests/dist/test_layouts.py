@@ -19,7 +19,7 @@ from rlflow.models.huggingface import digest, iterate_weights
 from rlflow.trainer.base import Trainer
 from rlflow.types import Batch
 from tests import rounding
-from tests.dist import critic_ranks
+from tests.dist import critic_ranks, lora_ranks
 from tests.dist.megatron_ranks import OPTIONS, PolicyGradientWithEntropy, launch, make_batch, train
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(1000)]  # the ranks of all cases start with the first test
@@ -79,6 +79,8 @@ ROUNDED = ["qwen2-tied TP2 PP2 SP bf16", "qwen2-tied PP2 VPP2 CP2 DO packed bf16
 OBSERVATIONS = "qwen2-tied PP2 VPP2 CP2"
 CRITIC = "qwen2-tied TP2 PP2 SP packed"
 """Others are in test_critic."""
+LORA = ["qwen2-tied TP2", "qwen2-tied PP2", "qwen2-tied TP2 PP2 SP packed full"]
+"""Others are in test_lora."""
 SLOW = [
     *(f"{model} {layout}".strip() for model in list(MODELS)[:4] for layout in ("TP2 PP2", "TP2", "PP2", "PP4", "")),
     *(
@@ -162,9 +164,17 @@ def critic(directory: Path) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def fast(directory: Path, single: Any, critic: Any) -> dict[str, dict[str, Any]]:
+def lora(directory: Path) -> tuple[dict[str, dict[str, Any]], tuple[dict[str, Any], dict[str, Any]]]:
+    """The ranks' jobs by case; what one process gives, and LoRA written out in torch."""
+    model = LORA[0].split()[0]
+    expected = lora_ranks.train_alone(directory, model)
+    return {case: lora_ranks.make_job(directory, model, case, options_of(case)) for case in LORA}, expected
+
+
+@pytest.fixture(scope="module")
+def fast(directory: Path, single: Any, critic: Any, lora: Any) -> dict[str, dict[str, Any]]:
     observations = [f"{OBSERVATIONS} {word}" for word in ("observed", "changed")]
-    return run(directory, [*FAST, *FEW_ROWS, *ROUNDED, *observations], limit_s=900, others=[critic[0]])
+    return run(directory, [*FAST, *FEW_ROWS, *ROUNDED, *observations], limit_s=900, others=[critic[0], *lora[0].values()])
 
 
 @pytest.fixture(scope="module")
@@ -274,6 +284,12 @@ def test_dummy_microbatches_change_nothing(case: str, fast: Any, directory: Path
 
 def test_a_critic_over_ranks_is_one_plain_critic_and_its_checkpoints_load_both_ways(fast: Any, critic: Any) -> None:
     critic_ranks.check(*critic)
+
+
+@pytest.mark.parametrize("case", LORA)
+def test_adapters_over_ranks_are_plain_lora_and_their_checkpoints_load_both_ways(case: str, fast: Any, lora: Any) -> None:
+    jobs, expected = lora
+    lora_ranks.check_layout(jobs[case], *expected)
 
 
 def test_another_observation_at_the_end_of_a_row_changes_no_gradient(fast: Any) -> None:

@@ -20,7 +20,7 @@ from rlflow.cluster import session
 from rlflow.cluster.guard import Guard
 from rlflow.errors import ConfigError, RLFlowError
 
-needs_ray = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="pip install 'rlflow[ray]'")
+needs_ray = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="pip install 'PATH_OR_GIT_URL[ray]'")
 
 
 @pytest.fixture(params=["silent", "HTTP/1", "closes"])

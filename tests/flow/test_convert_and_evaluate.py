@@ -18,7 +18,7 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.dist,
     pytest.mark.timeout(1200),
-    pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="pip install 'rlflow[ray]'"),
+    pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="pip install 'PATH_OR_GIT_URL[ray]'"),
 ]
 ROOT = Path(__file__).resolve().parents[2]
 RECIPE = ROOT / "recipes" / "searchr1"

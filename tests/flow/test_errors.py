@@ -193,7 +193,7 @@ def test_a_missing_package_is_named_with_the_command_that_installs_it(
     before = contents(place)
     code, err = run(place, arguments, capsys)
     assert code == 2 and len(err.splitlines()) == 1
-    assert f"'{package}' is not installed" in err and "pip install 'rlflow[" in err
+    assert f"'{package}' is not installed" in err and "pip install -e '" in err and f"[{package}]'" in err
     assert contents(place) == before
 
 

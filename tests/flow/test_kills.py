@@ -61,6 +61,7 @@ def kill_and_check(config: Path, run: RunDirectory, kills: int, lag: int, seed: 
     """Starts and kills a run again and again; returns how often it was killed alive. Each time: no checkpoint but whole
     ones, the newest at most `lag` steps behind the metrics, and never older than it was."""
     draw, newest, killed = random.Random(seed), 0, 0
+    run.path.mkdir(exist_ok=True)  # so that the first start with --resume begins the run
     for _ in range(kills):
         process = start(config, "--resume")
         killed += kill_at_a_moment(process, run, draw)
@@ -142,6 +143,7 @@ def test_thirty_kills_at_every_moment_of_a_run_change_nothing(
     train(letters_config(model, tmp_path, *options, "run.name=whole"))
     config = write_config(letters_config(model, tmp_path, *options), tmp_path / "config.yaml")
     run = RunDirectory(tmp_path / "letters")
+    run.path.mkdir()  # so that the first start with --resume begins the run
     draw = random.Random(f"{kills} {layout}")
     moments = [MOMENTS[number % len(MOMENTS)] for number in range(kills - 2)]
     draw.shuffle(moments)

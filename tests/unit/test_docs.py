@@ -73,3 +73,18 @@ def test_files_named_in_commands_exist(page: Path) -> None:
     named = set(re.findall(r"(?<![\w/.])((?:recipes|tests|docs|constraints|tools|benchmarks|\.ci)/[\w./-]*\w)", text))
     missing = [name for name in named if not (ROOT / name).exists()]
     assert not missing
+
+
+SPOKEN = (".md", ".py", ".sh", ".yaml", ".txt")
+FOLDERS = ("docs", "rlflow", "environments", "recipes", "tools", "benchmarks", "tests")
+TEXTS = [path for path in [*ROOT.iterdir(), *(path for folder in FOLDERS for path in (ROOT / folder).rglob("*"))]
+         if path.suffix in SPOKEN and path.is_file() and path != Path(__file__).resolve()]  # fmt: skip
+
+
+def test_nothing_says_to_install_a_package_of_this_name_from_the_index() -> None:
+    """`rlflow` in the public package index is another project's; `rlflow[x] @ SOURCE` names the source."""
+    named = re.compile(r"pip install(?: -[\w-]+)* +['\"]?rlflow\b(?![^\n]* @ )")
+    found = [str(path.relative_to(ROOT)) for path in TEXTS if named.search(path.read_text(encoding="utf-8"))]
+    assert len(TEXTS) > 500 and not found
+    assert all(named.search(text) for text in ("pip install 'rlflow[ray]'", "pip install rlflow", "pip install -U rlflow"))
+    assert not named.search("pip install 'PATH_OR_GIT_URL[ray]'") and not named.search("pip install 'rlflow[ray] @ {source}'")

@@ -9,7 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from fixtures import tiny_model
+
+from rlflow.commands.scaffold import write_environment
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -26,27 +27,24 @@ asyncio.run(cell(open(sys.argv[1]).read()))
 """
 
 
+PLAYER, POLICY, CLASS = "guess_number_player.py:play", "guess_number_policy", "GuessNumber"
+
+
 @pytest.fixture(scope="module")
 def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory with the snippets and a model at the path that the README names: the shipped one, else a random one."""
+    """A directory with what `rlflow env new guess_number --policy` writes; the policy has had two lessons only."""
     folder = tmp_path_factory.mktemp("readme")
-    for name, source in SNIPPETS.items():
-        (folder / name).write_text(source, encoding="utf-8")
-    named = re.search(r'MODEL = "(.*?)"', SNIPPETS[SCRIPT])
-    assert named, "the training script names its MODEL"
-    model, shipped = folder / named[1], ROOT / named[1]
-    model.parent.mkdir(parents=True)
-    if shipped.is_dir():
-        model.symlink_to(shipped)
-    else:
-        tiny_model(model)
+    made = write_environment("guess_number", folder, policy=True)
+    (folder / SCRIPT).write_text(SNIPPETS[SCRIPT], encoding="utf-8")
+    assert f'MODEL = "{POLICY}"' in SNIPPETS[SCRIPT] and made.policy.name == POLICY
+    run(folder, "-m", "rlflow", "env", "policy", f"{ENVIRONMENT}:{CLASS}", PLAYER, "--out", POLICY, "--steps", "2")
     return folder
 
 
 def run(folder: Path, *arguments: str) -> str:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
     done = subprocess.run(
-        [sys.executable, *arguments], cwd=folder, env=environment, capture_output=True, text=True, timeout=240
+        [sys.executable, *arguments], cwd=folder, env=environment, capture_output=True, text=True, timeout=600
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -57,21 +55,35 @@ def test_snippet_is_at_most_30_lines(name: str) -> None:
     assert len(SNIPPETS[name].splitlines()) <= 30
 
 
+def test_the_environment_is_what_the_command_writes(workplace: Path) -> None:
+    assert (workplace / ENVIRONMENT).read_text() == SNIPPETS[ENVIRONMENT]
+
+
 def test_environment_keeps_the_contract(workplace: Path) -> None:
-    run(workplace, "-m", "rlflow", "env", "check", f"{ENVIRONMENT}:GuessNumber")
+    run(workplace, "-m", "rlflow", "env", "check", f"{ENVIRONMENT}:{CLASS}")
 
 
-def test_training_script_runs_as_printed(workplace: Path) -> None:
-    assert_trains(run(workplace, SCRIPT))
+def test_training_script_runs_in_a_running_event_loop_two_steps_of_it(workplace: Path) -> None:
+    short = SNIPPETS[SCRIPT].replace("range(30)", "range(2)")
+    assert short != SNIPPETS[SCRIPT]
+    (workplace / "short.py").write_text(short)
+    assert len(rewards(run(workplace, "-c", "import sys; sys.path.insert(0, '')\n" + NOTEBOOK, "short.py"))) == 2
 
 
-def test_training_script_runs_in_a_running_event_loop(workplace: Path) -> None:
-    assert_trains(run(workplace, "-c", "import sys; sys.path.insert(0, '')\n" + NOTEBOOK, SCRIPT))
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_the_commands_and_the_script_as_printed_teach_the_game(tmp_path: Path) -> None:
+    """The whole of it: the tiny policy is made, and the printed rewards rise from at most 0.3 to at least 0.8."""
+    run(tmp_path, "-m", "rlflow", "env", "new", "guess_number", "--policy")
+    (tmp_path / SCRIPT).write_text(SNIPPETS[SCRIPT], encoding="utf-8")
+    seen = rewards(run(tmp_path, SCRIPT))
+    assert len(seen) == 30 and seen[0] <= 0.3 and sum(seen[-5:]) / 5 >= 0.8, seen
 
 
-def assert_trains(output: str) -> None:
-    steps = re.findall(r"step (\d): reward ([\d.]+), gradient norm ([\d.]+)", output)
-    assert [int(step) for step, _, _ in steps] == [0, 1, 2, 3], output
+def rewards(output: str) -> list[float]:
+    steps = re.findall(r"step (\d+): reward ([\d.]+), gradient norm ([\d.]+)", output)
+    assert [int(step) for step, _, _ in steps] == list(range(len(steps))), output
+    return [float(reward) for _, reward, _ in steps]
 
 
 def test_both_commands_stand_at_the_top() -> None:

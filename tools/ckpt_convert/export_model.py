@@ -13,6 +13,7 @@ from rlflow.models.architecture import Architecture, stored_architecture
 from rlflow.models.huggingface import companions, companions_digest, copy_files, read_config, with_dtype
 from rlflow.storage.integrity import EXPORT_MANIFEST
 
+from . import adapters
 from .dtypes import OPTIONS, DType
 from .mapping.plan import Plan
 from .mapping.to_huggingface import Export, make_export
@@ -49,6 +50,12 @@ def prepare(path: str | Path, reference: str | Path, options: Options) -> tuple[
     """The checked checkpoint and the plan of its export; nothing is written. Raises ConversionError."""
     model = _architecture(reference)
     source = open_source(path)
+    if adapters.description(source) is not None:
+        raise ConversionError(
+            f"{source.path}: holds LoRA adapters alone, which are merged into the weights of {reference}: there is no plan "
+            "to show.",
+            ExitCode.UNSUPPORTED,
+        )
     check_sizes(source, model, options.expected)
     for name, claimed, present in contradictions(source.arguments, read_config(reference), model):
         raise ConversionError(
@@ -92,6 +99,13 @@ def to_huggingface(
     ConversionError, whose exit_code tells the kinds of problems apart."""
     options, out, reference = options or Options(), Path(out), Path(reference)
     check_output(out, Path(path), reference, options.overwrite)
+    opened = open_source(path)
+    if adapters.description(opened) is not None:
+        if options.dtype != "keep":
+            raise ConversionError(
+                f"{path}: adapters are merged in the dtype that they were trained in; leave --dtype out.", ExitCode.UNSUPPORTED
+            )
+        return adapters.merge(opened, out, reference, _origin(opened), options.overwrite)
     described = Stamps(reference)
     source, export = prepare(path, reference, options)
     plan, config = export.plan, read_config(reference)

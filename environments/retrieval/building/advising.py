@@ -18,11 +18,16 @@ _PROBED = 64  # lists of an IVF index per list that is searched (IVF4096 with np
 _EF_SEARCH = 128
 _RANDOM_ACCESS = 0.25  # bandwidth of vectors read one by one, relative to a scan
 _MEASURED_BYTES = 256 << 20
+_MEASUREMENTS = 6
+_SPREAD = 1.6  # of measurements on a machine that does nothing else; on a busy one some are several times slower
+_BUSY = 0.5  # runnable processes per core, beside this one
+_SLOW = 3e9  # bytes/s: less than any machine of the last decade gives when nobody else reads
 
 
 @dataclass(frozen=True)
 class Machine:
-    """What a scan runs on. ram, vram: bytes; bandwidth: bytes/s; arithmetic: multiply-adds x 2 per second."""
+    """What a scan runs on. ram, vram: bytes; bandwidth: bytes/s; arithmetic: multiply-adds x 2 per second. spread: of the slowest
+    measurement to the fastest; 1 on a machine that does nothing else."""
 
     ram: float
     vram: float
@@ -30,6 +35,7 @@ class Machine:
     cpu_arithmetic: float
     gpu_bandwidth: float = 2.0e12  # A100-80
     gpu_arithmetic: float = 1.5e14  # half of its dense float16 peak
+    spread: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -52,9 +58,24 @@ def measure_machine(ram: float, vram: float) -> Machine:
     """The machine with its read bandwidth and float32 matrix products measured, in about a second."""
     block = torch.ones(_MEASURED_BYTES // 4)
     left, right = torch.ones(4096, 768), torch.ones(768, _BATCH)
-    bandwidth = _MEASURED_BYTES / min(_seconds(block.sum) for _ in range(5))
-    arithmetic = 2 * left.numel() * _BATCH / min(_seconds(lambda: left @ right) for _ in range(5))
-    return Machine(ram, vram, bandwidth, arithmetic)
+    reads = [_seconds(block.sum) for _ in range(_MEASUREMENTS)]
+    products = [_seconds(lambda: left @ right) for _ in range(_MEASUREMENTS)]
+    arithmetic = 2 * left.numel() * _BATCH / min(products)
+    spread = max(max(reads[1:]) / min(reads), max(products[1:]) / min(products))  # the first also warms up
+    return Machine(ram, vram, _MEASURED_BYTES / min(reads), arithmetic, spread=spread)
+
+
+def disturbance(machine: Machine, load: float, cores: int) -> str:
+    """Why what was measured is not what the machine can do, in words; empty where nothing speaks against it. load: runnable
+    processes, as `os.getloadavg` has them."""
+    signs = []
+    if load > _BUSY * cores:
+        signs.append(f"{load:.1f} processes want its {cores} core{'' if cores == 1 else 's'}")
+    if machine.spread > _SPREAD:
+        signs.append(f"the same measurement took up to {machine.spread:.1f} times as long")
+    if machine.cpu_bandwidth < _SLOW:
+        signs.append(f"{machine.cpu_bandwidth / 1e9:.1f} GB/s is less than memory of today gives")
+    return "; ".join(signs)
 
 
 def candidates(count: int, dimensions: int, machine: Machine) -> list[IndexOption]:

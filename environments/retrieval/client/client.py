@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from rlflow.components import takes
-from rlflow.errors import ConfigError, MissingPackageError, did_you_mean
+from rlflow.errors import ConfigError, MissingPackageError, did_you_mean, install_command
 from rlflow.http import GaveUp, Retryable, RetryPolicy
 from rlflow_environments.retrieval.client.answers import NotASearchServer, SearchRequest, page_request, search_request
 from rlflow_environments.retrieval.client.asynchronous import AsyncRetriever, CacheCounts
@@ -358,7 +358,7 @@ async def _open_session(headers: Mapping[str, str] | None, connections: int) -> 
         import aiohttp
     except ImportError:
         raise MissingPackageError(
-            "retriever http: the package aiohttp is not installed. Install it with: pip install 'rlflow[search]'"
+            f"retriever http: the package aiohttp is not installed. Install it with: {install_command('search')}"
         ) from None
     connector = aiohttp.TCPConnector(limit=connections, keepalive_timeout=KEEPALIVE_S)
     # Time limits are asyncio's, over the whole exchange.

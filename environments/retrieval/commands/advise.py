@@ -41,15 +41,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Prints every kind of index and the one to take; returns 0, or 1 where none fits."""
     import dataclasses
+    import os
 
     import psutil
 
-    from rlflow_environments.retrieval.building.advising import advise, candidates, measure_machine
+    from rlflow_environments.retrieval.building.advising import advise, candidates, disturbance, measure_machine
     from rlflow_environments.retrieval.indices.cost import readable
 
     count = count_passages(args.corpus)
     ram = parse_size(args.ram, "--ram") if args.ram else float(psutil.virtual_memory().available)
     machine = measure_machine(ram, parse_size(args.vram, "--vram"))
+    disturbed = "" if args.bandwidth else disturbance(machine, os.getloadavg()[0], len(os.sched_getaffinity(0)))
     machine = dataclasses.replace(machine, gpu_bandwidth=parse_size(args.gpu_bandwidth, "--gpu-bandwidth"))
     if args.bandwidth:
         machine = dataclasses.replace(machine, cpu_bandwidth=parse_size(args.bandwidth, "--bandwidth"))
@@ -57,6 +59,11 @@ def run(args: argparse.Namespace) -> int:
         f"{count:,} passages x {args.dim} dimensions; memory {readable(ram)}, {readable(machine.cpu_bandwidth)}/s, "
         f"{machine.cpu_arithmetic / 1e9:.0f} GFLOP/s\n"
     )
+    if disturbed:
+        print(
+            f"WARNING: this machine was busy while it was measured ({disturbed}). What follows is too low: repeat it "
+            "when nothing else runs, or give --bandwidth.\n"
+        )
     found = candidates(count, args.dim, machine)
     print(f"{'index':28}{'memory':>10}{'recall@10':>11}{'q/s alone':>12}{'q/s of 64':>12}  fits")
     for option in found:

@@ -13,7 +13,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from rlflow.errors import DataError, MissingPackageError, RLFlowError
+from rlflow.errors import DataError, MissingPackageError, RLFlowError, install_command
 from rlflow_environments.retrieval.indices.folder import check_folder, read_meta, stamp_corpus
 
 MARKS = {"pass": "ok", "fail": "FAIL", "missing": "none", "skip": "skip"}
@@ -36,7 +36,7 @@ def run(args: argparse.Namespace) -> int:
         from rlflow_environments.retrieval.conformance.runner import SEEDS, Verdict, check_server
     except ImportError as problem:
         raise MissingPackageError(
-            f"rlflow search check: the package {problem.name} is not installed. Install it with: pip install 'rlflow[search]'"
+            f"rlflow search check: the package {problem.name} is not installed. Install it with: {install_command('search')}"
         ) from None
 
     def show(verdict: Verdict) -> None:

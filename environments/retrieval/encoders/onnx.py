@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from rlflow.errors import MissingPackageError, ModelError
+from rlflow.errors import MissingPackageError, ModelError, install_command
 from rlflow_environments.retrieval.devices import check_device
 
 _FILES = ("model.onnx", "onnx/model.onnx")
@@ -22,7 +22,7 @@ class OnnxBackend:
             import onnxruntime
         except ImportError:
             raise MissingPackageError(
-                "encoder.backend onnx: the package onnxruntime is not installed. Install it with: pip install 'rlflow[onnx]'"
+                f"encoder.backend onnx: the package onnxruntime is not installed. Install it with: {install_command('onnx')}"
             ) from None
         self.device = check_device(device)
         path = next((folder / name for name in _FILES if (folder / name).is_file()), None)

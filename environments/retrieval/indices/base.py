@@ -9,7 +9,7 @@ from typing import Protocol
 
 import numpy as np
 
-from rlflow.errors import ConfigError, MissingPackageError
+from rlflow.errors import ConfigError, MissingPackageError, install_command
 from rlflow_environments.retrieval.corpus import Passage
 
 Ranking = list[tuple[int, float]]
@@ -66,5 +66,5 @@ def best(rows: np.ndarray, scores: np.ndarray, top_k: int) -> Ranking:
 def missing(package: str, retriever: str, extra: str = "search") -> MissingPackageError:
     """The error for an optional package that a retriever needs."""
     return MissingPackageError(
-        f"retriever {retriever}: the package {package} is not installed. Install it with: pip install 'rlflow[{extra}]'"
+        f"retriever {retriever}: the package {package} is not installed. Install it with: {install_command(extra)}"
     )

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import psutil
 
-from rlflow.errors import ConfigError, DataError, did_you_mean
+from rlflow.errors import ConfigError, DataError, did_you_mean, install_command
 from rlflow_environments.retrieval.indices.base import Ranking, missing
 from rlflow_environments.retrieval.indices.cost import int8_copy_bytes
 from rlflow_environments.retrieval.indices.exact import OVERFETCH, Scan, rank_exactly, score_again
@@ -250,8 +250,8 @@ def _hnsw(faiss: ModuleType, index: Any) -> Any:
 def _to_gpus(faiss: ModuleType, index: Any) -> Any:
     if not hasattr(faiss, "GpuMultipleClonerOptions"):
         raise ConfigError(
-            "retriever faiss.gpu: this faiss has no GPU support. Replace it: pip uninstall faiss-cpu, then pip install "
-            "'rlflow[search-gpu]'"
+            "retriever faiss.gpu: this faiss has no GPU support. Replace it: pip uninstall faiss-cpu, then "
+            f"{install_command('search-gpu')}"
         )
     if not faiss.get_num_gpus():
         raise ConfigError("retriever faiss.gpu: faiss sees no GPU here. Remove the option.")

@@ -30,11 +30,15 @@ def make_retriever(
     """
     target, options = RETRIEVER.complete(component, where, corpus=corpus)
     if corpus is None and _needs_corpus(target):
-        name = RETRIEVER.component(component)["name"]
-        raise ConfigError(f"{where} '{name}': it needs a corpus. Set environment.corpus to a .jsonl file of passages.")
+        raise without_corpus(RETRIEVER.component(component)["name"], where)
     if corpus is not None and not len(corpus):
         raise DataError("retriever: the corpus holds no passages; expected at least one.")
     return target(**options)
+
+
+def without_corpus(name: str, where: str) -> ConfigError:
+    """The error for a retriever that needs a corpus where there is none."""
+    return ConfigError(f"{where} '{name}': it needs a corpus. Set environment.corpus to a .jsonl file of passages.")
 
 
 def brings_documents(component: str | Mapping[str, Any], where: str = "retriever") -> bool:

@@ -121,6 +121,12 @@ def make_api(service: SearchService) -> FastAPI:
     async def status() -> Response:
         return _Answer(service.status())
 
+    @api.get("/recent")
+    async def recent(request: Request) -> Response:
+        if not _is_local(request):  # what others ask is not for everybody who may ask too
+            return _Answer({"detail": "/recent is for this machine only (127.0.0.1)."}, status_code=403)
+        return _Answer(service.recent())
+
     @api.get("/")
     async def page() -> HTMLResponse:
         return HTMLResponse(STATUS_PAGE)

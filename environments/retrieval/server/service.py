@@ -7,6 +7,7 @@ import contextlib
 import logging
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -54,6 +55,8 @@ class Served(Protocol):
         """Ends it; returns when nothing is left."""
 
 
+RECENT, RECENT_CHARACTERS = 20, 300
+"""Searches that the status page shows, and how much of each query is kept."""
 Load = Callable[[Mapping[str, Any], LoadProgress, Callable[[int, float], None]], Served]
 """(changes to what is served, report, on_batch) -> the index. Runs in a thread; raises RLFlowError."""
 
@@ -96,6 +99,7 @@ class SearchService:
         self.started = time.monotonic()
         self._load = load
         self._reloading = False
+        self._recent: deque[tuple[str, int, float]] = deque(maxlen=RECENT)
 
     # ------------------------------------------------------------ loading
 
@@ -196,6 +200,8 @@ class SearchService:
             empty=sum(not hits for hits in answer.results),
         )
         self.statistics.answered(observed)
+        found = zip(request.queries[-RECENT:], answer.results[-RECENT:])
+        self._recent.extend((query[:RECENT_CHARACTERS], len(hits), observed.seconds) for query, hits in found)
         if self.query_log is not None:
             self.query_log.write(trace, request.queries, top_k, answer, observed.seconds)
         return answer
@@ -247,6 +253,10 @@ class SearchService:
     def status(self) -> dict[str, Any]:
         """What the status page shows."""
         return {**self.health(), "queue": self._waiting(), **self.statistics.last_minute(), "info": self.info()}
+
+    def recent(self) -> list[dict[str, Any]]:
+        """The latest queries of this process, newest first: what they found, and the seconds of their request."""
+        return [{"query": query, "found": found, "seconds": seconds} for query, found, seconds in reversed(self._recent)]
 
     def _waiting(self) -> int:
         return self.index.waiting if self.index else 0

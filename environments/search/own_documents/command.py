@@ -94,7 +94,7 @@ def run(args: argparse.Namespace) -> int:
         left = ", ".join(f"{count} {suffix}" for suffix, count in sorted(others.items()))
         print(f"left alone, no documents: {left}", file=sys.stderr)
     progress = ProgressLine(sys.stderr)
-    report = make_questions(documents, args.out, request, progress, _model(args, request, progress))
+    report = make_questions(documents, args.out, request, progress, _model(args, request, progress), others)
     print("\n".join(report.lines()))
     print(f"wrote corpus.jsonl, pages.jsonl, train.jsonl, val.jsonl and report.json to {args.out}")
     return 0

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rlflow.errors import DataError, MissingPackageError
+from rlflow.errors import DataError, MissingPackageError, install_command
 from rlflow_environments.common.jsonl import BadRow, parse_object, records, refuse, text_of
 
 _BLOCKS = (
@@ -66,7 +66,8 @@ def read_documents(folder: str | Path, *, skip_bad: bool = False) -> tuple[list[
             continue
         reader = READERS.get(path.suffix.lower())
         if reader is None:
-            others[path.suffix or path.name] = others.get(path.suffix or path.name, 0) + 1
+            kind = path.suffix.lower() or path.name
+            others[kind] = others.get(kind, 0) + 1
             continue
         for where, found in reader(path, name):
             if isinstance(found, BadRow):
@@ -187,6 +188,19 @@ READERS: dict[str, Callable[[Path, str], Found]] = {
 }
 
 
+CONVERT = {
+    ".pdf": "pdftotext FILE.pdf",
+    ".docx": "pandoc FILE.docx -o FILE.md",
+    ".doc": "soffice --convert-to txt FILE.doc",
+    ".odt": "pandoc FILE.odt -o FILE.md",
+    ".epub": "pandoc FILE.epub -o FILE.md",
+    ".rtf": "pandoc FILE.rtf -o FILE.md",
+    ".pptx": "soffice --convert-to pdf FILE.pptx, then pdftotext",
+    ".tex": "pandoc FILE.tex -o FILE.md",
+}
+"""Documents that are not read here, and what makes text of them."""
+
+
 def _clean(text: str) -> str:
     return " ".join(text.split())
 
@@ -202,5 +216,5 @@ def _readable(stem: str) -> str:
 
 def _missing(package: str, suffix: str) -> MissingPackageError:
     return MissingPackageError(
-        f"{suffix} documents need the package {package}. Install it with: pip install 'rlflow[search]'"
+        f"{suffix} documents need the package {package}. Install it with: {install_command('search')}"
     )

@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+BLANK = "blank"
 _CAPITAL = "A-Z\u00c0-\u00d6\u00d8-\u00de\u0386-\u03ab\u0400-\u042f"
 _WORD = rf"[{_CAPITAL}][\w'’-]*"
 NAME = rf"{_WORD}(?:\s+(?:(?:of|de|da|di|van|von|du|bin|al)\s+(?:(?:the|der|den|la|le)\s+)?)?{_WORD})*"
@@ -78,7 +79,7 @@ PHRASED_RELATIONS: tuple[PhrasedRelation, ...] = (
 
 @dataclass(frozen=True)
 class Fact:
-    """What a sentence states. relation: a name in PHRASED_RELATIONS, or "blank". question: with {s} for the subject. description: of the
+    """What a sentence states. relation: a name in PHRASED_RELATIONS, or BLANK. question: with {s} for the subject. description: of the
     object, by which another question can name it. query: what finds the sentence."""
 
     subject: str
@@ -170,4 +171,4 @@ def blank_of(sentence: str, title: str, known: frozenset[str] | set[str]) -> Fac
         return None
     template = blanked.replace("{", "(").replace("}", ")").replace(subject, "{s}", 1)
     query = blanked.replace("____", " ").strip()
-    return Fact(subject, "blank", answer, (f'What fills the blank in "{template}"?',), "", query)
+    return Fact(subject, BLANK, answer, (f'What fills the blank in "{template}"?',), "", query)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from rlflow.errors import ConfigError, DataError
@@ -15,7 +16,8 @@ from rlflow_environments.common.progress import StageProgress
 from rlflow_environments.retrieval.corpus import Corpus, Passage, write_corpus, write_pages, write_rows
 from rlflow_environments.retrieval.indices import make_retriever
 from rlflow_environments.search.own_documents.candidates import Candidate, compose, find_facts
-from rlflow_environments.search.own_documents.documents import Document
+from rlflow_environments.search.own_documents.documents import CONVERT, Document
+from rlflow_environments.search.own_documents.english import BLANK
 from rlflow_environments.search.own_documents.passages import MAX_CHARACTERS, cut_passages
 from rlflow_environments.search.own_documents.screening import REASONS, retrievable, screen
 from rlflow_environments.search.own_documents.splitting import mixed, separate, split, validation_documents
@@ -55,14 +57,19 @@ class QuestionRequest:
 
 @dataclass
 class QuestionReport:
-    """What was read, composed, left out by reason (see screening.REASONS), and written."""
+    """What was read, composed, left out by reason (see screening.REASONS), and written. asked: questions at the most; by_rule: no
+    model composed them."""
 
     documents: int = 0
+    asked: int = 0
+    by_rule: bool = True
     passages: int = 0
     candidates: int = 0
     dropped: Counter[str] = field(default_factory=Counter)
     train: Counter[str] = field(default_factory=Counter)
     val: Counter[str] = field(default_factory=Counter)
+    blanks: int = 0  # of the questions written
+    not_read: dict[str, int] = field(default_factory=dict)  # files by suffix
 
     def lines(self) -> list[str]:
         """The report as text."""
@@ -75,7 +82,20 @@ class QuestionReport:
         for name, counts in (("train", self.train), ("val", self.val)):
             kinds = ", ".join(f"{count:,} {kind}" for kind, count in sorted(counts.items()))
             shown.append(f"{name}: {sum(counts.values()):,} questions ({kinds or 'none'})")
-        return shown
+        return [*shown, *self.advice()]
+
+    def advice(self) -> list[str]:
+        """What a user ought to know of these questions, a sentence each: files that nobody read, too few or poor questions."""
+        unread = [(suffix, count) for suffix, count in sorted(self.not_read.items()) if suffix in CONVERT]
+        told = [f"NOT READ: {count:,} {suffix}{_conversion(suffix)}" for suffix, count in unread]
+        made, asked = sum(self.train.values()) + sum(self.val.values()), self.asked
+        if self.by_rule and (made < 0.5 * asked or self.blanks > 0.5 * made):
+            told.append(
+                f"NOTE: {made:,} of {asked:,} questions that were asked for, {self.blanks:,} of them blanks in sentences. "
+                "The rules read plain statements in English (born in, wrote, capital of, ...). A model asks better about "
+                "other prose: --endpoint URL --model NAME."
+            )
+        return told
 
 
 def make_questions(
@@ -84,14 +104,17 @@ def make_questions(
     request: QuestionRequest,
     progress: StageProgress = lambda stage, done, total: None,
     ask: Compose | None = None,
+    not_read: Mapping[str, int] = MappingProxyType({}),
 ) -> QuestionReport:
     """Writes corpus.jsonl, pages.jsonl, train.jsonl, val.jsonl and report.json to a folder; returns the report.
 
-    ask: composes the candidates instead of the rules. Equal documents, requests and candidates give equal files.
+    ask: composes the candidates instead of the rules. not_read: {suffix: files} beside the documents, for the report.
+    Equal documents, requests and candidates give equal files.
     Raises ConfigError: values out of range; DataError: no question is left for training or for validation.
     """
     request.check()
-    folder, report = Path(out).expanduser(), QuestionReport(documents=len(documents))
+    folder, asked = Path(out).expanduser(), request.train + request.val
+    report = QuestionReport(documents=len(documents), asked=asked, by_rule=ask is None, not_read=dict(not_read))
     passages, owners = cut_passages(documents, request.max_characters)
     report.passages = len(passages)
     write_corpus(folder / "corpus.jsonl", passages)
@@ -114,10 +137,15 @@ def make_questions(
     for name, chosen in (("train", train[: request.train]), ("val", val)):
         rows = [_row(f"{name}-{number}", candidate, passages, owners, documents) for number, candidate in enumerate(chosen)]
         setattr(report, name, Counter(row["kind"] for row in rows))
+        report.blanks += sum(BLANK in row["made_by"].split() for row in rows)
         write_rows(folder / f"{name}.jsonl", rows)
     _write_report(folder / "report.json", report, request)
     _check_enough(report, folder)
     return report
+
+
+def _conversion(suffix: str) -> str:
+    return f" (make text of them first, for instance: {CONVERT[suffix]})"
 
 
 def _row(
@@ -155,6 +183,7 @@ def _in_order(dropped: Counter[str]) -> list[str]:
 def _write_report(path: Path, report: QuestionReport, request: QuestionRequest) -> None:
     content = {
         "documents": report.documents,
+        "not_read": report.not_read,
         "passages": report.passages,
         "candidates": report.candidates,
         "dropped": {reason: report.dropped[reason] for reason in _in_order(report.dropped)},

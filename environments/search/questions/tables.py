@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from rlflow.errors import DataError, MissingPackageError
+from rlflow.errors import DataError, MissingPackageError, install_command
 from rlflow_environments.common.jsonl import BadRow, existing, kind_of, parse_object, records
 
 Row = dict[str, Any]
@@ -74,7 +74,7 @@ def _parquet_rows(file: Path, what: str) -> Iterator[tuple[str, Row | BadRow]]:
         import pyarrow.parquet
     except ImportError:
         raise MissingPackageError(
-            f"{file}: parquet needs the package pyarrow. Install it with: pip install 'rlflow[data]'"
+            f"{file}: parquet needs the package pyarrow. Install it with: {install_command('data')}"
         ) from None
     number = 0
     try:

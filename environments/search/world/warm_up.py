@@ -7,23 +7,15 @@ behaviour and not the skill.
 
 from __future__ import annotations
 
-import itertools
 import random
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor
-
-from rlflow.types import Batch, Segment, StopReason, Trajectory
 from rlflow_environments.search.world.demonstrations import Clumsiness, demonstrate, repeated_names
 
-Encode = Callable[[str], list[int]]
 Part = tuple[str, bool]
 """A text and whether the policy would have written it."""
 
 CLUMSY = Clumsiness(guess=0.3, vague=0.2, give_up=0.65)
-OBSERVATION_WEIGHT = 0.5
 
 
 @dataclass(frozen=True)
@@ -47,26 +39,3 @@ class Curriculum:
         for response, observation in demonstration.turns:
             parts += [(response, True), (observation, False)]
         return parts
-
-
-def to_trajectory(parts: Sequence[Part], encode: Encode) -> Trajectory:
-    """The parts as a trajectory without log-probs, tokenized part by part, as a rollout is.
-
-    Beside the policy's own text it trains what the row has said before (the second token of a repeated pair), which is what
-    can be predicted of prose about unknown names; such tokens have version -1.
-    """
-    pieces = [(encode(text), sampled) for text, sampled in parts]
-    tokens = [token for ids, _ in pieces for token in ids]
-    sampled = torch.tensor([flag for ids, flag in pieces for _ in ids])
-    pairs, seen = set(), [False]
-    for pair in itertools.pairwise(tokens):
-        seen.append(pair in pairs)
-        pairs.add(pair)
-    segment = Segment(torch.tensor(tokens), sampled | torch.tensor(seen), None, torch.where(sampled, 0, -1))
-    return Trajectory("warm-up", "warm-up", [segment], [], 0.0, StopReason.TERMINATED)
-
-
-def row_weights(batch: Batch) -> Tensor:
-    """(B, T) token weights that sum to 1, those outside the policy's own text counting half."""
-    shares = batch.loss_mask * torch.where(batch.require("versions", "warm-up") < 0, OBSERVATION_WEIGHT, 1.0)
-    return shares / shares.sum()

@@ -252,12 +252,13 @@ def questions(half: Half, generator: random.Random, count: int, shares: Mapping[
 
 def ensure_world(
     directory: str | Path = "data/searchr1", seed: int = 7, train_questions: int = 2000, val_questions: int = 400,
-    val_share: float = 0.35, prompt_template: str = "short", size: float = 1.0,
+    val_share: float = 0.35, prompt_template: str = "short", size: float = 1.0, *, elsewhere: Path | None = None,
 ) -> dict[str, Path]:  # fmt: skip
     """The paths of a world's files by name (corpus, pages, train, val), written if they are not there yet.
 
     Each set of arguments has a folder of its own under `directory`, so a world is never written over. size scales the number of
     entities (1.0: 2,420 passages). val_share: of the entities that are kept for validation questions.
+    elsewhere: where they are written in place of `directory`, if they are not there yet.
     """
     arguments = {"seed": seed, "train_questions": train_questions, "val_questions": val_questions, "val_share": val_share,
                  "prompt_template": prompt_template, "size": size}  # fmt: skip
@@ -265,7 +266,10 @@ def ensure_world(
         Path(__file__).with_name(file).read_text(encoding="utf-8") for file in ("world.py", "names.py", "prose.py")
     ]
     source = "".join([json.dumps(arguments, sort_keys=True), *modules])
-    folder = Path(directory) / f"world-{seed}-{hashlib.sha256(source.encode()).hexdigest()[:8]}"
+    name = f"world-{seed}-{hashlib.sha256(source.encode()).hexdigest()[:8]}"
+    folder = Path(directory) / name
+    if elsewhere is not None and not folder.is_dir():
+        folder = elsewhere / name
     paths = {name: folder / file for name, file in FILES.items()}
     if folder.is_dir():
         return paths

@@ -16,7 +16,6 @@ import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedStateDict
-from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from torch import Tensor
@@ -26,8 +25,9 @@ from rlflow.errors import CheckpointError, DamagedCheckpointError
 from rlflow.models.architecture import Architecture
 from rlflow.storage.integrity import TRAINER_MANIFEST, find_damage, read_fingerprints, read_sealed, write_manifest
 from rlflow.storage.pickles import read_metadata
-from rlflow.trainer.megatron import adam_state, writing
-from rlflow.trainer.megatron.model import named_parameters, prefixed
+from rlflow.trainer.lora import check_identity
+from rlflow.trainer.megatron import adam_state, adapters, writing
+from rlflow.trainer.megatron.model import PolicyModel, named_parameters, prefixed, trained_parameters
 from rlflow.trainer.megatron.optimizer import set_updates
 from rlflow.trainer.megatron.world import World
 from rlflow.trainer.megatron.writing import OngoingWrite
@@ -39,15 +39,17 @@ FORMAT = 3
 @dataclass
 class TrainerState:
     """Everything that a checkpoint holds. `modules`: this rank's model chunks, one per virtual pipeline stage.
-    `updates`: optimizer steps so far (the schedule follows from it)."""
+    `updates`: optimizer steps so far (the schedule follows from it). `lora`: what `rlflow.trainer.lora.identity` says of the
+    adapters, which then are all that is held; None: the weights are."""
 
     world: World
     architecture: Architecture
-    modules: Sequence[GPTModel]
+    modules: Sequence[PolicyModel]
     optimizer: MegatronOptimizer
     snapshots: dict[str, dict[str, Tensor]]
     updates: int
     step: int
+    lora: dict[str, Any] | None = None
 
 
 @dataclass
@@ -79,13 +81,14 @@ def load(path: Path, state: TrainerState) -> TrainerState:
     model."""
     manifest = read_manifest(path)
     _check_same_model(path, manifest["model"], dataclasses.asdict(state.architecture))
+    check_identity(path, manifest.get("lora"), state.lora)
     _check_files(path, manifest)
     if manifest["dtype"] != _dtype(state):
         raise CheckpointError(
             f"{path}: written with model.dtype={manifest['dtype']}, found {_dtype(state)}. Set it as it was, or start a "
             "new run from an export of the old one."
         )
-    parameters = dict(named_parameters(state.modules))
+    parameters = dict(trained_parameters(state.modules))
     snapshots = {
         name: {key: torch.empty_like(parameter.data) for key, parameter in parameters.items()}
         for name in manifest["snapshots"]
@@ -177,6 +180,7 @@ def _manifest(state: TrainerState) -> dict[str, Any]:
         "model": dataclasses.asdict(state.architecture),
         "dtype": _dtype(state),
         "snapshots": sorted(state.snapshots),
+        "lora": state.lora,
     }
 
 
@@ -195,11 +199,12 @@ def _layout(world: World) -> dict[str, int]:
 def _entries(state: TrainerState) -> ShardedStateDict:
     """Megatron's description of which part of which global tensor this rank's modules hold, by parameter name."""
     # The unwrapped modules: the keys of the DDP wrapper carry a prefix and do not load back.
-    return {
+    whole = {
         prefix + name: entry
         for prefix, module in prefixed(state.modules)
         for name, entry in module.sharded_state_dict().items()
     }
+    return whole if state.lora is None else adapters.entries(state.modules, whole)
 
 
 def _sharded(state: TrainerState) -> ShardedStateDict:
@@ -236,7 +241,7 @@ def _restore(state: TrainerState, loaded: dict[str, Any], with_rng: bool) -> Non
     """Learning rate, betas and weight decay stay those of this run's configuration: no checkpoint holds them."""
     for prefix, module in prefixed(state.modules):
         own = {name[len(prefix) :]: value for name, value in loaded["model"].items() if name.startswith(prefix)}
-        module.load_state_dict(own)
+        module.load_state_dict(own, strict=state.lora is None)
     for name, values in state.snapshots.items():
         for key, value in loaded[f"snapshot.{name}"].items():
             values[key].copy_(value)

@@ -23,8 +23,8 @@ from torch.overrides import TorchFunctionMode
 from rlflow.errors import MissingPackageError
 from rlflow.trainer.megatron import layers
 from rlflow.trainer.megatron.context import held_positions
+from rlflow.trainer.options import MEGATRON_WITHOUT_CUDA, untested_megatron
 
-TESTED_VERSION = "0.16."
 _Result = TypeVar("_Result")
 
 
@@ -35,11 +35,9 @@ def device() -> torch.device:
 
 def check_version() -> None:
     """Raises MissingPackageError where there is no CUDA and the adaptation was not tested with this megatron-core."""
-    if not torch.cuda.is_available() and not megatron.core.__version__.startswith(TESTED_VERSION):
-        raise MissingPackageError(
-            f"megatron-core {megatron.core.__version__} was not tested without CUDA; "
-            f"expected {TESTED_VERSION}x: pip install 'megatron-core==0.16.1'"
-        )
+    version = megatron.core.__version__
+    if not torch.cuda.is_available() and not version.startswith(MEGATRON_WITHOUT_CUDA):
+        raise MissingPackageError(untested_megatron(version))
 
 
 @contextlib.contextmanager

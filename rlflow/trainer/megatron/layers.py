@@ -4,6 +4,9 @@ backward pass, and gradients of weights that go straight into Megatron's buffers
 
 from __future__ import annotations
 
+import contextlib
+import inspect
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,6 +23,14 @@ from torch.distributed import ProcessGroup
 
 from rlflow import matmul as products
 from rlflow.trainer.megatron.context import gather_tokens, held_chunks
+
+varlen_attn: Callable[..., Any] | None = None
+"""torch's attention over rows of variable lengths; before 2.11 it took neither windows nor grouped queries."""
+with contextlib.suppress(ImportError):
+    from torch.nn.attention import varlen
+
+    if {"window_size", "enable_gqa"} <= inspect.signature(varlen.varlen_attn).parameters.keys():
+        varlen_attn = varlen.varlen_attn
 
 
 class RMSNorm(torch.nn.RMSNorm):
@@ -63,6 +74,8 @@ class TorchAttention(MegatronModule):
         query, key, value = (part.unsqueeze(1) for part in (query, key, value))
         if ranks > 1:
             return self._attend_over_ranks(query, key, value, lengths).squeeze(1)
+        if varlen_attn is not None and query.is_cuda and query.dtype is torch.bfloat16:
+            return _attend_packed(query.squeeze(1), key.squeeze(1), value.squeeze(1), bounds, max(lengths))
         segments = zip(*(part.split(lengths) for part in (query, key, value)), strict=True)
         return torch.cat([_attend(*segment) for segment in segments]).squeeze(1)
 
@@ -76,6 +89,16 @@ class TorchAttention(MegatronModule):
             for chunk in held_chunks(lengths, group.size(), group.rank())
         ]
         return torch.cat(parts)
+
+
+def _attend_packed(query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, longest: int) -> Tensor:
+    """Causal attention within each of the rows that lie between `bounds`, in one call of torch's flash attention for variable
+    lengths (bfloat16, GPUs): (tokens, heads, head_dim) -> (tokens, heads * head_dim)."""
+    assert varlen_attn is not None
+    grouped = query.shape[1] != key.shape[1]
+    mixed = varlen_attn(query, key, value, bounds, bounds, longest, longest, window_size=(-1, 0), enable_gqa=grouped)
+    packed: Tensor = mixed.flatten(1)
+    return packed
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -191,7 +214,7 @@ class RowLinear(RowParallelLinear):
 
 class _Linear(torch.autograd.Function):
     """inputs (..., in) @ weight.T + bias. Under sequence parallelism the inputs are split over ranks by their first dimension
-    and gathered twice, as in Megatron: kept for the backward pass is this rank's part."""
+    and gathered twice, as in Megatron: kept for the backward pass is this rank's part. For a weight that is frozen nothing is."""
 
     @staticmethod
     def forward(
@@ -203,30 +226,40 @@ class _Linear(torch.autograd.Function):
         sum_gradient: bool,
         gather: bool,
     ) -> Tensor:
-        ctx.save_for_backward(inputs, weight)
-        ctx.group, ctx.sum_gradient, ctx.gather, ctx.biased = group, sum_gradient, gather, bias is not None
+        ctx.save_for_backward(inputs if ctx.needs_input_grad[1] else None, weight)
+        ctx.group, ctx.sum_gradient, ctx.gather = group, sum_gradient, gather
         whole = _gathered(inputs, group) if gather else inputs
         return products.linear(whole.flatten(0, -2), weight, bias).view(*whole.shape[:-1], -1)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         inputs, weight = ctx.saved_tensors
-        whole = _gathered(inputs, ctx.group) if ctx.gather else inputs
+        for_inputs, for_weight, for_bias, *_ = ctx.needs_input_grad
         flat = gradient.flatten(0, -2)
-        of_inputs = products.linear(flat, weight.t()).view(whole.shape)
-        if ctx.gather:
-            whole_gradient, of_inputs = of_inputs, torch.empty_like(inputs)
-            dist.reduce_scatter_tensor(of_inputs, whole_gradient, group=ctx.group)
-        elif ctx.sum_gradient:
-            dist.all_reduce(of_inputs, group=ctx.group)
-        main_grad = getattr(weight, "main_grad", None)
-        total = torch.zeros_like(weight) if main_grad is None else main_grad
-        products.accumulate(total, flat, whole.flatten(0, -2))
-        of_bias = flat.sum(dim=0) if ctx.biased else None
-        return of_inputs, total if main_grad is None else None, of_bias, None, None, None
+        of_inputs = of_weight = None
+        if for_inputs:
+            of_inputs = products.linear(flat, weight.t()).view(*gradient.shape[:-1], -1)
+            if ctx.gather:
+                of_inputs = _scattered(of_inputs, ctx.group)
+            elif ctx.sum_gradient:
+                dist.all_reduce(of_inputs, group=ctx.group)
+        if for_weight:
+            whole = _gathered(inputs, ctx.group) if ctx.gather else inputs
+            main_grad = getattr(weight, "main_grad", None)
+            total = torch.zeros_like(weight) if main_grad is None else main_grad
+            products.accumulate(total, flat, whole.flatten(0, -2))
+            of_weight = total if main_grad is None else None
+        return of_inputs, of_weight, flat.sum(dim=0) if for_bias else None, None, None, None
 
 
 def _gathered(part: Tensor, group: ProcessGroup) -> Tensor:
     whole = part.new_empty(part.shape[0] * group.size(), *part.shape[1:])
     dist.all_gather_into_tensor(whole, part.contiguous(), group=group)
     return whole
+
+
+def _scattered(whole: Tensor, group: ProcessGroup) -> Tensor:
+    """This rank's part, by the first dimension, of the sum over ranks."""
+    part = whole.new_empty(whole.shape[0] // group.size(), *whole.shape[1:])
+    dist.reduce_scatter_tensor(part, whole, group=group)
+    return part

@@ -157,7 +157,9 @@ class _OutputLogprobs(torch.autograd.Function):
         kept, ctx.kept = ctx.kept, None  # overwritten here; a second backward pass computes all chunks again
         # Under Megatron's DDP the gradient goes straight into its float32 buffer: no copy, no rounding between chunks.
         main_grad = getattr(weight, "main_grad", None)
-        of_weight = torch.zeros_like(weight, dtype=torch.float32) if main_grad is None else main_grad
+        of_weight = None  # of a frozen layer
+        if ctx.needs_input_grad[1]:
+            of_weight = torch.zeros_like(weight, dtype=torch.float32) if main_grad is None else main_grad
         of_hidden = torch.empty_like(hidden)
         for rows in reversed(_slices(len(hidden), ctx.size)):
             total = answers[2, rows]
@@ -169,9 +171,11 @@ class _OutputLogprobs(torch.autograd.Function):
             of_logits = kept.to(weight.dtype)
             kept = None
             of_hidden[rows] = linear(of_logits, weight.t())
-            accumulate(of_weight, of_logits, hidden[rows])
+            if of_weight is not None:
+                accumulate(of_weight, of_logits, hidden[rows])
             del of_logits  # before the next chunk is made
-        return of_hidden, None if main_grad is not None else of_weight.to(weight.dtype), None, None, None, None
+        answer = None if of_weight is None or main_grad is not None else of_weight.to(weight.dtype)
+        return of_hidden, answer, None, None, None, None
 
 
 def _soften(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
+from importlib import metadata
 from typing import Any
 
 import torch
@@ -19,25 +21,30 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from torch import Tensor
 from torch.nn import Parameter
 
-from rlflow.errors import ModelError
+from rlflow.errors import ConfigError, ModelError, install_command
 from rlflow.models.architecture import Architecture, huggingface_shapes, padded_vocab, placed_rules
+from rlflow.models.huggingface import IGNORED_SUFFIXES
 from rlflow.models.rules import Rule, Split
 from rlflow.models.sharding import merge, shard
-from rlflow.models.tables import EMBEDDING, TIED_OUTPUT
-from rlflow.trainer.layout import ParallelLayout
+from rlflow.models.tables import TIED_OUTPUT
+from rlflow.trainer.layout import ParallelLayout, stage_of
 from rlflow.trainer.megatron.cpu import device
 from rlflow.trainer.megatron.layers import ColumnLinear, RMSNorm, RowLinear, SwiGLU, TorchAttention
 from rlflow.trainer.megatron.logprobs import OutputLayer
+from rlflow.trainer.megatron.lora import adapter_of
 from rlflow.trainer.megatron.value_head import ValueHead
 from rlflow.trainer.megatron.world import World
 
+LAYERS = "RLFLOW_LAYERS"
+"""Environment variable: auto, or local for megatron-core's own layers where Transformer Engine is installed too."""
+FP8_GRANULE = 16
+"""Tokens that products in fp8 must come in (Transformer Engine's documentation)."""
 RECOMPUTE: dict[str, dict[str, Any]] = {
     "none": {},
     "selective": {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "mlp"]},
     "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
 }
 """What is computed again in the backward pass instead of kept: nothing, attention and MLP of each layer, whole layers."""
-IGNORED_SUFFIXES = ("rotary_emb.inv_freq",)  # buffers that old checkpoints hold
 
 
 class PolicyModel(GPTModel):
@@ -92,10 +99,13 @@ def build_model(
     chunk_bytes: int,
     recompute: str = "none",
     kind: type[PolicyModel] = PolicyModel,
+    fp8: str = "none",
+    fused: bool = True,
 ) -> list[PolicyModel]:
     """This rank's model chunks, one per virtual pipeline stage, their weights not yet set. chunk_bytes: of float32 logits at
-    a time. recompute: a key of RECOMPUTE."""
-    config = transformer_config(model, world, dtype, recompute)
+    a time. recompute: a key of RECOMPUTE. fp8: a recipe of Transformer Engine's, or none. fused: take Transformer Engine's
+    layers where they can be had; adapters need the input of each linear layer, which a norm fused with it does not give out."""
+    config = transformer_config(model, world, dtype, recompute, fp8, fused)
     chunks = range(world.layout.virtual_pipeline)
     return [_build_chunk(model, world, config, number, chunk_bytes, kind) for number in chunks]
 
@@ -128,9 +138,14 @@ def _build_chunk(
 
 
 def transformer_config(
-    model: Architecture, world: World, dtype: torch.dtype, recompute: str = "none"
+    model: Architecture,
+    world: World,
+    dtype: torch.dtype,
+    recompute: str = "none",
+    fp8: str = "none",
+    fused: bool = True,
 ) -> TransformerConfig:
-    """Megatron's configuration of the architecture on this layout. recompute: a key of RECOMPUTE."""
+    """Megatron's configuration of the architecture on this layout. recompute, fp8, fused: as of `build_model`."""
     on_cpu = not torch.cuda.is_available()
     interleaved = world.layout.virtual_pipeline > 1
     return TransformerConfig(
@@ -159,7 +174,7 @@ def transformer_config(
         bf16=dtype is torch.bfloat16,
         use_cpu_initialization=on_cpu,
         perform_initialization=False,  # every weight is loaded
-        transformer_impl="transformer_engine" if uses_transformer_engine() else "local",
+        transformer_impl="transformer_engine" if fused and uses_transformer_engine() else "local",
         calculate_per_token_loss=True,  # no rank averages: `Batch.weights` holds each token's share
         # Micro-batches differ in shape, so stages tell each other theirs; Megatron ties that to this dispatcher.
         variable_seq_lengths=world.pipeline_parallel > 1 and not interleaved,
@@ -176,28 +191,44 @@ def transformer_config(
         bias_activation_fusion=False,
         bias_dropout_fusion=False,
         masked_softmax_fusion=False,
+        **({} if fp8 == "none" else {"fp8": "hybrid", "fp8_recipe": fp8}),  # e4m3 forward, e5m2 for gradients
         **RECOMPUTE[recompute],
     )
 
 
 def uses_transformer_engine() -> bool:
-    """Whether the layers are Transformer Engine's: on GPUs where it is installed."""
-    return bool(HAVE_TE) and torch.cuda.is_available()
+    """Whether the layers are Transformer Engine's: on GPUs where it is installed, unless RLFLOW_LAYERS=local. The only place that
+    decides it; `layers_name` says it. Raises ConfigError for another value of the variable."""
+    asked = os.environ.get(LAYERS, "auto")
+    if asked not in ("auto", "local"):
+        raise ConfigError(f"{LAYERS}: expected auto or local, found '{asked}'.")
+    return asked == "auto" and bool(HAVE_TE) and torch.cuda.is_available()
 
 
-def stage_of(rule: Rule, layer: int, model: Architecture, layout: ParallelLayout) -> tuple[int, int]:
-    """(pipeline rank, chunk there) that holds a tensor: layers are dealt evenly, and ranks take turns with their chunks."""
-    stage = layout.stages - 1
-    if rule.per_layer:
-        stage = layer // (model.layers // layout.stages)
-    elif rule is EMBEDDING:
-        stage = 0
-    return stage % layout.pipeline_parallel, stage // layout.pipeline_parallel
+def layers_name() -> str:
+    """Which layers a model is built of, for people."""
+    if uses_transformer_engine():
+        return f"Transformer Engine {metadata.version('transformer-engine')}: fused norms and linear layers, its attention"
+    where = "on a GPU" if torch.cuda.is_available() else "on the CPU"
+    return f"megatron-core's local layers {where}, torch's attention{'' if HAVE_TE else ' (Transformer Engine is not installed)'}"
 
 
-def parameter_name(rule: Rule, layer: int, model: Architecture, layout: ParallelLayout) -> str:
-    """The name of a tensor within its chunk, where layers count from 0 again."""
-    return rule.megatron_name(layer % (model.layers // layout.stages), fused=uses_transformer_engine())
+def check_fp8(recipe: str) -> None:
+    """Raises ConfigError where products in fp8 are asked for and the layers cannot do them."""
+    if recipe != "none" and not uses_transformer_engine():
+        raise ConfigError(
+            f"trainer.fp8: '{recipe}' needs the layers of Transformer Engine on a GPU, found {layers_name()}; "
+            f"{install_command('gpu')}, or set it to none."
+        )
+
+
+def parameter_name(rule: Rule, layer: int, model: Architecture, layout: ParallelLayout, fused: bool) -> str:
+    """The name of a tensor within its chunk, where layers count from 0 again. fused: in Transformer Engine's layers."""
+    return rule.megatron_name(layer % (model.layers // layout.stages), fused=fused)
+
+
+def _fused(chunks: Sequence[PolicyModel]) -> bool:
+    return chunks[0].config.transformer_impl == "transformer_engine"
 
 
 @torch.no_grad()
@@ -209,12 +240,12 @@ def load_weights(
     Raises ModelError for missing or unknown tensors and for shapes that contradict config.json."""
     _check_names(model, weights)
     rest = [dict(chunk.named_parameters()) for chunk in chunks]
-    for rule, layer, chunk in _held_rules(chunks, model, world):
+    for rule, layer, chunk in held_rules(chunks, model, world):
         sources = [weights[name] for name in rule.names(layer)]
         for name, source, shape in zip(rule.names(layer), sources, rule.shapes(model), strict=True):
             if tuple(source.shape) != shape:
                 raise ModelError(f"'{name}' has shape {tuple(source.shape)}, config.json implies {shape}.")
-        parameter = rest[chunk].pop(parameter_name(rule, layer, model, world.layout))
+        parameter = rest[chunk].pop(parameter_name(rule, layer, model, world.layout, _fused(chunks)))
         parameter.copy_(shard(rule, sources, model, world.tensor_rank, world.tensor_parallel))
         # Megatron marks this only where it initialises the weights itself; the gradient norm counts unmarked parameters
         # on the first tensor-parallel rank alone.
@@ -226,13 +257,16 @@ def load_weights(
 def gather_weights(
     chunks: Sequence[PolicyModel], model: Architecture, world: World
 ) -> Iterator[tuple[str, Tensor]]:
-    """(HuggingFace name, full tensor on the CPU) pairs on every rank, one rule's tensors in memory at a time. A collective."""
+    """(HuggingFace name, full tensor on the CPU) pairs on every rank, adapters merged into copies of their weights; one rule's
+    tensors in memory at a time. A collective."""
     parameters = [dict(chunk.named_parameters()) for chunk in chunks]
     for rule, layer in _rules(chunks, model):
         stage, chunk = stage_of(rule, layer, model, world.layout)
         if stage == world.pipeline_rank:
-            local = parameters[chunk][parameter_name(rule, layer, model, world.layout)].detach()
-            tensors = merge(rule, _all_shards(local, world), model)
+            parameter = parameter_name(rule, layer, model, world.layout, _fused(chunks))
+            local, adapter = parameters[chunk][parameter].detach(), adapter_of(chunks[chunk], parameter)
+            local = local if adapter is None else adapter.merged(local)
+            tensors = merge(rule, all_shards(local, world), model)
         else:
             dtype = next(chunks[0].parameters()).dtype
             tensors = [torch.empty(shape, dtype=dtype, device=device()) for shape in rule.shapes(model)]
@@ -243,7 +277,8 @@ def gather_weights(
             yield name, tensor.to("cpu", copy=True)  # a copy: the parameter itself changes with the next update
 
 
-def _all_shards(local: Tensor, world: World) -> list[Tensor]:
+def all_shards(local: Tensor, world: World) -> list[Tensor]:
+    """What all tensor-parallel ranks hold of a tensor. A collective."""
     if world.tensor_parallel == 1:
         return [local]
     shards = [torch.empty_like(local) for _ in range(world.tensor_parallel)]
@@ -256,7 +291,7 @@ def _rules(chunks: Sequence[PolicyModel], model: Architecture) -> Iterator[tuple
     return ((rule, layer) for rule, layer in placed_rules(model) if rule.megatron not in chunks[0].own_parameters)
 
 
-def _held_rules(
+def held_rules(
     chunks: Sequence[PolicyModel], model: Architecture, world: World
 ) -> Iterator[tuple[Rule, int, int]]:
     """(rule, layer, chunk) of everything that this rank holds."""
@@ -302,6 +337,11 @@ def named_parameters(chunks: Sequence[GPTModel]) -> Iterator[tuple[str, Paramete
     """This rank's parameters. Names repeat between chunks, so where there are several each starts with its chunk's number."""
     for prefix, chunk in prefixed(chunks):
         yield from ((prefix + name, parameter) for name, parameter in chunk.named_parameters())
+
+
+def trained_parameters(chunks: Sequence[GPTModel]) -> Iterator[tuple[str, Parameter]]:
+    """Those of `named_parameters` that are trained: all, or adapters alone."""
+    return ((name, parameter) for name, parameter in named_parameters(chunks) if parameter.requires_grad)
 
 
 def prefixed(chunks: Sequence[GPTModel]) -> Iterator[tuple[str, GPTModel]]:

@@ -37,11 +37,12 @@ class Share:
     ranks: int = 1
     rank: int = 0
     slices: int = 1
+    granule: int = 1  # tokens that a forward pass must come in: 16 for products in fp8
 
     @classmethod
-    def of(cls, world: World) -> Share:
+    def of(cls, world: World, granule: int = 1) -> Share:
         slices = world.tensor_parallel if world.layout.sequence_parallel else 1
-        return cls(world.layout.context_parallel, world.context_rank, slices)
+        return cls(world.layout.context_parallel, world.context_rank, slices, granule)
 
     @property
     def row_multiple(self) -> int:
@@ -51,7 +52,7 @@ class Share:
     @property
     def multiple(self) -> int:
         """What the tokens of one forward pass are filled up to a multiple of."""
-        return self.row_multiple * self.slices
+        return self.row_multiple * self.slices * self.granule
 
 
 def pad(batch: Batch, share: Share = Share()) -> Feed:

@@ -44,10 +44,12 @@ class Microbatch:
 
 @dataclass(frozen=True)
 class MicrobatchLimits:
-    """How rows become micro-batches: `tokens_per_microbatch` counts padding, unless the rows are `packed` without any."""
+    """How rows become micro-batches: `tokens_per_microbatch` counts padding, unless the rows are `packed` without any.
+    `granule`: what a rank's tokens are filled up to a multiple of."""
 
     tokens_per_microbatch: int
     packed: bool = False
+    granule: int = 1
 
 
 def plan(batch: Batch, limits: MicrobatchLimits, world: World) -> list[Microbatch]:
@@ -62,7 +64,7 @@ def plan(batch: Batch, limits: MicrobatchLimits, world: World) -> list[Microbatc
     shards = plan_microbatches(
         batch.lengths, limits.tokens_per_microbatch, world.data_parallel, packed, multiple=groups
     )
-    mine, share = shards[world.data_rank], Share.of(world)
+    mine, share = shards[world.data_rank], Share.of(world, limits.granule)
     taken = [_take(batch, rows) for rows in mine]
     feeds = [pack(part, share) if packed else pad(part, share) for part in taken]
     if interleaved:

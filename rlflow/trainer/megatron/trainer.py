@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,20 +14,25 @@ from rlflow.errors import ConfigError, DataError, RLFlowError, did_you_mean
 from rlflow.models.architecture import architecture
 from rlflow.models.huggingface import WeightFiles, read_config
 from rlflow.trainer.base import LossFunction, Trainer, check_wanted
-from rlflow.trainer.megatron import checkpoint, cpu, offload, optimizer, step, world
+from rlflow.trainer.megatron import adapters, checkpoint, cpu, offload, optimizer, step, world
 from rlflow.trainer.megatron.frozen import FrozenModel
 from rlflow.trainer.megatron.model import (
+    FP8_GRANULE,
     PolicyModel,
     ValueModel,
     build_model,
+    check_fp8,
     gather_weights,
+    layers_name,
     load_weights,
-    named_parameters,
+    trained_parameters,
 )
 from rlflow.trainer.options import TrainerOptions, torch_dtype
 from rlflow.trainer.reducing import check_loss, finish_metrics, skipped
 from rlflow.trainer.scoring import check_new_name, check_top_k, empty_scores
 from rlflow.types import Batch, Loss, as_loss
+
+logger = logging.getLogger(__name__)
 
 
 class MegatronTrainer(Trainer):
@@ -57,21 +63,36 @@ class MegatronTrainer(Trainer):
         layout.check_model(self._architecture)
         self._chunk_bytes = int(min(given.logits_chunk_mib, 2**40) * 2**20)  # any number is a size, 1e308 too
         weights = WeightFiles(path)
-        self._limits = step.MicrobatchLimits(given.tokens_per_microbatch, given.packing)
+        check_fp8(given.fp8)
+        granule = FP8_GRANULE if given.fp8 != "none" else 1
+        self._limits = step.MicrobatchLimits(given.tokens_per_microbatch, given.packing, granule)
         self._offload_snapshots, self._release_gradients = given.offload_snapshots, given.release_gradients
         self._values = values
         self._updates = 0
         self._snapshots: dict[str, dict[str, Tensor]] = {}
+        self._unchanged: set[str] = set()  # snapshots under which no adapter changes anything
         self._frozen: dict[str, FrozenModel] = {}
+        self._lora = given.adapters
         self._saving: checkpoint.PendingSave | None = None
         self._world = world.join(layout, seed)
         try:
             with cpu.adapted():
                 kind = ValueModel if values else PolicyModel
                 self._chunks = build_model(
-                    self._architecture, self._world, weights_dtype, self._chunk_bytes, given.recompute, kind
+                    self._architecture,
+                    self._world,
+                    weights_dtype,
+                    self._chunk_bytes,
+                    given.recompute,
+                    kind,
+                    given.fp8,
+                    fused=self._lora is None,
                 )
+                logger.info("layers: %s", layers_name())
                 load_weights(self._chunks, self._architecture, self._world, weights)
+                if self._lora is not None:
+                    adapters.attach(self._chunks, self._architecture, self._world, self._lora, seed)
+                self._identity = adapters.base_identity(self._lora, weights)
                 self._model = optimizer.wrap(self._chunks, given.distributed_optimizer)
                 self._optimizer = optimizer.make_optimizer(self._model, adamw, given.lr, given.max_gradient_norm)
         except BaseException:  # nobody could close a trainer that was never made
@@ -130,8 +151,9 @@ class MegatronTrainer(Trainer):
     def snapshot(self, name: str) -> None:
         if name == "policy":
             raise ConfigError("snapshot: 'policy' is the model in training; choose another name, e.g. 'reference'.")
-        values = {key: parameter.detach() for key, parameter in named_parameters(self._chunks)}
+        values = {key: parameter.detach() for key, parameter in trained_parameters(self._chunks)}
         self._snapshots[name] = self._kept(values)
+        self._note_unchanged(name)
 
     def load_frozen(self, name: str, path: str | Path) -> None:
         check_new_name(name, [*self._snapshots, *self._frozen])
@@ -141,6 +163,11 @@ class MegatronTrainer(Trainer):
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         return gather_weights(self._chunks, self._architecture, self._world)
+
+    def adapter_weights(self) -> Iterator[tuple[str, Tensor]]:
+        if self._lora is None:
+            return iter(())
+        return adapters.gather_adapters(self._chunks, self._architecture, self._world, self._lora)
 
     def save(self, path: str | Path, step: int) -> None:
         self._begin_save(path, step, background=False)
@@ -169,6 +196,8 @@ class MegatronTrainer(Trainer):
             state = checkpoint.load(Path(path), self._state(0))
         snapshots = {name: self._kept(values) for name, values in state.snapshots.items()}
         self._updates, self._snapshots = state.updates, {**self._snapshots, **snapshots}
+        for name in snapshots:
+            self._note_unchanged(name)
         return state.step
 
     def close(self) -> None:
@@ -182,6 +211,13 @@ class MegatronTrainer(Trainer):
             else {key: value.clone() for key, value in values.items()}
         )
 
+    def _note_unchanged(self, name: str) -> None:
+        """Notes whether a snapshot is the frozen weights alone, as the reference is: no copy of adapters is needed then."""
+        if self._lora is not None and adapters.all_zero(self._snapshots[name]):
+            self._unchanged.add(name)
+        else:
+            self._unchanged.discard(name)
+
     def _state(self, step: int) -> checkpoint.TrainerState:
         return checkpoint.TrainerState(
             world=self._world,
@@ -191,6 +227,7 @@ class MegatronTrainer(Trainer):
             snapshots=self._snapshots,
             updates=self._updates,
             step=step,
+            lora=self._identity,
         )
 
     def _set_training(self, training: bool) -> None:
@@ -216,7 +253,11 @@ class MegatronTrainer(Trainer):
             raise ConfigError(
                 f"score: there is no model '{name}'; known: {', '.join(known)}.{did_you_mean(name, known)}"
             )
-        parameters = dict(named_parameters(self._chunks))
+        if name in self._unchanged:
+            with adapters.switched_off(self._chunks):
+                yield
+            return
+        parameters = dict(trained_parameters(self._chunks))
         policy = {key: parameter.data for key, parameter in parameters.items()}
         try:
             for key, value in self._snapshots[name].items():

@@ -1,4 +1,4 @@
-"""Losses and gradients against TRL's own loss code on the same tensors: `pip install 'rlflow[benchmarks]'`."""
+"""Losses and gradients against TRL's own loss code on the same tensors: `pip install 'PATH_OR_GIT_URL[benchmarks]'`."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Accelerator:
 
 def trl_loss(batch: Batch, logprobs: Tensor, **options: Any) -> Tensor:
     """What TRL's `_compute_loss` gives for the batch at these log-probs, as a trainer of one process without accumulation."""
-    trainers = pytest.importorskip("trl", reason="TRL is not installed: pip install 'rlflow[benchmarks]'")
+    trainers = pytest.importorskip("trl", reason="TRL is not installed: pip install 'PATH_OR_GIT_URL[benchmarks]'")
     geometric = options.get("loss_type") == "gmpo"
     if geometric:
         from trl.experimental.gmpo import GMPOTrainer as Trainer

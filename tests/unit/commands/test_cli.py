@@ -23,10 +23,11 @@ from rlflow.commands.scaffold import write_environment
 from rlflow.commands.show import printable
 from rlflow.commands.train import train_overrides
 from rlflow.components import ENVIRONMENT
+from rlflow.environment import Environment
 from rlflow.errors import ConfigError
 from rlflow.run.directory import RunDirectory
 from rlflow.storage.files import write_json, write_text
-from rlflow.types import Task
+from rlflow.types import Episode, Step, Task
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -90,17 +91,8 @@ def test_debug_shows_the_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
         cli.main(["train", "run.stps=1"])
 
 
-def test_dry_run_prints_configuration_and_plan_and_starts_nothing(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    assert cli.main(["train", "--dry-run", "--env", "search", f"run.directory={tmp_path}/run", "rollout.prompts_per_step=4"]) == 0
-    out = capsys.readouterr().out
-    assert "prompts_per_step: 4" in out and "32 per step = 4 prompts x 8 samples" in out
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_ctrl_c_is_130_without_a_traceback(tmp_path: Path) -> None:
-    source, _, _ = write_environment("guess", tmp_path)
+    source = write_environment("guess", tmp_path).source
     process = subprocess.Popen([sys.executable, "-m", "rlflow", "env", "play", f"{source}:Guess"], cwd=ROOT,
                                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)  # fmt: skip
     assert process.stdout is not None
@@ -168,15 +160,16 @@ def test_plug_ins_add_jobs_to_the_doctor(plug_in: None) -> None:
 def test_without_an_environment_the_installed_ones_are_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["train", "--dry-run"]) == 2
     error = capsys.readouterr().err
-    assert "environment.name: expected an environment, found none; set environment.name or give --env NAME" in error
-    assert "search" in error and error.count("\n") == 1
+    told = "environment.name: expected an environment, found none; set environment.name or give --env NAME. Installed: "
+    assert error.count(told) == 1 and "search" in error
 
 
 # ---------------------------------------------------------------- env
 
 
 def test_a_scaffolded_environment_is_short_keeps_the_contract_and_passes_its_own_test(tmp_path: Path) -> None:
-    source, test, reference = write_environment("word_game", tmp_path)
+    made = write_environment("word_game", tmp_path)
+    source, test, reference = made.source, made.test, made.reference
     assert len(source.read_text().splitlines()) <= 30
     assert [node.name for node in ast.parse(source.read_text()).body if isinstance(node, ast.ClassDef)] == ["WordGame"]
     report = check_environment(ENVIRONMENT.build({"name": reference}), episodes=8)
@@ -200,9 +193,10 @@ def test_a_scaffold_never_overwrites(tmp_path: Path) -> None:
 
 
 def test_env_check_prints_problems_and_exits_1(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    source, _, reference = write_environment("guess", tmp_path)
-    assert cli.main(["env", "check", reference, "--set", "highest=5", "--episodes", "4"]) == 0
-    assert "train: 4 tasks" in capsys.readouterr().out
+    made = write_environment("guess", tmp_path)
+    source, reference = made.source, made.reference
+    assert cli.main(["env", "check", reference, "environment.highest=5", "--episodes", "4"]) == 0
+    assert "train: 64 tasks" in capsys.readouterr().out
     bad = tmp_path / "bad.py"
     bad.write_text(
         source.read_text()
@@ -214,19 +208,56 @@ def test_env_check_prints_problems_and_exits_1(tmp_path: Path, capsys: pytest.Ca
 
 
 def test_a_person_plays_to_the_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    _, _, reference = write_environment("guess", tmp_path)
+    reference = write_environment("guess", tmp_path).reference
     environment = ENVIRONMENT.build({"name": reference})
-    assert play(environment, task="train-7", source=io.StringIO("5\n\n8\n\nI say\n7\n\n"), color="never") == 0
+    task = next(task for task in environment.tasks("train") if task.answer == 7)
+    assert play(environment, task=task.id, source=io.StringIO("5\n8\nI say\n7\n"), color="never") == 0
     out = capsys.readouterr().out
-    assert out.index("higher") < out.index("lower") < out.index("terminated after 3 turns, return 1")
+    told = [out.index(words) for words in ("higher", "lower", "A number, please.", "terminated after 4 turns, return 1")]
+    assert told == sorted(told)
+
+
+def test_a_line_break_that_ends_responses_reaches_the_environment_and_breaks_no_header(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    class Echo(Environment):
+        stop = ("\n", "</end>")
+        said: list[str] = []
+
+        def tasks(self, split: str) -> list[Task]:
+            return [Task("a", "Say.\n")]
+
+        def step(self, episode: Episode, response: str) -> Step:
+            self.said.append(response)
+            return Step("\n", terminated=len(self.said) == 3)
+
+    assert play(Echo(), source=io.StringIO("five\n\nsix</end> more\n"), color="never") == 0
+    assert Echo.said == ["five\n", "\n", "six</end>"]
+    header = capsys.readouterr().out.splitlines()[0]
+    assert header == "task a. You are the policy: a response ends with Enter; Ctrl-D leaves."
+
+
+def test_stop_strings_stand_in_the_header_so_that_they_can_be_read(capsys: pytest.CaptureFixture[str]) -> None:
+    class Odd(Environment):
+        stop = ("</a>", " \t", "\n\n")
+
+        def tasks(self, split: str) -> list[Task]:
+            return [Task("a", "Say.")]
+
+        def step(self, episode: Episode, response: str) -> Step:
+            return Step(response, terminated=True)
+
+    play(Odd(), source=io.StringIO("one\ntwo\n\nthree"), color="never")
+    header, *rest = capsys.readouterr().out.splitlines()
+    assert r"ends with an empty line or </a> or ' \t' or '\n\n'; Ctrl-D" in header and rest[1:3] == ["> one", "two"]
 
 
 def test_leaving_and_the_turn_limit_end_a_game(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    _, _, reference = write_environment("guess", tmp_path)
+    reference = write_environment("guess", tmp_path).reference
     environment = ENVIRONMENT.build({"name": reference})
     play(environment, source=io.StringIO(""), color="never")
     assert "left after 0 turns" in capsys.readouterr().out
-    play(environment, task="train-7", max_turns=2, source=io.StringIO("0\n\n" * 9), color="never")
+    play(environment, max_turns=2, source=io.StringIO("0\n" * 9), color="never")
     assert "turn limit (2) reached" in capsys.readouterr().out
 
 
@@ -343,3 +374,13 @@ def test_doctor_knows_the_versions_of_the_constraints_file() -> None:
     lines = (ROOT / "constraints" / "cpu.txt").read_text().splitlines()
     constraints = dict(line.split("==") for line in lines if "==" in line and not line.startswith("#"))
     assert {name: constraints.get(name) for name in versions_tested()} == versions_tested()
+
+
+def test_a_run_that_began_with_overwrite_can_be_resumed_from_its_own_configuration(tmp_path: Path) -> None:
+    from rlflow.config.schema import load_config
+
+    (tmp_path / "config.yaml").write_text("run: {overwrite: true}\n")
+    config = load_config(str(tmp_path / "config.yaml"), train_overrides(train_arguments("--resume")))
+    assert config.run.resume and not config.run.overwrite
+    both = load_config(None, train_overrides(train_arguments("--resume", "--overwrite")))
+    assert both.run.resume and both.run.overwrite, "a contradiction is refused later, not resolved"

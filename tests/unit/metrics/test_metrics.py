@@ -274,5 +274,5 @@ def test_a_resumed_run_goes_on_in_its_wandb_run_and_a_new_one_gets_its_own(
 
 def test_a_missing_sink_package_says_how_to_install_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "wandb", None)  # None makes `import wandb` raise ImportError
-    with pytest.raises(MissingPackageError, match=r"pip install 'rlflow\[wandb\]'"):
+    with pytest.raises(MissingPackageError, match=r"pip install -e '.*\[wandb\]'"):
         make_sinks(tmp_path, ["wandb"])

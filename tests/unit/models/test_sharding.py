@@ -100,7 +100,7 @@ def test_rope_is_read_in_both_spellings(spelling: str) -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"model_type": "qwen"}, "'qwen' is not supported; supported: .* qwen3_moe. Did you mean 'qwen"),
+        ({"model_type": "qwen"}, "'qwen' cannot be trained or sampled from here; possible: .*qwen3. Did you mean 'qwen"),
         ({"hidden_size": None}, "'hidden_size' is missing"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
         ({"use_sliding_window": True}, "sliding-window"),
@@ -110,3 +110,13 @@ def test_rope_is_read_in_both_spellings(spelling: str) -> None:
 def test_unsupported_models_are_named(changes: dict[str, Any], words: str) -> None:
     with pytest.raises(ModelError, match=words):
         architecture(config("qwen2", **changes))
+
+
+def test_a_family_that_is_not_known_is_not_promised_what_training_then_refuses() -> None:
+    with pytest.raises(ModelError) as caught:
+        architecture({"model_type": "gpt2"})
+    promised = str(caught.value).split("possible: ")[1].rstrip(".").split(", ")
+    assert "model family 'gpt2'" in str(caught.value) and {"llama", "qwen2", "qwen3"} <= set(promised)
+    for family in promised:
+        sizes = {"num_hidden_layers": 1, "hidden_size": 8, "num_attention_heads": 2, "intermediate_size": 8, "vocab_size": 8}
+        assert architecture({"model_type": family, "sliding_window": None, **sizes}).family == family

@@ -34,6 +34,14 @@ class Hub:
             siblings.append({"rfilename": name, "size": len(content), "blobId": "b", **large})
         return {"id": repo, "sha": COMMIT, "siblings": siblings, "private": False, "tags": [], "downloads": 0, "likes": 0}
 
+    def tree(self, repo: str) -> list[dict]:
+        entries = []
+        for one in self.listing(repo)["siblings"]:
+            entries.append({"type": "file", "path": one["rfilename"], "size": one["size"], "oid": "b"})
+            if "lfs" in one:
+                entries[-1]["lfs"] = {**one["lfs"], "oid": one["lfs"]["sha256"]}
+        return entries
+
     def content(self, repo: str, file: str) -> bytes:
         content = self.files[repo][file]
         if self.damaged.get(file, 0):
@@ -51,15 +59,20 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         kind, _, rest = self.path.partition("?")[0].removeprefix("/").partition("/")
         parts = rest.split("/")
-        if kind == "api" and parts[0] == "datasets":
-            return self._list("/".join(parts[1:3]))
+        if kind == "api" and parts[0] in ("datasets", "models"):
+            return self._list("/".join(parts[1:3]), tree="tree" in parts[3:4])
         if kind == "datasets":
             return self._point_to_storage("/".join(parts[:2]), "/".join(parts[4:]))
         if kind == "storage":
             return self._transfer("/".join(parts[:2]), "/".join(parts[2:]))
+        repo, _, file = self.path.partition("?")[0].removeprefix("/").partition("/resolve/")
+        if file.partition("/")[2] in self.hub.files.get(repo, {}):  # a model's: OWNER/NAME/resolve/REVISION/FILE
+            return self._point_to_storage(repo, file.partition("/")[2])
         return self._send(404, {}, b"{}")
 
-    def _list(self, repo: str) -> None:
+    def _list(self, repo: str, tree: bool) -> None:
+        if repo in self.hub.files and tree:
+            return self._send(200, {"Content-Type": "application/json"}, json.dumps(self.hub.tree(repo)).encode())
         if repo in self.hub.files:
             return self._send(200, {"Content-Type": "application/json"}, json.dumps(self.hub.listing(repo)).encode())
         return self._send(404, {"X-Error-Code": "RepoNotFound"}, b"{}")

@@ -188,3 +188,28 @@ def test_an_export_is_evaluated_with_the_configuration_of_its_run(shell: Shell, 
         shell(f"{script} --model {tmp_path}/{place} --samples=2 a.b=c")
         expected = f"-m rlflow eval --samples=2 {config}--model {tmp_path}/{place} a.b=c"
         assert (tmp_path / "log").read_text().splitlines()[-1] == expected
+
+
+@pytest.mark.parametrize(
+    "script, given, meant",
+    [("run_train", "--shrot", "--short"), ("run_train", "--resum", "--resume"), ("run_eval", "--ouput", "--out"),
+     ("run_eval", "--quick", "")],
+)  # fmt: skip
+def test_an_option_that_is_none_is_refused_with_the_help_that_lists_it(script: str, given: str, meant: str) -> None:
+    path = ROOT / "recipes" / "searchr1" / f"{script}.sh"
+    options = ["--model", "m"] if script == "run_eval" else []
+    done = subprocess.run(["bash", path, *options, given], env={"PATH": "/usr/bin:/bin"}, capture_output=True, text=True)
+    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1
+    assert f"unknown option '{given}'" in done.stderr and f"bash {path} --help" in done.stderr
+    assert (f"Did you mean '{meant}'?" in done.stderr) is bool(meant), done.stderr
+    shown = subprocess.run(["bash", path, "--help"], env={"PATH": "/usr/bin:/bin"}, capture_output=True, text=True).stdout
+    assert not meant or meant in shown
+
+
+def test_a_name_on_the_hub_reaches_the_commands_as_it_is(shell: Shell, tmp_path: Path) -> None:
+    shell(f"bash {ROOT}/recipes/searchr1/run_train.sh --model Someone/Tiny-1B --dry-run")
+    assert "--model Someone/Tiny-1B --dry-run" in (tmp_path / "log").read_text().splitlines()[-1]
+    shell(f"bash {ROOT}/recipes/searchr1/run_eval.sh --model Someone/Tiny-1B")
+    assert (tmp_path / "log").read_text().splitlines()[-1].endswith("demo.yaml --model Someone/Tiny-1B")
+    shell(f"bash {ROOT}/recipes/searchr1/run_eval.sh --server http://localhost:8000/v1")
+    assert "-m rlflow eval --server=http://localhost:8000/v1 --config" in (tmp_path / "log").read_text().splitlines()[-1]

@@ -106,15 +106,6 @@ def test_trajectories_read_back_with_exact_token_counts(tmp_path: Path) -> None:
     )
 
 
-def test_a_limit_spreads_over_the_groups(tmp_path: Path) -> None:
-    groups = [
-        Group(f"g{i}", Task(f"t{i}", "Q"), [Trajectory(f"t{i}", f"g{i}", [], [], 0.0, StopReason.MAX_TURNS)] * 4)
-        for i in range(4)
-    ]
-    write_trajectories(tmp_path / "t.jsonl", groups, limit=4)
-    assert [record["task_id"] for record in read_trajectories(tmp_path / "t.jsonl")] == ["t0", "t1", "t2", "t3"]
-
-
 def test_json_holds_only_what_json_can_say_and_damage_is_named(tmp_path: Path) -> None:
     write_json(tmp_path / "a.json", {"nan": float("nan"), "tensor": torch.tensor([1, 2]), "path": tmp_path, "set": {1}})
     assert read_json(tmp_path / "a.json") == {"nan": None, "tensor": [1, 2], "path": str(tmp_path), "set": [1]}
@@ -123,3 +114,13 @@ def test_json_holds_only_what_json_can_say_and_damage_is_named(tmp_path: Path) -
         read_json(tmp_path / "b.json")
     with pytest.raises(CheckpointError, match=r"c\.json: no such file"):
         read_json(tmp_path / "c.json")
+
+
+def test_a_mistyped_name_is_not_resumed_as_a_new_run(tmp_path: Path) -> None:
+    make_run(tmp_path / "my-demo", (1,)).close()
+    for open_ in (RunDirectory.check, RunDirectory.create):
+        with pytest.raises(ConfigError, match=r"no run in .*my-deom \(beside it: my-demo\)\. Did you mean .my-demo.\? .*mkdir"):
+            open_(tmp_path / "my-deom", resume=True)
+    assert [entry.name for entry in tmp_path.iterdir()] == ["my-demo"]
+    (tmp_path / "my-deom").mkdir()  # what a job that is always started with --resume does first
+    RunDirectory.create(tmp_path / "my-deom", resume=True).close()

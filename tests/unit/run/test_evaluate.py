@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from rlflow.commands.cli import main, parse
-from rlflow.commands.eval import evaluation_config
+from rlflow.commands.eval import evaluation_config, new_directory
 from rlflow.config.loading import save_config
 from rlflow.config.schema import RunConfig, load_config
 from rlflow.errors import ConfigError
@@ -55,7 +55,7 @@ def test_attempts_are_averaged_within_their_question_by_hand() -> None:
     assert metrics["eval/exact_match"] == 0.75
     half = 1.959964 * 0.125**0.5 / 2**0.5  # the questions' means are 0.5 and 1: variance 1/8
     assert metrics["eval/exact_match_low"] == pytest.approx(0.75 - half)
-    assert metrics["eval/exact_match_high"] == pytest.approx(0.75 + half)
+    assert 0.75 + half > 1 == metrics["eval/exact_match_high"]  # a share cannot be more
 
 
 def test_sets_are_scored_apart_and_their_mean_does_not_weigh_them_by_size() -> None:
@@ -127,3 +127,25 @@ def test_options_out_of_range_are_one_line(
     assert main(["eval", "--model", str(tmp_path), option, value]) == 2
     error = capsys.readouterr().err
     assert message in error and error.count("\n") == 1
+
+
+def test_a_second_evaluation_never_replaces_the_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = [new_directory(tmp_path / "runs", "eval-m") for _ in range(3)]
+    assert [path.name for path in found] == ["eval-m", "eval-m-2", "eval-m-3"] and all(path.is_dir() for path in found)
+    (found[0] / "summary.json").write_text("{}")
+    assert main(["eval", "--model", str(tmp_path), "--out", str(found[0])]) == 2
+    error = capsys.readouterr().err
+    assert f"--out: {found[0]} already holds an evaluation" in error and "--overwrite" in error and error.count("\n") == 1
+    assert main(["eval", "--model", str(tmp_path), "--out", str(found[0]), "--overwrite"]) != 0
+    assert "--out" not in capsys.readouterr().err, "what is wrong then is the model"
+
+
+def test_the_interval_of_a_share_ends_where_shares_end() -> None:
+    """Shares that are no zeros and ones have an interval that knows no bounds: F1 was 0.97 with an upper end of 1.01."""
+    registered = {"f1": Metric("share", "of tokens", score=True), "points": Metric("points", "in all", score=True)}
+    attempts = [attempt("a", 1.0), attempt("b", 1.0), attempt("c", 0.9)]
+    for one in attempts:
+        one.metrics = {"f1": one.reward, "points": one.reward}
+    metrics = evaluation.evaluation_metrics(attempts, registered)
+    assert metrics["eval/f1_high"] == 1.0 < metrics["eval/points_high"]
+    assert metrics["eval/f1_low"] == metrics["eval/points_low"]

@@ -40,3 +40,18 @@ def test_a_full_disk_stops_the_run_at_its_end_only(capsys: pytest.CaptureFixture
         logger.warning("lost")
         logger.warning("lost too")
     assert "Traceback" not in capsys.readouterr().err
+
+
+def test_the_log_is_whole_in_a_script_that_never_heard_of_logging(tmp_path: Path) -> None:
+    parent = logging.getLogger("rlflow")
+    before, level = parent.level, logging.getLogger().level
+    parent.setLevel(logging.NOTSET)
+    logging.getLogger().setLevel(logging.WARNING)
+    try:
+        with RunLog() as log:
+            log.write_to(tmp_path / "log.txt")
+            logger.info("a step")
+        assert "a step" in (tmp_path / "log.txt").read_text() and parent.level == logging.NOTSET
+    finally:
+        parent.setLevel(before)
+        logging.getLogger().setLevel(level)

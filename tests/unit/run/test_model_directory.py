@@ -10,7 +10,7 @@ import pytest
 
 from rlflow.config.loading import save_config
 from rlflow.config.schema import load_config
-from rlflow.errors import ConfigError, ConversionError, ExitCode
+from rlflow.errors import ConfigError, ConversionError, ExitCode, ModelError
 from rlflow.run.model_directory import CONVERTERS, ModelDirectory, model_directory
 
 
@@ -89,3 +89,9 @@ def test_rlflows_own_converter_is_installed() -> None:
     (entry,) = metadata.entry_points(group=CONVERTERS, name="megatron")
     converter = entry.load()
     assert callable(converter.check) and callable(converter.convert)
+
+
+def test_a_lora_adapter_is_no_checkpoint(tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(ModelError, match="a LoRA adapter"), model_directory(tmp_path, None, print):
+        pass

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import itertools
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from rlflow.metrics.names import Metric
 from rlflow.metrics.sinks import MetricsLog
-from rlflow.run.picture import _label_ends, _smooth, render_picture
+from rlflow.run import picture
+from rlflow.run.picture import _label_ends, render_picture
 
 pytest.importorskip("matplotlib")
 
@@ -47,9 +49,38 @@ def test_nothing_to_draw_is_said_and_not_drawn(tmp_path: Path) -> None:
     assert not (tmp_path / "p.png").exists()
 
 
-def test_smoothing_keeps_level_and_length() -> None:
-    assert _smooth([2.0] * 50) == pytest.approx([2.0] * 50)
-    assert _smooth([0.0, 3.0, 6.0]) == [1.5, 3.0, 4.5]
+def drawn(records: list[dict[str, float]]) -> list[Any]:
+    """The axes of the picture of these records: learning, and time where some was measured."""
+    from matplotlib.figure import Figure
+
+    figure = Figure()
+    axes = figure.subplots(2)
+    records = [{"step": step, **record} for step, record in enumerate(records)]
+    picture._draw_learning(axes[0], records, "exact_match")
+    picture._draw_time(axes[1], records)
+    return list(axes)
+
+
+def test_steps_on_the_axis_are_whole_however_short_the_run() -> None:
+    for last in (1, 2, 3, 7, 60):
+        learning, _ = drawn([{"eval/exact_match": 0.3}, *[TIMED] * last])
+        assert all(float(tick).is_integer() for tick in learning.get_xticks())
+
+
+def test_an_interval_stands_at_its_evaluation_and_nowhere_between() -> None:
+    evaluation = {"eval/exact_match": 0.3, "eval/exact_match_low": 0.2, "eval/exact_match_high": 0.4}
+    learning, _ = drawn([evaluation, *[TIMED] * 5, {**TIMED, **evaluation}])
+    assert not learning.collections, "no band"
+    upright = [line.get_xydata().tolist() for line in learning.lines if len(set(line.get_xdata())) == 1]
+    assert upright == [[[0.0, 0.2], [0.0, 0.4]], [[6.0, 0.2], [6.0, 0.4]]]
+
+
+def test_a_colour_has_one_meaning_and_what_is_0_percent_no_row() -> None:
+    learning, time = drawn([{"eval/exact_match": 0.3}, *[{**TIMED, "time/sync_s": 0.001}] * 9])
+    curves = {line.get_color() for line in learning.lines}
+    assert len(curves) == 3 and not curves & set(picture._PHASE_COLORS.values())
+    assert [text.get_text() for text in time.texts if text.get_text() != "■"] == ["update  57%", "rollout  29%"]
+    assert len(set(picture._PHASE_COLORS.values())) == len(picture._PHASE_COLORS)
 
 
 def test_labels_do_not_overlap_and_stay_inside() -> None:

@@ -368,3 +368,35 @@ def test_a_run_ends_where_its_curator_has_no_more_tasks(model: Path, tmp_path: P
     values = (f"data.curator={__name__}:Twelve", "rollout.prompts_per_step=8", "run.steps=9")
     summary = train(letters_config(model, tmp_path, *TINY, *values))
     assert (summary["status"], summary["steps"]) == ("finished", 2)  # the second step has what was left, four prompts
+
+
+def test_the_log_of_a_run_tells_each_step_evaluation_and_checkpoint(model: Path, tmp_path: Path) -> None:
+    train(letters_config(model, tmp_path, *TINY, "run.steps=2", "evaluation.every_steps=1", "checkpoint.every_steps=2"))
+    lines = [line.split(": ", 1)[1] for line in (tmp_path / "letters" / "log.txt").read_text().splitlines() if ": " in line]
+    kinds = [" ".join(line.split()[:2]) for line in lines]
+    wanted = ["run letters:", "eval 0/2", "step 1/2", "eval 1/2", "step 2/2", "checkpoint of", "eval 2/2", "finished after"]
+    assert [kind for kind in kinds if kind in wanted] == wanted
+    assert "time/run_s" in read_metrics(tmp_path / "letters" / "metrics.jsonl")[-1]
+
+
+def test_one_clock_counts_the_run_through_its_sessions(model: Path, tmp_path: Path, records: Any) -> None:
+    options = (*TINY, "evaluation.every_steps=1", "checkpoint.every_steps=1")
+    train(letters_config(model, tmp_path, *options, "run.steps=1"))
+    summary = train(letters_config(model, tmp_path, *options, "run.steps=2", "run.resume=true"))
+    seconds = [record["time/run_s"] for record in records()]
+    assert seconds == sorted(seconds) and seconds[-1] <= summary["seconds"] + 0.1
+    assert seconds[-1] > sum(record.get("time/step_s", 0) for record in records()), "loading and evaluations count too"
+
+
+def test_a_run_serves_and_writes_its_page_and_warns_once(
+    model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    options = (*TINY, "run.steps=4", "metrics.page=true", "rollout.temperature=1e-6", "evaluation.every_steps=0")
+    summary = train(letters_config(model, tmp_path, *options))
+    report = tmp_path / "letters" / "report.html"
+    assert summary["written"]["report"] == str(report)
+    text = report.read_text()
+    told = [record.getMessage() for record in caplog.records if "No group differed in reward for 3 steps" in record.getMessage()]
+    assert len(told) == 1 and told[0].startswith("step 3: ")
+    assert "No group differed in reward for 3 steps" in text and "finished after 4 steps" in text
+    assert "No group differed" in (tmp_path / "letters" / "log.txt").read_text()

@@ -190,3 +190,13 @@ def test_an_observation_token_after_the_last_trained_one_changes_no_gradient(mak
 def test_the_reference_backend_refuses_to_pack(model: Path) -> None:
     with pytest.raises(ConfigError, match=r"trainer\.packing: 'reference' pads"):
         Trainer.from_pretrained(model, backend="reference", packing=True)
+
+
+@pytest.mark.parametrize("feeding", [pad, pack])
+def test_tokens_come_in_granules_and_stay_where_they_are(feeding: Any) -> None:
+    batch = make_batch()
+    plain, filled = feeding(batch), feeding(batch, Share(granule=16))
+    assert filled.tokens.shape[1] % 16 == 0 and filled.tokens.shape[1] >= plain.tokens.shape[1]
+    flat, wide = plain.tokens.t().flatten(), filled.tokens.t().flatten()
+    real = torch.arange(batch.tokens.shape[1]) < batch.lengths[:, None]
+    assert torch.equal(flat[plain.places[real]], wide[filled.places[real]])

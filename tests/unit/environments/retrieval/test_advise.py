@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
 from rlflow.errors import ConfigError
-from rlflow_environments.retrieval.building.advising import Machine, advise, candidates
+from rlflow_environments.retrieval.building.advising import Machine, advise, candidates, disturbance
 from rlflow_environments.retrieval.commands.advise import count_passages, parse_size
 from rlflow_environments.retrieval.indices.cost import building_bytes, parse_kind, serving_bytes, stored_bytes
 from rlflow_environments.search.__main__ import main
@@ -102,3 +104,17 @@ def test_numbers_and_sizes_are_read_as_people_write_them():
             read("much")
     with pytest.raises(ConfigError, match="cost of 'LSH' is not known"):
         parse_kind("LSH", 8)
+
+
+def test_a_machine_that_was_busy_is_not_advised_on_without_a_word(capsys, monkeypatch):
+    quiet = machine(64)
+    assert disturbance(quiet, load=0.9, cores=2) == ""
+    assert "3.1 processes want its 2 cores" in disturbance(quiet, load=3.1, cores=2)
+    assert "up to 4.0 times as long" in disturbance(dataclasses.replace(quiet, spread=4.0), load=0.0, cores=2)
+    assert "1.8 GB/s is less" in disturbance(dataclasses.replace(quiet, cpu_bandwidth=1.8e9), load=0.0, cores=2)
+    slow = dataclasses.replace(quiet, cpu_bandwidth=1.8e9)
+    monkeypatch.setattr("rlflow_environments.retrieval.building.advising.measure_machine", lambda ram, vram: slow)
+    assert main(["advise", "--corpus", "1M", "--ram", "64GB"]) == 0
+    assert "WARNING: this machine was busy while it was measured" in capsys.readouterr().out
+    assert main(["advise", "--corpus", "1M", "--ram", "64GB", "--bandwidth", "20GB"]) == 0
+    assert "WARNING" not in capsys.readouterr().out

@@ -281,3 +281,17 @@ def test_records_that_no_client_could_read_are_refused_by_number(tmp_path):
     path.write_text('{"id": "a", "contents": NaN, "title": "t", "text": "\\ud800"}\n'.replace("NaN", "null"))
     assert json.loads(StoredCorpus(path).document(0))["contents"] == '"t"\n\ufffd'
     assert not list(tmp_path.glob("*.partial"))
+
+
+def test_recent_searches_are_shown_to_this_machine_only(tmp_path):
+    source = ServedSource({"name": "bm25"}, str(write_corpus(tmp_path, 20)))
+    with search_server(source.load) as (url, _):
+        post(url, queries=["harbour", "x" * 1000], topk=2)
+        post(url, query="nowhere to be found at all")
+        last, long, first = get(url + "/recent").json()
+        assert (first["query"], first["found"], last["found"], long["query"]) == ("harbour", 2, 0, "x" * 300)
+        assert last["query"] == "nowhere to be found at all" and 0 < last["seconds"] < 60
+        assert client().get(url + "/recent", headers={"X-Forwarded-For": "10.0.0.1"}).status_code == 403
+        for number in range(30):
+            post(url, query=f"harbour {number}")
+        assert [one["query"] for one in get(url + "/recent").json()] == [f"harbour {number}" for number in range(29, 9, -1)]

@@ -216,3 +216,33 @@ def test_the_query_command_prints_passages(files, capsys):
     assert "1. " in printed and printed.index("doc://Orvan Telmik") < printed.index("doc://Velmora")
     assert main(["query", "--corpus", "absent.jsonl", "x"]) == 2
     assert "absent.jsonl" in capsys.readouterr().err
+
+
+def test_a_typed_question_takes_the_place_of_the_own_ones(files, tmp_path):
+    """A policy knows the prompts of its data; only where these are no text around a question is the protocol's used."""
+    environment = SearchEnvironment(**files)
+    task = environment.task_from_text(" who was she? ")
+    own = environment.tasks("val")[0]
+    assert task.prompt == own.prompt.replace("where was Orvan Telmik born", "who was she?") and "who was she?" in task.prompt
+    assert (task.answer, task.metadata) == ([], {"question": "who was she?"})
+    rows = [{"question": "q", "prompt": "say a letter", "answer": "z"}, {"question": "X?", "prompt": [
+        {"role": "system", "content": "Be brief."}, {"role": "user", "content": "Q: X? A:"}], "answer": "z"}]  # fmt: skip
+    write_rows(tmp_path / "rows.jsonl", rows)
+    messages = SearchEnvironment(files["corpus"], val=tmp_path / "rows.jsonl").task_from_text("who?").prompt
+    assert messages == [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Q: who? A:"}]
+    bare = SearchEnvironment(files["corpus"], prompt_template="Asked: {question}\n")
+    assert bare.task_from_text("who?").prompt == "Asked: who?\n"
+
+
+def test_a_question_without_a_known_answer_is_played_to_the_end(files):
+    environment = SearchEnvironment(**files)
+
+    async def episode():
+        state = await environment.reset(environment.task_from_text("who?"))
+        state.turns = 1
+        first = await environment.step(state, "<search>Velmora</search>")
+        state.turns = 2
+        return first, await environment.step(state, "<answer>Orvan</answer>")
+
+    first, last = asyncio.run(episode())
+    assert "Velmora" in first.observation and last.terminated and last.reward == 0.0

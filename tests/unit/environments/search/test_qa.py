@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import random
 from collections import Counter
@@ -16,7 +17,7 @@ from rlflow_environments.search.__main__ import main
 from rlflow_environments.search.own_documents.candidates import Candidate, Hop, compose, find_facts
 from rlflow_environments.search.own_documents.documents import Document, read_documents
 from rlflow_environments.search.own_documents.english import blank_of, facts_of, names_in
-from rlflow_environments.search.own_documents.making import QuestionRequest, make_questions
+from rlflow_environments.search.own_documents.making import QuestionReport, QuestionRequest, make_questions
 from rlflow_environments.search.own_documents.passages import cut_passages, split_sentences
 from rlflow_environments.search.own_documents.screening import retrievable, screen
 from rlflow_environments.search.own_documents.splitting import mixed, separate, validation_documents
@@ -306,3 +307,26 @@ def test_values_out_of_range_are_refused_before_anything_is_read(change, tmp_pat
     with pytest.raises(ConfigError, match="--" + next(iter(change)).replace("_", "-")):
         make_questions([], tmp_path, QuestionRequest(**change))
     assert not list(tmp_path.iterdir())
+
+
+def test_documents_that_nobody_reads_are_told_with_what_makes_text_of_them(tmp_path, capsys):
+    folder = tmp_path / "documents"
+    folder.mkdir()
+    for document in world_documents(0.05):
+        (folder / document.name).write_text(f"{document.title}\n\n{document.text}")
+    for name in ("report.PDF", "slides.pdf", "notes.docx", "photo.png"):
+        (folder / name).write_bytes(b"x")
+    assert main(["qa", str(folder), str(tmp_path / "out"), "--train", "20", "--val", "10", "--val-share", "0.3"]) == 0
+    shown = capsys.readouterr().out
+    assert "NOT READ: 2 .pdf (make text of them first, for instance: pdftotext FILE.pdf)" in shown
+    assert "NOT READ: 1 .docx" in shown and ".png" not in shown and "NOTE" not in shown
+    assert json.loads((tmp_path / "out" / "report.json").read_text())["not_read"] == {".docx": 1, ".pdf": 2, ".png": 1}
+
+
+def test_few_or_poor_questions_are_told_with_the_way_to_better_ones():
+    few = QuestionReport(asked=100, train=Counter(single_hop=20), val=Counter(single_hop=11), blanks=31)
+    assert "NOTE: 31 of 100 questions that were asked for, 31 of them blanks in sentences." in "\n".join(few.lines())
+    assert "--endpoint URL --model NAME" in few.lines()[-1]
+    blanks = QuestionReport(asked=100, train=Counter(single_hop=90), blanks=60)
+    assert blanks.advice() and not QuestionReport(asked=100, train=Counter(single_hop=90), blanks=20).advice()
+    assert not dataclasses.replace(few, by_rule=False).advice(), "a model composed them already"

@@ -15,7 +15,9 @@ import torch
 
 from rlflow.batching import make_batch
 from rlflow.environment import Environment
+from rlflow.models.tiny import write_random_model, write_tokenizer
 from rlflow.rollout import Rollout, Tokenizer
+from rlflow.run.imitation import to_trajectory
 from rlflow.trainer.base import Trainer
 from rlflow.types import Episode, Step, Task
 from rlflow_environments.retrieval.corpus import Passage, make_contents, write_rows
@@ -25,8 +27,8 @@ from rlflow_environments.search.protocols.text import parse_action
 from rlflow_environments.search.world.demonstrations import Clumsiness, Demonstration, demonstrate, repeated_names
 from rlflow_environments.search.world.names import syllables
 from rlflow_environments.search.world.prose import RELATIONS
-from rlflow_environments.search.world.tiny_model import write_random_model, write_tokenizer
-from rlflow_environments.search.world.warm_up import Curriculum, to_trajectory
+from rlflow_environments.search.world.tiny_model import LEARNED_ON, TAGS, VOCABULARY, tokenizer_texts
+from rlflow_environments.search.world.warm_up import Curriculum
 from tests.unit.environments.search.search_solver import answers, read_facts
 from tests.unit.environments.search.test_world import pool_by_word, pools_in
 
@@ -39,7 +41,7 @@ SHIPPED = Path(__file__).parents[4] / "recipes" / "searchr1" / "starting_policy"
 def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The model that the warm-up starts from."""
     directory = tmp_path_factory.mktemp("policy")
-    write_tokenizer(directory)
+    write_tokenizer(directory, tokenizer_texts(), vocabulary=VOCABULARY, tags=TAGS, learned_on=LEARNED_ON)
     write_random_model(directory)
     return directory
 
@@ -201,7 +203,7 @@ def test_warm_up_rows_are_tokenized_part_by_part_and_know_what_the_policy_wrote(
     curriculum = Curriculum()
     for number in range(60):
         parts = curriculum.row(random.Random(number), number / 60)
-        segment = to_trajectory(parts, tokenizer.encode).segments[0]
+        segment = to_trajectory(parts, tokenizer.encode, repeats=True).segments[0]
         assert tokenizer.decode(segment.tokens.tolist()) == "".join(text for text, _ in parts)
         written = segment.versions >= 0
         assert tokenizer.decode(segment.tokens[written].tolist()) == "".join(text for text, sampled in parts if sampled)

@@ -69,3 +69,25 @@ def test_a_base_that_is_none_and_names_that_are_taken_are_refused() -> None:
     inner = RubricRewards(Rooms(), {"a": "base_return"})
     with pytest.raises(ConfigError, match=r"RubricRewards reports rubric_a, and so does its base RubricRewards"):
         RubricRewards(inner, {"a": "base_return"})
+
+
+class Dear(Rooms):
+    """Expensive to make: a rehearsal makes a cheap one, or says what is wrong with its size."""
+
+    def __init__(self, size: int = 2) -> None:
+        raise AssertionError("a rehearsal builds nothing expensive")
+
+    @classmethod
+    def rehearse(cls, size: int = 2, **_):
+        return (None, [ConfigError(f"environment.size: found {size}.")]) if size < 0 else (Rooms(size), [])
+
+
+def test_a_rehearsal_is_that_of_the_base_with_the_wrapper_over_it() -> None:
+    name = f"{__file__}:Dear"
+    environment, problems = Doubled.rehearse(base={"name": name, "size": 3})
+    assert isinstance(environment, Doubled) and len(environment.tasks("val")) == 3 and problems == []
+    environment, problems = Doubled.rehearse(base={"name": name, "size": -1})
+    assert environment is None and [str(problem) for problem in problems] == ["environment.size: found -1."]
+    environment, problems = Doubled.rehearse(base={"name": name, "sise": 3})
+    assert environment is None and "unknown keyword 'sise'. Did you mean 'size'?" in str(problems[0])
+    assert Doubled.rehearse(base={"name": f"{__file__}:Rooms"}) is None  # made as for a run

@@ -1,0 +1,1 @@
+"""Environments of other libraries, spoken to in text; each needs its package."""

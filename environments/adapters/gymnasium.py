@@ -1,0 +1,79 @@
+"""Any environment of gymnasium whose actions can be written: text, or a number of a discrete space."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from rlflow.components import Kind
+from rlflow.environment import Environment
+from rlflow.errors import ConfigError, MissingPackageError
+from rlflow.metrics.names import Metric
+from rlflow.types import Episode, Step, Task
+
+FORMATTER = Kind("formatter", call=1)
+
+
+class GymnasiumEnvironment(Environment):
+    """id: as for `gymnasium.make`, options: its further keywords. prompt: what stands before the first observation; {actions}
+    says what can be done. formatter: `file.py:function` of an observation, which gives its text. tasks_per_split: seeds of
+    `reset`."""
+
+    stop = ("\n",)
+    metrics = {
+        "finished": Metric("share", "of episodes that the environment ended, its own time limit left out"),
+        "invalid_actions": Metric("per episode", "responses that were no action"),
+    }
+
+    def __init__(
+        self,
+        id: str,
+        prompt: str = "Answer with one action per line. Actions: {actions}.\n",
+        formatter: str | None = None,
+        tasks_per_split: int = 256,
+        options: dict[str, Any] | None = None,
+    ) -> None:
+        try:
+            self._gymnasium = importlib.import_module("gymnasium")
+        except ImportError:
+            raise MissingPackageError("environment gymnasium: not installed: pip install gymnasium") from None
+        self._id, self._options, self._count = id, options or {}, tasks_per_split
+        self._text: Callable[[Any], str] = FORMATTER.resolve(formatter, "environment.formatter") if formatter else str
+        try:
+            game = self._gymnasium.make(id, **self._options)
+        except Exception as error:  # noqa: BLE001 -- gymnasium's own errors have no common parent but this
+            raise ConfigError(f"environment.id: gymnasium cannot make '{id}': {error}") from None
+        space = game.action_space
+        game.close()
+        spaces = self._gymnasium.spaces
+        if not isinstance(space, spaces.Text | spaces.Discrete):
+            raise ConfigError(f"environment.id: '{id}' has actions of {space}; expected text, or numbers of a discrete space.")
+        numbers = isinstance(space, spaces.Discrete)
+        self._actions = f"{space.start} to {space.start + space.n - 1}" if numbers else "text"
+        self._space, self._numbers, self._prompt = space, numbers, prompt.replace("{actions}", self._actions)
+
+    def tasks(self, split: str) -> Sequence[Task]:
+        first = 0 if split == "train" else 1_000_000  # other seeds for validation
+        return [Task(f"{split}-{number}", self._prompt, first + number) for number in range(self._count)]
+
+    def reset(self, task: Task) -> Episode:
+        """A game of its own per episode; its first observation ends the prompt."""
+        game = self._gymnasium.make(self._id, **self._options)
+        observation, _ = game.reset(seed=task.answer)
+        shown = Task(task.id, f"{task.prompt}{self._text(observation)}\n", task.answer, task.metadata)
+        return Episode(shown, scratch={"game": game, "invalid": 0})
+
+    def step(self, episode: Episode, response: str) -> Step:
+        said, state = response.strip(), episode.scratch
+        action = int(said) if self._numbers and said.lstrip("-").isdecimal() and len(said) < 10 else said
+        if not self._space.contains(action):
+            state["invalid"] += 1
+            metrics = {"finished": 0.0, "invalid_actions": float(state["invalid"])}
+            return Step(f"Not an action; one of: {self._actions}.\n", metrics=metrics)
+        observation, reward, ended, cut, _ = state["game"].step(action)
+        metrics = {"finished": float(ended), "invalid_actions": float(state["invalid"])}
+        return Step(f"{self._text(observation)}\n", float(reward), bool(ended or cut), metrics)
+
+    def close(self, episode: Episode) -> None:
+        episode.scratch["game"].close()

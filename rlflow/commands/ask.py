@@ -1,0 +1,152 @@
+"""`rlflow ask`: a question to a policy, in its environment, as it thinks, looks things up and answers."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rlflow.commands.conversation import Conversation, side_by_side
+from rlflow.commands.options import Commands, add_command, add_options
+from rlflow.commands.show import Paint
+from rlflow.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rlflow.config.schema import RunConfig
+    from rlflow.rollout import Engine, Rollout
+
+OVERRIDE = re.compile(r"[a-z_]+(\.[\w-]+)+=")
+
+
+def add(commands: Commands) -> None:
+    """Adds the command."""
+    parser = add_command(
+        commands,
+        "ask",
+        run,
+        "ask a trained policy a question, in its environment",
+        "Lets a policy answer a question that is typed in: its thoughts, what it asks the environment for, what it is shown\n"
+        "(collapsed) and its answer, as they are written. Without a question it asks for one after another. MODEL is a run\n"
+        "(its export or newest checkpoint), a checkpoint, or a HuggingFace directory with --env or --config.",
+        'examples:\n  rlflow ask runs/my-run "Who founded the press of Vasmere?" --before\n'
+        "  rlflow ask runs/my-run\n"
+        '  rlflow ask Qwen2.5-3B-Instruct "Who was it?" --config my.yaml\n',
+    )
+    parser.add_argument("model", metavar="MODEL")
+    parser.add_argument("question", nargs="?", metavar="QUESTION")
+    parser.add_argument("--before", action="store_true", help="beside it the policy that the run started from")
+    parser.add_argument("--start", metavar="DIR", help="beside it this HuggingFace directory, in place of that policy")
+    parser.add_argument("--full", action="store_true", help="show observations whole")
+    parser.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0 is greedy (default)")
+    parser.add_argument(
+        "--hf", metavar="PATH", help="config and tokenizer for a checkpoint (default: its run's model.path)"
+    )
+    parser.add_argument(
+        "--config", metavar="FILE", help="YAML configuration: environment and rollout sections are used"
+    )
+    parser.add_argument("--allow-code", action="store_true", help="as in `rlflow eval`")
+    parser.add_argument("--color", choices=("auto", "always", "never"), default="auto")
+    parser.set_defaults(data=None)
+    add_options(parser, "eval")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Answers one question, or one after another."""
+    from rlflow.commands.eval import evaluation_config
+    from rlflow.config.checks import check_config
+    from rlflow.config.schema import load_config
+    from rlflow.run.assemble import make_engine, make_rollout
+    from rlflow.run.model_directory import model_directory
+
+    _sort_words(args)
+    if not args.temperature >= 0:
+        raise ConfigError(f"--temperature: expected 0 (greedy) or more, found {args.temperature}.")
+    with ExitStack() as stack:
+        say = lambda text: print(text, file=sys.stderr)  # noqa: E731
+        model = stack.enter_context(model_directory(final_model(args.model), args.hf, say))
+        config = evaluation_config(args, model)
+        check_config(config)
+        rollout = stack.enter_context(make_rollout(config))
+        rollout.environment.task_from_text("?")  # says so before anything is asked
+        engines = {"after": rollout.engines[0]}
+        if args.before or args.start:
+            start = args.start or (load_config(model.config).model.path if model.config else "")
+            engines["before"] = make_engine(starting_config(config, start), rollout.tokenizer)
+            rollout.engines = list(engines.values())  # closed with it
+        paint = Paint(args.color)
+        for question in [args.question] if args.question else typed(sys.stdin):
+            answer(rollout, engines, question, args.temperature, paint, whole=args.full)
+    return 0
+
+
+def final_model(given: str) -> Path:
+    """The export of a finished run, which needs no conversion; else what was given."""
+    path = Path(given)
+    if not (path / "config.yaml").is_file() or not (path / "export" / "config.json").is_file():
+        return path
+    from rlflow.run.directory import RunDirectory
+    from rlflow.storage.files import read_json
+
+    run = RunDirectory.open(path)
+    steps = run.saved_steps()
+    finished = read_json(run.summary).get("steps") if run.summary.is_file() else None
+    return run.export if not steps or steps[-1] == finished else path
+
+
+def starting_config(config: RunConfig, start: str) -> RunConfig:
+    """The same configuration with the model at `start`. Raises ConfigError where there is none."""
+    import copy
+
+    if not (Path(start) / "config.json").is_file():
+        found = f"found no config.json in {start}" if start else "found no run that says where it started"
+        raise ConfigError(f"--before: expected a HuggingFace directory, {found}; name it with --start DIR.")
+    other = copy.deepcopy(config)
+    other.model.path = start
+    return other
+
+
+def typed(source: Iterable[str]) -> Iterable[str]:
+    """The questions of a person, one per line, to the end of the input; empty lines are passed over."""
+    print("A question per line; Ctrl-D leaves.", file=sys.stderr)
+    print("? ", end="", flush=True)
+    for line in source:
+        if line.strip():
+            yield line.strip()
+        print("? ", end="", flush=True)
+    print()
+
+
+def answer(
+    rollout: Rollout, engines: Mapping[str, Engine], question: str, temperature: float, paint: Paint, whole: bool
+) -> None:
+    """Prints how the policy of each engine answers: one alone while it writes, several beside each other when all have ended."""
+    from rlflow.rollout.streaming import StreamingEngine
+
+    heard, every = [], rollout.engines
+    task = rollout.environment.task_from_text(question)
+    for name, engine in engines.items():
+        conversation = Conversation(paint, live=len(engines) == 1, whole=whole)
+        rollout.engines = [StreamingEngine(engine, rollout.tokenizer, conversation)]
+        try:
+            group = rollout.collect(
+                [task], step=-1, samples_per_prompt=1, temperature=temperature, max_aborted_share=1.0
+            )[0]
+        finally:
+            rollout.engines = every
+        conversation.finish(group.trajectories[0].stop.value, group.trajectories[0].error)
+        heard.append((name, conversation))
+    if len(heard) > 1:
+        print(side_by_side(heard, paint))
+
+
+def _sort_words(args: argparse.Namespace) -> None:
+    """A word that sets a key is no question."""
+    if args.question and OVERRIDE.match(args.question):
+        args.overrides = [args.question, *args.overrides]
+        args.question = None
+    elif args.question is not None and not args.question.strip():
+        raise ConfigError("ask: the question is empty; write one, or none to be asked for it.")

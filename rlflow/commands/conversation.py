@@ -1,0 +1,114 @@
+"""What a policy writes and is shown, in a terminal: while it comes, or two of them beside each other."""
+
+from __future__ import annotations
+
+import itertools
+import re
+import shutil
+import textwrap
+from collections.abc import Sequence
+
+from rlflow.commands.show import Paint, printable
+
+TAG = re.compile(r"</?([a-z_]+)>")
+THOUGHT = ("think", "thought", "thinking", "reasoning")
+COLLAPSED_LINES = 4
+LONGEST_TAG = 24
+
+
+class Conversation:
+    """One episode as it is told: responses in colour with thoughts dim, observations collapsed unless `whole`. live: printed at
+    once; `turns` holds (response, observation before it) in any case."""
+
+    def __init__(self, paint: Paint, *, live: bool, whole: bool = False) -> None:
+        self.turns: list[tuple[str, str]] = []
+        self.ended = ""
+        self._paint, self._live, self._whole = paint, live, whole
+        self._printed = 0
+        self._tag = ""
+        self._observation: str | None = None
+
+    def shown(self, text: str) -> None:
+        """What the policy reads next; the first of it is the prompt, which the person knows."""
+        first = self._observation is None
+        self._observation = "" if first else text
+        self._printed, self._tag = 0, ""
+        if not first and self._live:
+            lines = [f"  │ {line}" for line in collapsed(text, self._width() - 4, self._whole)]
+            print(self._paint("\n".join(lines), "dim"), flush=True)
+
+    def said(self, text: str, ended: bool) -> None:
+        """The response so far."""
+        if self._live:
+            stop = len(text) if ended else _safe_end(text)
+            for part, styles in self._styled(text[self._printed : stop]):
+                print(self._paint(printable(part), *styles), end="", flush=True)
+            self._printed = max(self._printed, stop)
+        if ended:
+            self.turns.append((text, self._observation or ""))
+            if self._live:
+                print(flush=True)
+
+    def finish(self, stop: str, error: str) -> None:
+        """The episode ended."""
+        self.ended = f"aborted: {error}" if error else "" if stop == "terminated" else f"cut: {stop}"
+        if self.ended and self._live:
+            print(self._paint(printable(self.ended), "warn"))
+
+    def _styled(self, text: str) -> list[tuple[str, tuple[str, ...]]]:
+        """The text in parts with their styles; what tag it stands in is remembered from part to part."""
+        parts: list[tuple[str, tuple[str, ...]]] = []
+        place = 0
+        for tag in TAG.finditer(text):
+            parts += [(text[place : tag.start()], self._style()), (tag[0], ("dim",))]
+            self._tag = "" if tag[0].startswith("</") else tag[1]
+            place = tag.end()
+        return [(part, styles) for part, styles in [*parts, (text[place:], self._style())] if part]
+
+    def _style(self) -> tuple[str, ...]:
+        if self._tag in THOUGHT:
+            return ("dim",)
+        return ("policy", "bold") if self._tag else ("policy",)
+
+    @staticmethod
+    def _width() -> int:
+        return shutil.get_terminal_size((80, 24)).columns
+
+
+def collapsed(text: str, width: int, whole: bool = False) -> list[str]:
+    """The lines of an observation, each cut to the width and the last ones left out; all of it, wrapped, where `whole`."""
+    lines = [" ".join(line.split()) for line in printable(text).splitlines() if line.strip()]
+    if whole:
+        return [part for line in lines for part in textwrap.wrap(line, width) or [""]]
+    short = [line if len(line) <= width else f"{line[: width - 1]}…" for line in lines[:COLLAPSED_LINES]]
+    rest = len(lines) - len(short)
+    return [*short, f"… {rest} more line{'s' if rest > 1 else ''}; --full shows them"] if rest else short
+
+
+def side_by_side(heard: Sequence[tuple[str, Conversation]], paint: Paint, width: int | None = None) -> str:
+    """The conversations in columns of equal width, turn beside turn."""
+    width = width or shutil.get_terminal_size((80, 24)).columns
+    room = (width - 3 * (len(heard) - 1)) // len(heard)
+    rows = [_row([[name] for name, _ in heard], room, paint, "bold")]
+    for turns in itertools.zip_longest(*(conversation.turns for _, conversation in heard)):
+        shown = [collapsed(turn[1], room) if turn else [] for turn in turns]
+        said = [_wrapped(printable(turn[0]), room) if turn else [] for turn in turns]
+        rows += [_row(shown, room, paint, "dim"), _row(said, room, paint, "policy")]
+    rows.append(_row([_wrapped(printable(conversation.ended), room) for _, conversation in heard], room, paint, "warn"))
+    return "\n".join(row for row in rows if row)
+
+
+def _row(cells: Sequence[Sequence[str]], room: int, paint: Paint, style: str) -> str:
+    lines = itertools.zip_longest(*cells, fillvalue="")
+    return "\n".join(" │ ".join(paint(f"{part:<{room}}", style) for part in line) for line in lines)
+
+
+def _wrapped(text: str, width: int) -> list[str]:
+    return [part for line in text.splitlines() if line.strip() for part in textwrap.wrap(line, width)]
+
+
+def _safe_end(text: str) -> int:
+    """Where the text can be printed to: not into a tag that is still being written."""
+    opened = text.rfind("<")
+    unfinished = opened >= 0 and ">" not in text[opened:] and len(text) - opened < LONGEST_TAG
+    return opened if unfinished else len(text)

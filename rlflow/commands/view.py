@@ -1,0 +1,48 @@
+"""`rlflow view`: a run's episodes as one page."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from rlflow.commands.options import Commands, add_command
+
+
+def add(commands: Commands) -> None:
+    """Adds the command."""
+    parser = add_command(
+        commands,
+        "view",
+        run,
+        "look at every episode of a run, token by token, in a browser",
+        "Writes one HTML file with the episodes of a run: groups with their rewards and advantages, turns, the tokens with\n"
+        "log-prob, entropy, engine-trainer gap and advantage, first and last evaluation side by side. The file needs no\n"
+        "server and no network. RUN is a run directory, the folder of an evaluation, or a .jsonl of episodes.",
+        "examples:\n  rlflow view runs/my-run --open\n  rlflow view runs/eval-my-run --out eval.html\n",
+    )
+    parser.add_argument("path", metavar="RUN")
+    parser.add_argument("--out", metavar="FILE", help="the page (default: view.html in RUN, or beside the .jsonl)")
+    parser.add_argument("--open", action="store_true", help="open it in the browser")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Writes the page; prints what is on it and what looks wrong with the run."""
+    from rlflow.view.page import headline, write_page
+    from rlflow.view.recorded import RunFiles
+
+    recorded = RunFiles.open(args.path)
+    folder = recorded.path.parent if recorded.path.is_file() else recorded.path
+    out = Path(args.out) if args.out else folder / "view.html"
+    index, found = write_page(recorded, out)
+    print(headline(recorded, index))
+    for finding in found:
+        print(f"! {finding.fault}: {finding.text}")
+    print(
+        f"wrote {out} ({out.stat().st_size / 1e6:.1f} MB)"
+        + ("" if args.open else "; open it in a browser, or add --open")
+    )
+    if args.open:
+        import webbrowser
+
+        webbrowser.open(out.absolute().as_uri())
+    return 0

@@ -1,0 +1,131 @@
+"""What goes wrong quietly in reinforcement learning, told in sentences: from the metrics of the last steps, each once in a run.
+
+A run whose reward rises may still learn nothing, or something else: groups that stopped to differ, responses that are cut, an
+entropy that is gone, an engine with other weights. The rules here look for signs that no correct run shows for long.
+"""
+
+from __future__ import annotations
+
+import functools
+import statistics
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+
+from rlflow.metrics.names import Metrics, label, training_name
+
+Record = Mapping[str, float]
+LASTING = 3  # steps in a row that a sign must be seen in
+ENTROPY_STEPS, ENTROPY_LEFT = 5, 0.1  # of steps; of the entropy before them
+WORTH_LOSING = 0.05  # nats per token: below it a policy was already certain
+GAP, GAP_RISE, GAP_LEAST = 0.1, 10.0, 0.01  # nats; times the first steps'; nats
+LOST = 0.05  # share of episodes lost to infrastructure
+
+
+class Watch:
+    """Looks at the metrics of one step after another. registered: of the environment, whose alarms count too."""
+
+    def __init__(self, registered: Metrics) -> None:
+        self._registered = registered
+        self._recent: deque[Record] = deque(maxlen=ENTROPY_STEPS + 1)
+        self._first_gaps: list[float] = []
+        self._told: set[str] = set()
+
+    def observe(self, metrics: Record) -> list[str]:
+        """What is to be told after a training step with these metrics; nothing that was told before."""
+        self._recent.append(metrics)
+        if len(self._first_gaps) < LASTING and "train/logprob_gap" in metrics:
+            self._first_gaps.append(metrics["train/logprob_gap"])
+        recent, first = list(self._recent), self._first_gaps
+        rules: dict[str, Callable[[], str]] = {
+            "no difference": lambda: no_difference(recent),
+            "all cut": lambda: all_cut(recent),
+            "entropy": lambda: entropy_collapse(recent),
+            "drift": lambda: drift(recent, first),
+            "lost": lambda: episodes_lost(recent),
+            **{name: functools.partial(alarm, recent, name, self._registered) for name in self._registered},
+        }
+        found = {key: text for key, rule in rules.items() if key not in self._told and (text := rule())}
+        self._told |= found.keys()
+        return list(found.values())
+
+
+def no_difference(recent: Sequence[Record]) -> str:
+    """No attempt was better than the others at its task, step after step."""
+    last = _lasting(recent, "train/advantage_zero")
+    if not last or min(last) < 1:
+        return ""
+    reward = statistics.fmean(record.get("train/reward", 0.0) for record in recent[-LASTING:])
+    return (
+        f"No group differed in reward for {LASTING} steps (mean reward {reward:.2f}): there is nothing to learn from, and the "
+        "policy stays as it is. Are the tasks too hard? Take easier ones, more rollout.samples_per_prompt, reward for a part of "
+        "the way, or a policy that solves some of them (rlflow env policy). Too easy? Take harder ones."
+    )
+
+
+def all_cut(recent: Sequence[Record]) -> str:
+    """No response came to its own end."""
+    cut, turns = _lasting(recent, "rollout/responses_cut"), _lasting(recent, "rollout/turns")
+    if not cut or not turns or any(one < all_ for one, all_ in zip(cut, turns, strict=True)) or not min(turns):
+        return ""
+    return (
+        f"All responses are cut, for {LASTING} steps: no stop string matched, and the policy never ended one itself. Look at "
+        "one (rlflow show RUN): if it runs on behind its answer, Environment.stop is not what the policy writes; if it is not "
+        "done yet, raise rollout.max_response_tokens."
+    )
+
+
+def entropy_collapse(recent: Sequence[Record]) -> str:
+    """The policy became certain of everything within a few steps."""
+    values = [record["train/entropy"] for record in recent if "train/entropy" in record]
+    if len(values) <= ENTROPY_STEPS or values[0] < WORTH_LOSING or values[-1] > ENTROPY_LEFT * values[0]:
+        return ""
+    fell = f"{1 - values[-1] / values[0]:.0%} in {ENTROPY_STEPS} steps ({values[0]:.2f} to {values[-1]:.2f} nats per token)"
+    return (
+        f"The entropy fell by {fell}: the policy says the same whatever it tries, and soon stops learning. Lower trainer.lr, "
+        "add the loss `entropy` or `kl`, or raise clip_high of ppo_clip; then go on from an earlier checkpoint "
+        "(run.resume_step)."
+    )
+
+
+def drift(recent: Sequence[Record], first_gaps: Sequence[float]) -> str:
+    """The engine's log-probs are not the trainer's."""
+    gaps = _lasting(recent, "train/logprob_gap")
+    if not gaps:
+        return ""
+    usual = statistics.median(first_gaps)
+    if min(gaps) < GAP and not (min(gaps) > GAP_LEAST and min(gaps) > GAP_RISE * usual):
+        return ""
+    return (
+        f"Engine and trainer drift apart: their log-probs of the same tokens differ by {gaps[-1]:.2g} nats on average "
+        f"({usual:.2g} in the first steps). The engine may hold old weights, or sample from another distribution than the "
+        "trainer computes (precision, kernels, temperature). Check the weight sync first; a correction such as "
+        "algorithm.transforms=[tis] bounds what is left."
+    )
+
+
+def episodes_lost(recent: Sequence[Record]) -> str:
+    """Tools or other infrastructure fail more and more."""
+    shares = _lasting(recent, "rollout/aborted")
+    if not shares or min(shares) < LOST:
+        return ""
+    return (
+        f"Tool errors rise: {shares[-1]:.0%} of the episodes of a step are lost to infrastructure, for {LASTING} steps. They "
+        "teach nothing; above rollout.faults.max_aborted_share the run stops. Their `error` stands in log.txt and in "
+        "trajectories/."
+    )
+
+
+def alarm(recent: Sequence[Record], name: str, registered: Metrics) -> str:
+    """What the environment registered for a metric that must not be above a level for long (`Metric.alarm`)."""
+    metric = registered[name]
+    values = _lasting(recent, name if "/" in name else training_name(name, registered))
+    if metric.alarm is None or not values or min(values) <= metric.alarm:
+        return ""
+    shown = f"{values[-1]:.0%}" if metric.unit == "share" else f"{values[-1]:.3g} {metric.unit}"
+    return f"{label(name).capitalize()} {shown} ({metric.meaning}), for {LASTING} steps. {metric.advice}".strip()
+
+
+def _lasting(recent: Sequence[Record], name: str) -> list[float]:
+    """The metric in the last steps, where all of them have it; else nothing."""
+    values = [record[name] for record in recent[-LASTING:] if name in record]
+    return values if len(values) == LASTING else []

@@ -1,0 +1,209 @@
+"""LoRA adapters as the package peft reads and writes them: a folder with adapter_config.json and adapter_model.safetensors.
+
+LoRA: Hu et al. 2021, arXiv 2106.09685. A layer of the base computes W x + alpha / rank * B (A x).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rlflow.errors import ModelError, StorageError
+from rlflow.models.architecture import huggingface_shapes, stored_architecture
+from rlflow.models.export import write_model
+from rlflow.models.huggingface import ADAPTER_CONFIG, WeightFiles, read_config, read_object
+from rlflow.storage.files import replacing_directory
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
+PREFIX = "base_model.model."
+"""What peft puts before the names of the base's layers."""
+_A, _B = ".lora_A.weight", ".lora_B.weight"
+_PLAIN: dict[str, Any] = {
+    "peft_type": "LORA",
+    "bias": "none",
+    "fan_in_fan_out": False,
+    "use_rslora": False,
+    "use_dora": False,
+    "modules_to_save": None,
+    "rank_pattern": {},
+    "alpha_pattern": {},
+}
+"""Entries of adapter_config.json by which B A alone is what is added; another value means another computation."""
+_LATER: dict[str, Any] = {"lora_bias": False, "layer_replication": None}
+"""The same, which not every version of peft knows."""
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """The factors over a base model, {layer: (A (rank, in), B (out, rank))}, by HuggingFace names. scale: alpha / rank."""
+
+    factors: Mapping[str, tuple[Tensor, Tensor]]
+    scale: float
+
+    @classmethod
+    def of(cls, named: Iterable[tuple[str, Tensor]], scale: float, where: str) -> Adapter:
+        """From (`LAYER.lora_A.weight` or `LAYER.lora_B.weight`, factor) pairs. Raises ModelError for half a pair, or shapes that
+        do not go together."""
+        found = dict(named)
+        layers = sorted({name.removesuffix(_A).removesuffix(_B) for name in found})
+        factors = {}
+        for layer in layers:
+            a, b = found.get(layer + _A), found.get(layer + _B)
+            if a is None or b is None:
+                raise ModelError(f"{where}: '{layer}' has not both of lora_A.weight and lora_B.weight.")
+            if a.dim() != 2 or b.dim() != 2 or a.shape[0] != b.shape[1]:
+                raise ModelError(
+                    f"{where}: the factors of '{layer}' do not fit: A {tuple(a.shape)}, B {tuple(b.shape)}."
+                )
+            factors[layer] = (a, b)
+        return cls(factors, scale)
+
+    def change(self, layer: str) -> Tensor:
+        """(out, in) float32: what is added to the weight of a layer."""
+        a, b = self.factors[layer]
+        return self.scale * (b.float() @ a.float())
+
+    def merged(
+        self, base: Mapping[str, Tensor], where: str, dtype: torch.dtype | None = None
+    ) -> Iterator[tuple[str, Tensor]]:
+        """The base's (name, tensor) pairs with the adapters added in float32, one tensor at a time; all in `dtype`, or in the
+        dtypes of the base.
+
+        Raises ModelError where the base has no such layer, or another shape."""
+        for layer in self.factors:
+            if f"{layer}.weight" not in base:
+                raise ModelError(
+                    f"{where}: has no '{layer}.weight', which the adapter changes; it belongs to another base."
+                )
+        for name in base:
+            weight, layer = base[name], name.removesuffix(".weight")
+            weight = weight if dtype is None else weight.to(dtype)
+            if layer in self.factors and layer != name:
+                change = self.change(layer)
+                if weight.shape != change.shape:
+                    raise ModelError(
+                        f"{where}: '{name}' is {tuple(weight.shape)}, the adapter's {tuple(change.shape)}; it belongs to "
+                        "another base."
+                    )
+                weight = (weight.float() + change).to(weight.dtype)
+            yield name, weight
+
+
+def write_adapter(
+    path: str | Path,
+    factors: Iterable[tuple[str, Tensor]],
+    *,
+    base: str | Path,
+    rank: int,
+    alpha: float,
+    targets: Sequence[str],
+) -> None:
+    """Writes the folder, in place of an adapter that is there. factors: as of `Adapter.of`. base: where the frozen weights are.
+
+    Raises ModelError for factors that are not finite or not whole pairs, StorageError where the folder cannot be written or holds
+    something else. On failure `path` is as it was."""
+    import torch
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
+    path = Path(path)
+    if path.exists() and (not path.is_dir() or (any(path.iterdir()) and not (path / ADAPTER_CONFIG).is_file())):
+        raise StorageError(
+            f"{path}: is not an adapter's folder (no {ADAPTER_CONFIG}), so it is not replaced; choose another."
+        )
+    tensors = {PREFIX + name: factor.contiguous() for name, factor in factors}
+    if not tensors:
+        raise ModelError(f"{path}: there are no adapters to write.")
+    Adapter.of(tensors.items(), alpha / rank, str(path))
+    for name, factor in tensors.items():
+        if not bool(torch.isfinite(factor).all()):
+            raise ModelError(f"{path}: '{name}' holds NaN or Inf.")
+    config = {
+        **_PLAIN,
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": str(Path(base).absolute()),
+        "r": rank,
+        "lora_alpha": int(alpha) if float(alpha).is_integer() else alpha,
+        "lora_dropout": 0.0,
+        "target_modules": list(targets),
+        "init_lora_weights": True,
+        "inference_mode": True,
+    }
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with replacing_directory(path) as partial:
+            save_file(tensors, partial / ADAPTER_WEIGHTS, metadata={"format": "pt"})
+            (partial / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    except (OSError, SafetensorError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise StorageError(
+            f"{path}: the adapter cannot be written ({reason}); make room or choose another place."
+        ) from error
+
+
+def read_adapter(path: str | Path) -> tuple[Adapter, dict[str, Any]]:
+    """The adapter in a folder, and its adapter_config.json.
+
+    Raises ModelError where there is none, it is damaged, or it is of a kind that is more than B A: DoRA, biases, other ranks for
+    some layers, embeddings."""
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    folder = Path(path)
+    if not (folder / ADAPTER_CONFIG).is_file():
+        raise ModelError(
+            f"{folder}: no adapter here; expected {ADAPTER_CONFIG} and {ADAPTER_WEIGHTS}, as peft writes them."
+        )
+    config = read_object(folder / ADAPTER_CONFIG)
+    for key, expected in {**_PLAIN, **_LATER}.items():
+        if (config.get(key) or None) != (expected or None):
+            raise ModelError(
+                f"{folder / ADAPTER_CONFIG}: {key} is {str(config[key])[:60]}, which is not supported; merge it with peft: "
+                "AutoPeftModelForCausalLM.from_pretrained(FOLDER).merge_and_unload().save_pretrained(OUT)."
+            )
+    rank, alpha = config.get("r"), config.get("lora_alpha")
+    if not isinstance(rank, int) or rank < 1 or not isinstance(alpha, int | float) or not math.isfinite(alpha):
+        raise ModelError(
+            f"{folder / ADAPTER_CONFIG}: expected r of at least 1 and a number as lora_alpha, found {rank!r:.60} "
+            f"and {alpha!r:.60}."
+        )
+    if not (folder / ADAPTER_WEIGHTS).is_file():
+        raise ModelError(
+            f"{folder / ADAPTER_WEIGHTS}: missing; only safetensors are read (pickled *.bin can run code)."
+        )
+    try:
+        tensors = load_file(folder / ADAPTER_WEIGHTS)
+    except (OSError, SafetensorError) as error:
+        raise ModelError(f"{folder / ADAPTER_WEIGHTS}: cannot be read ({error}).") from None
+    named = ((name.removeprefix(PREFIX), tensor) for name, tensor in tensors.items())
+    return Adapter.of(named, alpha / rank, str(folder)), config
+
+
+def merge_adapter(
+    folder: str | Path, out: str | Path, base: str | Path | None = None, *, overwrite: bool = False
+) -> dict[str, Any]:
+    """Writes the model directory that an adapter's folder and its base are together, as `write_model` does; returns its manifest.
+
+    base: a model directory; None: the one that adapter_config.json names. Raises ModelError, StorageError."""
+    adapter, config = read_adapter(folder)
+    place = Path(base if base is not None else str(config.get("base_model_name_or_path") or ""))
+    if base is None and not (place / "config.json").is_file():
+        raise ModelError(
+            f"{Path(folder) / ADAPTER_CONFIG}: names the base '{str(place)[:200]}', and there is no model directory of that "
+            "name here; give it with --base DIR."
+        )
+    return write_model(out, merged_model(adapter, place), place, overwrite=overwrite)
+
+
+def merged_model(adapter: Adapter, base: str | Path, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
+    """The weights of a model directory with the adapter in them, in `dtype` or as they are there. Raises ModelError."""
+    known = huggingface_shapes(stored_architecture(read_config(base)))  # files of a tied model may repeat the embedding
+    return (pair for pair in adapter.merged(WeightFiles(base), str(base), dtype) if pair[0] in known)

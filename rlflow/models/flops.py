@@ -1,0 +1,46 @@
+"""Floating-point operations of a dense decoder, by its shape."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+
+class DecoderShape(Protocol):
+    """The sizes that the operations follow from; an `Architecture` has them."""
+
+    @property
+    def layers(self) -> int: ...
+    @property
+    def hidden(self) -> int: ...
+    @property
+    def heads(self) -> int: ...
+    @property
+    def groups(self) -> int: ...
+    @property
+    def head_dim(self) -> int: ...
+    @property
+    def ffn(self) -> int: ...
+    @property
+    def vocab(self) -> int: ...
+
+
+def forward_flops(shape: DecoderShape, lengths: Sequence[int], scored: int) -> int:
+    """FLOPs of one forward pass over rows of `lengths` tokens, with logits for `scored` of their tokens.
+
+    A multiplication and an addition count two (PaLM, arXiv 2204.02311 appendix B). Matrix products only: per token 2
+    for each weight of the linear layers; per pair of a query and a key that it sees (causal: L (L + 1) / 2 of a row), 4 for
+    each dimension of each head; per scored token 2 for each weight of the output layer. Norms, activations, the
+    embedding look-up and padding count nothing."""
+    query, key = shape.heads * shape.head_dim, shape.groups * shape.head_dim
+    attention = shape.hidden * (query + 2 * key) + query * shape.hidden
+    per_token = 2 * shape.layers * (attention + 3 * shape.hidden * shape.ffn)
+    pairs = sum(length * (length + 1) // 2 for length in lengths)
+    per_pair = 4 * shape.layers * query
+    return per_token * sum(lengths) + per_pair * pairs + 2 * shape.hidden * shape.vocab * scored
+
+
+def training_flops(shape: DecoderShape, lengths: Sequence[int], scored: int) -> int:
+    """Model FLOPs of a training step: the backward pass counts twice the forward pass; what is computed again counts
+    nothing."""
+    return 3 * forward_flops(shape, lengths, scored)

@@ -1,0 +1,125 @@
+"""The trainer's weights on their way to vLLM: files in memory of bounded size, and the names that have to arrive."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import tempfile
+import weakref
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+from torch import Tensor
+
+from rlflow.errors import ModelError, RolloutError, did_you_mean
+from rlflow.models.architecture import huggingface_shapes, stored_architecture
+from rlflow.models.huggingface import WeightFiles, read_config
+from rlflow.rollout.engine import Weights, each_weight
+
+HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+NAMES_TOLD = 5
+
+
+class WeightNames:
+    """Which tensors an update of a model consists of: those that its config.json implies, the head in any case.
+
+    Where head and embedding are one tensor, vLLM keeps a packed copy as its head, which a new embedding alone leaves as it is."""
+
+    def __init__(self, path: str | Path) -> None:
+        config = read_config(path)
+        try:
+            stored = frozenset(huggingface_shapes(stored_architecture(config)))
+        except ModelError:  # a family that vLLM knows and rlflow does not
+            stored = frozenset(WeightFiles(path))
+        self.tied = EMBEDDING in stored and (HEAD not in stored or bool(config.get("tie_word_embeddings")))
+        self.expected = stored | {HEAD} if self.tied else stored
+
+    def check(self, name: str) -> None:
+        """Raises ModelError for a tensor that is none of the model's."""
+        if name not in self.expected:
+            raise ModelError(f"engine.load_weights: unknown tensor '{name}'.{did_you_mean(name, self.expected)}")
+
+    def check_complete(self, received: set[str]) -> None:
+        """Raises ModelError where vLLM received fewer or other tensors than the model has: it would keep the old ones, and say
+        nothing."""
+        for names, what in (
+            (self.expected - received, "did not arrive"),
+            (received - self.expected, "are not the model's"),
+        ):
+            if names:
+                told = ", ".join(sorted(names)[:NAMES_TOLD]) + (", ..." if len(names) > NAMES_TOLD else "")
+                raise ModelError(
+                    f"engine.load_weights: {len(names)} of {len(self.expected)} tensors {what}: {told}; vLLM would go on with "
+                    "the old values of what is missing. Send every tensor of the model in every update."
+                )
+
+
+class Buckets:
+    """Safetensors files in /dev/shm (in the folder of temporary files where there is none), one at a time."""
+
+    def __init__(self, limit_bytes: int) -> None:
+        self._limit = limit_bytes
+        memory = Path("/dev/shm")
+        parent = memory if memory.is_dir() and os.access(memory, os.W_OK) else Path(tempfile.gettempdir())
+        self._folder = Path(tempfile.mkdtemp(prefix="rlflow-weights-", dir=parent))
+        self._remove = weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
+        self._number = 0
+
+    def close(self) -> None:
+        """Removes the folder."""
+        self._remove()
+
+    async def files(self, weights: Weights, names: WeightNames) -> AsyncIterator[Path]:
+        """A file after another, each of at most `limit_bytes` (a larger tensor is alone in its file) and gone when the next is
+        asked for. Of a tied model the head follows its embedding.
+
+        Raises ModelError for a tensor that is none of the model's, RolloutError where there is no room."""
+        held: dict[str, Tensor] = {}
+        size = 0
+        async for name, tensor in _with_head(weights, names):
+            names.check(name)
+            tensor = tensor.detach().cpu().contiguous()
+            if held and size + tensor.nbytes > self._limit:
+                async for path in self._written(held):
+                    yield path
+                held, size = {}, 0
+            held[name] = tensor
+            size += tensor.nbytes
+        if held:
+            async for path in self._written(held):
+                yield path
+
+    async def _written(self, tensors: dict[str, Tensor]) -> AsyncIterator[Path]:
+        from safetensors import SafetensorError
+        from safetensors.torch import save_file
+
+        self._number += 1
+        path = self._folder / f"{self._number}.safetensors"
+        try:
+            try:
+                await asyncio.to_thread(save_file, tensors, path)
+            except (OSError, SafetensorError) as error:
+                size, free = (
+                    sum(tensor.nbytes for tensor in tensors.values()) >> 20,
+                    shutil.disk_usage(self._folder).free >> 20,
+                )
+                raise RolloutError(
+                    f"weight sync: {path}: {size} MiB of tensors cannot be written ({error}); {free} MiB are free there. Make "
+                    "rollout.engine.bucket_mib smaller, or that file system larger."
+                ) from None
+            yield path
+        finally:
+            path.unlink(missing_ok=True)
+
+
+async def _with_head(weights: Weights, names: WeightNames) -> AsyncIterator[tuple[str, Tensor]]:
+    head: Tensor | None = None
+    sent = False
+    async for name, tensor in each_weight(weights):
+        if name == EMBEDDING and names.tied:
+            head = tensor.clone()  # a file holds no tensor twice
+        sent |= name == HEAD
+        yield name, tensor
+    if head is not None and not sent:
+        yield HEAD, head

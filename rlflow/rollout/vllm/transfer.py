@@ -1,0 +1,75 @@
+"""vLLM's side of a weight update: a transfer engine of vLLM that reads safetensors files of this machine, in memory mostly.
+
+vLLM loads it in every process that holds a part of the model, by the entry point `vllm.general_plugins` that `process` writes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+BACKEND = "rlflow_files"
+
+
+def register() -> None:
+    """Makes the backend known to vLLM. Called by vLLM in each of its processes, more than once in some."""
+    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+
+    if BACKEND not in getattr(WeightTransferEngineFactory, "_registry", {}):
+        WeightTransferEngineFactory.register_engine(BACKEND, __name__, "FileTransfer")
+
+
+def __getattr__(name: str) -> Any:
+    # The base class is vLLM's, which must not be imported before vLLM asks for the plug-in.
+    if name != "FileTransfer":
+        raise AttributeError(name)
+    made = globals()[name] = _make_engine()
+    return made
+
+
+def _make_engine() -> type:
+    from safetensors.torch import load_file
+    from vllm.distributed.weight_transfer.base import (
+        WeightTransferEngine,
+        WeightTransferInitInfo,
+        WeightTransferUpdateInfo,
+    )
+    from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+    @dataclass
+    class NoInit(WeightTransferInitInfo):
+        """There is nothing to set up."""
+
+    @dataclass
+    class TensorFile(WeightTransferUpdateInfo):
+        """Where some of the tensors are."""
+
+        path: str = ""
+
+    class FileTransfer(WeightTransferEngine):
+        """Loads tensors with HuggingFace names, as a checkpoint holds them. A layer takes over when its last tensor is there."""
+
+        init_info_cls = NoInit
+        update_info_cls = TensorFile
+
+        def init_transfer_engine(self, init_info: Any) -> None:
+            """Nothing to set up."""
+
+        def start_weight_update(self) -> None:
+            initialize_layerwise_reload(self.model)
+
+        def receive_weights(self, update_info: Any, *_: Any) -> None:
+            # A mapping of a file that is never written again: the driver unlinks it, which what is mapped outlives.
+            self.model.load_weights(iter(load_file(update_info.path).items()))
+
+        def finish_weight_update(self) -> None:
+            finalize_layerwise_reload(self.model, self.model_config)
+
+        def shutdown(self) -> None:
+            """Nothing is open."""
+
+        @staticmethod
+        def trainer_send_weights(iterator: Any, trainer_args: Any) -> None:
+            """The trainer's side is `rlflow.rollout.vllm.buckets`."""
+            raise NotImplementedError
+
+    return FileTransfer

@@ -1,0 +1,253 @@
+"""Evaluation of a model behind an OpenAI-compatible chat server. It takes and gives text: what stands for tokens here
+are pieces of text, so that limits in tokens hold roughly and log-probs are not known. Never for training."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import re
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, cast
+
+from rlflow.config.schema import RunConfig
+from rlflow.errors import ConfigError, MissingPackageError, RolloutError
+from rlflow.http import GaveUp, Retryable, RetryPolicy, check_status, post
+from rlflow.rollout import Completion, Engine, Rollout, Sampling, Tokenizer
+from rlflow.run.assemble import make_environment, rollout_over
+from rlflow.types import Message, Observation
+
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 30.0
+MOST_STOPS = 4  # that OpenAI's interface takes
+PIECE = 4  # characters of English per token, about
+MESSAGE, CONTENT, BEGIN, END = "\ue000", "\ue001", "\ue002", "\ue003"
+"""Private characters that set messages apart, their roles and contents, and what the model said; taken out of
+everybody's text."""
+_PRIVATE = str.maketrans(dict.fromkeys((MESSAGE, CONTENT, BEGIN, END)))
+_OPENING = re.compile(r"</([^<>/\s]+)>$")
+WARNING = (
+    "a chat server takes and gives text: what was sampled is not known token by token, limits in tokens hold roughly, "
+    "and scores may differ from those of the same model as --model DIR"
+)
+
+
+class PiecedText:
+    """Text in pieces of a few characters, with a number for each: what a rollout needs of a tokenizer, exact in both
+    directions."""
+
+    eos_ids: tuple[int, ...] = ()
+
+    def __init__(self) -> None:
+        self._pieces: list[str] = [BEGIN, END]
+        self._numbers = {piece: number for number, piece in enumerate(self._pieces)}
+
+    def with_tools(self, tools: Sequence[dict[str, Any]]) -> Any:
+        """Raises ConfigError: a server answers with calls in a form of its own, not with text."""
+        raise ConfigError(
+            f"--server: this environment presents {len(tools)} tool(s) in the chat template, and a server would "
+            "answer with calls instead of text; take a protocol without tools, or --model DIR."
+        )
+
+    def encode_prompt(self, prompt: Observation, chat_template: bool = False) -> list[int]:
+        """The prompt as messages: text is one of the user."""
+        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        return self._numbered(
+            "".join(f"{MESSAGE}{_own(one['role'])}{CONTENT}{_own(one['content'])}" for one in messages)
+        )
+
+    def encode_text(self, text: str) -> list[int]:
+        return self._numbered(_own(text))
+
+    def encode_turn(
+        self, history: Sequence[Message], response: str, answer: Sequence[Message], closing: int | None
+    ) -> list[int]:
+        return self.encode_prompt(list(answer))
+
+    def encode_response(self, text: str) -> list[int]:
+        """What the model said, between marks: it is recognised in the conversation again."""
+        return [0, *self._numbered(_own(text)), 1]
+
+    def decode(self, tokens: Sequence[int], skip_special_tokens: bool = True) -> str:
+        return "".join(self._pieces[token] for token in tokens if token > 1 or not skip_special_tokens)
+
+    def _numbered(self, text: str) -> list[int]:
+        pieces = [text[start : start + PIECE] for start in range(0, len(text), PIECE)]
+        for piece in pieces:
+            if piece not in self._numbers:
+                self._numbers[piece] = len(self._pieces)
+                self._pieces.append(piece)
+        return [self._numbers[piece] for piece in pieces]
+
+
+def _own(text: str) -> str:
+    return text.translate(_PRIVATE)
+
+
+def messages_of(text: str) -> list[Message]:
+    """The conversation behind what a rollout has of it: the prompt's messages, the model's responses, and as the user's what the
+    environment said in between."""
+    messages: list[Message] = []
+    for part in re.split(f"({BEGIN}[^{END}]*{END}|{MESSAGE}[^{CONTENT}]*{CONTENT})", text):
+        if part.startswith(MESSAGE):
+            messages.append({"role": part[1:-1], "content": ""})
+        elif part.startswith(BEGIN):
+            messages.append({"role": "assistant", "content": part[1:-1]})
+        elif messages and messages[-1]["role"] != "assistant":
+            messages[-1]["content"] += part
+        elif part:
+            messages.append({"role": "user", "content": part})
+    return messages
+
+
+class ChatEngine(Engine):
+    """POST {url}/chat/completions with the conversation so far. Log-probs are NaN."""
+
+    def __init__(
+        self,
+        url: str,
+        text: PiecedText,
+        *,
+        model: str | None = None,
+        api_key_variable: str = "OPENAI_API_KEY",
+        concurrency: int = 16,
+        timeout_s: float = 600.0,
+        tries: int = 5,
+    ) -> None:
+        """url: of the API, such as http://localhost:8000/v1. model: None takes the only one that the server lists.
+        api_key_variable: the environment variable with the key; none is sent where it is not set. timeout_s: of an attempt.
+
+        Raises ConfigError, MissingPackageError."""
+        if not url.startswith(("http://", "https://")):
+            raise ConfigError(f"--server: expected an address such as http://localhost:8000/v1, found '{url}'.")
+        try:
+            import httpx
+        except ImportError:
+            raise MissingPackageError("--server needs the package httpx: pip install httpx") from None
+        self._text = text
+        self._base = url.rstrip("/").removesuffix("/chat/completions")
+        self._policy = RetryPolicy(tries, FIRST_PAUSE_S, LONGEST_PAUSE_S)
+        key = os.environ.get(api_key_variable)
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        limits = httpx.Limits(max_connections=concurrency, max_keepalive_connections=concurrency)
+        self._client = httpx.Client(headers=headers, timeout=timeout_s, limits=limits)
+        self._threads = ThreadPoolExecutor(concurrency, thread_name_prefix="chat-server")
+        self.max_concurrency = concurrency
+        try:
+            self.model = model or self._only_model()
+        except BaseException:
+            self._close()
+            raise
+
+    async def generate(
+        self, tokens: Sequence[int], sampling: Sampling, request_id: str | None = None, priority: int = 0
+    ) -> Completion:
+        """The server's reply. Raises RolloutError where it gives none, ConfigError where it refuses all requests."""
+        body: dict[str, Any] = {
+            "model": self.model,
+            "messages": messages_of(self._text.decode(tokens, skip_special_tokens=False)),
+            "max_tokens": sampling.max_tokens,
+            "temperature": sampling.temperature,
+        }
+        if sampling.stop:
+            body["stop"] = list(sampling.stop[:MOST_STOPS])
+        if sampling.seed is not None and sampling.temperature > 0:
+            body["seed"] = sampling.seed % 2**31
+        loop = asyncio.get_running_loop()
+        said, cut = await loop.run_in_executor(self._threads, self._reply, body, sampling.stop)
+        made = self._text.encode_response(said)
+        return Completion(made, [float("nan")] * len(made), [0] * len(made), "length" if cut else "stop")
+
+    def _reply(self, body: dict[str, Any], stops: Sequence[str]) -> tuple[str, bool]:
+        try:
+            choice = self._policy.call(lambda: self._post(body), random.Random(len(body["messages"])))
+        except GaveUp as end:
+            raise RolloutError(f"{self._base}: no answer after {end.attempts} attempts; last: {end.last}.") from None
+        text = choice["message"].get("content")
+        text = text if isinstance(text, str) else ""
+        if choice.get("finish_reason") == "length":
+            return text, True
+        return with_stop(text, choice.get("stop_reason", choice.get("matched_stop")), stops), False
+
+    def _post(self, body: dict[str, Any]) -> dict[str, Any]:
+        response, excerpt = post(self._client, f"{self._base}/chat/completions", body)
+        if response.status_code in (401, 403, 404):
+            raise ConfigError(
+                f"--server {self._base}: status {response.status_code}: {excerpt}. Correct the address, "
+                "--server-model, or the key in the variable of --api-key-variable."
+            )
+        if response.status_code != 200:  # this conversation alone, which may be too long for the model
+            raise RolloutError(f"{self._base}: status {response.status_code}: {excerpt}")
+        try:
+            choice = response.json()["choices"][0]
+            if not isinstance(choice["message"], dict):
+                raise TypeError("a message that is no object")
+        except (ValueError, KeyError, IndexError, TypeError, RecursionError):
+            raise Retryable(f"expected a chat completion, found {excerpt}", at_once=True) from None
+        return choice
+
+    def _only_model(self) -> str:
+        import httpx
+
+        def ask() -> list[str]:
+            try:
+                response = self._client.get(f"{self._base}/models")
+                check_status("", response.status_code, response.headers, response.text[:300])
+                return [str(one["id"]) for one in response.json()["data"]]
+            except httpx.HTTPError as failure:
+                raise Retryable(f"{type(failure).__name__} {failure}".rstrip()) from None
+            except (ValueError, KeyError, TypeError):
+                return []
+
+        try:
+            found = self._policy.call(ask, random.Random(0))
+        except GaveUp as end:
+            raise ConfigError(
+                f"--server {self._base}: no answer after {end.attempts} attempts; last: {end.last}."
+            ) from None
+        if len(found) != 1:
+            listed = ", ".join(found[:8]) or "none that it tells"
+            raise ConfigError(f"--server {self._base}: give --server-model; its models: {listed}.")
+        return found[0]
+
+    async def load_weights(self, weights: Any, version: int) -> None:
+        raise RolloutError("a chat server takes no weights; it is for evaluation.")
+
+    async def pause(self, mode: Any = "keep") -> None:
+        """Nothing to do: nobody updates it."""
+
+    async def resume(self) -> None:
+        """Nothing to do."""
+
+    async def abort(self, request_id: str) -> None:
+        """A request that is under way ends by itself."""
+
+    async def close(self) -> None:
+        self._close()
+
+    def _close(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._client.close()
+
+
+def with_stop(text: str, told: Any, stops: Sequence[str]) -> str:
+    """The reply with the stop string that servers leave out: the one that the server names, else the closing tag of an element
+    that the reply opened last and did not close; nothing where the model ended by itself."""
+    if isinstance(told, str) and told in stops:
+        return text if text.endswith(told) else text + told
+    if told is not None or any(stop in text for stop in stops):
+        return text
+    opened = {text.rfind(f"<{tag[1]}>"): stop for stop in stops if (tag := _OPENING.search(stop))}
+    last = max(opened, default=-1)
+    return text + opened[last] if last >= 0 else text
+
+
+def chat_rollout(config: RunConfig, url: str, **options: Any) -> tuple[Rollout, str]:
+    """(a rollout of the configuration's environment over the server's model, the model's name). options: of ChatEngine."""
+    text = PiecedText()
+    engine = ChatEngine(url, text, **options)
+    try:
+        return rollout_over([engine], make_environment(config), cast(Tokenizer, text), config), engine.model
+    except BaseException:
+        engine._close()
+        raise

@@ -1,0 +1,206 @@
+"""The display of a run as a page that it serves, and several displays as one."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rlflow.errors import StorageError
+from rlflow.metrics.names import Metrics
+from rlflow.run.clock import Clock
+from rlflow.run.pace import Pace
+from rlflow.run.page import PageState, render_content, render_page
+from rlflow.run.page_server import PageServer
+from rlflow.run.progress import Progress, make_progress
+from rlflow.storage.files import write_text
+
+if TYPE_CHECKING:  # rlflow.types brings torch
+    from rlflow.types import Trajectory
+
+logger = logging.getLogger(__name__)
+
+EPISODES = 4  # of different tasks, that the page shows
+
+
+class LivePage:
+    """A page that shows how the run goes, at `url` while it goes on, and in the file `report` after each evaluation and at the
+    end. Where it cannot be served or written, one line in the log says so, and the run goes on."""
+
+    def __init__(self, pace: Pace, title: str) -> None:
+        self.report: Path | None = None  # once the run has a directory
+        self._pace = pace
+        self._state = PageState(title, pace.steps)
+        self._episodes: dict[str, Trajectory] = {}  # of each task the last one
+        self._lock = threading.Lock()
+        self._server: PageServer | None = None
+        try:
+            self._server = PageServer(
+                lambda nonce: render_page(self._now(), nonce), lambda: render_content(self._now())
+            )
+        except OSError as error:
+            logger.warning(
+                "metrics.page: the page cannot be served (%s); the run goes on without it", error.strerror or error
+            )
+
+    @property
+    def url(self) -> str:
+        """Where the page is; empty where it is not served."""
+        return self._server.url if self._server is not None else ""
+
+    @property
+    def registered(self) -> Metrics:
+        return self._state.registered
+
+    @registered.setter
+    def registered(self, metrics: Metrics) -> None:
+        self._state.registered = metrics
+
+    def phase(self, name: str, detail: str = "") -> None:
+        self._state.doing = f"{name} {detail}".strip()
+
+    def episode(self, ended: int, total: int, trajectory: Trajectory) -> None:
+        with self._lock:
+            self._episodes.pop(trajectory.task_id, None)
+            self._episodes[trajectory.task_id] = trajectory
+            while len(self._episodes) > EPISODES:
+                del self._episodes[next(iter(self._episodes))]
+            self._state.doing = f"{self._state.doing.split(' (')[0]} ({ended} of {total} episodes)"
+
+    def restore(self, records: Sequence[Mapping[str, float]]) -> None:
+        with self._lock:
+            self._state.records = [dict(record) for record in records]
+
+    def step(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._pace.step(step, metrics)
+        self._add(step, metrics)
+
+    def evaluated(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._add(step, metrics)
+        self._write()
+
+    def warned(self, step: int, text: str) -> None:
+        with self._lock:
+            self._state.warnings.append((step, text))
+
+    def message(self, text: str) -> None: ...
+
+    def finished(self, summary: Mapping[str, Any]) -> None:
+        self._state.summary = summary
+        self._write()
+
+    def close(self) -> None:
+        if self._server is not None:
+            self._server.close()
+            self._server = None
+
+    def _add(self, step: int, metrics: Mapping[str, float]) -> None:
+        with self._lock:
+            records = self._state.records
+            if records and records[-1]["step"] == step:
+                records[-1] = {**records[-1], **metrics}
+            else:
+                records.append({"step": step, **metrics})
+
+    def _now(self) -> PageState:
+        with self._lock:
+            episodes: list[Mapping[str, Any]] = [
+                episode_record(trajectory) for trajectory in reversed(self._episodes.values())
+            ]
+            return dataclasses.replace(
+                self._state,
+                records=list(self._state.records),
+                warnings=list(self._state.warnings),
+                episodes=episodes,
+                seconds=self._pace.elapsed_s,
+                remaining_s=self._pace.remaining_s,
+            )
+
+    def _write(self) -> None:
+        if self.report is None:
+            return
+        try:
+            write_text(self.report, render_page(self._now()), durable=False)
+        except (OSError, StorageError) as error:
+            logger.warning("metrics.page: %s cannot be written (%s); the run goes on without it", self.report, error)
+            self.report = None
+
+
+def episode_record(trajectory: Trajectory) -> dict[str, Any]:
+    """An episode as the page shows it."""
+    turns = [{"response": turn.response, "observation": turn.observation} for turn in trajectory.turns]
+    return {
+        "prompt": trajectory.prompt,
+        "turns": turns,
+        "reward": trajectory.reward,
+        "stop": trajectory.stop.value,
+        "error": trajectory.error,
+    }
+
+
+class SeveralDisplays:
+    """Tells each of several displays what it is told."""
+
+    def __init__(self, displays: Sequence[Progress]) -> None:
+        self._displays = displays
+
+    @property
+    def registered(self) -> Metrics:
+        return self._displays[0].registered
+
+    @registered.setter
+    def registered(self, metrics: Metrics) -> None:
+        for display in self._displays:
+            display.registered = metrics
+
+    def phase(self, name: str, detail: str = "") -> None:
+        for display in self._displays:
+            display.phase(name, detail)
+
+    def episode(self, ended: int, total: int, trajectory: Trajectory) -> None:
+        for display in self._displays:
+            display.episode(ended, total, trajectory)
+
+    def restore(self, records: Sequence[Mapping[str, float]]) -> None:
+        for display in self._displays:
+            display.restore(records)
+
+    def step(self, step: int, metrics: Mapping[str, float]) -> None:
+        for display in self._displays:
+            display.step(step, metrics)
+
+    def evaluated(self, step: int, metrics: Mapping[str, float]) -> None:
+        for display in self._displays:
+            display.evaluated(step, metrics)
+
+    def warned(self, step: int, text: str) -> None:
+        for display in self._displays:
+            display.warned(step, text)
+
+    def message(self, text: str) -> None:
+        for display in self._displays:
+            display.message(text)
+
+    def finished(self, summary: Mapping[str, Any]) -> None:
+        for display in self._displays:
+            display.finished(summary)
+
+    def close(self) -> None:
+        for display in self._displays:
+            display.close()
+
+
+def make_display(
+    kind: str, *, page: bool, steps: int, title: str, first_step: int, clock: Clock
+) -> tuple[Progress, LivePage | None]:
+    """(what a run tells how it goes, the page in it where one is wanted); the terminal is told where the page is."""
+    terminal = make_progress(kind, steps=steps, title=title, first_step=first_step, clock=clock)
+    if not page:
+        return terminal, None
+    live = LivePage(Pace(steps, first_step, clock), title)
+    if live.url:
+        terminal.message(f"page: {live.url}")
+    return SeveralDisplays([terminal, live]), live

@@ -1,0 +1,293 @@
+"""How much memory each process of a run takes at the most, by phase and part: closed forms of the configuration and the shapes.
+
+The formulas are those of the layers in `rlflow.trainer.megatron` (and, where Transformer Engine stands in for them,
+near it) and of the embedded engine. `benchmarks/memory_estimate.py` holds them against measured peaks. What a run takes
+may be less: every episode is taken to fill its budget."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from rlflow.components import ENGINE
+from rlflow.config.schema import RunConfig
+from rlflow.errors import RLFlowError
+from rlflow.models.architecture import Architecture, architecture, padded_vocab, placed_rules
+from rlflow.models.huggingface import read_config
+from rlflow.models.rules import Rule, Split
+from rlflow.models.tables import OUTPUT, TIED_OUTPUT
+from rlflow.rollout.embedded.block_manager import BLOCK_SIZE, blocks_for
+from rlflow.run.algorithm import config_needs
+from rlflow.trainer.layout import ParallelLayout, stage_of
+
+GRADIENT_BYTES, MOMENT_BYTES, MAIN_BYTES = (
+    4,
+    8,
+    4,
+)  # per parameter: float32; Adam's two; the float32 weights behind bfloat16
+LIBRARIES = 600 * 2**20
+"""What a process holds once torch, megatron-core and transformers are imported on a CPU; on a GPU it is the CUDA
+context's size."""
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
+SLACK, SLACK_CUDA = 0.28, 0.1
+"""What an update's allocations take beyond their sizes: holes between them, freed memory that the C library keeps, what products
+need in between. On CPUs measured (`benchmarks/memory_estimate.py`: 0.19 to 0.38), on GPUs assumed."""
+
+
+@dataclass(frozen=True)
+class PhaseMemory:
+    """What one process holds in one phase. parts: bytes by name; those of the host on a machine with GPUs are not among them."""
+
+    process: str
+    phase: str
+    parts: Mapping[str, int]
+
+    @property
+    def total(self) -> int:
+        return sum(self.parts.values())
+
+
+@dataclass(frozen=True)
+class LargestMicrobatch:
+    """The largest micro-batch. tokens: in it. scored: those that get logits."""
+
+    tokens: int
+    scored: int
+
+
+def estimate(config: RunConfig, model: Architecture) -> list[PhaseMemory]:
+    """Every process and phase of a run. With `cluster.ranks` 0 there is one process; else a driver with the engine, and
+    the ranks: of each pipeline stage one, all others of it are like it. Raises ConfigError for a layout that the model
+    cannot have."""
+    engine, layout = engine_parts(config, model), config.trainer.layout
+    layout.check_model(model)
+    libraries = {"libraries": LIBRARIES}
+    found: list[PhaseMemory] = []
+    if config.cluster.ranks:
+        found.append(PhaseMemory("driver", "rollout", {**libraries, **engine}))
+        engine = {}
+    for stage in range(layout.pipeline_parallel):
+        process = "process" if not config.cluster.ranks else _rank_name(layout, stage)
+        held = {**libraries, **rank_parts(config, model, stage)}
+        kept = {name: size for name, size in engine.items() if name != "sampling"}
+        if config.trainer.release_gradients:
+            between = {name: size for name, size in held.items() if name != "gradients"}
+        else:
+            between = held
+        if engine:
+            found.append(PhaseMemory(process, "rollout", {**between, **engine}))
+        found.append(PhaseMemory(process, "update", {**held, **kept, **update_parts(config, model, stage)}))
+    return found
+
+
+def _rank_name(layout: ParallelLayout, stage: int) -> str:
+    return "rank" if layout.pipeline_parallel == 1 else f"rank of stage {stage + 1}"
+
+
+# ---------------------------------------------------------------- what lies there all the time
+
+
+def stage_parameters(model: Architecture, layout: ParallelLayout, values: bool = False) -> list[int]:
+    """Parameters on one rank of each pipeline stage. values: of a critic, whose head is one vector and a number."""
+    sizes = [0] * layout.pipeline_parallel
+    tensor = layout.tensor_parallel
+    for rule, layer in placed_rules(model):
+        if rule is OUTPUT and values:
+            continue
+        sizes[stage_of(rule, layer, model, layout)[0]] += _elements(rule, model, tensor)
+    if values:
+        sizes[-1] += model.hidden + 1
+    elif model.tied and layout.pipeline_parallel > 1:
+        sizes[-1] += _elements(TIED_OUTPUT, model, tensor)
+    return sizes
+
+
+def _elements(rule: Rule, model: Architecture, tensor: int) -> int:
+    if rule.split is Split.VOCAB:
+        return padded_vocab(model.vocab, tensor) // tensor * model.hidden
+    whole = sum(math.prod(shape) for shape in rule.shapes(model))
+    return whole if rule.split is Split.REPLICATED else whole // tensor
+
+
+def rank_parts(config: RunConfig, model: Architecture, stage: int) -> dict[str, int]:
+    """Weights, gradients and optimizer of a rank, a critic's included; snapshots and the teacher."""
+    trainer, layout = config.trainer, config.trainer.layout
+    width = DTYPE_BYTES[config.model.dtype]
+    parameters = stage_parameters(model, layout)[stage]
+    adapters = adapter_parameters(config, model)
+    trained = adapters or parameters
+    if config.algorithm.critic is not None:
+        trained += stage_parameters(model, layout, values=True)[stage]
+    shards = (
+        layout.data_parallel(config.cluster.ranks) * layout.context_parallel if trainer.distributed_optimizer else 1
+    )
+    main = MAIN_BYTES if width < MAIN_BYTES else 0
+    moments = 0 if trainer.adamw.offload else MOMENT_BYTES
+    parts = {
+        "weights": (trained + (parameters if adapters else 0)) * width,
+        "gradients": trained * GRADIENT_BYTES,
+        "optimizer": trained * (main + moments) // shards,
+    }
+    copied = adapters or parameters  # a reference beside adapters is the model without them
+    frozen = 0 if trainer.offload_snapshots else snapshots(config) * copied + teacher_parameters(config, stage)
+    return {**parts, **({"reference, teacher": frozen * width} if frozen else {})}
+
+
+def adapter_parameters(config: RunConfig, model: Architecture) -> int:
+    """Parameters of low-rank adapters (`trainer.lora`) on a rank: A (rank, in) and B (out, rank) of each target, one of the two
+    split over the tensor-parallel ranks; 0 where all weights are trained."""
+    lora = getattr(config.trainer, "lora", None)
+    if not lora:
+        return 0
+    tensor, hidden = config.trainer.tensor_parallel, model.hidden
+    query, key, ffn = model.heads * model.head_dim, model.groups * model.head_dim, model.ffn
+    sizes = {  # (what is split, what is whole)
+        "q_proj": (query, hidden), "k_proj": (key, hidden), "v_proj": (key, hidden), "o_proj": (query, hidden),
+        "gate_proj": (ffn, hidden), "up_proj": (ffn, hidden), "down_proj": (ffn, hidden),
+    }  # fmt: skip
+    targets = lora.get("targets") or tuple(sizes)
+    layer = sum(split // tensor + whole for name, (split, whole) in sizes.items() if name in targets)
+    return int(lora.get("rank", 16)) * layer * (model.layers // config.trainer.pipeline_parallel)
+
+
+def snapshots(config: RunConfig) -> int:
+    """Copies of the policy's weights that a run keeps."""
+    teacher = config.algorithm.teacher
+    copied = teacher.get("name") == "policy" and teacher.get("refresh_steps", 1) != 1
+    switched_off = bool(getattr(config.trainer, "lora", None))
+    return ("reference" in config_needs(config) and not switched_off) + copied
+
+
+def teacher_parameters(config: RunConfig, stage: int) -> int:
+    """Parameters of a teacher that is a model, on a rank of a stage."""
+    teacher = config.algorithm.teacher
+    if teacher.get("name") != "model" or not isinstance(teacher.get("path"), str):
+        return 0
+    return stage_parameters(architecture(read_config(teacher["path"])), config.trainer.layout)[stage]
+
+
+# ---------------------------------------------------------------- an update
+
+
+def update_parts(config: RunConfig, model: Architecture, stage: int) -> dict[str, int]:
+    """Activations that wait for their backward pass, and what the backward pass or the output layer needs at its highest."""
+    layout, batch = config.trainer.layout, largest_microbatch(config)
+    width = DTYPE_BYTES[config.model.dtype]
+    tokens = math.ceil(batch.tokens / layout.context_parallel)
+    chunk_layers = model.layers // layout.stages
+    in_flight = _in_flight(layout, stage)
+    kept = _kept_per_token(model, layout, width, config.trainer.recompute)
+    whole = _kept_per_token(model, layout, width, "none")
+    again = whole - kept if config.trainer.recompute != "none" else 0  # of the layer that is computed again
+    parts = {"activations": round(tokens * (in_flight * chunk_layers * kept + again))}
+    parts["backward pass"] = round(tokens * _transient_per_token(model, layout, width))
+    if stage == layout.pipeline_parallel - 1:
+        head = _head_bytes(config, model, math.ceil(batch.scored / layout.context_parallel), width)
+        # The output layer comes before the first layer of the backward pass: they are not there at the same time.
+        parts["backward pass"], parts["logits"] = max(parts["backward pass"] - head, 0), head
+    slack = SLACK_CUDA if torch.cuda.is_available() else SLACK
+    return {**parts, "slack": round(slack * sum(parts.values()))}
+
+
+def largest_microbatch(config: RunConfig) -> LargestMicrobatch:
+    """The tokens of the largest micro-batch of a mini-batch whose episodes all fill their budget, on one data-parallel rank."""
+    rollout, trainer = config.rollout, config.trainer
+    rows = rollout.prompts_per_step * rollout.samples_per_prompt // config.algorithm.minibatches_per_step
+    rows = math.ceil(rows / trainer.layout.data_parallel(config.cluster.ranks))
+    longest = rollout.max_total_tokens
+    fitting = max(trainer.tokens_per_microbatch // longest, 1) * longest
+    tokens = min(fitting, rows * longest)
+    return LargestMicrobatch(tokens, min(tokens, tokens // longest * rollout.max_turns * rollout.max_response_tokens))
+
+
+def _in_flight(layout: ParallelLayout, stage: int) -> int:
+    """Chunks' worth of activations that a rank holds at a time: 1F1B, and its interleaved form (Narayanan et al. 2021, arXiv
+    2104.04473, section 2.2)."""
+    after = layout.pipeline_parallel - stage - 1
+    if layout.virtual_pipeline == 1:
+        return after + 1
+    return 2 * after + (layout.virtual_pipeline - 1) * layout.pipeline_parallel + 1
+
+
+def _kept_per_token(model: Architecture, layout: ParallelLayout, width: int, recompute: str) -> float:
+    """Bytes that a layer keeps of a token for its backward pass; see `rlflow.trainer.megatron.layers`."""
+    tensor, hidden = layout.tensor_parallel, model.hidden
+    outside = hidden / (
+        tensor if layout.sequence_parallel else 1
+    )  # norms and residuals, split under sequence parallelism
+    query, ffn = model.heads * model.head_dim / tensor, model.ffn / tensor
+    if recompute == "full":
+        return width * outside
+    residuals, normed = 2 * outside, 2 * outside  # the inputs of the two norms, and what they give to the linear layers
+    scaled = 2 * outside * (4 if width == 4 else 8)  # the norms' own, in float32; with bfloat16 their inputs too
+    attention = 4 * query  # queries, the result, and keys and values, which keep as much memory as the queries
+    mlp = 0.0 if recompute == "selective" else 3 * ffn  # gate and up, and their product
+    statistics = 4 * model.heads / tensor + 2 * 4  # log-sum-exp of attention and the norms' scales, float32
+    return width * (residuals + normed + attention + mlp) + scaled + statistics
+
+
+def _transient_per_token(model: Architecture, layout: ParallelLayout, width: int) -> float:
+    """Bytes per token beside the kept ones in the middle of a layer's MLP: gradients of its parts."""
+    return width * (5 * model.ffn / layout.tensor_parallel + 2 * model.hidden)
+
+
+def _head_bytes(config: RunConfig, model: Architecture, scored: int, width: int) -> int:
+    """Hidden states that predict, their gradients, and the chunk of logits with what is made of it."""
+    columns = padded_vocab(model.vocab, config.trainer.tensor_parallel) // config.trainer.tensor_parallel
+    most = max(1, int(min(config.trainer.logits_chunk_mib, 2**40) * 2**20) // (4 * columns))
+    chunk = min(scored, most)
+    cast = width if width < 4 else 0  # the product in the weights' precision beside the float32 copy
+    return chunk * columns * (4 + cast) + 2 * scored * model.hidden * width
+
+
+# ---------------------------------------------------------------- the embedded engine
+
+
+def engine_parts(config: RunConfig, model: Architecture) -> dict[str, int]:
+    """Weights, keys and values, and the logits of a decode step of the embedded engine; nothing of another one, whose
+    memory is its own matter."""
+    options = dict(config.rollout.engine)
+    if not is_embedded(config):
+        return {}
+    width = DTYPE_BYTES[options.get("dtype", config.model.dtype)]
+    slots = min(int(options.get("max_concurrency", 128)), _episodes(config))
+    limit = options.get("max_tokens") or config.rollout.max_total_tokens
+    blocks = slots * blocks_for(min(limit, config.rollout.max_total_tokens))
+    if options.get("kv_tokens") is not None:
+        blocks = min(blocks, int(options["kv_tokens"]) // BLOCK_SIZE)
+    block = model.layers * BLOCK_SIZE * 2 * model.groups * model.head_dim * width
+    parameters = stage_parameters(model, ParallelLayout())[0]
+    decode = slots * model.vocab * 4 * 4  # logits, scaled ones, log-probs, probabilities
+    prefilled = min(int(options.get("prefill_tokens", 8192)), slots * config.rollout.max_total_tokens)
+    prefill = prefilled * width * (3 * model.hidden + (model.heads + 4 * model.groups) * model.head_dim + 3 * model.ffn)
+    return {"engine's weights": parameters * width, "keys and values": blocks * block, "sampling": max(decode, prefill)}
+
+
+def is_embedded(config: RunConfig) -> bool:
+    """Whether the engine is the one that ships, whose memory is known."""
+    try:
+        return ENGINE.locate(config.rollout.engine["name"]).endswith(":EmbeddedEngine")
+    except RLFlowError:
+        return False
+
+
+def _episodes(config: RunConfig) -> int:
+    return config.rollout.prompts_per_step * config.rollout.samples_per_prompt
+
+
+# ---------------------------------------------------------------- the disk
+
+
+def checkpoint_bytes(config: RunConfig, model: Architecture) -> tuple[int, int]:
+    """(a checkpoint of the trainer, the export at the end), in bytes on disk."""
+    width = DTYPE_BYTES[config.model.dtype]
+    policy = sum(stage_parameters(model, ParallelLayout()))
+    lora = adapter_parameters(config, model) * config.trainer.tensor_parallel * config.trainer.pipeline_parallel
+    trained = lora or policy
+    if config.algorithm.critic is not None:
+        trained += sum(stage_parameters(model, ParallelLayout(), values=True))
+    main = MAIN_BYTES if width < MAIN_BYTES else 0
+    return trained * (width + main + MOMENT_BYTES) + snapshots(config) * (lora or policy) * width, policy * width

@@ -1,0 +1,52 @@
+"""Adapters compute in every layout what LoRA written out in torch computes; four real ranks over gloo.
+
+Cases are those of test_layouts, which has the fast ones: a model and words, what of the four ranks is left is data parallel."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fixtures import tiny_model
+
+from tests.dist.lora_ranks import VOCAB, check_layout, make_job, train_alone
+from tests.dist.megatron_ranks import launch
+from tests.dist.test_layouts import options_of
+
+pytestmark = [pytest.mark.dist, pytest.mark.slow, pytest.mark.timeout(1500)]
+
+MODELS: dict[str, dict[str, Any]] = {"qwen2-tied": {"family": "qwen2", "tied": True}, "qwen3": {"family": "qwen3"}}
+CASES = [
+    f"{model} {layout}".strip()
+    for model in MODELS
+    for layout in (
+        "", "TP2", "PP2", "CP2", "TP2 SP", "PP2 VPP2", "TP2 PP2", "TP2 PP2 packed full", "TP2 CP2 SP packed DO full",
+        "PP2 VPP2 CP2 DO", "CP4 packed", "PP4 selective", "TP2 PP2 VPP2 SP selective",
+    )
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("lora")
+    for name, options in MODELS.items():
+        tiny_model(path / name, tokenizer=False, vocab_size=VOCAB, num_hidden_layers=4, scale=0.15, **options)
+    return path
+
+
+@pytest.fixture(scope="module")
+def single(directory: Path) -> dict[str, Any]:
+    return {name: train_alone(directory, name) for name in MODELS}
+
+
+@pytest.fixture(scope="module")
+def jobs(directory: Path, single: Any) -> dict[str, dict[str, Any]]:
+    made = {case: make_job(directory, case.split()[0], case, options_of(case)) for case in CASES}
+    launch(directory, list(made.values()), limit_s=1400)
+    return made
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_layout_of_adapters_is_one_plain_lora(case: str, jobs: Any, single: Any) -> None:
+    check_layout(jobs[case], *single[case.split()[0]])

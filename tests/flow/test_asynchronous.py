@@ -1,0 +1,207 @@
+"""Asynchronous runs end to end: they learn, keep their bound, and survive kill -9 with nothing lost or trained twice."""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import signal
+import sqlite3
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlflow.commands.cli import main
+from rlflow.config.schema import load_config
+from rlflow.errors import ConfigError
+from rlflow.loop import train, training_step
+from rlflow.metrics.sinks import read_metrics
+from rlflow.run.directory import RunDirectory
+from rlflow.run.journal import AttemptJournal
+from rlflow.run.trajectories import read_trajectories
+from rlflow.storage.files import read_json
+from tests.flow.letters import letters_config, write_config, write_letters_model
+from tests.flow.test_resume import finish, reached, start, wait_for
+
+AHEAD = ("rollout.asynchronous.max_staleness=3", "rollout.asynchronous.run_ahead=2", "metrics.picture=false",
+         "checkpoint.export=false", "metrics.trajectories_per_step=1000000")  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_letters_model(tmp_path_factory.mktemp("model") / "letters")
+
+
+def rows(run: RunDirectory) -> list[tuple]:
+    """(number, sample, task, group, state, step, oldest version) of every attempt."""
+    with sqlite3.connect(run.journal) as database:
+        columns = "number, sample, task, group_id, state, step, min_version"
+        found = database.execute(f"SELECT {columns} FROM attempts ORDER BY number, sample").fetchall()
+    database.close()
+    return found
+
+
+def assert_trained_exactly_once(
+    run: RunDirectory, steps: int, groups: int = 12, samples: int = 8, tasks: int = 36
+) -> None:
+    """By the trajectories that every step of the surviving timeline left behind, and by the journal, which say the same."""
+    written = [
+        (step, record["id"]) for step in range(1, steps + 1) for record in read_trajectories(run.trajectories(step))
+    ]
+    assert len(written) == len({name for _, name in written}) == steps * groups * samples
+    found = rows(run)
+    trained = {(step, f"{group}/{sample}") for _, sample, _, group, state, step, _ in found if state == "trained"}
+    assert trained == set(written)
+    assert all(0 <= step - 1 - oldest <= 3 for *_, state, step, oldest in found if state == "trained")
+    numbers = sorted({number for number, *_ in found})
+    assert numbers == list(range(len(numbers)))
+    order = [task for number, sample, task, *_ in found if sample == 0]
+    for epoch in range(len(order) // tasks):  # each pass over the tasks is whole: none was skipped, none came twice
+        assert len(set(order[epoch * tasks : (epoch + 1) * tasks])) == tasks
+    # Nothing that is done stays behind for long: what was not trained was issued last.
+    left = {number for number, *_, state, _, _ in found if state != "trained"}
+    assert all(number >= len(numbers) - 3 * groups for number in left)
+
+
+@pytest.mark.slow
+def test_an_asynchronous_run_learns_and_says_how_old_its_tokens_were(model: Path, tmp_path: Path) -> None:
+    summary = train(letters_config(model, tmp_path, *AHEAD, "run.steps=40"))
+    run = RunDirectory.open(tmp_path / "letters")
+    assert summary["last_evaluation"]["eval/exact_match"] > 0.9
+    records = [record for record in read_metrics(run.metrics) if record["step"] > 0]
+    assert max(record["rollout/staleness_max"] for record in records) <= 3
+    assert 0 < max(record["rollout/staleness"] for record in records) <= 3
+    assert all(0 <= record["rollout/on_policy"] <= 1 for record in records)
+    assert_trained_exactly_once(run, 40)
+
+
+@pytest.mark.parametrize("step", [3, pytest.param(4, marks=pytest.mark.slow)])
+def test_a_run_that_ends_between_checkpoints_goes_on_with_what_it_had_and_trains_nothing_twice(
+    step: int,
+    model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    caplog.set_level("INFO", "rlflow")
+    options = (*AHEAD, "run.steps=7", "evaluation.at_start=false", "evaluation.every_steps=0", "checkpoint.every_steps=2",
+               "evaluation.final_questions=4")  # fmt: skip
+
+    def training_step_or_death(number: int, *rest: Any) -> dict[str, float]:
+        if number == step:
+            raise KeyboardInterrupt
+        return training_step(number, *rest)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("rlflow.loop.training_step", training_step_or_death)
+        with pytest.raises(KeyboardInterrupt):
+            train(letters_config(model, tmp_path, *options))
+    run = RunDirectory.open(tmp_path / "letters")
+    before = {(number, sample) for number, sample, *_, state, _, _ in rows(run) if state in ("done", "claimed")}
+    train(letters_config(model, tmp_path, *options, "run.resume=true"))
+    assert_trained_exactly_once(run, 7)
+    assert "finished attempts are kept" in caplog.text and "knows no checkpoint" not in caplog.text
+    with sqlite3.connect(run.journal) as database:
+        again = database.execute("SELECT number, sample FROM attempts WHERE attempt > 1").fetchall()
+    database.close()
+    assert before and not before & set(again)  # what had been finished was not sampled twice
+    assert main(["show", str(run.path), "--journal"]) == 0
+    assert main(["show", str(run.path), "--trace", str(tmp_path / "trace.json")]) == 0
+    out = capsys.readouterr().out
+    spans = [event for event in read_json(tmp_path / "trace.json")["traceEvents"] if event["ph"] == "X"]
+    assert len([span for span in spans if span["pid"] == 2]) >= 672 and "update" in {span["name"] for span in spans}
+    assert re.search(r"trained +672", out) and "lagged behind" in out
+
+
+@pytest.mark.parametrize("mode, overlap", [("abort", "true"), ("wait", "false")])
+def test_every_way_of_updating_weights_trains(mode: str, overlap: str, model: Path, tmp_path: Path) -> None:
+    options = (f"rollout.asynchronous.on_update={mode}", f"rollout.asynchronous.overlap={overlap}", "run.steps=4",
+               "evaluation.at_start=false", "evaluation.final_questions=4")  # fmt: skip
+    train(letters_config(model, tmp_path, *AHEAD, *options))
+    assert_trained_exactly_once(RunDirectory.open(tmp_path / "letters"), 4)
+
+
+def test_a_run_may_change_between_in_step_and_ahead(model: Path, tmp_path: Path) -> None:
+    few = (
+        "evaluation.at_start=false",
+        "evaluation.final_questions=4",
+        "evaluation.every_steps=0",
+        "checkpoint.every_steps=2",
+    )
+    zero = "rollout.asynchronous.max_staleness=0", "rollout.asynchronous.run_ahead=0"
+    train(letters_config(model, tmp_path, *AHEAD, *few, *zero, "run.steps=2"))
+    run = RunDirectory.open(tmp_path / "letters")
+    assert not run.journal.exists()
+    train(letters_config(model, tmp_path, *AHEAD, *few, "run.steps=5", "run.resume=true"))
+    journal = AttemptJournal(run.journal, read_only=True)
+    assert journal.counts()["trained"] == 3 * 96
+    journal.close()
+    train(letters_config(model, tmp_path, *AHEAD, *few, *zero, "run.steps=7", "run.resume=true"))
+    records = read_metrics(run.metrics)
+    assert {record["rollout/staleness_max"] for record in records if record["step"] >= 6} == {0}
+    steps = range(1, 8)
+    names = [record["group_id"] for step in steps for record in read_trajectories(run.trajectories(step))]
+    tasks = Counter(name.partition(":")[2] for name in set(names))
+    assert (
+        sum(tasks.values()) == 7 * 12 and max(tasks.values()) - min(tasks.values()) <= 1
+    )  # epochs go on where they were
+
+
+def test_losses_that_nothing_corrects_are_refused_for_old_tokens(model: Path, tmp_path: Path) -> None:
+    for losses, found in (("[reinforce]", "no importance ratio"), ("[{name: ppo_clip, anchor: proximal}]", "proximal")):
+        with pytest.raises(ConfigError, match=rf"rollout.asynchronous with loss \w+: .*{found}.*transforms=\[tis\]"):
+            train(letters_config(model, tmp_path, *AHEAD, f"algorithm.losses={losses}"))
+    assert not (tmp_path / "letters").exists()
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (["run_ahead=3", "max_staleness=1"], r"run_ahead: expected at most max_staleness \(1\), found 3"),
+        (["run_ahead=1", "max_staleness=0"], "max_staleness: expected at least 1"),
+        (["max_stalenes=1"], "max_staleness"),
+        (["when_stale=never"], "wait, drop"),
+    ],
+)
+def test_options_that_contradict_each_other_are_refused(
+    options: list[str], message: str, model: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        train(letters_config(model, tmp_path, *(f"rollout.asynchronous.{option}" for option in options)))
+    with pytest.raises(ConfigError, match=r"run\.deterministic"):
+        train(letters_config(model, tmp_path, "rollout.asynchronous.max_staleness=1", "run.deterministic=true"))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("asynchronous", ["false", "true"], ids=["saved-at-once", "saved-behind"])
+def test_kills_at_random_moments_lose_nothing_and_train_nothing_twice(
+    asynchronous: str, model: Path, tmp_path: Path
+) -> None:
+    steps = 60
+    options = (f"run.steps={steps}", "checkpoint.every_steps=3", f"checkpoint.asynchronous={asynchronous}",
+               "evaluation.every_steps=0", "evaluation.final_questions=4", "trainer.lr=1e-4")  # fmt: skip
+    config = write_config(letters_config(model, tmp_path, *AHEAD, *options), tmp_path / "config.yaml")
+    run, draw, killed = RunDirectory(tmp_path / "letters"), random.Random(7), 0
+    for _ in range(8):
+        before = run.latest_checkpoint()
+        process = start(config, *(["--resume"] if run.path.exists() else []))
+        goal = (before[0] if before else 0) + draw.randint(1, 8)
+        wait_for(
+            lambda goal=goal, process=process: reached(run, min(goal, steps))() or process.poll() is not None,
+            process,
+            240.0,
+        )
+        time.sleep(draw.uniform(0, 0.3))
+        killed += process.poll() is None
+        os.killpg(process.pid, signal.SIGKILL)
+        finish(process)
+        after = run.latest_checkpoint()
+        assert (after[0] if after else 0) >= (before[0] if before else 0)
+    assert killed >= 6
+    train(load_config(config, ["run.resume=true"]))
+    assert_trained_exactly_once(run, steps)

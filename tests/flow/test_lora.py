@@ -1,0 +1,80 @@
+"""Training adapters, whole runs: what is written, resumed, converted and merged."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from rlflow.commands.cli import main
+from rlflow.errors import ModelError
+from rlflow.loop import train
+from rlflow.metrics.sinks import read_metrics
+from rlflow.models.huggingface import digest, iterate_weights
+from rlflow.run.directory import RunDirectory
+from rlflow.run.model_directory import model_directory
+from tests.flow.letters import letters_config, write_letters_model
+
+SHORT = ("rollout.prompts_per_step=4", "rollout.samples_per_prompt=4", "evaluation.questions=4", "evaluation.final_questions=4",
+         "metrics.picture=false", "run.deterministic=true", "checkpoint.every_steps=1",
+         "algorithm.losses=[{name: ppo_clip}, {name: kl, coefficient: 0.1}]", "trainer.lora={rank: 4, alpha: 8}",
+         "trainer.lr=1e-2")  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_letters_model(tmp_path_factory.mktemp("model") / "letters")
+
+
+def steps(runs: Path) -> list[dict[str, float]]:
+    records = read_metrics(RunDirectory.open(runs / "letters").metrics)
+    return [
+        {key: value for key, value in one.items() if key.startswith("train/")} for one in records if "train/lr" in one
+    ]
+
+
+def test_a_run_of_adapters_resumes_exports_converts_and_merges(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = digest(iterate_weights(model))
+    train(letters_config(model, tmp_path / "whole", *SHORT, "run.steps=3"))
+    train(letters_config(model, tmp_path / "cut", *SHORT, "run.steps=1"))
+    summary = train(letters_config(model, tmp_path / "cut", *SHORT, "run.steps=3", "run.resume=true"))
+    assert steps(tmp_path / "cut") == steps(tmp_path / "whole")
+    assert steps(tmp_path / "cut")[0]["train/kl"] == 0 < steps(tmp_path / "cut")[2]["train/kl"]
+    run = tmp_path / "cut" / "letters"
+    assert {"export", "adapter"} <= set(summary["written"])
+    exported = dict(iterate_weights(run / "export"))
+    assert digest(iterate_weights(model)) == before != digest(exported.items())
+    with model_directory(run, None, print) as converted:  # its newest checkpoint, of adapters alone
+        assert converted.path != run / "export"
+        assert digest(iterate_weights(converted.path)) == digest(exported.items())
+    assert main(["merge", str(run / "adapter"), str(tmp_path / "merged")]) == 0
+    assert "the adapter" in capsys.readouterr().out
+    for name, value in iterate_weights(tmp_path / "merged"):
+        torch.testing.assert_close(value, exported[name], atol=1e-6, rtol=1e-6)
+    config = json.loads((run / "adapter" / "adapter_config.json").read_text())
+    assert (config["r"], config["lora_alpha"], config["base_model_name_or_path"]) == (4, 8, str(model))
+    with pytest.raises(ModelError, match=r"is a LoRA adapter .*rlflow merge"):
+        train(letters_config(run / "adapter", tmp_path / "other", *SHORT))
+    with (
+        pytest.raises(ModelError, match=r"is a LoRA adapter .*rlflow merge"),
+        model_directory(run / "adapter", None, print),
+    ):
+        pass
+    assert (
+        main(
+            [
+                "convert",
+                "to-hf",
+                str(run / "checkpoints" / "step_000003"),
+                str(tmp_path / "other"),
+                "--hf",
+                str(run / "export"),
+            ]
+        )
+        == 7
+    )
+    assert "adapters of other weights" in capsys.readouterr().err

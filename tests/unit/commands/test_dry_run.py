@@ -1,0 +1,222 @@
+"""`train --dry-run` and `doctor --config` open all that a run needs: what is wrong is a line each, all of it, and
+nothing is left behind."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import socket
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from rlflow.commands import cli
+from rlflow.config.schema import load_config
+from rlflow.run import preflight, readiness
+from tests.fixtures import tiny_model
+
+ROOT = Path(__file__).resolve().parents[3]
+POLICY = ROOT / "recipes" / "searchr1" / "starting_policy"
+
+
+@dataclass
+class Place:
+    """A folder with a configuration that works. free: a port that nobody listens on."""
+
+    path: Path
+    free: int
+
+    @property
+    def config(self) -> Path:
+        return self.path / "search.yaml"
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
+    path = tmp_path_factory.mktemp("dry")
+    rows = [{"question": f"Who is number {number}?", "answer": "me"} for number in range(4)]
+    (path / "questions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (path / "malformed.jsonl").write_text(
+        json.dumps(rows[0]) + "\n" + '{"question": "Who?"' + "\n" + json.dumps({"question": "x"})
+    )
+    (path / "corpus.jsonl").write_text(
+        "".join(json.dumps({"id": str(n), "contents": f'"Me {n}"\nMyself'}) + "\n" for n in range(3))
+    )
+    (path / "broken.jsonl").write_text(json.dumps({"id": "0", "contents": '"Me"\nMyself'}) + "\n[1]\n")
+    for name in ("no_tokenizer", "half", "other_tokenizer"):
+        shutil.copytree(POLICY, path / name)
+    for file in (path / "no_tokenizer").glob("tokenizer*"):
+        file.unlink()
+    _leave_out_a_tensor(path / "half")
+    tiny_model(path / "other_tokenizer")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        free = probe.getsockname()[1]
+    place = Place(path, free)
+    data = f"train: {path}/questions.jsonl, val: {path}/questions.jsonl, corpus: {path}/corpus.jsonl"
+    place.config.write_text(
+        f"run: {{directory: '{path}/run', steps: 1}}\nmodel: {{path: '{POLICY}'}}\n"
+        f"environment: {{name: search, {data}, retriever: bm25}}\n"
+        "rollout: {prompts_per_step: 2, samples_per_prompt: 2, max_total_tokens: 512, max_response_tokens: 40}\n"
+        "metrics: {picture: false}\n"
+    )
+    return place
+
+
+def _leave_out_a_tensor(model: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    weights = load_file(model / "model.safetensors")
+    weights.pop("model.norm.weight")
+    save_file(weights, model / "model.safetensors")
+
+
+@pytest.fixture
+def untouched(place: Place) -> Iterator[None]:
+    before = sorted(place.path.rglob("*"))
+    yield
+    assert sorted(place.path.rglob("*")) == before
+
+
+def dry(place: Place, capsys: pytest.CaptureFixture[str], *overrides: str) -> tuple[int, str, list[str]]:
+    """(exit code, what it says, the problems)."""
+    code = cli.main(["train", "--config", str(place.config), "--dry-run", *overrides])
+    out, err = capsys.readouterr()
+    return code, out, [line for line in err.splitlines() if line.startswith("rlflow: ")]
+
+
+def test_a_configuration_that_works_is_ready(place: Place, untouched: None, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, problems = dry(place, capsys)
+    assert (code, problems) == (0, [])
+    assert "ready: nothing is in the way of this run." in out and "prompts_per_step: 2" in out
+    assert "note: split 'train': 4 tasks; prompts of them take up to" in out
+    assert "process, update" in out and "optimizer" in out and "keys and values" in out
+    assert "minutes if every episode fills its budget" in out and "estimate" in out
+
+
+FAULTS = {
+    "a model directory that is none": ("model.path=recipes", "recipes/config.json: missing"),
+    "a model without a tokenizer": ("model.path={path}/no_tokenizer", "no tokenizer"),
+    "weights that lack a tensor": ("model.path={path}/half", "tensor 'model.norm.weight' is missing, which config.json implies"),
+    "a misspelt retriever": ("environment.retriever=bm52", "environment.retriever: unknown name 'bm52'. Did you mean 'bm25'?"),
+    "an unknown option of a retriever": ("environment.retriever={name: bm25, k2: 1}", "unknown keyword 'k2'"),
+    "an index that is not there": (
+        "environment.retriever={name: bm25, path: {path}/index}", "{path}/index: expected an index made by"),
+    "malformed questions": (
+        "environment.train={path}/malformed.jsonl", "2 of 3 rows of the train questions are bad: line 2: not JSON"),
+    "questions that are not there": ("environment.val={path}/none.jsonl", "none.jsonl: expected the val questions"),
+    "a broken corpus": (
+        "environment.corpus={path}/broken.jsonl", "1 of 2 rows of the corpus are bad: line 2: expected a JSON object"),
+    "no corpus": ("environment.corpus=null", "no corpus. Set environment.corpus"),
+    "a misspelt protocol": ("environment.protocol=searchr2", "environment.protocol: unknown name 'searchr2'"),
+    "a misspelt reward": ("environment.reward=searchr1_en", "environment.reward: unknown name 'searchr1_en'"),
+    "pages that are not there": ("environment.pages={path}/pages.jsonl", "pages.jsonl"),
+    "an option of a managed service": ("environment.managed={wait: 3}", "unknown keyword 'wait'. Did you mean 'wait_s'?"),
+    "a retrieval server that is not there": (
+        "environment.retriever={name: http, url: 'http://127.0.0.1:{free}'}", "no retrieval server answers: 127.0.0.1:{free}"),
+    "prompts that do not fit": ("data={max_prompt_tokens: 3, val_split: train}", "all 4 prompts are longer than 3 tokens"),
+    "an observation limit below its frame": ("rollout.max_observation_tokens=2", "rollout.max_observation_tokens: 2 tokens hold"),
+    "a chat template that is asked for and missing": ("rollout.chat_template=true", "it has no chat template"),
+    "a teacher that nobody listens to": ("algorithm.teacher={name: model, path: {policy}}", "no part of the algorithm learns"),
+    "a teacher with another vocabulary": (
+        "algorithm={advantage: opd, losses: [ppo_clip], teacher: {name: model, path: '{path}/other_tokenizer'}}",
+        "another vocabulary than the policy"),
+    "a teacher's server that is not there": (
+        "algorithm={advantage: opd, losses: [ppo_clip], teacher: {name: server, url: 'http://127.0.0.1:{free}/v1', model: x}}",
+        "algorithm.teacher.url: nobody answers at 127.0.0.1:{free}"),
+    "a cluster that is not there": (
+        "cluster={ranks: 1, address: '127.0.0.1:{free}'}", "cluster.address: nobody answers at 127.0.0.1:{free}"),
+    "GPUs that are not there": ("cluster={ranks: 2, gpus_per_rank: 8}", "2 ranks x 8 = 16 GPUs"),
+    "a layout that the model cannot have": ("trainer.pipeline_parallel=2", "expected a multiple of"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_is_one_line(place: Place, untouched: None, capsys: pytest.CaptureFixture[str], fault: str) -> None:
+    override, expected = (
+        text.replace("{path}", str(place.path)).replace("{free}", str(place.free)).replace("{policy}", str(POLICY))
+        for text in FAULTS[fault]
+    )
+    code, out, problems = dry(place, capsys, override)
+    assert code == 2 and len(problems) == 1, problems
+    assert expected in problems[0]
+    assert "1 problem found, nothing was started." in out
+
+
+def test_all_faults_are_told_and_not_only_the_first(
+    place: Place, untouched: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    overrides = ["model.path=recipes", "environment.retriever=bm52", f"environment.train={place.path}/malformed.jsonl",
+                 f"environment.corpus={place.path}/broken.jsonl", "environment.reward=nothing", "environment.top_k=0",
+                 "algorithm.minibatches_per_step=3", "algorithm.losses=[ppo_clop]", "run.name=a/b"]  # fmt: skip
+    code, _, problems = dry(place, capsys, *overrides)
+    assert code == 2
+    for word in ("config.json: missing", "bm52", "malformed.jsonl", "broken.jsonl", "'nothing'", "top_k", "minibatches_per_step",
+                 "ppo_clop", "run.name"):  # fmt: skip
+        assert sum(word in problem for problem in problems) == 1, (word, problems)
+
+
+def test_a_model_that_cannot_be_fetched_hides_nothing_else(
+    place: Place, untouched: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, out, problems = dry(place, capsys, "model.path=Nobody/Nothing", "environment.retriever=bm52")
+    assert code == 2 and len(problems) == 2 and "# batch plan" in out
+    assert "ModelError: model.path: Nobody/Nothing: no directory of that name here" in problems[0] and "HF_HOME=" in problems[0]
+    assert "unknown name 'bm52'" in problems[1]
+
+
+def test_an_untested_megatron_is_told_without_importing_it(
+    place: Place, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = preflight.metadata.version
+    monkeypatch.setattr(preflight.metadata, "version", lambda name: "0.18.0" if name == "megatron-core" else found(name))
+    monkeypatch.setattr(preflight.torch.cuda, "is_available", lambda: False)
+    code, _, problems = dry(place, capsys)
+    assert code == 2 and "megatron-core 0.18.0 was not tested without CUDA; expected 0.16.x" in problems[0]
+
+
+def test_a_value_of_another_kind_is_told_alone(place: Place, capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, problems = dry(place, capsys, "rollout.faults={call_s: -1}")
+    assert code == 2 and len(problems) == 1 and "rollout.faults" in problems[0]
+
+
+def test_the_embedded_world_is_looked_at_and_not_written(
+    place: Place, untouched: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    world = f"environment.world={{directory: '{place.path}/world', size: 0.2, train_questions: 20, val_questions: 8}}"
+    none = [f"environment.{key}=null" for key in ("train", "val", "corpus")]
+    code, out, problems = dry(place, capsys, world, *none)
+    assert (code, problems) == (0, []) and "split 'train': 20 tasks" in out
+
+
+def test_a_disk_that_is_too_small_is_told(
+    place: Place, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usage = shutil.disk_usage(place.path)
+    monkeypatch.setattr(readiness.shutil, "disk_usage", lambda path: usage._replace(free=2**20))
+    code, _, problems = dry(place, capsys)
+    assert code == 2 and len(problems) == 1 and "GiB are free. Lower checkpoint.keep" in problems[0]
+
+
+def test_a_stop_string_that_the_tokenizer_cannot_say_is_told(place: Place, tmp_path: Path) -> None:
+    source = tmp_path / "strange.py"
+    source.write_text(
+        "from rlflow import Environment, Step, Task\n\nclass Strange(Environment):\n    stop = ('<|im_end|> now',)\n"
+        "    def tasks(self, split): return [Task('0', 'a')]\n    def step(self, episode, response): return "
+        "Step(terminated=True)\n"
+    )
+    tiny_model(tmp_path / "model")
+    config = load_config(
+        None, [f"model.path={tmp_path}/model", f"environment={source}:Strange", f"run.directory={tmp_path}/run"]
+    )
+    found = readiness.examine(config)
+    assert len(found.problems) == 1 and "stop string '<|im_end|> now' cannot be said" in str(found.problems[0])
+
+
+def test_the_doctor_looks_at_a_configuration_too(place: Place, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["doctor", "--config", str(place.config)]) in (0, 1)
+    assert "ready: nothing is in the way of this run." in capsys.readouterr().out
+    assert cli.main(["doctor", "--config", str(place.config), "environment.retriever=bm52"]) == 2
+    assert "unknown name 'bm52'" in capsys.readouterr().err

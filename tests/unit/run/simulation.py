@@ -1,0 +1,292 @@
+"""An asynchronous run without a model: the real journal, pacing and steps over attempts and a trainer on a virtual clock.
+
+Attempts take random times, fail at times, and sample their tokens at moments of their own; the trainer sleeps and publishes. The
+process may die anywhere; a new one goes on from the last checkpoint. A token's id is the policy that sampled it, a node in the
+tree of all policies there ever were, so that a version that is called the same after a restart is not taken for the same.
+"""
+
+from __future__ import annotations
+
+import heapq
+import random
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rlflow.errors import RolloutError
+from rlflow.rollout.episodes import Attempt
+from rlflow.rollout.flow import Begun, Ended, News
+from rlflow.run.asynchronous import GroupsAhead, Terms
+from rlflow.run.journal import AttemptJournal
+from rlflow.run.pacing import Pacing
+from rlflow.types import Group, Segment, StopReason, Task, Trajectory
+
+
+class Killed(Exception):
+    """The process is gone."""
+
+
+@dataclass
+class Policies:
+    """Every policy there ever was: the parent of each. The distance of two is the number of updates between them."""
+
+    parents: list[int] = field(default_factory=lambda: [-1])
+
+    def updated(self, node: int) -> int:
+        self.parents.append(node)
+        return len(self.parents) - 1
+
+    def distance(self, one: int, other: int) -> int:
+        ways = []
+        for node in (one, other):
+            way = [node]
+            while way[-1] > 0:
+                way.append(self.parents[way[-1]])
+            ways.append(way)
+        common = len(set(ways[0]) & set(ways[1]))
+        return len(ways[0]) + len(ways[1]) - 2 * common
+
+
+@dataclass(frozen=True)
+class Workload:
+    """median_s, sigma: of an attempt's lognormal time. train_s: of a step. failing: share of the attempts. frozen: attempts stand
+    still while the trainer works. lives: news after which a process dies, one number per life but the last."""
+
+    seed: int = 0
+    prompts: int = 3
+    samples: int = 2
+    tasks: int = 24
+    median_s: float = 2.0
+    sigma: float = 1.2
+    longest_s: float = 60.0
+    train_s: float = 1.0
+    places: int = 8
+    failing: float = 0.05
+    refused: float = 0.0
+    frozen: bool = True
+    checkpoint_every: int = 2
+    lives: tuple[int, ...] = ()
+
+
+@dataclass
+class Clock:
+    now: float = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class SimulatedFlow:
+    """Plays attempts on the virtual clock, `places` at a time; `news` moves the clock to the next event."""
+
+    poll_s = 1.0
+
+    def __init__(
+        self, workload: Workload, clock: Clock, draw: random.Random, node: int, version: int, life: int | None
+    ) -> None:
+        self.node, self.version = node, version
+        self._workload, self._clock, self._draw = workload, clock, draw
+        self._queue: list[str] = []
+        self._attempts: dict[str, Attempt] = {}
+        self._events: list[tuple[float, int, str, str]] = []  # time, order, kind, request
+        self._sampled: dict[str, list[tuple[int, int]]] = {}  # (node, version) of each token so far
+        self._told: list[News] = []
+        self._order = 0
+        self._life = life
+
+    def start(self, attempt: Attempt, lane: int) -> None:
+        assert attempt.request_id not in self._attempts, "an id that is in flight"
+        self._attempts[attempt.request_id] = attempt
+        self._queue.append(attempt.request_id)
+        self._fill()
+
+    def news(self, timeout_s: float = 0.0) -> list[News]:
+        if self._life is not None:
+            self._life -= 1
+            if self._life < 0:
+                raise Killed
+        if not self._told and timeout_s > 0:
+            until = self._clock.now + timeout_s
+            while not self._told and self._events and self._events[0][0] <= until:
+                self._next()
+            self._clock.now = self._clock.now if self._told else until
+        told, self._told = self._told, []
+        return told
+
+    def cancel(self, request_ids: Iterable[str]) -> None:
+        gone = set(request_ids)
+        self._attempts = {name: one for name, one in self._attempts.items() if name not in gone}
+        self._queue = [name for name in self._queue if name not in gone]
+        self._events = [event for event in self._events if event[3] not in gone]
+        heapq.heapify(self._events)
+        self._told = [item for item in self._told if item.request_id not in gone]
+        self._sampled = {name: tokens for name, tokens in self._sampled.items() if name not in gone}
+        self._fill()
+
+    def close(self) -> None:
+        self.cancel(list(self._attempts))
+
+    def pass_time(self, seconds: float) -> None:
+        """What happens while the trainer works."""
+        if self._workload.frozen:
+            self._events = [(time + seconds, *rest) for time, *rest in self._events]
+        until = self._clock.now + seconds
+        while self._events and self._events[0][0] <= until:
+            self._next()
+        self._clock.now = until
+
+    def _fill(self) -> None:
+        while self._queue and len(self._sampled) < self._workload.places:
+            name = self._queue.pop(0)
+            self._sampled[name] = []
+            self._told.append(Begun(name, self.version))
+            work = self._workload
+            length = min(self._draw.lognormvariate(0, work.sigma) * work.median_s, work.longest_s)
+            for share in sorted(self._draw.random() for _ in range(self._draw.randint(1, 4))):
+                self._push(share * length, "token", name)
+            self._push(length, "end", name)
+
+    def _push(self, delay_s: float, kind: str, name: str) -> None:
+        self._order += 1
+        heapq.heappush(self._events, (self._clock.now + delay_s, self._order, kind, name))
+
+    def _next(self) -> None:
+        self._clock.now, _, kind, name = heapq.heappop(self._events)
+        if kind == "token":
+            self._sampled[name].append((self.node, self.version))
+            return
+        tokens, attempt = self._sampled.pop(name), self._attempts.pop(name)
+        failed = self._draw.random() < self._workload.failing
+        self._told.append(Ended(name, _trajectory(attempt, tokens, failed)))
+        self._fill()
+
+
+def _trajectory(attempt: Attempt, tokens: list[tuple[int, int]], failed: bool) -> Trajectory:
+    nodes = torch.tensor([-1, *(node for node, _ in tokens)])  # the first one is the prompt
+    versions = torch.tensor([-1, *(version for _, version in tokens)])
+    mask = versions >= 0
+    segment = Segment(nodes.clamp(min=0), mask, torch.where(mask, -0.5, 0.0), versions)
+    stop = StopReason.ABORTED if failed else StopReason.TERMINATED
+    return Trajectory(
+        attempt.task.id, attempt.group_id, [segment], [], 1.0, stop, attempt=attempt.number, id=attempt.id
+    )
+
+
+class Tasks:
+    """A source of t0, t1, ... with a position."""
+
+    def __init__(self, total: int) -> None:
+        self.tasks = [Task(f"t{number}", "?") for number in range(total)]
+        self.position = 0
+
+    def take(self, count: int) -> list[Task]:
+        first, self.position = self.position, min(self.position + count, len(self.tasks))
+        return self.tasks[first : self.position]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"position": self.position}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.position = state["position"]
+
+
+@dataclass
+class Outcome:
+    """trained: (step, group's id, numbers of its usable attempts) in the timeline that survived. deaths: how often it was killed.
+    seconds: of the virtual clock."""
+
+    trained: list[tuple[int, str, tuple[int, ...]]]
+    worst: int  # updates between a trained token's policy and the one in training
+    deaths: int
+    seconds: float
+    refused: set[str]
+    labels: list[int]  # of all trained tokens: version in training - version
+
+
+class Simulation:
+    """One run from its beginning to the end of its tasks, however often it dies."""
+
+    def __init__(self, folder: Path, pacing: Pacing, workload: Workload) -> None:
+        self.path, self.pacing, self.workload = folder / "journal.sqlite", pacing, workload
+        self.draw = random.Random(workload.seed)
+        self.clock = Clock()
+        self.policies = Policies()
+        self.checkpoint: tuple[int, int, dict[str, Any]] = (0, 0, {"position": 0})  # step, policy, the source's state
+        self.outcome = Outcome([], 0, 0, 0.0, set(), [])
+
+    def run(self, most_steps: int = 400) -> Outcome:
+        lives: list[int | None] = [*self.workload.lives, None]
+        for life in lives:
+            try:
+                self._live(life, most_steps)
+                break
+            except Killed:
+                self.outcome.deaths += 1
+                step = self.checkpoint[0]
+                self.outcome.trained = [one for one in self.outcome.trained if one[0] < step]
+            finally:
+                self.journal.close()
+        self.outcome.seconds = self.clock.now
+        return self.outcome
+
+    def _live(self, life: int | None, most_steps: int) -> None:
+        step, node, state = self.checkpoint
+        work = self.workload
+        source = Tasks(work.tasks)
+        source.load_state_dict(state)
+        flow = SimulatedFlow(work, self.clock, self.draw, node, step, life)
+        self.journal = AttemptJournal(self.path)
+        terms = Terms(work.samples, most_steps, lease_s=10 * work.longest_s, max_aborted_share=1.0)
+        ahead = GroupsAhead(self.journal, flow, attempt_of, source, source.tasks, self.pacing, terms, self.clock)
+        ahead.recover(step)
+        while groups := self._next(ahead, step, source):
+            assert step < most_steps, "it does not come to an end"
+            self._train(step, node, groups)
+            flow.pass_time(work.train_s)
+            node, step = self.policies.updated(node), step + 1
+            flow.node, flow.version = node, step
+            self._may_die(flow)
+            if step % work.checkpoint_every == 0:
+                ahead.mark(step)
+                self._may_die(flow)
+                self.checkpoint = (step, node, source.state_dict())
+                self._may_die(flow)
+                ahead.settle(step)
+        self.journal.settle(step)
+
+    def _next(self, ahead: GroupsAhead, step: int, source: Tasks) -> list[Group]:
+        try:
+            return ahead.take(step, self._admit)
+        except RolloutError as error:  # of the last tasks not one is admitted
+            if "not one of" in str(error) and source.position == len(source.tasks):
+                return []
+            raise
+
+    def _may_die(self, flow: SimulatedFlow) -> None:
+        """A moment at which the process may die, as any in which it asks for news."""
+        flow._told = flow.news() + flow._told
+
+    def _train(self, step: int, node: int, groups: list[Group]) -> None:
+        for group in groups:
+            for one in group.usable:
+                (segment,) = one.segments
+                for token, version in zip(segment.tokens[segment.loss_mask], segment.versions[segment.loss_mask]):
+                    self.outcome.worst = max(self.outcome.worst, self.policies.distance(node, int(token)))
+                    self.outcome.labels.append(step - int(version))
+            self.outcome.trained.append((step, group.id, tuple(one.attempt for one in group.trajectories)))
+
+    def _admit(self, groups: list[Group]) -> list[Group]:
+        kept = [
+            group
+            for group in groups
+            if random.Random(f"{self.workload.seed}{group.task.id}").random() >= self.workload.refused
+        ]
+        self.outcome.refused |= {group.task.id for group in groups if group not in kept}
+        return kept
+
+
+def attempt_of(task: Task, group_id: str, number: int, request_id: str) -> Attempt:
+    return Attempt(task, group_id, request_id, lambda turn: turn, number, f"{group_id}/{number}")

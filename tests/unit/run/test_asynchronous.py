@@ -1,0 +1,131 @@
+"""Random schedules, failures and deaths of asynchronous runs, on a virtual clock: the bound holds, nothing is trained
+twice or lost, and all of them come to an end."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import sqlite3
+import tempfile
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from rlflow.run.pacing import Pacing, WhenStale
+from tests.unit.run.simulation import Outcome, Simulation, Workload
+
+WORKLOADS = st.builds(
+    Workload,
+    seed=st.integers(0, 10**6),
+    prompts=st.integers(1, 4),
+    samples=st.integers(1, 3),
+    tasks=st.integers(1, 30),
+    sigma=st.sampled_from([0.0, 1.0, 2.0]),
+    train_s=st.sampled_from([0.1, 2.0, 20.0]),
+    places=st.integers(1, 12),
+    failing=st.sampled_from([0.0, 0.2]),
+    refused=st.sampled_from([0.0, 0.3]),
+    frozen=st.booleans(),
+    checkpoint_every=st.integers(1, 4),
+    lives=st.lists(st.integers(0, 60), max_size=4).map(tuple),
+)
+
+
+MEMORY = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None  # a journal syncs, which takes milliseconds on a disk
+
+
+@st.composite
+def pacings(draw: st.DrawFn, prompts: int) -> Pacing:
+    most = draw(st.integers(0, 5))
+    when = draw(st.sampled_from(["wait", "drop"])) if most else "wait"
+    return Pacing(prompts, most, draw(st.integers(0, most if when == "wait" else most + 2)), when)
+
+
+CASES = WORKLOADS.flatmap(lambda work: st.tuples(st.just(work), pacings(work.prompts)))
+
+
+def played(workload: Workload, pacing: Pacing) -> tuple[Outcome, list[tuple]]:
+    """The outcome, and the journal's (number, sample, task, group, state, step, oldest version, whether there is a payload)."""
+    with tempfile.TemporaryDirectory(prefix="rlflow-journal-", dir=MEMORY) as folder:
+        outcome = Simulation(Path(folder), pacing, workload).run()
+        with sqlite3.connect(Path(folder) / "journal.sqlite") as database:
+            columns = "number, sample, task, group_id, state, step, min_version, payload IS NOT NULL"
+            rows = database.execute(f"SELECT {columns} FROM attempts ORDER BY number, sample").fetchall()
+        database.close()
+    return outcome, rows
+
+
+def assert_kept_its_promises(workload: Workload, pacing: Pacing) -> None:
+    outcome, rows = played(workload, pacing)
+    # The bound: updates between the policy in training and the one that sampled, whatever lives they belong to.
+    assert outcome.worst <= pacing.max_staleness
+    assert all(0 <= label <= pacing.max_staleness for label in outcome.labels)
+    # Each attempt exactly once: every task is trained once, with all its attempts, or refused by the filter.
+    trained = Counter(name.partition(":")[2] for _, name, _ in outcome.trained)
+    assert set(trained.values()) <= {1}
+    assert set(trained) | outcome.refused == {f"t{number}" for number in range(workload.tasks)}
+    assert not set(trained) & outcome.refused
+    assert all(attempts == tuple(range(workload.samples)) for _, _, attempts in outcome.trained)
+    # The journal says the same, and is bounded: no payload outlives the checkpoint.
+    journaled = {(step - 1, name) for _, _, _, name, state, step, _, _ in rows if state == "trained"}
+    assert journaled == {(step, name) for step, name, _ in outcome.trained}
+    assert {state for *_, state, _, _, _ in rows} <= {"trained", "dropped"}
+    assert len(rows) == workload.tasks * workload.samples
+    # Steps are full as long as there are tasks.
+    sizes = Counter(step for step, _, _ in outcome.trained)
+    assert all(sizes[step] == workload.prompts for step in range(max(sizes, default=0)))
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True)
+@given(CASES)
+def test_no_schedule_failure_or_death_breaks_a_promise(case: tuple[Workload, Pacing]) -> None:
+    assert_kept_its_promises(*case)
+
+
+@pytest.mark.slow
+@settings(max_examples=2000, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True)
+@given(CASES)
+def test_no_schedule_failure_or_death_breaks_a_promise_in_two_thousand_cases(case: tuple[Workload, Pacing]) -> None:
+    assert_kept_its_promises(*case)
+
+
+@pytest.mark.parametrize(
+    "lag, ahead, when", [(1, 1, "wait"), (2, 1, "wait"), (4, 2, "wait"), (2, 2, "drop"), (1, 3, "drop")]
+)
+def test_where_times_have_a_long_tail_the_bound_is_reached_and_not_passed(
+    lag: int, ahead: int, when: WhenStale
+) -> None:
+    work = Workload(seed=0, tasks=40, prompts=2, samples=2, sigma=2.0, places=32, frozen=False, failing=0.0)
+    pacing = Pacing(work.prompts, lag, ahead, when)
+    assert_kept_its_promises(work, pacing)
+    assert played(work, pacing)[0].worst == lag
+
+
+def test_a_run_that_dies_trains_the_same_attempts_as_one_that_does_not() -> None:
+    work = Workload(seed=3, tasks=30, failing=0.0)
+    pacing = Pacing(work.prompts, 3, 2)
+    calm, _ = played(work, pacing)
+    killed, _ = played(dataclasses.replace(work, lives=(5, 21, 17, 8)), pacing)
+    assert killed.deaths == 4 and calm.deaths == 0
+    assert {name.partition(":")[2] for _, name, _ in killed.trained} == {
+        name.partition(":")[2] for _, name, _ in calm.trained
+    }
+
+
+def test_running_ahead_hides_the_slowest_attempts() -> None:
+    """Lognormal times with sigma 1.5: a step of the synchronous run lasts as long as its longest attempt."""
+    work = Workload(
+        seed=1, tasks=60, prompts=4, samples=2, sigma=1.5, train_s=1.0, places=64, failing=0.0, frozen=False
+    )
+    seconds = {lag: played(work, Pacing(work.prompts, lag, min(lag, 2)))[0].seconds for lag in (0, 1, 4)}
+    assert seconds[4] < seconds[1] < seconds[0] and seconds[0] > 2 * seconds[4]
+
+
+def test_staleness_sits_below_its_bound_where_run_ahead_is_less() -> None:
+    work = Workload(seed=2, tasks=60, places=64, failing=0.0)
+    near, _ = played(work, Pacing(work.prompts, 4, 1))
+    far, _ = played(work, Pacing(work.prompts, 4, 4))
+    assert sum(near.labels) / len(near.labels) < sum(far.labels) / len(far.labels) <= 4

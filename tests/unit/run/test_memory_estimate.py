@@ -1,0 +1,152 @@
+"""The memory estimate: by hand, against the parameters that ranks really hold, and (slow) against measured peaks."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlflow.config.schema import load_config
+from rlflow.models.architecture import Architecture, architecture
+from rlflow.models.flops import forward_flops
+from rlflow.run.device_speeds import Device
+from rlflow.run.memory_estimate import (
+    checkpoint_bytes,
+    engine_parts,
+    estimate,
+    rank_parts,
+    stage_parameters,
+    update_parts,
+)
+from rlflow.run.step_time import estimate_step
+from rlflow.trainer.layout import ParallelLayout
+
+ROOT = Path(__file__).resolve().parents[3]
+QWEN_7B = {"model_type": "qwen2", "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28,
+           "num_attention_heads": 28,
+           "num_key_value_heads": 4, "vocab_size": 152064, "tie_word_embeddings": False}  # fmt: skip
+SMALL = {"model_type": "qwen2", "hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 4, "num_attention_heads": 2,
+         "num_key_value_heads": 1, "vocab_size": 20, "tie_word_embeddings": True}  # fmt: skip
+
+
+def config(*overrides: str) -> Any:
+    return load_config(None, ["model.path=x", "environment.name=none", *overrides])
+
+
+@pytest.fixture(scope="module")
+def qwen() -> Architecture:
+    return architecture(QWEN_7B)
+
+
+def test_a_qwen_7b_has_its_published_number_of_parameters(qwen: Architecture) -> None:
+    # https://huggingface.co/Qwen/Qwen2.5-7B: 7,615,616,512.
+    assert stage_parameters(qwen, ParallelLayout()) == [7_615_616_512]
+
+
+def test_weights_gradients_and_optimizer_are_counted_as_by_hand(qwen: Architecture) -> None:
+    count = 7_615_616_512
+    whole = rank_parts(
+        config("model.dtype=bfloat16", "algorithm.losses=[ppo_clip, {name: kl, coefficient: 0.1}]"), qwen, 0
+    )
+    assert whole == {
+        "weights": 2 * count,
+        "gradients": 4 * count,
+        "optimizer": 12 * count,
+        "reference, teacher": 2 * count,
+    }
+    split = config(
+        "model.dtype=bfloat16",
+        "cluster.ranks=4",
+        "trainer.distributed_optimizer=true",
+        "trainer.offload_snapshots=true",
+    )
+    assert rank_parts(split, qwen, 0) == {"weights": 2 * count, "gradients": 4 * count, "optimizer": 3 * count}
+    offloaded = config("model.dtype=bfloat16", "trainer.optimizer={name: adamw, offload: true}")
+    assert rank_parts(offloaded, qwen, 0)["optimizer"] == 4 * count
+    assert rank_parts(config(), qwen, 0)["optimizer"] == 8 * count
+
+
+def test_a_tied_embedding_lies_on_both_ends_of_a_pipeline() -> None:
+    model = architecture(SMALL)
+    # A layer: q 8x8 + 8, k and v 8x4 + 4 each, o 8x8, three of 8x12, two norms of 8.
+    layer = 64 + 8 + 2 * (32 + 4) + 64 + 3 * 96 + 16
+    embedding, norm = 160, 8
+    assert stage_parameters(model, ParallelLayout()) == [4 * layer + embedding + norm]
+    assert stage_parameters(model, ParallelLayout(pipeline_parallel=2)) == [
+        2 * layer + embedding,
+        2 * layer + norm + embedding,
+    ]
+    halves = (64 + 8) // 2 + 2 * (32 + 4) // 2 + 64 // 2 + 3 * 96 // 2 + 16
+    assert stage_parameters(model, ParallelLayout(tensor_parallel=2)) == [4 * halves + embedding // 2 + norm]
+
+
+def test_a_critic_is_a_second_model_with_a_vector_for_a_head(qwen: Architecture) -> None:
+    overrides = ("algorithm={advantage: gae, losses: [ppo_clip, value], critic: {lr: 1.0e-5}}",)
+    both = rank_parts(config(*overrides), qwen, 0)["weights"] // 4
+    assert both == 2 * 7_615_616_512 - 152064 * 3584 + 3584 + 1
+
+
+def test_activations_fall_with_every_way_to_spare_them(qwen: Architecture) -> None:
+    batch = ("rollout.prompts_per_step=8", "rollout.samples_per_prompt=1", "rollout.max_total_tokens=1024")
+
+    def activations(*overrides: str, stage: int = 0) -> int:
+        return update_parts(config(*batch, *overrides), qwen, stage)["activations"]
+
+    whole = activations()
+    assert activations("trainer.recompute=full") < activations("trainer.recompute=selective") < whole
+    assert activations("trainer.tensor_parallel=2", "cluster.ranks=2") < whole
+    assert activations("trainer.tokens_per_microbatch=2048") == whole // 4
+    assert activations("trainer.context_parallel=2", "cluster.ranks=2") == whole // 2
+    stages = ("trainer.pipeline_parallel=2", "cluster.ranks=2")
+    assert activations(*stages, stage=1) < activations(*stages, stage=0)  # 1F1B: the first stage waits longest
+
+
+def test_logits_never_exceed_their_chunk(qwen: Architecture) -> None:
+    for limit in (64, 512):
+        parts = update_parts(config(f"trainer.logits_chunk_mib={limit}"), qwen, 0)
+        hidden = 2 * 16384 * 3584 * 4
+        assert parts["logits"] - hidden <= limit * 2**20 < parts["logits"] + 4 * 152064 * 4
+
+
+def test_keys_and_values_are_those_of_all_slots_or_of_the_pool(qwen: Architecture) -> None:
+    overrides = ("rollout.prompts_per_step=2", "rollout.samples_per_prompt=4", "rollout.max_total_tokens=1000")
+    token = 28 * 2 * 4 * 128 * 4  # layers, keys and values, groups, dimensions, float32
+    assert engine_parts(config(*overrides), qwen)["keys and values"] == 8 * 1024 * token  # blocks of 32
+    assert engine_parts(config(*overrides, "rollout.engine.kv_tokens=2048"), qwen)["keys and values"] == 2048 * token
+
+
+def test_every_process_is_listed(qwen: Architecture) -> None:
+    alone = estimate(config(), qwen)
+    assert [(phase.process, phase.phase) for phase in alone] == [("process", "rollout"), ("process", "update")]
+    ranks = estimate(config("cluster.ranks=4", "trainer.pipeline_parallel=2"), qwen)
+    assert [(phase.process, phase.phase) for phase in ranks] == [
+        ("driver", "rollout"), ("rank of stage 1", "update"), ("rank of stage 2", "update")]  # fmt: skip
+    assert all(phase.total == sum(phase.parts.values()) > 0 for phase in (*alone, *ranks))
+    assert checkpoint_bytes(config(), qwen)[0] == 12 * 7_615_616_512
+
+
+def test_the_time_of_a_step_follows_the_operations_and_the_bytes(qwen: Architecture) -> None:
+    overrides = ("rollout.prompts_per_step=4", "rollout.samples_per_prompt=2", "rollout.max_total_tokens=256",
+                 "rollout.max_turns=1", "rollout.max_response_tokens=100",
+                 "algorithm.losses=[ppo_clip, {name: kl, coefficient: 0.1}]")  # fmt: skip
+    device = Device(matrix_flops=1e15, memory_rate=1e12, memory_gib=80, training_share=0.5)
+    time = estimate_step(config(*overrides), qwen, device, 1)
+    forward = forward_flops(qwen, [256] * 8, 800)
+    assert time.update_s == pytest.approx(3 * forward / 0.5e15) and time.score_s == pytest.approx(forward / 0.5e15)
+    read = 4 * 7_615_616_512 + 8 * 128 * 28 * 2 * 4 * 128 * 4
+    assert time.sample_s == pytest.approx(100 * read / 1e12)
+    assert estimate_step(config(*overrides), qwen, device, 2).update_s == pytest.approx(time.update_s / 2)
+
+
+@pytest.mark.slow
+def test_the_estimate_is_within_15_percent_of_the_peak_at_18m_and_93m_parameters() -> None:
+    script = [sys.executable, str(ROOT / "benchmarks" / "memory_estimate.py"), "--quick"]
+    done = subprocess.run(script, capture_output=True, text=True, timeout=900, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    results = json.loads(done.stdout.strip().splitlines()[-1])["results"]
+    assert {result["case"] for result in results} == {"18M", "93M", "18M engine"}
+    assert all(result["passed"] for result in results), results

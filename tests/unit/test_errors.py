@@ -1,0 +1,39 @@
+"""What errors tell the user to do."""
+
+from __future__ import annotations
+
+import json
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+from rlflow import errors
+from rlflow.errors import install_command
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_a_checkout_is_installed_again_from_where_it_is() -> None:
+    assert install_command("search") == f"pip install -e '{ROOT}[search]'"
+    assert install_command() == f"pip install -e '{ROOT}'"
+
+
+@pytest.mark.parametrize(
+    ("noted", "source"),
+    [
+        ({"url": "https://host/x.git", "vcs_info": {"vcs": "git", "commit_id": "c"}}, "git+https://host/x.git"),
+        ({"url": "file:///wheels/rlflow-0.1.0.whl"}, "file:///wheels/rlflow-0.1.0.whl"),
+        (None, "PATH_OR_GIT_URL"),
+    ],
+)
+def test_an_installed_package_is_installed_from_its_source_and_never_by_its_bare_name(
+    noted: dict[str, object] | None, source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Noted:
+        def read_text(self, name: str) -> str | None:
+            return json.dumps(noted) if noted and name == "direct_url.json" else None
+
+    monkeypatch.setattr(errors, "__file__", str(tmp_path / "rlflow" / "errors.py"))
+    monkeypatch.setattr(metadata, "distribution", lambda name: Noted())
+    assert install_command("ray") == f"pip install 'rlflow[ray] @ {source}'"
