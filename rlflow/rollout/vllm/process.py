@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from rlflow.errors import ConfigError, MissingPackageError, RolloutError
-from rlflow.rollout.vllm.frames import MessageError, encode, receive
+from rlflow.rollout.vllm.frames import NoMessageError, encode, receive
 
 logger = logging.getLogger(__name__)
 
@@ -166,7 +166,7 @@ class VLLMProcess:
             self._pending[number] = future
             try:
                 self._socket.sendall(encode({"op": operation, "call": number, **fields}))
-            except MessageError as error:
+            except NoMessageError as error:
                 self._pending.pop(number)
                 future.set_exception(RolloutError(f"vLLM: {operation}: {error}"))
             except BlockingIOError:
@@ -237,7 +237,7 @@ class VLLMProcess:
                     future = self._pending.pop(int(message["call"]), None)
                 if future is not None:
                     future.set_result(message)
-        except (MessageError, KeyError, TypeError, ValueError) as error:
+        except (NoMessageError, KeyError, TypeError, ValueError) as error:
             reason = f"vLLM: its process sent what is no reply: {error}; "
         except OSError:
             pass
