@@ -224,10 +224,12 @@ def retrieve(device: str, quick: bool, index: str) -> list[Row]:
         need("faiss")
         import faiss
 
+        from rlflow.errors import install_command
+
         flat = faiss.IndexFlatIP(width)
         if device != "cpu":
             if not hasattr(faiss, "StandardGpuResources"):
-                raise Skipped("the installed faiss has no GPU part (pip install 'rlflow[search-gpu]')")
+                raise Skipped(f"the installed faiss has no GPU part ({install_command('search-gpu')})")
             options = faiss.GpuClonerOptions()
             options.useFloat16 = True
             flat = faiss.index_cpu_to_gpu(faiss.StandardGpuResources(), 0, flat, options)

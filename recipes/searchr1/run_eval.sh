@@ -65,8 +65,9 @@ while [ $# -gt 0 ]; do
     --model=*) model=$(rlflow_path "${1#*=}"); shift ;;
     --hf=*) arguments+=(--hf "$(rlflow_path "${1#*=}")"); shift ;;
     --data=* | --corpus=*) arguments+=("${1%%=*}" "$(rlflow_path "${1#*=}")"); shift ;;
-    --questions=* | --temperature=* | --samples=* | --allow-code | --overwrite | --env=*) arguments+=("$1"); shift ;;
-    -*) rlflow_unknown "$1" --model --hf --data --corpus --config --questions --samples --temperature --out --overwrite --allow-code --help ;;
+    --questions=* | --temperature=* | --samples=* | --allow-code | --overwrite | --env=* | \
+        --server=* | --server-model=* | --api-key-variable=*) arguments+=("$1"); shift ;;
+    -*) rlflow_unknown "$1" --model --server --server-model --api-key-variable --hf --data --corpus --config --questions --samples --temperature --out --overwrite --allow-code --help ;;
     *=*) overrides+=("$1"); shift ;;
     *) rlflow_fail "unexpected argument '$1'; overrides are section.key=value, see --help" ;;
     esac

@@ -80,7 +80,8 @@ def test_a_checkpoint_of_no_run_needs_a_reference(made: Path, run: Path, tmp_pat
 
 
 def test_what_is_no_model_is_named(made: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="no such directory; expected a model directory, a run or a checkpoint"):
+    told = "no such directory; expected a model directory, a run, a checkpoint, or a name on the hub"
+    with pytest.raises(ConfigError, match=told):
         resolve(tmp_path / "absent")
     with pytest.raises(ConversionError, match="no checkpoint"):
         resolve(tmp_path)

@@ -70,7 +70,7 @@ def test_pipeline_ranks_take_turns_with_their_chunks_by_hand() -> None:
     """8 layers, 2 ranks of 2 chunks: [0 1][4 5] and [2 3][6 7] (megatron-core's get_num_layers_to_build)."""
     layout, eight = ParallelLayout(pipeline_parallel=2, virtual_pipeline=2), model(8)
     places = {
-        layer: (stage_of(rule, layer, eight, layout), parameter_name(rule, layer, eight, layout))
+        layer: (stage_of(rule, layer, eight, layout), parameter_name(rule, layer, eight, layout, fused=False))
         for rule, layer in placed_rules(eight)
         if rule.megatron.endswith("linear_fc2.weight")
     }
