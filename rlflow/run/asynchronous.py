@@ -212,7 +212,7 @@ class GroupsAhead:
         with self.journal.transaction():
             for place, task in enumerate(tasks, start=count):
                 planned = step + place // self._pacing.prompts
-                self._tasks.setdefault(task.id, task)
+                self._tasks[task.id] = task  # as the source gives it now, with the attempts and turns it is to get
                 name = self._name(planned, task.id)
                 self._submit(self.journal.issue(task.id, planned, name, task.attempts(self._terms.samples)))
         return self.journal.open_groups()
