@@ -30,7 +30,8 @@ def scaffold(name: str, directory: Path) -> Scaffold:
     """What the files of a new environment are called; nothing is written. Raises ConfigError for a name that is not usable."""
     if not _NAME.fullmatch(name) or keyword.iskeyword(name):
         suggestion = re.sub(r"\W+", "_", name).strip("_").lower()
-        suggestion = suggestion if _NAME.fullmatch(suggestion) and not keyword.iskeyword(suggestion) else f"my_{suggestion or 'task'}"
+        if not _NAME.fullmatch(suggestion) or keyword.iskeyword(suggestion):
+            suggestion = f"my_{suggestion or 'task'}"
         raise ConfigError(f"env new: expected a snake_case name such as '{suggestion}', found '{name}'.")
     source, player = directory / f"{name}.py", directory / f"{name}_player.py"
     class_name = "".join(part.capitalize() for part in name.split("_"))
