@@ -28,6 +28,7 @@ from rlflow.run.resume import check_continuation, chosen_checkpoint, resume
 from rlflow.run.run import Run
 from rlflow.run.saver import Saver
 from rlflow.run.unwritable import explain_unwritable
+from rlflow.run.workers import make_worker_rollout
 from rlflow.teachers.base import Classroom
 from rlflow.types import Task
 
@@ -76,7 +77,8 @@ def _start(config: RunConfig, stack: ExitStack) -> Run:
     stack.callback(progress.close)
     timer.on_enter = progress.phase
     progress.phase("preparing", "environment and engine")
-    rollout = stack.enter_context(make_rollout(config))
+    make = make_worker_rollout if config.cluster.rollout_workers else make_rollout
+    rollout = stack.enter_context(make(config))
     progress.registered, rollout.on_episode = rollout.environment.metrics, progress.episode
     train_tasks, dropped = fitting_tasks(rollout, config.data.train_split, config)
     val_tasks, _ = fitting_tasks(rollout, config.data.val_split, config)

@@ -31,7 +31,7 @@ ALLOWED: dict[str, set[str]] = {
     "trainer": {"batching", "models", "matmul", "storage", "components", "values", *BASIS},
     "teachers": {"rollout", "trainer", "batching", "models", "http", "values", *BASIS},
     "config": {"trainer", "storage", "components", "values", "errors"},
-    "cluster": {"trainer", "metrics", "components", "matmul", *BASIS},
+    "cluster": {"rollout", "trainer", "metrics", "components", "matmul", *BASIS},
     # What surrounds the loop; the loop itself; the commands.
     "run": {"http", "batching", "cluster", "config", "rollout", "trainer", "teachers", "algorithms", "environment", "models",
             "metrics", "storage", "components", "matmul", *BASIS},
