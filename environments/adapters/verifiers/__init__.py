@@ -12,6 +12,7 @@ from typing import Any
 
 from rlflow.environment import Environment
 from rlflow.errors import ConfigError, MissingPackageError, described
+from rlflow_environments.adapters.verifiers.shared import METRICS
 
 
 def make(environment: str, options: dict[str, Any] | None = None) -> Environment:
@@ -39,7 +40,7 @@ def make(environment: str, options: dict[str, Any] | None = None) -> Environment
     return VerifiersEnvironment(library, environment, made)
 
 
-make.shorthand = "environment"  # type: ignore[attr-defined]
+make.shorthand, make.metrics = "environment", METRICS  # type: ignore[attr-defined]
 
 
 @contextmanager
