@@ -101,7 +101,9 @@ setup(
             "search = rlflow_environments.search:SearchEnvironment",
             # of other libraries
             "gymnasium = rlflow_environments.adapters.gymnasium:GymnasiumEnvironment",
+            "openenv = rlflow_environments.adapters.openenv:OpenEnv",
             "reasoning_gym = rlflow_environments.adapters.reasoning:ReasoningGym",
+            "verifiers = rlflow_environments.adapters.verifiers:make",
             # over any other environment, their `base`
             "improve = rlflow_environments.wrappers.improve:ImprovePrompts",
             "intrinsic = rlflow_environments.wrappers.intrinsic:IntrinsicRewards",
