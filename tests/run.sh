@@ -7,7 +7,7 @@
 #   --full   also the slow matrices, kill tests and real engines; under 60 minutes
 #
 # RLFLOW_TEST_PROCESSES=1 runs one test after another (2). With --full, RLFLOW_VLLM_PYTHON names an interpreter with vLLM, or `none`;
-# without it an environment is made where that can be (3.5 GB, once).
+# without it an environment is made where that can be (3.5 GB, once); RLFLOW_TRL_PACKAGES is the same for TRL (130 MB, once).
 #
 # Examples: bash tests/run.sh tests/unit -k losses
 #           bash tests/run.sh --full -x
@@ -29,6 +29,9 @@ if [ -n "${full:-}" ]; then
     # shellcheck source=vllm_env.sh
     . "$here/vllm_env.sh"
     rlflow_vllm
+    # shellcheck source=trl_env.sh
+    . "$here/trl_env.sh"
+    rlflow_trl
 fi
 cd "$RLFLOW_ROOT"
 # One thread per process: some tests start several ranks, and torch's threads wait busily for each other on shared cores.
