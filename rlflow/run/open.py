@@ -16,9 +16,9 @@ from rlflow.metrics.warnings import Watch
 from rlflow.run.algorithm import Algorithm
 from rlflow.run.assemble import fitting_tasks, make_metrics, make_rollout, make_trainer, open_ahead, open_directory
 from rlflow.run.clock import Clock
+from rlflow.run.display import make_display
 from rlflow.run.evaluation_schedule import EvaluationSchedule
 from rlflow.run.interrupt import Interrupt
-from rlflow.run.live_page import make_display
 from rlflow.run.log import RunLog
 from rlflow.run.model_directory import fetch_models
 from rlflow.run.preflight import check_start
@@ -146,9 +146,7 @@ def _recall(run: Run) -> None:
     """Tells displays and watch what earlier sessions of a resumed run logged; what they warned of is not said again."""
     records = read_metrics(run.directory.metrics)
     run.progress.restore(records)
-    for record in records:
-        if "train/reward" in record:
-            run.watch.observe(record)
+    run.watch.recall(records)
 
 
 def _end_save(run: Run) -> None:

@@ -156,9 +156,8 @@ class Run:
         self.metrics.log(self.step, metrics)
         self.progress.step(self.step, metrics)
         logger.info("%s", step_line(self.step, self.config.run.steps, metrics, self.registered))
-        for warning in self.watch.observe(metrics):
-            logger.warning("step %d: %s", self.step, warning)
-            self.progress.warned(self.step, warning)
+        for fault in self.watch.observe(self.step, metrics):
+            logger.warning("step %d: %s", self.step, fault.text)
         self.saver.poll()
         self._settle()
         self.recorder.write(self.step, groups)
@@ -251,6 +250,7 @@ class Run:
             export_gap=export_gap,
             drawn=self._draw(),
             reported=self.config.metrics.page,
+            takes_questions=self.rollout.environment.takes_questions,
         )
         logger.info("%s", summary_text(summary, self.registered))
         self.progress.finished(summary)
