@@ -23,7 +23,7 @@ class Sent:
     reply: Future[dict[str, Any]]
 
 
-class Backend(ABC):
+class VLLMBackend(ABC):
     """vLLM somewhere else. Used from any thread and loop. The operations are those of `worker.VLLMServer`."""
 
     name = "vLLM"

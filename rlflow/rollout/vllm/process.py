@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from rlflow.errors import ConfigError, MissingPackageError, RolloutError
-from rlflow.rollout.vllm.backend import Backend, Sent
+from rlflow.rollout.vllm.backend import Sent, VLLMBackend
 from rlflow.rollout.vllm.frames import NoMessageError, encode, receive
 
 logger = logging.getLogger(__name__)
@@ -87,7 +87,7 @@ def child_environment(python: str, folder: Path, kv_gib: int) -> dict[str, str]:
     return environment
 
 
-class VLLMProcess(Backend):
+class VLLMProcess(VLLMBackend):
     """A process with vLLM, started at once; `wait_until_ready` before anything is asked of it. Used from any thread and loop.
 
     arguments: what `worker.VLLMServer.do_start` takes. It ends with `close`, with this object, with this process; a log that an

@@ -15,7 +15,7 @@ from rlflow.errors import ConfigError, RolloutError
 from rlflow.models.huggingface import read_config
 from rlflow.rollout.engine import Completion, Engine, PauseMode, Sampling, Stop, Weights
 from rlflow.rollout.tokenizer import Tokenizer
-from rlflow.rollout.vllm.backend import Backend, Sent
+from rlflow.rollout.vllm.backend import Sent, VLLMBackend
 from rlflow.rollout.vllm.buckets import Buckets, WeightNames
 from rlflow.rollout.vllm.requests import EngineRequest, RequestQueue, StopTokens, TokenCounts, completion
 
@@ -31,7 +31,9 @@ class QueueingEngine(Engine):
     max_tokens: of a prompt and its completion together; none: the model's positions."""
 
     max_tokens: int
-    _backend: Backend
+    _backend: VLLMBackend
+    _weights_folder: Path | None = None
+    """Where new weights are handed over; none: in this machine's memory."""
 
     def __init__(
         self,
@@ -80,7 +82,7 @@ class QueueingEngine(Engine):
         except BaseException:
             self._backend.kill()
             raise
-        self.max_tokens = int(told["max_tokens"])
+        self.max_tokens = min(self.max_tokens, int(told["max_tokens"]))
         return str(told["vllm"])
 
     # --- the protocol ---------------------------------------------------------------------------------------------------
@@ -111,7 +113,7 @@ class QueueingEngine(Engine):
         if self._state == "closed" or self._loading:
             raise RolloutError(f"engine.load_weights: {'another load is under way' if self._loading else CLOSED}.")
         self._loading = True
-        buckets = Buckets(self._bucket_bytes)
+        buckets = Buckets(self._bucket_bytes, self._weights_folder)
         try:
             await self._update(weights, version, buckets)
         except BaseException as error:

@@ -15,9 +15,10 @@ import torch
 from rlflow.errors import RolloutError
 from rlflow.models.huggingface import iterate_weights
 from rlflow.rollout import Rollout, Tokenizer, WeightProbe
-from rlflow.rollout.engine import Completion
+from rlflow.rollout.engine import Completion, Engine
 from rlflow.rollout.vllm import process
 from rlflow.rollout.vllm.engine import VLLMEngine
+from rlflow.rollout.vllm.queueing import QueueingEngine
 from tests.fixtures import tiny_model
 from tests.unit.rollout.asking import Asking
 from tests.unit.rollout.engine_contract import PROMPT, run
@@ -31,13 +32,29 @@ NEEDS_VLLM = [
     ),
 ]
 """Marks of every test with real vLLM."""
-FAULTY = [str(Path(__file__).with_name("faulty_worker.py"))]
+WATCHED, FAULTY = ([str(Path(__file__).with_name(f"{name}_worker.py"))] for name in ("watched", "faulty"))
 START_S = 400.0
 LONG = 800  # tokens of a request that something happens to: with the pace of `paced_steps`, more than six seconds
 LONG_PROMPT = [
     (7 * place) % 290 + 5 for place in range(300)
 ]  # more than two of the blocks of 128 tokens that vLLM caches
 Scorer = Callable[[Sequence[int], float], list[float]]
+
+
+async def some_tokens(engine: Engine, more: int = 5) -> None:
+    """Returns when each request that runs has so many tokens more than now. Raises AssertionError where one has ended before."""
+    assert isinstance(engine, QueueingEngine)
+    await asyncio.sleep(0)  # those that were started a line before
+    running = list(engine._running)
+    assert running
+    first: list[int] = []
+    while True:
+        found = (await engine._backend.ask("progress", calls=[request.call for request in running]))["tokens"]
+        first = first or found
+        assert not any(request.future.done() for request in running), "over before anything was done to it"
+        if all(now >= before + more for now, before in zip(found, first, strict=True)):
+            return
+        await asyncio.sleep(0.01)
 
 
 def with_pace(folder: Path) -> Path:
@@ -99,7 +116,7 @@ def gap(done: Completion, prompt: Sequence[int], scorers: dict[int, Scorer], tem
 class Started:
     """A model directory, two others of its shape, and a process with vLLM that has it loaded."""
 
-    def __init__(self, folder: Path, tied: bool, program: Sequence[str] = process.PROGRAM, **options: Any) -> None:
+    def __init__(self, folder: Path, tied: bool, program: Sequence[str] = WATCHED, **options: Any) -> None:
         self.path, *self.others = [
             tiny_model(folder / f"seed{seed}", tied=tied, seed=seed, scale=0.1, hidden_size=128)
             for seed in (0, 1, 2, 3)

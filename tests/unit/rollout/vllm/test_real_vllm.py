@@ -18,8 +18,7 @@ from rlflow.rollout.engine import Completion, Engine, Sampling
 from rlflow.rollout.vllm.buckets import HEAD, WeightNames
 from rlflow.rollout.vllm.engine import VLLMEngine
 from tests.unit.rollout.engine_contract import PROMPT, EngineContract, Make, Pairs, run, start
-from tests.unit.rollout.vllm.real import LONG, LONG_PROMPT, NEEDS_VLLM, Started, gap, probe, rollout_over
-from tests.unit.rollout.vllm.test_engine import some_tokens
+from tests.unit.rollout.vllm.real import LONG, LONG_PROMPT, NEEDS_VLLM, Started, gap, probe, rollout_over, some_tokens
 
 pytestmark = NEEDS_VLLM
 
@@ -161,6 +160,7 @@ def test_what_abort_and_pause_leave_can_be_continued_exactly(untied: Started) ->
         requests = [start(engine, PROMPT, LONG, 1, request_id="a"), start(engine, PROMPT, LONG, 2, request_id="b")]
         await some_tokens(engine)
         await engine.abort("a")
+        await requests[0]
         await engine.load_weights(iterate_weights(untied.others[0]), 4)
         await some_tokens(engine)
         await engine.pause("abort")

@@ -18,8 +18,17 @@ from rlflow.errors import ModelError, RolloutError
 from rlflow.models.huggingface import iterate_weights
 from rlflow.rollout.engine import Completion, Sampling
 from tests.unit.rollout.engine_contract import PROMPT, run, start
-from tests.unit.rollout.vllm.real import FAULTY, LONG, LONG_PROMPT, NEEDS_VLLM, Started, gap, probe, rollout_over
-from tests.unit.rollout.vllm.test_engine import some_tokens
+from tests.unit.rollout.vllm.real import (
+    FAULTY,
+    LONG,
+    LONG_PROMPT,
+    NEEDS_VLLM,
+    Started,
+    gap,
+    probe,
+    rollout_over,
+    some_tokens,
+)
 
 pytestmark = NEEDS_VLLM
 
