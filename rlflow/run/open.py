@@ -22,7 +22,7 @@ from rlflow.run.interrupt import Interrupt
 from rlflow.run.log import RunLog
 from rlflow.run.model_directory import fetch_models
 from rlflow.run.preflight import check_start
-from rlflow.run.probe import make_probe
+from rlflow.run.probe import make_probe, trainable
 from rlflow.run.recorder import Recorder
 from rlflow.run.resume import check_continuation, chosen_checkpoint, resume
 from rlflow.run.run import Run
@@ -78,7 +78,7 @@ def _start(config: RunConfig, stack: ExitStack) -> Run:
     timer.on_enter = progress.phase
     progress.phase("preparing", "environment and engine")
     make = make_worker_rollout if config.cluster.rollout_workers else make_rollout
-    rollout = stack.enter_context(make(config))
+    rollout = trainable(stack.enter_context(make(config)))
     progress.registered, rollout.on_episode = rollout.environment.metrics, progress.episode
     train_tasks, dropped = fitting_tasks(rollout, config.data.train_split, config)
     val_tasks, _ = fitting_tasks(rollout, config.data.val_split, config)
