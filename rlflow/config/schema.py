@@ -133,6 +133,7 @@ class ClusterSection:
     address: str | None = None  # of a running Ray cluster; None starts one on this machine
     threads_per_rank: PositiveInt = 1
     gpus_per_rank: NonNegativeFloat = 0.0
+    stall_timeout_s: PositiveFloat = 300.0  # nothing has moved for so long, or three times as long as it ever took: it hangs
 
 
 @dataclass
