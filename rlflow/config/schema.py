@@ -59,6 +59,7 @@ class Asynchrony:
     run_ahead: NonNegativeInt | None = None  # batches finished or under way beyond the current one; null: 1 with staleness
     when_stale: Literal["wait", "drop"] = "wait"  # for what would be too old next, or sample it again
     on_update: Literal["keep", "abort", "wait"] = "keep"  # requests in flight: go on, are cut and go on, end first
+    group_s: PositiveFloat | None = None  # a group's last attempts may run so long; then it ends without them
     overlap: bool = False  # generate while the trainer works, for cores or GPUs of its own; else it waits
 
     @property
