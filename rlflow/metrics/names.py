@@ -132,6 +132,7 @@ METRICS: Metrics = {
     "rollout/groups_ahead": Metric("count", "groups that are finished and wait for a later step"),
     "rollout/groups_running": Metric("count", "groups under way beyond the step"),
     "rollout/groups_stale": Metric("count", "groups that were too old for the step and are sampled again", "sum"),
+    "rollout/groups_short": Metric("count", "groups that ended without the attempts that ran longer than group_s", "sum"),
     "data/prompts_dropped": Metric("count", "prompts over data.max_prompt_tokens, of the training split"),
     "data/epoch": Metric("epochs", "passes over the training tasks so far"),
     "speed/tokens_per_s": Metric("tokens/s", "train/fed_tokens by the seconds of the whole step"),

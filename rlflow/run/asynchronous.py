@@ -32,11 +32,13 @@ Admit = Callable[[list[Group]], list[Group]]
 @dataclass(frozen=True)
 class Terms:
     """samples: attempts of a group. steps: of the run; nothing is issued for later ones. lease_s: by when an attempt that has
-    started is over, one way or another. max_aborted_share, max_rounds: as in `Rollout.stream`."""
+    started is over, one way or another. group_s: for how long a group's last attempts may run; None: until they
+    end. max_aborted_share, max_rounds: as in `Rollout.stream`."""
 
     samples: int
     steps: int
     lease_s: float
+    group_s: float | None = None
     max_aborted_share: float = 0.25
     max_rounds: int = 10
 
@@ -71,7 +73,7 @@ class GroupsAhead:
         ] = {}  # request id -> number, sample, attempt, of what is in flight
         self._claimed: dict[int, str] = {}  # number -> id, of the groups that were claimed last
         self._taken: list[Group] = []  # by the current step, before any filter
-        self._again = 0  # groups that became too old since the last report
+        self._again = self._short = 0  # groups that became too old, or ended short, since the last report
         self._stopped = False
 
     # --- restarts -----------------------------------------------------------------------------------------------------
@@ -159,6 +161,7 @@ class GroupsAhead:
         quiet_since = self._clock()
         self._absorb(self._flow.news())
         while True:
+            self._close_short(step)
             groups = self._start(step)
             choice = self._pacing.choose(step, groups, wanted)
             if choice.again:
@@ -238,6 +241,16 @@ class GroupsAhead:
         self.journal.issue_again(numbers, "stale", stale=True)
         self._again += len(numbers)
 
+    def _close_short(self, step: int) -> None:
+        """Gives up the attempts that their groups have waited for too long. Before anything is asked of the pacing: a group that
+        is in its last step would hold it up."""
+        if self._terms.group_s is None:
+            return
+        for number in self.journal.overdue(self._clock() - self._terms.group_s):
+            self._flow.cancel(self._forget([number]))
+            self.journal.close_short(number, step + 1)
+            self._short += 1
+
     def _forget(self, numbers: Collection[int]) -> list[str]:
         """The requests of the groups in flight, of which nothing is expected any more."""
         names = [name for name, (number, _, _) in self._places.items() if number in numbers]
@@ -282,8 +295,9 @@ class GroupsAhead:
             "rollout/groups_ahead": float(sum(group.ended for group in groups)),
             "rollout/groups_running": float(sum(not group.ended for group in groups)),
             "rollout/groups_stale": float(self._again),
+            "rollout/groups_short": float(self._short),
         }
-        self._again = 0
+        self._again = self._short = 0
         return counted
 
     def mark(self, step: int) -> None:

@@ -28,6 +28,7 @@ from rlflow.run.resume import check_continuation, chosen_checkpoint, resume
 from rlflow.run.run import Run
 from rlflow.run.saver import Saver
 from rlflow.run.unwritable import explain_unwritable
+from rlflow.run.watchdog import Watchdog
 from rlflow.run.workers import make_worker_rollout
 from rlflow.teachers.base import Classroom
 from rlflow.types import Task
@@ -118,6 +119,8 @@ def _start(config: RunConfig, stack: ExitStack) -> Run:
         watch=Watch(rollout.environment.metrics),
         prompts_dropped=dropped,
     )
+    if config.cluster.ranks == 0:
+        stack.enter_context(Watchdog(timer, config.cluster.stall_timeout_s))
     resume(run)
     evaluations = run.evaluation.made(run.saved_step)
     run.metrics = stack.enter_context(make_metrics(config, directory, run.saved_step, evaluations))

@@ -231,7 +231,7 @@ class Run:
         interrupted, export_gap = self.interrupt.requested, None
         if not interrupted and self.evaluation.final_due(self.step):
             self.evaluate(final=True)
-        if not interrupted and self.config.checkpoint.export:
+        if not interrupted and self.config.checkpoint.export and self.trainer.exports:
             self.progress.phase("exporting")
             self.directory.confirm()
             model = self.config.model
