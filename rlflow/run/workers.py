@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -118,13 +119,14 @@ def make_worker_rollout(config: RunConfig) -> WorkerRollout:
     publisher: Publisher = WEIGHT_TRANSFER.build(section.weight_transfer, "cluster.weight_transfer")
     try:
         workers = RayWorkers(
-            partial(make_worker, config),
+            partial(make_worker, replace(config, environment={**config.environment, **environment.worker_options()})),
             section.rollout_workers,
             read=_read,
             limits=PoolLimits(answer_s=min(ANSWER_S, faults.call_s), attempt_s=faults.episode_s + faults.call_s),
             address=section.address,
             threads=section.threads_per_rank,
             gpus=section.gpus_per_rank,
+            services=section.services,
             cpus=(section.rollout_workers + section.ranks) * section.threads_per_rank,
         )
     except BaseException:
