@@ -334,7 +334,8 @@ class WorkerPool:
             )
         if slot.state == "starting":
             if slot.calls["build"].done():
-                slot.facts, slot.state = slot.calls.pop("build").result(), "up"
+                slot.facts = slot.calls.pop("build").result()
+                slot.state, slot.placed = "up", True
                 logger.info(
                     "rollout worker %s is up after %.1f s, process %d", slot.name, now - slot.since, slot.facts.pid
                 )

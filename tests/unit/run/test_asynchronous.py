@@ -29,6 +29,7 @@ WORKLOADS = st.builds(
     failing=st.sampled_from([0.0, 0.2]),
     refused=st.sampled_from([0.0, 0.3]),
     frozen=st.booleans(),
+    lost=st.sampled_from([0.0, 0.3]),
     checkpoint_every=st.integers(1, 4),
     lives=st.lists(st.integers(0, 60), max_size=4).map(tuple),
 )
