@@ -7,5 +7,6 @@ from __future__ import annotations
 
 BUILT_IN = {
     "shared_memory": "rlflow.rollout.transfer.shared_memory:SharedMemoryPublisher",
+    "tcp": "rlflow.rollout.transfer.tcp:TcpPublisher",
 }
 """Publishers: name -> `module:Name`."""

@@ -10,6 +10,8 @@ from typing import Self
 
 from torch import Tensor
 
+from rlflow.errors import RolloutError
+
 
 @dataclass(frozen=True)
 class Published:
@@ -50,6 +52,10 @@ class Publisher(ABC):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+class NotYetError(RolloutError):
+    """The version has not been published yet."""
 
 
 class WeightReader(ABC):

@@ -106,12 +106,18 @@ def content_of(tensor: Tensor) -> np.ndarray:
 
 def as_tensor(item: PublishedTensor, content: np.ndarray) -> Tensor:
     """The tensor whose bytes these are, sharing them."""
+    if not len(content):
+        return torch.empty(item.shape, dtype=DTYPES[item.dtype])
     return torch.from_numpy(content).view(DTYPES[item.dtype]).view(item.shape)
 
 
 def verify(item: PublishedTensor, number: int, content: np.ndarray, manifest: Manifest, where: str) -> None:
     """Raises RolloutError unless the bytes of part `number` of a tensor hash to what was published."""
-    found = hash_of(manifest.hash, content)
+    compare(item, number, hash_of(manifest.hash, content), manifest, where)
+
+
+def compare(item: PublishedTensor, number: int, found: str, manifest: Manifest, where: str) -> None:
+    """As `verify`, with the hash that was found."""
     if found != item.hashes[number]:
         raise RolloutError(
             f"weight transfer: {where}: part {number} of '{item.name}' of version {manifest.version} hashes ({manifest.hash}) to "

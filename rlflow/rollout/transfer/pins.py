@@ -12,6 +12,7 @@ from typing import BinaryIO
 import numpy as np
 
 from rlflow.errors import RolloutError
+from rlflow.rollout.transfer.base import NotYetError
 from rlflow.rollout.transfer.manifest import Manifest, decode_manifest
 from rlflow.rollout.transfer.slots import lock, owner_lives
 
@@ -79,7 +80,7 @@ def pin(folder: Path, version: int | None, timeout_s: float) -> Pin:
         path = wait_for_version(folder, version, max(0.0, end - time.monotonic()))
         if path is None:
             what = "any version" if version is None else f"version {version}"
-            raise RolloutError(f"weight transfer: {folder}: waited {timeout_s:g} s for {what} to be published.")
+            raise NotYetError(f"weight transfer: {folder}: waited {timeout_s:g} s for {what} to be published.")
         held = _try_to_pin(path)
         if held is not None:
             return held

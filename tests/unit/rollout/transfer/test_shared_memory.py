@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 from torch import Tensor
 
 from rlflow.components import WEIGHT_TRANSFER
@@ -19,35 +18,9 @@ from rlflow.errors import ConfigError, RolloutError
 from rlflow.rollout.transfer import slots
 from rlflow.rollout.transfer.readers import open_reader
 from rlflow.rollout.transfer.shared_memory import SharedMemoryPublisher
+from tests.unit.rollout.transfer.pairs import assert_same, made
 
 ROOT = Path(__file__).resolve().parents[4]
-Pairs = list[tuple[str, Tensor]]
-
-
-def made(version: int, size: int = 3000) -> Pairs:
-    """Tensors of every kind: odd sizes, no elements, no dimensions, not contiguous, NaN and minus zero among the values."""
-    generator = torch.Generator().manual_seed(version)
-    values = torch.randn(size, 7, generator=generator)
-    special = torch.tensor([float("nan"), -0.0, 0.0, float("-inf")])
-    return [
-        ("wide", values.to(torch.bfloat16)),
-        ("turned", values.t()),
-        ("special", torch.cat([special, values[0]]).to(torch.float16)),
-        ("scalar", torch.tensor(float(version))),
-        ("empty", torch.empty(0, 5)),
-        ("flags", values[:, 0] > 0),
-        ("eight", values[:5].to(torch.float8_e4m3fn)),
-        ("whole", torch.arange(size)),
-    ]
-
-
-def assert_same(found: object, expected: Pairs) -> None:
-    pairs = list(found)  # type: ignore[call-overload]
-    assert [name for name, _ in pairs] == [name for name, _ in expected]
-    for (name, ours), (_, theirs) in zip(pairs, expected):
-        assert ours.dtype == theirs.dtype and ours.shape == theirs.shape, name
-        first, second = (one.contiguous().reshape(-1).view(torch.uint8) for one in (ours, theirs))
-        assert torch.equal(first, second), name
 
 
 @pytest.fixture
@@ -155,7 +128,7 @@ import sys, time
 sys.path[:0] = [{root!r}]
 import torch
 from rlflow.rollout.transfer.shared_memory import SharedMemoryPublisher
-from tests.unit.rollout.transfer.test_shared_memory import made
+from tests.unit.rollout.transfer.pairs import made
 publisher = SharedMemoryPublisher({directory!r})
 publisher.publish(made(1), 1)
 publisher.publish(made(2), 2)
