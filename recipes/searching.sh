@@ -48,9 +48,9 @@ rlflow_read_train() {
     done
 }
 
-# Runs rlflow in the repository, to which the paths of a configuration file are relative.
+# Runs rlflow (RLFLOW_PROFILE: in a Python for that job) in the repository, to which the paths of a configuration file are relative.
 rlflow_exec() {
-    rlflow_setup run
+    rlflow_setup "${RLFLOW_PROFILE:-run}"
     cd "$RLFLOW_ROOT"
     exec "$RLFLOW_PYTHON" -m rlflow "$@"
 }

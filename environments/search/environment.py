@@ -11,6 +11,7 @@ from rlflow.environment import Environment
 from rlflow.errors import ConfigError, RLFlowError, did_you_mean
 from rlflow.types import Episode, Observation, Step, Task
 from rlflow_environments.common.threads import beside_the_loop
+from rlflow_environments.retrieval.client.asynchronous import AsyncRetriever
 from rlflow_environments.retrieval.indices import Retriever
 from rlflow_environments.search.disturbances import make_disturbances
 from rlflow_environments.search.lookups import Lookups
@@ -106,13 +107,14 @@ class SearchEnvironment(Environment):
         given = {split: path for split, path in questions.items() if path is not None}
         self.adopt(load_tasks(given, self._protocol, prompt_template, valid_inst_ratio))
         corpus = corpus or files.get("corpus")
-        if "access" in self._protocol.enabled:
-            pages = pages or files.get("pages")
+        of_world = files.get("pages") if "access" in self._protocol.enabled else None
         self._service: ManagedServer | None = None
         if managed:
-            self.retriever, pages = self._start_service(retriever, corpus, managed, top_k, pages), None
+            self.retriever, pages = self._start_service(retriever, corpus, managed, top_k, pages or of_world), None
         else:
             self.retriever = open_retriever(retriever, corpus)
+            if not isinstance(self.retriever, AsyncRetriever):  # a server has pages of its own
+                pages = pages or of_world
         asked = questions_of(self._tasks.get("train", []))
         self._lookups = Lookups(self.retriever, top_k, pages=pages, disturbances=self._disturbances, questions=asked)
         self._lookups.check_tools(self._protocol.enabled)
@@ -130,6 +132,12 @@ class SearchEnvironment(Environment):
         tasks = next(iter(self._tasks.values()), [])
         self._service = start_managed(retriever, corpus, managed, tasks, top_k, pages)
         return self._service.retriever
+
+    def worker_options(self) -> dict[str, Any]:
+        """Where this one has started a service, the others search in that."""
+        if self._service is None:
+            return {}
+        return {"retriever": {"name": "http", **self._service.client}, "managed": False, "pages": None}
 
     def shutdown(self) -> None:
         """Stops a managed service and a judge."""

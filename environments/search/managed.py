@@ -79,7 +79,8 @@ class ManagedServer:
         try:
             self.url = self._wait(wait_s)
             self._service.supervise(self.url)
-            self.retriever = HttpRetriever(self.url, **dict(client or {}))
+            self.client: dict[str, Any] = {**dict(client or {}), "urls": self.url}
+            self.retriever = HttpRetriever(**self.client)
         except BaseException:
             self.stop()
             raise

@@ -30,6 +30,7 @@ for argument in "$@"; do
 done
 # shellcheck source=../common.sh
 . "$here/../common.sh"
+RLFLOW_PROFILE=cluster
 # shellcheck source=../searching.sh
 . "$here/../searching.sh"
 rlflow_evaluate "$here/config/demo.yaml" --samples=4 --temperature=0.6 "$@" # what is given later wins

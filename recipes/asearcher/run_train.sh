@@ -48,6 +48,7 @@ for argument in "$@"; do
 done
 # shellcheck source=../common.sh
 . "$here/../common.sh"
+RLFLOW_PROFILE=cluster
 # shellcheck source=../searching.sh
 . "$here/../searching.sh"
 

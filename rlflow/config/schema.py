@@ -144,6 +144,7 @@ class MetricsSection:
 class ClusterSection:
     ranks: NonNegativeInt = 0  # 0: everything in this process; N: N trainer ranks, each a Ray actor
     address: str | None = None  # of a running Ray cluster; None starts one on this machine
+    services: str | None = None  # name under which `rlflow serve` offers processes there; None: actors of the run's own
     threads_per_rank: PositiveInt = 1
     gpus_per_rank: NonNegativeFloat = 0.0
     rollout_workers: NonNegativeInt = 0  # 0: episodes in this process; N: N Ray actors, each with engine and environment

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from rlflow.rollout.engine import PauseMode
@@ -33,11 +33,13 @@ class Play:
 
 @dataclass(frozen=True)
 class Update:
-    """Weights that a worker is to take over. address: where a reader finds them. mode: what becomes of requests in flight."""
+    """Weights that a worker is to take over. address, key: where a reader finds them, and what it proves itself with. mode: what
+    becomes of requests in flight."""
 
     version: int
     address: str
     mode: PauseMode = "keep"
+    key: str = field(default="", repr=False)
 
 
 @dataclass(frozen=True)

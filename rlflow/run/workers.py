@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -91,7 +92,7 @@ class WorkerRollout(Rollout):
         """Publishes the weights and returns: each worker reads and verifies them before it gets its next attempt."""
         self._publisher.publish(weights, version)
         self.version = version
-        self.pool.update(Update(version, self._publisher.address, self._mode))
+        self.pool.update(Update(version, self._publisher.address, self._mode, self._publisher.key))
 
     def take_report(self) -> None:
         """Makes `report` what all workers' environments say about the time since the last call, and how the workers fared."""
@@ -118,13 +119,14 @@ def make_worker_rollout(config: RunConfig) -> WorkerRollout:
     publisher: Publisher = WEIGHT_TRANSFER.build(section.weight_transfer, "cluster.weight_transfer")
     try:
         workers = RayWorkers(
-            partial(make_worker, config),
+            partial(make_worker, replace(config, environment={**config.environment, **environment.worker_options()})),
             section.rollout_workers,
             read=_read,
             limits=PoolLimits(answer_s=min(ANSWER_S, faults.call_s), attempt_s=faults.episode_s + faults.call_s),
             address=section.address,
             threads=section.threads_per_rank,
             gpus=section.gpus_per_rank,
+            services=section.services,
             cpus=(section.rollout_workers + section.ranks) * section.threads_per_rank,
         )
     except BaseException:

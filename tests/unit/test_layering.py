@@ -37,8 +37,8 @@ ALLOWED: dict[str, set[str]] = {
             "metrics", "storage", "components", "matmul", *BASIS},
     "view": {"run", "metrics", "storage", "errors"},
     "loop": {"run", "config", "rollout", "trainer", "algorithms", "batching", "metrics", *BASIS},
-    "commands": {"__init__", "loop", "run", "view", "config", "rollout", "environment", "algorithms", "batching", "models",
-                 "metrics", "storage", "components", "matmul", *BASIS},
+    "commands": {"__init__", "loop", "run", "cluster", "view", "config", "rollout", "environment", "algorithms", "batching",
+                 "models", "metrics", "storage", "components", "matmul", *BASIS},
     "__main__": {"commands"},
     # under TYPE_CHECKING
     "__init__": {"loop", "commands", "metrics", "config", "rollout", "trainer", "environment", "batching", *BASIS},
