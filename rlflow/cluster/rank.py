@@ -49,6 +49,11 @@ class TrainerRank:
         finally:
             self.work.end()
 
+    def node(self) -> str:
+        import ray
+
+        return ray.util.get_node_ip_address()
+
     def home(self) -> tuple[str, int]:
         """(node, process)."""
         return self.node(), os.getpid()
