@@ -92,10 +92,10 @@ EXPERIMENT = Experiment(
     ),
     setup=(
         f"Questions of 1 to {HOPS} hops as under ASearcher, {TURNS} turns. The start can name what it was shown, not tell "
-        f"when to answer; the teacher is the start after {TEACHER_STEPS} steps of `grpo` on the reward. Its students begin at "
-        f"that start and make {STEPS} steps of 16 questions x 8 attempts: the preset `opd` (reverse KL on sampled tokens), the "
-        "loss `teacher_kl` (forward KL over the teacher's 8 likeliest tokens), both without any reward, and `grpo` with the "
-        "reward and no teacher. Success is exact match on other questions, at temperature 1."
+        f"when to answer; the teacher is the start after {TEACHER_STEPS} steps of `grpo` on the reward. Its students begin there "
+        f"and make {STEPS} steps of 16 questions x 8 attempts: the preset `opd` (reverse KL on sampled tokens), the loss "
+        "`teacher_kl` (forward KL over the teacher's 8 likeliest tokens), both without any reward, and `grpo` with the reward "
+        "and no teacher. Success is exact match on other questions, at temperature 1."
     ),
     rule=(
         f"In every seed both students have {OF_TEACHER:.0%} of their teacher's success, and more than the reward alone after as "
