@@ -18,17 +18,19 @@ separate      the same as overlapping, by two rollout workers beside the trainer
 
 The sides take turns within one run, each in a process of its own. A turn is the middle of a run: its first steps, before which
 nobody sampled ahead, and its last ones, for which nothing is left to start, are not counted. The bound of a step is the longest
-of three times, all measured here:
+of four times, all measured here:
 
 generation  the mean time of a group as the synchronous side sees it (its slowest attempt), over run_ahead + 1: what groups that
             are always in flight could give (Little's law)
 training    of the trainer, with the weight sync
+stragglers  the mean longest attempt of a step, over max_staleness + 1: an attempt that begins with the weights of a version is
+            trained by the step max_staleness later at the latest, which waits for it
 turns       training and the engine's own steps, where they take turns; not with --fake, whose engine may sleep meanwhile
 
 A step takes its prompts_per_step groups together, and while it is trained they count as in flight (the rule of admission bounds
 what is not yet trained), so about half a batch of run_ahead + 1 is finished and waits: a bound by generation is met to about
-1 - 1 / (2 (run_ahead + 1)), 83% for run_ahead 2 and 90% for 4. A bound by training has no such loss. The last line is one JSON
-object.
+1 - 1 / (2 (run_ahead + 1)), 83% for run_ahead 2 and 90% for 4. Stragglers cost more than their mean: what is waited for is the
+longest of several steps. A bound by training has no such losses. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -183,7 +185,7 @@ def side(turns: Turns, folder: str, case: Case, options: dict[str, Any]) -> None
     while turns.begin():
         with open_run(config) as run:
             engine = run.rollout.engines[0]
-            trained, lags, slowest, trainer_s = 0, [], [], 0.0
+            trained, lags, slowest, longest, trainer_s = 0, [], [], [], 0.0
             start = busy = 0.0
             for groups in run.groups():
                 began = time.perf_counter()
@@ -195,6 +197,7 @@ def side(turns: Turns, folder: str, case: Case, options: dict[str, Any]) -> None
                     lags += [run.step - int(part.versions[part.loss_mask].min()) for part in tokens]
                     trained += sum(len(group.usable) for group in groups)
                     slowest += [max(duration(one) for one in group.usable) for group in groups]
+                    longest.append(max(slowest[-len(groups) :]))
                 run.finish_step(metrics, groups)
                 if run.step == first:
                     start, busy = time.perf_counter(), getattr(engine, "busy_s", 0.0)
@@ -202,7 +205,7 @@ def side(turns: Turns, folder: str, case: Case, options: dict[str, Any]) -> None
                     break
             seconds, engine_s = time.perf_counter() - start, getattr(engine, "busy_s", 0.0) - busy
         turns.end(seconds=seconds, trained=trained, engine_s=engine_s, trainer_s=trainer_s, lag=statistics.fmean(lags),
-                  group_s=statistics.fmean(slowest))  # fmt: skip
+                  group_s=statistics.fmean(slowest), longest_s=statistics.fmean(longest))  # fmt: skip
 
 
 def duration(one: Trajectory) -> float:
@@ -210,22 +213,25 @@ def duration(one: Trajectory) -> float:
     return sum(turn.duration_s for turn in one.turns)
 
 
-def figures(case: Case, options: dict[str, Any], taken: list[Figures], group_s: float) -> dict[str, Any]:
-    """Of one side, its warm-up left out. group_s: of a group, where nothing runs ahead."""
+def figures(case: Case, options: dict[str, Any], taken: list[Figures], alone: list[Figures]) -> dict[str, Any]:
+    """Of one side, its warm-up left out. alone: of the synchronous side."""
     taken = taken[1:]
     rates = [one["trained"] / one["seconds"] for one in taken]
     engine, trainer, seconds = (sum(one[key] for one in taken) for key in ("engine_s", "trainer_s", "seconds"))
     steps = case.steps * len(taken)
+    group_s, longest_s = (statistics.fmean(one[key] for one in alone[1:]) for key in ("group_s", "longest_s"))
     generation = group_s / (1 + options.get("run_ahead", 0))
+    stragglers = longest_s / (1 + options.get("max_staleness", 0))
     turns = 0.0 if options.get("overlap") or case.fake_s is not None else engine / steps
     training = trainer / steps
-    bound = max(generation, training + turns) if options else generation + training
+    bound = max(generation, stragglers, training + turns) if options else stragglers + training
     return {
         "trajectories_per_s": summary(rates),
         "engine_busy": engine / seconds if case.fake_s is None else None,  # places of a fake one sleep side by side
         "trainer_busy": trainer / seconds,
         "step_s": seconds / steps,
         "generation_s": generation,
+        "stragglers_s": stragglers,
         "training_s": training,
         "turns_s": training + turns,
         "of_bound": bound * steps / seconds,
@@ -267,19 +273,19 @@ def main() -> None:
         parameters = write_model(Path(folder) / "model", case.model)
         played = {name: (side, folder, case, options) for name, options in sides.items()}
         taken = interleave(played, rounds, threads=1)
-    group_s = statistics.fmean(one["group_s"] for one in taken["synchronous"][1:])
-    result = {name: figures(case, sides[name], one, group_s) for name, one in taken.items()}
+    result = {name: figures(case, sides[name], one, taken["synchronous"]) for name, one in taken.items()}
     base = result["synchronous"]["trajectories_per_s"]["median"]
     print(f"{parameters / 1e6:.1f}M parameters, {case.prompts} x {case.samples} episodes per step, {case.steps} steps, "
           f"tool calls {case.median_s:g} s x lognormal({case.sigma:g}); {rounds} rounds" + ", fake" * args.fake)  # fmt: skip
     print(f"{'':<12}{'episodes/s':>11}{'range':>15}{'x':>6}{'engine':>8}{'trainer':>8}{'step s':>8}{'generation':>12}"
+          f"{'stragglers':>12}"
           f"{'training':>10}{'turns':>7}{'of bound':>10}{'mean lag':>10}")  # fmt: skip
     for name, one in result.items():
         rate = one["trajectories_per_s"]
         one["speedup"] = rate["median"] / base
         engine = "-" if one["engine_busy"] is None else f"{one['engine_busy']:.0%}"
         print(f"{name:<12}{rate['median']:>11.1f}{rate['low']:>8.1f}..{rate['high']:<5.1f}{one['speedup']:>6.2f}{engine:>8}"
-              f"{one['trainer_busy']:>8.0%}{one['step_s']:>8.2f}{one['generation_s']:>12.2f}{one['training_s']:>10.2f}"
+              f"{one['trainer_busy']:>8.0%}{one['step_s']:>8.2f}{one['generation_s']:>12.2f}{one['stragglers_s']:>12.2f}{one['training_s']:>10.2f}"
               f"{one['turns_s']:>7.2f}{one['of_bound']:>10.0%}{one['mean_lag']:>10.2f}")  # fmt: skip
     machine = {
         "cores": len(os.sched_getaffinity(0)),
