@@ -5,7 +5,7 @@ Every episode is a prompt and three responses with a tool call after each but th
 from the task, the attempt and the turn, so that all sides meet the same tools. Generation, training and weight sync are real:
 the embedded engine and the Megatron trainer in one process, one thread for products of the model.
 
-    python benchmarks/asynchronous.py [--quick] [--fake] [--median-s 0.3] [--sigma 1.2]
+    python benchmarks/asynchronous.py [--quick] [--fake] [--ablation] [--median-s 0.3] [--sigma 1.2]
 
 synchronous   a step is sampled when the one before is over
 one ahead     max_staleness 1, run_ahead 1: the next batch is sampled meanwhile (the delayed parameter update)
@@ -13,6 +13,9 @@ ahead         max_staleness 4, run_ahead 2: what is slow may take up to four upd
 overlapping   the same, and the engine goes on while the trainer works
 far ahead     max_staleness 8, run_ahead 4, overlapping
 separate      the same as overlapping, by two rollout workers beside the trainer (cluster.rollout_workers), where Ray is installed
+
+--ablation: AsyncFlow's, with a frozen reference that scores every row: barrier (synchronous), streaming (score_early: it scores
+groups as they end), streaming and the delayed parameter update (max_staleness 1 besides, overlapping).
 
 --fake: an engine and a trainer that sleep (the schedule alone, on any machine: nobody computes anything).
 
@@ -67,13 +70,19 @@ SIDES: dict[str, dict[str, Any]] = {
     "overlapping": {"max_staleness": 4, "run_ahead": 2, "overlap": True},
     "far ahead": {"max_staleness": 8, "run_ahead": 4, "overlap": True},
 }
+ABLATION: dict[str, dict[str, Any]] = {
+    "synchronous": {},
+    "streaming": {"score_early": True},
+    "and delayed": {"score_early": True, "max_staleness": 1, "run_ahead": 1, "overlap": True},
+}
 WORKERS = 2  # of the side `separate`
 TURNS = 3
 
 
 @dataclass(frozen=True)
 class Case:
-    """median_s, sigma: of a tool call. steps: of one turn. fake_s: (a token, an update) where nobody computes."""
+    """median_s, sigma: of a tool call. steps: of one turn. fake_s: (a token, an update) where nobody computes. reference: there
+    is one, which scores every row; where nobody computes, in two thirds of the time of an update."""
 
     prompts: int
     samples: int
@@ -83,6 +92,7 @@ class Case:
     sigma: float
     model: str = "tiny"
     fake_s: tuple[float, float] | None = None
+    reference: bool = False
 
 
 class SlowTools(Environment):
@@ -151,10 +161,13 @@ def configured(folder: str, case: Case, options: dict[str, Any]) -> list[str]:
     parts = [f"rollout.engine={{name: '{HERE}:TimedEngine', max_concurrency: 256}}"]
     if case.fake_s is not None:
         token_s, update_s = case.fake_s
+        tokens = case.prompts * case.samples * (24 + TURNS * case.response + 8 * (TURNS - 1))
+        score_s = update_s / 1.5 / tokens if case.reference else 0.0
         parts = [
             f"rollout.engine={{name: fake, token_s: {token_s}, max_concurrency: 256}}", "trainer.backend=fake",
-            f"trainer.optimizer={{name: sleep, update_s: {update_s}}}",
+            f"trainer.optimizer={{name: sleep, update_s: {update_s}, score_token_s: {score_s}}}",
         ]  # fmt: skip
+    losses = "{name: ppo_clip, anchor: proximal}" + ", {name: kl, coefficient: 0.01}" * case.reference
     return [
         f"run.directory={folder}/runs/{os.getpid()}", f"run.steps={case.steps + 2 * margin(options)}", "run.overwrite=true",
         f"model.path={folder}/model",
@@ -163,7 +176,7 @@ def configured(folder: str, case: Case, options: dict[str, Any]) -> list[str]:
         f"rollout.samples_per_prompt={case.samples}", f"rollout.max_turns={TURNS}",
         f"rollout.max_response_tokens={case.response}",
         "rollout.max_total_tokens=512", "trainer.lr=1e-5", "algorithm.transforms=[tis]",
-        "algorithm.losses=[{name: ppo_clip, anchor: proximal}]",
+        f"algorithm.losses=[{losses}]",
         "metrics.progress=none", "metrics.trajectories_per_step=0", *parts, *chosen,
     ]  # fmt: skip
 
@@ -224,7 +237,7 @@ def figures(case: Case, options: dict[str, Any], taken: list[Figures], alone: li
     stragglers = longest_s / (1 + options.get("max_staleness", 0))
     turns = 0.0 if options.get("overlap") or case.fake_s is not None else engine / steps
     training = trainer / steps
-    bound = max(generation, stragglers, training + turns) if options else stragglers + training
+    bound = max(generation, stragglers, training + turns) if "run_ahead" in options else stragglers + training
     return {
         "trajectories_per_s": summary(rates),
         "engine_busy": engine / seconds if case.fake_s is None else None,  # places of a fake one sleep side by side
@@ -254,6 +267,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="under a minute")
     parser.add_argument("--fake", action="store_true", help="engine and trainer sleep: the schedule alone")
+    parser.add_argument("--ablation", action="store_true", help="barrier, streaming, streaming and delayed update")
     parser.add_argument("--only", action="append", metavar="SIDE", help="this side, beside the synchronous one")
     parser.add_argument("--median-s", type=float, default=0.3, help="of a tool call (default 0.3)")
     parser.add_argument("--sigma", type=float, default=1.2, help="of its logarithm (default 1.2; 0: all alike)")
@@ -267,8 +281,10 @@ def main() -> None:
     )
     if args.fake:
         case = replace(case, fake_s=(0.005, args.update_s / (2 if args.quick else 1)))
+    case = replace(case, reference=args.ablation)
     rounds = args.rounds or (1 if args.quick else 3)
-    sides = {name: one for name, one in chosen_sides().items() if not args.only or name in ("synchronous", *args.only)}
+    known = ABLATION if args.ablation else chosen_sides()
+    sides = {name: one for name, one in known.items() if not args.only or name in ("synchronous", *args.only)}
     with tempfile.TemporaryDirectory(prefix="rlflow-asynchronous-") as folder:
         parameters = write_model(Path(folder) / "model", case.model)
         played = {name: (side, folder, case, options) for name, options in sides.items()}
