@@ -5,7 +5,7 @@ Every episode is a prompt and three responses with a tool call after each but th
 from the task, the attempt and the turn, so that all sides meet the same tools. Generation, training and weight sync are real:
 the embedded engine and the Megatron trainer in one process, one thread for products of the model.
 
-    python benchmarks/asynchronous.py [--quick] [--fake] [--median-s 0.3] [--sigma 1.2]
+    python benchmarks/asynchronous.py [--quick] [--fake] [--ablation] [--median-s 0.3] [--sigma 1.2]
 
 synchronous   a step is sampled when the one before is over
 one ahead     max_staleness 1, run_ahead 1: the next batch is sampled meanwhile (the delayed parameter update)
@@ -14,21 +14,26 @@ overlapping   the same, and the engine goes on while the trainer works
 far ahead     max_staleness 8, run_ahead 4, overlapping
 separate      the same as overlapping, by two rollout workers beside the trainer (cluster.rollout_workers), where Ray is installed
 
+--ablation: AsyncFlow's, with a frozen reference that scores every row: barrier (synchronous), streaming (score_early: it scores
+groups as they end), streaming and the delayed parameter update (max_staleness 1 besides, overlapping).
+
 --fake: an engine and a trainer that sleep (the schedule alone, on any machine: nobody computes anything).
 
 The sides take turns within one run, each in a process of its own. A turn is the middle of a run: its first steps, before which
 nobody sampled ahead, and its last ones, for which nothing is left to start, are not counted. The bound of a step is the longest
-of three times, all measured here:
+of four times, all measured here:
 
 generation  the mean time of a group as the synchronous side sees it (its slowest attempt), over run_ahead + 1: what groups that
             are always in flight could give (Little's law)
 training    of the trainer, with the weight sync
+stragglers  the mean longest attempt of a step, over max_staleness + 1: an attempt that begins with the weights of a version is
+            trained by the step max_staleness later at the latest, which waits for it
 turns       training and the engine's own steps, where they take turns; not with --fake, whose engine may sleep meanwhile
 
 A step takes its prompts_per_step groups together, and while it is trained they count as in flight (the rule of admission bounds
 what is not yet trained), so about half a batch of run_ahead + 1 is finished and waits: a bound by generation is met to about
-1 - 1 / (2 (run_ahead + 1)), 83% for run_ahead 2 and 90% for 4. A bound by training has no such loss. The last line is one JSON
-object.
+1 - 1 / (2 (run_ahead + 1)), 83% for run_ahead 2 and 90% for 4. Stragglers cost more than their mean: what is waited for is the
+longest of several steps. A bound by training has no such losses. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -65,13 +70,19 @@ SIDES: dict[str, dict[str, Any]] = {
     "overlapping": {"max_staleness": 4, "run_ahead": 2, "overlap": True},
     "far ahead": {"max_staleness": 8, "run_ahead": 4, "overlap": True},
 }
+ABLATION: dict[str, dict[str, Any]] = {
+    "synchronous": {},
+    "streaming": {"score_early": True},
+    "and delayed": {"score_early": True, "max_staleness": 1, "run_ahead": 1, "overlap": True},
+}
 WORKERS = 2  # of the side `separate`
 TURNS = 3
 
 
 @dataclass(frozen=True)
 class Case:
-    """median_s, sigma: of a tool call. steps: of one turn. fake_s: (a token, an update) where nobody computes."""
+    """median_s, sigma: of a tool call. steps: of one turn. fake_s: (a token, an update) where nobody computes. reference: there
+    is one, which scores every row; where nobody computes, in two thirds of the time of an update."""
 
     prompts: int
     samples: int
@@ -81,6 +92,7 @@ class Case:
     sigma: float
     model: str = "tiny"
     fake_s: tuple[float, float] | None = None
+    reference: bool = False
 
 
 class SlowTools(Environment):
@@ -149,10 +161,13 @@ def configured(folder: str, case: Case, options: dict[str, Any]) -> list[str]:
     parts = [f"rollout.engine={{name: '{HERE}:TimedEngine', max_concurrency: 256}}"]
     if case.fake_s is not None:
         token_s, update_s = case.fake_s
+        tokens = case.prompts * case.samples * (24 + TURNS * case.response + 8 * (TURNS - 1))
+        score_s = update_s / 1.5 / tokens if case.reference else 0.0
         parts = [
             f"rollout.engine={{name: fake, token_s: {token_s}, max_concurrency: 256}}", "trainer.backend=fake",
-            f"trainer.optimizer={{name: sleep, update_s: {update_s}}}",
+            f"trainer.optimizer={{name: sleep, update_s: {update_s}, score_token_s: {score_s}}}",
         ]  # fmt: skip
+    losses = "{name: ppo_clip, anchor: proximal}" + ", {name: kl, coefficient: 0.01}" * case.reference
     return [
         f"run.directory={folder}/runs/{os.getpid()}", f"run.steps={case.steps + 2 * margin(options)}", "run.overwrite=true",
         f"model.path={folder}/model",
@@ -161,7 +176,7 @@ def configured(folder: str, case: Case, options: dict[str, Any]) -> list[str]:
         f"rollout.samples_per_prompt={case.samples}", f"rollout.max_turns={TURNS}",
         f"rollout.max_response_tokens={case.response}",
         "rollout.max_total_tokens=512", "trainer.lr=1e-5", "algorithm.transforms=[tis]",
-        "algorithm.losses=[{name: ppo_clip, anchor: proximal}]",
+        f"algorithm.losses=[{losses}]",
         "metrics.progress=none", "metrics.trajectories_per_step=0", *parts, *chosen,
     ]  # fmt: skip
 
@@ -183,7 +198,7 @@ def side(turns: Turns, folder: str, case: Case, options: dict[str, Any]) -> None
     while turns.begin():
         with open_run(config) as run:
             engine = run.rollout.engines[0]
-            trained, lags, slowest, trainer_s = 0, [], [], 0.0
+            trained, lags, slowest, longest, trainer_s = 0, [], [], [], 0.0
             start = busy = 0.0
             for groups in run.groups():
                 began = time.perf_counter()
@@ -195,6 +210,7 @@ def side(turns: Turns, folder: str, case: Case, options: dict[str, Any]) -> None
                     lags += [run.step - int(part.versions[part.loss_mask].min()) for part in tokens]
                     trained += sum(len(group.usable) for group in groups)
                     slowest += [max(duration(one) for one in group.usable) for group in groups]
+                    longest.append(max(slowest[-len(groups) :]))
                 run.finish_step(metrics, groups)
                 if run.step == first:
                     start, busy = time.perf_counter(), getattr(engine, "busy_s", 0.0)
@@ -202,7 +218,7 @@ def side(turns: Turns, folder: str, case: Case, options: dict[str, Any]) -> None
                     break
             seconds, engine_s = time.perf_counter() - start, getattr(engine, "busy_s", 0.0) - busy
         turns.end(seconds=seconds, trained=trained, engine_s=engine_s, trainer_s=trainer_s, lag=statistics.fmean(lags),
-                  group_s=statistics.fmean(slowest))  # fmt: skip
+                  group_s=statistics.fmean(slowest), longest_s=statistics.fmean(longest))  # fmt: skip
 
 
 def duration(one: Trajectory) -> float:
@@ -210,22 +226,25 @@ def duration(one: Trajectory) -> float:
     return sum(turn.duration_s for turn in one.turns)
 
 
-def figures(case: Case, options: dict[str, Any], taken: list[Figures], group_s: float) -> dict[str, Any]:
-    """Of one side, its warm-up left out. group_s: of a group, where nothing runs ahead."""
+def figures(case: Case, options: dict[str, Any], taken: list[Figures], alone: list[Figures]) -> dict[str, Any]:
+    """Of one side, its warm-up left out. alone: of the synchronous side."""
     taken = taken[1:]
     rates = [one["trained"] / one["seconds"] for one in taken]
     engine, trainer, seconds = (sum(one[key] for one in taken) for key in ("engine_s", "trainer_s", "seconds"))
     steps = case.steps * len(taken)
+    group_s, longest_s = (statistics.fmean(one[key] for one in alone[1:]) for key in ("group_s", "longest_s"))
     generation = group_s / (1 + options.get("run_ahead", 0))
+    stragglers = longest_s / (1 + options.get("max_staleness", 0))
     turns = 0.0 if options.get("overlap") or case.fake_s is not None else engine / steps
     training = trainer / steps
-    bound = max(generation, training + turns) if options else generation + training
+    bound = max(generation, stragglers, training + turns) if "run_ahead" in options else stragglers + training
     return {
         "trajectories_per_s": summary(rates),
         "engine_busy": engine / seconds if case.fake_s is None else None,  # places of a fake one sleep side by side
         "trainer_busy": trainer / seconds,
         "step_s": seconds / steps,
         "generation_s": generation,
+        "stragglers_s": stragglers,
         "training_s": training,
         "turns_s": training + turns,
         "of_bound": bound * steps / seconds,
@@ -248,6 +267,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="under a minute")
     parser.add_argument("--fake", action="store_true", help="engine and trainer sleep: the schedule alone")
+    parser.add_argument("--ablation", action="store_true", help="barrier, streaming, streaming and delayed update")
     parser.add_argument("--only", action="append", metavar="SIDE", help="this side, beside the synchronous one")
     parser.add_argument("--median-s", type=float, default=0.3, help="of a tool call (default 0.3)")
     parser.add_argument("--sigma", type=float, default=1.2, help="of its logarithm (default 1.2; 0: all alike)")
@@ -261,25 +281,27 @@ def main() -> None:
     )
     if args.fake:
         case = replace(case, fake_s=(0.005, args.update_s / (2 if args.quick else 1)))
+    case = replace(case, reference=args.ablation)
     rounds = args.rounds or (1 if args.quick else 3)
-    sides = {name: one for name, one in chosen_sides().items() if not args.only or name in ("synchronous", *args.only)}
+    known = ABLATION if args.ablation else chosen_sides()
+    sides = {name: one for name, one in known.items() if not args.only or name in ("synchronous", *args.only)}
     with tempfile.TemporaryDirectory(prefix="rlflow-asynchronous-") as folder:
         parameters = write_model(Path(folder) / "model", case.model)
         played = {name: (side, folder, case, options) for name, options in sides.items()}
         taken = interleave(played, rounds, threads=1)
-    group_s = statistics.fmean(one["group_s"] for one in taken["synchronous"][1:])
-    result = {name: figures(case, sides[name], one, group_s) for name, one in taken.items()}
+    result = {name: figures(case, sides[name], one, taken["synchronous"]) for name, one in taken.items()}
     base = result["synchronous"]["trajectories_per_s"]["median"]
     print(f"{parameters / 1e6:.1f}M parameters, {case.prompts} x {case.samples} episodes per step, {case.steps} steps, "
           f"tool calls {case.median_s:g} s x lognormal({case.sigma:g}); {rounds} rounds" + ", fake" * args.fake)  # fmt: skip
     print(f"{'':<12}{'episodes/s':>11}{'range':>15}{'x':>6}{'engine':>8}{'trainer':>8}{'step s':>8}{'generation':>12}"
+          f"{'stragglers':>12}"
           f"{'training':>10}{'turns':>7}{'of bound':>10}{'mean lag':>10}")  # fmt: skip
     for name, one in result.items():
         rate = one["trajectories_per_s"]
         one["speedup"] = rate["median"] / base
         engine = "-" if one["engine_busy"] is None else f"{one['engine_busy']:.0%}"
         print(f"{name:<12}{rate['median']:>11.1f}{rate['low']:>8.1f}..{rate['high']:<5.1f}{one['speedup']:>6.2f}{engine:>8}"
-              f"{one['trainer_busy']:>8.0%}{one['step_s']:>8.2f}{one['generation_s']:>12.2f}{one['training_s']:>10.2f}"
+              f"{one['trainer_busy']:>8.0%}{one['step_s']:>8.2f}{one['generation_s']:>12.2f}{one['stragglers_s']:>12.2f}{one['training_s']:>10.2f}"
               f"{one['turns_s']:>7.2f}{one['of_bound']:>10.0%}{one['mean_lag']:>10.2f}")  # fmt: skip
     machine = {
         "cores": len(os.sched_getaffinity(0)),

@@ -20,7 +20,7 @@ from torch import Tensor
 from rlflow.cluster.rank import TrainerRank
 from rlflow.cluster.services import WATCH, Offers
 from rlflow.cluster.session import RaySession, connect, first_line
-from rlflow.cluster.watching import Deadlines, Doing, Stillness, native_stack, verdict
+from rlflow.cluster.watching import Doing, StallLimits, Stillness, native_stack, verdict
 from rlflow.cluster.wire import pack_batch, unpack
 from rlflow.components import file_modules
 from rlflow.errors import ConfigError, RLFlowError
@@ -54,7 +54,7 @@ class RayTrainer(Trainer):
     address is joined ("auto": the one of this machine), and paths must be on a file system that all its nodes share.
     gpus_per_rank 0 keeps a rank on the CPU. services: the name of a run to which `rlflow serve trainer` offers processes on that
     cluster; None: actors of its own. stall_timeout_s: a call in which no rank has moved for so long is given up, later where
-    calls of its kind took long before (`Deadlines`). Further keywords are those of `Trainer.from_pretrained`.
+    calls of its kind took long before (`StallLimits`). Further keywords are those of `Trainer.from_pretrained`.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class RayTrainer(Trainer):
         self._actors: list[Any] = []
         self._group: Any = None
         self._phase = ""
-        self._deadlines = Deadlines(stall_timeout_s)
+        self._deadlines = StallLimits(stall_timeout_s)
         self._homes: list[tuple[str, int]] = []
         self._questions: dict[int, Any] = {}  # by rank: what it does, asked and not answered yet
         self._session: RaySession | None = connect(address, cpus=ranks * threads_per_rank)

@@ -69,7 +69,7 @@ class Work:
 
 
 @dataclass
-class Deadlines:
+class StallLimits:
     """For how long each kind of call may stand still: never less than floor_s, and longer where it has taken long before."""
 
     floor_s: float

@@ -72,6 +72,7 @@ class Asynchrony:
     when_stale: Literal["wait", "drop"] = "wait"  # for what would be too old next, or sample it again
     on_update: Literal["keep", "abort", "wait"] = "keep"  # requests in flight: go on, are cut and go on, end first
     group_s: PositiveFloat | None = None  # a group's last attempts may run so long; then it ends without them
+    score_early: bool = False  # reference and teacher score a group when it has ended, while others are still sampled
     overlap: bool = False  # generate while the trainer works, for cores or GPUs of its own; else it waits
 
     @property

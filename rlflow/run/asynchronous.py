@@ -75,6 +75,8 @@ class GroupsAhead:
         self._taken: list[Group] = []  # by the current step, before any filter
         self._again = self._short = 0  # groups that became too old, or ended short, since the last report
         self._stopped = False
+        self.on_group: Callable[[Group], object] | None = None  # given each group once it has ended, while a step waits
+        self._given: set[int] = set()  # groups that on_group has got
 
     # --- restarts -----------------------------------------------------------------------------------------------------
 
@@ -169,6 +171,9 @@ class GroupsAhead:
                 continue
             if choice.claim or not groups:
                 break
+            if self._give(groups):
+                self._absorb(self._flow.news())
+                continue
             news = self._flow.news(self._flow.poll_s)
             self._absorb(news)
             if news:
@@ -239,7 +244,17 @@ class GroupsAhead:
     def _issue_again(self, numbers: Collection[int]) -> None:
         self._flow.cancel(self._forget(numbers))
         self.journal.issue_again(numbers, "stale", stale=True)
+        self._given.difference_update(numbers)
         self._again += len(numbers)
+
+    def _give(self, groups: Sequence[GroupAge]) -> bool:
+        """Gives one group that has ended to `on_group`; False where there is none."""
+        new = [group.number for group in groups if group.ended and group.number not in self._given]
+        if self.on_group is None or not new:
+            return False
+        self._given.add(new[0])
+        self.on_group(self._group(new[0]))
+        return True
 
     def _close_short(self, step: int) -> None:
         """Gives up the attempts that their groups have waited for too long. Before anything is asked of the pacing: a group that

@@ -138,6 +138,8 @@ class Run:
         for name, steps in self.algorithm.refreshes.items():
             if self.step % steps == 0:
                 self.trainer.snapshot(name)
+                if self.algorithm.early is not None:
+                    self.algorithm.early.forget()
         elsewhere = {f"memory/{phase}_gib": peak for phase, peak in self.trainer.peak_memory().items()}
         trajectories = [trajectory for group in self._sampled or groups for trajectory in group.trajectories]
         if self.ahead is not None:

@@ -8,7 +8,7 @@ import threading
 import time
 from types import TracebackType
 
-from rlflow.cluster.watching import Deadlines, Stillness, Work, native_stack
+from rlflow.cluster.watching import StallLimits, Stillness, Work, native_stack
 from rlflow.metrics.timer import PhaseTimer
 
 logger = logging.getLogger(__name__)
@@ -20,12 +20,12 @@ LOOK_EVERY_S = 5.0
 
 class Watchdog:
     """A thread that looks at the thread which makes it, within a `with` block: where that one has not moved in a phase of the
-    trainer for too long (`Deadlines`), the log says so once, with the phase and the stack. A run that hangs is not ended: nothing
+    trainer for too long (`StallLimits`), the log says so once, with phase and stack. A run that hangs is not ended: nothing
     could tell whether the call, which is in this very process, would still return."""
 
     def __init__(self, timer: PhaseTimer, floor_s: float, look_every_s: float = LOOK_EVERY_S) -> None:
         self._timer = timer
-        self._deadlines = Deadlines(floor_s)
+        self._deadlines = StallLimits(floor_s)
         self._look_every_s = min(look_every_s, floor_s / 4)
         self._work = Work()
         self._work.begin("run")

@@ -19,7 +19,7 @@ import torch
 from rlflow.algorithms import EntropyLoss, PPOClipLoss, SumLoss, ValueLoss, token_weights
 from rlflow.batching import make_batch
 from rlflow.cluster.trainer import RankStuck, RayTrainer
-from rlflow.cluster.watching import Deadlines
+from rlflow.cluster.watching import StallLimits
 from rlflow.components import LOSS
 from rlflow.config.schema import ClusterSection, ModelSection, RunConfig
 from rlflow.errors import ConfigError, MissingPackageError, RLFlowError
@@ -302,7 +302,7 @@ def test_a_stopped_rank_ends_any_call_and_is_named(phase, model_path, batch, tmp
     }
     try:
         trainer.save(tmp_path / "saved", 1)
-        trainer._deadlines = Deadlines(4.0)  # only now: a start may take longer
+        trainer._deadlines = StallLimits(4.0)  # only now: a start may take longer
         os.kill(trainer._homes[1][1], signal.SIGSTOP)
         with pytest.raises(RankStuck, match=rf"^cluster: {phase}: nothing moved for 4 s: rank 1 does not answer"):
             calls[phase]()

@@ -126,6 +126,21 @@ def test_a_run_that_ends_between_checkpoints_goes_on_in_another_layout_and_train
     assert re.search(r"trained +672", out) and "lagged behind" in out
 
 
+def test_scores_that_come_early_train_the_same_weights(model: Path, tmp_path: Path) -> None:
+    """In step and deterministic every metric of the updates is equal to the last bit; running ahead trains as well."""
+    few = ("run.steps=3", "evaluation.at_start=false", "evaluation.final_questions=4", "evaluation.every_steps=0",
+           "trainer.tokens_per_microbatch=1", "algorithm.losses=[{name: ppo_clip}, {name: kl, coefficient: 0.1}]")  # fmt: skip
+    found = {}
+    for early in ("false", "true"):
+        options = (*few, "run.deterministic=true", f"rollout.asynchronous.score_early={early}")
+        train(letters_config(model, tmp_path / early, *options))
+        records = read_metrics(RunDirectory.open(tmp_path / early / "letters").metrics)
+        found[early] = [{key: one[key] for key in one if key.startswith("train/")} for one in records if "train/loss" in one]
+    assert found["true"] == found["false"] and len(found["true"]) == 3 and found["true"][2]["train/kl"] != 0
+    train(letters_config(model, tmp_path, *AHEAD, *few, "rollout.asynchronous.score_early=true"))
+    assert_trained_exactly_once(RunDirectory.open(tmp_path / "letters"), 3)
+
+
 def test_a_schedule_is_tried_by_an_engine_and_a_trainer_that_sleep(model: Path, tmp_path: Path) -> None:
     """No weight is touched: so the whole run, checkpoints and journal included, takes a second or two."""
     fakes = ("rollout.engine={name: fake, token_s: 0.001, sigma: 1.0}", "trainer.backend=fake", "trainer.schedule=constant",

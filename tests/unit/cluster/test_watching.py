@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from rlflow.cluster.watching import Deadlines, Doing, Stillness, Work, culprits, native_stack, verdict
+from rlflow.cluster.watching import Doing, StallLimits, Stillness, Work, culprits, native_stack, verdict
 
 
 def at(file: str, instruction: int = 0) -> Doing:
@@ -88,7 +88,7 @@ def test_a_rank_that_is_silent_ends_a_call_in_which_the_others_move() -> None:
 
 
 def test_a_deadline_grows_with_what_a_call_took_and_never_falls_below_its_floor() -> None:
-    deadlines = Deadlines(floor_s=100)
+    deadlines = StallLimits(floor_s=100)
     assert deadlines.of("save") == 100
     deadlines.took("save", 20)
     assert deadlines.of("save") == 100

@@ -32,7 +32,6 @@ WORKLOADS = st.builds(
     stuck=st.sampled_from([0.0, 0.0, 0.15]),
     group_s=st.sampled_from([None, 3.0, 70.0]),
     moves=st.booleans(),
-    lost=st.sampled_from([0.0, 0.3]),
     checkpoint_every=st.integers(1, 4),
     lives=st.lists(st.integers(0, 60), max_size=4).map(tuple),
 )
