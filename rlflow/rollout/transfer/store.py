@@ -26,7 +26,7 @@ import numpy as np
 from torch import Tensor
 
 from rlflow.errors import ConfigError, RolloutError
-from rlflow.rollout.transfer.hashes import hash_function
+from rlflow.rollout.transfer.hashes import hash_function, hashing_threads
 from rlflow.rollout.transfer.manifest import Manifest, PublishedTensor, aligned, content_of, parts
 from rlflow.rollout.transfer.slots import (
     ELSEWHERE,
@@ -70,6 +70,7 @@ class Store:
         self._elsewhere = Path(elsewhere or tempfile.gettempdir())
         self.hash, self.hash_name = hash_function(hash_name), hash_name
         self.part_bytes, self._readers_s = part_bytes, readers_s
+        self.threads = hashing_threads()
         remove_leftovers(parent)
         try:
             self.folder, self._owner = make_folder(parent)
@@ -101,6 +102,7 @@ class Store:
 
     def close(self) -> None:
         """Removes the folder."""
+        self.threads.shutdown()
         for slot in [*(held.slot for held in self.versions), *self._left]:
             slot.close()
         self.versions, self._left = [], []
@@ -190,10 +192,9 @@ class _Writing:
             end = start + len(content)
             self._make_room(end)
             self.slot.content[before:start] = 0
-            hashes = tuple(
-                self._copy(content[first:last], start + first)
-                for first, last in parts(len(content), self._store.part_bytes)
-            )
+            spans = list(parts(len(content), self._store.part_bytes))
+            run = self._store.threads.map if len(spans) > 1 else map
+            hashes = tuple(run(lambda span: self._copy(content[slice(*span)], start + span[0]), spans))  # noqa: B023 -- done here
             stored[name] = PublishedTensor(
                 name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), start, hashes
             )
