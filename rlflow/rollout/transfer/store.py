@@ -32,7 +32,7 @@ from rlflow.rollout.transfer.slots import (
     ELSEWHERE,
     NO_ROOM,
     PREFIX,
-    Slot,
+    SlotFile,
     make_folder,
     remove_folder,
     remove_leftovers,
@@ -52,7 +52,7 @@ GROWTH_BYTES = 2**26
 class Version:
     """What is offered: a slot, what it holds, and the file that says so."""
 
-    slot: Slot
+    slot: SlotFile
     manifest: Manifest
     path: Path
 
@@ -79,7 +79,7 @@ class Store:
                 f"weight transfer: directory: {parent}: cannot be written to ({error.strerror})."
             ) from None
         self._slots_in = self.folder
-        self._left: list[Slot] = []  # of earlier versions that are being read
+        self._left: list[SlotFile] = []  # of earlier versions that are being read
         self._number = 0
         self.versions: list[Version] = []
         """Oldest first, two at most."""
@@ -110,7 +110,7 @@ class Store:
             self._remove()
             os.close(self._owner)
 
-    def _free_slot(self, version: int) -> Slot:
+    def _free_slot(self, version: int) -> SlotFile:
         """A locked slot: that of the older version if nobody reads it, else a new one."""
         self._forget_left(version)
         size = self.versions[-1].manifest.size if self.versions else GROWTH_BYTES
@@ -140,11 +140,11 @@ class Store:
                 )
             time.sleep(POLL_S)
 
-    def new_slot(self, size: int, version: int) -> Slot:
+    def new_slot(self, size: int, version: int) -> SlotFile:
         """A locked slot of that size, elsewhere where there is no room for it here. Raises RolloutError."""
         name = f"{secrets.token_hex(4)}.slot"
         try:
-            return Slot(self._slots_in / name, size)
+            return SlotFile(self._slots_in / name, size)
         except OSError as error:
             if error.errno not in NO_ROOM:
                 raise
@@ -154,7 +154,7 @@ class Store:
                 self._elsewhere.mkdir(parents=True, exist_ok=True)
                 self._slots_in = Path(tempfile.mkdtemp(prefix=PREFIX, dir=self._elsewhere))
                 (self.folder / ELSEWHERE).symlink_to(self._slots_in)
-                slot = Slot(self._slots_in / name, size)
+                slot = SlotFile(self._slots_in / name, size)
                 logger.warning(
                     "weight transfer: %s has %d MiB free, and a version needs %d: it is kept in %s, which is slower. Make %s "
                     "larger (a container: --shm-size), or set `directory`.",
@@ -174,7 +174,7 @@ class Store:
 class _Writing:
     """One version on its way into a slot, which is exchanged for another where it has no room."""
 
-    def __init__(self, store: Store, slot: Slot, version: int) -> None:
+    def __init__(self, store: Store, slot: SlotFile, version: int) -> None:
         self.slot = slot
         self._store, self._version = store, version
 
