@@ -20,6 +20,7 @@ BASE = [
     "psutil>=5.9",  # megatron.core.dist_checkpointing imports it without declaring it
     "rich>=13.7",
     "matplotlib>=3.8",
+    "xxhash>=3.4",  # hashes of weights on their way, at the speed of memory; where it is missing sha256 takes its place
 ]
 
 SERVER = [
