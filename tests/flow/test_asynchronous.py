@@ -205,6 +205,7 @@ def test_losses_that_nothing_corrects_are_refused_for_old_tokens(model: Path, tm
         (["run_ahead=1", "max_staleness=0"], "max_staleness: expected at least 1"),
         (["max_stalenes=1"], "max_staleness"),
         (["when_stale=never"], "wait, drop"),
+        (["group_s=60"], "group_s: expected null where nothing runs ahead"),
     ],
 )
 def test_options_that_contradict_each_other_are_refused(
