@@ -11,13 +11,12 @@ import logging
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
 from rlflow.errors import RolloutError
 from rlflow.rollout.episodes import Attempt
-from rlflow.rollout.flow import Begun, News
+from rlflow.rollout.flow import Begun, Flow, Lost, News
 from rlflow.rollout.rollout import group_name
 from rlflow.rollout.source import TaskSource
 from rlflow.run.journal import AttemptJournal
@@ -28,21 +27,6 @@ from rlflow.types import Group, Task, stamp
 logger = logging.getLogger(__name__)
 
 Admit = Callable[[list[Group]], list[Group]]
-
-
-class Flow(Protocol):
-    """What plays the attempts: `rlflow.rollout.flow.EpisodeFlow`, or a simulation of it."""
-
-    @property
-    def poll_s(self) -> float: ...
-
-    def start(self, attempt: Attempt, lane: int) -> None: ...
-
-    def news(self, timeout_s: float = 0.0) -> list[News]: ...
-
-    def cancel(self, request_ids: Iterable[str]) -> None: ...
-
-    def close(self) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -231,21 +215,31 @@ class GroupsAhead:
     def _submit(self, number: int) -> None:
         for row in self.journal.waiting(number):
             request_id = f"{number:08d}/{row.sample:04d}/{row.attempt}/{row.group_id}"
+            if request_id in self._places:
+                continue  # on its way; of a group of which another attempt was lost
             self._places[request_id] = (number, row.sample, row.attempt)
             self._flow.start(self._attempt(self._tasks[row.task], row.group_id, row.sample, request_id), number)
 
     def _absorb(self, news: Sequence[News]) -> None:
         if not news:
             return
+        lost = set()
         with self.journal.transaction():
             for item in news:
                 place = self._places[item.request_id]
                 if isinstance(item, Begun):
-                    self.journal.begin(*place, item.version, self._clock() + self._terms.lease_s, item.at)
+                    until = self._clock() + self._terms.lease_s
+                    self.journal.begin(*place, item.version, until, item.at, item.worker)
+                    continue
+                del self._places[item.request_id]
+                if isinstance(item, Lost):
+                    self.journal.lose(*place, item.worker, item.reason, item.at)
+                    lost.add(place[0])
                 else:
-                    del self._places[item.request_id]
                     found = item.trajectory
                     self.journal.finish(*place, trajectory_bytes(found), trained_versions(found), item.at)
+        for number in sorted(lost):  # what was lost is played again; the rest of its group goes on
+            self._submit(number)
 
     def _issue_again(self, numbers: Collection[int]) -> None:
         self._flow.cancel(self._forget(numbers))

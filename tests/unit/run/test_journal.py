@@ -126,5 +126,5 @@ def test_a_file_that_is_no_journal_or_of_another_format_is_named(tmp_path: Path)
     with sqlite3.connect(tmp_path / "other") as database:
         database.execute("PRAGMA user_version = 9")
     database.close()
-    with pytest.raises(StorageError, match="format 1, found 9"):
+    with pytest.raises(StorageError, match="format 2, found 9"):
         AttemptJournal(tmp_path / "other")
