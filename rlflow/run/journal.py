@@ -78,9 +78,7 @@ class AttemptJournal:
         self.path = Path(path)
         with self._explained():
             where = f"file:{self.path.absolute()}?mode={'ro' if read_only else 'rwc'}"
-            self._database = sqlite3.connect(
-                where, BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False, uri=True
-            )
+            self._database = sqlite3.connect(where, BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False, uri=True)
             found = self._value("PRAGMA user_version")
             if not read_only:
                 self._database.execute("PRAGMA journal_mode = WAL")
@@ -166,10 +164,7 @@ class AttemptJournal:
         """The groups are the step's."""
         with self.transaction():
             for number in numbers:
-                self._write(
-                    "UPDATE attempts SET state = 'claimed', step = ? WHERE number = ? AND state = 'done'",
-                    (step, number),
-                )
+                self._write("UPDATE attempts SET state = 'claimed', step = ? WHERE number = ? AND state = 'done'", (step, number))
 
     def drop(self, numbers: Iterable[int], reason: str, step: int) -> None:
         """The groups are not trained, for a reason that the step found."""
@@ -250,9 +245,7 @@ class AttemptJournal:
                 self._write("DELETE FROM attempts")
             self.settle(checkpoint)
             later = "state IN ('claimed', 'trained', 'dropped') AND step > ?"
-            kept = (
-                f"UPDATE attempts SET state = 'done', step = NULL, reason = NULL WHERE {later} AND payload IS NOT NULL"
-            )
+            kept = f"UPDATE attempts SET state = 'done', step = NULL, reason = NULL WHERE {later} AND payload IS NOT NULL"
             self._write(kept, (checkpoint,))
             self._write(f"UPDATE attempts SET {_BACK_TO_ISSUED}, reason = 'restart' WHERE {later}", (checkpoint,))
             self._write(f"UPDATE attempts SET {_BACK_TO_ISSUED}, reason = 'restart' WHERE state = 'running'")
@@ -291,16 +284,12 @@ class AttemptJournal:
 
     def claimed(self, step: int) -> int:
         """How many groups the step has claimed."""
-        return int(
-            self._value("SELECT COUNT(DISTINCT number) FROM attempts WHERE state = 'claimed' AND step = ?", step)
-        )
+        return int(self._value("SELECT COUNT(DISTINCT number) FROM attempts WHERE state = 'claimed' AND step = ?", step))
 
     def waiting(self, number: int) -> list[IssuedAttempt]:
         """The attempts of a group that are issued and not running."""
         columns = "number, sample, attempt, task, group_id"
-        rows = self._rows(
-            f"SELECT {columns} FROM attempts WHERE number = ? AND state = 'issued' ORDER BY sample", number
-        )
+        rows = self._rows(f"SELECT {columns} FROM attempts WHERE number = ? AND state = 'issued' ORDER BY sample", number)
         return [IssuedAttempt(*row) for row in rows]
 
     def tasks(self, start: int) -> list[tuple[int, str]]:
@@ -314,9 +303,7 @@ class AttemptJournal:
 
     def repeated(self, planned: int, task: str) -> int:
         """How many groups of that task have been issued for a step."""
-        return int(
-            self._value("SELECT COUNT(DISTINCT number) FROM attempts WHERE planned = ? AND task = ?", planned, task)
-        )
+        return int(self._value("SELECT COUNT(DISTINCT number) FROM attempts WHERE planned = ? AND task = ?", planned, task))
 
     def payloads(self, number: int) -> list[bytes]:
         """The trajectories of a group, in the order of its attempts; of one that was closed short, those that it has."""
