@@ -91,6 +91,11 @@ class Environment(ABC):
         """Numbers about all that happened since the last call, as `section/name`; called once per collection."""
         return {}
 
+    def worker_options(self) -> dict[str, Any]:
+        """Constructor keywords that differ in the copies of this environment that rollout workers make, so that they use what
+        this one has started, a service for one."""
+        return {}
+
     def shutdown(self) -> None:
         """Called when the rollout that used it is closed: frees what outlives episodes (processes, connections)."""
 

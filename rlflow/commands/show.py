@@ -234,6 +234,10 @@ def journal_text(journal: AttemptJournal, paint: Paint) -> str:
     lines = [paint(f"{journal.path}: {sum(counts.values())} attempts", "bold")]
     lines += [f"{state:<24} {count:>8}" for state, count in sorted(counts.items())]
     lines.append(f"{'groups issued again':<24} {again:>8}   too old for every step")
+    workers = journal.workers()
+    if workers:
+        lines.append(paint("\nplayed by        attempts   lost with it", "bold"))
+        lines += [f"{'worker ' + name:<12} {ended:>12} {lost:>14}" for name, ended, lost in workers]
     total = sum(lags.values())
     if total:
         lines.append(paint("\nversions that the oldest token of a trained attempt lagged behind", "bold"))
