@@ -81,7 +81,7 @@ def test_a_colour_has_one_meaning_and_what_is_0_percent_no_row() -> None:
     curves = {line.get_color() for line in learning.lines}
     assert len(curves) == 3 and not curves & set(PHASE_COLORS.values())
     assert [text.get_text() for text in time.texts if text.get_text() != "■"] == ["update  57%", "rollout  29%"]
-    assert len(set(PHASE_COLORS.values())) == len(picture._PHASE_COLORS)
+    assert len(set(PHASE_COLORS.values())) == len(PHASE_COLORS)
 
 
 def test_labels_do_not_overlap_and_stay_inside() -> None:
