@@ -10,12 +10,14 @@
 rlflow_trl_skip() { rlflow_say "tests against TRL are skipped: $*"; }
 
 rlflow_trl_install() {
-    local venv=$1 constraints=$RLFLOW_ROOT/constraints/cpu.txt
+    local venv=$1 wanted
+    # These three alone: constraints of packages that are there already would fetch other versions of them.
+    mapfile -t wanted < <(grep -E '^(trl|datasets|accelerate)==' "$RLFLOW_ROOT/constraints/cpu.txt")
     rm -rf "$venv"
     "$RLFLOW_PYTHON" -m venv "$venv" || return 1
     "$RLFLOW_PYTHON" -c 'import sys; print(*(path for path in sys.path if path.endswith("-packages")), sep="\n")' \
         >"$(rlflow_trl_packages "$venv")/tested.pth" || return 1
-    "$venv/bin/python" -m pip install -c "$constraints" trl datasets accelerate || return 1
+    "$venv/bin/python" -m pip install "${wanted[@]}" || return 1
     PYTHONPATH=$RLFLOW_ROOT "$RLFLOW_PYTHON" -c '
 import sys
 sys.path.append(sys.argv[1])
