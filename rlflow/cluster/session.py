@@ -108,7 +108,8 @@ def connect(address: str | None, cpus: int) -> RaySession | None:
         try:
             import ray
         except ImportError as error:
-            raise MissingPackageError(f"cluster.ranks needs Ray: {install_command('ray')}, or set it to 0") from error
+            told = f"cluster.ranks and rollout_workers need Ray: {install_command('ray')}, or set them to 0"
+            raise MissingPackageError(told) from error
         if ray.is_initialized():
             return None
         quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}

@@ -17,6 +17,7 @@ from rlflow.components import (
     SINK,
     TEACHER,
     TRANSFORM,
+    WEIGHT_TRANSFER,
     check_options,
 )
 from rlflow.config.loading import check_values
@@ -149,6 +150,7 @@ def _component_checks(config: RunConfig) -> Iterator[Callable[[], object]]:
     for kind, name in ((FILTER, "filters"), (TRANSFORM, "transforms")):
         for index, component in enumerate(getattr(algorithm, name)):
             yield partial(kind.check, component, ("tokens",), f"algorithm.{name}[{index}]")
+    yield lambda: WEIGHT_TRANSFER.check(config.cluster.weight_transfer, where="cluster.weight_transfer")
     yield lambda: CURATOR.check(config.data.curator, ("tasks", "seed"), "data.curator")
     for index, sink in enumerate(config.metrics.sinks):
         yield partial(SINK.check, sink, where=f"metrics.sinks[{index}]")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
@@ -42,6 +43,19 @@ class EpisodeLimits:
     chat_template: bool
     call_s: float = CALL_S
     episode_s: float = EPISODE_S
+
+
+@dataclass(frozen=True)
+class TurnSeeds:
+    """From the turn to a seed of 63 bits, for an attempt of a group; group ids hold step and task."""
+
+    seed: int
+    group_id: str
+    attempt: int
+
+    def __call__(self, turn: int) -> int:
+        text = f"{self.seed}/{self.group_id}/{self.attempt}/{turn}"
+        return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
-from typing import Union
+from typing import Protocol, Union
 
 from rlflow.rollout.continuation import Continued, Decode
 from rlflow.rollout.engine import Completion, Engine, Sampling
@@ -23,11 +23,13 @@ run all. Other requests, an evaluation's for one, come before them with 0."""
 
 @dataclass(frozen=True)
 class Begun:
-    """An attempt got a place in its engine, whose weights are of this version or a later one. at: seconds since 1970."""
+    """An attempt got a place in its engine, whose weights are of this version or a later one. at: seconds since 1970. worker:
+    that plays it, "" for this process."""
 
     request_id: str
     version: int
     at: float = 0.0
+    worker: str = ""
 
 
 @dataclass(frozen=True)
@@ -39,14 +41,46 @@ class Ended:
     at: float = 0.0
 
 
-News = Union[Begun, Ended]
+@dataclass(frozen=True)
+class Lost:
+    """An attempt is gone with the worker that played it, for that reason; nothing more is heard of it."""
+
+    request_id: str
+    worker: str
+    reason: str
+    at: float = 0.0
+
+
+News = Union[Begun, Ended, Lost]
+
+
+class Flow(Protocol):
+    """What plays attempts that are given one by one: `EpisodeFlow`, workers in other processes, or a simulation."""
+
+    @property
+    def poll_s(self) -> float:
+        """How long to wait for news at a time."""
+
+    def start(self, attempt: Attempt, lane: int) -> None:
+        """Plays the attempt; those of one lane are played together where that is possible."""
+
+    def news(self, timeout_s: float = 0.0) -> list[News]:
+        """What has happened since the last call, waited for at most that long; nothing of attempts that were cancelled."""
+
+    def cancel(self, request_ids: Iterable[str]) -> None:
+        """Ends attempts in flight; nothing is heard of them any more."""
+
+    def close(self) -> None:
+        """Ends all attempts."""
 
 
 class EpisodeFlow:
     """Plays attempts as they are given; they proceed whether or not anybody asks for news, also while the caller trains. Each
     engine plays as many at a time as it says are worth it, in the order in which they came.
 
-    version: of the weights that the engines have. decode: token ids -> text, for requests that a weight update interrupts."""
+    version: of the weights that the engines have. decode: token ids -> text, for requests that a weight update interrupts.
+    priority: of all requests, for others than training's; None: the nearer to the end of its episode, the earlier. wake: called,
+    in any thread, when there is news."""
 
     def __init__(
         self,
@@ -55,6 +89,8 @@ class EpisodeFlow:
         player: EpisodePlayer,
         version: Callable[[], int],
         decode: Decode,
+        priority: int | None = None,
+        wake: Callable[[], object] = lambda: None,
     ) -> None:
         self._thread = thread
         self._engines = engines
@@ -62,6 +98,8 @@ class EpisodeFlow:
         self._places = [asyncio.Semaphore(engine.max_concurrency) for engine in engines]
         self._player = player
         self._version = version
+        self._priority = priority
+        self._wake = wake
         self._watch = thread.watch(player.call_s)
         self._news: SimpleQueue[Begun | tuple[str, float]] = SimpleQueue()  # id and time of an attempt that is over
         self._running: dict[str, Running[Trajectory]] = {}
@@ -70,7 +108,7 @@ class EpisodeFlow:
         """Plays the attempt, on the engine of that number, counted on beyond the last one."""
         running = self._thread.start(self._play(attempt, lane % len(self._engines)))
         self._running[attempt.request_id] = running
-        running.on_end(lambda: self._news.put((attempt.request_id, time.time())))
+        running.on_end(lambda: self._tell((attempt.request_id, time.time())))
 
     def news(self, timeout_s: float = 0.0) -> list[News]:
         """What has happened since the last call, waited for at most that long; nothing of attempts that were cancelled. Raises
@@ -99,6 +137,10 @@ class EpisodeFlow:
         """Ends all attempts."""
         self.cancel(list(self._running))
 
+    def _tell(self, item: Begun | tuple[str, float]) -> None:
+        self._news.put(item)
+        self._wake()
+
     def _told(self, item: Begun | tuple[str, float]) -> list[News]:
         if isinstance(item, Begun):
             return [item] if item.request_id in self._running else []
@@ -110,10 +152,11 @@ class EpisodeFlow:
         engine, generate, turns = self._engines[lane], self._generates[lane], itertools.count()
 
         def by_turn(tokens: Sequence[int], sampling: Sampling, request_id: str) -> Awaitable[Completion]:
-            return generate(tokens, sampling, request_id, priority=max(1, FIRST_TURN - next(turns)))
+            place = max(1, FIRST_TURN - next(turns)) if self._priority is None else self._priority
+            return generate(tokens, sampling, request_id, priority=place)
 
         async with self._places[lane]:
-            self._news.put(Begun(attempt.request_id, self._version(), time.time()))
+            self._tell(Begun(attempt.request_id, self._version(), time.time()))
             try:
                 return await self._player.play(attempt, by_turn)
             finally:

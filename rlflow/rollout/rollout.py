@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import hashlib
 import itertools
 import threading
 from collections import Counter
@@ -20,9 +19,9 @@ from rlflow.errors import ConfigError, RolloutError
 from rlflow.rollout.calls import CallThreads
 from rlflow.rollout.engine import Engine, PauseMode
 from rlflow.rollout.environment_calls import reported, shut_down
-from rlflow.rollout.episodes import CALL_S, EPISODE_S, Attempt, EpisodeLimits, EpisodePlayer
-from rlflow.rollout.event_loop import LoopThread
-from rlflow.rollout.flow import EpisodeFlow
+from rlflow.rollout.episodes import CALL_S, EPISODE_S, Attempt, EpisodeLimits, EpisodePlayer, TurnSeeds
+from rlflow.rollout.event_loop import LoopThread, LoopWatch
+from rlflow.rollout.flow import EpisodeFlow, Flow
 from rlflow.rollout.replay import Transcripts, replay
 from rlflow.rollout.source import TaskSource
 from rlflow.rollout.submission import OnEpisode, Submission
@@ -37,7 +36,8 @@ THREADS = 16  # for environments with plain (not async) methods
 class Rollout:
     """Drives engines through episodes; every episode proceeds on its own, none waits for a batch. `report`: what the environment
     reported about the last collection. `on_episode`: told (ended, all of the submission, trajectory) of each episode that ends,
-    in the thread that plays them, so it must be quick; for displays.
+    in the thread that plays them, so it must be quick; for displays. `on_group`: given each group of a step as it ends, in the
+    caller's thread, while the others go on.
 
     engine: one, or several over which the groups are spread; an episode stays on its engine. deterministic: equal
     seeds and weights give equal bits whatever the timing (episodes wait for each other's turns; use one engine thread
@@ -93,6 +93,7 @@ class Rollout:
         _check_frame(environment.frame, tokenizer, max_observation_tokens)
         self.report: dict[str, float] = {}
         self.on_episode: OnEpisode | None = None
+        self.on_group: Callable[[Group], object] | None = None
         self._collections = 0
         self._repetitions: dict[int, Counter[str]] = {}  # of tasks, by step
         self._in_flight: list[Submission] = []
@@ -150,18 +151,26 @@ class Rollout:
 
         Attempts are seeded by (seed, step, task, attempt). A task that comes again in the same step gets seeds (and a
         group id) of its own; evaluations, whose steps are below 0, give the same samples each time."""
-        limits = self._limits
-        if temperature is not None:
-            limits = dataclasses.replace(limits, temperature=temperature)
         samples = self.samples_per_prompt if samples_per_prompt is None else samples_per_prompt
         _check_positive(samples_per_prompt=samples)
         share = self.max_aborted_share if max_aborted_share is None else max_aborted_share
-        player = EpisodePlayer(self.environment, self.tokenizer, limits, self._threads)
-        turn = self._turn if self.deterministic else None
         with self._lock:
-            submission = Submission(self._attempts(tasks, step, samples), share, self.on_episode)
-            submission.start(self._thread(), self.engines, player, priority=priority, turn=turn)
+            submission = self.play(self._attempts(tasks, step, samples), share, priority, temperature, self.on_episode)
             self._in_flight = [*(earlier for earlier in self._in_flight if not earlier.ended), submission]
+        return submission
+
+    def play(
+        self,
+        attempts: Sequence[Attempt],
+        max_aborted_share: float | None,
+        priority: int = 0,
+        temperature: float | None = None,
+        on_episode: OnEpisode | None = None,
+    ) -> Submission:
+        """Starts attempts together; see `submit`."""
+        submission = Submission(attempts, max_aborted_share, on_episode)
+        turn = self._turn if self.deterministic else None
+        submission.start(self._thread(), self.engines, self._player(temperature), priority=priority, turn=turn)
         return submission
 
     def collect(
@@ -179,24 +188,37 @@ class Rollout:
             return self._collect(tasks, step, samples_per_prompt=samples_per_prompt, temperature=temperature,
                                  max_aborted_share=max_aborted_share)  # fmt: skip
         finally:
-            self.report = reported(self.environment)
+            self.take_report()
+
+    def take_report(self) -> None:
+        """Makes `report` what the environment says about the time since the last call."""
+        self.report = reported(self.environment)
 
     def replay(self, transcripts: Mapping[str, Transcripts]) -> list[Group]:
         """Groups, by their ids, of what was said elsewhere: scored by this environment, in this tokenizer's tokens. See
         `rlflow.rollout.replay.replay`."""
-        player = EpisodePlayer(self.environment, self.tokenizer, self._limits, self._threads)
-        groups = replay(transcripts, self.tokenizer, player, self._thread())
+        groups = replay(transcripts, self.tokenizer, self._player(), self._thread())
         reported(self.environment)  # what these episodes did is none of the next collection's
         return groups
 
-    def flow(self) -> EpisodeFlow:
+    def flow(
+        self, temperature: float | None = None, priority: int | None = None, wake: Callable[[], object] = lambda: None
+    ) -> Flow:
         """Plays attempts that are given one by one, beside what else is in flight; see `EpisodeFlow`. The caller closes it."""
-        player = EpisodePlayer(self.environment, self.tokenizer, self._limits, self._threads)
-        return EpisodeFlow(self._thread(), self.engines, player, lambda: self.version, self.tokenizer.decode)
+        player, decode = self._player(temperature), self.tokenizer.decode
+        return EpisodeFlow(self._thread(), self.engines, player, lambda: self.version, decode, priority, wake)
+
+    def watch(self) -> LoopWatch:
+        """Whether the thread that plays still answers."""
+        return self._thread().watch(self._limits.call_s)
+
+    def _player(self, temperature: float | None = None) -> EpisodePlayer:
+        limits = self._limits if temperature is None else dataclasses.replace(self._limits, temperature=temperature)
+        return EpisodePlayer(self.environment, self.tokenizer, limits, self._threads)
 
     def attempt(self, task: Task, group_id: str, number: int, request_id: str) -> Attempt:
         """An attempt of a group for a flow, with the seeds that it has in any collection. request_id: of no other in flight."""
-        return Attempt(task, group_id, request_id, _seeds(self.seed, group_id, number), number, f"{group_id}/{number}")
+        return Attempt(task, group_id, request_id, TurnSeeds(self.seed, group_id, number), number, f"{group_id}/{number}")
 
     def pause(self, mode: PauseMode) -> None:
         """Stops the engines from sampling; environments go on. `load_weights` ends it, as `resume` does. See `Engine.pause`."""
@@ -229,7 +251,7 @@ class Rollout:
             try:
                 groups = self._admitted(source, prompts, step, admit, max_rounds)
             finally:
-                self.report = reported(self.environment)
+                self.take_report()
             if not groups:
                 return
             yield groups
@@ -289,9 +311,15 @@ class Rollout:
             self._loop = LoopThread("rlflow-rollout")
         return self._loop
 
-    def _collect(self, tasks: Sequence[Task], step: int, **options: Any) -> list[Group]:
+    def _collect(
+        self, tasks: Sequence[Task], step: int, on_group: Callable[[Group], object] | None = None, **options: Any
+    ) -> list[Group]:
         submission = self.submit(tasks, step, **options)
-        groups = {group.id: group for group in submission.completed()}
+        groups: dict[str, Group] = {}
+        for group in submission.completed():
+            groups[group.id] = group
+            if on_group is not None:
+                on_group(group)
         return [groups[group_id] for group_id in submission.group_ids]
 
     def _admitted(
@@ -306,7 +334,7 @@ class Rollout:
         collected = 0
         for _ in range(max_rounds):
             tasks = source.take(prompts - len(admitted))
-            groups = self._collect(tasks, step)
+            groups = self._collect(tasks, step, self.on_group)
             collected += len(groups)
             admitted += groups if admit is None else admit(groups)
             if len(admitted) >= prompts or not tasks:
@@ -333,7 +361,7 @@ class Rollout:
                 request_id = f"{self._collections}/{len(attempts):06d}/{name}"
                 # Evaluations come again under the same group ids, for the same samples.
                 unique = name if step >= 0 else f"{self._collections}/{name}"
-                seeds = _seeds(self.seed, group_id, number)
+                seeds = TurnSeeds(self.seed, group_id, number)
                 attempts.append(Attempt(task, group_id, request_id, seeds, number, unique))
         return attempts
 
@@ -346,16 +374,6 @@ def group_name(step: int, repeated: int, task: str) -> str:
 
 async def _all_of(awaitables: Iterable[Coroutine[Any, Any, None]]) -> None:
     await asyncio.gather(*awaitables)
-
-
-def _seeds(seed: int, group_id: str, attempt: int) -> Any:
-    """A function from the turn to a seed of 63 bits; group ids hold step and task."""
-
-    def of_turn(turn: int) -> int:
-        text = f"{seed}/{group_id}/{attempt}/{turn}"
-        return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
-
-    return of_turn
 
 
 def _check_frame(frame: tuple[str, str], tokenizer: Tokenizer, limit: int | None) -> None:

@@ -72,10 +72,18 @@ class Submission:
             while (group := self._next()) is not None:
                 yield group
             self._groups.put(None)  # for a second reader
-            self._running.result()
+            self.result()
         finally:
             self.cancel()
         self._check_aborted()
+
+    def result(self) -> None:
+        """Waits for the end of all attempts; raises what was wrong with the set-up."""
+        self._running.result()
+
+    def on_end(self, function: Callable[[], None]) -> None:
+        """Calls the function when nothing is in flight any more, in the thread that plays."""
+        self._running.on_end(function)
 
     def _next(self) -> Group | None:
         while True:

@@ -55,22 +55,24 @@ def rollout_over(
     engines: Engine | Sequence[Engine], environment: Environment, tokenizer: Tokenizer, config: RunConfig
 ) -> Rollout:
     """The rollout of a configuration over these. Raises ConfigError, ModelError for what does not go together."""
+    return Rollout(engines, environment, tokenizer, **rollout_options(config))
+
+
+def rollout_options(config: RunConfig) -> dict[str, Any]:
+    """The keywords of `Rollout` that a configuration names."""
     section = config.rollout
-    return Rollout(
-        engines,
-        environment,
-        tokenizer,
-        samples_per_prompt=section.samples_per_prompt,
-        max_turns=section.max_turns,
-        max_response_tokens=section.max_response_tokens,
-        max_total_tokens=section.max_total_tokens,
-        max_observation_tokens=section.max_observation_tokens,
-        temperature=section.temperature,
+    return {
+        "samples_per_prompt": section.samples_per_prompt,
+        "max_turns": section.max_turns,
+        "max_response_tokens": section.max_response_tokens,
+        "max_total_tokens": section.max_total_tokens,
+        "max_observation_tokens": section.max_observation_tokens,
+        "temperature": section.temperature,
         **section.faults,
-        chat_template=section.chat_template,
-        seed=config.run.seed,
-        deterministic=config.run.deterministic,
-    )
+        "chat_template": section.chat_template,
+        "seed": config.run.seed,
+        "deterministic": config.run.deterministic,
+    }
 
 
 def make_engine(config: RunConfig, tokenizer: Tokenizer) -> Engine:
@@ -148,7 +150,8 @@ def make_trainer(config: RunConfig) -> Trainer:
         options["critic"] = dataclasses.asdict(critic)
     if ranks == 0:
         return Trainer.from_pretrained(config.model.path, **options)
-    return RayTrainer(config.model.path, **dataclasses.asdict(config.cluster), **options)
+    places = {name: getattr(config.cluster, name) for name in ("address", "services", "threads_per_rank", "gpus_per_rank")}
+    return RayTrainer(config.model.path, ranks=ranks, **places, **options)
 
 
 @contextmanager
@@ -199,6 +202,7 @@ def open_ahead(
         section.samples_per_prompt,
         config.run.steps,
         lease_s=faults.episode_s + faults.call_s,
+        group_s=asynchrony.group_s,
         max_aborted_share=faults.max_aborted_share,
         max_rounds=max_rounds,
     )

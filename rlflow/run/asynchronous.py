@@ -11,13 +11,12 @@ import logging
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
 from rlflow.errors import RolloutError
 from rlflow.rollout.episodes import Attempt
-from rlflow.rollout.flow import Begun, News
+from rlflow.rollout.flow import Begun, Flow, Lost, News
 from rlflow.rollout.rollout import group_name
 from rlflow.rollout.source import TaskSource
 from rlflow.run.journal import AttemptJournal
@@ -30,29 +29,16 @@ logger = logging.getLogger(__name__)
 Admit = Callable[[list[Group]], list[Group]]
 
 
-class Flow(Protocol):
-    """What plays the attempts: `rlflow.rollout.flow.EpisodeFlow`, or a simulation of it."""
-
-    @property
-    def poll_s(self) -> float: ...
-
-    def start(self, attempt: Attempt, lane: int) -> None: ...
-
-    def news(self, timeout_s: float = 0.0) -> list[News]: ...
-
-    def cancel(self, request_ids: Iterable[str]) -> None: ...
-
-    def close(self) -> None: ...
-
-
 @dataclass(frozen=True)
 class Terms:
     """samples: attempts of a group. steps: of the run; nothing is issued for later ones. lease_s: by when an attempt that has
-    started is over, one way or another. max_aborted_share, max_rounds: as in `Rollout.stream`."""
+    started is over, one way or another. group_s: for how long a group's last attempts may run; None: until they
+    end. max_aborted_share, max_rounds: as in `Rollout.stream`."""
 
     samples: int
     steps: int
     lease_s: float
+    group_s: float | None = None
     max_aborted_share: float = 0.25
     max_rounds: int = 10
 
@@ -87,8 +73,10 @@ class GroupsAhead:
         ] = {}  # request id -> number, sample, attempt, of what is in flight
         self._claimed: dict[int, str] = {}  # number -> id, of the groups that were claimed last
         self._taken: list[Group] = []  # by the current step, before any filter
-        self._again = 0  # groups that became too old since the last report
+        self._again = self._short = 0  # groups that became too old, or ended short, since the last report
         self._stopped = False
+        self.on_group: Callable[[Group], object] | None = None  # given each group once it has ended, while a step waits
+        self._given: set[int] = set()  # groups that on_group has got
 
     # --- restarts -----------------------------------------------------------------------------------------------------
 
@@ -175,6 +163,7 @@ class GroupsAhead:
         quiet_since = self._clock()
         self._absorb(self._flow.news())
         while True:
+            self._close_short(step)
             groups = self._start(step)
             choice = self._pacing.choose(step, groups, wanted)
             if choice.again:
@@ -182,6 +171,9 @@ class GroupsAhead:
                 continue
             if choice.claim or not groups:
                 break
+            if self._give(groups):
+                self._absorb(self._flow.news())
+                continue
             news = self._flow.news(self._flow.poll_s)
             self._absorb(news)
             if news:
@@ -223,26 +215,56 @@ class GroupsAhead:
     def _submit(self, number: int) -> None:
         for row in self.journal.waiting(number):
             request_id = f"{number:08d}/{row.sample:04d}/{row.attempt}/{row.group_id}"
+            if request_id in self._places:
+                continue  # on its way; of a group of which another attempt was lost
             self._places[request_id] = (number, row.sample, row.attempt)
             self._flow.start(self._attempt(self._tasks[row.task], row.group_id, row.sample, request_id), number)
 
     def _absorb(self, news: Sequence[News]) -> None:
         if not news:
             return
+        lost = set()
         with self.journal.transaction():
             for item in news:
                 place = self._places[item.request_id]
                 if isinstance(item, Begun):
-                    self.journal.begin(*place, item.version, self._clock() + self._terms.lease_s, item.at)
+                    until = self._clock() + self._terms.lease_s
+                    self.journal.begin(*place, item.version, until, item.at, item.worker)
+                    continue
+                del self._places[item.request_id]
+                if isinstance(item, Lost):
+                    self.journal.lose(*place, item.worker, item.reason, item.at)
+                    lost.add(place[0])
                 else:
-                    del self._places[item.request_id]
                     found = item.trajectory
                     self.journal.finish(*place, trajectory_bytes(found), trained_versions(found), item.at)
+        for number in sorted(lost):  # what was lost is played again; the rest of its group goes on
+            self._submit(number)
 
     def _issue_again(self, numbers: Collection[int]) -> None:
         self._flow.cancel(self._forget(numbers))
         self.journal.issue_again(numbers, "stale", stale=True)
+        self._given.difference_update(numbers)
         self._again += len(numbers)
+
+    def _give(self, groups: Sequence[GroupAge]) -> bool:
+        """Gives one group that has ended to `on_group`; False where there is none."""
+        new = [group.number for group in groups if group.ended and group.number not in self._given]
+        if self.on_group is None or not new:
+            return False
+        self._given.add(new[0])
+        self.on_group(self._group(new[0]))
+        return True
+
+    def _close_short(self, step: int) -> None:
+        """Gives up the attempts that their groups have waited for too long. Before anything is asked of the pacing: a group that
+        is in its last step would hold it up."""
+        if self._terms.group_s is None:
+            return
+        for number in self.journal.overdue(self._clock() - self._terms.group_s):
+            self._flow.cancel(self._forget([number]))
+            self.journal.close_short(number, step + 1)
+            self._short += 1
 
     def _forget(self, numbers: Collection[int]) -> list[str]:
         """The requests of the groups in flight, of which nothing is expected any more."""
@@ -288,8 +310,9 @@ class GroupsAhead:
             "rollout/groups_ahead": float(sum(group.ended for group in groups)),
             "rollout/groups_running": float(sum(not group.ended for group in groups)),
             "rollout/groups_stale": float(self._again),
+            "rollout/groups_short": float(self._short),
         }
-        self._again = 0
+        self._again = self._short = 0
         return counted
 
     def mark(self, step: int) -> None:

@@ -20,7 +20,7 @@ from typing import Any
 from rlflow.errors import StorageError
 from rlflow.run.pacing import GroupAge
 
-FORMAT = 1  # PRAGMA user_version
+FORMAT = 2  # PRAGMA user_version
 BUSY_TIMEOUT_S = 30.0  # for a reader (`rlflow show`) that is in the way
 OPEN = "state IN ('issued', 'running', 'done')"
 _SCHEMA = """
@@ -39,6 +39,7 @@ CREATE TABLE attempts (
     max_version INTEGER,
     begun_s REAL,               -- when it was played, seconds since 1970
     ended_s REAL,
+    worker TEXT,                -- that played it; '' for the driver itself
     step INTEGER,               -- that claimed or dropped it, counted from 1 as in metrics.jsonl
     payload BLOB,               -- the trajectory, until a checkpoint makes it superfluous
     PRIMARY KEY (number, sample)
@@ -48,8 +49,15 @@ CREATE INDEX attempts_by_plan ON attempts (planned, task);
 CREATE TABLE marks (step INTEGER PRIMARY KEY, issued INTEGER NOT NULL);  -- groups issued when a checkpoint was written
 CREATE TABLE phases (name TEXT NOT NULL, begun_s REAL NOT NULL, ended_s REAL NOT NULL);  -- what the trainer did
 """
+_LOSSES = """
+CREATE TABLE losses (       -- attempts that ended with the worker that played them, and were issued again
+    number INTEGER NOT NULL, sample INTEGER NOT NULL, attempt INTEGER NOT NULL, group_id TEXT NOT NULL,
+    worker TEXT NOT NULL, reason TEXT NOT NULL, begun_s REAL, ended_s REAL NOT NULL
+);
+"""
+_FROM_1 = f"ALTER TABLE attempts ADD COLUMN worker TEXT; {_LOSSES}"
 _BACK_TO_ISSUED = """state = 'issued', attempt = attempt + 1, step = NULL, lease_until = NULL, min_version = NULL,
-    max_version = NULL, payload = NULL, begun_s = NULL, ended_s = NULL"""
+    max_version = NULL, payload = NULL, begun_s = NULL, ended_s = NULL, worker = NULL"""
 
 
 @dataclass(frozen=True)
@@ -77,8 +85,9 @@ class AttemptJournal:
             if not read_only:
                 self._database.execute("PRAGMA journal_mode = WAL")
                 self._database.execute("PRAGMA synchronous = NORMAL")  # `mark` brings it to disk where that matters
-                if found == 0:
-                    self._database.executescript(f"BEGIN; {_SCHEMA} PRAGMA user_version = {FORMAT}; COMMIT;")
+                if found in (0, 1):
+                    made = _SCHEMA + _LOSSES if found == 0 else _FROM_1
+                    self._database.executescript(f"BEGIN; {made} PRAGMA user_version = {FORMAT}; COMMIT;")
                     found = FORMAT
         if found != FORMAT:
             raise StorageError(
@@ -116,13 +125,29 @@ class AttemptJournal:
             self._database.executemany(f"INSERT INTO attempts ({columns}) VALUES (?, ?, ?, ?, ?, ?, 'issued')", rows)
         return number
 
-    def begin(self, number: int, sample: int, attempt: int, version: int, lease_until: float, at: float = 0.0) -> None:
-        """The attempt has started, with weights of `version`. at: when, seconds since 1970."""
+    def begin(
+        self, number: int, sample: int, attempt: int, version: int, lease_until: float, at: float = 0.0, worker: str = ""
+    ) -> None:
+        """The attempt has started, with weights of `version`. at: when, seconds since 1970. worker: where."""
         self._write(
-            "UPDATE attempts SET state = 'running', min_version = ?, lease_until = ?, begun_s = ? WHERE number = ? "
+            "UPDATE attempts SET state = 'running', min_version = ?, lease_until = ?, begun_s = ?, worker = ? WHERE number = ? "
             "AND sample = ? AND attempt = ? AND state = 'issued'",
-            (version, lease_until, at, number, sample, attempt),
+            (version, lease_until, at, worker, number, sample, attempt),
         )
+
+    def lose(self, number: int, sample: int, attempt: int, worker: str, reason: str, at: float) -> None:
+        """The attempt is gone with its worker: it waits to be played again, under the same ids and seeds."""
+        with self.transaction():
+            self._write(
+                "INSERT INTO losses SELECT number, sample, attempt, group_id, ?, ?, begun_s, ? FROM attempts WHERE number = ? "
+                "AND sample = ? AND attempt = ? AND state IN ('issued', 'running')",
+                (worker, reason, at, number, sample, attempt),
+            )
+            self._write(
+                f"UPDATE attempts SET {_BACK_TO_ISSUED}, reason = 'worker lost' WHERE number = ? AND sample = ? AND attempt = ? "
+                "AND state IN ('issued', 'running')",
+                (number, sample, attempt),
+            )
 
     def finish(
         self, number: int, sample: int, attempt: int, payload: bytes, versions: tuple[int, int] | None, at: float = 0.0
@@ -154,6 +179,13 @@ class AttemptJournal:
                     "UPDATE attempts SET state = 'dropped', reason = ?, step = ? WHERE number = ? AND state <> 'trained'",
                     (reason, step, number),
                 )
+
+    def close_short(self, number: int, step: int) -> None:
+        """The group ends with the attempts that it has; those that it waits for are given up, for the step's sake."""
+        self._write(
+            "UPDATE attempts SET state = 'dropped', reason = 'late', step = ? WHERE number = ? AND state = 'running'",
+            (step, number),
+        )
 
     def issue_again(self, numbers: Iterable[int], reason: str, stale: bool = False) -> None:
         """Every attempt of the groups waits to be played again. stale: because they became too old."""
@@ -247,6 +279,16 @@ class AttemptJournal:
         )
         return [GroupAge(number, oldest, bool(ended), again) for number, oldest, ended, again in rows]
 
+    def overdue(self, since: float) -> list[int]:
+        """The groups with something to train on whose other attempts have all begun before `since` and have not ended."""
+        rows = self._rows(
+            f"SELECT number FROM attempts WHERE {OPEN} GROUP BY number HAVING SUM(state = 'issued') = 0 AND "
+            "SUM(state = 'done' AND min_version IS NOT NULL) > 0 AND SUM(state = 'running') > 0 AND "
+            "MAX(CASE state WHEN 'running' THEN begun_s END) < ? ORDER BY number",
+            since,
+        )
+        return [row[0] for row in rows]
+
     def claimed(self, step: int) -> int:
         """How many groups the step has claimed."""
         return int(
@@ -277,8 +319,9 @@ class AttemptJournal:
         )
 
     def payloads(self, number: int) -> list[bytes]:
-        """The trajectories of a group, in the order of its attempts."""
-        return [row[0] for row in self._rows("SELECT payload FROM attempts WHERE number = ? ORDER BY sample", number)]
+        """The trajectories of a group, in the order of its attempts; of one that was closed short, those that it has."""
+        wanted = "SELECT payload FROM attempts WHERE number = ? AND payload IS NOT NULL ORDER BY sample"
+        return [row[0] for row in self._rows(wanted, number)]
 
     def newer(self, version: int) -> list[tuple[int, int, bytes]]:
         """(number, sample, payload) of the finished attempts with a token of a later version."""
@@ -320,12 +363,24 @@ class AttemptJournal:
         """What `note_phases` added, in time."""
         return self._rows("SELECT name, begun_s, ended_s FROM phases ORDER BY begun_s")
 
-    def played(self) -> list[tuple[str, int, float, float, int, int, int | None]]:
-        """(group's id, sample, begin, end, oldest and newest version, step) of the attempts that are over, in time; a version of
-        -1 where no token was sampled, no step where none has taken it."""
+    def played(self) -> list[tuple[str, int, float, float, int, int, int | None, str]]:
+        """(group's id, sample, begin, end, oldest and newest version, step, worker) of the attempts that are over, in time; a
+        version of -1 where no token was sampled, no step where none has taken it, "" for the driver itself."""
         return self._rows(
-            "SELECT group_id, sample, begun_s, ended_s, COALESCE(min_version, -1), COALESCE(max_version, -1), step FROM attempts "
-            "WHERE begun_s IS NOT NULL AND ended_s IS NOT NULL ORDER BY begun_s"
+            "SELECT group_id, sample, begun_s, ended_s, COALESCE(min_version, -1), COALESCE(max_version, -1), step, "
+            "COALESCE(worker, '') FROM attempts WHERE begun_s IS NOT NULL AND ended_s IS NOT NULL ORDER BY begun_s"
+        )
+
+    def losses(self) -> list[tuple[str, int, float, float, str, str]]:
+        """(group's id, sample, begin, end, worker, reason) of the attempts that were lost with a worker after they began."""
+        columns = "group_id, sample, begun_s, ended_s, worker, reason"
+        return self._rows(f"SELECT {columns} FROM losses WHERE begun_s IS NOT NULL ORDER BY begun_s")
+
+    def workers(self) -> list[tuple[str, int, int]]:
+        """(worker, attempts that ended there, attempts that were lost with it), without the driver."""
+        return self._rows(
+            "SELECT worker, SUM(ended), SUM(lost) FROM (SELECT worker, 1 AS ended, 0 AS lost FROM attempts WHERE ended_s NOT "
+            "NULL UNION ALL SELECT worker, 0, 1 FROM losses) WHERE worker <> '' GROUP BY worker ORDER BY CAST(worker AS INTEGER)"
         )
 
     def _rows(self, query: str, *values: Any) -> list[Any]:

@@ -83,11 +83,12 @@ def finished_summary(config: RunConfig) -> dict[str, Any] | None:
 def _check_gpus(config: RunConfig) -> None:
     """Ray would wait for GPUs that a cluster of this machine alone can never have."""
     section = config.cluster
-    wanted, here = section.ranks * section.gpus_per_rank, torch.cuda.device_count()
+    who = f"{section.ranks} ranks" + (f" + {section.rollout_workers} workers" if section.rollout_workers else "")
+    wanted, here = (section.ranks + section.rollout_workers) * section.gpus_per_rank, torch.cuda.device_count()
     if section.address is None and wanted > here:
         raise ConfigError(
-            f"cluster.gpus_per_rank: {section.ranks} ranks x {section.gpus_per_rank:g} = {wanted:g} GPUs, this machine has "
-            f"{here}: lower cluster.ranks or cluster.gpus_per_rank, or set cluster.address to a running cluster."
+            f"cluster.gpus_per_rank: {who} x {section.gpus_per_rank:g} = {wanted:g} GPUs, this machine has "
+            f"{here}: lower cluster.ranks, rollout_workers or cluster.gpus_per_rank, or set cluster.address to a running cluster."
         )
 
 
@@ -113,6 +114,7 @@ def _needed_packages(config: RunConfig) -> list[tuple[str, str, str]]:
     sinks = {sink["name"] for sink in config.metrics.sinks}
     needed = (
         ("cluster.ranks", config.cluster.ranks > 0, "ray", install_command("ray")),
+        ("cluster.rollout_workers", config.cluster.rollout_workers > 0, "ray", install_command("ray")),
         ("metrics.sinks", "tensorboard" in sinks, "tensorboard", install_command("tensorboard")),
         ("metrics.picture", config.metrics.picture, "matplotlib", "pip install matplotlib"),
         ("metrics.sinks", "wandb" in sinks, "wandb", install_command("wandb")),

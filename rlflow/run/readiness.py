@@ -167,7 +167,7 @@ def _check_teacher(config: RunConfig, tokenizer: Tokenizer | None) -> None:
 def _check_cluster(config: RunConfig) -> None:
     """Raises RLFlowError where nobody answers at `cluster.address`."""
     host, _, port = (config.cluster.address or "").removeprefix("ray://").rpartition(":")
-    if config.cluster.ranks and host and port.isdigit():
+    if (config.cluster.ranks or config.cluster.rollout_workers) and host and port.isdigit():
         check_address("cluster.address", host, int(port))
 
 

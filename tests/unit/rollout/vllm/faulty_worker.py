@@ -8,7 +8,7 @@ import os
 from typing import Any
 
 import watched_worker
-from rlflow_vllm import worker
+from rlflow_vllm.vllm import worker
 
 planted = ""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from rlflow_vllm import worker
+from rlflow_vllm.vllm import worker
 
 
 class WatchedServer(worker.VLLMServer):

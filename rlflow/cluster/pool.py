@@ -1,0 +1,451 @@
+"""Rollout workers as a pool: looked at, replaced when they die or hang, brought to the newest weights, and given attempts.
+
+A worker that stops answering loses what it plays, and nothing else: whoever started these attempts hears `Lost` and may start
+them again. One thread does everything here; callers put attempts in and take news out. How workers are made is the business of
+`launch`: actors of Ray in a run, threads in tests.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from queue import Empty, SimpleQueue
+from typing import Any, Protocol
+
+from rlflow.errors import ConfigError, EnvironmentContractError, ModelError, RLFlowError, RolloutError
+from rlflow.rollout.episodes import Attempt
+from rlflow.rollout.flow import Begun, Ended, Lost, News
+from rlflow.rollout.workers import Play, Update, WorkerFacts, WorkerNews
+from rlflow.types import Trajectory
+
+logger = logging.getLogger(__name__)
+
+MISTAKES = (EnvironmentContractError, ModelError, ConfigError)
+"""Errors of the set-up, which every worker would meet: the run ends."""
+TURN_S = 0.25  # of the thread, where nothing happens sooner
+LONGEST_BACK_OFF_S = 60.0
+REPORT_S = 5.0  # for a worker to say what its environment reports
+
+
+class Handle(Protocol):
+    """A worker in another process. `call` does not wait; the future raises an RLFlowError in one line."""
+
+    def call(self, method: str, *arguments: Any) -> Future[Any]: ...
+
+    def kill(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class PoolLimits:
+    """By when something is given up, seconds. answer_s: a worker that is looked at; place_s: one that was asked for and has no
+    process yet; start_s: making engine and environment, taking over weights, and for all being down; attempt_s: an attempt.
+    failures: in a row, without an attempt that ended, after which a worker is not started again. back_off_s: before the first
+    restart, doubled with each failure."""
+
+    answer_s: float = 30.0
+    place_s: float = 120.0
+    start_s: float = 600.0
+    attempt_s: float = 7800.0
+    failures: int = 5
+    back_off_s: float = 1.0
+
+
+@dataclass(eq=False)
+class Job:
+    """Attempts that a worker plays, or will. ended: those that are over, kept until all are where they belong together."""
+
+    flow: WorkerFlow
+    play: Play
+    lane: int
+    left: set[str] = field(default_factory=set)
+    ended: list[News] = field(default_factory=list)
+    until: float = 0.0
+
+    @property
+    def first(self) -> bool:
+        """Whether it goes before training's."""
+        return self.play.priority is not None
+
+
+@dataclass(eq=False)
+class Slot:
+    """A worker's place: the processes in it come and go. state: down, starting, up, quarantined."""
+
+    name: str
+    state: str = "down"
+    handle: Handle | None = None
+    facts: WorkerFacts | None = None
+    version: int = 0
+    calls: dict[str, Future[Any]] = field(default_factory=dict)  # look, build, load: under way
+    plays: list[Future[Any]] = field(default_factory=list)
+    jobs: dict[str, Job] = field(default_factory=dict)  # by request id
+    silent_s: float = 0.0  # since it answered last
+    placed: bool = False  # it has answered
+    since: float = 0.0  # when it was started
+    loading_since: float = 0.0
+    retry_at: float = 0.0
+    failures: int = 0
+    failed_loads: int = 0
+    ended: int = 0  # attempts, since the last report
+
+
+class WorkerFlow:
+    """Plays attempts on the workers of a pool; see `rlflow.rollout.flow.Flow`. What it tells may be `Lost`."""
+
+    poll_s = 0.25
+
+    def __init__(self, pool: WorkerPool, temperature: float | None = None, priority: int | None = None) -> None:
+        self._pool = pool
+        self._options = temperature, priority
+        self._news: SimpleQueue[News] = SimpleQueue()
+
+    def start(self, attempt: Attempt, lane: int) -> None:
+        """Plays the attempt, where possible on the worker that has others of the lane."""
+        self._pool.submit(Job(self, Play((attempt,), *self._options), lane))
+
+    def start_together(self, attempts: Sequence[Attempt]) -> None:
+        """Plays the attempts on one worker, so that equal seeds and weights give equal bits; all end at once, or are lost."""
+        self._pool.submit(Job(self, Play(tuple(attempts), *self._options, together=True), 0))
+
+    def tell(self, news: Iterable[News]) -> None:
+        """Called by the pool, in its thread."""
+        for item in news:
+            self._news.put(item)
+
+    def news(self, timeout_s: float = 0.0) -> list[News]:
+        """What has happened since the last call, waited for at most that long. Raises what ends the pool."""
+        found: list[News] = []
+        self._pool.check()
+        try:
+            found.append(self._news.get(timeout=timeout_s) if timeout_s > 0 else self._news.get_nowait())
+            while True:
+                found.append(self._news.get_nowait())
+        except Empty:
+            return found
+
+    def cancel(self, request_ids: Iterable[str]) -> None:
+        """Ends attempts; nothing is heard of them any more."""
+        self._pool.cancel(self, set(request_ids))
+        names = set(request_ids)
+        kept = [item for item in self.news() if item.request_id not in names]
+        self.tell(kept)
+
+    def close(self) -> None:
+        """Ends all attempts."""
+        self._pool.cancel(self, None)
+
+
+class WorkerPool:
+    """`count` workers, started at once and kept alive until `close`.
+
+    launch: makes the worker of a name. read: a trajectory of its bytes. watch: called when a worker came up, and now and then."""
+
+    def __init__(
+        self,
+        launch: Callable[[str], Handle],
+        count: int,
+        read: Callable[[Any], Trajectory],
+        limits: PoolLimits | None = None,
+        watch: Callable[[], object] = lambda: None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.limits = limits or PoolLimits()
+        self._launch = launch
+        self._read = read
+        self._watch = watch
+        self._clock = clock
+        self._slots = [Slot(str(number)) for number in range(count)]
+        self._target: Update | None = None
+        self._waiting: list[Job] = []
+        self._failure: RLFlowError | None = None
+        self._last_reason = "none has started yet"
+        self._up_at = self._turned_at = clock()
+        self._lost = self._restarts = 0  # since the last report
+        self._lock = threading.RLock()
+        self._wake = threading.Event()
+        self._closed = False
+        self._thread = threading.Thread(target=self._run, name="rlflow-workers", daemon=True)
+        self._thread.start()
+
+    # --- for callers --------------------------------------------------------------------------------------------------
+
+    def flow(self, temperature: float | None = None, priority: int | None = None) -> WorkerFlow:
+        """Plays attempts, at another temperature than training's, or with a priority of their own."""
+        return WorkerFlow(self, temperature, priority)
+
+    def first_facts(self) -> WorkerFacts:
+        """What the first worker that is up says of itself, waited for. Raises RLFlowError where none comes up."""
+        while True:
+            self.check()
+            with self._lock:
+                for slot in self._slots:
+                    if slot.facts is not None:
+                        return slot.facts
+            time.sleep(0.02)
+
+    def update(self, update: Update) -> None:
+        """Every worker takes over these weights, as soon as it can, and gets no new attempt before it has."""
+        with self._lock:
+            self._target = update
+        self._wake.set()
+
+    def submit(self, job: Job) -> None:
+        """Plays the job's attempts as soon as a worker with the newest weights has room."""
+        job.left = {attempt.request_id for attempt in job.play.attempts}
+        with self._lock:
+            place = sum(other.first for other in self._waiting) if job.first else len(self._waiting)
+            self._waiting.insert(place, job)
+        self._wake.set()
+
+    def cancel(self, flow: WorkerFlow, names: set[str] | None) -> None:
+        """Forgets attempts of a flow, all of them for None."""
+        with self._lock:
+            self._waiting = [
+                job for job in self._waiting if job.flow is not flow or (names is not None and not job.left & names)
+            ]
+            for slot in self._slots:
+                gone = [
+                    name for name, job in slot.jobs.items() if job.flow is flow and (names is None or name in names)
+                ]
+                for name in gone:
+                    del slot.jobs[name]
+                if gone and slot.handle is not None:
+                    slot.handle.call("cancel", gone)
+
+    def check(self) -> None:
+        """Raises what ended the pool."""
+        if self._failure is not None:
+            raise self._failure
+        if not self._closed and not self._thread.is_alive():
+            raise RolloutError(
+                "cluster.rollout_workers: the thread that looks after them has ended; its error is in the log."
+            )
+
+    def reports(self) -> list[dict[str, float]]:
+        """What the workers' environments report about the time since the last call; nothing of one that does not answer."""
+        with self._lock:
+            asked = [
+                slot.handle.call("report") for slot in self._slots if slot.state == "up" and slot.handle is not None
+            ]
+        until, found = time.monotonic() + REPORT_S, []
+        for call in asked:
+            try:
+                found.append(call.result(timeout=max(0.0, until - time.monotonic())))
+            except (TimeoutError, RLFlowError) as error:
+                logger.info("a rollout worker does not say what its environment reports: %s", error)
+        return found
+
+    def counts(self) -> dict[str, float]:
+        """`workers/` metrics since the last call."""
+        with self._lock:
+            ended = [slot.ended for slot in self._slots]
+            counted = {
+                "workers/up": float(sum(slot.state == "up" for slot in self._slots)),
+                "workers/restarts": float(self._restarts),
+                "workers/attempts_lost": float(self._lost),
+                "workers/attempts_most": float(max(ended)),
+                "workers/attempts_fewest": float(min(ended)),
+            }
+            self._restarts = self._lost = 0
+            for slot in self._slots:
+                slot.ended = 0
+        return counted
+
+    def close(self) -> None:
+        """Ends all workers."""
+        self._closed = True
+        self._wake.set()
+        self._thread.join(timeout=self.limits.answer_s)
+        for slot in self._slots:
+            if slot.handle is not None:
+                slot.handle.kill()
+                slot.handle = None
+
+    # --- the thread ---------------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        for turn in itertools.count():
+            self._wake.wait(TURN_S)
+            self._wake.clear()
+            if self._closed or self._failure is not None:
+                return
+            with self._lock:
+                self._turn()
+            if turn % 20 == 0:
+                self._watch()
+
+    def _turn(self) -> None:
+        """Everything that is due now."""
+        now = self._clock()
+        elapsed, self._turned_at = (
+            min(now - self._turned_at, 2 * TURN_S),
+            now,
+        )  # a driver that was stopped blames nobody
+        for slot in self._slots:
+            if slot.state == "down" and now >= slot.retry_at:
+                self._begin(slot, now)
+            if slot.state in ("starting", "up"):
+                try:
+                    self._look_after(slot, now, elapsed)
+                except Exception as error:  # noqa: BLE001 -- whatever a worker answers, it must not end the others
+                    self._fail(slot, error, now)
+        if any(slot.state == "up" for slot in self._slots):
+            self._up_at = now
+        elif all(slot.state == "quarantined" for slot in self._slots) or now - self._up_at > self.limits.start_s:
+            self._failure = RolloutError(
+                f"cluster.rollout_workers: not one of {len(self._slots)} workers has been up for {now - self._up_at:.0f} s; "
+                f"last: {self._last_reason}; run.log has the others. --resume goes on from the last checkpoint."
+            )
+        self._dispatch(now)
+
+    def _begin(self, slot: Slot, now: float) -> None:
+        slot.state, slot.since, slot.silent_s, slot.placed = "starting", now, 0.0, False
+        slot.facts, slot.version, slot.failed_loads, slot.calls, slot.plays = None, 0, 0, {}, []
+        try:
+            slot.handle = self._launch(slot.name)
+            self._call(slot, "build")
+            self._call(slot, "look")
+        except Exception as error:  # noqa: BLE001 -- as above
+            self._fail(slot, error, now)
+
+    def _call(self, slot: Slot, method: str, *arguments: Any) -> None:
+        assert slot.handle is not None
+        slot.calls[method] = call = slot.handle.call(method, *arguments)
+        call.add_done_callback(lambda _: self._wake.set())
+
+    def _look_after(self, slot: Slot, now: float, elapsed: float) -> None:
+        """What the worker has answered. Raises what is wrong with it."""
+        limits = self.limits
+        slot.silent_s += elapsed
+        if slot.calls["look"].done():
+            news: WorkerNews = slot.calls["look"].result()
+            slot.silent_s, slot.placed, slot.version = 0.0, True, news.version
+            self._hear(slot, news)
+            self._call(slot, "look")
+        elif slot.silent_s > (limits.answer_s if slot.placed else limits.place_s):
+            raise RolloutError(
+                f"no answer for {slot.silent_s:.0f} s" if slot.placed else "no room for it in the cluster"
+            )
+        if slot.state == "starting":
+            if slot.calls["build"].done():
+                slot.facts = slot.calls.pop("build").result()
+                slot.state, slot.placed = "up", True
+                logger.info(
+                    "rollout worker %s is up after %.1f s, process %d", slot.name, now - slot.since, slot.facts.pid
+                )
+                self._watch()
+            elif slot.placed and now - slot.since > limits.start_s + limits.place_s:
+                raise RolloutError(f"engine and environment were not made within {limits.start_s:g} s")
+        if slot.state == "up":
+            self._bring_up_to_date(slot, now)
+        for play in [play for play in slot.plays if play.done()]:
+            slot.plays.remove(play)
+            play.result()
+        late = [name for name, job in slot.jobs.items() if now > job.until]
+        if late:
+            raise RolloutError(f"{len(late)} attempts did not end within {limits.attempt_s:g} s, {late[0]} for one")
+
+    def _bring_up_to_date(self, slot: Slot, now: float) -> None:
+        target, loading = self._target, slot.calls.get("load")
+        if loading is not None and loading.done():
+            del slot.calls["load"]
+            try:
+                slot.version, slot.failed_loads = loading.result(), 0
+            except RLFlowError as error:
+                slot.failed_loads += 1
+                told = "rollout worker %s could not take over weights, %d times so far: %s"
+                logger.warning(told, slot.name, slot.failed_loads, error)
+                if slot.failed_loads >= 3 or isinstance(error, WorkerGone):
+                    raise
+        elif loading is not None and now - slot.loading_since > self.limits.start_s:
+            raise RolloutError(f"weights were not taken over within {self.limits.start_s:g} s")
+        if "load" not in slot.calls and target is not None and slot.version != target.version:
+            slot.loading_since = now
+            self._call(slot, "load", target)
+
+    def _hear(self, slot: Slot, news: WorkerNews) -> None:
+        for begun in news.begun:
+            job = slot.jobs.get(begun.request_id)
+            if job is not None:
+                job.flow.tell([Begun(begun.request_id, begun.version, begun.at, slot.name)])
+        for played in news.ended:
+            job = slot.jobs.pop(played.request_id, None)
+            if job is None:
+                continue  # cancelled in the meantime
+            slot.failures, slot.ended = 0, slot.ended + 1
+            job.left.discard(played.request_id)
+            job.ended.append(Ended(played.request_id, self._read(played.payload), played.at))
+            if not (job.play.together and job.left):
+                job.flow.tell(job.ended)
+                job.ended = []
+
+    def _fail(self, slot: Slot, error: Exception, now: float) -> None:
+        """The worker is lost, with all that it plays; another process takes its place, later the more often that happens."""
+        if isinstance(error, MISTAKES):
+            self._failure = error
+            return
+        placed, limits = slot.placed, self.limits
+        reason = str(error) if isinstance(error, RLFlowError) else f"{type(error).__name__}: {error}"
+        jobs = list(dict.fromkeys(slot.jobs.values()))
+        lost = [attempt.request_id for job in jobs for attempt in job.play.attempts]
+        if slot.handle is not None:
+            slot.handle.kill()
+        slot.handle, slot.jobs, slot.calls, slot.plays, slot.facts = None, {}, {}, [], None
+        slot.failures += placed  # one for which there is no room has done nothing wrong
+        slot.state = "quarantined" if slot.failures >= limits.failures else "down"
+        back_off_s = min(LONGEST_BACK_OFF_S, limits.back_off_s * 2 ** max(0, slot.failures - 1))
+        slot.retry_at, self._last_reason = now + back_off_s, f"worker {slot.name}: {reason}"
+        self._lost, self._restarts = self._lost + len(lost), self._restarts + (slot.state == "down")
+        then = f"another one starts in {back_off_s:g} s"
+        if slot.state == "quarantined":
+            then = f"it failed {slot.failures} times without an attempt that ended, and is not started again"
+        logger.warning("rollout worker %s: %s; %d attempts are issued again; %s", slot.name, reason, len(lost), then)
+        for job in jobs:
+            at, names = time.time(), (attempt.request_id for attempt in job.play.attempts)
+            job.flow.tell(Lost(name, slot.name, reason, at) for name in names)
+
+    def _dispatch(self, now: float) -> None:
+        """Gives attempts to the workers that have the newest weights and room."""
+        version = self._target.version if self._target is not None else 0
+        ready = [
+            slot for slot in self._slots if slot.state == "up" and slot.version == version and "load" not in slot.calls
+        ]
+        given: dict[Slot, list[Play]] = {}
+        left: list[Job] = []
+        for job in self._waiting:
+            slot = _chosen(ready, job)
+            if slot is None:
+                left.append(job)
+                continue
+            job.until = now + self.limits.attempt_s
+            slot.jobs.update(dict.fromkeys(job.left, job))
+            given.setdefault(slot, []).append(job.play)
+        self._waiting = left
+        for slot, plays in given.items():
+            assert slot.handle is not None
+            slot.plays.append(slot.handle.call("play", plays))
+
+
+class WorkerGone(RLFlowError):
+    """The process of a rollout worker is gone."""
+
+
+def _chosen(ready: Sequence[Slot], job: Job) -> Slot | None:
+    """The worker for a job: one that plays attempts of its lane, which share a prompt; else the one with the most room."""
+    room = {slot: _room(slot) for slot in ready}
+    free = [slot for slot in ready if room[slot] > 0]
+    if not free:
+        return None
+    lanes = Counter({slot: sum(other.lane == job.lane for other in slot.jobs.values()) for slot in free})
+    return max(free, key=lambda slot: (lanes[slot], room[slot]))
+
+
+def _room(slot: Slot) -> int:
+    assert slot.facts is not None
+    return slot.facts.max_concurrency - len(slot.jobs)

@@ -1,0 +1,166 @@
+"""A rollout worker: engine, environment and event loop of a configuration, in a process of its own.
+
+The driver calls its methods from afar; one thread plays, loads and cancels, another one is looked at, so that it answers whatever
+the first is in. What the worker does not hear of any more, it goes on with: the driver does not listen then.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from queue import Empty, SimpleQueue
+
+import numpy as np
+import torch
+
+from rlflow.config.schema import RunConfig
+from rlflow.errors import RolloutError
+from rlflow.matmul import PRODUCTS, Library
+from rlflow.rollout import Rollout
+from rlflow.rollout.environment_calls import reported
+from rlflow.rollout.event_loop import LoopWatch
+from rlflow.rollout.flow import Begun, Ended, Flow
+from rlflow.rollout.submission import Submission
+from rlflow.rollout.transfer.base import WeightReader
+from rlflow.rollout.transfer.readers import open_reader
+from rlflow.rollout.workers import Play, PlayedAttempt, Update, WorkerFacts, WorkerNews
+from rlflow.run.assemble import make_rollout
+from rlflow.run.trajectory_bytes import trajectory_bytes
+from rlflow.types import Trajectory
+
+LOOK_S = 0.25
+"""How long a look waits for news: short beside the deadline by which a worker counts as hung."""
+READ_S = 120.0  # for weights that were published
+
+
+class RolloutWorker:
+    """Plays attempts of a run. make: what makes its rollout; threads: of torch; products: the driver's choice of libraries."""
+
+    def __init__(
+        self,
+        name: str,
+        config: RunConfig,
+        threads: int,
+        products: Mapping[str, Library] | None,
+        make: Callable[[RunConfig], Rollout] = make_rollout,
+    ) -> None:
+        torch.set_num_threads(threads)
+        PRODUCTS.fix(products)
+        self.name = name
+        self._config = config
+        self._make = make
+        self._rollout: Rollout | None = None
+        self._watch: LoopWatch | None = None
+        self._watched_at = 0.0
+        self._reader: tuple[str, WeightReader] | None = None
+        self._flows: dict[tuple[float | None, int | None], Flow] = {}
+        self._together: SimpleQueue[tuple[str, Trajectory] | Submission] = SimpleQueue()
+        self._wake = threading.Event()
+
+    def build(self) -> WorkerFacts:
+        """Makes engine and environment; to be called once, before all else but `look`."""
+        rollout = self._make(self._config)
+        (engine,) = rollout.engines if len(rollout.engines) == 1 else (None,)
+        if engine is None or not engine.hashes_weights:
+            told = "several engines" if engine is None else f"{type(engine).__name__}, which cannot hash its weights"
+            rollout.close()
+            raise RolloutError(
+                f"cluster.rollout_workers: expected one engine per worker that hashes its weights, found {told}."
+            )
+        self._watch, self._rollout = rollout.watch(), rollout
+        return WorkerFacts(rollout.max_total_tokens, engine.max_concurrency, os.getpid())
+
+    def look(self, wait_s: float = LOOK_S) -> WorkerNews:
+        """What has happened since the last look, waited for a moment. Raises what is wrong with the worker."""
+        until = time.monotonic() + wait_s
+        while True:
+            self._wake.clear()
+            begun, ended = self._news()
+            left_s = until - time.monotonic()
+            if begun or ended or left_s <= 0:
+                self._check_loop()
+                return WorkerNews(0 if self._rollout is None else self._rollout.version, tuple(begun), tuple(ended))
+            self._wake.wait(left_s)
+
+    def play(self, plays: Sequence[Play]) -> None:
+        """Starts attempts; `look` tells what comes of them."""
+        for play in plays:
+            if play.together:
+                self._play_together(play)
+                continue
+            key = play.temperature, play.priority
+            if key not in self._flows:
+                self._flows[key] = self._open.flow(*key, wake=self._wake.set)
+            for attempt in play.attempts:
+                self._flows[key].start(attempt, 0)
+
+    def load(self, update: Update) -> int:
+        """Takes over published weights between two steps of the engine, verified by their content; returns the version."""
+        if self._reader is None or self._reader[0] != update.address:
+            self._reader = update.address, open_reader(update.address, update.key)
+        self._open.pause(update.mode)
+        try:
+            self._open.load_weights(self._reader[1].read(update.version, READ_S), update.version)
+        except BaseException:
+            self._open.resume()  # with the old weights, or refusing to sample from half of the new ones
+            raise
+        return update.version
+
+    def cancel(self, request_ids: Sequence[str]) -> None:
+        """Ends attempts."""
+        for flow in self._flows.values():
+            flow.cancel(request_ids)
+
+    def report(self) -> dict[str, float]:
+        """What the environment reports about the time since the last call."""
+        return reported(self._open.environment)
+
+    @property
+    def _open(self) -> Rollout:
+        if self._rollout is None:
+            raise RolloutError("rollout worker: it is not built yet")
+        return self._rollout
+
+    def _play_together(self, play: Play) -> None:
+        names = {(attempt.group_id, attempt.number): attempt.request_id for attempt in play.attempts}
+
+        def tell(_: int, __: int, trajectory: Trajectory) -> None:
+            self._together.put((names[trajectory.group_id, trajectory.attempt], trajectory))
+            self._wake.set()
+
+        def end() -> None:
+            self._together.put(submission)
+            self._wake.set()
+
+        submission = self._open.play(play.attempts, None, play.priority or 0, play.temperature, tell)
+        submission.on_end(end)
+
+    def _news(self) -> tuple[list[Begun], list[PlayedAttempt]]:
+        begun: list[Begun] = []
+        ended: list[PlayedAttempt] = []
+        for flow in list(self._flows.values()):
+            for item in flow.news():
+                if isinstance(item, Begun):
+                    begun.append(item)
+                elif isinstance(item, Ended):
+                    ended.append(_played(item.request_id, item.trajectory, item.at))
+        try:
+            while True:
+                told = self._together.get_nowait()
+                if isinstance(told, Submission):
+                    told.result()  # raises what was wrong
+                else:
+                    ended.append(_played(*told, time.time()))
+        except Empty:
+            return begun, ended
+
+    def _check_loop(self) -> None:
+        if self._watch is not None and time.monotonic() - self._watched_at >= self._watch.poll_s:
+            self._watched_at = time.monotonic()
+            self._watch.check()
+
+
+def _played(name: str, trajectory: Trajectory, at: float) -> PlayedAttempt:
+    return PlayedAttempt(name, np.frombuffer(trajectory_bytes(trajectory), dtype=np.uint8), at)

@@ -1,0 +1,309 @@
+"""A pool of rollout workers, here threads: who dies, hangs or is late loses what it plays; all get the newest weights."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rlflow.cluster.pool import PoolLimits, WorkerFlow, WorkerGone, WorkerPool
+from rlflow.errors import ConfigError, RLFlowError, RolloutError
+from rlflow.rollout.episodes import Attempt, TurnSeeds
+from rlflow.rollout.flow import Begun, Ended, Lost, News
+from rlflow.rollout.flow_submission import FlowSubmission
+from rlflow.rollout.workers import Play, PlayedAttempt, Update, WorkerFacts, WorkerNews
+from rlflow.types import StopReason, Task, Trajectory
+
+LIMITS = PoolLimits(answer_s=0.6, place_s=5.0, start_s=3.0, attempt_s=30.0, failures=3, back_off_s=0.02)
+
+
+def attempt(name: str, group: str = "g", number: int = 0) -> Attempt:
+    return Attempt(Task("t", "?"), group, name, TurnSeeds(0, group, number), number, name)
+
+
+def trajectory(payload: Any) -> Trajectory:
+    """Its id is the request's and the worker's that played it."""
+    name = payload.tobytes().decode()
+    group, _, rest = name.partition("#")
+    return Trajectory("t", group, [], [], 1.0, StopReason.TERMINATED, attempt=int(rest.partition("@")[0] or 0), id=name)
+
+
+class Worker:
+    """Plays what it is given at once, unless it is told to hold. dead: raises as an actor that is gone; stopped: says nothing."""
+
+    def __init__(self, name: str, workers: Workers) -> None:
+        self.name, self.workers = name, workers
+        self.threads = ThreadPoolExecutor(4)
+        self.version, self.dead, self.stopped = 0, False, threading.Event()
+        self.played: list[Play] = []
+        self.news: tuple[list[Begun], list[PlayedAttempt]] = ([], [])
+        self.lock = threading.Lock()
+
+    def call(self, method: str, *arguments: Any) -> Future[Any]:
+        return self.threads.submit(self._call, method, *arguments)
+
+    def _call(self, method: str, *arguments: Any) -> Any:
+        while self.stopped.is_set() and not self.dead:
+            time.sleep(0.01)
+        if self.dead:
+            raise WorkerGone("its process died")
+        return getattr(self, method)(*arguments)
+
+    def kill(self) -> None:
+        self.dead = True
+
+    def build(self) -> WorkerFacts:
+        if self.workers.broken is not None:
+            raise self.workers.broken
+        return WorkerFacts(16, self.workers.places, 1)
+
+    def look(self) -> WorkerNews:
+        time.sleep(0.01)
+        with self.lock:
+            (begun, ended), self.news = self.news, ([], [])
+        return WorkerNews(self.version, tuple(begun), tuple(ended))
+
+    def load(self, update: Update) -> int:
+        self.workers.loads.append((self.name, update.version))
+        if self.workers.unreadable:
+            raise RolloutError("weight transfer: a tensor is not what was published")
+        self.version = update.version
+        return update.version
+
+    def play(self, plays: list[Play]) -> None:
+        self.played += plays
+        for play in plays:
+            for one in play.attempts:
+                with self.lock:
+                    self.news[0].append(Begun(one.request_id, self.version, 1.0))
+                if not self.workers.hold:
+                    self.end(one)
+
+    def end(self, one: Attempt) -> None:
+        name = f"{one.group_id}#{one.number}@{self.name}"
+        with self.lock:
+            self.news[1].append(PlayedAttempt(one.request_id, np.frombuffer(name.encode(), dtype=np.uint8), 2.0))
+
+    def cancel(self, names: list[str]) -> None:
+        self.workers.cancelled += names
+
+
+class Workers:
+    def __init__(self, hold: bool = False, places: int = 4) -> None:
+        self.hold, self.places = hold, places
+        self.broken: RLFlowError | None = None
+        self.unreadable = False
+        self.made: list[Worker] = []
+        self.loads: list[tuple[str, int]] = []
+        self.cancelled: list[str] = []
+
+    def __call__(self, name: str) -> Worker:
+        self.made.append(Worker(name, self))
+        return self.made[-1]
+
+
+@contextmanager
+def pool_of(workers: Workers, count: int = 2, limits: PoolLimits = LIMITS) -> Iterator[WorkerPool]:
+    pool = WorkerPool(workers, count, trajectory, limits)
+    try:
+        yield pool
+    finally:
+        pool.close()
+
+
+def heard(flow: WorkerFlow, enough: Callable[[list[News]], bool], within_s: float = 10.0) -> list[News]:
+    until, found = time.monotonic() + within_s, []
+    while not enough(found):
+        assert time.monotonic() < until, found
+        found += flow.news(0.05)
+    return found
+
+
+def until(condition: Callable[[], bool], within_s: float = 10.0) -> None:
+    end = time.monotonic() + within_s
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.005)
+
+
+def ends(found: list[News]) -> list[str]:
+    return [item.request_id for item in found if isinstance(item, Ended)]
+
+
+def losses(found: list[News]) -> list[str]:
+    return [item.request_id for item in found if isinstance(item, Lost)]
+
+
+def test_every_attempt_ends_once_and_says_on_which_worker_it_began() -> None:
+    workers = Workers()
+    with pool_of(workers) as pool:
+        flow = pool.flow()
+        for number in range(20):
+            flow.start(attempt(f"a{number}"), lane=number // 4)
+        found = heard(flow, lambda found: len(ends(found)) == 20)
+    assert sorted(ends(found)) == sorted(f"a{number}" for number in range(20))
+    assert {item.worker for item in found if isinstance(item, Begun)} == {"0", "1"}
+
+
+def test_attempts_of_a_lane_stay_together_and_no_worker_gets_more_than_it_has_room_for() -> None:
+    workers = Workers(hold=True, places=4)
+    with pool_of(workers) as pool:
+        until(lambda: len(workers.made) == 2 and pool.counts()["workers/up"] == 2)
+        flow = pool.flow()
+        for number in range(12):
+            flow.start(attempt(f"a{number}"), lane=number // 4)
+        heard(flow, lambda found: len(found) == 8)
+        given = [[one.request_id for play in worker.played for one in play.attempts] for worker in workers.made]
+        assert sorted(given) == [["a0", "a1", "a2", "a3"], ["a4", "a5", "a6", "a7"]]
+        for play in workers.made[0].played[:4]:
+            workers.made[0].end(play.attempts[0])
+        heard(flow, lambda found: len(found) == 8)  # four ends, four begin in their places
+        assert flow.news(0.1) == []
+
+
+@pytest.mark.parametrize("how", ["dies", "hangs", "is late"])
+def test_a_worker_that_fails_loses_its_attempts_and_another_process_takes_its_place(how: str) -> None:
+    workers = Workers(hold=True)
+    limits = replace(LIMITS, attempt_s=0.5) if how == "is late" else LIMITS
+    with pool_of(workers, limits=limits) as pool:
+        flow = pool.flow()
+        for number in range(8):
+            flow.start(attempt(f"a{number}"), lane=number // 4)
+        begun = heard(flow, lambda found: len(found) == 8)
+        victim, other = workers.made[:2]
+        mine = {item.request_id for item in begun if isinstance(item, Begun) and item.worker == victim.name}
+        for play in other.played:
+            other.end(play.attempts[0])
+        found = heard(flow, lambda found: len(ends(found)) == 4)
+        if how == "dies":
+            victim.dead = True
+        elif how == "hangs":
+            victim.stopped.set()
+        found += heard(flow, lambda found: len(losses(found)) == 4)
+        assert set(losses(found)) == mine and not mine & set(ends(found))
+        assert victim.dead  # whatever it was, it is killed
+        victim.stopped.clear()
+        for play in victim.played:
+            victim.end(play.attempts[0])  # a late result
+        until(lambda: len(workers.made) >= 3)
+        workers.hold = False
+        flow.start(attempt("b"), lane=0)
+        assert ends(heard(flow, lambda found: len(ends(found)) == 1)) == ["b"]
+        counts = pool.counts()
+    assert counts["workers/attempts_lost"] == 4 and counts["workers/restarts"] >= 1
+
+
+def test_a_worker_gets_no_attempt_before_it_has_the_newest_weights_nor_does_a_new_one() -> None:
+    workers = Workers()
+    with pool_of(workers) as pool:
+        until(lambda: pool.counts()["workers/up"] == 2)
+        for version in (1, 2, 5):
+            pool.update(Update(version, "here"))
+            flow = pool.flow()
+            for number in range(8):
+                flow.start(attempt(f"{version}/{number}"), lane=number)
+            found = heard(flow, lambda found: len(ends(found)) == 8)
+            assert {item.version for item in found if isinstance(item, Begun)} == {version}
+        workers.made[0].dead = True
+        until(lambda: len(workers.made) == 3)
+        until(lambda: workers.made[2].version == 5)
+        flow.start(attempt("x"), lane=0)
+        heard(flow, lambda found: len(ends(found)) == 1)
+
+
+def test_weights_that_cannot_be_read_cost_the_worker_its_place_and_at_last_the_run() -> None:
+    workers = Workers()
+    workers.unreadable = True
+    with pool_of(workers) as pool:
+        pool.update(Update(1, "here"))
+        flow = pool.flow()
+        flow.start(attempt("a"), lane=0)
+        with pytest.raises(RolloutError, match=r"not one of 2 workers has been up .*a tensor is not what was published"):
+            heard(flow, lambda _: False)
+    assert len(workers.made) == 2 * LIMITS.failures
+
+
+def test_a_worker_that_keeps_failing_is_quarantined_and_the_others_go_on(caplog: pytest.LogCaptureFixture) -> None:
+    workers = Workers()
+    with pool_of(workers, limits=replace(LIMITS, start_s=30.0)) as pool:
+        until(lambda: pool.counts()["workers/up"] == 2)
+        for _ in range(LIMITS.failures):
+            until(lambda: any(not one.dead and one.name == "0" for one in workers.made))
+            (living,) = [one for one in workers.made if not one.dead and one.name == "0"]
+            living.dead = True
+        until(lambda: "is not started again" in caplog.text)
+        flow = pool.flow()
+        for number in range(8):
+            flow.start(attempt(f"a{number}"), lane=number)
+        found = heard(flow, lambda found: len(ends(found)) == 8)
+        assert {item.worker for item in found if isinstance(item, Begun)} == {"1"}
+
+
+def test_a_mistake_of_the_set_up_ends_everything_at_once() -> None:
+    workers = Workers()
+    workers.broken = ConfigError("environment.name: no such thing")
+    with pool_of(workers) as pool, pytest.raises(ConfigError, match="no such thing"):
+        pool.first_facts()
+
+
+def test_what_is_played_together_ends_together_or_is_lost_together() -> None:
+    workers = Workers(hold=True, places=2)  # fewer places than attempts: those that belong together stay so
+    with pool_of(workers) as pool:
+        flow = pool.flow()
+        flow.start_together([attempt(f"a{number}") for number in range(5)])
+        heard(flow, lambda found: len(found) == 5)
+        (first,) = [one for one in workers.made if one.played]
+        first.end(first.played[0].attempts[0])
+        assert not ends(flow.news(0.2))
+        first.dead = True
+        found = heard(flow, lambda found: len(losses(found)) == 5)
+        assert not ends(found)
+        flow.start_together([attempt(f"a{number}") for number in range(5)])
+        heard(flow, lambda found: len(found) == 5)
+        second = next(one for one in workers.made if one.played and one is not first)
+        for one in second.played[0].attempts:
+            second.end(one)
+        assert ends(heard(flow, lambda found: len(found) == 5)) == [f"a{number}" for number in range(5)]
+
+
+def test_what_is_cancelled_is_not_heard_of_and_makes_room() -> None:
+    workers = Workers(hold=True, places=1)
+    with pool_of(workers, count=1) as pool:
+        flow, other = pool.flow(), pool.flow(temperature=0.0, priority=0)
+        flow.start(attempt("a"), lane=0)
+        heard(flow, lambda found: len(found) == 1)
+        flow.start(attempt("b"), lane=0)
+        other.start(attempt("evaluated"), lane=0)  # before training's
+        flow.cancel(["a"])
+        heard(other, lambda found: len(found) == 1)
+        until(lambda: workers.cancelled == ["a"])
+        assert workers.made[0].played[-1].temperature == 0.0
+        flow.close()
+        other.close()
+        assert flow.news(0.1) == [] and sorted(workers.cancelled) == ["a", "evaluated"]
+
+
+def test_groups_come_whole_although_workers_die_under_them() -> None:
+    workers = Workers(hold=True, places=8)
+    with pool_of(workers) as pool:
+        tasks = [attempt(f"{group}/{number}", group, number) for group in ("g", "h") for number in range(4)]
+        submission = FlowSubmission(tasks, 0.0, pool.flow())
+        threading.Timer(0.3, lambda: setattr(workers.made[0], "dead", True)).start()
+
+        def end_all() -> None:
+            workers.hold = False
+            for one in workers.made[1].played:
+                workers.made[1].end(one.attempts[0])
+
+        threading.Timer(0.6, end_all).start()
+        groups = {group.id: group for group in submission.completed()}
+    assert set(groups) == {"g", "h"}
+    assert all([one.attempt for one in group.trajectories] == [0, 1, 2, 3] for group in groups.values())
+    assert submission.ended
