@@ -66,7 +66,13 @@ rlflow_export_defaults() {
 
 # ------------------------------------------------------------------------------------------------------- active environment
 
-rlflow_extras() { case $1 in run) echo search ;; cluster) echo search,ray ;; test) echo search,data,qdrant,onnx,ray,tensorboard,dev ;; esac; }
+rlflow_extras() {
+    case $1 in
+        run) echo search ;;
+        cluster) echo search,ray ;;
+        test) echo search,data,qdrant,onnx,ray,tensorboard,browser,dev ;;
+    esac
+}
 
 # Prints where a Python finds rlflow and which modules it lacks for a profile; fails if it is too old or has no rlflow.
 # Imports nothing heavy; -P keeps the current directory, which may hold the sources, out of the search path.

@@ -71,6 +71,11 @@ class Environment(ABC):
             "that returns a Task, or ask in an environment of questions."
         )
 
+    @property
+    def takes_questions(self) -> bool:
+        """Whether `task_from_text` makes tasks."""
+        return type(self).task_from_text is not Environment.task_from_text
+
     async def reset(self, task: Task) -> Episode:
         """A fresh episode of the task. The prompt that the policy sees is `episode.task.prompt`."""
         return Episode(task)

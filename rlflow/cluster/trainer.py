@@ -20,7 +20,7 @@ from torch import Tensor
 from rlflow.cluster.rank import TrainerRank
 from rlflow.cluster.services import WATCH, Offers
 from rlflow.cluster.session import RaySession, connect, first_line
-from rlflow.cluster.watching import Doing, Stillness, verdict
+from rlflow.cluster.watching import Doing, StallLimits, Stillness, native_stack, verdict
 from rlflow.cluster.wire import pack_batch, unpack
 from rlflow.components import file_modules
 from rlflow.errors import ConfigError, RLFlowError
@@ -53,8 +53,8 @@ class RayTrainer(Trainer):
     address None starts Ray on this machine, bound to 127.0.0.1, and `close` stops it; else the running cluster at that
     address is joined ("auto": the one of this machine), and paths must be on a file system that all its nodes share.
     gpus_per_rank 0 keeps a rank on the CPU. services: the name of a run to which `rlflow serve trainer` offers processes on that
-    cluster; None: actors of its own. stall_timeout_s: a call in which no rank has moved for so long is given
-    up. Further keywords are those of `Trainer.from_pretrained`.
+    cluster; None: actors of its own. stall_timeout_s: a call in which no rank has moved for so long is given up, later where
+    calls of its kind took long before (`StallLimits`). Further keywords are those of `Trainer.from_pretrained`.
     """
 
     def __init__(
@@ -77,7 +77,8 @@ class RayTrainer(Trainer):
         self._actors: list[Any] = []
         self._group: Any = None
         self._phase = ""
-        self._stall_timeout_s = stall_timeout_s
+        self._deadlines = StallLimits(stall_timeout_s)
+        self._homes: list[tuple[str, int]] = []
         self._questions: dict[int, Any] = {}  # by rank: what it does, asked and not answered yet
         self._session: RaySession | None = connect(address, cpus=ranks * threads_per_rank)
         try:
@@ -164,8 +165,9 @@ class RayTrainer(Trainer):
             self._actors = Offers(services, "trainer").claim_all(ranks)
             for actor in self._actors:
                 actor.make.remote(TrainerRank, *arguments)
-        nodes = self._gather(self._submit("node"))
-        self._actors = [actor for _, actor in sorted(zip(nodes, self._actors, strict=True), key=lambda pair: pair[0])]
+        homes = self._gather(self._submit("home"))
+        placed = sorted(zip(homes, self._actors, strict=True), key=lambda pair: pair[0][0])
+        self._homes, self._actors = [home for home, _ in placed], [actor for _, actor in placed]
         self._phase = "join"
         self._questions.clear()  # were in the order of before
         host, port = self._gather([self._actors[0].run.remote("open_rendezvous", ranks)])[0]
@@ -221,7 +223,8 @@ class RayTrainer(Trainer):
         waiting = list(pending)
         failure: RLFlowError | None = None
         deadline: float | None = None
-        stillness = Stillness(self._stall_timeout_s)
+        phase, started = self._phase, time.monotonic()
+        stillness = Stillness(self._deadlines.of(phase))
         while waiting:
             left = LOOK_EVERY_S if deadline is None else max(0.0, deadline - time.monotonic())
             done, waiting = ray.wait(waiting, num_returns=1, timeout=left)
@@ -235,12 +238,12 @@ class RayTrainer(Trainer):
                 failure = error
                 deadline = time.monotonic() + (0.0 if died else OTHERS_GRACE_S)
         if failure is None:
+            self._deadlines.took(phase, time.monotonic() - started)
             return ray.get(pending)
         if waiting or isinstance(failure, (RankDied, RankStuck)):
             logger.warning("ranks are lost or out of step: ending all of them")
             self.close()
         raise failure
-
 
     def _look(self, ranks: list[int], stillness: Stillness) -> RankStuck | None:
         """Asks the ranks what they do; the failure where none of them has moved for too long. A rank that has not answered
@@ -263,11 +266,20 @@ class RayTrainer(Trainer):
             return None
         for rank, doing in found.items():
             stack = "no answer" if doing is None else f"in {doing.phase or 'no call'}\n{doing.stack()}"
-            logger.error("trainer rank %d: %s", rank, stack)
+            logger.error("trainer rank %d: %s%s", rank, stack, self._seen_from_outside(rank))
         finished = [rank for rank in range(len(self._actors)) if rank not in found]
         told = verdict(self._phase, found, finished, stillness.limit_s)
         hint = "the log has all stacks; the same command with --resume goes on from the last checkpoint"
         return RankStuck(f"cluster: {told}; {hint}")
+
+    def _seen_from_outside(self, rank: int) -> str:
+        """py-spy's stack of a rank on this machine, where it is installed."""
+        import ray
+
+        if rank >= len(self._homes) or self._homes[rank][0] != ray.util.get_node_ip_address():
+            return ""
+        found = native_stack(self._homes[rank][1])
+        return f"\npy-spy:\n{found}" if found else ""
 
 
 def _failure_of(reference: Any, rank: int) -> RLFlowError | None:

@@ -202,6 +202,7 @@ def open_ahead(
         section.samples_per_prompt,
         config.run.steps,
         lease_s=faults.episode_s + faults.call_s,
+        group_s=asynchrony.group_s,
         max_aborted_share=faults.max_aborted_share,
         max_rounds=max_rounds,
     )

@@ -180,6 +180,13 @@ class AttemptJournal:
                     (reason, step, number),
                 )
 
+    def close_short(self, number: int, step: int) -> None:
+        """The group ends with the attempts that it has; those that it waits for are given up, for the step's sake."""
+        self._write(
+            "UPDATE attempts SET state = 'dropped', reason = 'late', step = ? WHERE number = ? AND state = 'running'",
+            (step, number),
+        )
+
     def issue_again(self, numbers: Iterable[int], reason: str, stale: bool = False) -> None:
         """Every attempt of the groups waits to be played again. stale: because they became too old."""
         with self.transaction():
@@ -272,6 +279,16 @@ class AttemptJournal:
         )
         return [GroupAge(number, oldest, bool(ended), again) for number, oldest, ended, again in rows]
 
+    def overdue(self, since: float) -> list[int]:
+        """The groups with something to train on whose other attempts have all begun before `since` and have not ended."""
+        rows = self._rows(
+            f"SELECT number FROM attempts WHERE {OPEN} GROUP BY number HAVING SUM(state = 'issued') = 0 AND "
+            "SUM(state = 'done' AND min_version IS NOT NULL) > 0 AND SUM(state = 'running') > 0 AND "
+            "MAX(CASE state WHEN 'running' THEN begun_s END) < ? ORDER BY number",
+            since,
+        )
+        return [row[0] for row in rows]
+
     def claimed(self, step: int) -> int:
         """How many groups the step has claimed."""
         return int(
@@ -302,8 +319,9 @@ class AttemptJournal:
         )
 
     def payloads(self, number: int) -> list[bytes]:
-        """The trajectories of a group, in the order of its attempts."""
-        return [row[0] for row in self._rows("SELECT payload FROM attempts WHERE number = ? ORDER BY sample", number)]
+        """The trajectories of a group, in the order of its attempts; of one that was closed short, those that it has."""
+        wanted = "SELECT payload FROM attempts WHERE number = ? AND payload IS NOT NULL ORDER BY sample"
+        return [row[0] for row in self._rows(wanted, number)]
 
     def newer(self, version: int) -> list[tuple[int, int, bytes]]:
         """(number, sample, payload) of the finished attempts with a token of a later version."""

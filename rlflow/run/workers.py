@@ -26,7 +26,7 @@ from rlflow.rollout.flow_submission import FlowSubmission
 from rlflow.rollout.submission import OnEpisode, Submission
 from rlflow.rollout.transfer.base import Publisher
 from rlflow.rollout.workers import Update
-from rlflow.run.assemble import make_environment, rollout_options
+from rlflow.run.assemble import make_environment, make_rollout, rollout_options
 from rlflow.run.trajectory_bytes import read_trajectory
 from rlflow.run.worker import RolloutWorker
 from rlflow.types import Trajectory
@@ -107,6 +107,11 @@ class WorkerRollout(Rollout):
                 self._close()
             finally:
                 self._publisher.close()
+
+
+def make_run_rollout(config: RunConfig) -> Rollout:
+    """The rollout of a run: in this process, or of `cluster.rollout_workers` others. The caller closes it."""
+    return make_worker_rollout(config) if config.cluster.rollout_workers else make_rollout(config)
 
 
 def make_worker_rollout(config: RunConfig) -> WorkerRollout:

@@ -26,7 +26,7 @@ pytestmark = [
 ]
 RECIPE = Path(__file__).resolve().parents[2] / "recipes" / "asearcher"
 SMALL = ("environment.world.size=0.1", "environment.world.train_questions=40", "environment.world.val_questions=20",
-         "environment.managed.min_recall=0.1", "rollout.prompts_per_step=2", "rollout.samples_per_prompt=2",
+         "environment.managed={min_recall: 0.1}", "rollout.prompts_per_step=2", "rollout.samples_per_prompt=2",
          "algorithm.filters=[]", "evaluation.questions=2", "evaluation.final_questions=2", "metrics.trajectories_per_step=1000",
          "metrics.picture=false", "checkpoint.export=false", "checkpoint.every_steps=1")  # fmt: skip
 DEADLINE_S = 420.0
