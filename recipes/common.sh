@@ -199,9 +199,6 @@ rlflow_install() {
     rlflow_step_or_fail "installing rlflow[$extras]" \
         "$venv/bin/python" -m pip install -e "$RLFLOW_ROOT[$extras]" -c "$RLFLOW_ROOT/constraints/cpu.txt"
     rm -f "$venv"/.rlflow-*
-    local smaller=() name
-    case $profile in cluster) smaller=(run) ;; test) smaller=(run cluster) ;; esac
-    for name in ${smaller[@]+"${smaller[@]}"}; do printf '%s' "$stamp" >"$venv/.rlflow-$name"; done
     printf '%s' "$stamp" >"$venv/.rlflow-$profile"
     rm -f "$RLFLOW_SETUP_MARK"
     rlflow_say "set-up finished in $((SECONDS - start)) s"
@@ -216,7 +213,14 @@ rlflow_setup() {
     RLFLOW_PYTHON=$venv/bin/python RLFLOW_SETUP_LOG=$venv.log RLFLOW_SETUP_MARK=$venv.unfinished
     # The place belongs to the stamp: a moved clone must be installed again.
     stamp=$({ echo "$RLFLOW_ROOT"; cat "$RLFLOW_ROOT/setup.py" "$RLFLOW_ROOT/constraints/cpu.txt"; } | sha256sum | cut -c1-64)
-    rlflow_ready() { [ "$(cat "$venv/.rlflow-$profile" 2>/dev/null)" = "$stamp" ] && [ -x "$RLFLOW_PYTHON" ]; }
+    local larger='run cluster test'
+    larger=${larger#"${larger%%"$profile"*}"} # each of these has what the ones before it have
+    rlflow_ready() {
+        local name
+        [ -x "$RLFLOW_PYTHON" ] || return
+        for name in $larger; do [ "$(cat "$venv/.rlflow-$name" 2>/dev/null)" != "$stamp" ] || return 0; done
+        return 1
+    }
     rlflow_ready && return
     mkdir -p "$(dirname "$venv")"
     exec 9>"$venv.lock"

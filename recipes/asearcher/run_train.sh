@@ -48,18 +48,11 @@ for argument in "$@"; do
 done
 # shellcheck source=../common.sh
 . "$here/../common.sh"
-RLFLOW_PROFILE=cluster
 # shellcheck source=../searching.sh
 . "$here/../searching.sh"
+# shellcheck source=options.sh
+. "$here/options.sh"
 
-RLFLOW_RECIPES='m2po_delta m2po_full'
 rlflow_read_train "$@"
-recipe=${recipe:-m2po_delta}
-if [ -z "$config" ]; then
-    name=asearcher-${recipe#m2po_} config=$here/config/$recipe.yaml
-    if [ -n "$short" ] || [ -z "$own_data" ]; then
-        name=asearcher-demo-${recipe#m2po_} config=$here/config/${recipe/m2po/demo}.yaml
-    fi
-    overrides=("run.name=$name" ${overrides[@]+"${overrides[@]}"}) # what is given later wins
-fi
+asearcher_config
 rlflow_train

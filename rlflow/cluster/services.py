@@ -94,7 +94,7 @@ def serve(
     session = connect(address, cpus=count * threads)
     groups: dict[str, Any] = {"concurrency_groups": {LOOK: 1, REPORT: 1, WATCH: 1}}  # in no stub of Ray's
     kind = ray.remote(num_cpus=threads, num_gpus=gpus, max_restarts=0, **groups)(OfferedProcess)
-    service = _Service(role, run, kind, range(first, first + count), say)
+    service = _Offering(role, run, kind, range(first, first + count), say)
     answered_at = time.monotonic()
     try:
         while True:
@@ -109,7 +109,7 @@ def serve(
             session.close()
 
 
-class _Service:
+class _Offering:
     """Processes that are kept on offer. kind: the class of the actors."""
 
     def __init__(self, role: Role, run: str, kind: Any, numbers: range, say: Callable[[str], object]) -> None:
