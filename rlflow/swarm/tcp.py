@@ -1,42 +1,29 @@
 """TCP between peers that share a key: authenticated, in order, of bounded size and time.
 
-    accepting -> calling   32 random bytes, A
-    calling -> accepting   32 random bytes, B; HMAC-SHA256(key, "calling" A B)
-    accepting -> calling   HMAC-SHA256(key, "accepting" A B)
-    calling -> accepting   frames: length of the message (4 bytes, big endian), HMAC-SHA256(session, number of the frame (8 bytes)
-                           message), message; session = HMAC-SHA256(key, "session" A B)
-
-What was recorded fits no other connection, as A and B never come again. Messages are not encrypted: across networks that others
-can read, use a tunnel.
+The handshake and the frames are those of `rlflow.rollout.frames`; messages go from who calls to who accepts only, and are not
+encrypted: across networks that others can read, use a tunnel.
 """
 
 from __future__ import annotations
 
 import asyncio
-import hmac
 import logging
-import secrets
 from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 
-from rlflow.errors import ConfigError, RLFlowError
+from rlflow.errors import ConfigError
 from rlflow.rollout.event_loop import LoopThread
+from rlflow.rollout.frames import LEAST_KEY, LENGTH, MAC, NONCE, Accepting, Calling, FrameError, length_in
 from rlflow.swarm.transport import ExperienceTransport
 from rlflow.values import PositiveFloat, PositiveInt
 
 logger = logging.getLogger(__name__)
 
-NONCE = MAC = 32  # bytes
-LEAST_KEY = 16  # bytes
 MOST_CONNECTIONS = 32  # accepted at a time
 FRAMES = 256  # of a connection
-BROKEN = (OSError, EOFError, TimeoutError, RLFlowError)
+BROKEN = (OSError, EOFError, TimeoutError, FrameError)
 """How a connection may end early: the peer went away, took too long, or did not keep to the protocol."""
-
-
-class FrameError(RLFlowError):
-    """A peer does not keep to the protocol: wrong key, too much, out of order."""
 
 
 class TcpTransport(ExperienceTransport):
@@ -125,26 +112,20 @@ class TcpTransport(ExperienceTransport):
             writer.close()
 
     async def _take(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        first = secrets.token_bytes(NONCE)
-        writer.write(first)
-        second = await self._read(reader, NONCE)
-        if not hmac.compare_digest(await self._read(reader, MAC), self._mac(b"calling", first, second)):
-            raise FrameError("another key")
-        writer.write(self._mac(b"accepting", first, second))
-        session = self._mac(b"session", first, second)
-        for number in range(FRAMES):
+        handshake = Accepting(self._key)
+        writer.write(handshake.challenge)
+        writer.write(handshake.answer(await self._read(reader, NONCE + MAC)))
+        seal, _ = handshake.seals()
+        for _ in range(FRAMES):
             try:
-                head = await self._read(reader, 4)
+                head = await self._read(reader, LENGTH.size)
             except asyncio.IncompleteReadError as error:
                 if error.partial:
                     raise
                 return  # the end, between two frames
-            length = int.from_bytes(head, "big")
-            if length > self.max_bytes:
-                raise FrameError(f"a message of {length} bytes")
+            length = length_in(head, self.max_bytes)
             mac, message = await self._read(reader, MAC), await self._read(reader, length)
-            if not hmac.compare_digest(mac, _frame_mac(session, number, message)):
-                raise FrameError("a message that was changed")
+            seal.check(mac, message)
             self._inbox.append(message)
         raise FrameError("too many messages")
 
@@ -165,16 +146,14 @@ class TcpTransport(ExperienceTransport):
         async with asyncio.timeout(self._timeout_s):
             reader, writer = await asyncio.open_connection(*address)
         try:
-            first, second = await self._read(reader, NONCE), secrets.token_bytes(NONCE)
-            writer.write(second + self._mac(b"calling", first, second))
-            if not hmac.compare_digest(await self._read(reader, MAC), self._mac(b"accepting", first, second)):
-                raise FrameError("another key")
-            session = self._mac(b"session", first, second)
-            for number in range(FRAMES - 1):
+            handshake = Calling(self._key)
+            writer.write(handshake.respond(await self._read(reader, NONCE)))
+            handshake.confirm(await self._read(reader, MAC))
+            _, seal = handshake.seals()
+            for _ in range(FRAMES - 1):
                 if not outbox:
                     return
-                message = outbox.popleft()
-                writer.write(len(message).to_bytes(4, "big") + _frame_mac(session, number, message) + message)
+                writer.write(seal.frame(outbox.popleft()))
                 async with asyncio.timeout(self._timeout_s):
                     await writer.drain()
         finally:
@@ -183,13 +162,6 @@ class TcpTransport(ExperienceTransport):
     async def _read(self, reader: asyncio.StreamReader, count: int) -> bytes:
         async with asyncio.timeout(self._timeout_s):
             return await reader.readexactly(count)
-
-    def _mac(self, *parts: bytes) -> bytes:
-        return hmac.digest(self._key, b"".join(parts), "sha256")
-
-
-def _frame_mac(session: bytes, number: int, message: bytes) -> bytes:
-    return hmac.digest(session, number.to_bytes(8, "big") + message, "sha256")
 
 
 def _read_key(path: str) -> bytes:

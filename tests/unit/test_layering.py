@@ -26,7 +26,7 @@ ALLOWED: dict[str, set[str]] = {
     "batching": BASIS,
     "http": set(),
     "algorithms": {"components", "values", *BASIS},
-    "rollout": {"environment", "models", "matmul", "components", *BASIS},
+    "rollout": {"environment", "models", "matmul", "storage", "components", "values", *BASIS},
     "swarm": {"rollout", "algorithms", "storage", "components", "values", *BASIS},
     "trainer": {"batching", "models", "matmul", "storage", "components", "values", *BASIS},
     "teachers": {"rollout", "trainer", "batching", "models", "http", "values", *BASIS},

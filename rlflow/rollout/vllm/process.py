@@ -27,12 +27,12 @@ from pathlib import Path
 from typing import Any
 
 from rlflow.errors import ConfigError, MissingPackageError, RolloutError
-from rlflow.rollout.vllm.frames import NoMessageError, encode, receive
+from rlflow.rollout.frames import FrameError, encode, receive
 
 logger = logging.getLogger(__name__)
 
 PACKAGE = "rlflow_vllm"
-PROGRAM = ("-m", f"{PACKAGE}.worker")
+PROGRAM = ("-m", f"{PACKAGE}.vllm.worker")
 VARIABLE = "RLFLOW_VLLM_PYTHON"
 CALL_S = 600.0  # of a call that is no generation: a step under way is waited for, and a bucket of weights is loaded
 SEND_S = 60
@@ -166,7 +166,7 @@ class VLLMProcess:
             self._pending[number] = future
             try:
                 self._socket.sendall(encode({"op": operation, "call": number, **fields}))
-            except NoMessageError as error:
+            except FrameError as error:
                 self._pending.pop(number)
                 future.set_exception(RolloutError(f"vLLM: {operation}: {error}"))
             except BlockingIOError:
@@ -237,7 +237,7 @@ class VLLMProcess:
                     future = self._pending.pop(int(message["call"]), None)
                 if future is not None:
                     future.set_result(message)
-        except (NoMessageError, KeyError, TypeError, ValueError) as error:
+        except (FrameError, KeyError, TypeError, ValueError) as error:
             reason = f"vLLM: its process sent what is no reply: {error}; "
         except OSError:
             pass
@@ -287,13 +287,17 @@ class VLLMProcess:
 
 
 def _make_folder() -> Path:
-    """A folder for the log, with this package under its other name and the entry point by which vLLM finds `transfer`."""
+    """A folder for the log, with `frames` and this package as PACKAGE, and the entry point by which vLLM finds `transfer`."""
     folder = Path(tempfile.mkdtemp(prefix="rlflow-vllm-"))
-    (folder / PACKAGE).symlink_to(Path(__file__).resolve().parent, target_is_directory=True)
+    here = Path(__file__).resolve().parent
+    (folder / PACKAGE).mkdir()
+    (folder / PACKAGE / "__init__.py").touch()
+    (folder / PACKAGE / "frames.py").symlink_to(here.parent / "frames.py")
+    (folder / PACKAGE / here.name).symlink_to(here, target_is_directory=True)
     described = folder / f"{PACKAGE}-1.dist-info"
     described.mkdir()
     (described / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {PACKAGE}\nVersion: 1\n")
-    (described / "entry_points.txt").write_text(f"[vllm.general_plugins]\n{PACKAGE} = {PACKAGE}.transfer:register\n")
+    (described / "entry_points.txt").write_text(f"[vllm.general_plugins]\n{PACKAGE} = {PACKAGE}.{here.name}.transfer:register\n")
     return folder
 
 

@@ -1,4 +1,4 @@
-"""vLLM's AsyncLLM behind messages on a socket. Runs under the interpreter of vLLM, as the module `rlflow_vllm.worker`.
+"""vLLM's AsyncLLM behind messages on a socket. Runs under the interpreter of vLLM, as the module `rlflow_vllm.vllm.worker`.
 
 What is decided here is how vLLM is asked. Who may run when, and what a request that was ended counts as, is decided by `engine`,
 on the other side of the socket."""
@@ -18,7 +18,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from .frames import encode, receive_async
+from ..frames import encode, receive_async
 from .transfer import BACKEND
 
 WINDOW = "vLLM 0.27 to 0.33"

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from rlflow.errors import ConfigError
-from rlflow.swarm.tcp import MOST_CONNECTIONS, TcpTransport, _frame_mac
+from rlflow.swarm.tcp import MOST_CONNECTIONS, TcpTransport
 
 KEY = b"sixteen bytes or more"
 Join = Callable[..., TcpTransport]
@@ -61,7 +61,8 @@ def call(transport: TcpTransport, key: bytes = KEY) -> tuple[socket.socket, byte
 
 
 def frame(session: bytes, message: bytes, number: int = 0) -> bytes:
-    return len(message).to_bytes(4, "big") + _frame_mac(session, number, message) + message
+    mac = hmac.digest(session, number.to_bytes(8, "big") + message, "sha256")
+    return len(message).to_bytes(4, "big") + mac + message
 
 
 def test_messages_reach_every_peer_in_order(join: Join) -> None:

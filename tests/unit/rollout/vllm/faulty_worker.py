@@ -7,7 +7,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from rlflow_vllm import worker
+from rlflow_vllm.vllm import worker
 
 planted = ""
 

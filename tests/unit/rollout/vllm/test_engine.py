@@ -19,10 +19,10 @@ import torch
 from rlflow.components import ENGINE
 from rlflow.errors import ConfigError, MissingPackageError, ModelError, RLFlowError, RolloutError
 from rlflow.models.huggingface import iterate_weights
-from rlflow.rollout import Rollout, Tokenizer
+from rlflow.rollout import Rollout, Tokenizer, frames
 from rlflow.rollout.engine import Engine, Sampling
 from rlflow.rollout.vllm import engines as engines_module
-from rlflow.rollout.vllm import frames, process
+from rlflow.rollout.vllm import process
 from rlflow.rollout.vllm.buckets import HEAD, Buckets, WeightNames
 from rlflow.rollout.vllm.engine import VLLMEngine
 from tests.fixtures import tiny_model
@@ -90,14 +90,14 @@ def test_a_message_comes_out_as_it_went_in_whatever_the_pieces() -> None:
 
 @pytest.mark.parametrize(
     ("content", "told"),
-    [(b"\xff\xff\xff\xff", "at most"), (b"\x03\0\0\0abc", "expected JSON"), (b"\x01\0\0\0[", "expected JSON"),
-     (b"\x02\0\0\0[]", "JSON object"), (b"\x00\0\x01\0" + b"[" * 65536, "expected JSON")],
+    [(b"\xff\xff\xff\xff", "at most"), (b"\0\0\0\x03abc", "expected JSON"), (b"\0\0\0\x01[", "expected JSON"),
+     (b"\0\0\0\x02[]", "JSON object"), (b"\0\x01\0\0" + b"[" * 65536, "expected JSON")],
 )  # fmt: skip
 def test_what_is_no_message_is_refused(content: bytes, told: str) -> None:
     ours, theirs = socket.socketpair()
     with ours, theirs:
         threading.Thread(target=ours.sendall, args=(content,), daemon=True).start()
-        with pytest.raises(frames.NoMessageError, match=told):
+        with pytest.raises(frames.FrameError, match=told):
             frames.receive(theirs)
 
 
