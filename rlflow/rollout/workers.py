@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from rlflow.rollout.engine import PauseMode
@@ -33,10 +33,12 @@ class Play:
 
 @dataclass(frozen=True)
 class Update:
-    """Weights that a worker is to take over. address: where a reader finds them. mode: what becomes of requests in flight."""
+    """Weights that a worker is to take over. address, key: where a reader finds them, what lets it in. mode: of requests
+    in flight."""
 
     version: int
     address: str
+    key: str = field(default="", repr=False)
     mode: PauseMode = "keep"
 
 

@@ -99,7 +99,7 @@ class RolloutWorker:
     def load(self, update: Update) -> int:
         """Takes over published weights between two steps of the engine, verified by their content; returns the version."""
         if self._reader is None or self._reader[0] != update.address:
-            self._reader = update.address, open_reader(update.address)
+            self._reader = update.address, open_reader(update.address, update.key)
         self._open.pause(update.mode)
         try:
             self._open.load_weights(self._reader[1].read(update.version, READ_S), update.version)

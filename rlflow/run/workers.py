@@ -91,7 +91,7 @@ class WorkerRollout(Rollout):
         """Publishes the weights and returns: each worker reads and verifies them before it gets its next attempt."""
         self._publisher.publish(weights, version)
         self.version = version
-        self.pool.update(Update(version, self._publisher.address, self._mode))
+        self.pool.update(Update(version, self._publisher.address, self._publisher.key, self._mode))
 
     def take_report(self) -> None:
         """Makes `report` what all workers' environments say about the time since the last call, and how the workers fared."""
