@@ -20,6 +20,7 @@ BASE = [
     "psutil>=5.9",  # megatron.core.dist_checkpointing imports it without declaring it
     "rich>=13.7",
     "matplotlib>=3.8",
+    "xxhash>=3.4",  # hashes of weights on their way, at the speed of memory; where it is missing sha256 takes its place
 ]
 
 SERVER = [
@@ -101,7 +102,9 @@ setup(
             "search = rlflow_environments.search:SearchEnvironment",
             # of other libraries
             "gymnasium = rlflow_environments.adapters.gymnasium:GymnasiumEnvironment",
+            "openenv = rlflow_environments.adapters.openenv:OpenEnv",
             "reasoning_gym = rlflow_environments.adapters.reasoning:ReasoningGym",
+            "verifiers = rlflow_environments.adapters.verifiers:make",
             # over any other environment, their `base`
             "improve = rlflow_environments.wrappers.improve:ImprovePrompts",
             "intrinsic = rlflow_environments.wrappers.intrinsic:IntrinsicRewards",

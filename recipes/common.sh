@@ -1,7 +1,7 @@
 # Finds or makes the Python environment of rlflow. Sourced by the run scripts, never executed:
 #
 #   . recipes/common.sh
-#   rlflow_setup run      # or: test (adds Ray, Qdrant, pytest, ruff, mypy)
+#   rlflow_setup run      # or: cluster (adds Ray), test (adds Ray, Qdrant, pytest, ruff, mypy)
 #   exec "$RLFLOW_PYTHON" ...
 #
 # An active environment that already has rlflow with what is needed is used as it is. Otherwise .venv in the repository
@@ -66,7 +66,13 @@ rlflow_export_defaults() {
 
 # ------------------------------------------------------------------------------------------------------- active environment
 
-rlflow_extras() { case $1 in run) echo search ;; test) echo search,data,qdrant,onnx,ray,tensorboard,dev ;; esac; }
+rlflow_extras() {
+    case $1 in
+        run) echo search ;;
+        cluster) echo search,ray ;;
+        test) echo search,data,qdrant,onnx,ray,tensorboard,browser,dev ;;
+    esac
+}
 
 # Prints where a Python finds rlflow and which modules it lacks for a profile; fails if it is too old or has no rlflow.
 # Imports nothing heavy; -P keeps the current directory, which may hold the sources, out of the search path.
@@ -83,6 +89,8 @@ def found(name):
 
 names = ["torch", "yaml", "numpy", "safetensors", "transformers", "megatron.core", "psutil", "rich", "matplotlib"]
 names += ["faiss", "bm25s", "aiohttp", "fastapi", "uvicorn", "rlflow_environments"]
+if sys.argv[1] == "cluster":
+    names += ["ray"]
 if sys.argv[1] == "test":
     names += ["uvloop", "httptools", "httpx", "orjson", "prometheus_client"]
     names += ["qdrant_client", "qdrant_edge", "onnxruntime", "onnx"]
@@ -191,13 +199,15 @@ rlflow_install() {
     rlflow_step_or_fail "installing rlflow[$extras]" \
         "$venv/bin/python" -m pip install -e "$RLFLOW_ROOT[$extras]" -c "$RLFLOW_ROOT/constraints/cpu.txt"
     rm -f "$venv"/.rlflow-*
-    [ "$profile" = test ] && printf '%s' "$stamp" >"$venv/.rlflow-run"
+    local smaller=() name
+    case $profile in cluster) smaller=(run) ;; test) smaller=(run cluster) ;; esac
+    for name in ${smaller[@]+"${smaller[@]}"}; do printf '%s' "$stamp" >"$venv/.rlflow-$name"; done
     printf '%s' "$stamp" >"$venv/.rlflow-$profile"
     rm -f "$RLFLOW_SETUP_MARK"
     rlflow_say "set-up finished in $((SECONDS - start)) s"
 }
 
-# Sets RLFLOW_PYTHON to a Python that can do the job: run (train, evaluate) or test.
+# Sets RLFLOW_PYTHON to a Python that can do the job: run (train, evaluate), cluster (more than one process) or test.
 rlflow_setup() {
     local profile=$1 venv=${RLFLOW_VENV:-$RLFLOW_ROOT/.venv} stamp
     rlflow_check_platform

@@ -2,6 +2,7 @@
 
 Every kind of component knows the names of its own package (`BUILT_IN` there), those of installed packages (the entry-point
 group `rlflow.<kind>s`), `package.module:Name` and `file.py:Name`. A component is {name: ..., keyword: value}, or the bare name.
+A known name whose class has a `shorthand`, the name of one of its keywords, also takes `name:VALUE`: that keyword's value.
 """
 
 from __future__ import annotations
@@ -50,12 +51,14 @@ class Kind(Named):
         return [*self._built_in(), *sorted(set(self._installed()) - set(self._built_in()))]
 
     def locate(self, name: str, where: str | None = None) -> str:
-        """The `module:Name` or `file.py:Name` behind a name; nothing is imported. Raises ConfigError for an unknown name."""
+        """The `module:Name` or `file.py:Name` behind a name; nothing is imported, but for a `name:VALUE`. Raises ConfigError for
+        an unknown name."""
         where = where or self.name
         if not isinstance(name, str) or not name:
             raise ConfigError(f"{where}: expected a name, found {name!r}. Known: {self._known()}.")
         if ":" in name:
-            return name
+            known, given = self._shorthand(name, where)
+            return self.locate(known, where) if given else name
         found = self._built_in().get(name) or self._installed().get(name)
         if found is None:
             raise ConfigError(
@@ -96,7 +99,10 @@ class Kind(Named):
         """
         where = where or self.name
         keywords = self.component(component, where)
-        name = keywords.pop("name")
+        name, given = self._shorthand(keywords.pop("name"), where)
+        if given.keys() & keywords.keys():
+            raise ConfigError(f"{where}: '{name}:{''.join(given.values())}' gives '{''.join(given)}', which stands there too.")
+        keywords.update(given)
         target = self.resolve(name, where)
         known = self._known_keywords(target, where)
         keywords = _checked_keywords(
@@ -124,6 +130,15 @@ class Kind(Named):
         except BaseException as error:
             name = self.component(component)["name"]
             raise ConfigError(f"{where or self.name} '{name}': cannot be made: {_failure(error)}.") from error
+
+    def _shorthand(self, name: Any, where: str) -> tuple[Any, dict[str, str]]:
+        """(name, {keyword: VALUE}) of a `name:VALUE`; (the name, {}) of any other."""
+        known, _, value = name.partition(":") if isinstance(name, str) else ("", "", "")
+        if value and known in self.names():  # so not for file.py:Name: what is only located must not be imported
+            keyword = getattr(_load(where, self.locate(known, where)), "shorthand", None)
+            if keyword:
+                return known, {keyword: value}
+        return name, {}
 
     def _known_keywords(self, target: Callable[..., Any], where: str) -> dict[str, inspect.Parameter]:
         called_with = () if isinstance(target, type) else tuple(_signature(target, where).parameters)[: self.call]

@@ -71,6 +71,11 @@ class Environment(ABC):
             "that returns a Task, or ask in an environment of questions."
         )
 
+    @property
+    def takes_questions(self) -> bool:
+        """Whether `task_from_text` makes tasks."""
+        return type(self).task_from_text is not Environment.task_from_text
+
     async def reset(self, task: Task) -> Episode:
         """A fresh episode of the task. The prompt that the policy sees is `episode.task.prompt`."""
         return Episode(task)
@@ -84,6 +89,11 @@ class Environment(ABC):
 
     def report(self) -> dict[str, float]:
         """Numbers about all that happened since the last call, as `section/name`; called once per collection."""
+        return {}
+
+    def worker_options(self) -> dict[str, Any]:
+        """Constructor keywords that differ in the copies of this environment that rollout workers make, so that they use what
+        this one has started, a service for one."""
         return {}
 
     def shutdown(self) -> None:

@@ -66,9 +66,12 @@ def training_step(
     batch = make_batch(usable)
     batch = batch.replace(trainer_version=torch.full_like(batch.lengths, step))
     with timer.phase("score"):
+        tasks = [group.task for group in groups for _ in group.usable]
+        if algorithm.early is not None:
+            batch = algorithm.early.fill(batch, usable, tasks)
         batch = score_step(batch, trainer, algorithm.needs)
-        if algorithm.teacher is not None:
-            batch = algorithm.teacher.fill(batch, [group.task for group in groups for _ in group.usable])
+        if algorithm.teacher is not None and batch.teacher_logprobs is None:
+            batch = algorithm.teacher.fill(batch, tasks)
     batch = algorithm.credit(batch)
     if observe is not None:
         observe(batch, groups)
@@ -105,7 +108,7 @@ def score_step(batch: Batch, trainer: Trainer, needs: frozenset[str]) -> Batch:
     frozen ones, values of the critic."""
     if "proximal" in needs:
         batch = batch.replace(proximal_logprobs=trainer.score(batch)["logprobs"])
-    if "reference" in needs:
+    if "reference" in needs and batch.reference_logprobs is None:
         batch = batch.replace(reference_logprobs=trainer.score(batch, model="reference")["logprobs"])
     if "values" in needs:
         values = trainer.score(lengthened(batch), want=("values",))["values"]  # one token more: the value of the end

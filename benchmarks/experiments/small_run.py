@@ -22,6 +22,7 @@ from rlflow.loop import training_step
 from rlflow.metrics.reductions import rollout_metrics
 from rlflow.metrics.timer import PhaseTimer
 from rlflow.rollout import Tokenizer
+from rlflow.run.export import export_policy
 from rlflow.types import Group, Segment, StopReason, Trajectory, Turn
 
 SPECIAL = ("<pad>", "<end>")
@@ -87,7 +88,7 @@ class SmallRun:
             made.algorithm,
             made.source,
         )
-        self._prompts = made.config.rollout.prompts_per_step
+        self._prompts, self._model = made.config.rollout.prompts_per_step, made.config.model.path
         self._as_sampled = as_sampled or (lambda weights, version: weights)
         self._stream: Iterator[list[Group]] | None = None
         self.sampled: list[Group] = []
@@ -115,6 +116,10 @@ class SmallRun:
     def sync(self) -> None:
         """Gives the engine the trainer's weights."""
         self.rollout.load_weights(self._as_sampled(self.trainer.weights(), self.steps), self.steps)
+
+    def export(self, path: Path) -> None:
+        """Writes today's policy as a HuggingFace directory."""
+        export_policy(self.trainer, path, self._model, "float32")
 
     def step(self) -> dict[str, float]:
         """Samples, trains, and gives the engine the new weights; returns the step's metrics."""
@@ -149,14 +154,16 @@ def small_run(
     *overrides: str,
     preset: str | None = None,
     as_sampled: Callable[[Weights, int], Weights] | None = None,
+    model: Callable[[Path], None] | None = None,
 ) -> Iterator[SmallRun]:
-    """A run of an environment (a component) with a policy that has a token for each of its characters."""
+    """A run of an environment (a component) with a policy that has a token for each of its characters. model: writes the
+    directory that it begins with; None: random weights."""
     values = (*VALUES, *overrides)
 
     def written(path: Path) -> None:
         write_policy(path, characters, seed)
 
-    with tiny(seed, *values, preset=preset, environment=environment, model=written) as made:
+    with tiny(seed, *values, preset=preset, environment=environment, model=model or written) as made:
         yield SmallRun(made, as_sampled)
 
 

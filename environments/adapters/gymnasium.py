@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from rlflow.components import Kind
 from rlflow.environment import Environment
 from rlflow.errors import ConfigError, MissingPackageError
 from rlflow.metrics.names import Metric
 from rlflow.types import Episode, Step, Task
-
-FORMATTER = Kind("formatter", call=1)
+from rlflow.values import PositiveInt
+from rlflow_environments.adapters.text import beginning_with, formatted, seeded_tasks
 
 
 class GymnasiumEnvironment(Environment):
@@ -20,6 +19,7 @@ class GymnasiumEnvironment(Environment):
     says what can be done. formatter: `file.py:function` of an observation, which gives its text. tasks_per_split: seeds of
     `reset`."""
 
+    shorthand = "id"
     stop = ("\n",)
     metrics = {
         "finished": Metric("share", "of episodes that the environment ended, its own time limit left out"),
@@ -31,7 +31,7 @@ class GymnasiumEnvironment(Environment):
         id: str,
         prompt: str = "Answer with one action per line. Actions: {actions}.\n",
         formatter: str | None = None,
-        tasks_per_split: int = 256,
+        tasks_per_split: PositiveInt = 256,
         options: dict[str, Any] | None = None,
     ) -> None:
         try:
@@ -39,7 +39,7 @@ class GymnasiumEnvironment(Environment):
         except ImportError:
             raise MissingPackageError("environment gymnasium: not installed: pip install gymnasium") from None
         self._id, self._options, self._count = id, options or {}, tasks_per_split
-        self._text: Callable[[Any], str] = FORMATTER.resolve(formatter, "environment.formatter") if formatter else str
+        self._text = formatted(formatter, str)
         try:
             game = self._gymnasium.make(id, **self._options)
         except Exception as error:  # noqa: BLE001 -- gymnasium's own errors have no common parent but this
@@ -48,21 +48,21 @@ class GymnasiumEnvironment(Environment):
         game.close()
         spaces = self._gymnasium.spaces
         if not isinstance(space, spaces.Text | spaces.Discrete):
-            raise ConfigError(f"environment.id: '{id}' has actions of {space}; expected text, or numbers of a discrete space.")
+            raise ConfigError(
+                f"environment.id: '{id}' has actions of {space}; expected text, or numbers of a discrete space."
+            )
         numbers = isinstance(space, spaces.Discrete)
         self._actions = f"{space.start} to {space.start + space.n - 1}" if numbers else "text"
         self._space, self._numbers, self._prompt = space, numbers, prompt.replace("{actions}", self._actions)
 
     def tasks(self, split: str) -> Sequence[Task]:
-        first = 0 if split == "train" else 1_000_000  # other seeds for validation
-        return [Task(f"{split}-{number}", self._prompt, first + number) for number in range(self._count)]
+        return seeded_tasks(split, self._prompt, self._count)
 
     def reset(self, task: Task) -> Episode:
         """A game of its own per episode; its first observation ends the prompt."""
         game = self._gymnasium.make(self._id, **self._options)
         observation, _ = game.reset(seed=task.answer)
-        shown = Task(task.id, f"{task.prompt}{self._text(observation)}\n", task.answer, task.metadata)
-        return Episode(shown, scratch={"game": game, "invalid": 0})
+        return Episode(beginning_with(task, self._text(observation)), scratch={"game": game, "invalid": 0})
 
     def step(self, episode: Episode, response: str) -> Step:
         said, state = response.strip(), episode.scratch

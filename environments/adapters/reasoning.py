@@ -10,12 +10,14 @@ from rlflow.environment import Environment
 from rlflow.errors import ConfigError, MissingPackageError, did_you_mean
 from rlflow.metrics.names import Metric
 from rlflow.types import Episode, Step, Task
+from rlflow.values import PositiveInt
 
 
 class ReasoningGym(Environment):
     """dataset: its name in reasoning_gym, options: its further keywords. prompt: around {question}; the answer is the response,
     up to a line break. tasks_per_split: problems of each split, from other seeds."""
 
+    shorthand = "dataset"
     stop = ("\n",)
     metrics = {
         "score": Metric("share", "what the data set's own rule gives", score=True),
@@ -26,7 +28,7 @@ class ReasoningGym(Environment):
         self,
         dataset: str,
         prompt: str = "{question}\nAnswer: ",
-        tasks_per_split: int = 512,
+        tasks_per_split: PositiveInt = 512,
         seed: int = 0,
         options: dict[str, Any] | None = None,
     ) -> None:

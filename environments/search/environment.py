@@ -11,6 +11,7 @@ from rlflow.environment import Environment
 from rlflow.errors import ConfigError, RLFlowError, did_you_mean
 from rlflow.types import Episode, Observation, Step, Task
 from rlflow_environments.common.threads import beside_the_loop
+from rlflow_environments.retrieval.client.asynchronous import AsyncRetriever
 from rlflow_environments.retrieval.indices import Retriever
 from rlflow_environments.search.disturbances import make_disturbances
 from rlflow_environments.search.lookups import Lookups
@@ -27,16 +28,16 @@ if TYPE_CHECKING:
 
 REPORTED_METADATA = ("hops",)
 """Numeric keys of a question's row that become metrics of its episodes."""
-COUNTS = ("searches", "invalid_actions", "gold_in_results")
+COUNTS = ("searches", "accesses", "invalid_actions", "gold_in_results")
 
 
 class SearchEnvironment(Environment):
     """Questions over a corpus. The policy asks for searches, is shown what they find, and answers; how it does so is the
     protocol's matter (docs/search_protocols.md).
 
-    Metrics: exact_match, f1, answered, searches (executed), invalid_actions, gold_in_results (1 once a gold answer stood in a
-    passage that the policy was shown), rewarded_without_evidence (a reward above 0 without that), score_<rule> of every rule that
-    can reward, and `hops` where the question's row has it.
+    Metrics: exact_match, f1, answered, searches and accesses (executed), invalid_actions, gold_in_results (1 once a gold answer
+    stood in what the policy was shown), rewarded_without_evidence (a reward above 0 without that), score_<rule> of every rule
+    that can reward, and `hops` where the question's row has it.
     The scores read the policy's own text only. A failing retriever aborts the episode; its error never becomes text.
     """
 
@@ -81,11 +82,12 @@ class SearchEnvironment(Environment):
         either may be missing as long as its tasks are not asked for.
         world: keywords of `world.ensure_world`, which makes the embedded world's files; a file given beside it wins.
         retriever: a name, {name, options...}, or a Retriever (then `corpus` is not needed). top_k: passages per search. pages: a
-        .jsonl file for the tool access. tools: search, and access where the protocol has it. max_turns: in the sense of the
-        protocol's original; it takes the place of rollout.max_turns. prompt_template: for rows that have a `question` and no
-        `prompt` (None: the protocol's). valid_inst_ratio: of the asearcher protocol. max_document_characters: of one passage's
-        contents. max_searches: per episode; further searches are refused. disturbances: options of `Disturbances`. managed:
-        search in a service of its own that is started here and ends with the run; its options: see `managed`.
+        .jsonl file for the tool access (None: those of the world, or of the server); a managed service serves it. tools: search,
+        and access where the protocol has it. max_turns: in the sense of the protocol's original; it takes the place of
+        rollout.max_turns. prompt_template: for rows that have a `question` and no `prompt` (None: the protocol's).
+        valid_inst_ratio: of the asearcher protocol. max_document_characters: of one passage's contents. max_searches: per
+        episode; further searches are refused. disturbances: options of `Disturbances`. managed: search in a service of its own
+        that is started here and ends with the run; its options: see `managed`.
         Raises ConfigError, DataError, MissingPackageError.
         """
         _check_limits(top_k=(top_k, 1), max_turns=(max_turns, 1), max_searches=(max_searches, 0))
@@ -105,23 +107,37 @@ class SearchEnvironment(Environment):
         given = {split: path for split, path in questions.items() if path is not None}
         self.adopt(load_tasks(given, self._protocol, prompt_template, valid_inst_ratio))
         corpus = corpus or files.get("corpus")
+        of_world = files.get("pages") if "access" in self._protocol.enabled else None
         self._service: ManagedServer | None = None
         if managed:
-            self.retriever = self._start_service(retriever, corpus, managed, top_k)
+            self.retriever, pages = self._start_service(retriever, corpus, managed, top_k, pages or of_world), None
         else:
             self.retriever = open_retriever(retriever, corpus)
+            if not isinstance(self.retriever, AsyncRetriever):  # a server has pages of its own
+                pages = pages or of_world
         asked = questions_of(self._tasks.get("train", []))
         self._lookups = Lookups(self.retriever, top_k, pages=pages, disturbances=self._disturbances, questions=asked)
         self._lookups.check_tools(self._protocol.enabled)
 
     def _start_service(
-        self, retriever: Any, corpus: str | Path | None, managed: bool | Mapping[str, Any], top_k: int
+        self,
+        retriever: Any,
+        corpus: str | Path | None,
+        managed: bool | Mapping[str, Any],
+        top_k: int,
+        pages: str | Path | None,
     ) -> Retriever:
         from rlflow_environments.search.managed import start_managed
 
         tasks = next(iter(self._tasks.values()), [])
-        self._service = start_managed(retriever, corpus, managed, tasks, top_k)
+        self._service = start_managed(retriever, corpus, managed, tasks, top_k, pages)
         return self._service.retriever
+
+    def worker_options(self) -> dict[str, Any]:
+        """Where this one has started a service, the others search in that."""
+        if self._service is None:
+            return {}
+        return {"retriever": {"name": "http", **self._service.client}, "managed": False, "pages": None}
 
     def shutdown(self) -> None:
         """Stops a managed service and a judge."""
@@ -159,7 +175,7 @@ class SearchEnvironment(Environment):
 
     async def reset(self, task: Task) -> Episode:
         """A fresh episode with its counters at zero."""
-        counts: dict[str, Any] = {"searches": 0, "invalid_actions": 0, "gold_in_results": 0.0}
+        counts: dict[str, Any] = {"searches": 0, "accesses": 0, "invalid_actions": 0, "gold_in_results": 0.0}
         texts: dict[str, Any] = {"responses": [], "observations": [], "queries": {}}
         if self._disturbances is not None:
             counts["disturbed"] = 0
@@ -197,7 +213,7 @@ class SearchEnvironment(Environment):
         results = []
         for call in calls:
             results.append(await self._lookups.carry_out(call, episode, self._split_of.get(id(episode.task))))
-            state["searches"] += len(call.inputs) if call.tool == "search" else 0
+            state["searches" if call.tool == "search" else "accesses"] += len(call.inputs)
         texts = [text for result in results for text in self._texts(result)]
 
         def read() -> tuple[bool, list[Shown]]:

@@ -79,7 +79,8 @@ class ManagedServer:
         try:
             self.url = self._wait(wait_s)
             self._service.supervise(self.url)
-            self.retriever = HttpRetriever(self.url, **dict(client or {}))
+            self.client: dict[str, Any] = {**dict(client or {}), "urls": self.url}
+            self.retriever = HttpRetriever(**self.client)
         except BaseException:
             self.stop()
             raise
@@ -106,7 +107,9 @@ class ManagedServer:
                 )
             now = time.monotonic()
             if now - start > wait_s:
-                raise ConfigError(f"environment.managed: the retrieval service is not ready after {wait_s:g} s: {state}.")
+                raise ConfigError(
+                    f"environment.managed: the retrieval service is not ready after {wait_s:g} s: {state}."
+                )
             if now - reported >= REPORT_EVERY_S:
                 reported = now
                 logger.warning("waiting for the retrieval service (%.0f s): %s", now - start, state)
@@ -121,13 +124,20 @@ class ManagedServer:
 
 
 def start_managed(
-    component: Any, corpus: str | Path | None, options: bool | Mapping[str, Any], tasks: Sequence[Task], top_k: int
+    component: Any,
+    corpus: str | Path | None,
+    options: bool | Mapping[str, Any],
+    tasks: Sequence[Task],
+    top_k: int,
+    pages: str | Path | None = None,
 ) -> ManagedServer:
     """The service of an environment's `retriever` and `managed` options, with its recall checked where there is a corpus.
 
-    Raises ConfigError.
+    pages: a .jsonl file that it is to serve. Raises ConfigError.
     """
     described, given, recall = managed_options(component, options)
+    if pages is not None:
+        given["server"] = ["--pages", str(Path(pages).expanduser().resolve()), *given.get("server", ())]
     service = ManagedServer(described, corpus, **given)
     try:
         if corpus is not None:
@@ -146,7 +156,9 @@ def managed_options(
         raise ConfigError("environment.managed: expected the retriever by name and options, found an object.")
     described = RETRIEVER.component(component, "environment.retriever")
     if described.get("name") == "http":
-        raise ConfigError("environment.managed: the retriever is http, a server that runs already. Name the one to start.")
+        raise ConfigError(
+            "environment.managed: the retriever is http, a server that runs already. Name the one to start."
+        )
     given: dict[str, Any] = {}
     if not isinstance(options, bool):
         reserved = ("component", "corpus", "retriever", "tasks", "top_k")
@@ -181,12 +193,15 @@ def check_recall(
         raise ConfigError(f"environment.managed: the retrieval service does not answer: {problem}") from None
     passages = [any(hit.title == passage.title for hit in hits) for passage, hits in zip(known, found, strict=True)]
     answers = [
-        any(scoring.contains_gold(hit.contents, task.answer) for hit in hits) for task, hits in zip(asking, results, strict=True)
+        any(scoring.contains_gold(hit.contents, task.answer) for hit in hits)
+        for task, hits in zip(asking, results, strict=True)
     ]
     shares = {"passages": sum(passages) / max(1, len(passages))}
     if answers:
         shares["answers"] = sum(answers) / len(answers)
-    logger.info("recall@%d before the first step: %s", top_k, ", ".join(f"{name} {share:.2f}" for name, share in shares.items()))
+    logger.info(
+        "recall@%d before the first step: %s", top_k, ", ".join(f"{name} {share:.2f}" for name, share in shares.items())
+    )
     if shares["passages"] < min_recall:
         raise ConfigError(
             f"environment.managed: of {count} passages of the corpus, asked for by their own words, the index finds "
@@ -257,7 +272,9 @@ class _Service:
                 continue
             deaths += 1
             if deaths > MAX_RESTARTS:
-                logger.error("the retrieval service ended with code %s, %d times in a row: it is given up", code, deaths)
+                logger.error(
+                    "the retrieval service ended with code %s, %d times in a row: it is given up", code, deaths
+                )
                 return
             logger.warning("the retrieval service ended with code %s: it is started again on port %d", code, port)
             if self._over.wait(backoff_s(POLL_S, REPORT_EVERY_S, deaths)):

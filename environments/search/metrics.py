@@ -6,9 +6,12 @@ from rlflow.metrics.names import Metric
 from rlflow_environments.search.rewards import RULE_SCORES
 
 METRICS = {
-    "exact_match": Metric("share", "of questions whose normalized answer is a gold answer", score=True, shown="EM {:.3f}"),
+    "exact_match": Metric(
+        "share", "of questions whose normalized answer is a gold answer", score=True, shown="EM {:.3f}"
+    ),
     "f1": Metric("share", "mean token F1 with the best gold answer", score=True, shown="F1 {:.3f}"),
     "searches": Metric("per episode", "searches", shown="searches {:.2f}"),
+    "accesses": Metric("per episode", "pages opened; above 0 only with the tool access"),
     "answered": Metric("share", "of episodes that came to an answer"),
     "invalid_actions": Metric("per episode", "responses that were no action of the protocol, or a search too many"),
     "gold_in_results": Metric("share", "of episodes that were shown a passage with a gold answer"),

@@ -10,6 +10,7 @@ OPTIONS = (
     Option("--train-data", "environment.train", "training questions, jsonl", commands=("train",)),
     Option("--val-data", "environment.val", "validation questions, jsonl", commands=("train",)),
     Option("--corpus", "environment.corpus", "passages to search, jsonl"),
+    Option("--pages", "environment.pages", "whole pages for the tool access, jsonl"),
 )
 
 JOBS = (

@@ -35,7 +35,7 @@ class _Nothing(Retriever):
 
 
 class _NothingRemote(AsyncRetriever):
-    """Stands for a server, which may have pages."""
+    """Stands for a server or a world, which may have pages."""
 
     def search(self, queries: Sequence[str], top_k: int) -> list[list[Passage]]:
         return [[] for _ in queries]
@@ -79,8 +79,10 @@ def _made(kind: type[SearchEnvironment], options: Mapping[str, Any], problems: P
     """The environment with the options that are right, nothing to search in and no questions; None where they do not go
     together."""
     retriever = options.get("retriever", "dense")
-    served = bool(options.get("managed")) or (
-        not isinstance(retriever, Retriever) and bool(Problems().attempt(brings_documents, retriever))
+    served = (
+        bool(options.get("managed"))
+        or bool(options.get("world"))
+        or (not isinstance(retriever, Retriever) and bool(Problems().attempt(brings_documents, retriever)))
     )
     nothing = _NothingRemote() if served else _Nothing()
     rest = {key: value for key, value in options.items() if key not in APART}

@@ -94,6 +94,10 @@ class Wrapper(Environment):
     def task_from_text(self, text: str) -> Task:
         return self.base.task_from_text(text)
 
+    @property
+    def takes_questions(self) -> bool:
+        return self.base.takes_questions
+
     def reset(self, task: Task) -> Coroutine[Any, Any, Episode]:
         return self._begun(self.base.reset(task))
 

@@ -18,9 +18,9 @@ EXAMPLES = """releases:
 {releases}
 
 examples:
-  python recipes/searchr1/download.py wiki-18 wiki-18-e5 --save_path data/wiki-18        # what Search-R1's server needs
-  python recipes/searchr1/download.py --repo_id PeterJinGo/wiki-18-e5-index --save_path data/wiki-18      # as Search-R1's script
-  python recipes/searchr1/download.py flashrag --file 'musique/*' --save_path data/sets
+  python -m recipes.searchr1.download wiki-18 wiki-18-e5 --save_path data/wiki-18        # what Search-R1's server needs
+  python -m recipes.searchr1.download --repo_id PeterJinGo/wiki-18-e5-index --save_path data/wiki-18      # as Search-R1's script
+  python -m recipes.searchr1.download flashrag --file 'musique/*' --save_path data/sets
 """
 
 

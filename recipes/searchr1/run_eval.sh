@@ -21,6 +21,7 @@ Options
   --data PATH           questions, JSON Lines: {"prompt": ..., "solutions": [...]}, a release of the field, or a folder of
                         evaluation sets, which are scored one by one (default: the configuration's validation set)
   --corpus FILE         the passages to search, JSON Lines: {"id": ..., "contents": "\"Title\"\nText"}
+  --pages FILE          whole pages for the tool access, JSON Lines: {"url": ..., "contents": ...}
   --config FILE         run configuration (default: that of the run DIR comes from, else config/demo.yaml: the embedded world)
   --questions N         only the first N questions
   --samples N           attempts per question (default 1)
@@ -50,35 +51,6 @@ for argument in "$@"; do
 done
 # shellcheck source=../common.sh
 . "$here/../common.sh"
-
-config='' model='' arguments=() overrides=()
-while [ $# -gt 0 ]; do
-    case $1 in
-    --config | --model | --server | --server-model | --api-key-variable | --hf | --data | --corpus | --out | --questions | --temperature | --samples)
-        [ $# -ge 2 ] || rlflow_fail "$1 needs a value; see --help"
-        name=$1 value=$2
-        shift 2
-        set -- "$name=$value" "$@"
-        ;;
-    --config=*) config=$(rlflow_path "${1#*=}"); shift ;;
-    --out=*) arguments+=(--out "$(realpath -m "${1#*=}")"); shift ;;
-    --model=*) model=$(rlflow_path "${1#*=}"); shift ;;
-    --hf=*) arguments+=(--hf "$(rlflow_path "${1#*=}")"); shift ;;
-    --data=* | --corpus=*) arguments+=("${1%%=*}" "$(rlflow_path "${1#*=}")"); shift ;;
-    --questions=* | --temperature=* | --samples=* | --allow-code | --overwrite | --env=* | \
-        --server=* | --server-model=* | --api-key-variable=*) arguments+=("$1"); shift ;;
-    -*) rlflow_unknown "$1" --model --server --server-model --api-key-variable --hf --data --corpus --config --questions --samples --temperature --out --overwrite --allow-code --help ;;
-    *=*) overrides+=("$1"); shift ;;
-    *) rlflow_fail "unexpected argument '$1'; overrides are section.key=value, see --help" ;;
-    esac
-done
-
-rlflow_setup run
-cd "$RLFLOW_ROOT" # the paths of a configuration file are relative to the repository
-# `rlflow eval` finds the configuration of the run that the model is, is the export of, or is a checkpoint of.
-[ -n "$config" ] || [ -f "$model/config.yaml" ] || [ -f "$model/../config.yaml" ] || [ -f "$model/../../config.yaml" ] ||
-    [ -f "$model/../../../config.yaml" ] || config=$here/config/demo.yaml
-[ -z "$config" ] || arguments+=(--config "$config")
-[ -z "$model" ] || arguments+=(--model "$model")
-exec "$RLFLOW_PYTHON" -m rlflow eval \
-    ${arguments[@]+"${arguments[@]}"} ${overrides[@]+"${overrides[@]}"} # options first: argparse wants the overrides together
+# shellcheck source=../searching.sh
+. "$here/../searching.sh"
+rlflow_evaluate "$here/config/demo.yaml" "$@"

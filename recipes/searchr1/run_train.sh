@@ -21,6 +21,7 @@ Options
   --train-data FILE     training questions, JSON Lines: {"prompt": ..., "solutions": [...]}
   --val-data FILE       validation questions, same format
   --corpus FILE         the passages to search, JSON Lines: {"id": ..., "contents": "\"Title\"\nText"}
+  --pages FILE          whole pages for the tool access, JSON Lines: {"url": ..., "contents": ...}
   --resume              continue the run in run.directory from its newest checkpoint
   --overwrite           throw away what an earlier run left in run.directory
   --dry-run             open all that the run needs (model, tokenizer, data, index, packages, addresses, disk), print configuration,
@@ -57,34 +58,13 @@ for argument in "$@"; do
 done
 # shellcheck source=../common.sh
 . "$here/../common.sh"
+# shellcheck source=../searching.sh
+. "$here/../searching.sh"
 
-config='' own_data='' short='' arguments=() overrides=()
-while [ $# -gt 0 ]; do
-    case $1 in
-    --config | --preset | --model | --train-data | --val-data | --corpus)
-        [ $# -ge 2 ] || rlflow_fail "$1 needs a value; see --help"
-        name=$1 value=$2
-        shift 2
-        set -- "$name=$value" "$@"
-        ;;
-    --config=*) config=$(rlflow_path "${1#*=}"); shift ;;
-    --preset=*) arguments+=(--preset "${1#*=}"); shift ;;
-    --model=* | --corpus=*) arguments+=("${1%%=*}" "$(rlflow_path "${1#*=}")"); shift ;;
-    --train-data=* | --val-data=*) own_data=1 arguments+=("${1%%=*}" "$(rlflow_path "${1#*=}")"); shift ;;
-    --short) short=1; shift ;;
-    --resume | --overwrite | --dry-run | --env=*) arguments+=("$1"); shift ;;
-    -*) rlflow_unknown "$1" --short --config --model --preset --train-data --val-data --corpus --resume --overwrite --dry-run --help ;;
-    *=*) overrides+=("$1"); shift ;;
-    *) rlflow_fail "unexpected argument '$1'; overrides are section.key=value, see --help" ;;
-    esac
-done
+rlflow_read_train "$@"
 if [ -z "$config" ]; then
     config=$here/config/demo.yaml
     [ -z "$own_data" ] || config=$here/config/qwen2.5_3b.yaml
     [ -z "$short" ] || config=$here/config/short.yaml
 fi
-
-rlflow_setup run
-cd "$RLFLOW_ROOT" # the paths of a configuration file are relative to the repository
-exec "$RLFLOW_PYTHON" -m rlflow train --config "$config" \
-    ${arguments[@]+"${arguments[@]}"} ${overrides[@]+"${overrides[@]}"} # options first: argparse wants the overrides together
+rlflow_train

@@ -54,6 +54,10 @@ class TrainerRank:
 
         return ray.util.get_node_ip_address()
 
+    def home(self) -> tuple[str, int]:
+        """(node, process)."""
+        return self.node(), os.getpid()
+
     def open_rendezvous(self, world: int) -> tuple[str, int]:
         """Opens the store at which the ranks meet, on a port that the system picks; returns its host and port."""
         host = LOOPBACK if self.local else self.node()

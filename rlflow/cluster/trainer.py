@@ -18,12 +18,13 @@ from typing import Any
 from torch import Tensor
 
 from rlflow.cluster.rank import TrainerRank
+from rlflow.cluster.services import WATCH, Offers
 from rlflow.cluster.session import RaySession, connect, first_line
-from rlflow.cluster.watching import Doing, Stillness, verdict
+from rlflow.cluster.watching import Doing, StallLimits, Stillness, native_stack, verdict
 from rlflow.cluster.wire import pack_batch, unpack
 from rlflow.components import file_modules
 from rlflow.errors import ConfigError, RLFlowError
-from rlflow.matmul import PRODUCTS
+from rlflow.matmul import PRODUCTS, Library
 from rlflow.metrics.memory import highest
 from rlflow.trainer.base import LossFunction, Trainer
 from rlflow.trainer.layout import ParallelLayout
@@ -36,7 +37,6 @@ OTHERS_GRACE_S = 10.0  # for the other ranks to finish a call in which one rank 
 PLACEMENT_TIMEOUT_S = 120.0
 LOOK_EVERY_S = 5.0  # at what the ranks do, while a call runs
 LOOK_TIMEOUT_S = 2.0
-WATCH = "watch"  # Ray's concurrency group for that: a thread beside the one that works
 
 
 class RankDied(RLFlowError):
@@ -52,8 +52,9 @@ class RayTrainer(Trainer):
 
     address None starts Ray on this machine, bound to 127.0.0.1, and `close` stops it; else the running cluster at that
     address is joined ("auto": the one of this machine), and paths must be on a file system that all its nodes share.
-    gpus_per_rank 0 keeps a rank on the CPU. stall_timeout_s: a call in which no rank has moved for so long is given
-    up. Further keywords are those of `Trainer.from_pretrained`.
+    gpus_per_rank 0 keeps a rank on the CPU. services: the name of a run to which `rlflow serve trainer` offers processes on that
+    cluster; None: actors of its own. stall_timeout_s: a call in which no rank has moved for so long is given up, later where
+    calls of its kind took long before (`StallLimits`). Further keywords are those of `Trainer.from_pretrained`.
     """
 
     def __init__(
@@ -64,6 +65,7 @@ class RayTrainer(Trainer):
         address: str | None = None,
         threads_per_rank: int = 1,
         gpus_per_rank: float = 0.0,
+        services: str | None = None,
         stall_timeout_s: float = 300.0,
         backend: str = "megatron",
         **options: Any,
@@ -75,11 +77,12 @@ class RayTrainer(Trainer):
         self._actors: list[Any] = []
         self._group: Any = None
         self._phase = ""
-        self._stall_timeout_s = stall_timeout_s
+        self._deadlines = StallLimits(stall_timeout_s)
+        self._homes: list[tuple[str, int]] = []
         self._questions: dict[int, Any] = {}  # by rank: what it does, asked and not answered yet
         self._session: RaySession | None = connect(address, cpus=ranks * threads_per_rank)
         try:
-            self._place(ranks, threads_per_rank, gpus_per_rank, local=address is None)
+            self._place(ranks, threads_per_rank, gpus_per_rank, address is None, services)
             self._call("build", backend, str(path), options)
             if self._session is not None:
                 self._session.watch()  # Ray's agents are there by now
@@ -152,12 +155,30 @@ class RayTrainer(Trainer):
         if session is not None:
             session.close()
 
-    def _place(self, ranks: int, threads: int, gpus: float, local: bool) -> None:
-        """Starts one actor per rank, close together, and joins them to one process group. Ranks are ordered by node,
-        so that neighbours, which tensor parallelism needs to be fast, share one."""
+    def _place(self, ranks: int, threads: int, gpus: float, local: bool, services: str | None) -> None:
+        """Finds a process for each rank, and joins them to one process group. Ranks are ordered by node, so that neighbours,
+        which tensor parallelism needs to be fast, share one."""
+        arguments = (threads, gpus, local, dict(PRODUCTS.chosen()))
+        if services is None:
+            self._start_actors(ranks, arguments)
+        else:
+            self._actors = Offers(services, "trainer").claim_all(ranks)
+            for actor in self._actors:
+                actor.make.remote(TrainerRank, *arguments)
+        homes = self._gather(self._submit("home"))
+        placed = sorted(zip(homes, self._actors, strict=True), key=lambda pair: pair[0][0])
+        self._homes, self._actors = [home for home, _ in placed], [actor for _, actor in placed]
+        self._phase = "join"
+        self._questions.clear()  # were in the order of before
+        host, port = self._gather([self._actors[0].run.remote("open_rendezvous", ranks)])[0]
+        self._gather([actor.run.remote("join", rank, ranks, host, port) for rank, actor in enumerate(self._actors)])
+
+    def _start_actors(self, ranks: int, arguments: tuple[int, float, bool, dict[str, Library]]) -> None:
+        """One actor per rank, close together."""
         import ray
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+        threads, gpus, _, _ = arguments
         bundle = {"CPU": threads, **({"GPU": gpus} if gpus else {})}
         self._group = ray.util.placement_group([bundle] * ranks, strategy="PACK")
         if not self._group.wait(timeout_seconds=PLACEMENT_TIMEOUT_S):
@@ -166,18 +187,11 @@ class RayTrainer(Trainer):
                 f"cluster: no room for {ranks} ranks with {bundle} each within {PLACEMENT_TIMEOUT_S:.0f} s; Ray has "
                 f"{found} in all; lower cluster.ranks, threads_per_rank or gpus_per_rank, or add nodes"
             )
-        products = dict(PRODUCTS.chosen())
         options: dict[str, Any] = {"max_restarts": 0, "concurrency_groups": {WATCH: 1}}  # the latter is in no stub of Ray's
         actor_class = ray.remote(num_cpus=threads, num_gpus=gpus, **options)(TrainerRank)
         for index in range(ranks):
             strategy = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=index)
-            self._actors.append(actor_class.options(scheduling_strategy=strategy).remote(threads, gpus, local, products))
-        nodes = self._gather(self._submit("node"))
-        self._actors = [actor for _, actor in sorted(zip(nodes, self._actors, strict=True), key=lambda pair: pair[0])]
-        self._phase = "join"
-        self._questions.clear()  # were in the order of before
-        host, port = self._gather([self._actors[0].run.remote("open_rendezvous", ranks)])[0]
-        self._gather([actor.run.remote("join", rank, ranks, host, port) for rank, actor in enumerate(self._actors)])
+            self._actors.append(actor_class.options(scheduling_strategy=strategy).remote(*arguments))
 
     def _share(self, batch: Batch) -> Any:
         import ray
@@ -209,7 +223,8 @@ class RayTrainer(Trainer):
         waiting = list(pending)
         failure: RLFlowError | None = None
         deadline: float | None = None
-        stillness = Stillness(self._stall_timeout_s)
+        phase, started = self._phase, time.monotonic()
+        stillness = Stillness(self._deadlines.of(phase))
         while waiting:
             left = LOOK_EVERY_S if deadline is None else max(0.0, deadline - time.monotonic())
             done, waiting = ray.wait(waiting, num_returns=1, timeout=left)
@@ -223,12 +238,12 @@ class RayTrainer(Trainer):
                 failure = error
                 deadline = time.monotonic() + (0.0 if died else OTHERS_GRACE_S)
         if failure is None:
+            self._deadlines.took(phase, time.monotonic() - started)
             return ray.get(pending)
         if waiting or isinstance(failure, (RankDied, RankStuck)):
             logger.warning("ranks are lost or out of step: ending all of them")
             self.close()
         raise failure
-
 
     def _look(self, ranks: list[int], stillness: Stillness) -> RankStuck | None:
         """Asks the ranks what they do; the failure where none of them has moved for too long. A rank that has not answered
@@ -251,11 +266,20 @@ class RayTrainer(Trainer):
             return None
         for rank, doing in found.items():
             stack = "no answer" if doing is None else f"in {doing.phase or 'no call'}\n{doing.stack()}"
-            logger.error("trainer rank %d: %s", rank, stack)
+            logger.error("trainer rank %d: %s%s", rank, stack, self._seen_from_outside(rank))
         finished = [rank for rank in range(len(self._actors)) if rank not in found]
         told = verdict(self._phase, found, finished, stillness.limit_s)
         hint = "the log has all stacks; the same command with --resume goes on from the last checkpoint"
         return RankStuck(f"cluster: {told}; {hint}")
+
+    def _seen_from_outside(self, rank: int) -> str:
+        """py-spy's stack of a rank on this machine, where it is installed."""
+        import ray
+
+        if rank >= len(self._homes) or self._homes[rank][0] != ray.util.get_node_ip_address():
+            return ""
+        found = native_stack(self._homes[rank][1])
+        return f"\npy-spy:\n{found}" if found else ""
 
 
 def _failure_of(reference: Any, rank: int) -> RLFlowError | None:

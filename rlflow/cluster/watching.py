@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+import subprocess
 import sys
 import threading
 import time
@@ -10,6 +12,12 @@ from dataclasses import dataclass, field
 
 WAITING_IN = ("/torch/distributed/", "/megatron/core/pipeline_parallel/p2p_communication")
 """Where a rank's innermost frame lies while it waits for other ranks."""
+PATIENCE = 3.0
+"""A call may stand still for so many times as long as the longest of its kind took before: a checkpoint is written by other
+threads, and the one that waits for them does not move."""
+SILENCE = 2.0
+"""A rank that has not answered for so many limits holds up the call, whatever the others do: it cannot end without it."""
+DUMP_TIMEOUT_S = 10.0
 
 
 @dataclass(frozen=True)
@@ -61,22 +69,42 @@ class Work:
 
 
 @dataclass
+class StallLimits:
+    """For how long each kind of call may stand still: never less than floor_s, and longer where it has taken long before."""
+
+    floor_s: float
+    longest_s: dict[str, float] = field(default_factory=dict)
+
+    def of(self, phase: str) -> float:
+        """Seconds."""
+        return max(self.floor_s, PATIENCE * self.longest_s.get(phase, 0.0))
+
+    def took(self, phase: str, seconds: float) -> None:
+        """Takes note of a call that ended well."""
+        self.longest_s[phase] = max(seconds, self.longest_s.get(phase, 0.0))
+
+
+@dataclass
 class Stillness:
     """How long ranks have not moved: the same frames at every look, or no answer. None stands for no answer."""
 
     limit_s: float
     seen: dict[int, Doing | None] = field(default_factory=dict)
     since_s: dict[int, float] = field(default_factory=dict)
+    answered_s: dict[int, float] = field(default_factory=dict)
 
     def look(self, found: Mapping[int, Doing | None], now_s: float | None = None) -> bool:
-        """Takes note of what the ranks do that have not finished; True where none of them has moved for `limit_s`."""
+        """Takes note of what the ranks do that have not finished; True where none of them has moved for `limit_s`, or one has not
+        answered for much longer."""
         now_s = time.monotonic() if now_s is None else now_s
         for rank, doing in found.items():
             if rank not in self.seen or (doing is not None and doing != self.seen[rank]):
                 self.since_s[rank] = now_s
             if doing is not None or rank not in self.seen:
                 self.seen[rank] = doing
-        return bool(found) and all(now_s - self.since_s[rank] >= self.limit_s for rank in found)
+                self.answered_s[rank] = now_s
+        silent = any(now_s - self.answered_s[rank] >= SILENCE * self.limit_s for rank in found)
+        return silent or (bool(found) and all(now_s - self.since_s[rank] >= self.limit_s for rank in found))
 
 
 def culprits(found: Mapping[int, Doing | None]) -> list[int]:
@@ -96,6 +124,19 @@ def verdict(phase: str, found: Mapping[int, Doing | None], finished: Sequence[in
     rest = f"; waiting for it: {_numbers(others)}" if others else ""
     done = f"; finished: {_numbers(finished)}" if finished else ""
     return f"{phase}: nothing moved for {limit_s:g} s: {', '.join(parts)}{rest}{done}"
+
+
+def native_stack(pid: int) -> str:
+    """What py-spy says of a process of this machine, of a stopped one too; "" where it is not installed, or may not look."""
+    program = shutil.which("py-spy")
+    if program is None:
+        return ""
+    command = [program, "dump", "--nonblocking", "--pid", str(pid)]
+    try:
+        told = subprocess.run(command, capture_output=True, text=True, timeout=DUMP_TIMEOUT_S, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return told.stdout.rstrip()
 
 
 def _numbers(ranks: Sequence[int]) -> str:

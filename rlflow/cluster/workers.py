@@ -10,8 +10,10 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from typing import Any
 
-from rlflow.cluster.pool import Handle, PoolLimits, WorkerGone, WorkerPool
+from rlflow.cluster.pool import WorkerPool
+from rlflow.cluster.services import LOOK, REPORT, Offers
 from rlflow.cluster.session import LOOPBACK, RaySession, connect, first_line
+from rlflow.cluster.slots import Handle, PoolLimits, WorkerGone
 from rlflow.components import file_modules
 from rlflow.errors import RLFlowError, RolloutError
 from rlflow.matmul import PRODUCTS, Library
@@ -19,13 +21,11 @@ from rlflow.types import Trajectory
 
 logger = logging.getLogger(__name__)
 
-LOOK = "look"  # Ray's concurrency group for that: a thread beside the one that plays and loads
-REPORT = "report"
-
 
 class RayWorkers:
     """A pool of `count` actors, and Ray where nobody had connected before. make: the class that lives in them, called with (name,
-    threads, the driver's choice of matrix products). cpus: that a Ray started here is to have. Limits, read: see `WorkerPool`."""
+    threads, the driver's choice of matrix products). cpus: that a Ray started here is to have. services: the name of a run
+    to which `rlflow serve rollout` offers processes; None: actors of its own. Limits, read: see `WorkerPool`."""
 
     def __init__(
         self,
@@ -38,7 +38,9 @@ class RayWorkers:
         threads: int,
         gpus: float,
         cpus: int,
+        services: str | None = None,
     ) -> None:
+        self._offers = Offers(services, "rollout") if services else None
         self._session: RaySession | None = connect(address, cpus=cpus)
         self._make = make
         self._threads, self._gpus, self._local = threads, gpus, address is None
@@ -62,9 +64,16 @@ class RayWorkers:
 
         for module in file_modules():  # what the driver loaded of files is known there under no name
             ray.cloudpickle.register_pickle_by_value(module)
+        arguments = (self._make, name, self._threads, self._gpus, self._local, self._products)
+        if self._offers is not None:
+            offered = self._offers.claim(int(name))
+            if offered is None:
+                raise RolloutError("no service offers a process for it yet (rlflow serve rollout)")
+            offered.make.remote(WorkerActor, *arguments)
+            return RayWorker(offered)
         groups: dict[str, Any] = {"concurrency_groups": {LOOK: 1, REPORT: 1}}  # in no stub of Ray's
         actor_class = ray.remote(num_cpus=self._threads, num_gpus=self._gpus, max_restarts=0, **groups)(WorkerActor)
-        return RayWorker(actor_class.remote(self._make, name, self._threads, self._gpus, self._local, self._products))
+        return RayWorker(actor_class.remote(*arguments))
 
     def _watch(self) -> None:
         if self._session is not None:

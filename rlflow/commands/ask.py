@@ -5,12 +5,12 @@ from __future__ import annotations
 import argparse
 import re
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rlflow.commands.conversation import Conversation, side_by_side
+from rlflow.commands.conversation import Columns, Conversation
 from rlflow.commands.options import Commands, add_command, add_options
 from rlflow.commands.show import Paint
 from rlflow.errors import ConfigError
@@ -38,7 +38,9 @@ def add(commands: Commands) -> None:
     )
     parser.add_argument("model", metavar="MODEL")
     parser.add_argument("question", nargs="?", metavar="QUESTION")
-    parser.add_argument("--before", action="store_true", help="beside it the policy that the run started from")
+    parser.add_argument(
+        "--before", action="store_true", help="beside it, on the left, the policy that the run started from"
+    )
     parser.add_argument("--start", metavar="DIR", help="beside it this HuggingFace directory, in place of that policy")
     parser.add_argument("--full", action="store_true", help="show observations whole")
     parser.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0 is greedy (default)")
@@ -75,11 +77,22 @@ def run(args: argparse.Namespace) -> int:
         engines = {"after": rollout.engines[0]}
         if args.before or args.start:
             start = args.start or (load_config(model.config).model.path if model.config else "")
-            engines["before"] = make_engine(starting_config(config, start), rollout.tokenizer)
+            engines = {"before": make_engine(starting_config(config, start), rollout.tokenizer), **engines}
             rollout.engines = list(engines.values())  # closed with it
         paint = Paint(args.color)
         for question in [args.question] if args.question else typed(sys.stdin):
-            answer(rollout, engines, question, args.temperature, paint, whole=args.full)
+            if len(engines) == 1:
+                answer(
+                    rollout,
+                    engines["after"],
+                    question,
+                    args.temperature,
+                    Conversation(paint, live=True, whole=args.full),
+                )
+                continue
+            with Columns(list(engines), paint, whole=args.full) as columns:
+                for name, conversation in columns.heard:
+                    answer(rollout, engines[name], question, args.temperature, conversation)
     return 0
 
 
@@ -120,27 +133,20 @@ def typed(source: Iterable[str]) -> Iterable[str]:
     print()
 
 
-def answer(
-    rollout: Rollout, engines: Mapping[str, Engine], question: str, temperature: float, paint: Paint, whole: bool
-) -> None:
-    """Prints how the policy of each engine answers: one alone while it writes, several beside each other when all have ended."""
+def answer(rollout: Rollout, engine: Engine, question: str, temperature: float, conversation: Conversation) -> None:
+    """Tells the conversation how the engine's policy answers, while it writes."""
     from rlflow.rollout.streaming import StreamingEngine
 
-    heard, every = [], rollout.engines
+    every = rollout.engines
     task = rollout.environment.task_from_text(question)
-    for name, engine in engines.items():
-        conversation = Conversation(paint, live=len(engines) == 1, whole=whole)
-        rollout.engines = [StreamingEngine(engine, rollout.tokenizer, conversation)]
-        try:
-            group = rollout.collect(
-                [task], step=-1, samples_per_prompt=1, temperature=temperature, max_aborted_share=1.0
-            )[0]
-        finally:
-            rollout.engines = every
-        conversation.finish(group.trajectories[0].stop.value, group.trajectories[0].error)
-        heard.append((name, conversation))
-    if len(heard) > 1:
-        print(side_by_side(heard, paint))
+    rollout.engines = [StreamingEngine(engine, rollout.tokenizer, conversation)]
+    try:
+        group = rollout.collect([task], step=-1, samples_per_prompt=1, temperature=temperature, max_aborted_share=1.0)[
+            0
+        ]
+    finally:
+        rollout.engines = every
+    conversation.finish(group.trajectories[0].stop.value, group.trajectories[0].error)
 
 
 def _sort_words(args: argparse.Namespace) -> None:

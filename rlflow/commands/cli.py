@@ -1,4 +1,4 @@
-"""The command line: rlflow train | eval | env | algorithm | merge | show | view | compare | ask | doctor; plug-ins add theirs."""
+"""The command line: rlflow train | serve | eval | env | algorithm | merge | show | view | compare | ask | doctor; plug-ins'."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib import metadata
 
-from rlflow.commands import algorithm, ask, compare, doctor, env, eval, merge, show, train, view
+from rlflow.commands import algorithm, ask, compare, doctor, env, eval, merge, serve, show, train, view
 from rlflow.config.redaction import redact_text
 from rlflow.errors import RLFlowError, described
 
@@ -94,7 +94,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"rlflow {_version()}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", dest="command")
-    for command in (train, eval, env, algorithm, merge, show, view, compare, ask, doctor):
+    for command in (train, serve, eval, env, algorithm, merge, show, view, compare, ask, doctor):
         command.add(commands)
     for entry in sorted(metadata.entry_points(group=PLUGINS), key=lambda entry: entry.name):
         entry.load()(commands)

@@ -1,12 +1,14 @@
-"""What a policy writes and is shown, in a terminal: while it comes, or two of them beside each other."""
+"""What a policy writes and is shown, in a terminal, while it comes: alone, or two of them beside each other."""
 
 from __future__ import annotations
 
 import itertools
 import re
 import shutil
+import sys
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from rlflow.commands.show import Paint, printable
 
@@ -18,12 +20,16 @@ LONGEST_TAG = 24
 
 class Conversation:
     """One episode as it is told: responses in colour with thoughts dim, observations collapsed unless `whole`. live: printed at
-    once; `turns` holds (response, observation before it) in any case."""
+    once; `turns` holds (response so far, observation before it) in any case, and `changed` is told of every change."""
 
-    def __init__(self, paint: Paint, *, live: bool, whole: bool = False) -> None:
+    def __init__(
+        self, paint: Paint, *, live: bool, whole: bool = False, changed: Callable[[], None] = lambda: None
+    ) -> None:
         self.turns: list[tuple[str, str]] = []
         self.ended = ""
-        self._paint, self._live, self._whole = paint, live, whole
+        self.whole = whole
+        self._paint, self._live, self._changed = paint, live, changed
+        self._answered = True
         self._printed = 0
         self._tag = ""
         self._observation: str | None = None
@@ -34,7 +40,7 @@ class Conversation:
         self._observation = "" if first else text
         self._printed, self._tag = 0, ""
         if not first and self._live:
-            lines = [f"  │ {line}" for line in collapsed(text, self._width() - 4, self._whole)]
+            lines = [f"  │ {line}" for line in collapsed(text, self._width() - 4, self.whole)]
             print(self._paint("\n".join(lines), "dim"), flush=True)
 
     def said(self, text: str, ended: bool) -> None:
@@ -44,16 +50,20 @@ class Conversation:
             for part, styles in self._styled(text[self._printed : stop]):
                 print(self._paint(printable(part), *styles), end="", flush=True)
             self._printed = max(self._printed, stop)
-        if ended:
-            self.turns.append((text, self._observation or ""))
-            if self._live:
-                print(flush=True)
+        if not self._answered:
+            self.turns.pop()
+        self.turns.append((text, self._observation or ""))
+        self._answered = ended
+        if ended and self._live:
+            print(flush=True)
+        self._changed()
 
     def finish(self, stop: str, error: str) -> None:
         """The episode ended."""
         self.ended = f"aborted: {error}" if error else "" if stop == "terminated" else f"cut: {stop}"
         if self.ended and self._live:
             print(self._paint(printable(self.ended), "warn"))
+        self._changed()
 
     def _styled(self, text: str) -> list[tuple[str, tuple[str, ...]]]:
         """The text in parts with their styles; what tag it stands in is remembered from part to part."""
@@ -85,13 +95,48 @@ def collapsed(text: str, width: int, whole: bool = False) -> list[str]:
     return [*short, f"… {rest} more line{'s' if rest > 1 else ''}; --full shows them"] if rest else short
 
 
+class Columns:
+    """Conversations of these names beside each other: drawn anew at every change on a terminal, printed when they have ended."""
+
+    def __init__(self, names: Sequence[str], paint: Paint, *, whole: bool = False, live: bool | None = None) -> None:
+        self.heard = [(name, Conversation(paint, live=False, whole=whole, changed=self._draw)) for name in names]
+        self._paint, self._live = paint, sys.stdout.isatty() if live is None else live
+        self._screen: Any = None
+
+    def __enter__(self) -> Columns:
+        if self._live:
+            from rich.console import Console
+            from rich.live import Live
+
+            console = Console(file=sys.stdout, force_terminal=True)
+            self._screen = Live(console=console, auto_refresh=False, transient=True, redirect_stdout=False)
+            self._screen.start()
+        return self
+
+    def __exit__(self, *failure: object) -> None:
+        if self._screen is not None:
+            self._screen.stop()
+        print(side_by_side(self.heard, self._paint))
+
+    def _draw(self) -> None:
+        """The end of what is told, as much as the terminal has lines for."""
+        if self._screen is not None:
+            from rich.text import Text
+
+            room = max(1, shutil.get_terminal_size((80, 24)).lines - 2)
+            lines = side_by_side(self.heard, self._paint).split("\n")
+            self._screen.update(Text.from_ansi("\n".join(lines[-room:])), refresh=True)
+
+
 def side_by_side(heard: Sequence[tuple[str, Conversation]], paint: Paint, width: int | None = None) -> str:
     """The conversations in columns of equal width, turn beside turn."""
     width = width or shutil.get_terminal_size((80, 24)).columns
     room = (width - 3 * (len(heard) - 1)) // len(heard)
     rows = [_row([[name] for name, _ in heard], room, paint, "bold")]
     for turns in itertools.zip_longest(*(conversation.turns for _, conversation in heard)):
-        shown = [collapsed(turn[1], room) if turn else [] for turn in turns]
+        shown = [
+            collapsed(turn[1], room, told.whole) if turn else [] for turn, (_, told) in zip(turns, heard, strict=True)
+        ]
         said = [_wrapped(printable(turn[0]), room) if turn else [] for turn in turns]
         rows += [_row(shown, room, paint, "dim"), _row(said, room, paint, "policy")]
     rows.append(_row([_wrapped(printable(conversation.ended), room) for _, conversation in heard], room, paint, "warn"))

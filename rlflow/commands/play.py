@@ -12,6 +12,7 @@ from rlflow.commands.show import Paint, printable
 from rlflow.environment import Environment
 from rlflow.errors import ConfigError, EnvironmentContractError, did_you_mean
 from rlflow.rollout.environment_calls import tasks_of
+from rlflow.run.trajectories import text_of
 from rlflow.types import Observation, Step, Task
 
 
@@ -57,7 +58,7 @@ async def _episode(environment: Environment, task: Task, max_turns: int, source:
     episode = await _call(environment.reset, task)
     total, turn = 0.0, 0
     try:
-        print(text_of(episode.task.prompt))
+        print(shown(episode.task.prompt))
         for turn in range(1, max_turns + 1):
             response = read_response(source, stop, prompt=paint("> ", "policy", "bold"))
             if response is None:
@@ -69,10 +70,11 @@ async def _episode(environment: Environment, task: Task, max_turns: int, source:
                 raise EnvironmentContractError(f"step: expected an rlflow.Step, found {type(step).__name__}.")
             total += step.reward
             stop = step.stop if step.stop is not None else tuple(environment.stop)
-            print(paint(text_of(step.observation), "dim"))
-            shown = "  ".join(f"{name} {value:g}" for name, value in step.metrics.items())
+            print(paint(shown(step.observation), "dim"))
+            numbers = "  ".join(f"{name} {value:g}" for name, value in step.metrics.items())
             print(
-                paint(f"reward {step.reward:g}", "good" if step.reward > 0 else "dim") + ("  " + shown if shown else "")
+                paint(f"reward {step.reward:g}", "good" if step.reward > 0 else "dim")
+                + ("  " + numbers if numbers else "")
             )
             if step.terminated:
                 print(paint(f"terminated after {turn} turns, return {total:g}", "bold"))
@@ -116,8 +118,6 @@ def _shown_stop(stop: str) -> str:
     return stop if stop.isprintable() and stop.strip() == stop else repr(stop)
 
 
-def text_of(observation: Observation) -> str:
-    """Text as it is; messages with their roles."""
-    if isinstance(observation, str):
-        return printable(observation.strip("\n"))
-    return printable("\n".join(f"[{message['role']}] {message['content']}" for message in observation))
+def shown(observation: Observation) -> str:
+    """What the policy is shown, for the terminal; messages with their roles."""
+    return printable(text_of(observation, roles=True).strip("\n"))

@@ -15,11 +15,12 @@ from rlflow.commands.options import Commands, add_command
 from rlflow.errors import ConfigError
 from rlflow.metrics.names import Metrics, label, leading_score, scores
 from rlflow.metrics.sinks import read_metrics
+from rlflow.run.curves import run_seconds
 from rlflow.run.directory import RunDirectory
 from rlflow.run.journal import AttemptJournal
 from rlflow.run.lines import clock, evaluation_line, headline, sparkline
 from rlflow.run.trace import write_trace
-from rlflow.run.trajectories import answers_of, question_of, read_trajectories, solved
+from rlflow.run.trajectories import answers_of, question_of, read_trajectories, solved, text_of
 from rlflow.storage.files import read_json
 from rlflow.view.recorded import RunFiles, grouped
 
@@ -187,8 +188,7 @@ def summary_text(run: RunDirectory, registered: Metrics, paint: Paint) -> str:
     trained = [record for record in records if "train/reward" in record]
     evaluated = [record for record in records if f"eval/{leading_score(registered, record, 'eval')}" in record]
     if trained:
-        seconds = sum(record.get("time/step_s", 0.0) for record in trained)
-        lines.append(f"step {int(trained[-1]['step'])} after {clock(seconds)} in training steps")
+        lines.append(f"step {int(trained[-1]['step'])} after {clock(run_seconds(trained))} from the start, evaluations included")
         lines.append("  ".join(headline(trained[-1], registered)))
         for name in ("reward", *scores(registered)[:1]):
             values = [record[f"train/{name}"] for record in trained if f"train/{name}" in record]
@@ -203,7 +203,7 @@ def summary_text(run: RunDirectory, registered: Metrics, paint: Paint) -> str:
         lines.append(f"{'time':<27} {times_text(records, summary)}")
     if summary:
         scalars = {
-            key: value for key, value in summary.items() if not isinstance(value, (dict, list)) and key != "seconds"
+            key: value for key, value in summary.items() if not isinstance(value, (bool, dict, list)) and key != "seconds"
         }
         lines += [f"{key.replace('_', ' '):<27} {_value(value)}" for key, value in scalars.items() if value is not None]
     steps = run.saved_steps()
@@ -272,12 +272,14 @@ def episode_text(record: Mapping[str, Any], registered: Metrics, paint: Paint, p
     answers, question = answers_of(record), question_of(record)
     lines = [paint(f"── {title} {'─' * max(4, 74 - len(title))}", "bold")]
     if prompt:
-        lines.append(marked(_prompt(record["prompt"]).rstrip("\n"), [question], paint, ("dim",), ("bold",)))
+        asked = printable(text_of(record["prompt"], roles=True)).rstrip("\n")
+        lines.append(marked(asked, [question], paint, ("dim",), ("bold",)))
     for turn in record["turns"]:
         response = printable(turn["response"]).strip("\n")
         lines.append(marked(response, answers, paint, ("policy", "bold"), ("marked",)))
         if turn["observation"]:
-            lines.append(marked(_prompt(turn["observation"]).strip("\n"), answers, paint, ("dim",), ("marked",)))
+            shown = printable(text_of(turn["observation"], roles=True)).strip("\n")
+            lines.append(marked(shown, answers, paint, ("dim",), ("marked",)))
     reward = record["reward"] if record["reward"] is not None else float("nan")
     outcome = paint(f"reward {reward:g}", "good" if solved(record, registered) else "bad", "bold")
     if record.get("advantage") is not None:
@@ -312,12 +314,6 @@ def marked(text: str, wanted: Sequence[str], paint: Paint, plain: Sequence[str],
 
 def _answer(answer: Any) -> str:
     return " | ".join(map(str, answer)) if isinstance(answer, list) else str(answer)
-
-
-def _prompt(prompt: Any) -> str:
-    if isinstance(prompt, str):
-        return printable(prompt)
-    return printable("\n".join(f"[{message.get('role', '?')}] {message.get('content', '')}" for message in prompt))
 
 
 def printable(text: str) -> str:

@@ -36,7 +36,7 @@ def run(args: argparse.Namespace) -> int:
     index, found = write_page(recorded, out)
     print(headline(recorded, index))
     for finding in found:
-        print(f"! {finding.fault}: {finding.text}")
+        print(f"! {finding.title}: {finding.text}")
     print(
         f"wrote {out} ({out.stat().st_size / 1e6:.1f} MB)"
         + ("" if args.open else "; open it in a browser, or add --open")

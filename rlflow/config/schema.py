@@ -71,6 +71,8 @@ class Asynchrony:
     run_ahead: NonNegativeInt | None = None  # batches finished or under way beyond the current one; null: 1 with staleness
     when_stale: Literal["wait", "drop"] = "wait"  # for what would be too old next, or sample it again
     on_update: Literal["keep", "abort", "wait"] = "keep"  # requests in flight: go on, are cut and go on, end first
+    group_s: PositiveFloat | None = None  # a group's last attempts may run so long; then it ends without them
+    score_early: bool = False  # reference and teacher score a group when it has ended, while others are still sampled
     overlap: bool = False  # generate while the trainer works, for cores or GPUs of its own; else it waits
 
     @property
@@ -143,10 +145,12 @@ class MetricsSection:
 class ClusterSection:
     ranks: NonNegativeInt = 0  # 0: everything in this process; N: N trainer ranks, each a Ray actor
     address: str | None = None  # of a running Ray cluster; None starts one on this machine
+    services: str | None = None  # name under which `rlflow serve` offers processes there; None: actors of the run's own
     threads_per_rank: PositiveInt = 1
     gpus_per_rank: NonNegativeFloat = 0.0
     rollout_workers: NonNegativeInt = 0  # 0: episodes in this process; N: N Ray actors, each with engine and environment
     weight_transfer: Annotated[Component, WEIGHT_TRANSFER] = field(default_factory=lambda: {"name": "shared_memory"})
+    stall_timeout_s: PositiveFloat = 300.0  # nothing has moved for so long, or three times as long as it ever took: it hangs
 
 
 @dataclass

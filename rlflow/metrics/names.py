@@ -132,6 +132,7 @@ METRICS: Metrics = {
     "rollout/groups_ahead": Metric("count", "groups that are finished and wait for a later step"),
     "rollout/groups_running": Metric("count", "groups under way beyond the step"),
     "rollout/groups_stale": Metric("count", "groups that were too old for the step and are sampled again", "sum"),
+    "rollout/groups_short": Metric("count", "groups that ended without the attempts that ran longer than group_s", "sum"),
     "workers/up": Metric("count", "rollout workers that are up at the end of the step"),
     "workers/restarts": Metric("count", "rollout workers that were started again", "sum"),
     "workers/attempts_lost": Metric("count", "attempts that were lost with a rollout worker and issued again", "sum"),

@@ -19,18 +19,20 @@ class PhaseTimer:
         self.seconds: dict[str, float] = {}
         self.memory = PeakMemory()
         self.spans: deque[tuple[str, float, float]] = deque(maxlen=10_000)
+        self.current = ""  # the phase that is on, for a watchdog
         self.started = time.perf_counter()
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Adds the seconds spent inside to the phase, also when it raises."""
-        start = time.perf_counter()
+        start, self.current = time.perf_counter(), name
         if self.on_enter is not None:
             self.on_enter(name)
         try:
             with self.memory.measure(name):
                 yield
         finally:
+            self.current = ""
             seconds, now = time.perf_counter() - start, time.time()
             self.seconds[name] = self.seconds.get(name, 0.0) + seconds
             self.spans.append((name, now - seconds, now))

@@ -10,6 +10,7 @@ import functools
 import statistics
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 from rlflow.metrics.names import Metrics, label, training_name
 
@@ -17,8 +18,26 @@ Record = Mapping[str, float]
 LASTING = 3  # steps in a row that a sign must be seen in
 ENTROPY_STEPS, ENTROPY_LEFT = 5, 0.1  # of steps; of the entropy before them
 WORTH_LOSING = 0.05  # nats per token: below it a policy was already certain
-GAP, GAP_RISE, GAP_LEAST = 0.1, 10.0, 0.01  # nats; times the first steps'; nats
+GAP, GAP_RISE, GAP_LEAST = 0.1, 10.0, 0.01
+"""Nats per token: a gap above the first is drift whatever it was; one above the last, if it is so many times what it was. Half
+precision explains some hundredths of a nat at the most."""
 LOST = 0.05  # share of episodes lost to infrastructure
+NO_DIFFERENCE, NEVER_STOPPING, CERTAIN = "no group differs", "responses never stop", "the entropy is gone"
+DRIFT, LOSING = "engine and trainer disagree", "episodes are lost"
+
+
+@dataclass(frozen=True)
+class Fault:
+    """name: a short one. text: sentences, with figures and what to do. step: where it showed, None for none in particular."""
+
+    name: str
+    text: str
+    step: int | None = None
+
+    @property
+    def title(self) -> str:
+        """The name, with the step where there is one."""
+        return self.name if self.step is None else f"{self.name} (step {self.step})"
 
 
 class Watch:
@@ -30,29 +49,39 @@ class Watch:
         self._first_gaps: list[float] = []
         self._told: set[str] = set()
 
-    def observe(self, metrics: Record) -> list[str]:
+    def observe(self, step: int, metrics: Record) -> list[Fault]:
         """What is to be told after a training step with these metrics; nothing that was told before."""
         self._recent.append(metrics)
         if len(self._first_gaps) < LASTING and "train/logprob_gap" in metrics:
             self._first_gaps.append(metrics["train/logprob_gap"])
         recent, first = list(self._recent), self._first_gaps
         rules: dict[str, Callable[[], str]] = {
-            "no difference": lambda: no_difference(recent),
-            "all cut": lambda: all_cut(recent),
-            "entropy": lambda: entropy_collapse(recent),
-            "drift": lambda: drift(recent, first),
-            "lost": lambda: episodes_lost(recent),
-            **{name: functools.partial(alarm, recent, name, self._registered) for name in self._registered},
+            DRIFT: lambda: drift(recent, first),
+            LOSING: lambda: episodes_lost(recent),
+            NEVER_STOPPING: lambda: all_cut(recent),
+            NO_DIFFERENCE: lambda: no_difference(recent),
+            CERTAIN: lambda: entropy_collapse(recent),
+            **{label(name): functools.partial(alarm, recent, name, self._registered) for name in self._registered},
         }
         found = {key: text for key, rule in rules.items() if key not in self._told and (text := rule())}
         self._told |= found.keys()
-        return list(found.values())
+        return [Fault(name, text, step) for name, text in found.items()]
+
+    def recall(self, records: Sequence[Record]) -> list[Fault]:
+        """What was told of the training steps among these records, which is not told again."""
+        trained = [record for record in records if "train/reward" in record]
+        return [fault for record in trained for fault in self.observe(int(record["step"]), record)]
+
+
+def faults_of(records: Sequence[Record], registered: Metrics) -> list[Fault]:
+    """What a run with these records was told, step after step."""
+    return Watch(registered).recall(records)
 
 
 def no_difference(recent: Sequence[Record]) -> str:
-    """No attempt was better than the others at its task, step after step."""
+    """No attempt was better than the others at its task, step after step; where all are cut, that is why."""
     last = _lasting(recent, "train/advantage_zero")
-    if not last or min(last) < 1:
+    if not last or min(last) < 1 or all_cut(recent):
         return ""
     reward = statistics.fmean(record.get("train/reward", 0.0) for record in recent[-LASTING:])
     return (
@@ -88,11 +117,11 @@ def entropy_collapse(recent: Sequence[Record]) -> str:
 
 
 def drift(recent: Sequence[Record], first_gaps: Sequence[float]) -> str:
-    """The engine's log-probs are not the trainer's."""
+    """The engine's log-probs are not the trainer's, though the policy that sampled is the one that is trained."""
     gaps = _lasting(recent, "train/logprob_gap")
-    if not gaps:
+    if not gaps or any(record.get("rollout/staleness", 0.0) > 0 for record in recent[-LASTING:]):
         return ""
-    usual = statistics.median(first_gaps)
+    usual = min(first_gaps)  # an engine that never gets new weights is right in the first step
     if min(gaps) < GAP and not (min(gaps) > GAP_LEAST and min(gaps) > GAP_RISE * usual):
         return ""
     return (

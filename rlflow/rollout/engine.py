@@ -58,6 +58,9 @@ class Engine(ABC):
     max_concurrency: int = 256
     """Episodes that are worth playing at a time."""
 
+    takes_weights: bool = True
+    """Whether `load_weights` can work; an engine that keeps the weights that it has serves evaluation only."""
+
     hashes_weights: bool = False
     """Whether `weights_digest` answers. Where it does not, a weight sync is verified by a probe (`WeightProbe`)."""
 

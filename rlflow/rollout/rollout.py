@@ -36,7 +36,8 @@ THREADS = 16  # for environments with plain (not async) methods
 class Rollout:
     """Drives engines through episodes; every episode proceeds on its own, none waits for a batch. `report`: what the environment
     reported about the last collection. `on_episode`: told (ended, all of the submission, trajectory) of each episode that ends,
-    in the thread that plays them, so it must be quick; for displays.
+    in the thread that plays them, so it must be quick; for displays. `on_group`: given each group of a step as it ends, in the
+    caller's thread, while the others go on.
 
     engine: one, or several over which the groups are spread; an episode stays on its engine. deterministic: equal
     seeds and weights give equal bits whatever the timing (episodes wait for each other's turns; use one engine thread
@@ -92,6 +93,7 @@ class Rollout:
         _check_frame(environment.frame, tokenizer, max_observation_tokens)
         self.report: dict[str, float] = {}
         self.on_episode: OnEpisode | None = None
+        self.on_group: Callable[[Group], object] | None = None
         self._collections = 0
         self._repetitions: dict[int, Counter[str]] = {}  # of tasks, by step
         self._in_flight: list[Submission] = []
@@ -309,9 +311,15 @@ class Rollout:
             self._loop = LoopThread("rlflow-rollout")
         return self._loop
 
-    def _collect(self, tasks: Sequence[Task], step: int, **options: Any) -> list[Group]:
+    def _collect(
+        self, tasks: Sequence[Task], step: int, on_group: Callable[[Group], object] | None = None, **options: Any
+    ) -> list[Group]:
         submission = self.submit(tasks, step, **options)
-        groups = {group.id: group for group in submission.completed()}
+        groups: dict[str, Group] = {}
+        for group in submission.completed():
+            groups[group.id] = group
+            if on_group is not None:
+                on_group(group)
         return [groups[group_id] for group_id in submission.group_ids]
 
     def _admitted(
@@ -326,7 +334,7 @@ class Rollout:
         collected = 0
         for _ in range(max_rounds):
             tasks = source.take(prompts - len(admitted))
-            groups = self._collect(tasks, step)
+            groups = self._collect(tasks, step, self.on_group)
             collected += len(groups)
             admitted += groups if admit is None else admit(groups)
             if len(admitted) >= prompts or not tasks:

@@ -21,7 +21,7 @@ class WorkerFacts:
 
 
 @dataclass(frozen=True)
-class Play:
+class PlayOrder:
     """Attempts for a worker. temperature, priority: None as in training. together: their requests wait for each other, so that
     equal seeds and weights give equal bits."""
 
@@ -33,13 +33,13 @@ class Play:
 
 @dataclass(frozen=True)
 class Update:
-    """Weights that a worker is to take over. address, key: where a reader finds them, what lets it in. mode: of requests
-    in flight."""
+    """Weights that a worker is to take over. address, key: where a reader finds them, and what it proves itself with. mode: what
+    becomes of requests in flight."""
 
     version: int
     address: str
-    key: str = field(default="", repr=False)
     mode: PauseMode = "keep"
+    key: str = field(default="", repr=False)
 
 
 @dataclass(frozen=True)

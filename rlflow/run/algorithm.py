@@ -16,6 +16,7 @@ from rlflow.algorithms.losses.monitored import Monitored
 from rlflow.components import ADVANTAGE, AGGREGATE, FILTER, LOSS, TEACHER, TRANSFORM
 from rlflow.config.schema import RunConfig
 from rlflow.errors import CheckpointError, ConfigError, did_you_mean
+from rlflow.run.early_scores import EarlyScores
 from rlflow.teachers.base import Teacher, check_teacher
 from rlflow.trainer.reducing import finish_metrics, reduce_tokens
 from rlflow.types import Batch, Group, Loss
@@ -37,6 +38,7 @@ class Algorithm:
     minibatches_per_step: int = 1
     epochs_per_step: int = 1
     seed: int = 0  # of the split into minibatches
+    early: EarlyScores | None = field(default=None, init=False)  # what scores rows before their step
     told_of_idle_updates: bool = field(default=False, init=False)  # once a run is enough
 
     def __post_init__(self) -> None:

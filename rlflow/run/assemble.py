@@ -150,7 +150,7 @@ def make_trainer(config: RunConfig) -> Trainer:
         options["critic"] = dataclasses.asdict(critic)
     if ranks == 0:
         return Trainer.from_pretrained(config.model.path, **options)
-    places = {name: getattr(config.cluster, name) for name in ("address", "threads_per_rank", "gpus_per_rank")}
+    places = {name: getattr(config.cluster, name) for name in ("address", "services", "threads_per_rank", "gpus_per_rank")}
     return RayTrainer(config.model.path, ranks=ranks, **places, **options)
 
 
@@ -202,6 +202,7 @@ def open_ahead(
         section.samples_per_prompt,
         config.run.steps,
         lease_s=faults.episode_s + faults.call_s,
+        group_s=asynchrony.group_s,
         max_aborted_share=faults.max_aborted_share,
         max_rounds=max_rounds,
     )

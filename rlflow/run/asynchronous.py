@@ -32,11 +32,13 @@ Admit = Callable[[list[Group]], list[Group]]
 @dataclass(frozen=True)
 class Terms:
     """samples: attempts of a group. steps: of the run; nothing is issued for later ones. lease_s: by when an attempt that has
-    started is over, one way or another. max_aborted_share, max_rounds: as in `Rollout.stream`."""
+    started is over, one way or another. group_s: for how long a group's last attempts may run; None: until they
+    end. max_aborted_share, max_rounds: as in `Rollout.stream`."""
 
     samples: int
     steps: int
     lease_s: float
+    group_s: float | None = None
     max_aborted_share: float = 0.25
     max_rounds: int = 10
 
@@ -71,8 +73,10 @@ class GroupsAhead:
         ] = {}  # request id -> number, sample, attempt, of what is in flight
         self._claimed: dict[int, str] = {}  # number -> id, of the groups that were claimed last
         self._taken: list[Group] = []  # by the current step, before any filter
-        self._again = 0  # groups that became too old since the last report
+        self._again = self._short = 0  # groups that became too old, or ended short, since the last report
         self._stopped = False
+        self.on_group: Callable[[Group], object] | None = None  # given each group once it has ended, while a step waits
+        self._given: set[int] = set()  # groups that on_group has got
 
     # --- restarts -----------------------------------------------------------------------------------------------------
 
@@ -159,6 +163,7 @@ class GroupsAhead:
         quiet_since = self._clock()
         self._absorb(self._flow.news())
         while True:
+            self._close_short(step)
             groups = self._start(step)
             choice = self._pacing.choose(step, groups, wanted)
             if choice.again:
@@ -166,6 +171,9 @@ class GroupsAhead:
                 continue
             if choice.claim or not groups:
                 break
+            if self._give(groups):
+                self._absorb(self._flow.news())
+                continue
             news = self._flow.news(self._flow.poll_s)
             self._absorb(news)
             if news:
@@ -236,7 +244,27 @@ class GroupsAhead:
     def _issue_again(self, numbers: Collection[int]) -> None:
         self._flow.cancel(self._forget(numbers))
         self.journal.issue_again(numbers, "stale", stale=True)
+        self._given.difference_update(numbers)
         self._again += len(numbers)
+
+    def _give(self, groups: Sequence[GroupAge]) -> bool:
+        """Gives one group that has ended to `on_group`; False where there is none."""
+        new = [group.number for group in groups if group.ended and group.number not in self._given]
+        if self.on_group is None or not new:
+            return False
+        self._given.add(new[0])
+        self.on_group(self._group(new[0]))
+        return True
+
+    def _close_short(self, step: int) -> None:
+        """Gives up the attempts that their groups have waited for too long. Before anything is asked of the pacing: a group that
+        is in its last step would hold it up."""
+        if self._terms.group_s is None:
+            return
+        for number in self.journal.overdue(self._clock() - self._terms.group_s):
+            self._flow.cancel(self._forget([number]))
+            self.journal.close_short(number, step + 1)
+            self._short += 1
 
     def _forget(self, numbers: Collection[int]) -> list[str]:
         """The requests of the groups in flight, of which nothing is expected any more."""
@@ -282,8 +310,9 @@ class GroupsAhead:
             "rollout/groups_ahead": float(sum(group.ended for group in groups)),
             "rollout/groups_running": float(sum(not group.ended for group in groups)),
             "rollout/groups_stale": float(self._again),
+            "rollout/groups_short": float(self._short),
         }
-        self._again = 0
+        self._again = self._short = 0
         return counted
 
     def mark(self, step: int) -> None:

@@ -103,6 +103,8 @@ def messages_of(text: str) -> list[Message]:
 class ChatEngine(Engine):
     """POST {url}/chat/completions with the conversation so far. Log-probs are NaN."""
 
+    takes_weights = False
+
     def __init__(
         self,
         url: str,

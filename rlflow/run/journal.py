@@ -18,44 +18,11 @@ from pathlib import Path
 from typing import Any
 
 from rlflow.errors import StorageError
+from rlflow.run.journal_tables import FORMAT, FROM_1, TABLES
 from rlflow.run.pacing import GroupAge
 
-FORMAT = 2  # PRAGMA user_version
 BUSY_TIMEOUT_S = 30.0  # for a reader (`rlflow show`) that is in the way
 OPEN = "state IN ('issued', 'running', 'done')"
-_SCHEMA = """
-CREATE TABLE attempts (
-    number INTEGER NOT NULL,    -- of the group: the place of its task in the order in which the source gave them
-    sample INTEGER NOT NULL,    -- which attempt of the group, from 0
-    attempt INTEGER NOT NULL,   -- how often it was issued: results of earlier times are refused
-    task TEXT NOT NULL,
-    planned INTEGER NOT NULL,   -- the step that it was issued for, from 0; part of the group's id
-    group_id TEXT NOT NULL,
-    state TEXT NOT NULL CHECK (state IN ('issued', 'running', 'done', 'claimed', 'trained', 'dropped')),
-    reason TEXT,                -- of `dropped`, or of the last time that it was issued again
-    again INTEGER NOT NULL DEFAULT 0,  -- how often it became too old
-    lease_until REAL,           -- of `running`, seconds since 1970
-    min_version INTEGER,        -- least weight version of the trained tokens; of `running`, that at its start
-    max_version INTEGER,
-    begun_s REAL,               -- when it was played, seconds since 1970
-    ended_s REAL,
-    worker TEXT,                -- that played it; '' for the driver itself
-    step INTEGER,               -- that claimed or dropped it, counted from 1 as in metrics.jsonl
-    payload BLOB,               -- the trajectory, until a checkpoint makes it superfluous
-    PRIMARY KEY (number, sample)
-) WITHOUT ROWID;
-CREATE INDEX attempts_by_state ON attempts (state, number);
-CREATE INDEX attempts_by_plan ON attempts (planned, task);
-CREATE TABLE marks (step INTEGER PRIMARY KEY, issued INTEGER NOT NULL);  -- groups issued when a checkpoint was written
-CREATE TABLE phases (name TEXT NOT NULL, begun_s REAL NOT NULL, ended_s REAL NOT NULL);  -- what the trainer did
-"""
-_LOSSES = """
-CREATE TABLE losses (       -- attempts that ended with the worker that played them, and were issued again
-    number INTEGER NOT NULL, sample INTEGER NOT NULL, attempt INTEGER NOT NULL, group_id TEXT NOT NULL,
-    worker TEXT NOT NULL, reason TEXT NOT NULL, begun_s REAL, ended_s REAL NOT NULL
-);
-"""
-_FROM_1 = f"ALTER TABLE attempts ADD COLUMN worker TEXT; {_LOSSES}"
 _BACK_TO_ISSUED = """state = 'issued', attempt = attempt + 1, step = NULL, lease_until = NULL, min_version = NULL,
     max_version = NULL, payload = NULL, begun_s = NULL, ended_s = NULL, worker = NULL"""
 
@@ -86,7 +53,7 @@ class AttemptJournal:
                 self._database.execute("PRAGMA journal_mode = WAL")
                 self._database.execute("PRAGMA synchronous = NORMAL")  # `mark` brings it to disk where that matters
                 if found in (0, 1):
-                    made = _SCHEMA + _LOSSES if found == 0 else _FROM_1
+                    made = TABLES if found == 0 else FROM_1
                     self._database.executescript(f"BEGIN; {made} PRAGMA user_version = {FORMAT}; COMMIT;")
                     found = FORMAT
         if found != FORMAT:
@@ -180,6 +147,13 @@ class AttemptJournal:
                     (reason, step, number),
                 )
 
+    def close_short(self, number: int, step: int) -> None:
+        """The group ends with the attempts that it has; those that it waits for are given up, for the step's sake."""
+        self._write(
+            "UPDATE attempts SET state = 'dropped', reason = 'late', step = ? WHERE number = ? AND state = 'running'",
+            (step, number),
+        )
+
     def issue_again(self, numbers: Iterable[int], reason: str, stale: bool = False) -> None:
         """Every attempt of the groups waits to be played again. stale: because they became too old."""
         with self.transaction():
@@ -272,6 +246,16 @@ class AttemptJournal:
         )
         return [GroupAge(number, oldest, bool(ended), again) for number, oldest, ended, again in rows]
 
+    def overdue(self, since: float) -> list[int]:
+        """The groups with something to train on whose other attempts have all begun before `since` and have not ended."""
+        rows = self._rows(
+            f"SELECT number FROM attempts WHERE {OPEN} GROUP BY number HAVING SUM(state = 'issued') = 0 AND "
+            "SUM(state = 'done' AND min_version IS NOT NULL) > 0 AND SUM(state = 'running') > 0 AND "
+            "MAX(CASE state WHEN 'running' THEN begun_s END) < ? ORDER BY number",
+            since,
+        )
+        return [row[0] for row in rows]
+
     def claimed(self, step: int) -> int:
         """How many groups the step has claimed."""
         return int(
@@ -302,8 +286,9 @@ class AttemptJournal:
         )
 
     def payloads(self, number: int) -> list[bytes]:
-        """The trajectories of a group, in the order of its attempts."""
-        return [row[0] for row in self._rows("SELECT payload FROM attempts WHERE number = ? ORDER BY sample", number)]
+        """The trajectories of a group, in the order of its attempts; of one that was closed short, those that it has."""
+        wanted = "SELECT payload FROM attempts WHERE number = ? AND payload IS NOT NULL ORDER BY sample"
+        return [row[0] for row in self._rows(wanted, number)]
 
     def newer(self, version: int) -> list[tuple[int, int, bytes]]:
         """(number, sample, payload) of the finished attempts with a token of a later version."""

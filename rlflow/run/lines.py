@@ -69,10 +69,9 @@ def _registered_parts(
 
 
 def phase_seconds(metrics: Mapping[str, float]) -> str:
-    """`rollout 1.2 + update 0.8 = 2.1 s`: seconds per phase, and of the whole step."""
-    parts = [
-        f"{phase} {metrics[f'time/{phase}_s']:.1f}" for phase in PHASES if metrics.get(f"time/{phase}_s", 0) >= 0.05
-    ]
+    """`rollout 1.2 + update 0.8 = 2.1 s`: seconds per phase, and of the whole step. An evaluation comes after the step."""
+    phases = [phase for phase in PHASES if phase != "evaluate" and metrics.get(f"time/{phase}_s", 0) >= 0.05]
+    parts = [f"{phase} {metrics[f'time/{phase}_s']:.1f}" for phase in phases]
     total = metrics.get("time/step_s")
     return " + ".join(parts) + (f" = {total:.1f} s" if total is not None and parts else "")
 
@@ -132,8 +131,9 @@ def next_commands(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
         return []
     run = shlex.quote(written["run"])
     found = [(f"rlflow view {run} --open", "its episodes, token by token"), (f"rlflow show {run}", "in the terminal")]
-    if "export" in written:
+    if "export" in written and summary.get("takes_questions"):
         found.insert(0, (f'rlflow ask {run} "a question"', "talk to the policy"))
+    if "export" in written:
         found.append((f"rlflow eval --model {shlex.quote(written['export'])}", "its scores"))
     if summary["status"] != "finished":
         found.insert(0, (f"rlflow train --config {run}/config.yaml --resume", "goes on"))

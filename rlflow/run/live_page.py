@@ -1,4 +1,4 @@
-"""The display of a run as a page that it serves, and several displays as one."""
+"""The display of a run as a page that it serves, and that becomes its report."""
 
 from __future__ import annotations
 
@@ -11,11 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 from rlflow.errors import StorageError
 from rlflow.metrics.names import Metrics
-from rlflow.run.clock import Clock
 from rlflow.run.pace import Pace
 from rlflow.run.page import PageState, render_content, render_page
 from rlflow.run.page_server import PageServer
-from rlflow.run.progress import Progress, make_progress
+from rlflow.run.progress import Progress
 from rlflow.storage.files import write_text
 
 if TYPE_CHECKING:  # rlflow.types brings torch
@@ -26,7 +25,7 @@ logger = logging.getLogger(__name__)
 EPISODES = 4  # of different tasks, that the page shows
 
 
-class LivePage:
+class LivePage(Progress):
     """A page that shows how the run goes, at `url` while it goes on, and in the file `report` after each evaluation and at the
     end. Where it cannot be served or written, one line in the log says so, and the run goes on."""
 
@@ -82,12 +81,6 @@ class LivePage:
         self._add(step, metrics)
         self._write()
 
-    def warned(self, step: int, text: str) -> None:
-        with self._lock:
-            self._state.warnings.append((step, text))
-
-    def message(self, text: str) -> None: ...
-
     def finished(self, summary: Mapping[str, Any]) -> None:
         self._state.summary = summary
         self._write()
@@ -113,7 +106,6 @@ class LivePage:
             return dataclasses.replace(
                 self._state,
                 records=list(self._state.records),
-                warnings=list(self._state.warnings),
                 episodes=episodes,
                 seconds=self._pace.elapsed_s,
                 remaining_s=self._pace.remaining_s,
@@ -139,68 +131,3 @@ def episode_record(trajectory: Trajectory) -> dict[str, Any]:
         "stop": trajectory.stop.value,
         "error": trajectory.error,
     }
-
-
-class SeveralDisplays:
-    """Tells each of several displays what it is told."""
-
-    def __init__(self, displays: Sequence[Progress]) -> None:
-        self._displays = displays
-
-    @property
-    def registered(self) -> Metrics:
-        return self._displays[0].registered
-
-    @registered.setter
-    def registered(self, metrics: Metrics) -> None:
-        for display in self._displays:
-            display.registered = metrics
-
-    def phase(self, name: str, detail: str = "") -> None:
-        for display in self._displays:
-            display.phase(name, detail)
-
-    def episode(self, ended: int, total: int, trajectory: Trajectory) -> None:
-        for display in self._displays:
-            display.episode(ended, total, trajectory)
-
-    def restore(self, records: Sequence[Mapping[str, float]]) -> None:
-        for display in self._displays:
-            display.restore(records)
-
-    def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        for display in self._displays:
-            display.step(step, metrics)
-
-    def evaluated(self, step: int, metrics: Mapping[str, float]) -> None:
-        for display in self._displays:
-            display.evaluated(step, metrics)
-
-    def warned(self, step: int, text: str) -> None:
-        for display in self._displays:
-            display.warned(step, text)
-
-    def message(self, text: str) -> None:
-        for display in self._displays:
-            display.message(text)
-
-    def finished(self, summary: Mapping[str, Any]) -> None:
-        for display in self._displays:
-            display.finished(summary)
-
-    def close(self) -> None:
-        for display in self._displays:
-            display.close()
-
-
-def make_display(
-    kind: str, *, page: bool, steps: int, title: str, first_step: int, clock: Clock
-) -> tuple[Progress, LivePage | None]:
-    """(what a run tells how it goes, the page in it where one is wanted); the terminal is told where the page is."""
-    terminal = make_progress(kind, steps=steps, title=title, first_step=first_step, clock=clock)
-    if not page:
-        return terminal, None
-    live = LivePage(Pace(steps, first_step, clock), title)
-    if live.url:
-        terminal.message(f"page: {live.url}")
-    return SeveralDisplays([terminal, live]), live

@@ -14,21 +14,23 @@ from rlflow.metrics.sinks import read_metrics
 from rlflow.metrics.timer import PhaseTimer
 from rlflow.metrics.warnings import Watch
 from rlflow.run.algorithm import Algorithm
-from rlflow.run.assemble import fitting_tasks, make_metrics, make_rollout, make_trainer, open_ahead, open_directory
+from rlflow.run.assemble import fitting_tasks, make_metrics, make_trainer, open_ahead, open_directory
 from rlflow.run.clock import Clock
+from rlflow.run.display import make_display
+from rlflow.run.early_scores import EarlyScores, Stage
 from rlflow.run.evaluation_schedule import EvaluationSchedule
 from rlflow.run.interrupt import Interrupt
-from rlflow.run.live_page import make_display
 from rlflow.run.log import RunLog
 from rlflow.run.model_directory import fetch_models
 from rlflow.run.preflight import check_start
-from rlflow.run.probe import make_probe
+from rlflow.run.probe import make_probe, trainable
 from rlflow.run.recorder import Recorder
 from rlflow.run.resume import check_continuation, chosen_checkpoint, resume
 from rlflow.run.run import Run
 from rlflow.run.saver import Saver
 from rlflow.run.unwritable import explain_unwritable
-from rlflow.run.workers import make_worker_rollout
+from rlflow.run.watchdog import Watchdog
+from rlflow.run.workers import make_run_rollout
 from rlflow.teachers.base import Classroom
 from rlflow.types import Task
 
@@ -77,8 +79,7 @@ def _start(config: RunConfig, stack: ExitStack) -> Run:
     stack.callback(progress.close)
     timer.on_enter = progress.phase
     progress.phase("preparing", "environment and engine")
-    make = make_worker_rollout if config.cluster.rollout_workers else make_rollout
-    rollout = stack.enter_context(make(config))
+    rollout = trainable(stack.enter_context(make_run_rollout(config)))
     progress.registered, rollout.on_episode = rollout.environment.metrics, progress.episode
     train_tasks, dropped = fitting_tasks(rollout, config.data.train_split, config)
     val_tasks, _ = fitting_tasks(rollout, config.data.val_split, config)
@@ -118,11 +119,38 @@ def _start(config: RunConfig, stack: ExitStack) -> Run:
         watch=Watch(rollout.environment.metrics),
         prompts_dropped=dropped,
     )
+    _accompany(run, stack)
     resume(run)
-    evaluations = run.evaluation.made(run.saved_step)
-    run.metrics = stack.enter_context(make_metrics(config, directory, run.saved_step, evaluations))
+    run.metrics = stack.enter_context(make_metrics(config, directory, run.saved_step, run.evaluation.made(run.saved_step)))
     _recall(run)
     return run
+
+
+def _accompany(run: Run, stack: ExitStack) -> None:
+    """Who works beside the steps: what scores groups early, and the watchdog of a trainer in this process."""
+    if run.config.asynchrony.score_early:
+        _score_early(run)
+    if run.config.cluster.ranks == 0:
+        stack.enter_context(Watchdog(run.timer, run.config.cluster.stall_timeout_s))
+
+
+def _score_early(run: Run) -> None:
+    """Lets what is frozen score groups as they end. A live policy as teacher, and the log-probs of the policy itself, are those
+    of the step."""
+    algorithm, stages = run.algorithm, dict[str, Stage]()
+    if "reference" in algorithm.needs:
+        stages["reference"] = lambda batch, tasks: batch.replace(
+            reference_logprobs=run.trainer.score(batch, model="reference")["logprobs"]
+        )
+    if algorithm.teacher is not None and algorithm.teacher.frozen:
+        stages["teacher"] = algorithm.teacher.fill
+    if not stages:
+        logger.info("rollout.asynchronous.score_early: neither a reference nor a frozen teacher is there to score early")
+        return
+    algorithm.early = EarlyScores(stages)
+    run.rollout.on_group = algorithm.early.take
+    if run.ahead is not None:
+        run.ahead.on_group = algorithm.early.take
 
 
 def _open_teacher(algorithm: Algorithm, classroom: Classroom, stack: ExitStack) -> None:
@@ -146,9 +174,7 @@ def _recall(run: Run) -> None:
     """Tells displays and watch what earlier sessions of a resumed run logged; what they warned of is not said again."""
     records = read_metrics(run.directory.metrics)
     run.progress.restore(records)
-    for record in records:
-        if "train/reward" in record:
-            run.watch.observe(record)
+    run.watch.recall(records)
 
 
 def _end_save(run: Run) -> None:

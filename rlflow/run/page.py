@@ -11,10 +11,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rlflow.metrics.names import Metrics
+from rlflow.metrics.warnings import Fault, faults_of
 from rlflow.run.curves import drawn_score, headline, run_seconds
 from rlflow.run.lines import clock, evaluation_line, next_commands, phase_seconds
 from rlflow.run.lines import headline as numbers
 from rlflow.run.svg import color_rules, learning_curves, markup, time_bars
+from rlflow.run.trajectories import text_of
 
 LONGEST_TEXT = 4000  # characters of one prompt, response or observation
 MOST_TURNS = 12
@@ -32,7 +34,6 @@ class PageState:
     doing: str = "starting"
     seconds: float = 0.0
     remaining_s: float | None = None
-    warnings: list[tuple[int, str]] = field(default_factory=list)
     episodes: list[Mapping[str, Any]] = field(default_factory=list)
     summary: Mapping[str, Any] | None = None
 
@@ -58,7 +59,7 @@ def render_content(state: PageState) -> str:
     parts = [
         f"<h1>{markup(state.title)} <small>{markup(_status(state))}</small></h1>",
         f'<p class="headline">{markup(headline(state.records, state.registered))}</p>',
-        _warnings(state.warnings),
+        _warnings(faults_of(state.records, state.registered)),
         learning_curves(state.records, drawn_score(state.records, state.registered)),
         time_bars(state.records),
         _numbers(state),
@@ -79,10 +80,10 @@ def _status(state: PageState) -> str:
     return f"step {done} of {state.steps}, {clock(seconds)} so far{left}: {state.doing}"
 
 
-def _warnings(warnings: Sequence[tuple[int, str]]) -> str:
-    if not warnings:
+def _warnings(faults: Sequence[Fault]) -> str:
+    if not faults:
         return ""
-    rows = "".join(f"<li><b>step {step}</b> {markup(text)}</li>" for step, text in warnings)
+    rows = "".join(f"<li><b>step {one.step}</b> {markup(one.text)}</li>" for one in faults)
     return f'<ul class="warnings">{rows}</ul>'
 
 
@@ -125,14 +126,8 @@ def _episode(record: Mapping[str, Any]) -> str:
     error = f'<p class="bad">{_cut(record["error"])}</p>' if record.get("error") else ""
     outcome = f'<p><b class="{good}">reward {markup(f"{reward:g}" if reward is not None else "-")}</b>, {markup(record["stop"])}{gold}</p>'
     return (
-        f'<article><pre class="shown">{_cut(_prompt(record["prompt"]))}</pre>{body}{left_out}{outcome}{error}</article>'
+        f'<article><pre class="shown">{_cut(text_of(record["prompt"], roles=True))}</pre>{body}{left_out}{outcome}{error}</article>'
     )
-
-
-def _prompt(prompt: Any) -> str:
-    if isinstance(prompt, list):
-        return "\n".join(f"[{message.get('role', '?')}] {message.get('content', '')}" for message in prompt)
-    return str(prompt)
 
 
 def _following(summary: Mapping[str, Any] | None) -> str:

@@ -10,9 +10,10 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TextIO
 
-from rlflow.metrics.names import Metrics, label, scores
+from rlflow.metrics.names import label, scores
 from rlflow.run.lines import clock, evaluation_line, headline, number, phase_seconds, sparkline, summary_text
 from rlflow.run.pace import Pace
+from rlflow.run.progress import Progress
 
 if TYPE_CHECKING:  # rlflow.types brings torch
     from rlflow.types import Trajectory
@@ -22,10 +23,8 @@ TEXT_LINES = 3  # of the rollout that is shown
 LONGEST_TEXT = 400  # characters of it that are looked at
 
 
-class RichProgress:
+class RichProgress(Progress):
     """A panel that redraws itself in place. While it is there the terminal does not print `^C`, which would tear it."""
-
-    registered: Metrics = {}
 
     def __init__(self, pace: Pace, title: str, stream: TextIO) -> None:
         from rich.console import Console
@@ -61,8 +60,6 @@ class RichProgress:
 
     def evaluated(self, step: int, metrics: Mapping[str, float]) -> None:
         self.evaluations.append((step, dict(metrics)))
-
-    def warned(self, step: int, text: str) -> None: ...
 
     def message(self, text: str) -> None:
         self.console.print(text, markup=False, highlight=False, soft_wrap=True)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from rlflow.batching import token_batch
+from rlflow.errors import ConfigError
 from rlflow.rollout import Rollout, WeightProbe
 from rlflow.trainer.base import Trainer
 from rlflow.types import Task
@@ -16,6 +17,17 @@ TEMPERATURE = 0.7
 """Not 1 and not the run's, which is 1 in most: an engine that divides by no temperature, or by another one, would not show."""
 TOLERANCE = {"float32": 1e-3, "bfloat16": 0.2}
 """Nats, by model.dtype: a bfloat16 model's log-probs depend on the order in which engine and trainer add."""
+
+
+def trainable(rollout: Rollout) -> Rollout:
+    """The same. Raises ConfigError where an engine keeps the weights that it has: the policy would never be the trainer's."""
+    fixed = next((engine for engine in rollout.engines if not engine.takes_weights), None)
+    if fixed is not None:
+        raise ConfigError(
+            f"rollout.engine: {type(fixed).__name__} takes no weights: it serves evaluation, not training. For vllm_server name "
+            "a folder that rlflow and the server see, in rollout.engine.weights_folder."
+        )
+    return rollout
 
 
 def make_probe(rollout: Rollout, trainer: Trainer, tasks: Sequence[Task], dtype: str) -> WeightProbe | None:

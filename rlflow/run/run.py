@@ -138,6 +138,8 @@ class Run:
         for name, steps in self.algorithm.refreshes.items():
             if self.step % steps == 0:
                 self.trainer.snapshot(name)
+                if self.algorithm.early is not None:
+                    self.algorithm.early.forget()
         elsewhere = {f"memory/{phase}_gib": peak for phase, peak in self.trainer.peak_memory().items()}
         trajectories = [trajectory for group in self._sampled or groups for trajectory in group.trajectories]
         if self.ahead is not None:
@@ -156,9 +158,8 @@ class Run:
         self.metrics.log(self.step, metrics)
         self.progress.step(self.step, metrics)
         logger.info("%s", step_line(self.step, self.config.run.steps, metrics, self.registered))
-        for warning in self.watch.observe(metrics):
-            logger.warning("step %d: %s", self.step, warning)
-            self.progress.warned(self.step, warning)
+        for fault in self.watch.observe(self.step, metrics):
+            logger.warning("step %d: %s", self.step, fault.text)
         self.saver.poll()
         self._settle()
         self.recorder.write(self.step, groups)
@@ -232,7 +233,7 @@ class Run:
         interrupted, export_gap = self.interrupt.requested, None
         if not interrupted and self.evaluation.final_due(self.step):
             self.evaluate(final=True)
-        if not interrupted and self.config.checkpoint.export:
+        if not interrupted and self.config.checkpoint.export and self.trainer.exports:
             self.progress.phase("exporting")
             self.directory.confirm()
             model = self.config.model
@@ -251,6 +252,7 @@ class Run:
             export_gap=export_gap,
             drawn=self._draw(),
             reported=self.config.metrics.page,
+            takes_questions=self.rollout.environment.takes_questions,
         )
         logger.info("%s", summary_text(summary, self.registered))
         self.progress.finished(summary)

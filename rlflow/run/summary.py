@@ -19,11 +19,13 @@ def write_summary(
     export_gap: float | None,
     drawn: bool,
     reported: bool = False,
+    takes_questions: bool = False,
 ) -> dict[str, Any]:
     """Writes the summary into the run directory and returns it.
 
     interrupted: the signal that ended the run. export_gap: nats between export and trainer; None: nothing was exported.
-    drawn, reported: whether there is a picture, and a page."""
+    drawn, reported: whether there is a picture, and a page. takes_questions: whether the
+    environment makes tasks of what somebody types."""
     written = {"run": directory.path, "metrics": directory.metrics, "checkpoint": directory.checkpoint_path(steps)}
     if export_gap is not None:
         written["export"] = directory.export
@@ -42,6 +44,7 @@ def write_summary(
         "last_evaluation_step": evaluation.last_step,
         "last_evaluation": evaluation.last,
         "export_logprob_difference": export_gap,
+        "takes_questions": takes_questions,
         "written": {name: str(path) for name, path in written.items()},
     }
     write_json(directory.summary, summary)

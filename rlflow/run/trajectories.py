@@ -98,10 +98,17 @@ def question_of(record: Mapping[str, Any]) -> str:
     if isinstance(question, str) and question.strip():
         return question.strip()
     prompt = record.get("prompt", "")
-    if not isinstance(prompt, str):
-        prompt = str(prompt[-1].get("content", "")) if prompt else ""
+    prompt = text_of(prompt if isinstance(prompt, str) else prompt[-1:])
     lines = [line.strip() for line in prompt.splitlines() if line.strip()]
     return lines[-1] if lines else str(record["task_id"])
+
+
+def text_of(observation: Any, roles: bool = False) -> str:
+    """A prompt or an observation as one text: messages one below the other, on demand each behind its role."""
+    if isinstance(observation, list):
+        parts = [(f"[{one.get('role', '?')}] " if roles else "") + str(one.get("content", "")) for one in observation]
+        return "\n".join(parts)
+    return str(observation)
 
 
 def answers_of(record: Mapping[str, Any]) -> list[str]:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import numpy as np
 from torch import Tensor
 
-from rlflow.cluster.pool import PoolLimits, WorkerPool
+from rlflow.cluster.pool import WorkerPool
+from rlflow.cluster.slots import PoolLimits
 from rlflow.cluster.workers import RayWorkers
 from rlflow.components import WEIGHT_TRANSFER
 from rlflow.config.schema import Faults, RunConfig
@@ -25,7 +27,7 @@ from rlflow.rollout.flow_submission import FlowSubmission
 from rlflow.rollout.submission import OnEpisode, Submission
 from rlflow.rollout.transfer.base import Publisher
 from rlflow.rollout.workers import Update
-from rlflow.run.assemble import make_environment, rollout_options
+from rlflow.run.assemble import make_environment, make_rollout, rollout_options
 from rlflow.run.trajectory_bytes import read_trajectory
 from rlflow.run.worker import RolloutWorker
 from rlflow.types import Trajectory
@@ -91,7 +93,7 @@ class WorkerRollout(Rollout):
         """Publishes the weights and returns: each worker reads and verifies them before it gets its next attempt."""
         self._publisher.publish(weights, version)
         self.version = version
-        self.pool.update(Update(version, self._publisher.address, self._publisher.key, self._mode))
+        self.pool.update(Update(version, self._publisher.address, self._mode, self._publisher.key))
 
     def take_report(self) -> None:
         """Makes `report` what all workers' environments say about the time since the last call, and how the workers fared."""
@@ -108,6 +110,11 @@ class WorkerRollout(Rollout):
                 self._publisher.close()
 
 
+def make_run_rollout(config: RunConfig) -> Rollout:
+    """The rollout of a run: in this process, or of `cluster.rollout_workers` others. The caller closes it."""
+    return make_worker_rollout(config) if config.cluster.rollout_workers else make_rollout(config)
+
+
 def make_worker_rollout(config: RunConfig) -> WorkerRollout:
     """The rollout of a configuration over `cluster.rollout_workers` workers; the caller closes it."""
     if config.run.deterministic:
@@ -118,13 +125,14 @@ def make_worker_rollout(config: RunConfig) -> WorkerRollout:
     publisher: Publisher = WEIGHT_TRANSFER.build(section.weight_transfer, "cluster.weight_transfer")
     try:
         workers = RayWorkers(
-            partial(make_worker, config),
+            partial(make_worker, replace(config, environment={**config.environment, **environment.worker_options()})),
             section.rollout_workers,
             read=_read,
             limits=PoolLimits(answer_s=min(ANSWER_S, faults.call_s), attempt_s=faults.episode_s + faults.call_s),
             address=section.address,
             threads=section.threads_per_rank,
             gpus=section.gpus_per_rank,
+            services=section.services,
             cpus=(section.rollout_workers + section.ranks) * section.threads_per_rank,
         )
     except BaseException:

@@ -39,6 +39,9 @@ class Teacher(ABC):
 
     room: Classroom
 
+    frozen: bool = True
+    """Whether it says the same of a row whenever it is asked, and however often."""
+
     def __init__(self, top_k: int, prompt: str | None) -> None:
         self.top_k = top_k
         self.prompt = None if prompt is None else PromptTemplate(prompt)

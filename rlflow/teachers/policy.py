@@ -19,6 +19,8 @@ class PolicyTeacher(Teacher):
     refresh_steps: 1 is the live policy, as it is before the step's first update; n a copy of it that is taken every n steps; 0
     the policy that the run starts with. The copy is part of the checkpoint."""
 
+    frozen = False  # and it counts how often it is asked
+
     def __init__(self, prompt: str, refresh_steps: NonNegativeInt = 1, top_k: NonNegativeInt = 0) -> None:
         super().__init__(top_k, prompt)
         if prompt == "{prompt}" and refresh_steps == 1:

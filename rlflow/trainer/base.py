@@ -25,6 +25,9 @@ class Trainer(ABC):
     """Holds the policy, its optimizer and frozen copies of it. Every method is a collective: all ranks call it with the
     same arguments and get the same answers."""
 
+    exports: bool = True
+    """Whether `weights` are what was learned, so that a run writes them at its end."""
+
     @staticmethod
     def from_pretrained(
         path: str | Path, backend: str = "megatron", *, critic: Mapping[str, Any] | None = None, **options: Any

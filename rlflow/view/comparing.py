@@ -9,8 +9,9 @@ from typing import Any
 
 from rlflow.errors import ConfigError
 from rlflow.metrics.names import Metrics, scores
+from rlflow.metrics.warnings import Fault
 from rlflow.run.trajectories import question_of, solved
-from rlflow.view.findings import Fault, findings
+from rlflow.view.findings import findings
 from rlflow.view.recorded import RunFiles, grouped
 
 UNCOMPARED = ("run.name", "run.directory", "run.resume", "run.overwrite", "metrics.progress")

@@ -27,7 +27,7 @@ def write_comparison(comparison: Comparison, out: str | Path) -> None:
     score = label(comparison.score)
     parts = [f"<h1>{escaped(' against '.join(reversed(comparison.names)))}</h1>"]
     parts += [
-        f'<p class="fault"><b>{escaped(name)}: {escaped(finding.fault)}</b> {escaped(finding.text)}</p>'
+        f'<p class="fault"><b>{escaped(name)}: {escaped(finding.title)}</b> {escaped(finding.text)}</p>'
         for name, found in comparison.faults.items()
         for finding in found
     ]

@@ -103,7 +103,7 @@ def _faults(comparison: Comparison) -> list[str]:
     lines = []
     for name, found in comparison.faults.items():
         for finding in found:
-            told = f"! {name}: {finding.fault}. {finding.text}"
+            told = f"! {name}: {finding.title}. {finding.text}"
             lines += textwrap.wrap(told, WIDTH, subsequent_indent="  ")
     return [*lines, ""] if lines else []
 

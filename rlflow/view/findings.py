@@ -1,14 +1,13 @@
-"""What episodes say is wrong with a run, in sentences: rewards without evidence, responses that never stop, an engine that
-samples from other weights than the trainer's."""
+"""What is wrong with a run, in sentences: what its metrics said while it went on, and what its episodes say besides: rewards
+without evidence, responses that never stop, tokens of old weights."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Sequence
 
-from rlflow.run.trajectories import answers_of
+from rlflow.metrics.warnings import NEVER_STOPPING, Fault, faults_of
+from rlflow.run.trajectories import answers_of, text_of
 from rlflow.view.recorded import Record, RunFiles
 
 RECENT = 3
@@ -16,54 +15,22 @@ RECENT = 3
 LEAST = 5
 """Episodes below which no share is worth a sentence."""
 UNPROVEN_SHARE, CUT_SHARE = 0.2, 0.5
-GAP_NATS, GAP_GROWTH, GAP_NOTICED_NATS = 0.05, 10.0, 0.005
-"""A mean gap between engine and trainer above the first is drift; so is one that grew by the second beyond the third. Half
-precision explains some hundredths of a nat at the most."""
 _WORD = re.compile(r"\w+")
 
 
-@dataclass(frozen=True)
-class Fault:
-    """fault: a short name. text: a sentence, with figures and what to look at. step: where it shows, None for all of them."""
-
-    fault: str
-    text: str
-    step: int | None = None
-
-
 def findings(run: RunFiles) -> list[Fault]:
-    """What is wrong with the run by its last episodes and by its metrics, the gravest first; nothing where nothing shows."""
+    """What the run was warned of, and what its last episodes show that it was not; nothing where nothing shows."""
     episodes = []
     for kind, steps in (("train", run.training), ("eval", run.evaluations)):
         for step in sorted(steps)[-RECENT:]:
-            episodes += [(step, record) for record in run.records(kind, step) if record.get("stop") != "aborted"]
-    records = [record for _, record in episodes]
+            episodes += [record for record in run.records(kind, step) if record.get("stop") != "aborted"]
     limit = (run.config.get("rollout") or {}).get("max_response_tokens")
-    found = [
-        drift(run.metrics),
-        stale(run),
-        never_stopping(records, limit if isinstance(limit, int) else None),
-        unproven(records),
-    ]
-    return [finding for finding in found if finding is not None]
-
-
-def drift(metrics: Sequence[Mapping[str, float]]) -> Fault | None:
-    """Engine and trainer disagree on the tokens that were sampled, by `train/logprob_gap`."""
-    gaps = [(int(record["step"]), record["train/logprob_gap"]) for record in metrics if "train/logprob_gap" in record]
-    if not gaps:
-        return None
-    (first, start), (step, worst) = gaps[0], max(gaps, key=lambda gap: gap[1])
-    grown = worst > GAP_NOTICED_NATS and worst > GAP_GROWTH * start
-    if worst <= GAP_NATS and not grown:
-        return None
-    text = f"Engine and trainer disagree by {worst:.2g} nats per sampled token at step {step}"
-    if step != first:
-        text += f" ({start:.2g} at step {first})"
-    text += (
-        ": the engine may sample from other weights than the trainer's. Tint tokens by the gap; check the weight sync."
-    )
-    return Fault("engine and trainer disagree", text, step)
+    seen = [stale(run), never_stopping(episodes, limit if isinstance(limit, int) else None), unproven(episodes)]
+    found = {fault.name: fault for fault in faults_of(run.metrics, run.registered)}
+    for fault in seen:
+        if fault is not None:
+            found.setdefault(fault.name, fault)
+    return list(found.values())
 
 
 def stale(run: RunFiles) -> Fault | None:
@@ -103,7 +70,7 @@ def never_stopping(records: Sequence[Record], most_tokens: int | None) -> Fault 
         )
     else:
         text += ": raise rollout.max_total_tokens or shorten what the environment shows"
-    return Fault("responses never stop", f"{text}.")
+    return Fault(NEVER_STOPPING, f"{text}.")
 
 
 def unproven(records: Sequence[Record]) -> Fault | None:
@@ -124,22 +91,16 @@ def provable(record: Record) -> bool:
     """Whether the task has an answer of some length that its question does not hold itself."""
     golds = [words(gold) for gold in answers_of(record)]
     long = [gold for gold in golds if len(gold.strip()) > 3]
-    return bool(long) and not any(gold in words(_text(record.get("prompt", ""))) for gold in long)
+    return bool(long) and not any(gold in words(text_of(record.get("prompt", ""))) for gold in long)
 
 
 def evidence(record: Record) -> bool:
     """Whether an observation of the episode holds an answer, as whole words."""
     golds = [words(gold) for gold in answers_of(record)]
-    shown = [words(_text(turn.get("observation", ""))) for turn in record["turns"]]
+    shown = [words(text_of(turn.get("observation", ""))) for turn in record["turns"]]
     return any(len(gold) > 2 and gold in text for gold in golds for text in shown)
 
 
 def words(text: str) -> str:
     """The words of a text in lower case, with a blank around each: `in` then finds whole words only."""
     return f" {' '.join(_WORD.findall(text.lower()))} "
-
-
-def _text(value: Any) -> str:
-    if isinstance(value, str):
-        return value
-    return "\n".join(str(message.get("content", "")) for message in value) if isinstance(value, list) else ""

@@ -20,10 +20,11 @@ from typing import Any
 
 from rlflow.errors import ConfigError
 from rlflow.metrics.names import label
+from rlflow.metrics.warnings import Fault
 from rlflow.run.tokens import EpisodeTokens
 from rlflow.run.trajectories import answers_of, question_of, solved
 from rlflow.storage.files import plain, replacing
-from rlflow.view.findings import Fault, findings
+from rlflow.view.findings import findings
 from rlflow.view.recorded import Record, RunFiles, grouped
 
 CHUNK_EPISODES = 96
@@ -64,7 +65,9 @@ def write_page(run: RunFiles, out: str | Path) -> tuple[PageIndex, list[Fault]]:
         values = {
             "TITLE": html.escape(run.name),
             "HEADLINE": html.escape(headline(run, index)),
-            "FINDINGS": "".join(f"<li><b>{html.escape(one.fault)}</b> {html.escape(one.text)}</li>" for one in found),
+            "FINDINGS": "".join(
+                f"<li><b>{html.escape(one.title)}</b> {html.escape(one.text)}</li>" for one in found
+            ),
             "STYLE": template("view.css"),
             "INDEX": _element("index", told),
             "SCRIPT": template("view.js"),

@@ -19,6 +19,7 @@ import torch
 from rlflow.algorithms import EntropyLoss, PPOClipLoss, SumLoss, ValueLoss, token_weights
 from rlflow.batching import make_batch
 from rlflow.cluster.trainer import RankStuck, RayTrainer
+from rlflow.cluster.watching import StallLimits
 from rlflow.components import LOSS
 from rlflow.config.schema import ClusterSection, ModelSection, RunConfig
 from rlflow.errors import ConfigError, MissingPackageError, RLFlowError
@@ -280,6 +281,31 @@ def test_a_rank_that_does_not_move_is_named_and_no_process_stays(model_path, bat
         assert "trainer rank 0: in update" in caplog.text
         assert stops or "test_cluster.py" in caplog.text
         assert not still_alive(everyone)
+    finally:
+        trainer.close()
+
+
+@needs_ray
+@pytest.mark.dist
+@pytest.mark.slow
+@pytest.mark.parametrize("phase", ["score", "save", "begin_save", "start_weights", "snapshot", "load"])
+def test_a_stopped_rank_ends_any_call_and_is_named(phase, model_path, batch, tmp_path, monkeypatch):
+    monkeypatch.setattr("rlflow.cluster.trainer.LOOK_EVERY_S", 0.5)
+    trainer = RayTrainer(model_path, ranks=2, tensor_parallel=2, **OPTIONS)
+    calls = {
+        "score": lambda: trainer.score(batch),
+        "save": lambda: trainer.save(tmp_path / "save", 1),
+        "begin_save": lambda: trainer.begin_save(tmp_path / "begun", 1),
+        "start_weights": lambda: list(trainer.weights()),
+        "snapshot": lambda: trainer.snapshot("reference"),
+        "load": lambda: trainer.load(tmp_path / "saved"),
+    }
+    try:
+        trainer.save(tmp_path / "saved", 1)
+        trainer._deadlines = StallLimits(4.0)  # only now: a start may take longer
+        os.kill(trainer._homes[1][1], signal.SIGSTOP)
+        with pytest.raises(RankStuck, match=rf"^cluster: {phase}: nothing moved for 4 s: rank 1 does not answer"):
+            calls[phase]()
     finally:
         trainer.close()
 

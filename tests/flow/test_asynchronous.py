@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import random
 import re
@@ -26,6 +27,7 @@ from rlflow.storage.files import read_json
 from tests.flow.letters import letters_config, write_config, write_letters_model
 from tests.flow.test_resume import finish, reached, start, wait_for
 
+needs_ray = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="pip install 'PATH_OR_GIT_URL[ray]'")
 AHEAD = ("rollout.asynchronous.max_staleness=3", "rollout.asynchronous.run_ahead=2", "metrics.picture=false",
          "checkpoint.export=false", "metrics.trajectories_per_step=1000000")  # fmt: skip
 
@@ -78,9 +80,16 @@ def test_an_asynchronous_run_learns_and_says_how_old_its_tokens_were(model: Path
     assert_trained_exactly_once(run, 40)
 
 
-@pytest.mark.parametrize("step", [3, pytest.param(4, marks=pytest.mark.slow)])
-def test_a_run_that_ends_between_checkpoints_goes_on_with_what_it_had_and_trains_nothing_twice(
+@pytest.mark.parametrize(
+    "step, layout",
+    [
+        (3, "trainer.tokens_per_microbatch=200"),
+        pytest.param(4, "cluster.ranks=2", marks=[pytest.mark.slow, pytest.mark.dist, needs_ray]),
+    ],
+)
+def test_a_run_that_ends_between_checkpoints_goes_on_in_another_layout_and_trains_nothing_twice(
     step: int,
+    layout: str,
     model: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -102,7 +111,7 @@ def test_a_run_that_ends_between_checkpoints_goes_on_with_what_it_had_and_trains
             train(letters_config(model, tmp_path, *options))
     run = RunDirectory.open(tmp_path / "letters")
     before = {(number, sample) for number, sample, *_, state, _, _ in rows(run) if state in ("done", "claimed")}
-    train(letters_config(model, tmp_path, *options, "run.resume=true"))
+    train(letters_config(model, tmp_path, *options, "run.resume=true", layout))
     assert_trained_exactly_once(run, 7)
     assert "finished attempts are kept" in caplog.text and "knows no checkpoint" not in caplog.text
     with sqlite3.connect(run.journal) as database:
@@ -115,6 +124,36 @@ def test_a_run_that_ends_between_checkpoints_goes_on_with_what_it_had_and_trains
     spans = [event for event in read_json(tmp_path / "trace.json")["traceEvents"] if event["ph"] == "X"]
     assert len([span for span in spans if span["pid"] == 2]) >= 672 and "update" in {span["name"] for span in spans}
     assert re.search(r"trained +672", out) and "lagged behind" in out
+
+
+def test_scores_that_come_early_train_the_same_weights(model: Path, tmp_path: Path) -> None:
+    """In step and deterministic every metric of the updates is equal to the last bit; running ahead trains as well."""
+    few = ("run.steps=3", "evaluation.at_start=false", "evaluation.final_questions=4", "evaluation.every_steps=0",
+           "trainer.tokens_per_microbatch=1", "algorithm.losses=[{name: ppo_clip}, {name: kl, coefficient: 0.1}]")  # fmt: skip
+    found = {}
+    for early in ("false", "true"):
+        options = (*few, "run.deterministic=true", f"rollout.asynchronous.score_early={early}")
+        train(letters_config(model, tmp_path / early, *options))
+        records = read_metrics(RunDirectory.open(tmp_path / early / "letters").metrics)
+        found[early] = [{key: one[key] for key in one if key.startswith("train/")} for one in records if "train/loss" in one]
+    assert found["true"] == found["false"] and len(found["true"]) == 3 and found["true"][2]["train/kl"] != 0
+    train(letters_config(model, tmp_path, *AHEAD, *few, "rollout.asynchronous.score_early=true"))
+    assert_trained_exactly_once(RunDirectory.open(tmp_path / "letters"), 3)
+
+
+def test_a_schedule_is_tried_by_an_engine_and_a_trainer_that_sleep(model: Path, tmp_path: Path) -> None:
+    """No weight is touched: so the whole run, checkpoints and journal included, takes a second or two."""
+    fakes = ("rollout.engine={name: fake, token_s: 0.001, sigma: 1.0}", "trainer.backend=fake", "trainer.schedule=constant",
+             "trainer.optimizer={name: sleep, update_s: 0.05}", "run.steps=4", "evaluation.final_questions=4")  # fmt: skip
+    started = time.monotonic()
+    summary = train(letters_config(model, tmp_path, *AHEAD, *fakes, "checkpoint.export=true"))
+    assert time.monotonic() - started < 60
+    run = RunDirectory.open(tmp_path / "letters")
+    assert_trained_exactly_once(run, 4)
+    records = [record for record in read_metrics(run.metrics) if "time/update_s" in record]
+    assert len(records) == 4 and all(record["time/update_s"] >= 0.05 for record in records)
+    assert all(record["train/loss"] == 0 for record in records)
+    assert summary["steps"] == 4 and not run.export.exists()  # there is nothing that anybody learned
 
 
 @pytest.mark.parametrize("mode, overlap", [("abort", "true"), ("wait", "false")])

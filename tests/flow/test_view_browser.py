@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-import shutil
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +14,7 @@ from rlflow.rollout import Tokenizer
 from rlflow.view.page import write_page
 from rlflow.view.recorded import RunFiles
 from tests.fixtures import tiny_tokenizer
+from tests.flow.chromium import browser, texts, wait
 from tests.unit.view.crafted import (
     SEARCHED,
     attempt,
@@ -27,6 +26,8 @@ from tests.unit.view.crafted import (
     write_frame,
     write_step,
 )
+
+__all__ = ["browser"]  # a fixture
 
 pytestmark = pytest.mark.slow
 PAINT_S = 2.0
@@ -42,29 +43,6 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     return Tokenizer.from_pretrained(tiny_tokenizer(tmp_path_factory.mktemp("tokenizer")))
 
 
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    webdriver = pytest.importorskip("selenium.webdriver", reason="selenium is not installed: the extra 'browser'")
-    program, driver = shutil.which("chromium"), shutil.which("chromedriver")
-    if program is None or driver is None:
-        pytest.skip("no chromium or chromedriver: apt install chromium chromium-driver")
-    options = webdriver.ChromeOptions()
-    options.binary_location = program
-    for argument in (
-        "--headless=new",
-        "--no-sandbox",
-        "--disable-gpu",
-        "--disable-dev-shm-usage",
-        "--window-size=1400,900",
-    ):
-        options.add_argument(argument)
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-    started = webdriver.Chrome(options=options, service=webdriver.ChromeService(executable_path=driver))
-    started.set_page_load_timeout(60)
-    yield started
-    started.quit()
-
-
 @pytest.fixture
 def opened(browser: Any, tmp_path: Path, tokenizer: Tokenizer) -> Iterator[Any]:
     open_page(browser, small_run(tmp_path, tokenizer))
@@ -76,20 +54,6 @@ def open_page(browser: Any, run: Path) -> None:
     write_page(RunFiles.open(run), run / "view.html")
     browser.get((run / "view.html").as_uri())
     wait(browser, "return document.documentElement.dataset.ready === 'true'")
-
-
-def wait(browser: Any, script: str, limit_s: float = 10.0) -> None:
-    """Returns when the script says true; fails with the page's text where it never does."""
-    ends = time.monotonic() + limit_s
-    while not browser.execute_script(script):
-        assert time.monotonic() < ends, (
-            f"{script} never came true:\n{browser.find_element('css selector', 'body').text[:2000]}"
-        )
-        time.sleep(0.02)
-
-
-def texts(browser: Any, selector: str) -> list[str]:
-    return [element.text for element in browser.find_elements("css selector", selector)]
 
 
 def heading(browser: Any, text: str) -> None:

@@ -86,7 +86,7 @@ def stale_engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def check_found(sound: RunFiles, faulty: RunFiles, fault: str, tmp_path: Path) -> None:
     _, found = write_page(faulty, tmp_path / "view.html")
-    assert [finding.fault for finding in found][:1] == [fault]
+    assert [finding.name for finding in found][:1] == [fault]
     assert fault in (tmp_path / "view.html").read_text().split("<form")[0]  # above all controls
     text = comparison_text(compare([sound, faulty]))
     assert text.startswith(f"! {faulty.name}: {fault}.") and f"! {sound.name}:" not in text

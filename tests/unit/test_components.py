@@ -197,3 +197,32 @@ def test_what_a_constructor_raises_is_one_line_with_its_place(raised: str, said:
     (tmp_path / "own.py").write_text("from rlflow.errors import DataError\ndef make():\n    raise DataError('no rows')\n")
     with pytest.raises(DataError, match=r"^no rows$"):
         ENVIRONMENT.build(f"{tmp_path}/own.py:make")
+
+
+SHORT = """
+class Game:
+    shorthand = "world"
+
+    def __init__(self, world, level=1):
+        self.values = (world, level)
+
+def plain(world):
+    return world
+
+BUILT_IN = {"game": f"{__name__}:Game", "plain": f"{__name__}:plain"}
+"""
+
+
+def test_a_name_with_a_value_gives_the_keyword_that_the_class_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "short_games.py").write_text(SHORT)
+    monkeypatch.syspath_prepend(tmp_path)
+    kind = Kind("game", "short_games")
+    assert kind.build("game:http://localhost:8000/a").values == ("http://localhost:8000/a", 1)
+    assert kind.build({"name": "game:Some-v0", "level": 3}).values == ("Some-v0", 3)
+    assert kind.options("game:Some-v0") == ["world", "level"]
+    assert kind.resolve("short_games:plain")(world=2) == 2  # a module of the same form is still one
+    with pytest.raises(ConfigError, match="'game:a' gives 'world', which stands there too"):
+        kind.build({"name": "game:a", "world": "b"})
+    for name in ("plain:a-b", "game:", "nothing:a-b"):
+        with pytest.raises(ConfigError, match=r"expected package.module:Name or file.py:Name"):
+            kind.build(name)

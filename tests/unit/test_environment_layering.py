@@ -16,7 +16,7 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     # Environments over any other environment: none of them knows which.
     "wrappers": ({"errors", "types", "storage", "components", "values", "metrics", "environment"}, {"common"}),
     # Environments of other libraries.
-    "adapters": ({"errors", "types", "components", "metrics", "environment"}, set()),
+    "adapters": ({"errors", "http", "types", "components", "values", "metrics", "environment"}, {"common"}),
     # `commands`: what its command-line options and jobs of `doctor` are registered as.
     "search": (
         {"errors", "http", "types", "storage", "components", "values", "metrics", "environment", "commands"},

@@ -26,7 +26,7 @@ ALLOWED: dict[str, set[str]] = {
     "batching": BASIS,
     "http": set(),
     "algorithms": {"components", "values", *BASIS},
-    "rollout": {"environment", "models", "matmul", "storage", "components", "values", *BASIS},
+    "rollout": {"environment", "models", "matmul", "http", "storage", "components", "values", *BASIS},
     "swarm": {"rollout", "algorithms", "storage", "components", "values", *BASIS},
     "trainer": {"batching", "models", "matmul", "storage", "components", "values", *BASIS},
     "teachers": {"rollout", "trainer", "batching", "models", "http", "values", *BASIS},
@@ -37,8 +37,8 @@ ALLOWED: dict[str, set[str]] = {
             "metrics", "storage", "components", "matmul", *BASIS},
     "view": {"run", "metrics", "storage", "errors"},
     "loop": {"run", "config", "rollout", "trainer", "algorithms", "batching", "metrics", *BASIS},
-    "commands": {"__init__", "loop", "run", "view", "config", "rollout", "environment", "algorithms", "batching", "models",
-                 "metrics", "storage", "components", "matmul", *BASIS},
+    "commands": {"__init__", "loop", "run", "cluster", "view", "config", "rollout", "environment", "algorithms", "batching",
+                 "models", "metrics", "storage", "components", "matmul", *BASIS},
     "__main__": {"commands"},
     # under TYPE_CHECKING
     "__init__": {"loop", "commands", "metrics", "config", "rollout", "trainer", "environment", "batching", *BASIS},
@@ -61,7 +61,7 @@ PLACES: dict[str, tuple[str, ...]] = {
     "onnxruntime": ("environments/retrieval/encoders/",),
     "fastapi": ("environments/retrieval/server/",),
     "uvicorn": ("environments/retrieval/server/",),
-    "aiohttp": ("environments/",),
+    "aiohttp": ("environments/", "rlflow/rollout/vllm/"),
 }
 OUTSIDE_THE_CORE = {"rlflow_environments", "rlflow_tools", "environments", "recipes", "tools", "tests", "fixtures", "benchmarks"}
 

@@ -24,16 +24,16 @@ class Chains(SmallTask):
     characters = ENTITIES + ON + LAST + NOTHING + "?" + LOOK_UP + ANSWER
     metrics = {"exact_match": Metric("share", "of questions answered right", score=True, shown="EM {:.2f}")}
 
-    def __init__(self, turns: int = 12, seed: int = 0) -> None:
+    def __init__(self, turns: int = 12, seed: int = 0, hops: int = MOST_HOPS) -> None:
         super().__init__()
         self.stop = tuple(ENTITIES)
         self.max_turns = turns
-        self._seed = seed
+        self._seed, self._hops = seed, hops
 
     def tasks(self, split: str) -> Sequence[Task]:
         draw, found = random.Random(f"{self._seed}/{split}"), []
         for number in range(256):
-            hops = 1 + number % MOST_HOPS
+            hops = 1 + number % self._hops
             way = "".join(draw.sample(ENTITIES, hops + 1))
             found.append(Task(f"{split}{number}", ON + way[0], way, {"hops": hops}))
         return found

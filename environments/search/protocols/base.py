@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
 from rlflow.types import Observation
+from rlflow_environments.common.blocks import blocks
 from rlflow_environments.retrieval.corpus import Passage
-from rlflow_environments.search.blocks import blocks
 from rlflow_environments.search.protocols.text import neutralize_tags
 
 Tool = Literal["search", "access"]

@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rlflow.types import Observation
+from rlflow_environments.common.blocks import blocks
 from rlflow_environments.common.text import load_json
-from rlflow_environments.search.blocks import blocks
 from rlflow_environments.search.protocols.base import Call, Protocol, Reading, Result, Shown
 from rlflow_environments.search.protocols.searchr1 import NO_RESULTS
 from rlflow_environments.search.protocols.text import neutralize_tags

@@ -10,8 +10,8 @@ import json
 from collections.abc import Sequence
 
 from rlflow.types import Observation
+from rlflow_environments.common.blocks import blocks
 from rlflow_environments.retrieval.corpus import Passage
-from rlflow_environments.search.blocks import blocks
 from rlflow_environments.search.protocols.base import Call, Protocol, Reading, Result, Shown
 from rlflow_environments.search.protocols.text import (
     INVALID_ACTION,

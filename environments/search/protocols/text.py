@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from rlflow.errors import ConfigError, did_you_mean
-from rlflow_environments.search.blocks import block_span
+from rlflow_environments.common.blocks import block_span
 
 if TYPE_CHECKING:
     from rlflow_environments.retrieval.corpus import Passage

@@ -10,7 +10,7 @@ import string
 from collections import Counter
 from collections.abc import Sequence
 
-from rlflow_environments.search.blocks import blocks
+from rlflow_environments.common.blocks import blocks
 
 MAX_ANSWER_TAGS = 10
 

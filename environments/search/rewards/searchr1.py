@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import re
 
+from rlflow_environments.common.blocks import blocks
 from rlflow_environments.common.transcript import Transcript
-from rlflow_environments.search.blocks import blocks
 from rlflow_environments.search.rewards import scoring
 
 _TAGS = ("think", "search", "information", "answer")

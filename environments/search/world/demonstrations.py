@@ -49,7 +49,7 @@ def _turns(
 ) -> list[tuple[str, str]]:
     fate = generator.random()
     if fate < clumsiness.guess:
-        return [(f"<think> I think I know.</think><answer> {_guess(generator, question)}</answer>", "")]
+        return [(f"<think> I think I know.</think><answer> {guess(generator, question)}</answer>", "")]
     turns: list[tuple[str, str]] = []
     finding = ""
     if fate < clumsiness.guess + clumsiness.vague:
@@ -67,12 +67,13 @@ def _turns(
         turns.append((f"<think> {lead}</think><search> {subject} {keyword}</search>", observation))
         finding = f"The {keyword} is {found}."
         if hop == 0 and len(question.chain) > 1 and generator.random() < clumsiness.give_up:
-            answer = found if question.kind == "two_hop" else _guess(generator, question)
+            answer = found if question.kind == "two_hop" else guess(generator, question)
             return [*turns, (f"<think> {finding} This will do.</think><answer> {answer}</answer>", "")]
     return [*turns, (f"<think> {finding}</think><answer> {question.answer}</answer>", "")]
 
 
-def _guess(generator: random.Random, question: Question) -> str:
+def guess(generator: random.Random, question: Question) -> str:
+    """An answer of the right kind that nothing speaks for."""
     if question.kind == "comparison":
         return generator.choice(["yes", "no"])
     names = NameSource(generator, "train")

@@ -252,16 +252,18 @@ def questions(half: Half, generator: random.Random, count: int, shares: Mapping[
 
 def ensure_world(
     directory: str | Path = "data/searchr1", seed: int = 7, train_questions: int = 2000, val_questions: int = 400,
-    val_share: float = 0.35, prompt_template: str = "short", size: float = 1.0, *, elsewhere: Path | None = None,
+    val_share: float = 0.35, prompt_template: str = "short", size: float = 1.0, excerpts: bool = False, *,
+    elsewhere: Path | None = None,
 ) -> dict[str, Path]:  # fmt: skip
     """The paths of a world's files by name (corpus, pages, train, val), written if they are not there yet.
 
     Each set of arguments has a folder of its own under `directory`, so a world is never written over. size scales the number of
-    entities (1.0: 2,420 passages). val_share: of the entities that are kept for validation questions.
+    entities (1.0: 2,420 passages). val_share: of the entities that are kept for validation questions. excerpts: passages hold the
+    first sentence of an article alone, so that facts are read on the pages.
     elsewhere: where they are written in place of `directory`, if they are not there yet.
     """
     arguments = {"seed": seed, "train_questions": train_questions, "val_questions": val_questions, "val_share": val_share,
-                 "prompt_template": prompt_template, "size": size}  # fmt: skip
+                 "prompt_template": prompt_template, "size": size, "excerpts": excerpts}  # fmt: skip
     modules = [
         Path(__file__).with_name(file).read_text(encoding="utf-8") for file in ("world.py", "names.py", "prose.py")
     ]
@@ -284,7 +286,13 @@ def ensure_world(
 
 
 def make_world(
-    seed: int, train_questions: int, val_questions: int, val_share: float, prompt_template: str, size: float
+    seed: int,
+    train_questions: int,
+    val_questions: int,
+    val_share: float,
+    prompt_template: str,
+    size: float,
+    excerpts: bool = False,
 ) -> dict[str, Any]:
     """The contents of the files by name: passages, {url: page}, question rows. Equal arguments give equal contents."""
     halves = {}
@@ -293,18 +301,33 @@ def make_world(
         halves[pool] = make_half(random.Random(f"{seed}/{pool}/entities"), pool, counts)
     entities = [entity for half in halves.values() for entity in half.entities.values()]
     random.Random(f"{seed}/order").shuffle(entities)
-    urls = {entity.name: f"world://{seed}/{entity.name.replace(' ', '_')}" for entity in entities}
+    urls = {entity.name: page_url(seed, entity) for entity in entities}
+    shown = {entity.name: excerpt(entity) if excerpts else entity.text for entity in entities}
     passages = [
-        Passage(f"p{row:06d}", entity.name, make_contents(entity.name, entity.text), urls[entity.name])
-        for row, entity in enumerate(entities)
+        Passage(f"p{row:06d}", name, make_contents(name, text), urls[name])
+        for row, (name, text) in enumerate(shown.items())
     ]
     retold = random.Random(f"{seed}/pages")
-    pages = {urls[entity.name]: f"{entity.name}\n\n{entity.text}\n\n{article(retold, entity)}" for entity in entities}
+    pages = {urls[entity.name]: page_text(retold, entity) for entity in entities}
     rows = {}
     for pool, count in (("train", train_questions), ("val", val_questions)):
         asked = questions(halves[pool], random.Random(f"{seed}/{pool}/questions"), count, SHARES)
         rows[pool] = [_row(f"{pool}-{number}", question, prompt_template) for number, question in enumerate(asked)]
     return {"corpus": passages, "pages": pages, **rows}
+
+
+def page_url(seed: int, entity: Entity) -> str:
+    return f"world://{seed}/{entity.name.replace(' ', '_')}"
+
+
+def page_text(generator: random.Random, entity: Entity) -> str:
+    """The entity's page: its article, and the same facts told again."""
+    return f"{entity.name}\n\n{entity.text}\n\n{article(generator, entity)}"
+
+
+def excerpt(entity: Entity) -> str:
+    """The first sentence of the entity's article."""
+    return entity.text.partition(". ")[0].rstrip(".") + "."
 
 
 def _row(name: str, question: Question, prompt_template: str) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What changed between two versions, bit for bit: places and new words. The format is that of AstraFlow's delta transfer.
+"""What changed between two versions, bit for bit: places and new words. The format is that of arXiv 2605.15565.
 
     u64 count | u16 bytes of a word (2 or 4) | u16 flags (bit 0: places are u64, else u32) | i32 reserved, 0      little-endian
     places[count]   of words, ascending, from the first tensor on

@@ -8,7 +8,7 @@ import importlib.util
 from collections.abc import Callable
 from typing import Any, Literal, Protocol
 
-from rlflow.errors import MissingPackageError, install_command
+from rlflow.errors import MissingPackageError
 
 HashName = Literal["auto", "xxh3", "blake3", "sha256"]
 PACKAGES = {"xxh3": ("xxhash", "xxh3_128"), "blake3": ("blake3", "blake3")}
@@ -42,8 +42,8 @@ def hash_function(name: str) -> Callable[[], Hash]:
         return getattr(importlib.import_module(package), function)
     except ModuleNotFoundError:
         raise MissingPackageError(
-            f"weight transfer: hashes are {name}, and the package {package} is not installed here: pip install {package}, or "
-            f"{install_command('transfer')}; or hash: sha256 where the weights are published."
+            f"weight transfer: hashes are {name}, and the package {package} is not installed here: pip install {package}, "
+            "or hash: sha256 where the weights are published."
         ) from None
 
 

@@ -13,7 +13,7 @@ from rlflow.rollout.transfer.manifest import DTYPES, Manifest
 from rlflow.rollout.transfer.pins import Pin
 
 DENSITY = 0.1
-"""Share of changed words above which no delta is made (AstraFlow's). At a third a delta is as large as the weights."""
+"""Share of changed words above which no delta is made (arXiv 2605.15565). At a third a delta is as large as the weights."""
 MOST_DELTAS = 8
 LARGEST_SHARE = 1 / 3  # of the weights, for several deltas together
 WAIT_S = 600.0

@@ -197,7 +197,7 @@ class TcpPublisher(Publisher):
             connection.socket.sendall(blob)
 
     def _mode(self, manifest: Manifest, base: Any) -> list[Delta] | None:
-        """The deltas to send; None: the whole version. The order of the reasons is AstraFlow's."""
+        """The deltas to send; None: the whole version. The order of the reasons is that of arXiv 2605.15565."""
         if self._deltas is None or not isinstance(
             base, dict
         ):  # no deltas here, or the reader keeps no copy, or has none yet

@@ -58,10 +58,12 @@ class WeightNames:
 class Buckets:
     """Safetensors files in /dev/shm (in the folder of temporary files where there is none), one at a time."""
 
-    def __init__(self, limit_bytes: int) -> None:
+    def __init__(self, limit_bytes: int, parent: Path | None = None) -> None:
+        """parent: another folder to be in."""
         self._limit = limit_bytes
         memory = Path("/dev/shm")
-        parent = memory if memory.is_dir() and os.access(memory, os.W_OK) else Path(tempfile.gettempdir())
+        if parent is None:
+            parent = memory if memory.is_dir() and os.access(memory, os.W_OK) else Path(tempfile.gettempdir())
         self._folder = Path(tempfile.mkdtemp(prefix="rlflow-weights-", dir=parent))
         self._remove = weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
         self._number = 0

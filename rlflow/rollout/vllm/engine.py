@@ -1,33 +1,24 @@
-"""The vLLM engine: requests wait here, in order of their priority, and run in vLLM's process."""
+"""The vLLM engine: requests wait here, and run in vLLM's process."""
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
-from rlflow.errors import ConfigError, RolloutError
-from rlflow.models.huggingface import read_config
-from rlflow.rollout.engine import Completion, Engine, PauseMode, Sampling, Stop, Weights
+from rlflow.errors import ConfigError
 from rlflow.rollout.tokenizer import Tokenizer
-from rlflow.rollout.vllm.buckets import Buckets, WeightNames
-from rlflow.rollout.vllm.process import Sent, VLLMProcess, find_python
-from rlflow.rollout.vllm.requests import EngineRequest, RequestQueue, StopTokens, TokenCounts, completion
+from rlflow.rollout.vllm.process import VLLMProcess, find_python
+from rlflow.rollout.vllm.queueing import QueueingEngine, check_sizes
 
-CLOSED = "it was closed; make a new one"
-COLDEST = 0.01  # vLLM takes a temperature between 0 and this as this
-CLOSE_S = 10.0
 RESERVED = frozenset({"model", "dtype", "seed", "max_model_len", "max_num_seqs", "tensor_parallel_size", "trust_remote_code",
                       "enable_prefix_caching", "scheduling_policy", "logprobs_mode", "weight_transfer_config"})  # fmt: skip
 """Arguments of vLLM that this engine gives itself."""
 
 
-class VLLMEngine(Engine):
+class VLLMEngine(QueueingEngine):
     """vLLM's AsyncLLM over a HuggingFace directory, in a process of its own, under an interpreter of its own.
 
     Requests wait here until one of `max_concurrency` places is free; what runs is batched by vLLM, whose prefix cache keeps the
@@ -40,8 +31,6 @@ class VLLMEngine(Engine):
     long it may be silent while requests run. eager: no compilation and no CUDA graphs. arguments: further ones of vLLM's
     AsyncEngineArgs.
     """
-
-    max_tokens: int
 
     def __init__(
         self,
@@ -64,294 +53,31 @@ class VLLMEngine(Engine):
         arguments: dict[str, Any] | None = None,
     ) -> None:
         _check_options(deterministic, arguments or {})
-        check_sizes(
-            max_concurrency=max_concurrency, tensor_parallel=tensor_parallel, kv_gib=kv_gib, bucket_mib=bucket_mib
-        )
-        check_sizes(max_tokens=1 if max_tokens is None else max_tokens)
-        self.path = Path(path).absolute()
-        config = read_config(path)
-        self._names = WeightNames(path)
-        self._vocab = int(config.get("vocab_size") or 1 << 31)
-        positions = config.get("max_position_embeddings")
-        self.max_concurrency = max_concurrency
-        self.dtype = getattr(torch, dtype)
-        self.counts = TokenCounts()
-        self.version = 0
-        self._tokenizer = tokenizer
-        self._stops: StopTokens | None = None
-        self._answer_s, self._start_s, self._bucket_bytes = answer_s, start_s, bucket_mib << 20
-        self._order = itertools.count()
-        self._seed = seed
-        self._state: Literal["open", "draining", "paused", "closed"] = "open"
-        self._loading = False
-        self._broken = ""  # why the weights cannot be used
-        self._waiting = RequestQueue()
-        self._running: set[EngineRequest] = set()
-        self._ids: set[str] = set()
-        self._loop: asyncio.AbstractEventLoop | None = None
-        limits = [limit for limit in (max_tokens, positions) if limit is not None]
+        check_sizes(tensor_parallel=tensor_parallel, kv_gib=kv_gib)
+        super().__init__(
+            path, tokenizer, max_concurrency=max_concurrency, max_tokens=max_tokens, dtype=dtype, seed=seed,
+            bucket_mib=bucket_mib, start_s=start_s, answer_s=answer_s,
+        )  # fmt: skip
         job = {
             "model": str(self.path),
             "dtype": dtype,
             "seed": seed % (1 << 32),
-            "max_tokens": min(limits) if limits else None,
+            "max_tokens": self._limit,
             "max_concurrency": max_concurrency,
             "tensor_parallel": tensor_parallel,
             "trust_remote_code": trust_remote_code,
             "enforce_eager": not torch.cuda.is_available() if eager is None else eager,
             "arguments": arguments or {},
         }
-        self._process = self._start(find_python(python), job, kv_gib)
+        self._process = self._backend = self._start(find_python(python), job, kv_gib)
 
     def _start(self, python: str, job: dict[str, Any], kv_gib: int) -> VLLMProcess:
-        process = VLLMProcess(python, job, kv_gib=kv_gib)
-        self.max_tokens = job["max_tokens"] or 1 << 31
-        return process
-
-    def wait_until_ready(self) -> str:
-        """The version of vLLM, when it has loaded the model; what is asked of it before waits for that. Raises RolloutError."""
-        try:
-            told = self._process.wait_until_ready(self._start_s)
-        except BaseException:
-            self._process.kill()
-            raise
-        self.max_tokens = int(told["max_tokens"])
-        return str(told["vllm"])
+        return VLLMProcess(python, job, kv_gib=kv_gib)
 
     @property
     def pid(self) -> int:
         """Of vLLM's process, the parent of its others."""
         return self._process.pid
-
-    # --- the protocol ---------------------------------------------------------------------------------------------------
-
-    async def generate(
-        self, tokens: Sequence[int], sampling: Sampling, request_id: str | None = None, priority: int = 0
-    ) -> Completion:
-        """Continues `tokens`; see `Engine.generate`. Raises RolloutError for a request that cannot be served."""
-        self._check(tokens, sampling, request_id)
-        future = self._enter_loop().create_future()
-        request = EngineRequest(list(tokens), sampling, request_id, priority, future)
-        self._waiting.add(request)
-        if request_id is not None:
-            self._ids.add(request_id)
-        self._admit()
-        try:
-            return await future
-        finally:
-            if future.cancelled():
-                self._abandon(request)
-            if request_id is not None:
-                self._ids.discard(request_id)
-
-    async def load_weights(self, weights: Weights, version: int) -> None:
-        """Replaces the weights while nothing is sampled; see `Engine.load_weights`. Raises ModelError for an update that is not
-        exactly the model's tensors, RolloutError where vLLM fails."""
-        self._enter_loop()
-        if self._state == "closed" or self._loading:
-            raise RolloutError(f"engine.load_weights: {'another load is under way' if self._loading else CLOSED}.")
-        self._loading = True
-        buckets = Buckets(self._bucket_bytes)
-        try:
-            await self._update(weights, version, buckets)
-        except BaseException as error:
-            self._broken = "the last load_weights did not complete"
-            self._fail(RolloutError(f"engine: weights of version {version} were half loaded when it failed: {error!r}"))
-            with contextlib.suppress(RolloutError):
-                await self._process.ask("cancel_update")
-            raise
-        finally:
-            self._loading = False
-            buckets.close()
-        self._broken = ""
-        self.version = version
-        await self._go_on()
-
-    async def _update(self, weights: Weights, version: int, buckets: Buckets) -> None:
-        received: set[str] = set()
-        await self._process.ask("begin_update")
-        async for path in buckets.files(weights, self._names):
-            received |= set((await self._process.ask("update", path=str(path)))["names"])
-        self._names.check_complete(received)
-        await self._process.ask("finish_update", version=version)
-
-    async def pause(self, mode: PauseMode = "keep") -> None:
-        """Stops sampling; see `Engine.pause`."""
-        if self._state == "closed":
-            return
-        self._enter_loop()
-        if mode == "wait":
-            self._state = "draining"
-            await self._go_on()
-            while self._running and self._state == "draining":
-                await asyncio.wait([request.task for request in self._running if request.task is not None])
-            if self._state != "draining":
-                return  # somebody resumed or closed it in the meantime
-        self._state = "paused"
-        await self._process.ask("pause")
-        if mode == "abort":
-            self._end_waiting("paused")
-            await self._end_running("paused", CLOSE_S)
-
-    async def resume(self) -> None:
-        """Continues after `pause`; a closed engine stays closed."""
-        if self._state == "closed":
-            return
-        self._enter_loop()
-        self._state = "open"
-        await self._go_on()
-
-    async def abort(self, request_id: str) -> None:
-        """Ends the request with that id; see `Engine.abort`."""
-        self._end_waiting("aborted", request_id)
-        calls = [request.call for request in self._running if request.id == request_id]
-        if calls:
-            self._process.send("abort", calls=calls)  # not awaited: another one would take its place in between
-
-    async def close(self) -> None:
-        """Ends every request and vLLM's process; the engine cannot be used afterwards."""
-        if self._state == "closed":
-            return
-        self._state = "closed"
-        self._end_waiting("aborted")
-        with contextlib.suppress(RolloutError):
-            await self._end_running("aborted", CLOSE_S)
-        await asyncio.to_thread(self._process.close)
-
-    def kill(self) -> None:
-        """Ends vLLM's process at once, whatever it does."""
-        self._state = "closed"
-        self._process.kill()
-
-    # --- requests -------------------------------------------------------------------------------------------------------
-
-    def _check(self, tokens: Sequence[int], sampling: Sampling, request_id: str | None) -> None:
-        if self._state == "closed":
-            raise RolloutError(f"engine: {CLOSED}.")
-        if self._broken:
-            raise RolloutError(f"engine: {self._broken}; load complete weights first.")
-        if not tokens or len(tokens) >= self.max_tokens:
-            raise RolloutError(
-                f"engine.generate: a prompt of {len(tokens)} tokens; expected at least 1, and room in the {self.max_tokens} "
-                "tokens that it and its completion may have (engine.max_tokens, or the model's positions)."
-            )
-        lowest, highest = (choose((*tokens, *sampling.stop_token_ids)) for choose in (min, max))
-        if lowest < 0 or highest >= self._vocab:
-            raise RolloutError(
-                f"engine.generate: token {lowest if lowest < 0 else highest} is outside the vocabulary of {self._vocab}; is the "
-                "tokenizer the model's?"
-            )
-        cold = 0 < sampling.temperature < COLDEST
-        if sampling.max_tokens < 1 or not sampling.temperature >= 0 or cold:
-            raise RolloutError(
-                f"engine.generate: expected max_tokens >= 1 and a temperature of 0 or at least {COLDEST} (vLLM samples at no "
-                f"lower one), found {sampling.max_tokens} and {sampling.temperature}."
-            )
-        self._special_stops(sampling.stop)
-        if request_id in self._ids:
-            raise RolloutError(f"engine.generate: request id '{request_id}' is in flight already; ids must differ.")
-
-    def _enter_loop(self) -> asyncio.AbstractEventLoop:
-        loop = asyncio.get_running_loop()
-        if self._loop is not None and self._loop is not loop:
-            if self._loop.is_running() and self._in_flight():
-                raise RolloutError("engine: it is in use by another event loop; use one loop at a time.")
-            for request in self._in_flight():  # their loop was closed under them
-                self._abandon(request)
-            self._running.clear()
-            self._ids.clear()
-        self._loop = loop
-        return loop
-
-    def _in_flight(self) -> list[EngineRequest]:
-        return [*self._waiting.requests(), *self._running]
-
-    def _admit(self) -> None:
-        """Gives free places to those that wait, the lowest priority number first, then who came first."""
-        while (
-            self._state == "open" and not self._loading and self._waiting and len(self._running) < self.max_concurrency
-        ):
-            request = self._waiting.next()
-            self._running.add(request)
-            sent = self._submit(request)
-            request.task = asyncio.get_running_loop().create_task(self._finish(request, sent))
-
-    def _submit(self, request: EngineRequest) -> Sent:
-        sampling = request.sampling
-        seed = sampling.seed if sampling.seed is not None else hash((self._seed, next(self._order)))
-        sent = self._process.send(
-            "generate",
-            tokens=request.tokens,
-            max_tokens=min(sampling.max_tokens, self.max_tokens - len(request.tokens)),
-            temperature=sampling.temperature,
-            stop=list(sampling.stop),
-            stop_token_ids=[*sampling.stop_token_ids, *self._special_stops(sampling.stop)],
-            seed=seed & 0x7FFFFFFFFFFFFFFF,
-            priority=request.priority,
-            salt=str(self.version),
-        )
-        request.call = sent.call
-        return sent
-
-    async def _finish(self, request: EngineRequest, sent: Sent) -> None:
-        """Takes the answer to a request that runs."""
-        try:
-            reply = await self._process.reply(
-                "generate", sent, self._answer_s, lambda: self._loading or self._state == "paused"
-            )
-            if not request.future.done():
-                request.future.set_result(completion(request, reply, self.counts))
-        except RolloutError as error:
-            if not request.future.done():
-                request.future.set_exception(error)
-        except asyncio.CancelledError:  # the loop ends
-            self._process.send("abort", calls=[request.call])
-            self._running.discard(request)
-            raise
-        self._running.discard(request)
-        self._admit()
-
-    def _abandon(self, request: EngineRequest) -> None:
-        """Nobody waits for the request any longer."""
-        self._waiting.take(lambda other: other is request)
-        if request in self._running:
-            self._process.send("abort", calls=[request.call])
-
-    def _end_waiting(self, stop: Stop, request_id: str | None = None) -> None:
-        for request in self._waiting.take(lambda other: request_id in (None, other.id)):
-            if not request.future.done():
-                request.future.set_result(Completion([], [], [], stop))
-
-    async def _end_running(self, stop: Stop, limit_s: float) -> None:
-        """Ends what runs, and waits until it has ended."""
-        running = list(self._running)
-        for request in running:
-            request.ended_as = stop
-        if running:
-            await self._process.ask("abort", limit_s, calls=[request.call for request in running])
-            await asyncio.wait([request.task for request in running if request.task is not None], timeout=limit_s)
-
-    def _fail(self, failure: RolloutError) -> None:
-        """Hands an error to everyone who waits for a completion."""
-        for request in [*self._waiting.take(lambda _: True), *self._running]:
-            if not request.future.done():
-                request.future.set_exception(failure)
-        if self._running:
-            self._process.send("abort", calls=[request.call for request in self._running])
-
-    async def _go_on(self) -> None:
-        """Lets vLLM sample, and those that wait run, unless something forbids it."""
-        if self._loading or self._state in ("paused", "closed"):
-            return
-        await self._process.ask("resume")
-        self._admit()
-
-    def _special_stops(self, strings: tuple[str, ...]) -> tuple[int, ...]:
-        if not strings:
-            return ()
-        if self._stops is None:
-            self._stops = StopTokens(self._tokenizer or Tokenizer.from_pretrained(self.path), self._vocab)
-        return self._stops.of(strings)
 
 
 def _check_options(deterministic: bool, arguments: Mapping[str, Any]) -> None:
@@ -362,10 +88,3 @@ def _check_options(deterministic: bool, arguments: Mapping[str, Any]) -> None:
         )
     if reserved := sorted(RESERVED & set(arguments)):
         raise ConfigError(f"rollout.engine.arguments: {', '.join(reserved)}: rlflow sets it itself; leave it out.")
-
-
-def check_sizes(**values: int) -> None:
-    """Raises ConfigError for an option below 1."""
-    for name, value in values.items():
-        if value < 1:
-            raise ConfigError(f"rollout.engine.{name}: expected at least 1, found {value}.")

@@ -9,7 +9,8 @@ from typing import Any, Literal
 from rlflow.components import takes
 from rlflow.rollout.engine import Engine
 from rlflow.rollout.tokenizer import Tokenizer
-from rlflow.rollout.vllm.engine import VLLMEngine, check_sizes
+from rlflow.rollout.vllm.engine import VLLMEngine
+from rlflow.rollout.vllm.queueing import check_sizes
 
 logger = logging.getLogger(__name__)
 

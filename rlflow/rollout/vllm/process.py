@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import concurrent.futures
 import contextlib
 import importlib.util
@@ -20,21 +19,20 @@ import tempfile
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rlflow.errors import ConfigError, MissingPackageError, RolloutError
 from rlflow.rollout.frames import FrameError, encode, receive
+from rlflow.rollout.vllm.backend import Sent, VLLMBackend
 
 logger = logging.getLogger(__name__)
 
 PACKAGE = "rlflow_vllm"
 PROGRAM = ("-m", f"{PACKAGE}.vllm.worker")
 VARIABLE = "RLFLOW_VLLM_PYTHON"
-CALL_S = 600.0  # of a call that is no generation: a step under way is waited for, and a bucket of weights is loaded
 SEND_S = 60
 STOP_S = 15.0
 REPORT_EVERY_S = 20.0
@@ -89,19 +87,13 @@ def child_environment(python: str, folder: Path, kv_gib: int) -> dict[str, str]:
     return environment
 
 
-@dataclass(frozen=True)
-class Sent:
-    """A message that was sent, by its number, and its reply, or a RolloutError where the process has ended."""
-
-    call: int
-    reply: Future[dict[str, Any]]
-
-
-class VLLMProcess:
+class VLLMProcess(VLLMBackend):
     """A process with vLLM, started at once; `wait_until_ready` before anything is asked of it. Used from any thread and loop.
 
     arguments: what `worker.VLLMServer.do_start` takes. It ends with `close`, with this object, with this process; a log that an
     error has named stays."""
+
+    name = "vLLM: its process"
 
     def __init__(self, python: str, arguments: Mapping[str, Any], *, kv_gib: int = 1) -> None:
         self.folder = _make_folder()
@@ -112,7 +104,6 @@ class VLLMProcess:
         self._failure = ""
         self._closing = False
         self.heard = time.monotonic()
-        """When the process last said something."""
         ours, theirs = socket.socketpair()
         ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", SEND_S, 0))
         self._socket = ours
@@ -145,12 +136,12 @@ class VLLMProcess:
             done, _ = concurrent.futures.wait([self._ready], timeout=max(0.0, min(left_s, REPORT_EVERY_S)))
             waited_s = time.monotonic() - self._started
             if done:
-                reply = self._checked("start", self._ready.result())
+                reply = self.checked("start", self._ready.result())
                 logger.info("vLLM %s is ready after %.0f s", reply.get("vllm"), waited_s)
                 return reply
             if left_s <= 0:
                 raise RolloutError(
-                    f"vLLM: it was not ready after {limit_s:g} s (rollout.engine.start_s); {self._last_words()}"
+                    f"vLLM: it was not ready after {limit_s:g} s (rollout.engine.start_s); {self.last_words()}"
                 )
             logger.warning("waiting for vLLM to load the model (%.0f s)", waited_s)
 
@@ -175,37 +166,6 @@ class VLLMProcess:
             except OSError:
                 pass  # it has ended: the thread that reads says so to all who wait
         return Sent(number, future)
-
-    async def ask(
-        self, operation: str, limit_s: float = CALL_S, may_be_silent: Callable[[], bool] | None = None, **fields: Any
-    ) -> dict[str, Any]:
-        """The reply to a message. may_be_silent: whether the process has nothing to do
-        now; a silence counts only where it has.
-
-        Raises RolloutError: the process has ended, has failed at this, or was silent for limit_s seconds."""
-        return await self.reply(operation, self.send(operation, **fields), limit_s, may_be_silent)
-
-    async def reply(
-        self,
-        operation: str,
-        sent: Sent,
-        limit_s: float = CALL_S,
-        may_be_silent: Callable[[], bool] | None = None,
-    ) -> dict[str, Any]:
-        """The reply to a message that was sent; see `ask`."""
-        since = time.monotonic()
-        waited = asyncio.wrap_future(sent.reply)
-        while True:
-            done, _ = await asyncio.wait({waited}, timeout=min(limit_s, 5.0))
-            if done:
-                return self._checked(operation, waited.result())
-            if may_be_silent is not None and may_be_silent():
-                since = time.monotonic()
-            silent_s = time.monotonic() - max(since, self.heard)
-            if silent_s >= limit_s:
-                raise RolloutError(
-                    f"vLLM: its process has been silent for {silent_s:.0f} s, with '{operation}' unanswered; {self._last_words()}"
-                )
 
     @property
     def pid(self) -> int:
@@ -250,11 +210,13 @@ class VLLMProcess:
         for future in pending:
             future.set_exception(RolloutError(self._failure))
 
-    def _checked(self, operation: str, reply: dict[str, Any]) -> dict[str, Any]:
+    def checked(self, operation: str, reply: dict[str, Any]) -> dict[str, Any]:
         if "error" in reply:
             self._told.set()
             if "EngineDeadError" in reply["error"]:
-                raise RolloutError(f"vLLM: {operation.replace('_', ' ')} failed, as its engine has ended; {self._last_words()}")
+                raise RolloutError(
+                    f"vLLM: {operation.replace('_', ' ')} failed, as its engine has ended; {self.last_words()}"
+                )
             raise RolloutError(f"vLLM: {operation.replace('_', ' ')} failed: {reply['error']}; its log: {self.log}")
         return reply
 
@@ -262,15 +224,15 @@ class VLLMProcess:
         try:
             code = self._process.wait(STOP_S)
         except subprocess.TimeoutExpired:
-            return f"vLLM: its process hung up; {self._last_words()}"
+            return f"vLLM: its process hung up; {self.last_words()}"
         how = (
             f"was ended by signal {-code} ({signal.Signals(-code).name})"
             if code < 0
             else f"ended with exit code {code}"
         )
-        return f"vLLM: its process {how}; {self._last_words()}"
+        return f"vLLM: its process {how}; {self.last_words()}"
 
-    def _last_words(self) -> str:
+    def last_words(self) -> str:
         """How the log ends, in one line: the last line that tells of an error, else the last one."""
         self._told.set()
         try:
@@ -281,7 +243,9 @@ class VLLMProcess:
             return "its log is gone."
         if not lines:
             return f"it said nothing (log: {self.log})."
-        telling = [line for line in lines if "Error" in line and "EngineDeadError" not in line]  # which only says: see above
+        telling = [
+            line for line in lines if "Error" in line and "EngineDeadError" not in line
+        ]  # which only says: see above
         told = _PREFIX.sub("", (telling or lines)[-1])
         return f"it said last: {told[:400]} (log: {self.log})"
 

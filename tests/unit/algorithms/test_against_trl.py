@@ -1,8 +1,10 @@
-"""Losses and gradients against TRL's own loss code on the same tensors: `pip install 'PATH_OR_GIT_URL[benchmarks]'`."""
+"""Losses and gradients against those of TRL on the same tensors; `bash tests/run.sh --full` installs it (tests/trl_env.sh)."""
 
 from __future__ import annotations
 
 import collections
+import os
+import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,6 +28,9 @@ from tests.unit.algorithms.tensors import random_batch
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]  # TRL takes seconds to import
 
+if "RLFLOW_TRL_PACKAGES" in os.environ:
+    sys.path.append(os.environ["RLFLOW_TRL_PACKAGES"])  # last: what is tested comes from where it always does
+
 BUDGET = 7
 ON_PROXIMAL = {"anchor": "proximal"}  # TRL's old log-probs, which its corrections are relative to
 
@@ -41,7 +46,7 @@ class Accelerator:
 
 def trl_loss(batch: Batch, logprobs: Tensor, **options: Any) -> Tensor:
     """What TRL's `_compute_loss` gives for the batch at these log-probs, as a trainer of one process without accumulation."""
-    trainers = pytest.importorskip("trl", reason="TRL is not installed: pip install 'PATH_OR_GIT_URL[benchmarks]'")
+    trainers = pytest.importorskip("trl", reason="TRL is not installed, see tests/trl_env.sh")
     geometric = options.get("loss_type") == "gmpo"
     if geometric:
         from trl.experimental.gmpo import GMPOTrainer as Trainer

@@ -79,6 +79,12 @@ def test_five_ratios(correction, expected):
     torch.testing.assert_close(found.double(), matrix([float(value) for value in expected]), atol=1e-6, rtol=0)
 
 
+def test_at_most_one_what_the_engine_made_too_likely_is_weighed_down_and_nothing_up():
+    """DART's alignment (arXiv 2509.23866): log-ratios -.5, .2 and 0 at a cap of 1."""
+    found = coefficients(TruncatedImportance(1.0), ratios([math.exp(value) for value in (-0.5, 0.2, 0.0)]))
+    torch.testing.assert_close(found.double(), matrix([0.6065307, 1.0, 1.0]), atol=1e-6, rtol=0)
+
+
 @pytest.mark.parametrize(("level", "ratio"), [("sequence", 1.349859), ("geometric", 1.105171), ("max", 1.648721)])
 def test_a_row_has_the_product_the_geometric_mean_or_the_largest_ratio(level, ratio):
     batch = ratios([math.exp(value) for value in (0.1, -0.3, 0.5)])

@@ -65,7 +65,10 @@ assert "collapses" in safety.tables.__globals__["SIGNS"]
 cell = safety.measured("aipo", "dppo", 4, 0, steps=6)
 assert 0.05 < cell["reward"] < 1 and cell["entropy"] > 0, cell
 table = safety.tables({("aipo", "dppo"): {lag: [done] for lag in safety.LAGS}})
-assert "| dppo | - | - | - | - | - | `+++++` | - | - |" in table and "0.96 0.96 0.96" in table
+assert "| dppo | - | - | - | - | - | `+++++` | - | - |" in table and "0.96 0.96 0.96" in table and "Of one seed." in table
+told = safety.spread({("aipo", "dppo"): {0: [done, done, done], 4: [done, {**done, "reward": 0.85}, {**done, "reward": 0.9}]}})
+assert "median of 3 seeds" in told and "by 0.055 in the median combination and by 0.11 at the most" in told, told
+assert "different signs at 4: `aipo` with dppo." in told and "same signs" in safety.spread({("aipo", "dppo"): {0: [done] * 2}})
 """
 
 

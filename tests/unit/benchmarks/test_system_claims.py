@@ -72,7 +72,7 @@ GOOD: dict[str, dict[str, dict[str, Any]]] = {
         "by duration, none broken": {"slow": 0.9},
     },
     "mle_stages": {"without": {"stages": 0.3, "first": 0.1}, "instrumentation": {"stages": 4.5, "first": 1.0}},
-    "asearcher": {"4 turns": {"near": 0.9, "far": 0.0}, "12 turns": {"near": 0.9, "far": 0.7}},
+    "asearcher": {"4 turns": {"near": 0.9, "far": 0.0}, "12 turns": {"near": 0.9, "far": 0.7, "learned": 0.9}},
 }
 BAD = [
     ("sapo_swarm", "4/4", "cumulative", 9.0),
@@ -95,6 +95,7 @@ BAD = [
     ("mle_stages", "without", "stages", 0.8),
     ("asearcher", "4 turns", "far", 0.1),
     ("asearcher", "12 turns", "far", 0.1),
+    ("asearcher", "12 turns", "learned", 0.7),
 ]
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
-from rlflow.cluster.watching import Doing, Stillness, Work, culprits, verdict
+from rlflow.cluster.watching import Doing, StallLimits, Stillness, Work, culprits, native_stack, verdict
 
 
 def at(file: str, instruction: int = 0) -> Doing:
@@ -75,3 +77,32 @@ def test_work_is_seen_from_another_thread() -> None:
     done.set()
     thread.join()
     assert work.look() == Doing() and work.look().place == "idle"
+
+
+def test_a_rank_that_is_silent_ends_a_call_in_which_the_others_move() -> None:
+    stillness = Stillness(limit_s=10)
+    looks = {
+        now: stillness.look({0: at("poll.py", now), 1: WAITING if now == 0 else None}, now_s=now) for now in range(21)
+    }
+    assert not any(looks[now] for now in range(20)) and looks[20]
+
+
+def test_a_deadline_grows_with_what_a_call_took_and_never_falls_below_its_floor() -> None:
+    deadlines = StallLimits(floor_s=100)
+    assert deadlines.of("save") == 100
+    deadlines.took("save", 20)
+    assert deadlines.of("save") == 100
+    deadlines.took("save", 50)
+    deadlines.took("save", 40)
+    assert deadlines.of("save") == 150 and deadlines.of("update") == 100
+
+
+def test_py_spy_is_asked_where_it_is_installed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert native_stack(os.getpid()) == ""
+    program = tmp_path / "py-spy"
+    program.write_text('#!/bin/sh\necho "asked $*"\n')
+    program.chmod(0o755)
+    assert native_stack(77) == "asked dump --nonblocking --pid 77"
+    program.write_text("#!/bin/sh\nexit 1\n")
+    assert native_stack(77) == ""

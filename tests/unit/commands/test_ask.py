@@ -56,8 +56,8 @@ def test_what_is_printed_is_what_a_rollout_gets(model: Path, capsys: pytest.Capt
 def test_another_policy_stands_beside_it(model: Path, other: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = ask(capsys, str(model), "a?", "--start", str(other))
     left, right = zip(*(line.split(" │ ") for line in out.splitlines()))
-    assert (left[0].strip(), right[0].strip()) == ("after", "before")
-    for column, path in ((left, model), (right, other)):
+    assert (left[0].strip(), right[0].strip()) == ("before", "after")
+    for column, path in ((left, other), (right, model)):
         said = [text.strip() for text in column]
         assert all(answer.strip() in said for answer in answers_of(path, "a?"))
 

@@ -8,7 +8,7 @@ import pytest
 
 from rlflow.commands import cli
 from rlflow.commands.ask import _sort_words, typed
-from rlflow.commands.conversation import Conversation, collapsed, side_by_side
+from rlflow.commands.conversation import Columns, Conversation, collapsed, side_by_side
 from rlflow.commands.show import Paint
 from rlflow.errors import ConfigError
 
@@ -62,6 +62,25 @@ def test_two_conversations_stand_beside_each_other_in_80_columns() -> None:
     assert all(len(line) <= 80 and line[38:41] == " │ " for line in lines)
     assert lines[0].split("│")[1].strip() == "before" and "I guess" in lines[1]
     assert "cut: max_turns" in lines[-1] and any("… 3 more lines" in line for line in lines)
+
+
+def test_columns_are_drawn_while_they_are_written_and_stand_whole_at_the_end(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with Columns(["before", "after"], PLAIN, live=True) as columns:
+        (_, before), (_, after) = columns.heard
+        before.shown("prompt")
+        before.said("I gu", False)
+        assert "I gu" in (first := capsys.readouterr().out) and "I guess" not in first
+        before.said("I guess", True)
+        assert "I guess" in capsys.readouterr().out
+        tell(after, ("prompt", "look it up"), (LONG, "Vasmere"))
+        assert "Vasmere" in capsys.readouterr().out
+        after.finish("terminated", "")
+        capsys.readouterr()
+    rows = [[part.strip() for part in line.split(" │ ")] for line in capsys.readouterr().out.splitlines()]
+    assert ["I guess", "look it up"] in rows and ["", "Vasmere"] in rows
+    assert before.turns == [("I guess", "")] and [said for said, _ in after.turns] == ["look it up", "Vasmere"]
 
 
 def test_whole_observations_are_wrapped() -> None:

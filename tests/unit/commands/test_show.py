@@ -70,7 +70,7 @@ def test_the_folder_of_an_evaluation_is_shown(run: Path, tmp_path: Path, capsys:
 
 
 def test_a_time_says_what_it_counts(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert "step 2 after 20 s in training steps" in shown(capsys, str(run), "--trajectories", "0")
+    assert "step 2 after 20 s from the start, evaluations included" in shown(capsys, str(run), "--trajectories", "0")
     assert times_text([{"time/evaluate_s": 70.0}, {"time/step_s": 9.0}], {"seconds": 614}) == (
         "10:14 from start to end, 1:10 of it in evaluations"
     )

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import pytest
 
 from rlflow.metrics.names import Metric
-from rlflow.metrics.warnings import Watch
+from rlflow.metrics.warnings import Watch, faults_of
 
 HEALTHY = {"train/reward": 0.4, "train/advantage_zero": 0.5, "train/entropy": 0.8, "train/logprob_gap": 1e-6,
            "rollout/turns": 2.0, "rollout/responses_cut": 0.3, "rollout/aborted": 0.0}  # fmt: skip
@@ -20,7 +20,7 @@ REGISTERED = {
 
 def told(steps: Iterable[dict[str, float]], registered: dict[str, Metric] = REGISTERED) -> list[list[str]]:
     watch = Watch(registered)
-    return [watch.observe({**HEALTHY, **step}) for step in steps]
+    return [[fault.text for fault in watch.observe(at, {**HEALTHY, **step})] for at, step in enumerate(steps)]
 
 
 def test_a_healthy_run_is_warned_of_nothing() -> None:
@@ -67,9 +67,27 @@ def test_drift_is_also_what_grows_from_a_small_gap() -> None:
 
 def test_metrics_that_a_run_does_not_have_are_no_sign() -> None:
     watch = Watch(REGISTERED)
-    assert not any(watch.observe({"train/nll": 1.0}) for _ in range(9))
+    assert not any(watch.observe(step, {"train/nll": 1.0}) for step in range(9))
 
 
-def test_several_signs_are_several_sentences() -> None:
-    both = {"train/advantage_zero": 1.0, "rollout/responses_cut": 2.0, "train/reward": 0.0}
-    assert len(told([both] * 3)[2]) == 2
+def test_an_engine_that_never_gets_weights_is_told_though_its_gap_grows_from_the_first_step_on() -> None:
+    found = told([{"train/logprob_gap": gap} for gap in (1e-6, 0.02, 0.04, 0.05)])
+    assert [len(texts) for texts in found] == [0, 0, 0, 1]
+
+
+def test_the_gap_of_episodes_that_ran_ahead_is_their_age() -> None:
+    assert not any(told([{}] * 3 + [{"train/logprob_gap": 0.2, "rollout/staleness": 1.5}] * 5))
+
+
+def test_several_signs_are_several_sentences_but_what_follows_from_another_is_not_told() -> None:
+    lost = {"train/advantage_zero": 1.0, "rollout/aborted": 0.1}
+    assert len(told([lost] * 3)[2]) == 2
+    cut = {"train/advantage_zero": 1.0, "rollout/responses_cut": 2.0, "train/reward": 0.0}
+    assert [text[:22] for text in told([cut] * 3)[2]] == ["All responses are cut,"]
+
+
+def test_what_a_run_was_told_can_be_told_again_from_its_records() -> None:
+    records = [{"step": step, **HEALTHY, "rollout/aborted": 0.1} for step in range(1, 6)]
+    assert [(fault.name, fault.step) for fault in faults_of([{"step": 0}, *records], {})] == [("episodes are lost", 3)]
+    watch = Watch({})
+    assert len(watch.recall(records)) == 1 and watch.observe(6, records[-1]) == [], "once in a run, resumed or not"

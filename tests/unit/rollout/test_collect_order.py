@@ -20,9 +20,9 @@ from rlflow.errors import ConfigError
 from rlflow.models.huggingface import iterate_weights
 from rlflow.rollout import Rollout, Tokenizer
 from rlflow.rollout.embedded.engine import EmbeddedEngine
+from rlflow.rollout.fake_engine import FakeEngine
 from rlflow.types import Episode, Step, Task, Trajectory
 from tests.unit.rollout.asking import Asking, RecordingEngine, all_trajectories, make
-from tests.unit.rollout.fake_engine import FakeEngine
 
 
 def test_seeds_follow_step_task_and_attempt(qwen: Path, tokenizer: Tokenizer) -> None:

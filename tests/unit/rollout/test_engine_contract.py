@@ -11,8 +11,8 @@ import torch
 from rlflow.models.huggingface import iterate_weights
 from rlflow.rollout import Tokenizer
 from rlflow.rollout.embedded.engine import EmbeddedEngine
+from rlflow.rollout.fake_engine import FakeEngine
 from tests.unit.rollout.engine_contract import EngineContract, Make, Pairs
-from tests.unit.rollout.fake_engine import FakeEngine
 
 
 class TestEmbeddedEngine(EngineContract):

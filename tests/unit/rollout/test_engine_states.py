@@ -26,7 +26,7 @@ from rlflow.models.huggingface import iterate_weights
 from rlflow.rollout import Tokenizer
 from rlflow.rollout.embedded.engine import EmbeddedEngine
 from rlflow.rollout.engine import Completion, Engine, Sampling
-from tests.unit.rollout.fake_engine import FIRST_WEIGHTS, FakeEngine
+from rlflow.rollout.fake_engine import FIRST_WEIGHTS, FakeEngine
 
 Pairs = list[tuple[str, Tensor]]
 LIMIT_S = 20.0

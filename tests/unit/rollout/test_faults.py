@@ -15,9 +15,9 @@ from rlflow.errors import EnvironmentContractError, RolloutError
 from rlflow.rollout import Rollout, Tokenizer
 from rlflow.rollout.environment_calls import tasks_of
 from rlflow.rollout.episodes import LONG_TEXT
+from rlflow.rollout.fake_engine import FakeEngine
 from rlflow.types import Episode, Step, StopReason, Task
 from tests.unit.rollout.asking import Asking
-from tests.unit.rollout.fake_engine import FakeEngine
 
 
 class Unspeakable(Exception):

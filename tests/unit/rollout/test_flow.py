@@ -14,10 +14,10 @@ from rlflow.errors import EnvironmentContractError
 from rlflow.rollout import Rollout, Tokenizer
 from rlflow.rollout.continuation import Continued
 from rlflow.rollout.engine import Completion, Sampling
+from rlflow.rollout.fake_engine import FIRST_WEIGHTS, FakeEngine
 from rlflow.rollout.flow import Begun, Ended, EpisodeFlow
 from rlflow.types import Episode, Step, Task, Trajectory
 from tests.unit.rollout.asking import Asking
-from tests.unit.rollout.fake_engine import FIRST_WEIGHTS, FakeEngine
 
 NEW_WEIGHTS = {"scale": torch.full((3,), 2.0), "shift": torch.zeros(2)}
 PROMPT = [10, 20, 30]

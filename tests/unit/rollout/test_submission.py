@@ -15,9 +15,9 @@ import pytest
 from rlflow.errors import ConfigError, EnvironmentContractError, RolloutError
 from rlflow.rollout import Rollout, TaskSource, Tokenizer
 from rlflow.rollout.assembler import GroupAssembler
+from rlflow.rollout.fake_engine import FakeEngine
 from rlflow.types import Episode, Group, Step, StopReason, Task, Trajectory, stamp
 from tests.unit.rollout.asking import Asking
-from tests.unit.rollout.fake_engine import FakeEngine
 
 
 class Stuck(Asking):

@@ -17,8 +17,8 @@ from rlflow.models.huggingface import Digest, digest, iterate_weights
 from rlflow.rollout import Rollout, Tokenizer, WeightProbe
 from rlflow.rollout.embedded.engine import EmbeddedEngine
 from rlflow.rollout.engine import Engine
+from rlflow.rollout.fake_engine import FakeEngine, fake_logprob
 from tests.unit.rollout.asking import Asking, all_trajectories, make
-from tests.unit.rollout.fake_engine import FakeEngine, fake_logprob
 
 PAIRS = [("scale", torch.full((3,), 2.0)), ("shift", torch.ones(2))]
 

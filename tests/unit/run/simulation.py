@@ -24,6 +24,9 @@ from rlflow.run.journal import AttemptJournal
 from rlflow.run.pacing import Pacing
 from rlflow.types import Group, Segment, StopReason, Task, Trajectory
 
+HANGS = 8
+"""Times the longest time of an attempt, after which one that hangs is given up."""
+
 
 class Killed(Exception):
     """The process is gone."""
@@ -54,7 +57,8 @@ class Policies:
 class Workload:
     """median_s, sigma: of an attempt's lognormal time. train_s: of a step. failing: share of the attempts. frozen: attempts stand
     still while the trainer works. lost: share of the attempts that end with the worker that plays them, or on the way to it.
-    lives: news after which a process dies, one number per life but the last."""
+    stuck: share of the attempts that hang until their deadline. group_s: see `Terms`. lives: news after which a process dies, one
+    number per life but the last. moves: a resumed run has another number of places."""
 
     seed: int = 0
     prompts: int = 3
@@ -69,6 +73,9 @@ class Workload:
     refused: float = 0.0
     frozen: bool = True
     lost: float = 0.0
+    stuck: float = 0.0
+    group_s: float | None = None
+    moves: bool = False
     checkpoint_every: int = 2
     lives: tuple[int, ...] = ()
 
@@ -95,9 +102,11 @@ class SimulatedFlow:
         self._attempts: dict[str, Attempt] = {}
         self._events: list[tuple[float, int, str, str]] = []  # time, order, kind, request
         self._sampled: dict[str, list[tuple[int, int]]] = {}  # (node, version) of each token so far
+        self._failing: dict[str, bool] = {}
         self._told: list[News] = []
         self._order = 0
         self._life = life
+        self._places = draw.randint(1, 12) if workload.moves and version else workload.places
 
     def start(self, attempt: Attempt, lane: int) -> None:
         assert attempt.request_id not in self._attempts, "an id that is in flight"
@@ -141,12 +150,15 @@ class SimulatedFlow:
         self._clock.now = until
 
     def _fill(self) -> None:
-        while self._queue and len(self._sampled) < self._workload.places:
+        while self._queue and len(self._sampled) < self._places:
             name = self._queue.pop(0)
             self._sampled[name] = []
-            self._told.append(Begun(name, self.version))
+            self._told.append(Begun(name, self.version, self._clock.now))
             work = self._workload
             length = min(self._draw.lognormvariate(0, work.sigma) * work.median_s, work.longest_s)
+            hangs = bool(work.stuck) and self._draw.random() < work.stuck
+            length = HANGS * work.longest_s if hangs else length
+            self._failing[name] = hangs or self._draw.random() < work.failing
             for share in sorted(self._draw.random() for _ in range(self._draw.randint(1, 4))):
                 self._push(share * length, "token", name)
             self._push(length, "end", name)
@@ -161,6 +173,7 @@ class SimulatedFlow:
             self._sampled[name].append((self.node, self.version))
             return
         tokens, attempt = self._sampled.pop(name), self._attempts.pop(name)
+        failed = self._failing.pop(name)
         if self._draw.random() < self._workload.lost:
             others = [one for one in self._queue if self._draw.random() < self._workload.lost]
             for one in others:
@@ -169,7 +182,6 @@ class SimulatedFlow:
             self._told += [Lost(one, "w", "it died", self._clock.now) for one in (name, *others)]
             self._fill()
             return
-        failed = self._draw.random() < self._workload.failing
         self._told.append(Ended(name, _trajectory(attempt, tokens, failed)))
         self._fill()
 
@@ -214,6 +226,7 @@ class Outcome:
     seconds: float
     refused: set[str]
     labels: list[int]  # of all trained tokens: version in training - version
+    short: float = 0.0  # groups that ended short, over all lives
 
 
 class Simulation:
@@ -249,11 +262,14 @@ class Simulation:
         source.load_state_dict(state)
         flow = SimulatedFlow(work, self.clock, self.draw, node, step, life)
         self.journal = AttemptJournal(self.path)
-        terms = Terms(work.samples, most_steps, lease_s=10 * work.longest_s, max_aborted_share=1.0)
+        terms = Terms(
+            work.samples, most_steps, lease_s=10 * work.longest_s, group_s=work.group_s, max_aborted_share=1.0
+        )
         ahead = GroupsAhead(self.journal, flow, attempt_of, source, source.tasks, self.pacing, terms, self.clock)
         ahead.recover(step)
         while groups := self._next(ahead, step, source):
             assert step < most_steps, "it does not come to an end"
+            self.outcome.short += ahead.report()["rollout/groups_short"]
             self._train(step, node, groups)
             flow.pass_time(work.train_s)
             node, step = self.policies.updated(node), step + 1
@@ -287,6 +303,7 @@ class Simulation:
                     self.outcome.worst = max(self.outcome.worst, self.policies.distance(node, int(token)))
                     self.outcome.labels.append(step - int(version))
             self.outcome.trained.append((step, group.id, tuple(one.attempt for one in group.trajectories)))
+            assert all(one.group_stats[0] == len(group.usable) for one in group.usable)
 
     def _admit(self, groups: list[Group]) -> list[Group]:
         kept = [

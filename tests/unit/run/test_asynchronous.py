@@ -29,7 +29,10 @@ WORKLOADS = st.builds(
     failing=st.sampled_from([0.0, 0.2]),
     refused=st.sampled_from([0.0, 0.3]),
     frozen=st.booleans(),
-    lost=st.sampled_from([0.0, 0.3]),
+    lost=st.sampled_from([0.0, 0.0, 0.3]),
+    stuck=st.sampled_from([0.0, 0.0, 0.15]),
+    group_s=st.sampled_from([None, 3.0, 70.0]),
+    moves=st.booleans(),
     checkpoint_every=st.integers(1, 4),
     lives=st.lists(st.integers(0, 60), max_size=4).map(tuple),
 )
@@ -49,11 +52,11 @@ CASES = WORKLOADS.flatmap(lambda work: st.tuples(st.just(work), pacings(work.pro
 
 
 def played(workload: Workload, pacing: Pacing) -> tuple[Outcome, list[tuple]]:
-    """The outcome, and the journal's (number, sample, task, group, state, step, oldest version, whether there is a payload)."""
+    """The outcome, and the journal's (number, sample, task, group, state, step, reason, whether there is a payload)."""
     with tempfile.TemporaryDirectory(prefix="rlflow-journal-", dir=MEMORY) as folder:
         outcome = Simulation(Path(folder), pacing, workload).run()
         with sqlite3.connect(Path(folder) / "journal.sqlite") as database:
-            columns = "number, sample, task, group_id, state, step, min_version, payload IS NOT NULL"
+            columns = "number, sample, task, group_id, state, step, reason, payload IS NOT NULL"
             rows = database.execute(f"SELECT {columns} FROM attempts ORDER BY number, sample").fetchall()
         database.close()
     return outcome, rows
@@ -69,7 +72,12 @@ def assert_kept_its_promises(workload: Workload, pacing: Pacing) -> None:
     assert set(trained.values()) <= {1}
     assert set(trained) | outcome.refused == {f"t{number}" for number in range(workload.tasks)}
     assert not set(trained) & outcome.refused
-    assert all(attempts == tuple(range(workload.samples)) for _, _, attempts in outcome.trained)
+    late = {
+        (name, sample) for _, sample, _, name, state, _, reason, _ in rows if (state, reason) == ("dropped", "late")
+    }
+    for _, name, attempts in outcome.trained:
+        assert attempts and attempts == tuple(k for k in range(workload.samples) if (name, k) not in late)
+    assert not late or workload.group_s is not None
     # The journal says the same, and is bounded: no payload outlives the checkpoint.
     journaled = {(step - 1, name) for _, _, _, name, state, step, _, _ in rows if state == "trained"}
     assert journaled == {(step, name) for step, name, _ in outcome.trained}
@@ -131,3 +139,43 @@ def test_staleness_sits_below_its_bound_where_run_ahead_is_less() -> None:
     near, _ = played(work, Pacing(work.prompts, 4, 1))
     far, _ = played(work, Pacing(work.prompts, 4, 4))
     assert sum(near.labels) / len(near.labels) < sum(far.labels) / len(far.labels) <= 4
+
+
+def test_an_attempt_that_hangs_costs_its_group_one_attempt_and_no_step_its_time() -> None:
+    work = Workload(seed=5, tasks=40, samples=4, places=64, stuck=0.05, failing=0.0, frozen=False)
+    waits, _ = played(work, Pacing(work.prompts, 2, 1))
+    patient = dataclasses.replace(work, group_s=70.0)
+    assert_kept_its_promises(patient, Pacing(work.prompts, 2, 1))
+    closes, rows = played(patient, Pacing(work.prompts, 2, 1))
+    late = [row for row in rows if row[6] == "late"]
+    assert late and closes.short == len({row[0] for row in late}) and waits.short == 0
+    assert closes.seconds < 0.4 * waits.seconds
+    # Nobody else was given up: no attempt that does not hang takes 70 s.
+    assert len(late) / len(rows) < 0.1
+
+
+@pytest.mark.parametrize("training_s, generation_s", [(3.0, 5.0), (4.0, 5.0), (5.0, 2.0)])
+def test_the_delayed_parameter_update_takes_the_longer_of_generation_and_training(
+    training_s: float, generation_s: float
+) -> None:
+    """The arithmetic of LlamaRL and AsyncFlow: the sum in step, the maximum one step apart, one version old. Attempts take
+    equally long and there is room for one batch of them, so nothing else can be gained."""
+    work = Workload(tasks=60, prompts=2, samples=2, median_s=generation_s, sigma=0.0, train_s=training_s, places=4, failing=0.0,
+                    frozen=False, checkpoint_every=100)  # fmt: skip
+    steps = work.tasks // work.prompts
+    in_step, _ = played(work, Pacing(work.prompts))
+    apart, _ = played(work, Pacing(work.prompts, 1, 1))
+    assert in_step.seconds == pytest.approx(steps * (training_s + generation_s))
+    longer = max(training_s, generation_s)
+    assert steps * longer <= apart.seconds <= steps * longer + training_s + generation_s
+    assert set(in_step.labels) == {0} and set(apart.labels) <= {0, 1}
+
+
+def test_far_enough_ahead_a_long_tail_leaves_training_alone_to_be_waited_for() -> None:
+    """Lognormal times of median 2 s and sigma 1.2, training of 3 s: nine tenths of a run of 100 steps, its beginning and its last
+    stragglers included, are training."""
+    work = Workload(seed=4, tasks=400, prompts=4, samples=4, train_s=3.0, places=256, failing=0.0, frozen=False,
+                    checkpoint_every=1000)  # fmt: skip
+    outcome, _ = played(work, Pacing(work.prompts, 16, 8))
+    steps = work.tasks // work.prompts
+    assert steps * work.train_s / outcome.seconds >= 0.9

@@ -17,10 +17,11 @@ import pytest
 from rlflow.metrics.names import Metric
 from rlflow.run import live_page
 from rlflow.run.clock import Clock
-from rlflow.run.live_page import LivePage, SeveralDisplays, make_display
+from rlflow.run.display import SeveralDisplays, make_display
+from rlflow.run.live_page import LivePage
 from rlflow.run.pace import Pace
 from rlflow.run.page import PageState, render_page
-from rlflow.run.progress import NoProgress
+from rlflow.run.progress import Progress
 from rlflow.run.svg import learning_curves, ticks, time_bars
 from rlflow.types import StopReason, Trajectory, Turn
 
@@ -74,10 +75,11 @@ def test_the_page_tells_headline_curve_time_episodes_and_warnings_while_the_run_
     page.evaluated(1, {**EVALUATION, "eval/exact_match": 0.886})
     page.phase("rollout")
     page.episode(3, 128, attempt("France"))
-    page.warned(1, "No group differed.")
+    for step in (2, 3, 4):
+        page.step(step, {**STEP, "train/advantage_zero": 1.0})
     shown = get(page.url)
-    for words in ("exact match 89%, was 35%", "rollout (3 of 128 episodes)", "step 1</b> No group differed.", "Paris",
-                  "Capital of France?", "an answer", "rollout 75%", "step 1 of 10", "reward (training) 0.50",
+    for words in ("exact match 89%, was 35%", "rollout (3 of 128 episodes)", "step 4</b> No group differed", "Paris",
+                  "Capital of France?", "an answer", "rollout 75%", "step 4 of 10", "reward (training) 0.50",
                   "exact match 0.350 [0.300, 0.400]"):  # fmt: skip
         assert words in shown, words
     content = get(page.url + "content")
@@ -99,7 +101,6 @@ def test_nothing_from_outside_becomes_markup(tmp_path: Path) -> None:
     live.report = tmp_path / "report.html"
     live.registered = {EVIL: Metric("share", EVIL, score=True)}
     live.phase(EVIL)
-    live.warned(1, EVIL)
     live.episode(1, 1, attempt(EVIL, EVIL))
     live.evaluated(0, {f"eval/{EVIL}": 0.5, f"eval/{EVIL}_low": 0.1, f"eval/{EVIL}_high": 0.9})
     live.step(1, {**STEP, f"train/{EVIL}": 0.5})
@@ -193,15 +194,14 @@ def test_the_page_shows_the_last_episodes_of_different_tasks(page: LivePage) -> 
 
 
 def test_several_displays_are_told_the_same(page: LivePage) -> None:
-    both = SeveralDisplays([NoProgress(), page])
+    both = SeveralDisplays([Progress(), page])
     both.registered = REGISTERED
     both.restore([])
     both.phase("update")
     both.step(3, STEP)
-    both.warned(3, "careful")
     both.message("x")
     assert page.registered is REGISTERED and both.registered is REGISTERED
-    assert "careful" in get(page.url) and "update" in get(page.url)
+    assert "step 3 of 10" in get(page.url) and "update" in get(page.url)
 
 
 def test_rendering_is_cheap_for_a_long_run() -> None:

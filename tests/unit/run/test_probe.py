@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from torch import Tensor
 
-from rlflow.errors import RolloutError
+from rlflow.errors import ConfigError, RolloutError
 from rlflow.loop import train
 from rlflow.rollout.embedded.engine import EmbeddedEngine
 from rlflow.run.open import open_run
@@ -35,6 +35,12 @@ class Forgetful(Unhashed):
         await super().load_weights(mine, version)
 
 
+class Fixed(EmbeddedEngine):
+    """Keeps the weights that it has."""
+
+    takes_weights = False
+
+
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_letters_model(tmp_path_factory.mktemp("model"))
@@ -53,3 +59,10 @@ def test_an_engine_that_kept_the_old_weights_ends_the_run(model: Path, tmp_path:
     config = letters_config(model, tmp_path, *FEW, f"rollout.engine.name={__name__}:Forgetful")
     with pytest.raises(RolloutError, match=r"engine and trainer differ by .* nats on a token of the probe"):
         train(config)
+
+
+def test_an_engine_that_takes_no_weights_is_refused_before_anything_is_written(model: Path, tmp_path: Path) -> None:
+    config = letters_config(model, tmp_path, *FEW, f"rollout.engine.name={__name__}:Fixed")
+    with pytest.raises(ConfigError, match=r"rollout\.engine: Fixed takes no weights: it serves evaluation, not training"):
+        train(config)
+    assert not list(tmp_path.iterdir())

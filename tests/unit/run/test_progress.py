@@ -14,10 +14,10 @@ import pytest
 from rlflow.errors import ConfigError
 from rlflow.metrics.names import Metric
 from rlflow.run.clock import Clock
+from rlflow.run.display import make_progress
 from rlflow.run.lines import clock, evaluation_line, headline, next_commands, phase_seconds, sparkline, summary_text
 from rlflow.run.pace import Pace
 from rlflow.run.panel import RichProgress, hidden_control_keys
-from rlflow.run.progress import make_progress
 from rlflow.types import StopReason, Trajectory, Turn
 
 REGISTERED = {
@@ -154,11 +154,12 @@ def test_an_evaluation_is_called_after_the_training_only_if_it_was_made_then() -
 
 
 def test_the_next_commands_are_those_that_can_be_given() -> None:
-    assert [command for command, _ in next_commands(SUMMARY)] == [
-        'rlflow ask runs/a "a question"', "rlflow view runs/a --open", "rlflow show runs/a", "rlflow eval --model runs/a/export"
-    ]  # fmt: skip
+    given = ["rlflow view runs/a --open", "rlflow show runs/a", "rlflow eval --model runs/a/export"]
+    assert [command for command, _ in next_commands({**SUMMARY, "takes_questions": False})] == given
+    asked = [command for command, _ in next_commands({**SUMMARY, "takes_questions": True})]
+    assert asked == ['rlflow ask runs/a "a question"', *given], "only where the environment makes a task of text"
     assert next_commands({**SUMMARY, "written": {}}) == []
-    assert summary_text(SUMMARY, REGISTERED).splitlines()[-5] == "next"
+    assert summary_text(SUMMARY, REGISTERED).splitlines()[-4] == "next"
 
 
 def episode(response: str) -> Trajectory:

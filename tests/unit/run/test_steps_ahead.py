@@ -12,12 +12,12 @@ from fixtures import tiny_model
 
 from rlflow.errors import RolloutError
 from rlflow.rollout import Rollout, Tokenizer
+from rlflow.rollout.fake_engine import FIRST_WEIGHTS, FakeEngine
 from rlflow.run.asynchronous import GroupsAhead, Terms
 from rlflow.run.journal import AttemptJournal
 from rlflow.run.pacing import Pacing
 from rlflow.types import Group
 from tests.unit.rollout.asking import Asking
-from tests.unit.rollout.fake_engine import FIRST_WEIGHTS, FakeEngine
 from tests.unit.rollout.test_submission import Counting
 from tests.unit.run.simulation import Tasks
 
@@ -28,7 +28,9 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 
 
 def over(tokenizer: Tokenizer, environment: Asking) -> Rollout:
-    return Rollout(FakeEngine(tokenizer), environment, tokenizer, samples_per_prompt=2, max_response_tokens=12)
+    return Rollout(
+        FakeEngine(tokenizer, max_concurrency=4), environment, tokenizer, samples_per_prompt=2, max_response_tokens=12
+    )
 
 
 def every_other(groups: list[Group]) -> list[Group]:

@@ -12,12 +12,12 @@ from transformers import PreTrainedTokenizerFast
 
 from rlflow.environment import Environment
 from rlflow.rollout import Response, Rollout, Tokenizer, Transcripts
+from rlflow.rollout.fake_engine import FakeEngine
 from rlflow.swarm.filter import Swarm
 from rlflow.swarm.messages import dump
 from rlflow.swarm.transport import ExperienceTransport
 from rlflow.types import Group, Task
 from tests.flow.letters import DEMAND, LETTERS, SPECIAL, Letters
-from tests.unit.rollout.fake_engine import FakeEngine
 
 WORDS = (*SPECIAL, *LETTERS, DEMAND, "|")
 

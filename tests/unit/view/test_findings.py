@@ -8,7 +8,7 @@ import pytest
 
 from rlflow.rollout import Tokenizer
 from rlflow.types import StopReason
-from rlflow.view.findings import drift, evidence, findings, never_stopping, provable, words
+from rlflow.view.findings import evidence, findings, never_stopping, provable, words
 from rlflow.view.recorded import RunFiles
 from tests.unit.view.crafted import (
     GUESSED,
@@ -34,7 +34,7 @@ def test_rewards_without_the_answer_in_an_observation_are_found(
     write_frame(tmp_path, [trained(1)])
     groups = [group_of(of, [attempt(tokenizer, of, 0, turns)]) for of in (task(f"t{number}") for number in range(6))]
     write_step(tmp_path, tokenizer, 1, groups)
-    assert [finding.fault for finding in findings(RunFiles.open(tmp_path))] == found
+    assert [finding.name for finding in findings(RunFiles.open(tmp_path))] == found
 
 
 def test_tokens_of_old_weights_are_found_by_their_versions(tmp_path: Path, tokenizer: Tokenizer) -> None:
@@ -42,7 +42,7 @@ def test_tokens_of_old_weights_are_found_by_their_versions(tmp_path: Path, token
     of = task("t")
     for version, found in ((8, []), (7, []), (2, ["old weights"])):
         write_step(tmp_path, tokenizer, 9, [group_of(of, [attempt(tokenizer, of, 0, SEARCHED, version=version)])])
-        assert [finding.fault for finding in findings(RunFiles.open(tmp_path))] == found
+        assert [finding.name for finding in findings(RunFiles.open(tmp_path))] == found
 
 
 def test_runs_that_may_sample_ahead_and_episodes_from_elsewhere_are_none_of_it(
@@ -54,15 +54,17 @@ def test_runs_that_may_sample_ahead_and_episodes_from_elsewhere_are_none_of_it(
         write_frame(tmp_path, [trained(9)], f"rollout: {{asynchronous: {{max_staleness: {staleness}}}}}\n")
         old.source = source
         write_step(tmp_path, tokenizer, 9, [group_of(of, [old])])
-        assert [finding.fault for finding in findings(RunFiles.open(tmp_path))] == found
+        assert [finding.name for finding in findings(RunFiles.open(tmp_path))] == found
 
 
-def test_a_gap_is_drift_when_it_is_large_or_has_grown() -> None:
-    def of(*gaps: float) -> bool:
-        return drift([trained(step, gap=gap) for step, gap in enumerate(gaps, start=1)]) is not None
-
-    assert not of() and not of(1e-6, 2e-6) and not of(0.02, 0.03) and not of(1e-7, 1e-4)
-    assert of(0.06) and of(1e-6, 0.02) and of(0.02, 0.02, 0.3)
+def test_what_the_run_was_warned_of_is_a_finding_and_stands_once(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    cut = {"rollout/turns": 1.0, "rollout/responses_cut": 1.0}
+    write_frame(tmp_path, [{**trained(step, gap=1e-6 if step == 1 else 0.3), **cut} for step in range(1, 6)])
+    of = task("t")
+    endless = [attempt(tokenizer, of, number, SEARCHED, version=4, stop=StopReason.MAX_TOKENS) for number in range(6)]
+    write_step(tmp_path, tokenizer, 5, [group_of(of, endless)])
+    found = findings(RunFiles.open(tmp_path))
+    assert [fault.title for fault in found] == ["responses never stop (step 3)", "engine and trainer disagree (step 4)"]
 
 
 def test_responses_that_never_stop_are_told_from_episodes_that_are_too_long(tokenizer: Tokenizer) -> None:

@@ -1,23 +1,31 @@
-"""Environments of other libraries keep the contract here, and train; each test needs the library."""
+"""Environments of other libraries keep the contract here, and train; each test needs the library, which `tests/run.sh --full`
+installs beside rlflow (tests/adapters_env.sh)."""
 
 from __future__ import annotations
 
+import asyncio
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from rlflow import check_environment, train
 from rlflow.components import ENVIRONMENT
+from rlflow.environment import Environment
 from rlflow.errors import ConfigError
-from rlflow.types import Episode
+from rlflow.types import Episode, Step
 from tests.fixtures import tiny_model
 from tests.flow.letters import letters_config
 
-GYMNASIUM = "rlflow_environments.adapters.gymnasium:GymnasiumEnvironment"
-REASONING = "rlflow_environments.adapters.reasoning:ReasoningGym"
+HERE = Path(__file__).parent
 
 
-def one_step(tmp_path: Path, environment: str) -> float:
+def one_step(tmp_path: Path, environment: str, *values: str) -> float:
     """The number of episodes of a training step of a random model."""
     from rlflow.metrics.sinks import read_metrics
 
@@ -25,22 +33,52 @@ def one_step(tmp_path: Path, environment: str) -> float:
     values = ("rollout.max_total_tokens=900", "rollout.max_response_tokens=4", "rollout.prompts_per_step=2",
               "rollout.samples_per_prompt=2",
               "run.steps=1", "trainer.backend=reference", "evaluation.questions=2", "evaluation.final_questions=2",
-              "checkpoint.export=false", "metrics.picture=false", "data.max_prompt_tokens=800")  # fmt: skip
+              "checkpoint.export=false", "metrics.picture=false", "data.max_prompt_tokens=800", *values)  # fmt: skip
     train(letters_config(model, tmp_path, f"environment={environment}", *values))
     return read_metrics(tmp_path / "letters" / "metrics.jsonl")[-1]["rollout/episodes"]
 
 
+def made(name: str, **keywords: Any) -> Environment:
+    environment: Environment = ENVIRONMENT.build({"name": name, **keywords})
+    return environment
+
+
+def keeps_the_contract(environment: Environment, episodes: int = 8) -> None:
+    report = check_environment(environment, episodes=episodes)
+    assert report.passed, str(report)
+
+
+def played(
+    environment: Environment, *responses: str, task: int = 0, split: str = "train"
+) -> tuple[Episode, list[Step]]:
+    """The steps of one episode, reset and closed in one event loop, as Rollout does."""
+
+    async def play() -> tuple[Episode, list[Step]]:
+        episode = await environment.reset(environment.tasks(split)[task])
+        steps = []
+        try:
+            for response in responses:
+                episode.turns += 1
+                steps.append(await environment.step(episode, response))
+        finally:
+            await environment.close(episode)
+        return episode, steps
+
+    return asyncio.run(play())
+
+
+# ------------------------------------------------------------------------------------------------------------- gymnasium
+
+
 def test_a_gymnasium_game_keeps_the_contract_and_trains(tmp_path: Path) -> None:
     pytest.importorskip("gymnasium", reason="gymnasium is not installed: pip install gymnasium")
-    options = {"id": "Taxi-v4", "tasks_per_split": 4}
-    report = check_environment(ENVIRONMENT.build({"name": GYMNASIUM, **options}), episodes=8)
-    assert report.passed, str(report)
-    assert one_step(tmp_path, f"{{name: '{GYMNASIUM}', id: Taxi-v4, tasks_per_split: 4}}") == 4.0
+    keeps_the_contract(made("gymnasium:Taxi-v4", tasks_per_split=4))
+    assert one_step(tmp_path, "{name: 'gymnasium:Taxi-v4', tasks_per_split: 4}") == 4.0
 
 
 def test_actions_and_rewards_are_the_games_own() -> None:
     gymnasium = pytest.importorskip("gymnasium", reason="gymnasium is not installed: pip install gymnasium")
-    environment = ENVIRONMENT.build({"name": GYMNASIUM, "id": "CliffWalking-v1", "tasks_per_split": 1})
+    environment = made("gymnasium", id="CliffWalking-v1", tasks_per_split=1)
     (task,) = environment.tasks("train")
     assert "Actions: 0 to 3." in task.prompt
     episode, game = environment.reset(task), gymnasium.make("CliffWalking-v1")
@@ -56,20 +94,284 @@ def test_actions_and_rewards_are_the_games_own() -> None:
     assert step.metrics["invalid_actions"] == 2.0
     environment.close(episode)
     with pytest.raises(ConfigError, match="gymnasium cannot make 'NoSuch-v0'"):
-        ENVIRONMENT.build({"name": GYMNASIUM, "id": "NoSuch-v0"})
+        made("gymnasium:NoSuch-v0")
+
+
+TALK = """
+import gymnasium
+from gymnasium import spaces
+
+class Parrot(gymnasium.Env):
+    action_space = spaces.Text(20)
+    observation_space = spaces.Dict({"word": spaces.Text(20), "round": spaces.Discrete(3)})
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.word, self.round = "abc"[int(self.np_random.integers(3))] * 2, 0
+        return {"word": self.word, "round": 0}, {}
+
+    def step(self, action):
+        self.round += 1
+        return {"word": self.word, "round": self.round}, float(action == self.word), self.round == 2, False, {}
+
+def shown(observation):
+    return f"round {observation['round']}: say {observation['word']}"
+"""
+
+
+def test_a_text_space_and_a_formatter(tmp_path: Path) -> None:
+    gymnasium = pytest.importorskip("gymnasium", reason="gymnasium is not installed: pip install gymnasium")
+    (tmp_path / "talk.py").write_text(TALK)
+    formatter = f"{tmp_path / 'talk.py'}:shown"
+    parrot = ENVIRONMENT.resolve(f"{tmp_path / 'talk.py'}:Parrot")  # any Kind finds a file's class
+    gymnasium.register("rlflow/Parrot-v0", parrot, max_episode_steps=9)
+    environment = made("gymnasium:rlflow/Parrot-v0", formatter=formatter)
+    keeps_the_contract(environment)
+    episode = environment.reset(environment.tasks("train")[0])
+    word = episode.task.prompt.split()[-1]
+    assert episode.task.prompt.endswith(f"round 0: say {word}\n")
+    first, second = environment.step(episode, f"{word}\n"), environment.step(episode, "no\n")
+    assert (first.observation, first.reward, first.terminated) == (f"round 1: say {word}\n", 1.0, False)
+    assert (second.reward, second.terminated, second.metrics["finished"]) == (0.0, True, 1.0)
+
+
+# --------------------------------------------------------------------------------------------------------- reasoning_gym
 
 
 def test_problems_of_reasoning_gym_keep_the_contract_are_scored_by_its_rule_and_train(tmp_path: Path) -> None:
     pytest.importorskip("reasoning_gym", reason="reasoning_gym is not installed: pip install reasoning-gym")
-    options = {"dataset": "basic_arithmetic", "tasks_per_split": 6}
-    environment = ENVIRONMENT.build({"name": REASONING, **options})
-    report = check_environment(environment, episodes=8)
-    assert report.passed, str(report)
+    environment = made("reasoning_gym:basic_arithmetic", tasks_per_split=6)
+    keeps_the_contract(environment)
     for split in ("train", "val"):
         for task in environment.tasks(split):
             assert environment.step(Episode(task), f"{task.answer}\n").reward == 1.0
             assert environment.step(Episode(task), "neither\n").reward < 1.0
     assert {task.prompt for task in environment.tasks("train")} != {task.prompt for task in environment.tasks("val")}
     with pytest.raises(ConfigError, match="Did you mean 'basic_arithmetic'"):
-        ENVIRONMENT.build({"name": REASONING, "dataset": "basic_arithmetics"})
-    assert one_step(tmp_path, f"{{name: '{REASONING}', dataset: basic_arithmetic, tasks_per_split: 6}}") == 4.0
+        made("reasoning_gym:basic_arithmetics")
+    assert one_step(tmp_path, "{name: 'reasoning_gym:basic_arithmetic', tasks_per_split: 6}") == 4.0
+
+
+# --------------------------------------------------------------------------------------------------------------- openenv
+
+
+@contextmanager
+def served(sessions: int, *arguments: str) -> Iterator[tuple[str, subprocess.Popen[str]]]:
+    """The address of the game of openenv_server.py, played by openenv's own server, and its process."""
+    pytest.importorskip("openenv", reason="openenv is not installed: pip install openenv")
+    command = [sys.executable, str(HERE / "openenv_server.py"), str(sessions), *arguments]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            port = process.stdout.readline().strip()
+            assert port, "the server ended before it served"
+            yield f"http://127.0.0.1:{port}", process
+        finally:
+            process.kill()
+
+
+@pytest.mark.slow
+def test_a_server_of_openenv_keeps_the_contract_and_trains(tmp_path: Path) -> None:
+    import random
+
+    with served(64) as (url, _):
+        environment = made(f"openenv:{url}")
+        keeps_the_contract(environment)
+        for number, task in enumerate(environment.tasks("val")[:3]):
+            right = random.Random(task.answer).randrange(10)  # as the server draws it
+            episode, steps = played(environment, "x\n", f"{(right + 1) % 10}\n", f"{right}\n", task=number, split="val")
+            assert episode.task.prompt.endswith("Which number?\n") and "integer" in episode.task.prompt
+            assert steps[0].observation.startswith("Not an action: Invalid message")
+            hint = "lower" if (right + 1) % 10 > right else "higher"
+            assert [(step.observation, step.reward, step.terminated) for step in steps[1:]] == [
+                (f"{hint}\n", 0.0, False),
+                ("right\n", 1.0, True),
+            ]
+            assert steps[-1].metrics == {"finished": 1.0, "invalid_actions": 1.0}
+        assert one_step(tmp_path, f"{{name: 'openenv:{url}', tasks_per_split: 4}}") == 4.0
+
+
+@pytest.mark.slow
+def test_sessions_that_a_server_does_not_have_are_waited_for_and_given_back() -> None:
+    from rlflow_environments.adapters.openenv import OpenEnvError
+
+    with served(1) as (url, _):
+        keeps_the_contract(made(f"openenv:{url}"), episodes=2)  # two episodes at a time, one session
+        environment = made(f"openenv:{url}", wait_s=0.5)
+
+        async def two() -> None:
+            first = await environment.reset(environment.tasks("train")[0])
+            with pytest.raises(OpenEnvError, match=r"no session within 0.5 s .*max_concurrent_envs"):
+                await environment.reset(environment.tasks("train")[1])
+            await environment.close(first)
+            await environment.close(await environment.reset(environment.tasks("train")[1]))
+
+        asyncio.run(two())
+
+
+@pytest.mark.slow
+def test_a_server_that_fails_hangs_or_dies_aborts_the_episode_in_time() -> None:
+    from rlflow_environments.adapters.openenv import OpenEnvError
+
+    with served(8) as (url, process):
+        environment = made(f"openenv:{url}", action={"number": "{response}"}, timeout_s=1.0, options={"numbers": 1})
+        assert played(environment, "0\n")[1][0].reward == 1.0  # `options` reach the server's reset
+        with pytest.raises(OpenEnvError, match="'step' failed on the server: out of luck"):
+            played(environment, "13\n")
+        with pytest.raises(OpenEnvError, match="no answer to 'step' within 1 s"):
+            played(environment, "99\n")
+
+        async def killed() -> None:
+            episode = await environment.reset(environment.tasks("train")[0])
+            process.kill()
+            process.wait()
+            with pytest.raises(OpenEnvError, match="'step'"):
+                await environment.step(episode, "1\n")
+            await environment.close(episode)
+            with pytest.raises(OpenEnvError, match="no connection"):
+                await environment.reset(environment.tasks("train")[0])
+
+        asyncio.run(killed())
+        with pytest.raises(ConfigError, match=r"environment.url: expected an OpenEnv server, found none"):
+            made(f"openenv:{url}")
+
+
+# ------------------------------------------------------------------------------------------------------------- verifiers
+
+
+@pytest.fixture
+def classic(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The package verifiers, where it has environments with `env_response`; those of packages/ can be imported."""
+    library = pytest.importorskip("verifiers", reason="verifiers is not installed: pip install 'verifiers<0.4'")
+    if not hasattr(library, "load_environment"):
+        pytest.skip(f"verifiers {library.__version__} has tasksets only: pip install 'verifiers<0.4'")
+    monkeypatch.syspath_prepend(HERE / "packages")
+    return library
+
+
+@pytest.mark.slow
+def test_environments_of_verifiers_keep_the_contract_and_train(classic: Any, tmp_path: Path) -> None:
+    for kind in ("single", "multi", "tools"):
+        keeps_the_contract(made("verifiers:classic_games", options={"kind": kind}))
+    assert one_step(tmp_path, "{name: 'verifiers:classic_games', options: {kind: multi}}", "rollout.max_turns=3") == 4.0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "replies"),
+    [
+        ("single", ["cba"]),
+        ("single", ["bc"]),
+        ("multi", ["3", "1"]),
+        ("multi", ["2", "3", "9", "4"]),
+        ("multi", ["1"]),
+    ],
+)
+def test_rewards_metrics_and_messages_are_those_of_verifiers_own_rollout(
+    classic: Any, kind: str, replies: list[str]
+) -> None:
+    """Oracle: `Environment.rollout` with a client that says the same."""
+    from verifiers import types
+    from verifiers.clients import Client
+
+    said = iter(replies)
+
+    async def reply(self: Any, prompt: Any, *_: Any, **__: Any) -> Any:
+        message = types.ResponseMessage(content=next(said), finish_reason="stop", is_truncated=False)
+        return types.Response(id="1", created=0, model="policy", message=message)
+
+    methods = {**dict.fromkeys(Client.__abstractmethods__, reply), "get_response": reply}
+    client = type("Scripted", (Client,), methods)(None)
+    environment = made("verifiers:classic_games", options={"kind": kind})
+    theirs = classic.load_environment("classic_games", kind=kind)
+    row = environment._rows["val"][0]
+
+    async def rollout() -> Any:
+        state = await theirs.rollout(row, client, "policy", {})
+        await theirs.rubric.score_rollout(state)
+        return state
+
+    state = asyncio.run(rollout())
+    episode, steps = played(environment, *replies, split="val")
+    assert [step.terminated for step in steps] == [False] * (len(replies) - 1) + [True]
+    assert steps[-1].reward == pytest.approx(state["reward"])
+    assert steps[-1].metrics == pytest.approx({**state["metrics"], "rubric": state["reward"]})
+    prompt = [{"role": message.role, "content": message.content} for message in state["trajectory"][-1]["prompt"]]
+    ours = list(episode.task.prompt)
+    for response, step in zip(replies[:-1], steps[:-1], strict=True):
+        ours += [{"role": "assistant", "content": response}, *step.observation]
+    assert ours == prompt
+
+
+@pytest.mark.slow
+def test_tools_of_verifiers_are_called_in_the_form_of_the_chat_templates(classic: Any) -> None:
+    environment = made("verifiers:classic_games", options={"kind": "tools"})
+    assert environment.tools[0]["function"]["name"] == "square"
+    call = '<tool_call>{"name": "square", "arguments": {"number": %s}}</tool_call>'
+    _, steps = played(environment, call % 12, call % '"x"', "<tool_call>{no json</tool_call> opst")
+    assert steps[0].observation == [{"role": "tool", "content": "144"}]
+    assert "can't multiply sequence" in steps[1].observation[0]["content"]
+    assert steps[2].terminated and steps[2].reward == 1.0  # all letters of "pots"
+    assert (steps[2].metrics["square_calls"], steps[2].metrics["num_turns"]) == (2.0, 3.0)
+
+
+@pytest.mark.slow
+def test_what_does_not_map_is_refused_with_the_reason(classic: Any) -> None:
+    from rlflow_environments.adapters.verifiers.shared import VerifiersError
+
+    before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
+    with pytest.raises(ConfigError, match="scores groups of rollouts together"):
+        made("verifiers:classic_games", options={"kind": "group"})
+    with pytest.raises(ConfigError, match="'no_such_package' cannot be made"):
+        made("verifiers:no_such_package")
+    environment = made("verifiers:classic_games", options={"kind": "multi", "rewritten": True})
+    with pytest.raises(VerifiersError, match="rewrites earlier messages"):
+        played(environment, "5", task=1)
+    assert environment._environment.cleaned == 1  # close, after the failure
+    assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
+
+
+@pytest.mark.slow
+def test_a_rollout_that_is_cut_is_scored_and_cleaned_up_once(classic: Any) -> None:
+    environment = made("verifiers:classic_games", options={"kind": "multi"})
+
+    async def cut() -> Step:
+        episode = await environment.reset(environment.tasks("train")[8])
+        for turns_left, response in ((1, "1"), (0, "2")):
+            episode.turns, episode.turns_left = episode.turns + 1, turns_left
+            step = await environment.step(episode, response)
+        await environment.close(episode)
+        return step
+
+    step = asyncio.run(cut())
+    assert not step.terminated and step.reward == pytest.approx(-0.1) and step.metrics["hints"] == 1.0
+    assert environment._environment.cleaned == 1
+
+
+@pytest.fixture
+def tasksets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The package verifiers from 0.4 on."""
+    library = pytest.importorskip("verifiers", reason="verifiers is not installed: pip install verifiers")
+    if hasattr(library, "load_environment"):
+        pytest.skip(f"verifiers {library.__version__} is made of environments: pip install 'verifiers>=0.4'")
+    monkeypatch.syspath_prepend(HERE / "packages")
+
+
+@pytest.mark.slow
+def test_tasksets_of_verifiers_keep_the_contract_are_scored_by_their_rewards_and_train(
+    tasksets: None, tmp_path: Path
+) -> None:
+    environment = made("verifiers:sums_taskset")
+    keeps_the_contract(environment)
+    assert [len(environment.tasks(split)) for split in ("train", "val")] == [22, 3]
+    system, question = environment.tasks("val")[1].prompt
+    assert system == {"role": "system", "content": "Only the number."} and question["content"] == "2 + 0 ="
+    for response, right in (("2", 1.0), (" 2\n", 1.0), ("3", 0.0)):
+        _, (step,) = played(environment, response, task=1, split="val")
+        assert step.terminated and step.reward == 2 * right  # the reward's weight
+        assert step.metrics == {"characters": len(response.strip()), "rubric": 2 * right}
+    with pytest.raises(
+        ConfigError, match=r"scores in a runtime \(file\); expected a task of one prompt and one response"
+    ):
+        made("verifiers:sums_taskset", options={"boxed": True})
+    assert one_step(tmp_path, "{name: 'verifiers:sums_taskset', options: {most: 3}}") == 4.0

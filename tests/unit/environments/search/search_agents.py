@@ -9,10 +9,10 @@ from typing import Any
 from rlflow.environment import Environment, Step
 from rlflow.rollout import Rollout, Tokenizer
 from rlflow.rollout.engine import Completion, Sampling
+from rlflow.rollout.fake_engine import FakeEngine
 from rlflow.types import Trajectory
 from rlflow_environments.retrieval.corpus import Passage
 from rlflow_environments.retrieval.indices import Retriever
-from tests.unit.rollout.fake_engine import FakeEngine
 
 
 class Shelf(Retriever):

@@ -9,8 +9,8 @@ from collections.abc import Callable
 import pytest
 
 from rlflow.types import Task
+from rlflow_environments.common.blocks import blocks
 from rlflow_environments.common.threads import LONG_TEXT, beside_the_loop
-from rlflow_environments.search.blocks import blocks
 from rlflow_environments.search.own_documents.writing import read_reply
 from rlflow_environments.search.protocols import make_protocol
 from rlflow_environments.search.protocols.text import neutralize_tags, parse_action

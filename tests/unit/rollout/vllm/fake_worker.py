@@ -115,7 +115,9 @@ class FakeServer:
         entries = json.loads(content[8 : 8 + length])
         entries.pop("__metadata__", None)
         if "model.norm.weight" in entries:
-            (self.scale,) = struct.unpack_from("<f", content, 8 + length + entries["model.norm.weight"]["data_offsets"][0])
+            (self.scale,) = struct.unpack_from(
+                "<f", content, 8 + length + entries["model.norm.weight"]["data_offsets"][0]
+            )
         names = sorted(entries)
         return {"names": [name for name in names if self.fault != "forgets_a_name" or "norm" not in name]}
 

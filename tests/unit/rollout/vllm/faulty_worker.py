@@ -7,6 +7,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
+import watched_worker
 from rlflow_vllm.vllm import worker
 
 planted = ""
@@ -20,7 +21,7 @@ def sampling_arguments(message: Any) -> dict[str, Any]:
     return arguments
 
 
-class FaultyServer(worker.VLLMServer):
+class FaultyServer(watched_worker.WatchedServer):
     """Does as told by `plant`."""
 
     async def do_plant(self, message: dict[str, Any]) -> None:

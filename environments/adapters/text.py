@@ -1,0 +1,31 @@
+"""What the adapters have in common: tasks that are seeds, and observations that become text."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+from rlflow.components import Kind
+from rlflow.types import Task
+
+FORMATTER = Kind("formatter", call=1)
+"""`file.py:function` of an observation, which gives its text."""
+
+VALIDATION = 1_000_000  # the first seed of the validation tasks
+
+
+def formatted(name: str | None, default: Callable[[Any], str]) -> Callable[[Any], str]:
+    """What makes text of an observation. Raises ConfigError."""
+    return FORMATTER.resolve(name, "environment.formatter") if name else default
+
+
+def seeded_tasks(split: str, prompt: str, count: int) -> list[Task]:
+    """Tasks whose answer is a seed for the library's own reset; other seeds for validation."""
+    first = 0 if split == "train" else VALIDATION
+    return [Task(f"{split}-{number}", prompt, first + number) for number in range(count)]
+
+
+def beginning_with(task: Task, observation: str) -> Task:
+    """The task with its first observation at the end of the prompt."""
+    return dataclasses.replace(task, prompt=f"{task.prompt}{observation}\n")

@@ -1,0 +1,54 @@
+"""Environments of the package verifiers: their own prompts, ends and rubrics, but neither their rollout nor their client.
+Only text passes, so that the tokens stay those that the policy sampled.
+"""
+
+from __future__ import annotations
+
+import importlib
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from rlflow.environment import Environment
+from rlflow.errors import ConfigError, MissingPackageError, described
+from rlflow_environments.adapters.verifiers.shared import METRICS
+
+
+def make(environment: str, options: dict[str, Any] | None = None) -> Environment:
+    """An environment of verifiers by the name of its package, made with the options. Raises ConfigError for one that does not
+    map, MissingPackageError."""
+    try:
+        library = importlib.import_module("verifiers")
+    except ImportError as problem:
+        raise MissingPackageError(
+            f"environment verifiers: {problem.name} is not installed: pip install verifiers"
+        ) from None
+    if not hasattr(library, "load_environment"):
+        from rlflow_environments.adapters.verifiers.tasksets import VerifiersTaskset
+
+        return VerifiersTaskset(environment, options or {})
+    with _own_signal_handlers():
+        try:
+            made = library.load_environment(environment, **(options or {}))
+        except Exception as problem:  # noqa: BLE001 -- theirs may raise anything
+            raise ConfigError(
+                f"environment.environment: '{environment}' cannot be made: {described(problem)}"
+            ) from None
+    from rlflow_environments.adapters.verifiers.classic import VerifiersEnvironment
+
+    return VerifiersEnvironment(library, environment, made)
+
+
+make.shorthand, make.metrics = "environment", METRICS  # type: ignore[attr-defined]
+
+
+@contextmanager
+def _own_signal_handlers() -> Iterator[None]:
+    """Keeps the handlers of Ctrl-C and SIGTERM: making an environment of theirs replaces both."""
+    kept = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in kept.items():
+            signal.signal(number, handler)

@@ -1,0 +1,115 @@
+"""Which displays a run has: a live panel on a terminal or one line per step, and a page beside it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TextIO
+
+from rlflow.errors import ConfigError, MissingPackageError, did_you_mean
+from rlflow.metrics.names import Metrics
+from rlflow.run.clock import Clock
+from rlflow.run.live_page import LivePage
+from rlflow.run.pace import Pace
+from rlflow.run.panel import RichProgress
+from rlflow.run.progress import PlainProgress, Progress
+
+if TYPE_CHECKING:  # rlflow.types brings torch
+    from rlflow.types import Trajectory
+
+KINDS = ("auto", "rich", "plain", "none")
+
+
+def make_progress(
+    kind: str = "auto",
+    *,
+    steps: int,
+    title: str = "rlflow",
+    first_step: int = 0,
+    stream: TextIO | None = None,
+    clock: Clock | None = None,
+) -> Progress:
+    """A display. auto: rich on a terminal, plain elsewhere. `first_step` is the step that a resumed run starts from.
+
+    Raises:
+        ConfigError: unknown kind.
+        MissingPackageError: rich was asked for and is not installed.
+    """
+    stream = stream or sys.stderr
+    if kind not in KINDS:
+        raise ConfigError(
+            f"metrics.progress: expected one of {', '.join(KINDS)}, found '{kind}'.{did_you_mean(kind, KINDS)}"
+        )
+    if kind == "none":
+        return Progress()
+    pace = Pace(steps, first_step, clock)
+    if kind == "rich" or (kind == "auto" and stream.isatty()):
+        try:
+            return RichProgress(pace, title, stream)
+        except ImportError:
+            if kind == "rich":
+                raise MissingPackageError(
+                    "metrics.progress: the package 'rich' is not installed: pip install rich."
+                ) from None
+    return PlainProgress(pace, title, stream)
+
+
+class SeveralDisplays(Progress):
+    """Tells each of several displays what it is told."""
+
+    def __init__(self, displays: Sequence[Progress]) -> None:
+        self._displays = displays
+
+    @property
+    def registered(self) -> Metrics:
+        return self._displays[0].registered
+
+    @registered.setter
+    def registered(self, metrics: Metrics) -> None:
+        for display in self._displays:
+            display.registered = metrics
+
+    def phase(self, name: str, detail: str = "") -> None:
+        for display in self._displays:
+            display.phase(name, detail)
+
+    def episode(self, ended: int, total: int, trajectory: Trajectory) -> None:
+        for display in self._displays:
+            display.episode(ended, total, trajectory)
+
+    def restore(self, records: Sequence[Mapping[str, float]]) -> None:
+        for display in self._displays:
+            display.restore(records)
+
+    def step(self, step: int, metrics: Mapping[str, float]) -> None:
+        for display in self._displays:
+            display.step(step, metrics)
+
+    def evaluated(self, step: int, metrics: Mapping[str, float]) -> None:
+        for display in self._displays:
+            display.evaluated(step, metrics)
+
+    def message(self, text: str) -> None:
+        for display in self._displays:
+            display.message(text)
+
+    def finished(self, summary: Mapping[str, Any]) -> None:
+        for display in self._displays:
+            display.finished(summary)
+
+    def close(self) -> None:
+        for display in self._displays:
+            display.close()
+
+
+def make_display(
+    kind: str, *, page: bool, steps: int, title: str, first_step: int, clock: Clock
+) -> tuple[Progress, LivePage | None]:
+    """(what a run tells how it goes, the page in it where one is wanted); the terminal is told where the page is."""
+    terminal = make_progress(kind, steps=steps, title=title, first_step=first_step, clock=clock)
+    if not page:
+        return terminal, None
+    live = LivePage(Pace(steps, first_step, clock), title)
+    if live.url:
+        terminal.message(f"page: {live.url}")
+    return SeveralDisplays([terminal, live]), live
