@@ -13,7 +13,7 @@ from rlflow.rollout.flow import News
 from rlflow.rollout.workers import PlayOrder, WorkerFacts
 
 
-class Listener(Protocol):
+class NewsListener(Protocol):
     """Who started attempts."""
 
     def tell(self, news: Iterable[News]) -> None: ...
@@ -46,7 +46,7 @@ class PoolLimits:
 class EpisodeJob:
     """Attempts that a worker plays, or will. ended: those that are over, kept until all are where they belong together."""
 
-    flow: Listener
+    flow: NewsListener
     play: PlayOrder
     lane: int
     left: set[str] = field(default_factory=set)
