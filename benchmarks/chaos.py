@@ -52,7 +52,7 @@ class Turns(Environment):
     """Tasks of one to six turns, whatever the policy says. Some answers take long, few for ever: drawn by task, turn and the
     clock, so that another attempt meets another fate."""
 
-    stop = ("|",)
+    stop = (*"abcdef?|",)  # a token with text ends a response
     metrics = {"length": Metric("turns", "that the task has", score=False)}
 
     def tasks(self, split: str) -> Sequence[Task]:
@@ -62,7 +62,7 @@ class Turns(Environment):
         text = f"{episode.task.id}/{episode.turns}/{time.time_ns()}"
         fate = random.Random(hashlib.blake2b(text.encode(), digest_size=8).digest()).random()
         if os.environ.get("CHAOS_CALM") != "1":
-            await asyncio.sleep(3600.0 if fate < 0.0005 else 2.0 if fate < 0.01 else 0.02 * fate)
+            await asyncio.sleep(3600.0 if fate < 0.0005 else 2.0 if fate < 0.01 else 0.3 * fate)
         over = episode.turns >= episode.task.answer
         return Step(
             "" if over else "|b?", float("a" in response), terminated=over, metrics={"length": episode.task.answer}
@@ -123,11 +123,13 @@ class Chaos:
 
     def play(self, seconds: float, every_s: float, steps: int) -> None:
         """Hurts the run for so long; a driver that ended, by a kill or by its own error, is started again."""
-        until, limit = time.monotonic() + seconds, time.monotonic() + 3 * seconds + 600
+        until, limit = float("inf"), time.monotonic() + 3 * seconds + 600
         self.start()
         shown = 0.0
         while time.monotonic() < limit:
             time.sleep(self.draw.uniform(0.3, 1.7) * every_s)
+            if until == float("inf") and self.step() > 0:
+                until = time.monotonic() + seconds  # what starts is not counted
             if not self.alive():
                 if self.run.summary.is_file() or self.step() >= steps:
                     self.finish()
@@ -141,6 +143,12 @@ class Chaos:
             if time.monotonic() >= until and self.alive() and self.step() >= steps:
                 break
         self.finish()
+
+    def end(self) -> None:
+        """Ends the run and its processes, where any is left."""
+        if self.process is not None and self.process.poll() is None:
+            os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait()
 
     def finish(self) -> None:
         """Waits for the end of the run; ends it where it has no end."""
@@ -226,7 +234,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--minutes", type=float, default=30.0, help="of kills (default 30); the run then comes to its end in peace"
     )
-    parser.add_argument("--steps", type=int, help="of the run (default: 15 per minute)")
+    parser.add_argument("--steps", type=int, help="of the run (default: 60 per minute)")
     parser.add_argument(
         "--every", type=float, default=4.0, metavar="S", help="seconds between two kills, about (default 4)"
     )
@@ -235,10 +243,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--ranks", type=int, default=0, help="trainer ranks, which are killed then too (default 0: in the driver)"
     )
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--quick", action="store_true", help="half a minute of kills and ten steps")
+    parser.add_argument("--quick", action="store_true", help="half a minute of kills")
     args = parser.parse_args(arguments)
     minutes = 0.5 if args.quick else args.minutes
-    steps = args.steps or (10 if args.quick else max(10, round(15 * minutes)))
+    steps = args.steps or max(20, round(60 * minutes))
     kinds = {kind: share for kind, share in KINDS.items() if args.ranks or kind != "rank killed"}
     with tempfile.TemporaryDirectory(prefix="rlflow-chaos-") as name:
         folder = Path(name)
@@ -248,7 +256,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         config, run = write_run(folder, "hurt", steps, args.workers, args.ranks)
         run.path.mkdir(parents=True)
         chaos = Chaos(config, run, random.Random(args.seed), kinds)
-        chaos.play(60 * minutes, args.every, steps)
+        try:
+            chaos.play(60 * minutes, args.every, steps)
+        finally:
+            chaos.end()
         log = (folder / "runs" / "chaos.log").read_text(errors="replace").splitlines()
         if not run.summary.is_file():
             print("\n".join(log[-30:]))
@@ -257,6 +268,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         found = list(problems_of(run, steps))
         turns, expected = trained_turns(run, steps), trained_turns(calm_run, steps)
         p = different(turns, expected)
+        if not chaos.done:
+            found.append("nothing was hurt: the run ended too soon; give it more --steps")
         if p < SIGNIFICANT:
             found.append(f"episodes are of other lengths than in the calm run (p = {p:.2g})")
         with sqlite3.connect(run.journal) as database:
@@ -276,4 +289,5 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     sys.exit(main())
