@@ -60,6 +60,7 @@ class ServedVLLM(VLLMBackend):
         self._routes = Routes(url, key, connections)
         self.name = f"the vLLM server at {self._routes.url}"
         self._model, self._weights_folder, self._retry_s = model, weights_folder, retry_s
+        self.serves: str | None = None
         self._numbers = itertools.count()
         self._own = uuid.uuid4().hex[:12]  # apart from those of others at the same server
         self._tasks: dict[int, asyncio.Task[None]] = {}
@@ -117,7 +118,7 @@ class ServedVLLM(VLLMBackend):
             version = str((await self._routes.ask("GET", "/version"))["version"])
             listed = (await self._routes.ask("GET", "/v1/models"))["data"]
             served = self._chosen(listed)
-            self._model = served["id"]
+            self._model, self.serves = served["id"], served.get("root")
             await self._check_generation()
             paused = await self._routes.ask("GET", "/is_paused", missing={"is_paused": None})
             self._development = paused["is_paused"] is not None
