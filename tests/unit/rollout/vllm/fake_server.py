@@ -131,7 +131,9 @@ class FakeServed:
     ) -> dict[str, Any]:
         names = names or [self.label] * len(tokens)
         spans = [{"version": name, "start": at, "end": at + 1} for at, name in enumerate(names)]
-        top = [{"token_id": 9 + rank, "logprob": -rank / temperature} for rank in range(5)]
+        # as vLLM does: an improbable sampled token takes the place of the last of the most probable ones
+        ranks = (0, 1, 2, 3) if temperature == 1 else (20, 0, 1, 2)
+        top = [{"token_id": 9 + rank, "logprob": -rank / temperature} for rank in ranks]
         content = [{"token_id": t, "logprob": p, "top_logprobs": top} for t, p in zip(tokens, logprobs)]
         spans = [] if self.fault == "no_versions" and len(tokens) > 1 else spans
         choice = {
