@@ -19,12 +19,13 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 from rlflow.errors import ConfigError, RLFlowError, described, did_you_mean
 from rlflow.values import Named, checked, hints_of, show
 
 FILE_MODULE = "rlflow_file_"
+T = TypeVar("T")
 KEYWORDS = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
 
@@ -185,12 +186,12 @@ def file_modules() -> list[ModuleType]:
     return [module for name, module in list(sys.modules.items()) if name.startswith(FILE_MODULE)]
 
 
-def takes(*schemas: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Marks a function whose `**options` are the keyword-only parameters of these signatures."""
+def takes(*schemas: Callable[..., Any]) -> Callable[[T], T]:
+    """Marks a function, or a class, whose `**options` are the keyword-only parameters of these signatures."""
 
-    def mark(function: Callable[..., Any]) -> Callable[..., Any]:
-        function.takes = schemas  # type: ignore[attr-defined]
-        return function
+    def mark(target: T) -> T:
+        target.takes = schemas  # type: ignore[attr-defined]
+        return target
 
     return mark
 

@@ -6,9 +6,9 @@
 #   (none)   every claim at its smallest size; under 10 minutes on two cores
 #   --full   also the slow matrices, kill tests and real engines; under 60 minutes
 #
-# RLFLOW_TEST_PROCESSES=1 runs one test after another (2). With --full, RLFLOW_VLLM_PYTHON names an interpreter with vLLM, or `none`;
-# without it an environment is made where that can be (3.5 GB, once); RLFLOW_TRL_PACKAGES is the same for TRL (130 MB, once). Two more
-# hold what the adapters adapt (0.7 GB, once; RLFLOW_ADAPTERS=none leaves them out); their tests run when --full has no further arguments.
+# RLFLOW_TEST_PROCESSES=1 runs one test after another (2). --full makes environments with vLLM, TRL and what the adapters adapt, once, where
+# that can be (4.3 GB; RLFLOW_VLLM_PYTHON, RLFLOW_TRL_PACKAGES, RLFLOW_ADAPTERS: see environments.sh; `none` leaves one out). The adapters'
+# tests run when --full has no further arguments.
 #
 # Examples: bash tests/run.sh tests/unit -k losses
 #           bash tests/run.sh --full -x
@@ -27,14 +27,9 @@ if [ "${1:-}" = --full ]; then
 fi
 rlflow_setup test
 if [ -n "${full:-}" ]; then
-    # shellcheck source=vllm_env.sh
-    . "$here/vllm_env.sh"
-    rlflow_vllm
-    # shellcheck source=trl_env.sh
-    . "$here/trl_env.sh"
-    rlflow_trl
-    # shellcheck source=adapters_env.sh
-    . "$here/adapters_env.sh"
+    # shellcheck source=environments.sh
+    . "$here/environments.sh"
+    rlflow_environments
 fi
 cd "$RLFLOW_ROOT"
 # One thread per process: some tests start several ranks, and torch's threads wait busily for each other on shared cores.
@@ -45,7 +40,7 @@ status=0
 # Two processes, each with whole files in their order: the files of several ranks come first and take longest.
 "$RLFLOW_PYTHON" -m pytest -m "$select" -n "${RLFLOW_TEST_PROCESSES:-2}" --dist loadfile --no-loadscope-reorder "$@" || status=$?
 if [ -n "${full:-}" ] && [ $# -eq 0 ]; then
-    for python in $(rlflow_adapters); do
+    for python in $RLFLOW_ADAPTERS; do
         "$python" -m pytest -m "$select" tests/unit/environments/adapters || status=$?
     done
 fi

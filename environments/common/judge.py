@@ -7,10 +7,11 @@ import hashlib
 import json
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
+from rlflow.components import check_options
 from rlflow.errors import ConfigError, RLFlowError
 from rlflow.storage.files import write_text
 from rlflow.values import NonNegativeFloat, PositiveFloat, PositiveInt
@@ -27,10 +28,13 @@ class JudgeError(RLFlowError):
 
 
 class JudgeEndpoint:
-    """Asks for verdicts, each of them once: what was asked before is remembered, with a cache between runs too."""
+    """Asks for verdicts, each of them once: what was asked before is remembered, with a cache between runs too.
+
+    Its keywords are the options of every component that `takes(JudgeEndpoint)`."""
 
     def __init__(
         self,
+        where: str = "environment.judge",
         *,
         url: str,
         model: str,
@@ -41,13 +45,11 @@ class JudgeEndpoint:
         temperature: NonNegativeFloat = 0.0,
         cache: str | Path | None = None,
         seed: int = 0,
-        where: str = "environment.judge",
     ) -> None:
-        """url: of the API, such as http://localhost:8000/v1. api_key_variable: the environment variable with the key; none is
-        sent where it is not set. timeout_s: of one request. tries: requests per verdict, replies that cannot be read
-        included. concurrency: requests at a time. cache: a folder of verdicts, kept between runs (default: in memory). seed:
-        of the pauses between attempts. where: the options' place in the configuration. Raises ConfigError,
-        MissingPackageError.
+        """where: the options' place in the configuration. url: of the API, such as http://localhost:8000/v1. api_key_variable:
+        the environment variable with the key; none is sent where it is not set. timeout_s: of one request. tries: requests per
+        verdict, replies that cannot be read included. concurrency: requests at a time. cache: a folder of verdicts, kept
+        between runs (default: in memory). seed: of the pauses between attempts. Raises ConfigError, MissingPackageError.
         """
         self._endpoint = ChatEndpoint(
             url,
@@ -109,3 +111,8 @@ class JudgeEndpoint:
             self._known[key] = verdict
         if self._folder is not None:
             write_text(self._folder / f"{key}.json", json.dumps({"verdict": verdict}) + "\n", durable=False)
+
+
+def make_judge(options: Mapping[str, Any], where: str) -> JudgeEndpoint:
+    """The judge of a mapping in the configuration, checked. Raises ConfigError, MissingPackageError."""
+    return JudgeEndpoint(where, **check_options(options, JudgeEndpoint, where=where, reserved=("where",)))

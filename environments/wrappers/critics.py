@@ -5,11 +5,10 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import dataclass
-from pathlib import Path
+from typing import Any
 
-from rlflow.components import Kind
+from rlflow.components import Kind, takes
 from rlflow.errors import EnvironmentContractError
-from rlflow.values import NonNegativeFloat, PositiveFloat, PositiveInt
 from rlflow_environments.common.endpoint import UnreadableReply, UnreadableReplyError
 from rlflow_environments.common.judge import JudgeEndpoint, JudgeError
 
@@ -44,38 +43,15 @@ class Pair:
     after: str
 
 
+@takes(JudgeEndpoint)
 class CriticEndpoint:
     """The critic `endpoint`: a language model says how far a step went, in percent, and whether the task is done."""
 
-    def __init__(
-        self,
-        *,
-        url: str,
-        model: str,
-        reference: str | None = None,
-        api_key_variable: str = "OPENAI_API_KEY",
-        timeout_s: PositiveFloat = 60.0,
-        tries: PositiveInt = 5,
-        concurrency: PositiveInt = 32,
-        temperature: NonNegativeFloat = 0.0,
-        cache: str | Path | None = None,
-        seed: int = 0,
-    ) -> None:
-        """reference: observations of an episode that went well, in words, which stand in the prompt. The rest: see JudgeEndpoint.
+    def __init__(self, *, reference: str | None = None, **judge: Any) -> None:
+        """reference: observations of an episode that went well, in words, which stand in the prompt. judge: of JudgeEndpoint.
         Raises ConfigError, MissingPackageError."""
         self._reference = "" if reference is None else f"An episode that went well: {json.dumps(reference)}\n"
-        self._judge = JudgeEndpoint(
-            url=url,
-            model=model,
-            api_key_variable=api_key_variable,
-            timeout_s=timeout_s,
-            tries=tries,
-            concurrency=concurrency,
-            temperature=temperature,
-            cache=cache,
-            seed=seed,
-            where="environment.critic",
-        )
+        self._judge = JudgeEndpoint("environment.critic", **judge)
 
     async def __call__(self, pair: Pair) -> tuple[float, bool]:
         """Raises JudgeError where the model cannot be asked, ConfigError where it refuses the request."""

@@ -10,12 +10,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from rlflow.components import check_options
 from rlflow.errors import ConfigError, EnvironmentContractError
 from rlflow.metrics.names import Metric
 from rlflow.types import Episode, Step
 from rlflow.values import checked
-from rlflow_environments.common.judge import JudgeEndpoint
+from rlflow_environments.common.judge import make_judge
 from rlflow_environments.common.threads import beside_the_loop
 from rlflow_environments.wrappers.criteria import CRITERION, CriterionError
 from rlflow_environments.wrappers.wrapper import Base, Played, Seen, Wrapper, over
@@ -51,10 +50,7 @@ class RubricRewards(Wrapper):
         super().__init__(base)
         if not criteria:
             raise ConfigError("environment.criteria: expected at least one criterion, found none.")
-        self._judge = None
-        if judge is not None:
-            options = check_options(judge, JudgeEndpoint, where="environment.judge", reserved=("where",))
-            self._judge = JudgeEndpoint(**options)
+        self._judge = None if judge is None else make_judge(judge, "environment.judge")
         self._criteria = [self._criterion(str(name), given) for name, given in criteria.items()]
         self.add_metrics(
             {f"rubric_{one.name}": Metric("score", f"criterion {one.name} of the rubric") for one in self._criteria}

@@ -7,12 +7,11 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rlflow.components import check_options
 from rlflow.errors import ConfigError, did_you_mean
 from rlflow.metrics.names import Metric
 from rlflow.types import Episode, Step
 from rlflow_environments.common.endpoint import UnreadableReply, UnreadableReplyError
-from rlflow_environments.common.judge import JudgeEndpoint, JudgeError
+from rlflow_environments.common.judge import JudgeError, make_judge
 from rlflow_environments.common.patterns import Pattern
 from rlflow_environments.common.threads import beside_the_loop
 from rlflow_environments.wrappers.wrapper import Base, Seen, Wrapper
@@ -79,10 +78,7 @@ class StageRewards(Wrapper):
         self._names = [str(name) for name in stages]
         patterns = stages.items() if isinstance(stages, Mapping) else ()
         self._patterns = {str(name): Pattern(text, f"environment.stages.{name}") for name, text in patterns}
-        self._labeller = None
-        if labeller is not None:
-            options = check_options(labeller, JudgeEndpoint, where="environment.labeller", reserved=("where",))
-            self._labeller = JudgeEndpoint(**options, where="environment.labeller")
+        self._labeller = None if labeller is None else make_judge(labeller, "environment.labeller")
 
     async def rewarded(self, episode: Episode, seen: Seen, step: Step) -> Step:
         """The base's step, its reward being what the episode's worth changed by."""

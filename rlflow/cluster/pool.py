@@ -11,17 +11,15 @@ import itertools
 import logging
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future
-from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
-from typing import Any, Protocol
+from typing import Any
 
+from rlflow.cluster.slots import EpisodeJob, Handle, PoolLimits, WorkerGone, WorkerSlot, chosen
 from rlflow.errors import ConfigError, EnvironmentContractError, ModelError, RLFlowError, RolloutError
 from rlflow.rollout.episodes import Attempt
 from rlflow.rollout.flow import Begun, Ended, Lost, News
-from rlflow.rollout.workers import Play, Update, WorkerFacts, WorkerNews
+from rlflow.rollout.workers import PlayOrder, Update, WorkerFacts, WorkerNews
 from rlflow.types import Trajectory
 
 logger = logging.getLogger(__name__)
@@ -31,68 +29,6 @@ MISTAKES = (EnvironmentContractError, ModelError, ConfigError)
 TURN_S = 0.25  # of the thread, where nothing happens sooner
 LONGEST_BACK_OFF_S = 60.0
 REPORT_S = 5.0  # for a worker to say what its environment reports
-
-
-class Handle(Protocol):
-    """A worker in another process. `call` does not wait; the future raises an RLFlowError in one line."""
-
-    def call(self, method: str, *arguments: Any) -> Future[Any]: ...
-
-    def kill(self) -> None: ...
-
-
-@dataclass(frozen=True)
-class PoolLimits:
-    """By when something is given up, seconds. answer_s: a worker that is looked at; place_s: one that was asked for and has no
-    process yet; start_s: making engine and environment, taking over weights, and for all being down; attempt_s: an attempt.
-    failures: in a row, without an attempt that ended, after which a worker is not started again. back_off_s: before the first
-    restart, doubled with each failure."""
-
-    answer_s: float = 30.0
-    place_s: float = 120.0
-    start_s: float = 600.0
-    attempt_s: float = 7800.0
-    failures: int = 5
-    back_off_s: float = 1.0
-
-
-@dataclass(eq=False)
-class Job:
-    """Attempts that a worker plays, or will. ended: those that are over, kept until all are where they belong together."""
-
-    flow: WorkerFlow
-    play: Play
-    lane: int
-    left: set[str] = field(default_factory=set)
-    ended: list[News] = field(default_factory=list)
-    until: float = 0.0
-
-    @property
-    def first(self) -> bool:
-        """Whether it goes before training's."""
-        return self.play.priority is not None
-
-
-@dataclass(eq=False)
-class Slot:
-    """A worker's place: the processes in it come and go. state: down, starting, up, quarantined."""
-
-    name: str
-    state: str = "down"
-    handle: Handle | None = None
-    facts: WorkerFacts | None = None
-    version: int = 0
-    calls: dict[str, Future[Any]] = field(default_factory=dict)  # look, build, load: under way
-    plays: list[Future[Any]] = field(default_factory=list)
-    jobs: dict[str, Job] = field(default_factory=dict)  # by request id
-    silent_s: float = 0.0  # since it answered last
-    placed: bool = False  # it has answered
-    since: float = 0.0  # when it was started
-    loading_since: float = 0.0
-    retry_at: float = 0.0
-    failures: int = 0
-    failed_loads: int = 0
-    ended: int = 0  # attempts, since the last report
 
 
 class WorkerFlow:
@@ -107,11 +43,11 @@ class WorkerFlow:
 
     def start(self, attempt: Attempt, lane: int) -> None:
         """Plays the attempt, where possible on the worker that has others of the lane."""
-        self._pool.submit(Job(self, Play((attempt,), *self._options), lane))
+        self._pool.submit(EpisodeJob(self, PlayOrder((attempt,), *self._options), lane))
 
     def start_together(self, attempts: Sequence[Attempt]) -> None:
         """Plays the attempts on one worker, so that equal seeds and weights give equal bits; all end at once, or are lost."""
-        self._pool.submit(Job(self, Play(tuple(attempts), *self._options, together=True), 0))
+        self._pool.submit(EpisodeJob(self, PlayOrder(tuple(attempts), *self._options, together=True), 0))
 
     def tell(self, news: Iterable[News]) -> None:
         """Called by the pool, in its thread."""
@@ -160,9 +96,9 @@ class WorkerPool:
         self._read = read
         self._watch = watch
         self._clock = clock
-        self._slots = [Slot(str(number)) for number in range(count)]
+        self._slots = [WorkerSlot(str(number)) for number in range(count)]
         self._target: Update | None = None
-        self._waiting: list[Job] = []
+        self._waiting: list[EpisodeJob] = []
         self._failure: RLFlowError | None = None
         self._last_reason = "none has started yet"
         self._up_at = self._turned_at = clock()
@@ -195,7 +131,7 @@ class WorkerPool:
             self._target = update
         self._wake.set()
 
-    def submit(self, job: Job) -> None:
+    def submit(self, job: EpisodeJob) -> None:
         """Plays the job's attempts as soon as a worker with the newest weights has room."""
         job.left = {attempt.request_id for attempt in job.play.attempts}
         with self._lock:
@@ -304,7 +240,7 @@ class WorkerPool:
             )
         self._dispatch(now)
 
-    def _begin(self, slot: Slot, now: float) -> None:
+    def _begin(self, slot: WorkerSlot, now: float) -> None:
         slot.state, slot.since, slot.silent_s, slot.placed = "starting", now, 0.0, False
         slot.facts, slot.version, slot.failed_loads, slot.calls, slot.plays = None, 0, 0, {}, []
         try:
@@ -314,12 +250,12 @@ class WorkerPool:
         except Exception as error:  # noqa: BLE001 -- as above
             self._fail(slot, error, now)
 
-    def _call(self, slot: Slot, method: str, *arguments: Any) -> None:
+    def _call(self, slot: WorkerSlot, method: str, *arguments: Any) -> None:
         assert slot.handle is not None
         slot.calls[method] = call = slot.handle.call(method, *arguments)
         call.add_done_callback(lambda _: self._wake.set())
 
-    def _look_after(self, slot: Slot, now: float, elapsed: float) -> None:
+    def _look_after(self, slot: WorkerSlot, now: float, elapsed: float) -> None:
         """What the worker has answered. Raises what is wrong with it."""
         limits = self.limits
         slot.silent_s += elapsed
@@ -351,7 +287,7 @@ class WorkerPool:
         if late:
             raise RolloutError(f"{len(late)} attempts did not end within {limits.attempt_s:g} s, {late[0]} for one")
 
-    def _bring_up_to_date(self, slot: Slot, now: float) -> None:
+    def _bring_up_to_date(self, slot: WorkerSlot, now: float) -> None:
         target, loading = self._target, slot.calls.get("load")
         if loading is not None and loading.done():
             del slot.calls["load"]
@@ -369,7 +305,7 @@ class WorkerPool:
             slot.loading_since = now
             self._call(slot, "load", target)
 
-    def _hear(self, slot: Slot, news: WorkerNews) -> None:
+    def _hear(self, slot: WorkerSlot, news: WorkerNews) -> None:
         for begun in news.begun:
             job = slot.jobs.get(begun.request_id)
             if job is not None:
@@ -385,7 +321,7 @@ class WorkerPool:
                 job.flow.tell(job.ended)
                 job.ended = []
 
-    def _fail(self, slot: Slot, error: Exception, now: float) -> None:
+    def _fail(self, slot: WorkerSlot, error: Exception, now: float) -> None:
         """The worker is lost, with all that it plays; another process takes its place, later the more often that happens."""
         if isinstance(error, MISTAKES):
             self._failure = error
@@ -416,10 +352,10 @@ class WorkerPool:
         ready = [
             slot for slot in self._slots if slot.state == "up" and slot.version == version and "load" not in slot.calls
         ]
-        given: dict[Slot, list[Play]] = {}
-        left: list[Job] = []
+        given: dict[WorkerSlot, list[PlayOrder]] = {}
+        left: list[EpisodeJob] = []
         for job in self._waiting:
-            slot = _chosen(ready, job)
+            slot = chosen(ready, job)
             if slot is None:
                 left.append(job)
                 continue
@@ -430,22 +366,3 @@ class WorkerPool:
         for slot, plays in given.items():
             assert slot.handle is not None
             slot.plays.append(slot.handle.call("play", plays))
-
-
-class WorkerGone(RLFlowError):
-    """The process of a rollout worker is gone."""
-
-
-def _chosen(ready: Sequence[Slot], job: Job) -> Slot | None:
-    """The worker for a job: one that plays attempts of its lane, which share a prompt; else the one with the most room."""
-    room = {slot: _room(slot) for slot in ready}
-    free = [slot for slot in ready if room[slot] > 0]
-    if not free:
-        return None
-    lanes = Counter({slot: sum(other.lane == job.lane for other in slot.jobs.values()) for slot in free})
-    return max(free, key=lambda slot: (lanes[slot], room[slot]))
-
-
-def _room(slot: Slot) -> int:
-    assert slot.facts is not None
-    return slot.facts.max_concurrency - len(slot.jobs)

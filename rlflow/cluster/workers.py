@@ -10,9 +10,10 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from typing import Any
 
-from rlflow.cluster.pool import Handle, PoolLimits, WorkerGone, WorkerPool
+from rlflow.cluster.pool import WorkerPool
 from rlflow.cluster.services import LOOK, REPORT, Offers
 from rlflow.cluster.session import LOOPBACK, RaySession, connect, first_line
+from rlflow.cluster.slots import Handle, PoolLimits, WorkerGone
 from rlflow.components import file_modules
 from rlflow.errors import RLFlowError, RolloutError
 from rlflow.matmul import PRODUCTS, Library

@@ -105,6 +105,11 @@ def _check_sampling(config: RunConfig) -> None:
 def _check_asynchrony(config: RunConfig) -> None:
     asynchrony = config.asynchrony
     if not asynchrony.on:
+        if asynchrony.group_s is not None:
+            raise ConfigError(
+                f"rollout.asynchronous.group_s: expected null where nothing runs ahead, found {asynchrony.group_s:g}: a step "
+                "waits for all of its attempts, rollout.faults.episode_s at the most. Set max_staleness to at least 1."
+            )
         return
     if config.run.deterministic:
         raise ConfigError(

@@ -21,7 +21,7 @@ class WorkerFacts:
 
 
 @dataclass(frozen=True)
-class Play:
+class PlayOrder:
     """Attempts for a worker. temperature, priority: None as in training. together: their requests wait for each other, so that
     equal seeds and weights give equal bits."""
 

@@ -10,6 +10,12 @@ from rlflow.metrics.names import PHASES, Metrics, label, scores
 
 Records = Sequence[Mapping[str, float]]
 MOST_BARS = 60
+CURVE_COLORS = {"reward": "#d9730d", "trained": "#7b8794", "evaluated": "#1f6fb2"}
+PHASE_COLORS = {
+    "rollout": "#3f8f7f", "score": "#a7d0c6", "update": "#8a63a6", "sync": "#c9b26b",
+    "evaluate": "#9aa84f", "checkpoint": "#b86a7b",
+}  # fmt: skip
+"""Of every picture; no phase has the colour of a curve."""
 LEAST_SHARE = 0.005  # of the time: what would stand there as 0% is not drawn
 
 

@@ -18,44 +18,11 @@ from pathlib import Path
 from typing import Any
 
 from rlflow.errors import StorageError
+from rlflow.run.journal_tables import FORMAT, FROM_1, TABLES
 from rlflow.run.pacing import GroupAge
 
-FORMAT = 2  # PRAGMA user_version
 BUSY_TIMEOUT_S = 30.0  # for a reader (`rlflow show`) that is in the way
 OPEN = "state IN ('issued', 'running', 'done')"
-_SCHEMA = """
-CREATE TABLE attempts (
-    number INTEGER NOT NULL,    -- of the group: the place of its task in the order in which the source gave them
-    sample INTEGER NOT NULL,    -- which attempt of the group, from 0
-    attempt INTEGER NOT NULL,   -- how often it was issued: results of earlier times are refused
-    task TEXT NOT NULL,
-    planned INTEGER NOT NULL,   -- the step that it was issued for, from 0; part of the group's id
-    group_id TEXT NOT NULL,
-    state TEXT NOT NULL CHECK (state IN ('issued', 'running', 'done', 'claimed', 'trained', 'dropped')),
-    reason TEXT,                -- of `dropped`, or of the last time that it was issued again
-    again INTEGER NOT NULL DEFAULT 0,  -- how often it became too old
-    lease_until REAL,           -- of `running`, seconds since 1970
-    min_version INTEGER,        -- least weight version of the trained tokens; of `running`, that at its start
-    max_version INTEGER,
-    begun_s REAL,               -- when it was played, seconds since 1970
-    ended_s REAL,
-    worker TEXT,                -- that played it; '' for the driver itself
-    step INTEGER,               -- that claimed or dropped it, counted from 1 as in metrics.jsonl
-    payload BLOB,               -- the trajectory, until a checkpoint makes it superfluous
-    PRIMARY KEY (number, sample)
-) WITHOUT ROWID;
-CREATE INDEX attempts_by_state ON attempts (state, number);
-CREATE INDEX attempts_by_plan ON attempts (planned, task);
-CREATE TABLE marks (step INTEGER PRIMARY KEY, issued INTEGER NOT NULL);  -- groups issued when a checkpoint was written
-CREATE TABLE phases (name TEXT NOT NULL, begun_s REAL NOT NULL, ended_s REAL NOT NULL);  -- what the trainer did
-"""
-_LOSSES = """
-CREATE TABLE losses (       -- attempts that ended with the worker that played them, and were issued again
-    number INTEGER NOT NULL, sample INTEGER NOT NULL, attempt INTEGER NOT NULL, group_id TEXT NOT NULL,
-    worker TEXT NOT NULL, reason TEXT NOT NULL, begun_s REAL, ended_s REAL NOT NULL
-);
-"""
-_FROM_1 = f"ALTER TABLE attempts ADD COLUMN worker TEXT; {_LOSSES}"
 _BACK_TO_ISSUED = """state = 'issued', attempt = attempt + 1, step = NULL, lease_until = NULL, min_version = NULL,
     max_version = NULL, payload = NULL, begun_s = NULL, ended_s = NULL, worker = NULL"""
 
@@ -78,15 +45,13 @@ class AttemptJournal:
         self.path = Path(path)
         with self._explained():
             where = f"file:{self.path.absolute()}?mode={'ro' if read_only else 'rwc'}"
-            self._database = sqlite3.connect(
-                where, BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False, uri=True
-            )
+            self._database = sqlite3.connect(where, BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False, uri=True)
             found = self._value("PRAGMA user_version")
             if not read_only:
                 self._database.execute("PRAGMA journal_mode = WAL")
                 self._database.execute("PRAGMA synchronous = NORMAL")  # `mark` brings it to disk where that matters
                 if found in (0, 1):
-                    made = _SCHEMA + _LOSSES if found == 0 else _FROM_1
+                    made = TABLES if found == 0 else FROM_1
                     self._database.executescript(f"BEGIN; {made} PRAGMA user_version = {FORMAT}; COMMIT;")
                     found = FORMAT
         if found != FORMAT:
@@ -166,10 +131,7 @@ class AttemptJournal:
         """The groups are the step's."""
         with self.transaction():
             for number in numbers:
-                self._write(
-                    "UPDATE attempts SET state = 'claimed', step = ? WHERE number = ? AND state = 'done'",
-                    (step, number),
-                )
+                self._write("UPDATE attempts SET state = 'claimed', step = ? WHERE number = ? AND state = 'done'", (step, number))
 
     def drop(self, numbers: Iterable[int], reason: str, step: int) -> None:
         """The groups are not trained, for a reason that the step found."""
@@ -250,9 +212,7 @@ class AttemptJournal:
                 self._write("DELETE FROM attempts")
             self.settle(checkpoint)
             later = "state IN ('claimed', 'trained', 'dropped') AND step > ?"
-            kept = (
-                f"UPDATE attempts SET state = 'done', step = NULL, reason = NULL WHERE {later} AND payload IS NOT NULL"
-            )
+            kept = f"UPDATE attempts SET state = 'done', step = NULL, reason = NULL WHERE {later} AND payload IS NOT NULL"
             self._write(kept, (checkpoint,))
             self._write(f"UPDATE attempts SET {_BACK_TO_ISSUED}, reason = 'restart' WHERE {later}", (checkpoint,))
             self._write(f"UPDATE attempts SET {_BACK_TO_ISSUED}, reason = 'restart' WHERE state = 'running'")
@@ -291,16 +251,12 @@ class AttemptJournal:
 
     def claimed(self, step: int) -> int:
         """How many groups the step has claimed."""
-        return int(
-            self._value("SELECT COUNT(DISTINCT number) FROM attempts WHERE state = 'claimed' AND step = ?", step)
-        )
+        return int(self._value("SELECT COUNT(DISTINCT number) FROM attempts WHERE state = 'claimed' AND step = ?", step))
 
     def waiting(self, number: int) -> list[IssuedAttempt]:
         """The attempts of a group that are issued and not running."""
         columns = "number, sample, attempt, task, group_id"
-        rows = self._rows(
-            f"SELECT {columns} FROM attempts WHERE number = ? AND state = 'issued' ORDER BY sample", number
-        )
+        rows = self._rows(f"SELECT {columns} FROM attempts WHERE number = ? AND state = 'issued' ORDER BY sample", number)
         return [IssuedAttempt(*row) for row in rows]
 
     def tasks(self, start: int) -> list[tuple[int, str]]:
@@ -314,9 +270,7 @@ class AttemptJournal:
 
     def repeated(self, planned: int, task: str) -> int:
         """How many groups of that task have been issued for a step."""
-        return int(
-            self._value("SELECT COUNT(DISTINCT number) FROM attempts WHERE planned = ? AND task = ?", planned, task)
-        )
+        return int(self._value("SELECT COUNT(DISTINCT number) FROM attempts WHERE planned = ? AND task = ?", planned, task))
 
     def payloads(self, number: int) -> list[bytes]:
         """The trajectories of a group, in the order of its attempts; of one that was closed short, those that it has."""

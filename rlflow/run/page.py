@@ -12,10 +12,10 @@ from typing import Any
 
 from rlflow.metrics.names import Metrics
 from rlflow.metrics.warnings import Fault, faults_of
-from rlflow.run.curves import drawn_score, headline, run_seconds
+from rlflow.run.curves import CURVE_COLORS, drawn_score, headline, run_seconds
 from rlflow.run.lines import clock, evaluation_line, next_commands, phase_seconds
 from rlflow.run.lines import headline as numbers
-from rlflow.run.svg import color_rules, learning_curves, markup, time_bars
+from rlflow.run.svg import learning_curves, markup, time_bars
 from rlflow.run.trajectories import text_of
 
 LONGEST_TEXT = 4000  # characters of one prompt, response or observation
@@ -42,7 +42,7 @@ def render_page(state: PageState, nonce: str = "") -> str:
     """The whole document. nonce: that of the script which fetches the content anew; without one nothing is fetched: a report."""
     colors = "".join(
         f"polyline.{kind}{{stroke:{color}}}text.{kind},circle.{kind}{{fill:{color}}}"
-        for kind, color in color_rules().items()
+        for kind, color in CURVE_COLORS.items()
     )
     script = f'<script nonce="{markup(nonce)}">{_REFRESH}</script>' if nonce else ""
     title = markup(state.title)

@@ -10,15 +10,21 @@ from typing import Any
 from rlflow.errors import MissingPackageError
 from rlflow.metrics.names import Metrics, label
 from rlflow.metrics.sinks import read_metrics
-from rlflow.run.curves import bars, drawn_score, intervals, run_seconds, series, top_without_peaks, trailing_mean
+from rlflow.run.curves import (
+    CURVE_COLORS,
+    PHASE_COLORS,
+    bars,
+    drawn_score,
+    intervals,
+    run_seconds,
+    series,
+    top_without_peaks,
+    trailing_mean,
+)
 from rlflow.storage.files import replacing
 
 _INK, _QUIET, _GRID = "#1f2933", "#7b8794", "#e4e7eb"
-_BLUE, _ORANGE = "#1f6fb2", "#d9730d"  # evaluation, training reward: no phase below has either colour
-_PHASE_COLORS = {
-    "rollout": "#3f8f7f", "score": "#a7d0c6", "update": "#8a63a6", "sync": "#c9b26b",
-    "evaluate": "#9aa84f", "checkpoint": "#b86a7b",
-}  # fmt: skip
+_BLUE, _ORANGE = CURVE_COLORS["evaluated"], CURVE_COLORS["reward"]
 _LABEL_GAP = 0.068  # of the axis height: two labels closer than this would touch
 
 
@@ -155,7 +161,7 @@ def _draw_time(axes: Any, records: Sequence[dict[str, float]]) -> None:
     centers, base = [(bar.first + bar.last) / 2 for bar in drawn], [0.0] * len(drawn)
     for phase in shares:
         heights = [bar.seconds[phase] for bar in drawn]
-        axes.bar(centers, heights, width=0.82 * size, bottom=base, color=_PHASE_COLORS[phase], linewidth=0)
+        axes.bar(centers, heights, width=0.82 * size, bottom=base, color=PHASE_COLORS[phase], linewidth=0)
         base = [low + height for low, height in zip(base, heights, strict=True)]
     axes.set_ylabel("seconds per step")
     axes.set_xlabel("step" + (f" (bars: means of {size} steps)" if size > 1 else ""))
@@ -163,5 +169,5 @@ def _draw_time(axes: Any, records: Sequence[dict[str, float]]) -> None:
     for row, (phase, share) in enumerate(reversed(shares.items())):
         y = 0.94 - 0.155 * row
         place = {"xycoords": "axes fraction", "va": "center"}
-        axes.annotate("■", (1.015, y), color=_PHASE_COLORS[phase], fontsize=11, **place)
+        axes.annotate("■", (1.015, y), color=PHASE_COLORS[phase], fontsize=11, **place)
         axes.annotate(f"{phase}  {share:.0%}", (1.045, y), color=_INK, fontsize=10.5, **place)

@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from html import escape
 
 from rlflow.metrics.names import label
-from rlflow.run.curves import Bar, Records, bars, intervals, series, top_without_peaks, trailing_mean
+from rlflow.run.curves import (
+    PHASE_COLORS,
+    Bar,
+    Records,
+    bars,
+    intervals,
+    series,
+    top_without_peaks,
+    trailing_mean,
+)
 
 WIDTH, LEFT, RIGHT, TOP, BOTTOM = 860, 46, 190, 10, 26
 LEARNING_HEIGHT, TIME_HEIGHT = 300, 130
 MOST_POINTS = 400  # of a curve: more than a screen has pixels for
 LABEL_GAP = 16
-PHASE_COLORS = {
-    "rollout": "#3f8f7f", "score": "#a7d0c6", "update": "#8a63a6", "sync": "#c9b26b",
-    "evaluate": "#9aa84f", "checkpoint": "#b86a7b",
-}  # fmt: skip
-"""The same as in the picture; none of them is the colour of a curve."""
 
 
 class Plane:
@@ -83,10 +87,10 @@ def learning_curves(records: Records, score: str) -> str:
     for (steps, found), kind, name in ((rewards, "reward", "reward"), (trained, "trained", label(score))):
         if found:
             smooth = trailing_mean(found)
-            drawn += [_line(plane, steps, found, f"{kind} faint"), _line(plane, steps, smooth, kind)]
-            names.append((smooth[-1], kind, f"{name} (training) {smooth[-1]:.2f}"))
+            drawn += [line(plane, steps, found, f'class="{kind} faint"'), line(plane, steps, smooth, f'class="{kind}"')]
+            names.append((smooth[-1], f'class="{kind}"', f"{name} (training) {smooth[-1]:.2f}"))
     if points:
-        drawn.append(_line(plane, [point[0] for point in points], [point[1] for point in points], "evaluated"))
+        drawn.append(line(plane, [point[0] for point in points], [point[1] for point in points], 'class="evaluated"'))
         for step, value, low, high in points:
             x, top, bottom = plane.x(step), plane.y(min(high, plane.high)), plane.y(max(low, plane.low))
             told = f"step {step:.0f}: {label(score)} {value:.3f} [{low:.3f}, {high:.3f}]"
@@ -94,9 +98,9 @@ def learning_curves(records: Records, score: str) -> str:
                 f'<g><title>{markup(told)}</title><line class="interval" x1="{x:.1f}" x2="{x:.1f}" y1="{top:.1f}" y2="{bottom:.1f}"/>'
                 f'<circle class="evaluated" cx="{x:.1f}" cy="{plane.y(value):.1f}" r="4"/></g>'
             )
-        names.append((points[-1][1], "evaluated", f"{label(score)} (validation) {points[-1][1]:.2f}"))
-    drawn += _named(plane, names)
-    return _drawing(LEARNING_HEIGHT, "what the policy learned, by step", drawn)
+        names.append((points[-1][1], 'class="evaluated"', f"{label(score)} (validation) {points[-1][1]:.2f}"))
+    drawn += named(plane, names)
+    return drawing(LEARNING_HEIGHT, "what the policy learned, by step", drawn)
 
 
 def time_bars(records: Records) -> str:
@@ -113,7 +117,7 @@ def time_bars(records: Records) -> str:
             f'<rect x="{WIDTH - RIGHT + 12}" y="{y - 9}" width="10" height="10" fill="{PHASE_COLORS[phase]}"/>'
         )
         drawn.append(f'<text x="{WIDTH - RIGHT + 28}" y="{y}">{phase} {share:.0%}</text>')
-    return _drawing(TIME_HEIGHT, "seconds per step, by phase", drawn)
+    return drawing(TIME_HEIGHT, "seconds per step, by phase", drawn)
 
 
 def _bar(plane: Plane, bar: Bar) -> str:
@@ -129,25 +133,27 @@ def _bar(plane: Plane, bar: Bar) -> str:
     return f"<g><title>{markup(f'{steps}: {told}')}</title>{''.join(parts)}</g>"
 
 
-def _line(plane: Plane, steps: Sequence[float], values: Sequence[float], kind: str) -> str:
+def line(plane: Plane, steps: Sequence[float], values: Sequence[float], look: str) -> str:
+    """A curve. look: attributes of the element."""
     stride = max(1, math.ceil(len(steps) / MOST_POINTS))
     kept = [*range(0, len(steps), stride)]
     kept += [] if not steps or kept[-1] == len(steps) - 1 else [len(steps) - 1]
     points = " ".join(f"{plane.x(steps[at]):.1f},{plane.y(values[at]):.1f}" for at in kept)
-    return f'<polyline class="{kind}" points="{points}"/>'
+    return f'<polyline {look} points="{points}"/>'
 
 
-def _named(plane: Plane, names: Sequence[tuple[float, str, str]]) -> list[str]:
-    """Names at the right, pushed apart where they would overlap."""
+def named(plane: Plane, names: Sequence[tuple[float, str, str]]) -> list[str]:
+    """(value, attributes, name) as names at the right, pushed apart where they would overlap."""
     found, below = [], -math.inf
-    for value, kind, name in sorted(names, reverse=True):
+    for value, look, name in sorted(names, reverse=True):
         y = max(plane.y(value) + 4, below + LABEL_GAP)
         below = y
-        found.append(f'<text class="{kind}" x="{WIDTH - RIGHT + 12}" y="{y:.1f}">{markup(name)}</text>')
+        found.append(f'<text {look} x="{WIDTH - RIGHT + 12}" y="{y:.1f}">{markup(name)}</text>')
     return found
 
 
-def _drawing(height: int, what: str, parts: Sequence[str]) -> str:
+def drawing(height: int, what: str, parts: Sequence[str]) -> str:
+    """The whole of it. what: in words, for those who do not see it."""
     return f'<svg viewBox="0 0 {WIDTH} {height}" role="img" aria-label="{markup(what)}">{"".join(parts)}</svg>'
 
 
@@ -156,8 +162,3 @@ def markup(text: str) -> str:
     replacement character."""
     clean = "".join(one if one in "\n\t" or (one.isprintable() and not 0xD800 <= ord(one) < 0xE000) else "\ufffd" for one in text)
     return escape(clean, quote=True)
-
-
-def color_rules() -> Mapping[str, str]:
-    """{class of a curve: its colour}."""
-    return {"reward": "#d9730d", "trained": "#7b8794", "evaluated": "#1f6fb2"}

@@ -25,7 +25,7 @@ from rlflow.rollout.flow import Begun, Ended, Flow
 from rlflow.rollout.submission import Submission
 from rlflow.rollout.transfer.base import WeightReader
 from rlflow.rollout.transfer.readers import open_reader
-from rlflow.rollout.workers import Play, PlayedAttempt, Update, WorkerFacts, WorkerNews
+from rlflow.rollout.workers import PlayedAttempt, PlayOrder, Update, WorkerFacts, WorkerNews
 from rlflow.run.assemble import make_rollout
 from rlflow.run.trajectory_bytes import trajectory_bytes
 from rlflow.types import Trajectory
@@ -84,7 +84,7 @@ class RolloutWorker:
                 return WorkerNews(0 if self._rollout is None else self._rollout.version, tuple(begun), tuple(ended))
             self._wake.wait(left_s)
 
-    def play(self, plays: Sequence[Play]) -> None:
+    def play(self, plays: Sequence[PlayOrder]) -> None:
         """Starts attempts; `look` tells what comes of them."""
         for play in plays:
             if play.together:
@@ -123,7 +123,7 @@ class RolloutWorker:
             raise RolloutError("rollout worker: it is not built yet")
         return self._rollout
 
-    def _play_together(self, play: Play) -> None:
+    def _play_together(self, play: PlayOrder) -> None:
         names = {(attempt.group_id, attempt.number): attempt.request_id for attempt in play.attempts}
 
         def tell(_: int, __: int, trajectory: Trajectory) -> None:

@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from rlflow.cluster.pool import PoolLimits, WorkerPool
+from rlflow.cluster.pool import WorkerPool
+from rlflow.cluster.slots import PoolLimits
 from rlflow.cluster.workers import RayWorkers
 from rlflow.components import WEIGHT_TRANSFER
 from rlflow.config.schema import Faults, RunConfig

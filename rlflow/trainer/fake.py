@@ -60,6 +60,8 @@ class FakeTrainer(Trainer):
 
     @classmethod
     def check_options(cls, options: TrainerOptions, ranks: int = 0) -> None:
+        if ranks:
+            raise ConfigError(f"cluster.ranks: the fake trainer sleeps in the run's own process; expected 0, found {ranks}.")
         made = OPTIMIZER.build(options.optimizer, "trainer.optimizer")
         if not isinstance(made, Sleep):
             raise ConfigError(

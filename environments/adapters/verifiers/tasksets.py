@@ -34,7 +34,10 @@ class VerifiersTaskset(Environment):
             tasks = list(islice(taskset, MOST_TASKS))
             played_by = loaders.environment_class(name)
         except Exception as problem:  # noqa: BLE001 -- theirs may raise anything
-            raise ConfigError(f"environment.environment: '{name}' cannot be made: {described(problem)}") from None
+            raise ConfigError(
+                f"environment.environment: '{name}' cannot be made: {described(problem)} (a package with "
+                "load_environment needs a verifiers before 0.4)"
+            ) from None
         problem = f"is played by a {played_by.__name__}" if played_by is not v1.SingleAgentEnv else ""
         problem = problem or next(filter(None, (_unfit(v1, taskset, task) for task in tasks)), "")
         if problem:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import logging
 import re
-from pathlib import Path
+from typing import Any
 
-from rlflow.values import NonNegativeFloat, PositiveFloat, PositiveInt
+from rlflow.components import takes
 from rlflow_environments.common.endpoint import UnreadableReply, UnreadableReplyError
 from rlflow_environments.common.judge import JudgeEndpoint
 from rlflow_environments.common.transcript import Transcript
@@ -34,6 +34,7 @@ Explain in one sentence, then end with one JSON object on a line of its own: {{"
 _VERDICT = re.compile(r'"judge?ment"\s*:\s*"(correct|incorrect)"', re.IGNORECASE)
 
 
+@takes(JudgeEndpoint)
 class Judge:
     """The reward `judge`: 1 if the model says that the last answer is correct, else 0; 0 without asking if there is none.
 
@@ -41,36 +42,9 @@ class Judge:
     endpoint that fails after all attempts raises JudgeError: the episode is aborted and left out of loss and baseline.
     """
 
-    def __init__(
-        self,
-        *,
-        url: str,
-        model: str,
-        api_key_variable: str = "OPENAI_API_KEY",
-        timeout_s: PositiveFloat = 60.0,
-        tries: PositiveInt = 5,
-        concurrency: PositiveInt = 32,
-        temperature: NonNegativeFloat = 0.0,
-        cache: str | Path | None = None,
-        seed: int = 0,
-    ) -> None:
-        """url: of the API, such as http://localhost:8000/v1. api_key_variable: the environment variable with the key; none is
-        sent where it is not set. tries: requests per answer, replies that cannot be read included. concurrency: requests at a
-        time. cache: a folder of verdicts, kept between runs (default: in memory). seed: of the pauses between attempts.
-        Raises ConfigError, MissingPackageError.
-        """
-        self._judge = JudgeEndpoint(
-            url=url,
-            model=model,
-            api_key_variable=api_key_variable,
-            timeout_s=timeout_s,
-            tries=tries,
-            concurrency=concurrency,
-            temperature=temperature,
-            cache=cache,
-            seed=seed,
-            where="environment.reward",
-        )
+    def __init__(self, **judge: Any) -> None:
+        """judge: of JudgeEndpoint. Raises ConfigError, MissingPackageError."""
+        self._judge = JudgeEndpoint("environment.reward", **judge)
 
     async def __call__(self, transcript: Transcript) -> Score:
         """The verdict on the last answer. Raises JudgeError."""

@@ -5,12 +5,15 @@ from __future__ import annotations
 import hashlib
 import importlib
 import importlib.util
+import os
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal, Protocol
 
 from rlflow.errors import MissingPackageError
 
 HashName = Literal["auto", "xxh3", "blake3", "sha256"]
+MOST_THREADS = 4
 PACKAGES = {"xxh3": ("xxhash", "xxh3_128"), "blake3": ("blake3", "blake3")}
 """What each needs beside the standard library: package, its function."""
 
@@ -21,6 +24,11 @@ class Hash(Protocol):
     def update(self, content: Any, /) -> None: ...
 
     def hexdigest(self) -> str: ...
+
+
+def hashing_threads() -> ThreadPoolExecutor:
+    """Threads for parts of a tensor: a hash takes twice as long as a copy, and neither holds Python's lock."""
+    return ThreadPoolExecutor(min(MOST_THREADS, os.cpu_count() or 1), "rlflow-hash")
 
 
 def best_hash(name: HashName = "auto") -> str:

@@ -9,8 +9,8 @@ from pathlib import Path
 from torch import Tensor
 
 from rlflow.rollout.transfer.base import Published, Publisher, WeightReader
-from rlflow.rollout.transfer.hashes import HashName, best_hash
-from rlflow.rollout.transfer.manifest import as_tensor, parts, verify
+from rlflow.rollout.transfer.hashes import HashName, best_hash, hash_of, hashing_threads
+from rlflow.rollout.transfer.manifest import as_tensor, compare, parts
 from rlflow.rollout.transfer.pins import Pin, pin, versions_in, wait_for_version
 from rlflow.rollout.transfer.store import Store
 from rlflow.values import PositiveFloat, PositiveInt
@@ -30,7 +30,7 @@ class SharedMemoryPublisher(Publisher):
         directory: str | None = None,
         elsewhere: str | None = None,
         hash: HashName = "auto",
-        part_mib: PositiveInt = 16,
+        part_mib: PositiveInt = 4,
         readers_s: PositiveFloat = 60.0,
     ) -> None:
         self._store = Store(directory, elsewhere, best_hash(hash), part_mib << 20, readers_s)
@@ -52,6 +52,7 @@ class SharedMemoryReader(WeightReader):
 
     def __init__(self, address: str) -> None:
         self._folder = Path(address.removeprefix(SCHEME))
+        self._threads = hashing_threads()
 
     def newest(self, timeout_s: float = 0.0) -> int | None:
         """See `WeightReader.newest`."""
@@ -66,13 +67,16 @@ class SharedMemoryReader(WeightReader):
         return self._tensors(held)
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Ends the threads that hash."""
+        self._threads.shutdown()
 
     def _tensors(self, held: Pin) -> Iterator[tuple[str, Tensor]]:
         manifest = held.manifest
         for item in manifest.tensors:
             content = held.content[item.start : item.start + item.nbytes]
-            for number, (first, last) in enumerate(parts(len(content), manifest.part_bytes)):
-                verify(item, number, content[first:last], manifest, str(self._folder))
+            spans = list(parts(len(content), manifest.part_bytes))
+            run = self._threads.map if len(spans) > 1 else map
+            for number, found in enumerate(run(lambda span: hash_of(manifest.hash, content[slice(*span)]), spans)):  # noqa: B023
+                compare(item, number, found, manifest, str(self._folder))
             self.bytes_read += len(content)
             yield item.name, as_tensor(item, content)

@@ -25,7 +25,7 @@ ELSEWHERE = "elsewhere"
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM, errno.EFBIG)
 
 
-class Slot:
+class SlotFile:
     """A file that has room for a version, locked by who makes it. Raises OSError where there is no room."""
 
     def __init__(self, path: Path, size: int) -> None:

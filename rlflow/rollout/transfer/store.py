@@ -26,13 +26,13 @@ import numpy as np
 from torch import Tensor
 
 from rlflow.errors import ConfigError, RolloutError
-from rlflow.rollout.transfer.hashes import hash_function
+from rlflow.rollout.transfer.hashes import hash_function, hashing_threads
 from rlflow.rollout.transfer.manifest import Manifest, PublishedTensor, aligned, content_of, parts
 from rlflow.rollout.transfer.slots import (
     ELSEWHERE,
     NO_ROOM,
     PREFIX,
-    Slot,
+    SlotFile,
     make_folder,
     remove_folder,
     remove_leftovers,
@@ -52,7 +52,7 @@ GROWTH_BYTES = 2**26
 class Version:
     """What is offered: a slot, what it holds, and the file that says so."""
 
-    slot: Slot
+    slot: SlotFile
     manifest: Manifest
     path: Path
 
@@ -70,6 +70,7 @@ class Store:
         self._elsewhere = Path(elsewhere or tempfile.gettempdir())
         self.hash, self.hash_name = hash_function(hash_name), hash_name
         self.part_bytes, self._readers_s = part_bytes, readers_s
+        self.threads = hashing_threads()
         remove_leftovers(parent)
         try:
             self.folder, self._owner = make_folder(parent)
@@ -78,7 +79,7 @@ class Store:
                 f"weight transfer: directory: {parent}: cannot be written to ({error.strerror})."
             ) from None
         self._slots_in = self.folder
-        self._left: list[Slot] = []  # of earlier versions that are being read
+        self._left: list[SlotFile] = []  # of earlier versions that are being read
         self._number = 0
         self.versions: list[Version] = []
         """Oldest first, two at most."""
@@ -101,6 +102,7 @@ class Store:
 
     def close(self) -> None:
         """Removes the folder."""
+        self.threads.shutdown()
         for slot in [*(held.slot for held in self.versions), *self._left]:
             slot.close()
         self.versions, self._left = [], []
@@ -108,7 +110,7 @@ class Store:
             self._remove()
             os.close(self._owner)
 
-    def _free_slot(self, version: int) -> Slot:
+    def _free_slot(self, version: int) -> SlotFile:
         """A locked slot: that of the older version if nobody reads it, else a new one."""
         self._forget_left(version)
         size = self.versions[-1].manifest.size if self.versions else GROWTH_BYTES
@@ -138,11 +140,11 @@ class Store:
                 )
             time.sleep(POLL_S)
 
-    def new_slot(self, size: int, version: int) -> Slot:
+    def new_slot(self, size: int, version: int) -> SlotFile:
         """A locked slot of that size, elsewhere where there is no room for it here. Raises RolloutError."""
         name = f"{secrets.token_hex(4)}.slot"
         try:
-            return Slot(self._slots_in / name, size)
+            return SlotFile(self._slots_in / name, size)
         except OSError as error:
             if error.errno not in NO_ROOM:
                 raise
@@ -152,7 +154,7 @@ class Store:
                 self._elsewhere.mkdir(parents=True, exist_ok=True)
                 self._slots_in = Path(tempfile.mkdtemp(prefix=PREFIX, dir=self._elsewhere))
                 (self.folder / ELSEWHERE).symlink_to(self._slots_in)
-                slot = Slot(self._slots_in / name, size)
+                slot = SlotFile(self._slots_in / name, size)
                 logger.warning(
                     "weight transfer: %s has %d MiB free, and a version needs %d: it is kept in %s, which is slower. Make %s "
                     "larger (a container: --shm-size), or set `directory`.",
@@ -172,7 +174,7 @@ class Store:
 class _Writing:
     """One version on its way into a slot, which is exchanged for another where it has no room."""
 
-    def __init__(self, store: Store, slot: Slot, version: int) -> None:
+    def __init__(self, store: Store, slot: SlotFile, version: int) -> None:
         self.slot = slot
         self._store, self._version = store, version
 
@@ -190,10 +192,9 @@ class _Writing:
             end = start + len(content)
             self._make_room(end)
             self.slot.content[before:start] = 0
-            hashes = tuple(
-                self._copy(content[first:last], start + first)
-                for first, last in parts(len(content), self._store.part_bytes)
-            )
+            spans = list(parts(len(content), self._store.part_bytes))
+            run = self._store.threads.map if len(spans) > 1 else map
+            hashes = tuple(run(lambda span: self._copy(content[slice(*span)], start + span[0]), spans))  # noqa: B023 -- done here
             stored[name] = PublishedTensor(
                 name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), start, hashes
             )

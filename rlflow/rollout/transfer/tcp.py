@@ -34,6 +34,7 @@ from rlflow.values import NonNegativeInt, PositiveFloat, PositiveInt
 logger = logging.getLogger(__name__)
 
 MOST_CONNECTIONS = 128
+BLOB_BYTES = 2**24
 MOST_REQUEST_BYTES = 2**16
 LONGEST_WAIT_S = 10.0  # of a request for a version that is not there yet; the reader asks again
 EVERYWHERE = ("0.0.0.0", "::")
@@ -60,12 +61,12 @@ class TcpPublisher(Publisher):
         directory: str | None = None,
         elsewhere: str | None = None,
         hash: HashName = "auto",
-        part_mib: PositiveInt = 16,
+        part_mib: PositiveInt = 4,
         readers_s: PositiveFloat = 60.0,
     ) -> None:
         self.key = _read_key(key_file) if key_file else secrets.token_hex(32)
         self._full_every, self._streams, self._timeout_s = full_every, streams, timeout_s
-        self._deltas = DeltaHistory(part_mib << 20) if delta else None
+        self._deltas = DeltaHistory(BLOB_BYTES) if delta else None
         place = host_and_port(listen, "weight transfer: listen")
         try:
             family = socket.AF_INET6 if ":" in place[0] else socket.AF_INET

@@ -1,4 +1,4 @@
-"""Losses and gradients against those of TRL on the same tensors; `bash tests/run.sh --full` installs it (tests/trl_env.sh)."""
+"""Losses and gradients against those of TRL on the same tensors, which `bash tests/run.sh --full` installs (environments.sh)."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Accelerator:
 
 def trl_loss(batch: Batch, logprobs: Tensor, **options: Any) -> Tensor:
     """What TRL's `_compute_loss` gives for the batch at these log-probs, as a trainer of one process without accumulation."""
-    trainers = pytest.importorskip("trl", reason="TRL is not installed, see tests/trl_env.sh")
+    trainers = pytest.importorskip("trl", reason="TRL is not installed, see tests/environments.sh")
     geometric = options.get("loss_type") == "gmpo"
     if geometric:
         from trl.experimental.gmpo import GMPOTrainer as Trainer

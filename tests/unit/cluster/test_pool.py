@@ -13,12 +13,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rlflow.cluster.pool import PoolLimits, WorkerFlow, WorkerGone, WorkerPool
+from rlflow.cluster.pool import WorkerFlow, WorkerPool
+from rlflow.cluster.slots import PoolLimits, WorkerGone
 from rlflow.errors import ConfigError, RLFlowError, RolloutError
 from rlflow.rollout.episodes import Attempt, TurnSeeds
 from rlflow.rollout.flow import Begun, Ended, Lost, News
 from rlflow.rollout.flow_submission import FlowSubmission
-from rlflow.rollout.workers import Play, PlayedAttempt, Update, WorkerFacts, WorkerNews
+from rlflow.rollout.workers import PlayedAttempt, PlayOrder, Update, WorkerFacts, WorkerNews
 from rlflow.types import StopReason, Task, Trajectory
 
 LIMITS = PoolLimits(answer_s=0.6, place_s=5.0, start_s=3.0, attempt_s=30.0, failures=3, back_off_s=0.02)
@@ -42,7 +43,7 @@ class Worker:
         self.name, self.workers = name, workers
         self.threads = ThreadPoolExecutor(4)
         self.version, self.dead, self.stopped = 0, False, threading.Event()
-        self.played: list[Play] = []
+        self.played: list[PlayOrder] = []
         self.news: tuple[list[Begun], list[PlayedAttempt]] = ([], [])
         self.lock = threading.Lock()
 
@@ -77,7 +78,7 @@ class Worker:
         self.version = update.version
         return update.version
 
-    def play(self, plays: list[Play]) -> None:
+    def play(self, plays: list[PlayOrder]) -> None:
         self.played += plays
         for play in plays:
             for one in play.attempts:
@@ -234,16 +235,19 @@ def test_a_worker_that_keeps_failing_is_quarantined_and_the_others_go_on(caplog:
     workers = Workers()
     with pool_of(workers, limits=replace(LIMITS, start_s=30.0)) as pool:
         until(lambda: pool.counts()["workers/up"] == 2)
-        for _ in range(LIMITS.failures):
-            until(lambda: any(not one.dead and one.name == "0" for one in workers.made))
-            (living,) = [one for one in workers.made if not one.dead and one.name == "0"]
-            living.dead = True
-        until(lambda: "is not started again" in caplog.text)
+
+        def quarantined() -> bool:
+            for one in workers.made:
+                one.dead = one.dead or one.name == "0"
+            return "is not started again" in caplog.text
+
+        until(quarantined)
         flow = pool.flow()
         for number in range(8):
             flow.start(attempt(f"a{number}"), lane=number)
         found = heard(flow, lambda found: len(ends(found)) == 8)
         assert {item.worker for item in found if isinstance(item, Begun)} == {"1"}
+        assert "failed 3 times without an attempt that ended" in caplog.text
 
 
 def test_a_mistake_of_the_set_up_ends_everything_at_once() -> None:

@@ -18,7 +18,7 @@ import torch
 
 from rlflow.errors import RolloutError
 from rlflow.rollout.episodes import Attempt
-from rlflow.rollout.flow import Begun, Ended, News
+from rlflow.rollout.flow import Begun, Ended, Lost, News
 from rlflow.run.asynchronous import GroupsAhead, Terms
 from rlflow.run.journal import AttemptJournal
 from rlflow.run.pacing import Pacing
@@ -56,8 +56,9 @@ class Policies:
 @dataclass(frozen=True)
 class Workload:
     """median_s, sigma: of an attempt's lognormal time. train_s: of a step. failing: share of the attempts. frozen: attempts stand
-    still while the trainer works. stuck: share of the attempts that hang until their deadline. group_s: see `Terms`. lives: news
-    after which a process dies, one number per life but the last. moves: a resumed run has another number of places."""
+    still while the trainer works. lost: share of the attempts that end with the worker that plays them, or on the way to it.
+    stuck: share of the attempts that hang until their deadline. group_s: see `Terms`. lives: news after which a process dies, one
+    number per life but the last. moves: a resumed run has another number of places."""
 
     seed: int = 0
     prompts: int = 3
@@ -71,6 +72,7 @@ class Workload:
     failing: float = 0.05
     refused: float = 0.0
     frozen: bool = True
+    lost: float = 0.0
     stuck: float = 0.0
     group_s: float | None = None
     moves: bool = False
@@ -172,6 +174,14 @@ class SimulatedFlow:
             return
         tokens, attempt = self._sampled.pop(name), self._attempts.pop(name)
         failed = self._failing.pop(name)
+        if self._draw.random() < self._workload.lost:
+            others = [one for one in self._queue if self._draw.random() < self._workload.lost]
+            for one in others:
+                self._queue.remove(one)
+                del self._attempts[one]
+            self._told += [Lost(one, "w", "it died", self._clock.now) for one in (name, *others)]
+            self._fill()
+            return
         self._told.append(Ended(name, _trajectory(attempt, tokens, failed)))
         self._fill()
 

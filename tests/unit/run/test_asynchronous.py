@@ -29,6 +29,7 @@ WORKLOADS = st.builds(
     failing=st.sampled_from([0.0, 0.2]),
     refused=st.sampled_from([0.0, 0.3]),
     frozen=st.booleans(),
+    lost=st.sampled_from([0.0, 0.0, 0.3]),
     stuck=st.sampled_from([0.0, 0.0, 0.15]),
     group_s=st.sampled_from([None, 3.0, 70.0]),
     moves=st.booleans(),

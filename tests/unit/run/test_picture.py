@@ -11,6 +11,7 @@ import pytest
 from rlflow.metrics.names import Metric
 from rlflow.metrics.sinks import MetricsLog
 from rlflow.run import picture
+from rlflow.run.curves import PHASE_COLORS
 from rlflow.run.picture import _label_ends, render_picture
 
 pytest.importorskip("matplotlib")
@@ -78,9 +79,9 @@ def test_an_interval_stands_at_its_evaluation_and_nowhere_between() -> None:
 def test_a_colour_has_one_meaning_and_what_is_0_percent_no_row() -> None:
     learning, time = drawn([{"eval/exact_match": 0.3}, *[{**TIMED, "time/sync_s": 0.001}] * 9])
     curves = {line.get_color() for line in learning.lines}
-    assert len(curves) == 3 and not curves & set(picture._PHASE_COLORS.values())
+    assert len(curves) == 3 and not curves & set(PHASE_COLORS.values())
     assert [text.get_text() for text in time.texts if text.get_text() != "■"] == ["update  57%", "rollout  29%"]
-    assert len(set(picture._PHASE_COLORS.values())) == len(picture._PHASE_COLORS)
+    assert len(set(PHASE_COLORS.values())) == len(PHASE_COLORS)
 
 
 def test_labels_do_not_overlap_and_stay_inside() -> None:

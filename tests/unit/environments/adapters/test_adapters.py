@@ -1,5 +1,5 @@
 """Environments of other libraries keep the contract here, and train; each test needs the library, which `tests/run.sh --full`
-installs beside rlflow (tests/adapters_env.sh)."""
+installs beside rlflow (tests/environments.sh)."""
 
 from __future__ import annotations
 

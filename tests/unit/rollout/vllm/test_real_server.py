@@ -160,11 +160,11 @@ def test_updates_in_flight_are_exact_to_the_token_and_so_is_what_a_pause_leaves(
 
     one, other, last, first = run(play())
     scorers: dict[int, Scorer] = {version: scorer(path) for version, path in enumerate((served.path, *served.others))}
-    assert gap(first, LONG_PROMPT, scorers, 0.7) < 1e-5 and set(first.versions) == {0}
+    assert gap(first, LONG_PROMPT, scorers, 0.7) < 2e-5 and set(first.versions) == {0}
     for done, prompt in ((one, PROMPT), (other, LONG_PROMPT)):
         assert done.stop == "paused" and set(done.versions) == {0, 1, 2} and done.versions == sorted(done.versions)
         assert gap(done, prompt, scorers, 1.0) < 2e-5
-    assert set(last.versions) == {2} and gap(last, LONG_PROMPT, scorers, 1.0) < 1e-5
+    assert set(last.versions) == {2} and gap(last, LONG_PROMPT, scorers, 1.0) < 2e-5
 
 
 def test_a_server_that_dies_ends_its_requests_with_one_error(tied: Served) -> None:

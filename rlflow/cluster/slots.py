@@ -1,0 +1,100 @@
+"""What a pool of rollout workers knows of each: its place, what it plays, when it is given up; and who gets the next attempts."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from rlflow.errors import RLFlowError
+from rlflow.rollout.flow import News
+from rlflow.rollout.workers import PlayOrder, WorkerFacts
+
+
+class NewsListener(Protocol):
+    """Who started attempts."""
+
+    def tell(self, news: Iterable[News]) -> None: ...
+
+
+class Handle(Protocol):
+    """A worker in another process. `call` does not wait; the future raises an RLFlowError in one line."""
+
+    def call(self, method: str, *arguments: Any) -> Future[Any]: ...
+
+    def kill(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class PoolLimits:
+    """By when something is given up, seconds. answer_s: a worker that is looked at; place_s: one that was asked for and has no
+    process yet; start_s: making engine and environment, taking over weights, and for all being down; attempt_s: an attempt.
+    failures: in a row, without an attempt that ended, after which a worker is not started again. back_off_s: before the first
+    restart, doubled with each failure."""
+
+    answer_s: float = 30.0
+    place_s: float = 120.0
+    start_s: float = 600.0
+    attempt_s: float = 7800.0
+    failures: int = 5
+    back_off_s: float = 1.0
+
+
+@dataclass(eq=False)
+class EpisodeJob:
+    """Attempts that a worker plays, or will. ended: those that are over, kept until all are where they belong together."""
+
+    flow: NewsListener
+    play: PlayOrder
+    lane: int
+    left: set[str] = field(default_factory=set)
+    ended: list[News] = field(default_factory=list)
+    until: float = 0.0
+
+    @property
+    def first(self) -> bool:
+        """Whether it goes before training's."""
+        return self.play.priority is not None
+
+
+@dataclass(eq=False)
+class WorkerSlot:
+    """A worker's place: the processes in it come and go. state: down, starting, up, quarantined."""
+
+    name: str
+    state: str = "down"
+    handle: Handle | None = None
+    facts: WorkerFacts | None = None
+    version: int = 0
+    calls: dict[str, Future[Any]] = field(default_factory=dict)  # look, build, load: under way
+    plays: list[Future[Any]] = field(default_factory=list)
+    jobs: dict[str, EpisodeJob] = field(default_factory=dict)  # by request id
+    silent_s: float = 0.0  # since it answered last
+    placed: bool = False  # it has answered
+    since: float = 0.0  # when it was started
+    loading_since: float = 0.0
+    retry_at: float = 0.0
+    failures: int = 0
+    failed_loads: int = 0
+    ended: int = 0  # attempts, since the last report
+
+
+class WorkerGone(RLFlowError):
+    """The process of a rollout worker is gone."""
+
+
+def chosen(ready: Sequence[WorkerSlot], job: EpisodeJob) -> WorkerSlot | None:
+    """The worker for a job: one that plays attempts of its lane, which share a prompt; else the one with the most room."""
+    room = {slot: _room(slot) for slot in ready}
+    free = [slot for slot in ready if room[slot] > 0]
+    if not free:
+        return None
+    lanes = Counter({slot: sum(other.lane == job.lane for other in slot.jobs.values()) for slot in free})
+    return max(free, key=lambda slot: (lanes[slot], room[slot]))
+
+
+def _room(slot: WorkerSlot) -> int:
+    assert slot.facts is not None
+    return slot.facts.max_concurrency - len(slot.jobs)

