@@ -180,3 +180,11 @@ def test_a_worker_that_can_never_start_is_one_error(model: Path, tmp_path: Path)
     with pytest.raises(RLFlowError, match=r"^engine.kv_tokens: expected at least 32, found 1"):
         train(letters_config(model, tmp_path, "cluster.rollout_workers=2", "rollout.engine.kv_tokens=1"))
     assert not (tmp_path / "letters").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_chaos_costs_time_alone() -> None:
+    from benchmarks.chaos import main as chaos
+
+    assert chaos(["--minutes", "2"]) == 0
