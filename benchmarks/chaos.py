@@ -144,6 +144,12 @@ class Chaos:
                 break
         self.finish()
 
+    def end(self) -> None:
+        """Ends the run and its processes, where any is left."""
+        if self.process is not None and self.process.poll() is None:
+            os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait()
+
     def finish(self) -> None:
         """Waits for the end of the run; ends it where it has no end."""
         if self.process is not None:
@@ -250,7 +256,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         config, run = write_run(folder, "hurt", steps, args.workers, args.ranks)
         run.path.mkdir(parents=True)
         chaos = Chaos(config, run, random.Random(args.seed), kinds)
-        chaos.play(60 * minutes, args.every, steps)
+        try:
+            chaos.play(60 * minutes, args.every, steps)
+        finally:
+            chaos.end()
         log = (folder / "runs" / "chaos.log").read_text(errors="replace").splitlines()
         if not run.summary.is_file():
             print("\n".join(log[-30:]))
@@ -280,4 +289,5 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     sys.exit(main())

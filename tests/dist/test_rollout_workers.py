@@ -187,4 +187,4 @@ def test_a_worker_that_can_never_start_is_one_error(model: Path, tmp_path: Path)
 def test_chaos_costs_time_alone() -> None:
     from benchmarks.chaos import main as chaos
 
-    assert chaos(["--minutes", "2"]) == 0
+    assert chaos(["--quick", "--every", "2"]) == 0
