@@ -2,19 +2,22 @@
 
 Each case is a configuration whose step fills its budget: the trainer's update (in one process, or in ranks over gloo), or the
 embedded engine with all its slots at the limit, in processes of their own. Compared is what a process holds at its
-highest above what it held after its imports, with the estimate less its `libraries`. Aim: within 15%. The last line is
-one JSON object."""
+highest above what it held after its imports, with the estimate less its `libraries`. vLLM (`--vllm-python PATH`) is
+compared as a whole, all its processes together, what they share counted once (PSS). Aim: within 15%. The last line is one
+JSON object."""
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
 import multiprocessing
 import os
 import platform
 import sys
 import tempfile
+import threading
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -31,7 +34,7 @@ ROWS, LENGTH = 4, 512
 
 @dataclass(frozen=True)
 class Case:
-    """part: update or rollout. overrides: of the configuration, beside the shapes of the batch."""
+    """part: update, rollout, or vllm. overrides: of the configuration, beside the shapes of the batch."""
 
     name: str
     model: str
@@ -60,15 +63,20 @@ CASES = (
     Case("93M DP2 distributed optimizer", "93M", rows=2, overrides=("trainer.distributed_optimizer=true",), ranks=2),
     Case("18M engine", "18M", "rollout", rows=32, length=512),
     Case("93M engine", "93M", "rollout", rows=16, length=512),
+    Case("18M vLLM", "18M", "vllm", rows=32, length=512),
+    Case("93M vLLM", "93M", "vllm", rows=16, length=512),
+    Case("93M vLLM, 2 GiB of keys and values", "93M", "vllm", ("rollout.engine.kv_gib=2",), rows=16, length=512),
+    Case("93M vLLM bfloat16", "93M", "vllm", ("model.dtype=bfloat16",), rows=16, length=512),
 )
 
 
 def configuration(case: Case, path: Path) -> Any:
     from rlflow.config.schema import load_config
 
+    engine = "vllm" if case.part == "vllm" else "embedded"
     shape = (f"rollout.prompts_per_step={case.rows}", "rollout.samples_per_prompt=1", f"rollout.max_total_tokens={case.length}",
              f"rollout.max_response_tokens={case.length - 1}", f"data.max_prompt_tokens={case.length // 2}",
-             f"rollout.engine={{name: embedded, max_concurrency: {case.rows}}}", f"cluster.ranks={case.ranks}",
+             f"rollout.engine={{name: {engine}, max_concurrency: {case.rows}}}", f"cluster.ranks={case.ranks}",
              f"trainer.tokens_per_microbatch={case.rows * case.length}", "algorithm.advantage=reinforce")  # fmt: skip
     return load_config(None, [f"model.path={path}", "environment.name=none", *shape, *case.overrides])
 
@@ -78,10 +86,13 @@ def estimated_mib(case: Case, path: Path) -> list[float]:
     from rlflow.models.architecture import architecture
     from rlflow.models.huggingface import read_config
     from rlflow.run.memory_estimate import engine_parts, rank_parts, update_parts
+    from rlflow.run.vllm_memory import vllm_memory
 
     config, model = configuration(case, path), architecture(read_config(path))
     if case.part == "rollout":
         return [sum(engine_parts(config, model).values()) / MIB]
+    if case.part == "vllm":
+        return [vllm_memory(config, model)[0].total / MIB]
     stages = config.trainer.pipeline_parallel
     parts = [{**rank_parts(config, model, stage), **update_parts(config, model, stage)} for stage in range(stages)]
     return [sum(part.values()) / MIB for part in parts for _ in range(max(case.ranks, 1) // stages)]
@@ -106,6 +117,52 @@ def measured_mib(case: Case, path: Path) -> list[float]:
             for process in processes:
                 process.join(30)
                 process.kill()
+
+
+def measured_vllm_mib(case: Case, path: Path, python: str) -> list[float]:
+    """The peak of vLLM's processes together while it starts, samples all rows and gets new weights."""
+    from rlflow.rollout.vllm.engine import VLLMEngine
+
+    config = configuration(case, path)
+    options = {name: value for name, value in config.rollout.engine.items() if name != "name"}
+    engine = VLLMEngine(path, python=python, dtype=config.model.dtype, max_tokens=case.length, **options)
+    done, peaks = threading.Event(), [0.0]
+
+    def watch() -> None:
+        while not done.wait(0.3):
+            peaks[0] = max(peaks[0], proportional_mib(engine.pid))
+
+    watching = threading.Thread(target=watch)
+    watching.start()
+    try:
+        engine.wait_until_ready()
+        asyncio.run(_sample_and_load(case, engine, path))
+    finally:
+        done.set()
+        watching.join()
+        engine.kill()
+    return peaks
+
+
+def proportional_mib(pid: int) -> float:
+    """Of a process and those it started: memory of their own, and their shares of what several have (PSS)."""
+    import psutil
+
+    total = 0
+    with contextlib.suppress(psutil.Error):
+        root = psutil.Process(pid)
+        for process in (root, *root.children(recursive=True)):
+            with contextlib.suppress(psutil.Error):
+                total += process.memory_full_info().pss
+    return total / MIB
+
+
+async def _sample_and_load(case: Case, engine: Any, path: Path) -> None:
+    from rlflow.models.huggingface import iterate_weights
+
+    await _fill(case, engine)
+    await engine.load_weights(iterate_weights(path), 1)
+    await engine.close()
 
 
 def _child(pipe: Connection, case: Case, path: Path, rank: int, meeting: str) -> None:
@@ -164,22 +221,29 @@ def _update(case: Case, config: Any) -> None:
 
 async def _sample(case: Case, config: Any) -> None:
     from rlflow.rollout.embedded.engine import EmbeddedEngine
-    from rlflow.rollout.engine import Sampling
 
     options = {name: value for name, value in config.rollout.engine.items() if name != "name"}
     engine = EmbeddedEngine(config.model.path, dtype=config.model.dtype, max_tokens=case.length, **options)
+    await _fill(case, engine)
+    await engine.close()
+
+
+async def _fill(case: Case, engine: Any) -> None:
+    """Samples until every row is as long as it may be."""
+    from rlflow.rollout.engine import Sampling
+
     half = case.length // 2
     prompts = [[(7 * row + place) % 1000 for place in range(half)] for row in range(case.rows)]
     calls = [engine.generate(prompt, Sampling(case.length - half), f"{row}") for row, prompt in enumerate(prompts)]
     await asyncio.gather(*calls)
-    await engine.close()
 
 
-def compare(case: Case, folder: Path) -> dict[str, Any]:
+def compare(case: Case, folder: Path, vllm_python: str) -> dict[str, Any]:
     path = folder / case.model
     if not path.is_dir():
         write_random_model(path, SHAPES[case.model], eos_token_id=None)
-    expected, found = estimated_mib(case, path), measured_mib(case, path)
+    expected = estimated_mib(case, path)
+    found = measured_vllm_mib(case, path, vllm_python) if case.part == "vllm" else measured_mib(case, path)
     worst = max(zip(expected, found, strict=True), key=lambda pair: abs(pair[0] / pair[1] - 1))
     return {"case": case.name, "estimated_mib": expected, "measured_mib": found, "ratio": worst[0] / worst[1],
             "passed": abs(worst[0] / worst[1] - 1) <= AIM}  # fmt: skip
@@ -189,19 +253,24 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="the two plain cases and an engine: half a minute")
     parser.add_argument("--only", default="", help="run the cases whose name contains this")
+    parser.add_argument(
+        "--vllm-python", default=os.environ.get("RLFLOW_VLLM_PYTHON", ""), metavar="PATH",
+        help="interpreter of an environment with vLLM, for its cases (default: $RLFLOW_VLLM_PYTHON; none: left out)",
+    )  # fmt: skip
     options = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    chosen = [case for case in CASES if options.only in case.name]
+    python = "" if options.vllm_python == "none" else options.vllm_python
+    chosen = [case for case in CASES if options.only in case.name and (python or case.part != "vllm")]
     if options.quick:
         chosen = [case for case in chosen if case.name in ("18M", "93M", "18M engine")]
     results = []
-    print(f"{'case':<32}{'estimated, MiB':>16}{'measured, MiB':>16}{'ratio':>8}")
+    print(f"{'case':<36}{'estimated, MiB':>16}{'measured, MiB':>16}{'ratio':>8}")
     with tempfile.TemporaryDirectory() as folder:
         for case in chosen:
-            results.append(compare(case, Path(folder)))
+            results.append(compare(case, Path(folder), python))
             for expected, found in zip(results[-1]["estimated_mib"], results[-1]["measured_mib"], strict=True):
-                print(f"{case.name:<32}{expected:>16.0f}{found:>16.0f}{expected / found:>8.2f}", flush=True)
+                print(f"{case.name:<36}{expected:>16.0f}{found:>16.0f}{expected / found:>8.2f}", flush=True)
     packages = {"python": platform.python_version(), **versions("rlflow", "torch", "megatron-core")}
     print(json.dumps({"benchmark": "memory_estimate", "versions": packages, "aim": AIM, "results": results}))
 

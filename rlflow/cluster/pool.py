@@ -11,15 +11,15 @@ import itertools
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
-from queue import Empty, SimpleQueue
+from collections.abc import Callable
 from typing import Any
 
 from rlflow.cluster.slots import EpisodeJob, Handle, PoolLimits, WorkerGone, WorkerSlot, chosen
+from rlflow.cluster.worker_flow import WorkerFlow
 from rlflow.errors import ConfigError, EnvironmentContractError, ModelError, RLFlowError, RolloutError
-from rlflow.rollout.episodes import Attempt
-from rlflow.rollout.flow import Begun, Ended, Lost, News
-from rlflow.rollout.workers import PlayOrder, Update, WorkerFacts, WorkerNews
+from rlflow.rollout.flow import Begun, Ended, Lost
+from rlflow.rollout.weight_sync import WeightProbe, compare_probes
+from rlflow.rollout.workers import Loaded, PlayOrder, Update, WorkerFacts, WorkerNews
 from rlflow.types import Trajectory
 
 logger = logging.getLogger(__name__)
@@ -29,52 +29,6 @@ MISTAKES = (EnvironmentContractError, ModelError, ConfigError)
 TURN_S = 0.25  # of the thread, where nothing happens sooner
 LONGEST_BACK_OFF_S = 60.0
 REPORT_S = 5.0  # for a worker to say what its environment reports
-
-
-class WorkerFlow:
-    """Plays attempts on the workers of a pool; see `rlflow.rollout.flow.Flow`. What it tells may be `Lost`."""
-
-    poll_s = 0.25
-
-    def __init__(self, pool: WorkerPool, temperature: float | None = None, priority: int | None = None) -> None:
-        self._pool = pool
-        self._options = temperature, priority
-        self._news: SimpleQueue[News] = SimpleQueue()
-
-    def start(self, attempt: Attempt, lane: int) -> None:
-        """Plays the attempt, where possible on the worker that has others of the lane."""
-        self._pool.submit(EpisodeJob(self, PlayOrder((attempt,), *self._options), lane))
-
-    def start_together(self, attempts: Sequence[Attempt]) -> None:
-        """Plays the attempts on one worker, so that equal seeds and weights give equal bits; all end at once, or are lost."""
-        self._pool.submit(EpisodeJob(self, PlayOrder(tuple(attempts), *self._options, together=True), 0))
-
-    def tell(self, news: Iterable[News]) -> None:
-        """Called by the pool, in its thread."""
-        for item in news:
-            self._news.put(item)
-
-    def news(self, timeout_s: float = 0.0) -> list[News]:
-        """What has happened since the last call, waited for at most that long. Raises what ends the pool."""
-        found: list[News] = []
-        self._pool.check()
-        try:
-            found.append(self._news.get(timeout=timeout_s) if timeout_s > 0 else self._news.get_nowait())
-            while True:
-                found.append(self._news.get_nowait())
-        except Empty:
-            return found
-
-    def cancel(self, request_ids: Iterable[str]) -> None:
-        """Ends attempts; nothing is heard of them any more."""
-        self._pool.cancel(self, set(request_ids))
-        names = set(request_ids)
-        kept = [item for item in self.news() if item.request_id not in names]
-        self.tell(kept)
-
-    def close(self) -> None:
-        """Ends all attempts."""
-        self._pool.cancel(self, None)
 
 
 class WorkerPool:
@@ -98,6 +52,7 @@ class WorkerPool:
         self._clock = clock
         self._slots = [WorkerSlot(str(number)) for number in range(count)]
         self._target: Update | None = None
+        self._probe: WeightProbe | None = None
         self._waiting: list[EpisodeJob] = []
         self._failure: RLFlowError | None = None
         self._last_reason = "none has started yet"
@@ -125,11 +80,55 @@ class WorkerPool:
                         return slot.facts
             time.sleep(0.02)
 
-    def update(self, update: Update) -> None:
-        """Every worker takes over these weights, as soon as it can, and gets no new attempt before it has."""
+    def update(self, update: Update, probe: WeightProbe | None = None) -> None:
+        """Every worker takes over these weights, as soon as it can, and gets no new attempt before it has. probe: what its
+        answers to the update's questions are compared by, in `compare`."""
         with self._lock:
-            self._target = update
+            self._target, self._probe = update, probe
         self._wake.set()
+
+    def await_passed(self, within_s: float) -> None:
+        """Waits until all workers that are up have the newest weights, compared by the probe, or so many seconds are over."""
+        until = time.monotonic() + within_s
+        while time.monotonic() < until:
+            self.check()
+            with self._lock:
+                wanted = -1 if self._target is None else self._target.version
+                if all(slot.version == wanted for slot in self._slots if slot.state == "up"):
+                    break
+            time.sleep(0.02)
+        self.compare()
+
+    def compare(self) -> None:
+        """Compares what workers have answered to the probe with the trainer, in the caller's thread: to be called only while the
+        trainer has the weights of the last `update`. A worker that has others loses its place; where no other one is up, the
+        pool ends: it is the transfer that is wrong, for all that is known.
+
+        Raises what ended the pool."""
+        self.check()
+        with self._lock:
+            probe, version = self._probe, -1 if self._target is None else self._target.version
+            asked = [
+                (slot, slot.loaded, slot.loaded.answers)
+                for slot in self._slots
+                if slot.loaded is not None and slot.loaded.answers is not None and slot.loaded.version == version
+            ]
+        if probe is None or not asked:
+            return
+        errors = compare_probes(probe, [answers for _, _, answers in asked], version)
+        with self._lock:
+            for (slot, loaded, _), error in zip(asked, errors, strict=True):
+                if slot.loaded is not loaded:
+                    continue  # the worker has died meanwhile
+                if error is None:
+                    self._pass(slot)
+                else:
+                    self._fail(slot, error, self._clock())
+            found = next((error for error in errors if error is not None), None)
+            if found is not None and not any(slot.state == "up" for slot in self._slots):
+                self._failure = found
+        self._wake.set()
+        self.check()
 
     def submit(self, job: EpisodeJob) -> None:
         """Plays the job's attempts as soon as a worker with the newest weights has room."""
@@ -242,7 +241,7 @@ class WorkerPool:
 
     def _begin(self, slot: WorkerSlot, now: float) -> None:
         slot.state, slot.since, slot.silent_s, slot.placed = "starting", now, 0.0, False
-        slot.facts, slot.version, slot.failed_loads, slot.calls, slot.plays = None, 0, 0, {}, []
+        slot.facts, slot.failed_loads, slot.calls, slot.plays = None, 0, {}, []
         try:
             slot.handle = self._launch(slot.name)
             self._call(slot, "build")
@@ -261,8 +260,9 @@ class WorkerPool:
         slot.silent_s += elapsed
         if slot.calls["look"].done():
             news: WorkerNews = slot.calls["look"].result()
-            slot.silent_s, slot.placed, slot.version = 0.0, True, news.version
-            self._hear(slot, news)
+            slot.silent_s, slot.placed = 0.0, True
+            slot.held.append(news)
+            self._hear_held(slot)
             self._call(slot, "look")
         elif slot.silent_s > (limits.answer_s if slot.placed else limits.place_s):
             raise RolloutError(
@@ -292,7 +292,10 @@ class WorkerPool:
         if loading is not None and loading.done():
             del slot.calls["load"]
             try:
-                slot.version, slot.failed_loads = loading.result(), 0
+                taken: Loaded = loading.result()
+                slot.failed_loads, slot.loaded = 0, taken
+                if taken.answers is None:
+                    self._pass(slot)
             except RLFlowError as error:
                 slot.failed_loads += 1
                 told = "rollout worker %s could not take over weights, %d times so far: %s"
@@ -302,8 +305,24 @@ class WorkerPool:
         elif loading is not None and now - slot.loading_since > self.limits.start_s:
             raise RolloutError(f"weights were not taken over within {self.limits.start_s:g} s")
         if "load" not in slot.calls and target is not None and slot.version != target.version:
-            slot.loading_since = now
+            if (
+                slot.loaded is not None and slot.handle is not None
+            ):  # the trainer has no longer what it would be compared with
+                slot.handle.call("cancel", list(slot.jobs))
+                self._lose(slot, f"version {slot.version} was replaced before the probe could be compared")
+            slot.loading_since, slot.loaded = now, None
             self._call(slot, "load", target)
+
+    def _pass(self, slot: WorkerSlot) -> None:
+        assert slot.loaded is not None
+        slot.passed, slot.loaded = slot.loaded.version, None
+        self._hear_held(slot)
+
+    def _hear_held(self, slot: WorkerSlot) -> None:
+        if slot.proven:
+            held, slot.held = slot.held, []
+            for news in held:
+                self._hear(slot, news)
 
     def _hear(self, slot: WorkerSlot, news: WorkerNews) -> None:
         for begun in news.begun:
@@ -328,29 +347,39 @@ class WorkerPool:
             return
         placed, limits = slot.placed, self.limits
         reason = str(error) if isinstance(error, RLFlowError) else f"{type(error).__name__}: {error}"
-        jobs = list(dict.fromkeys(slot.jobs.values()))
-        lost = [attempt.request_id for job in jobs for attempt in job.play.attempts]
+        lost = self._lose(slot, reason)
         if slot.handle is not None:
             slot.handle.kill()
-        slot.handle, slot.jobs, slot.calls, slot.plays, slot.facts = None, {}, {}, [], None
+        slot.handle, slot.calls, slot.plays, slot.facts = None, {}, [], None
+        slot.loaded, slot.held, slot.passed = None, [], -1
         slot.failures += placed  # one for which there is no room has done nothing wrong
         slot.state = "quarantined" if slot.failures >= limits.failures else "down"
         back_off_s = min(LONGEST_BACK_OFF_S, limits.back_off_s * 2 ** max(0, slot.failures - 1))
         slot.retry_at, self._last_reason = now + back_off_s, f"worker {slot.name}: {reason}"
-        self._lost, self._restarts = self._lost + len(lost), self._restarts + (slot.state == "down")
+        self._restarts += slot.state == "down"
         then = f"another one starts in {back_off_s:g} s"
         if slot.state == "quarantined":
             then = f"it failed {slot.failures} times without an attempt that ended, and is not started again"
-        logger.warning("rollout worker %s: %s; %d attempts are issued again; %s", slot.name, reason, len(lost), then)
+        logger.warning("rollout worker %s: %s; %d attempts are issued again; %s", slot.name, reason, lost, then)
+
+    def _lose(self, slot: WorkerSlot, reason: str) -> int:
+        """Tells that what the worker plays is lost; returns how many attempts."""
+        jobs, slot.jobs = list(dict.fromkeys(slot.jobs.values())), {}
+        lost = 0
         for job in jobs:
-            at, names = time.time(), (attempt.request_id for attempt in job.play.attempts)
+            at, names = time.time(), [attempt.request_id for attempt in job.play.attempts]
             job.flow.tell(Lost(name, slot.name, reason, at) for name in names)
+            lost += len(names)
+        self._lost += lost
+        return lost
 
     def _dispatch(self, now: float) -> None:
         """Gives attempts to the workers that have the newest weights and room."""
-        version = self._target.version if self._target is not None else 0
+        target = self._target
         ready = [
-            slot for slot in self._slots if slot.state == "up" and slot.version == version and "load" not in slot.calls
+            slot
+            for slot in self._slots
+            if slot.state == "up" and "load" not in slot.calls and (target is None or slot.passed == target.version)
         ]
         given: dict[WorkerSlot, list[PlayOrder]] = {}
         left: list[EpisodeJob] = []

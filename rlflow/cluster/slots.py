@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from rlflow.errors import RLFlowError
 from rlflow.rollout.flow import News
-from rlflow.rollout.workers import PlayOrder, WorkerFacts
+from rlflow.rollout.workers import Loaded, PlayOrder, WorkerFacts, WorkerNews
 
 
 class NewsListener(Protocol):
@@ -67,7 +67,6 @@ class WorkerSlot:
     state: str = "down"
     handle: Handle | None = None
     facts: WorkerFacts | None = None
-    version: int = 0
     calls: dict[str, Future[Any]] = field(default_factory=dict)  # look, build, load: under way
     plays: list[Future[Any]] = field(default_factory=list)
     jobs: dict[str, EpisodeJob] = field(default_factory=dict)  # by request id
@@ -79,6 +78,19 @@ class WorkerSlot:
     failures: int = 0
     failed_loads: int = 0
     ended: int = 0  # attempts, since the last report
+    loaded: Loaded | None = None  # weights that the trainer has not yet compared
+    passed: int = -1  # the version that was verified last
+    held: list[WorkerNews] = field(default_factory=list)  # until what it samples from is verified
+
+    @property
+    def version(self) -> int:
+        """Of the weights that it took over last, compared or not."""
+        return self.passed if self.loaded is None else self.loaded.version
+
+    @property
+    def proven(self) -> bool:
+        """Whether what it plays is known to come from the weights that it says."""
+        return self.facts is None or self.facts.hashes_weights or ("load" not in self.calls and self.loaded is None)
 
 
 class WorkerGone(RLFlowError):

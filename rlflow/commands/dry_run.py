@@ -58,13 +58,15 @@ def print_estimates(config: RunConfig, model: Architecture) -> None:
     """Prints memory by process and phase, and about how long a step takes."""
     from rlflow.run.memory_estimate import estimate, is_embedded
     from rlflow.run.step_time import estimate_step, this_device
+    from rlflow.run.vllm_memory import vllm_memory
 
     phases = Problems().attempt(estimate, config, model)
     if phases is None:  # what is wrong is among the problems
         return
     print("\n# memory at the most, GiB (an estimate; every episode fills its budget)")
-    print("\n".join(memory_lines(phases)))
-    if not is_embedded(config):
+    beside = vllm_memory(config, model)
+    print("\n".join(memory_lines([*phases, *beside])))
+    if not (beside or is_embedded(config)):
         print(f"rollout.engine '{config.rollout.engine['name']}' manages memory of its own, which is not among these")
     device = this_device(config)
     if device is None:

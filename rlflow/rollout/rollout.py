@@ -17,7 +17,7 @@ from rlflow.components import ENGINE
 from rlflow.environment import Environment
 from rlflow.errors import ConfigError, RolloutError
 from rlflow.rollout.calls import CallThreads
-from rlflow.rollout.engine import Engine, PauseMode
+from rlflow.rollout.engine import Completion, Engine, PauseMode
 from rlflow.rollout.environment_calls import reported, shut_down
 from rlflow.rollout.episodes import CALL_S, EPISODE_S, Attempt, EpisodeLimits, EpisodePlayer, TurnSeeds
 from rlflow.rollout.event_loop import LoopThread, LoopWatch
@@ -26,7 +26,7 @@ from rlflow.rollout.replay import Transcripts, replay
 from rlflow.rollout.source import TaskSource
 from rlflow.rollout.submission import OnEpisode, Submission
 from rlflow.rollout.tokenizer import Tokenizer
-from rlflow.rollout.weight_sync import InProcessSync, WeightProbe, WeightSync, compare_probe, run_probe
+from rlflow.rollout.weight_sync import InProcessSync, ProbeQuestions, WeightProbe, WeightSync, check_answers, run_probe
 from rlflow.types import Group, Task
 
 STEPS_REMEMBERED = 64  # of which a task that comes again is recognised
@@ -259,24 +259,32 @@ class Rollout:
     def load_weights(
         self, weights: Iterable[tuple[str, Tensor]], version: int, probe: WeightProbe | None = None
     ) -> None:
-        """Gives the engines new weights, (HuggingFace name, tensor) pairs taken one at a time in this thread, and verifies
-        that they have them. probe: for engines that cannot hash theirs.
+        """Gives the engines new weights, (HuggingFace name, tensor) pairs taken one at a time in this thread, and verifies them.
+        probe: for engines that cannot hash theirs.
 
-        Raises RolloutError where an engine's content hash or probe is not that of what was sent, or where there is
-        neither."""
-        unhashed = [engine for engine in self.engines if not engine.hashes_weights] if self.verify_weights else []
-        if unhashed and probe is None:
-            raise RolloutError(
-                f"weight sync: {type(unhashed[0]).__name__} cannot hash its weights, so nothing would tell whether it samples "
-                "from the trainer's policy; give load_weights a WeightProbe."
-            )
-        sync = self.weight_sync or InProcessSync(self.engines, self._thread(), self.verify_weights)
-        sync.push(weights, version)
-        self.resume()  # before the probe, which a paused engine never answers
+        Raises RolloutError where an engine's content hash or probe is not that of what was sent, or where there is neither."""
+        answers = self.load_and_ask(weights, version, None if probe is None else probe.questions)
         if probe is not None:
-            for engine in unhashed:
-                compare_probe(probe, self._thread().run(run_probe(engine, probe, version)), version)
+            check_answers(probe, answers, version)
+
+    def load_and_ask(
+        self, weights: Iterable[tuple[str, Tensor]], version: int, questions: ProbeQuestions | None
+    ) -> list[list[Completion]]:
+        """As `load_weights`; returns what engines that cannot hash their weights answered, for the trainer to compare."""
+        unhashed = [engine for engine in self.engines if not engine.hashes_weights] if self.verify_weights else []
+        if unhashed and questions is None:
+            raise RolloutError(f"weight sync: {type(unhashed[0]).__name__} cannot hash its weights, so nothing would tell "
+                               "whether it samples from the trainer's policy; give load_weights a WeightProbe.")  # fmt: skip
+        (self.weight_sync or InProcessSync(self.engines, self._thread(), self.verify_weights)).push(weights, version)
+        self.resume()  # before the probe, which a paused engine never answers
+        asked = [] if questions is None else [self._thread().run(run_probe(one, questions, version)) for one in unhashed]
         self.version = version
+        return asked
+
+    @property
+    def hashes_weights(self) -> bool:
+        """Whether all engines do; where not, `load_weights` needs a probe."""
+        return all(engine.hashes_weights for engine in self.engines)
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs beside the weights."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -29,6 +29,15 @@ class WeightSync(Protocol):
 
 
 @dataclass(frozen=True)
+class ProbeQuestions:
+    """What an engine is asked for a `WeightProbe`. prompts: token ids; a completion of max_tokens at the temperature of each."""
+
+    prompts: tuple[tuple[int, ...], ...]
+    max_tokens: int
+    temperature: float
+
+
+@dataclass(frozen=True)
 class WeightProbe:
     """What stands in for a content hash: engine and trainer tell the log-probs of the same few completions.
 
@@ -48,6 +57,11 @@ class WeightProbe:
     def __post_init__(self) -> None:
         if not self.prompts or self.max_tokens < 1:
             raise ConfigError("WeightProbe: it compares nothing; expected a prompt or more and max_tokens >= 1.")
+
+    @property
+    def questions(self) -> ProbeQuestions:
+        """What engines answer, which may be elsewhere."""
+        return ProbeQuestions(tuple(map(tuple, self.prompts)), self.max_tokens, self.temperature)
 
 
 class InProcessSync:
@@ -122,7 +136,7 @@ class Handover:
         await asyncio.gather(*(load for _, load in self._lanes), return_exceptions=True)
 
 
-async def run_probe(engine: Engine, probe: WeightProbe, version: int) -> list[Completion]:
+async def run_probe(engine: Engine, probe: ProbeQuestions, version: int) -> list[Completion]:
     """The engine's completions of the probe's prompts. Raises RolloutError where it does not answer, or says that
     another version sampled them."""
     answers = [
@@ -146,18 +160,43 @@ async def run_probe(engine: Engine, probe: WeightProbe, version: int) -> list[Co
     return completions
 
 
-def compare_probe(probe: WeightProbe, completions: Sequence[Completion], version: int) -> None:
-    """Raises RolloutError unless the trainer gives the engine's tokens the log-probs that the engine gave them."""
-    rows = [[*prompt, *completion.tokens] for prompt, completion in zip(probe.prompts, completions)]
-    for row, scored, completion in zip(rows, probe.score(rows), completions, strict=True):
-        trainer = list(scored)[len(row) - len(completion.tokens) :]
+def check_answers(probe: WeightProbe, answers: Sequence[Sequence[Completion]], version: int) -> None:
+    """Raises RolloutError unless the trainer gives the tokens of every engine the log-probs that the engine gave them."""
+    for error in compare_probes(probe, answers, version):
+        if error is not None:
+            raise error
+
+
+def compare_probes(
+    probe: WeightProbe, answers: Sequence[Sequence[Completion]], version: int
+) -> list[RolloutError | None]:
+    """For the completions of each of several engines None, or what is wrong with them. One call of the trainer scores all,
+    equal ones once."""
+    if not answers:
+        return []
+    rows = [[(*prompt, *one.tokens) for prompt, one in zip(probe.prompts, given, strict=True)] for given in answers]
+    different = list(dict.fromkeys(row for engine in rows for row in engine))
+    scores = dict(zip(different, probe.score([list(row) for row in different]), strict=True))
+    return [_difference(probe, engine, scores, given, version) for engine, given in zip(rows, answers, strict=True)]
+
+
+def _difference(
+    probe: WeightProbe,
+    rows: Sequence[tuple[int, ...]],
+    scores: Mapping[tuple[int, ...], Sequence[float]],
+    completions: Sequence[Completion],
+    version: int,
+) -> RolloutError | None:
+    for row, completion in zip(rows, completions, strict=True):
+        trainer = list(scores[row])[len(row) - len(completion.tokens) :]
         gap = max(abs(ours - theirs) for ours, theirs in zip(trainer, completion.logprobs, strict=True))
         if not gap <= probe.tolerance:  # also where it is NaN
-            raise RolloutError(
+            return RolloutError(
                 f"weight sync: after version {version} engine and trainer differ by {gap:.3g} nats on a token of the probe, "
                 f"more than its tolerance of {probe.tolerance:g}; the engine would sample from a policy that is not the "
                 "trainer's."
             )
+    return None
 
 
 def _kept(engine: Engine) -> tuple[frozenset[str] | None, torch.dtype | None]:

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from rlflow.rollout.engine import PauseMode
+from rlflow.rollout.engine import Completion, PauseMode
 from rlflow.rollout.episodes import Attempt
 from rlflow.rollout.flow import Begun
+from rlflow.rollout.weight_sync import ProbeQuestions
 
 
 @dataclass(frozen=True)
 class WorkerFacts:
     """What a worker says of itself when its engine and its environment are there. max_tokens: of an episode, None without a
-    limit; max_concurrency: episodes that are worth playing at a time; pid: of its process, on its own machine."""
+    limit; max_concurrency: episodes that are worth playing at a time; pid: of its process, on its own machine; hashes_weights:
+    whether it verifies by itself what it takes over, or answers a probe."""
 
     max_tokens: int | None
     max_concurrency: int
     pid: int
+    hashes_weights: bool = True
 
 
 @dataclass(frozen=True)
@@ -34,12 +38,22 @@ class PlayOrder:
 @dataclass(frozen=True)
 class Update:
     """Weights that a worker is to take over. address, key: where a reader finds them, and what it proves itself with. mode: what
-    becomes of requests in flight."""
+    becomes of requests in flight. questions: of the probe, where the engine cannot hash its weights."""
 
     version: int
     address: str
     mode: PauseMode = "keep"
     key: str = field(default="", repr=False)
+    questions: ProbeQuestions | None = None
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A version that a worker took over. answers: to the probe's questions, which the driver compares; None where the engine
+    has verified its weights by their hash."""
+
+    version: int
+    answers: Sequence[Completion] | None = None
 
 
 @dataclass(frozen=True)
@@ -53,8 +67,7 @@ class PlayedAttempt:
 
 @dataclass(frozen=True)
 class WorkerNews:
-    """What a worker answers when it is looked at. version: of the weights that it samples from."""
+    """What a worker answers when it is looked at."""
 
-    version: int
     begun: tuple[Begun, ...] = ()
     ended: tuple[PlayedAttempt, ...] = ()

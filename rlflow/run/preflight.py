@@ -46,6 +46,7 @@ def start_checks(config: RunConfig, model: bool = True, weights: bool = True) ->
         yield partial(_check_package, *package)
     yield lambda: _check_megatron(config)
     yield lambda: _check_gpus(config)
+    yield lambda: _check_workers(config)
     yield lambda: _check_resume_step(config)
     yield lambda: RunDirectory.check(run_path(config), resume=config.run.resume, overwrite=config.run.overwrite)
 
@@ -89,6 +90,30 @@ def _check_gpus(config: RunConfig) -> None:
         raise ConfigError(
             f"cluster.gpus_per_rank: {who} x {section.gpus_per_rank:g} = {wanted:g} GPUs, this machine has "
             f"{here}: lower cluster.ranks, rollout_workers or cluster.gpus_per_rank, or set cluster.address to a running cluster."
+        )
+
+
+def _check_workers(config: RunConfig) -> None:
+    """What no rollout worker could be made with, or would share with another one."""
+    section, options = config.cluster, config.rollout.engine
+    if not section.rollout_workers:
+        return
+    made = options.get("engines", 1)
+    if isinstance(made, int) and made != 1:
+        raise ConfigError(
+            f"rollout.engine.engines: expected 1 with cluster.rollout_workers, found {made}: each worker has one engine; set "
+            f"cluster.rollout_workers={section.rollout_workers * made} and rollout.engine.engines=1."
+        )
+    if "url" in options and (section.rollout_workers > 1 or not isinstance(options["url"], str)):
+        raise ConfigError(
+            f"rollout.engine.url: {section.rollout_workers} workers would load their weights into the same servers, each at its "
+            "own time; set cluster.rollout_workers=0, where every url is an engine of the run."
+        )
+    devices = options.get("tensor_parallel", 1)
+    if isinstance(devices, int) and 0 < section.gpus_per_rank < devices:
+        raise ConfigError(
+            f"rollout.engine.tensor_parallel: expected at most cluster.gpus_per_rank ({section.gpus_per_rank:g}), all that a "
+            f"rollout worker sees; found {devices}. Raise gpus_per_rank, or lower tensor_parallel."
         )
 
 

@@ -32,7 +32,7 @@ def trainable(rollout: Rollout) -> Rollout:
 
 def make_probe(rollout: Rollout, trainer: Trainer, tasks: Sequence[Task], dtype: str) -> WeightProbe | None:
     """A probe on the prompts of a few tasks, scored by the trainer; None where every engine hashes its weights."""
-    if all(engine.hashes_weights for engine in rollout.engines):
+    if rollout.hashes_weights:
         return None
 
     def score(rows: Sequence[Sequence[int]]) -> list[list[float]]:

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from rlflow.config.schema import RunConfig
-from rlflow.errors import RolloutError
+from rlflow.errors import ConfigError, RolloutError
 from rlflow.matmul import PRODUCTS, Library
 from rlflow.rollout import Rollout
 from rlflow.rollout.environment_calls import reported
@@ -25,8 +25,9 @@ from rlflow.rollout.flow import Begun, Ended, Flow
 from rlflow.rollout.submission import Submission
 from rlflow.rollout.transfer.base import WeightReader
 from rlflow.rollout.transfer.readers import open_reader
-from rlflow.rollout.workers import PlayedAttempt, PlayOrder, Update, WorkerFacts, WorkerNews
+from rlflow.rollout.workers import Loaded, PlayedAttempt, PlayOrder, Update, WorkerFacts, WorkerNews
 from rlflow.run.assemble import make_rollout
+from rlflow.run.probe import trainable
 from rlflow.run.trajectory_bytes import trajectory_bytes
 from rlflow.types import Trajectory
 
@@ -62,15 +63,18 @@ class RolloutWorker:
     def build(self) -> WorkerFacts:
         """Makes engine and environment; to be called once, before all else but `look`."""
         rollout = self._make(self._config)
-        (engine,) = rollout.engines if len(rollout.engines) == 1 else (None,)
-        if engine is None or not engine.hashes_weights:
-            told = "several engines" if engine is None else f"{type(engine).__name__}, which cannot hash its weights"
+        try:
+            if len(rollout.engines) != 1:
+                raise ConfigError(
+                    f"cluster.rollout_workers: expected one engine per worker, rollout.engine makes {len(rollout.engines)}; "
+                    "raise rollout_workers in place of it."
+                )
+            (engine,) = trainable(rollout).engines
+        except ConfigError:
             rollout.close()
-            raise RolloutError(
-                f"cluster.rollout_workers: expected one engine per worker that hashes its weights, found {told}."
-            )
+            raise
         self._watch, self._rollout = rollout.watch(), rollout
-        return WorkerFacts(rollout.max_total_tokens, engine.max_concurrency, os.getpid())
+        return WorkerFacts(rollout.max_total_tokens, engine.max_concurrency, os.getpid(), rollout.hashes_weights)
 
     def look(self, wait_s: float = LOOK_S) -> WorkerNews:
         """What has happened since the last look, waited for a moment. Raises what is wrong with the worker."""
@@ -81,7 +85,7 @@ class RolloutWorker:
             left_s = until - time.monotonic()
             if begun or ended or left_s <= 0:
                 self._check_loop()
-                return WorkerNews(0 if self._rollout is None else self._rollout.version, tuple(begun), tuple(ended))
+                return WorkerNews(tuple(begun), tuple(ended))
             self._wake.wait(left_s)
 
     def play(self, plays: Sequence[PlayOrder]) -> None:
@@ -96,17 +100,19 @@ class RolloutWorker:
             for attempt in play.attempts:
                 self._flows[key].start(attempt, 0)
 
-    def load(self, update: Update) -> int:
-        """Takes over published weights between two steps of the engine, verified by their content; returns the version."""
+    def load(self, update: Update) -> Loaded:
+        """Takes over published weights between two steps of the engine, verified by their content; where the engine cannot hash
+        them, it answers the probe's questions with them."""
         if self._reader is None or self._reader[0] != update.address:
             self._reader = update.address, open_reader(update.address, update.key)
         self._open.pause(update.mode)
         try:
-            self._open.load_weights(self._reader[1].read(update.version, READ_S), update.version)
+            weights = self._reader[1].read(update.version, READ_S)
+            answers = self._open.load_and_ask(weights, update.version, update.questions)
         except BaseException:
             self._open.resume()  # with the old weights, or refusing to sample from half of the new ones
             raise
-        return update.version
+        return Loaded(update.version, answers[0] if answers else None)
 
     def cancel(self, request_ids: Sequence[str]) -> None:
         """Ends attempts."""

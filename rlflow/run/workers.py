@@ -37,6 +37,9 @@ logger = logging.getLogger(__name__)
 ANSWER_S = 30.0
 """By which a worker that is looked at has answered; rollout.faults.call_s, by which a call counts as hung, where that is less."""
 
+PROBE_S = 120.0
+"""How long training waits at most for workers to take over weights and answer the probe: while it trains nobody is compared."""
+
 
 class WorkerRollout(Rollout):
     """A Rollout without an engine of its own: the workers of a pool play the attempts, and read the weights that it publishes.
@@ -90,10 +93,21 @@ class WorkerRollout(Rollout):
     def load_weights(
         self, weights: Iterable[tuple[str, Tensor]], version: int, probe: WeightProbe | None = None
     ) -> None:
-        """Publishes the weights and returns: each worker reads and verifies them before it gets its next attempt."""
+        """Publishes the weights: each worker reads and verifies them before it gets its next attempt. Returns at once, but with a
+        probe: the trainer scores here, in this thread, what the workers' engines answer. Who takes longer than PROBE_S, or
+        joins later, passes while attempts are waited for, when the trainer still has the same weights.
+
+        Raises RolloutError where no worker samples from what was sent."""
         self._publisher.publish(weights, version)
         self.version = version
-        self.pool.update(Update(version, self._publisher.address, self._mode, self._publisher.key))
+        questions = None if probe is None else probe.questions
+        self.pool.update(Update(version, self._publisher.address, self._mode, self._publisher.key, questions), probe)
+        if probe is not None:
+            self.pool.await_passed(PROBE_S)
+
+    @property
+    def hashes_weights(self) -> bool:
+        return self.pool.first_facts().hashes_weights
 
     def take_report(self) -> None:
         """Makes `report` what all workers' environments say about the time since the last call, and how the workers fared."""

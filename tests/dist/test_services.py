@@ -62,7 +62,7 @@ def states(run: Path) -> list[tuple[str, int, int]]:
 
 
 @pytest.mark.slow
-def test_the_demo_trains_two_steps_by_its_command(tmp_path: Path) -> None:
+def test_the_demo_trains_by_its_command(tmp_path: Path) -> None:
     process = started("run_train.sh", tmp_path / "run")
     output = process.communicate(timeout=DEADLINE_S)[0]
     assert process.returncode == 0, output[-3000:]

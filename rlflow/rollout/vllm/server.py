@@ -60,6 +60,7 @@ class ServedVLLM(VLLMBackend):
         self._routes = Routes(url, key, connections)
         self.name = f"the vLLM server at {self._routes.url}"
         self._model, self._weights_folder, self._retry_s = model, weights_folder, retry_s
+        self.serves: str | None = None
         self._numbers = itertools.count()
         self._own = uuid.uuid4().hex[:12]  # apart from those of others at the same server
         self._tasks: dict[int, asyncio.Task[None]] = {}
@@ -117,7 +118,7 @@ class ServedVLLM(VLLMBackend):
             version = str((await self._routes.ask("GET", "/version"))["version"])
             listed = (await self._routes.ask("GET", "/v1/models"))["data"]
             served = self._chosen(listed)
-            self._model = served["id"]
+            self._model, self.serves = served["id"], served.get("root")
             await self._check_generation()
             paused = await self._routes.ask("GET", "/is_paused", missing={"is_paused": None})
             self._development = paused["is_paused"] is not None
@@ -164,23 +165,23 @@ class ServedVLLM(VLLMBackend):
         """Raises RolloutError where log-probs are not those at the sampling temperature: their distances must halve from
         temperature 1 to 2. Takes down the name of the version that is served."""
         for token in range(1, 9):
-            one, two = [await self._distance(token, temperature) for temperature in (1.0, 2.0)]
-            if one > TELLING:
-                if abs(two / one - 0.5) > 0.1:
+            one, two = [await self._told(token, temperature) for temperature in (1.0, 2.0)]
+            # The sampled token takes the place of another one: only what both answers tell can be compared.
+            both = sorted(one.keys() & two.keys(), key=lambda found: one[found])
+            if both and (distance := one[both[-1]] - one[both[0]]) > TELLING:
+                if abs((two[both[-1]] - two[both[0]]) / distance - 0.5) > 0.1:
                     raise RolloutError(
                         f"{self.name} tells log-probs at temperature 1 whatever the request's is; start it with --logprobs-mode "
                         "processed_logprobs."
                     )
                 return
 
-    async def _distance(self, token: int, temperature: float) -> float:
-        """Between the most probable token and another one, in nats."""
+    async def _told(self, token: int, temperature: float) -> dict[int, float]:
+        """Log-probs, nats, of a few of the most probable tokens, and of the one that was sampled."""
         body = {"token_ids": [token], "sampling_params": {**PROBE, "temperature": temperature}, "model": self._model}
         choice = (await self._routes.ask("POST", GENERATE, body))["choices"][0]
         self._versions.setdefault(choice["weight_versions"][0]["version"], 0)
-        told = {place["token_id"]: place["logprob"] for place in choice["logprobs"]["content"][0]["top_logprobs"]}
-        ordered = sorted(told.values(), reverse=True)[:4]
-        return ordered[0] - ordered[-1]
+        return {place["token_id"]: place["logprob"] for place in choice["logprobs"]["content"][0]["top_logprobs"]}
 
     # --- operations ---------------------------------------------------------------------------------------------------
 

@@ -13,6 +13,7 @@ from rlflow.rollout.engine import Engine
 from rlflow.rollout.event_loop import LoopThread
 from rlflow.rollout.tokenizer import Tokenizer
 from rlflow.rollout.vllm.queueing import QueueingEngine
+from rlflow.rollout.vllm.served_model import check_served_model
 from rlflow.rollout.vllm.server import ServedVLLM, check_folder
 
 
@@ -27,7 +28,7 @@ class VLLMServerEngine(QueueingEngine):
         super().__init__(path, tokenizer, max_concurrency=max_concurrency, max_tokens=max_tokens, **options)
         self.takes_weights = weights_folder is not None
         self._weights_folder = folder = check_folder(weights_folder)
-        self._backend = ServedVLLM(
+        self._backend = self.server = ServedVLLM(
             url, model=model, key=os.environ.get(api_key_variable), weights_folder=folder, connections=max_concurrency,
             retry_s=retry_s,
         )  # fmt: skip
@@ -55,10 +56,10 @@ def make_vllm_server_engines(
 
     model: its name at the servers; none: the only one. api_key_variable: environment variable with their key; none is sent where
     it is not set. weights_folder: a folder that rlflow and the servers see under the same path, for new weights; they begin with
-    those of `path` then. None: they keep those that they have, and cannot be trained with. retry_s: how long a request is sent
-    again while nobody answers.
+    those of `path` then. None: they keep those that they have, which are compared with `path`, and cannot be trained with.
+    retry_s: how long a request is sent again while nobody answers.
 
-    Raises ConfigError, RolloutError where a server does not answer, or is none that can be used."""
+    Raises ConfigError, RolloutError where a server does not answer, is none that can be used, or serves another model."""
     if deterministic:
         raise ConfigError("rollout.engine: vLLM does not give equal bits in every run; set run.deterministic=false.")
     urls = [url] if isinstance(url, str) else list(url)
@@ -76,8 +77,7 @@ def make_vllm_server_engines(
             )  # fmt: skip
         for engine in made:
             engine.wait_until_ready()
-            if weights_folder is not None:
-                _begin_with(engine)
+            _begin(engine)
     except BaseException:
         for engine in made:
             engine.kill()
@@ -85,9 +85,14 @@ def make_vllm_server_engines(
     return list(made)
 
 
-def _begin_with(engine: VLLMServerEngine) -> None:
+def _begin(engine: VLLMServerEngine) -> None:
+    """Gives the server the weights of the model directory, or looks whether it has them."""
     thread = LoopThread("rlflow-first-weights")  # who makes engines may be in an event loop
     try:
-        thread.run(engine.load_weights(iterate_weights(engine.path), 0))
+        if engine.takes_weights:
+            thread.run(engine.load_weights(iterate_weights(engine.path), 0))
+        else:
+            server = engine.server
+            thread.run(check_served_model(engine, engine.path, server.name, server.serves))
     finally:
         thread.close()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
@@ -13,13 +13,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rlflow.cluster.pool import WorkerFlow, WorkerPool
+from rlflow.cluster.pool import WorkerPool
 from rlflow.cluster.slots import PoolLimits, WorkerGone
+from rlflow.cluster.worker_flow import WorkerFlow
 from rlflow.errors import ConfigError, RLFlowError, RolloutError
+from rlflow.rollout.engine import Completion
 from rlflow.rollout.episodes import Attempt, TurnSeeds
 from rlflow.rollout.flow import Begun, Ended, Lost, News
 from rlflow.rollout.flow_submission import FlowSubmission
-from rlflow.rollout.workers import PlayedAttempt, PlayOrder, Update, WorkerFacts, WorkerNews
+from rlflow.rollout.weight_sync import WeightProbe
+from rlflow.rollout.workers import Loaded, PlayedAttempt, PlayOrder, Update, WorkerFacts, WorkerNews
 from rlflow.types import StopReason, Task, Trajectory
 
 LIMITS = PoolLimits(answer_s=0.6, place_s=5.0, start_s=3.0, attempt_s=30.0, failures=3, back_off_s=0.02)
@@ -63,20 +66,25 @@ class Worker:
     def build(self) -> WorkerFacts:
         if self.workers.broken is not None:
             raise self.workers.broken
-        return WorkerFacts(16, self.workers.places, 1)
+        return WorkerFacts(16, self.workers.places, 1, self.workers.probed is None)
 
     def look(self) -> WorkerNews:
         time.sleep(0.01)
         with self.lock:
             (begun, ended), self.news = self.news, ([], [])
-        return WorkerNews(self.version, tuple(begun), tuple(ended))
+        return WorkerNews(tuple(begun), tuple(ended))
 
-    def load(self, update: Update) -> int:
+    def load(self, update: Update) -> Loaded:
         self.workers.loads.append((self.name, update.version))
         if self.workers.unreadable:
             raise RolloutError("weight transfer: a tensor is not what was published")
         self.version = update.version
-        return update.version
+        if self.workers.probed is None:
+            return Loaded(update.version)
+        assert update.questions is not None
+        kept = update.version - (self.name in self.workers.probed)  # one that goes on with the old weights
+        versions = [update.version] * 2
+        return Loaded(update.version, [Completion([1, 2], [-float(kept)] * 2, versions, "length")])
 
     def play(self, plays: list[PlayOrder]) -> None:
         self.played += plays
@@ -101,6 +109,7 @@ class Workers:
         self.hold, self.places = hold, places
         self.broken: RLFlowError | None = None
         self.unreadable = False
+        self.probed: set[str] | None = None  # those who keep old weights; None: they hash theirs
         self.made: list[Worker] = []
         self.loads: list[tuple[str, int]] = []
         self.cancelled: list[str] = []
@@ -226,7 +235,9 @@ def test_weights_that_cannot_be_read_cost_the_worker_its_place_and_at_last_the_r
         pool.update(Update(1, "here"))
         flow = pool.flow()
         flow.start(attempt("a"), lane=0)
-        with pytest.raises(RolloutError, match=r"not one of 2 workers has been up .*a tensor is not what was published"):
+        with pytest.raises(
+            RolloutError, match=r"not one of 2 workers has been up .*a tensor is not what was published"
+        ):
             heard(flow, lambda _: False)
     assert len(workers.made) == 2 * LIMITS.failures
 
@@ -311,3 +322,96 @@ def test_groups_come_whole_although_workers_die_under_them() -> None:
     assert set(groups) == {"g", "h"}
     assert all([one.attempt for one in group.trajectories] == [0, 1, 2, 3] for group in groups.values())
     assert submission.ended
+
+
+class Policy:
+    """A trainer whose log-probs are minus its version, and the probe that it scores."""
+
+    def __init__(self) -> None:
+        self.version, self.scored = 0, list[tuple[int, int]]()  # (thread, rows)
+        self.probe = WeightProbe([[3]], self.score, max_tokens=2)
+
+    def score(self, rows: Sequence[Sequence[int]]) -> list[list[float]]:
+        self.scored.append((threading.get_ident(), len(rows)))
+        return [[-float(self.version)] * len(row) for row in rows]
+
+    def sync(self, pool: WorkerPool, within_s: float = 5.0) -> None:
+        self.version += 1
+        pool.update(Update(self.version, "here", questions=self.probe.questions), self.probe)
+        pool.await_passed(within_s)
+
+
+def probed(*stale: str, **options: Any) -> Workers:
+    workers = Workers(**options)
+    workers.probed = set(stale)
+    return workers
+
+
+def test_workers_that_cannot_hash_their_weights_are_scored_together_in_the_thread_that_syncs() -> None:
+    workers, policy = probed(), Policy()
+    with pool_of(workers) as pool:
+        until(lambda: pool.counts()["workers/up"] == 2)
+        for _ in range(2):
+            policy.sync(pool)
+            flow = pool.flow()
+            for number in range(8):
+                flow.start(attempt(f"{policy.version}/{number}"), lane=number)
+            found = heard(flow, lambda found: len(ends(found)) == 8)
+            assert {item.version for item in found if isinstance(item, Begun)} == {policy.version}
+    assert policy.scored == [(threading.get_ident(), 1)] * 2  # equal answers of both, once per version
+
+
+def test_no_attempt_is_given_or_heard_of_before_its_weights_have_passed() -> None:
+    workers, policy = probed(hold=True, places=1), Policy()
+    with pool_of(workers, count=1) as pool:
+        until(lambda: pool.counts()["workers/up"] == 1)
+        flow = pool.flow()
+        flow.start(attempt("a"), lane=0)
+        heard(flow, lambda found: len(found) == 1)
+        flow.start(attempt("b"), lane=0)
+        policy.sync(pool, within_s=0.0)  # the trainer does not wait, and scores nothing
+        until(lambda: workers.made[0].version == 1)
+        workers.made[0].end(workers.made[0].played[0].attempts[0])  # under weights that nobody has verified
+        time.sleep(0.3)
+        assert not flow._news.qsize() and len(workers.made[0].played) == 1 and not policy.scored
+        found = heard(flow, lambda found: len(found) == 2)  # who asks for news has a trainer that is free
+        assert ends(found) == ["a"] and isinstance(found[1], Begun) and len(policy.scored) == 1
+
+
+def test_one_worker_with_old_weights_loses_its_place_and_alone_it_ends_the_run() -> None:
+    workers, policy = probed("0", hold=True), Policy()
+    with pool_of(workers) as pool:
+        until(lambda: pool.counts()["workers/up"] == 2)
+        flow = pool.flow()
+        for number in range(8):
+            flow.start(attempt(f"a{number}"), lane=number // 4)
+        begun = heard(flow, lambda found: len(found) == 8)
+        policy.sync(pool)
+        assert workers.made[0].dead != workers.made[1].dead
+        found = heard(flow, lambda found: len(losses(found)) == 4)
+        assert set(losses(found)) == {one.request_id for one in begun if isinstance(one, Begun) and one.worker == "0"}
+        workers.probed = set()
+        until(lambda: len(workers.made) == 3)
+        heard(flow, lambda _: workers.made[2].version == 1)  # one that joins later, which the wait for news compares
+        until(lambda: pool.counts()["workers/up"] == 2)
+        workers.probed = {"0", "1"}
+        with pytest.raises(
+            RolloutError, match=r"after version 2 engine and trainer differ by 1 nats on a token of the probe"
+        ):
+            policy.sync(pool)
+
+
+def test_what_was_played_with_weights_that_were_never_compared_is_lost() -> None:
+    workers, policy = probed(hold=True), Policy()
+    with pool_of(workers, count=1) as pool:
+        until(lambda: pool.counts()["workers/up"] == 1)
+        flow = pool.flow()
+        flow.start(attempt("a"), lane=0)
+        heard(flow, lambda found: len(found) == 1)
+        policy.sync(pool, within_s=0.0)
+        until(lambda: pool._slots[0].loaded is not None)
+        workers.made[0].end(workers.made[0].played[0].attempts[0])
+        policy.sync(pool)
+        assert losses(heard(flow, lambda found: bool(found))) == ["a"]
+        flow.start(attempt("b"), lane=0)
+        heard(flow, lambda found: len(found) == 1)

@@ -145,6 +145,23 @@ def test_a_fault_is_one_line(place: Place, untouched: None, capsys: pytest.Captu
     assert "1 problem found, nothing was started." in out
 
 
+@pytest.mark.parametrize(("engine", "options", "expected"), [
+    ("{name: vllm, engines: 4}", ["cluster.rollout_workers=2"], "set cluster.rollout_workers=8 and rollout.engine.engines=1"),
+    ("{name: vllm_server, url: 'http://a:1'}", ["cluster.rollout_workers=2"], "load their weights into the same servers"),
+    ("{name: vllm_server, url: ['http://a:1', 'http://b:1']}", ["cluster.rollout_workers=1"], "every url is an engine"),
+    ("{name: vllm, tensor_parallel: 4}", ["cluster={rollout_workers: 1, gpus_per_rank: 2, address: auto}"],
+     "expected at most cluster.gpus_per_rank (2)"),
+    ("{name: vllm}", ["cluster.rollout_workers=2"], None),
+    ("{name: vllm, engines: 4}", [], None),
+])  # fmt: skip
+def test_what_rollout_workers_cannot_be_made_with_is_told(
+    place: Place, capsys: pytest.CaptureFixture[str], engine: str, options: list[str], expected: str | None
+) -> None:
+    code, _, problems = dry(place, capsys, f"rollout.engine={engine}", *options)
+    assert code == (2 if expected else 0) and len(problems) == (1 if expected else 0), problems
+    assert expected is None or expected in problems[0]
+
+
 def test_all_faults_are_told_and_not_only_the_first(
     place: Place, untouched: None, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -23,6 +23,7 @@ from rlflow.run.memory_estimate import (
     update_parts,
 )
 from rlflow.run.step_time import estimate_step
+from rlflow.run.vllm_memory import CORE, FRONT, vllm_memory
 from rlflow.trainer.layout import ParallelLayout
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -117,6 +118,27 @@ def test_keys_and_values_are_those_of_all_slots_or_of_the_pool(qwen: Architectur
     token = 28 * 2 * 4 * 128 * 4  # layers, keys and values, groups, dimensions, float32
     assert engine_parts(config(*overrides), qwen)["keys and values"] == 8 * 1024 * token  # blocks of 32
     assert engine_parts(config(*overrides, "rollout.engine.kv_tokens=2048"), qwen)["keys and values"] == 2048 * token
+
+
+def test_vllm_holds_its_weights_a_packed_head_what_it_allots_and_the_larger_of_a_step_and_an_update() -> None:
+    model = architecture(SMALL)
+    count, head = stage_parameters(model, ParallelLayout())[0], 20 * 8
+    overrides = ("rollout.engine={name: vllm, kv_gib: 3, engines: 2}", "rollout.max_total_tokens=9000")
+    (phase,) = vllm_memory(config(*overrides), model)
+    assert phase.process == "vLLM, each of 2 engines" and dict(phase.parts) == {
+        "libraries": FRONT + CORE,
+        "engine's weights": 4 * (count + head),
+        "keys and values": 3 * 2**30,
+        "a step of prompts, or a file of new weights": 9000 * 3 * (8 + 12) * 4,
+    }
+    (half,) = vllm_memory(config(*overrides, "model.dtype=bfloat16"), model)
+    assert half.parts["engine's weights"] == 2 * (count + head)
+    assert vllm_memory(config(), model) == []
+
+
+def test_an_update_of_vllm_holds_a_bucket(qwen: Architecture) -> None:
+    (phase,) = vllm_memory(config("rollout.engine={name: vllm, bucket_mib: 4096}"), qwen)
+    assert phase.parts["a step of prompts, or a file of new weights"] == 4 * 2**30
 
 
 def test_every_process_is_listed(qwen: Architecture) -> None:

@@ -1,5 +1,5 @@
 """A server with the routes of `vllm serve` 0.32 that rlflow uses, without vLLM: a token each millisecond, by a hash of the
-seed and the place; log-probs in proportion to the first number of `model.norm.weight`.
+seed and the place; log-probs in proportion to the first number of `model.norm.weight`, or those of `scores`.
 
 `fault` is what is wrong with it: disabled, raw, undeveloped, paused, garbage, no_versions, keeps_cache, hangs."""
 
@@ -9,6 +9,7 @@ import asyncio
 import json
 import random
 import struct
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +24,18 @@ DEVELOPMENT = ("/pause", "/resume", "/is_paused", "/collective_rpc", "/update_we
 
 
 class FakeServed:
-    """Serves until `close`; `restart` forgets everything, `drops` answers that many requests to generate by hanging up."""
+    """Serves until `close`; `restart` forgets everything, `drops` answers that many requests to generate by hanging up.
 
-    def __init__(self, path: Path, fault: str = "", key: str = "") -> None:
-        self.path, self.fault, self.key, self.drops = path, fault, key, 0
+    scores: log-probs of a row but its first token, at a temperature."""
+
+    def __init__(
+        self,
+        path: Path,
+        fault: str = "",
+        key: str = "",
+        scores: Callable[[Sequence[int], float], list[float]] | None = None,
+    ) -> None:
+        self.path, self.fault, self.key, self.scores, self.drops = path, fault, key, scores, 0
         self.asked: list[str] = []
         self.bodies: list[dict[str, Any]] = []
         self.restart()
@@ -76,7 +85,7 @@ class FakeServed:
         return {"version": "0.32.0"}
 
     async def v1_models(self, *_: Any) -> Any:
-        return {"data": [{"id": "fake", "max_model_len": LONGEST}]}
+        return {"data": [{"id": "fake", "max_model_len": LONGEST, "root": str(self.path)}]}
 
     async def is_paused(self, *_: Any) -> Any:
         return {"is_paused": self.paused}
@@ -113,6 +122,8 @@ class FakeServed:
                 stop = self._ended(tokens, sampling)
             await asyncio.sleep(STEP_S)
         logprobs = [-self.scale * (1 + token / 1000) for token in tokens]
+        if self.scores is not None:
+            logprobs = self.scores([*body["token_ids"], *tokens], sampling["temperature"])[-len(tokens) :]
         return self._choice(tokens, logprobs, stop, 1.0, names)
 
     def _choice(
@@ -120,7 +131,9 @@ class FakeServed:
     ) -> dict[str, Any]:
         names = names or [self.label] * len(tokens)
         spans = [{"version": name, "start": at, "end": at + 1} for at, name in enumerate(names)]
-        top = [{"token_id": 9 + rank, "logprob": -rank / temperature} for rank in range(5)]
+        # as vLLM does: an improbable sampled token takes the place of the last of the most probable ones
+        ranks = (0, 1, 2, 3) if temperature == 1 else (20, 0, 1, 2)
+        top = [{"token_id": 9 + rank, "logprob": -rank / temperature} for rank in ranks]
         content = [{"token_id": t, "logprob": p, "top_logprobs": top} for t, p in zip(tokens, logprobs)]
         spans = [] if self.fault == "no_versions" and len(tokens) > 1 else spans
         choice = {

@@ -92,16 +92,16 @@ class Borrower(VLLMEngine):
         return Lent(self.lender)  # type: ignore[return-value]
 
 
-def scorer(path: Path) -> Scorer:
-    """transformers' log-probs in float64, nats, of every token of a row but the first, at a temperature."""
+def scorer(path: Path, dtype: torch.dtype = torch.float64) -> Scorer:
+    """transformers' log-probs (float64 if nothing else is said), nats, of a row's tokens but the first, at a temperature."""
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64).eval()
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype).eval()
 
     def score(row: Sequence[int], temperature: float = 1.0) -> list[float]:
         with torch.no_grad():
             logits = model(torch.tensor([list(row)])).logits[0, :-1] / temperature
-        return logits.log_softmax(-1).gather(1, torch.tensor(row[1:])[:, None])[:, 0].tolist()
+        return logits.double().log_softmax(-1).gather(1, torch.tensor(row[1:])[:, None])[:, 0].tolist()
 
     return score
 

@@ -9,15 +9,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from rlflow.components import ENGINE
 from rlflow.errors import ConfigError, RolloutError
 from rlflow.models.huggingface import iterate_weights
 from rlflow.rollout import Tokenizer
 from rlflow.rollout.engine import Engine, Sampling
+from rlflow.rollout.vllm import served_model
 from rlflow.rollout.vllm.server_engines import VLLMServerEngine, make_vllm_server_engines
 from tests.unit.rollout.engine_contract import PROMPT, EngineContract, Make, Pairs, run, some_steps, start
 from tests.unit.rollout.vllm.fake_server import FakeServed
+from tests.unit.rollout.vllm.real import scorer
 from tests.unit.rollout.vllm.test_engine import some_tokens
 
 Serve = Callable[..., FakeServed]
@@ -115,7 +118,8 @@ def test_closing_leaves_the_server_as_it_was_found(make: Make, serve: Serve) -> 
 
 
 def test_each_url_is_an_engine(qwen: Path, tokenizer: Tokenizer, serve: Serve) -> None:
-    urls = [serve().url, serve().url + "/v1/"]
+    score = scorer(qwen)
+    urls = [serve(scores=score).url, serve(scores=score).url + "/v1/"]
     engines = ENGINE.build({"name": "vllm_server", "url": urls}, "rollout.engine", path=qwen, tokenizer=tokenizer)
     assert len(engines) == 2 and not any(engine.takes_weights for engine in engines)
     for engine in engines:
@@ -203,18 +207,46 @@ def test_a_server_that_was_started_anew_has_old_weights_and_is_found_out(
     run(play())
 
 
-def test_weights_that_somebody_else_gave_the_server_are_found_out(make: Make, serve: Serve) -> None:
-    served = serve()
+def test_weights_that_somebody_else_gave_the_server_are_found_out(make: Make, serve: Serve, qwen: Path) -> None:
+    served = serve(scores=scorer(qwen))
     engine = make(served=served, weights_folder=None)
     served.label = "another"
     with pytest.raises(RolloutError, match=r"'another'.*somebody else gave it weights"):
         run(engine.generate(PROMPT, Sampling(3)))
 
 
-def test_without_a_folder_weights_are_refused_and_without_routes_a_pause(make: Make, weights: Pairs) -> None:
+def test_a_server_that_keeps_its_weights_is_asked_whether_they_are_the_models(
+    make: Make, serve: Serve, qwen: Path, other_qwen: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """transformers, in float64, tells the log-probs that the server answers."""
+    same, other = scorer(qwen), scorer(other_qwen)
+    with caplog.at_level("INFO"):
+        make(served=serve(scores=same), weights_folder=None)
+    assert f"has the weights of {qwen}" in caplog.text and "WARNING" not in caplog.text
+    rounded = scorer(qwen, torch.bfloat16)
+    make(served=serve(scores=rounded), weights_folder=None)
+    assert f"nats from those of {qwen}: bfloat16, or weights that are a little older" in caplog.text
+    with pytest.raises(
+        RolloutError, match=rf"says that it serves {qwen}.*: expected the weights of {qwen}, found others"
+    ):
+        make(served=serve(scores=other), weights_folder=None)
+
+
+def test_a_model_too_large_to_compute_here_is_said_not_to_be_known(
+    make: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(served_model, "LARGEST", 1000)
+    make(weights_folder=None)
+    assert "it is not known whether its weights are those of" in caplog.text
+
+
+def test_without_a_folder_weights_are_refused_and_without_routes_a_pause(
+    make: Make, serve: Serve, weights: Pairs, qwen: Path
+) -> None:
+    score = scorer(qwen)
     with pytest.raises(RolloutError, match=r"keeps the weights that it has: .*rollout\.engine\.weights_folder"):
-        run(make(weights_folder=None).load_weights(weights, 1))
-    engine = make("undeveloped", weights_folder=None)
+        run(make(served=serve(scores=score), weights_folder=None).load_weights(weights, 1))
+    engine = make(served=serve("undeveloped", scores=score), weights_folder=None)
     assert len(run(engine.generate(PROMPT, Sampling(3))).tokens) == 3
     with pytest.raises(RolloutError, match="cannot be paused"):
         run(engine.pause("keep"))
