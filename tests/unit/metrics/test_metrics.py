@@ -38,7 +38,7 @@ def trajectory(reward: float, stop: StopReason = StopReason.TERMINATED, turns: i
 def test_every_documented_name_has_a_section_a_unit_and_a_meaning() -> None:
     for name, metric in METRICS.items():
         section, _, rest = name.partition("/")
-        assert section in {"train", "rollout", "time", "memory", "speed", "eval", "data"} and rest
+        assert section in {"train", "rollout", "time", "memory", "speed", "eval", "data", "workers"} and rest
         assert metric.unit and metric.meaning
     assert {f"time/{phase}_s" for phase in PHASES} <= set(METRICS)
     assert all(f"| `{name}` |" in metrics_table() for name in METRICS)

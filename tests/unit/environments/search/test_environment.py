@@ -66,7 +66,7 @@ def test_search_garbage_answer_gives_two_observations_and_a_score(files):
     assert [step.terminated for step in (first, second, third)] == [False, False, True]
     assert [step.reward for step in (first, second, third)] == [0.0, 0.0, 1.0]
     scores = {"exact_match": 1.0, "f1": 1.0, "answered": 1.0, "rewarded_without_evidence": 0.0}
-    counts = {"searches": 1.0, "invalid_actions": 1.0, "gold_in_results": 1.0, "hops": 1.0}
+    counts = {"searches": 1.0, "accesses": 0.0, "invalid_actions": 1.0, "gold_in_results": 1.0, "hops": 1.0}
     rules = {f"score_{name}": 1.0 for name in RULES if name != "searchr1_em_format"}
     form = {"score_searchr1_em_format": 0.8}  # right, but what came between is no Search-R1
     assert third.metrics == {**scores, **counts, **rules, **form}

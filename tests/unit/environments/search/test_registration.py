@@ -45,4 +45,4 @@ def test_what_the_command_line_loads_of_the_plug_in_is_light() -> None:
         "print(sorted({'torch', 'numpy', 'faiss', 'aiohttp'} & set(sys.modules)), [option.flag for option in plug_in.OPTIONS])"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
-    assert done.stdout.strip() == "[] ['--train-data', '--val-data', '--corpus']", done.stderr
+    assert done.stdout.strip() == "[] ['--train-data', '--val-data', '--corpus', '--pages']", done.stderr
