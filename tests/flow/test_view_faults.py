@@ -89,7 +89,7 @@ def check_found(sound: RunFiles, faulty: RunFiles, fault: str, tmp_path: Path) -
     assert [finding.name for finding in found][:1] == [fault]
     assert fault in (tmp_path / "view.html").read_text().split("<form")[0]  # above all controls
     text = comparison_text(compare([sound, faulty]))
-    assert text.startswith(f"! {faulty.name}: {fault}.") and f"! {sound.name}:" not in text
+    assert text.startswith(f"! {faulty.name}: {fault}") and f"! {sound.name}:" not in text
 
 
 def test_a_sound_run_has_no_findings_and_all_of_its_tokens(sound: RunFiles, tmp_path: Path) -> None:
