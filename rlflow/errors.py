@@ -78,9 +78,9 @@ class MissingPackageError(RLFlowError):
     """An optional package is needed for what was asked."""
 
 
-def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """Returns `" Did you mean 'x'?"` for the closest known word, or `""`."""
-    close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
+def did_you_mean(word: str, known: Iterable[str], likeness: float = 0.6) -> str:
+    """Returns `" Did you mean 'x'?"` for the closest known word, or `""` where none is as alike as `likeness` of 1."""
+    close = difflib.get_close_matches(word, list(known), n=1, cutoff=likeness)
     return f" Did you mean '{close[0]}'?" if close else ""
 
 

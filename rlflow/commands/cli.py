@@ -12,7 +12,7 @@ from importlib import metadata
 
 from rlflow.commands import algorithm, ask, compare, doctor, env, eval, merge, serve, show, train, view
 from rlflow.config.redaction import redact_text
-from rlflow.errors import RLFlowError, described
+from rlflow.errors import RLFlowError, described, did_you_mean
 
 PLUGINS = "rlflow.commands"
 """Entry-point group of functions `add(subparsers) -> None`; each calls `parser.set_defaults(run=function of args)`."""
@@ -74,15 +74,29 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     # argparse gives up on section.key=value words that stand between options; they are legal in any order.
     unknown = [word for word in rest if word.startswith("-") or "=" not in word or not hasattr(args, "overrides")]
     if unknown:
-        parser.error(
-            f"unrecognized arguments: {' '.join(unknown)}; see rlflow {args.command or ''} --help".replace("  ", " ")
-        )
+        innermost = _innermost(parser, sys.argv[1:] if arguments is None else arguments)
+        hint = did_you_mean(unknown[0].split("=")[0], _options(innermost), likeness=0.75)
+        innermost.error(f"unrecognized arguments: {' '.join(unknown)}; see {innermost.prog} --help.{hint}")
     if rest:
         args.overrides = [*args.overrides, *rest]
     if not hasattr(args, "run"):
         parser.print_help()
         parser.exit(0)
     return args
+
+
+def _innermost(parser: argparse.ArgumentParser, words: Sequence[str]) -> argparse.ArgumentParser:
+    """The parser of the command that the words name, `rlflow env play` for one."""
+    for word in words:
+        for action in parser._actions:
+            if isinstance(action, argparse._SubParsersAction) and word in action.choices:
+                parser = action.choices[word]
+                break
+    return parser
+
+
+def _options(parser: argparse.ArgumentParser) -> list[str]:
+    return [name for action in parser._actions for name in action.option_strings]
 
 
 def make_parser() -> argparse.ArgumentParser:

@@ -101,8 +101,8 @@ def summary_text(summary: Mapping[str, Any], registered: Metrics) -> str:
     rows = list(evaluations_of(summary, registered).items())
     gap = summary.get("export_logprob_difference")
     for name, path in summary.get("written", {}).items():
-        within = f"  (log-probs within {gap:.0e} of the trainer's)" if name == "export" and gap is not None else ""
-        rows.append((name, path + within))
+        apart = f"  (log-probs differ by up to {gap:.1e})" if name == "export" and gap is not None else ""
+        rows.append((name, path + apart))
     width = max((len(name) for name, _ in rows), default=0)
     lines += [f"  {name:<{width}}  {text}" for name, text in rows if text]
     following = [f"  {command}  # {what}" for command, what in next_commands(summary)]

@@ -41,7 +41,7 @@ def start_checks(config: RunConfig, model: bool = True, weights: bool = True) ->
     if model and config.model.path:
         yield lambda: config.trainer.layout.check_model(architecture(read_config(config.model.path)))
         if weights:
-            yield lambda: check_loadable(config.model.path)
+            yield lambda: _check_weights(config)
     for package in _needed_packages(config):
         yield partial(_check_package, *package)
     yield lambda: _check_megatron(config)
@@ -58,6 +58,11 @@ def policy_architecture(config: RunConfig) -> Architecture:
             "model.path: expected a HuggingFace model directory, found nothing; set it, or give --model PATH."
         )
     return architecture(read_config(config.model.path))
+
+
+def _check_weights(config: RunConfig) -> None:
+    policy_architecture(config)  # the families of its error are those that can be trained; more can be read
+    check_loadable(config.model.path)
 
 
 def run_path(config: RunConfig) -> Path:

@@ -73,6 +73,16 @@ def test_options_and_overrides_mix_in_any_order() -> None:
             train_arguments("--dry-run", *mistake)
 
 
+def test_an_unknown_option_names_the_help_that_has_it_and_the_closest_one(capsys: pytest.CaptureFixture[str]) -> None:
+    for words, told in (
+        (["env", "play", "x.py:X", "--set", "a=1"], "--set; see rlflow env play --help."),
+        (["train", "--resmue"], "--resmue; see rlflow train --help. Did you mean '--resume'?"),
+    ):
+        with pytest.raises(SystemExit):
+            cli.parse(words)
+        assert capsys.readouterr().err.rstrip().endswith(told)
+
+
 def test_a_missing_file_is_one_line_and_exit_code_2(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["train", "--model", "/no/such/model", "--dry-run"]) == 2
     assert capsys.readouterr().err == "rlflow: ConfigError: --model: /no/such/model: no such file or directory.\n"

@@ -50,6 +50,9 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
     for file in (path / "no_tokenizer").glob("tokenizer*"):
         file.unlink()
     _leave_out_a_tensor(path / "half")
+    shutil.copytree(POLICY, path / "other_family")
+    other = json.loads((path / "other_family" / "config.json").read_text()) | {"model_type": "gpt2"}
+    (path / "other_family" / "config.json").write_text(json.dumps(other))
     tiny_model(path / "other_tokenizer")
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -100,6 +103,8 @@ FAULTS = {
     "a model directory that is none": ("model.path=recipes", "recipes/config.json: missing"),
     "a model without a tokenizer": ("model.path={path}/no_tokenizer", "no tokenizer"),
     "weights that lack a tensor": ("model.path={path}/half", "tensor 'model.norm.weight' is missing, which config.json implies"),
+    "a family that cannot be trained": (
+        "model.path={path}/other_family", "'gpt2' cannot be trained or sampled from here; possible: "),
     "a misspelt retriever": ("environment.retriever=bm52", "environment.retriever: unknown name 'bm52'. Did you mean 'bm25'?"),
     "an unknown option of a retriever": ("environment.retriever={name: bm25, k2: 1}", "unknown keyword 'k2'"),
     "an index that is not there": (

@@ -50,7 +50,7 @@ def test_a_pipe_gets_one_line_per_step_and_per_evaluation() -> None:
                     "rollout 1.2 + update 0.8 = 2.0 s  ETA 20 s")  # fmt: skip
     assert end[0] == "finished after 20 steps and 2:05"
     assert next(line for line in end if "export" in line).split() == [
-        "export", "runs/a/export", "(log-probs", "within", "2e-06", "of", "the", "trainer's)"]  # fmt: skip
+        "export", "runs/a/export", "(log-probs", "differ", "by", "up", "to", "2.0e-06)"]  # fmt: skip
 
 
 def test_the_panel_shows_score_curve_time_and_evaluation() -> None:
