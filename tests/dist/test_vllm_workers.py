@@ -12,8 +12,9 @@ import pytest
 from rlflow.cluster.pool import WorkerPool
 from rlflow.errors import RolloutError
 from rlflow.loop import train
+from rlflow.models.huggingface import iterate_weights
 from rlflow.rollout.weight_sync import WeightProbe
-from rlflow.run import probe
+from rlflow.run.workers import WorkerRollout
 from tests.flow.letters import letters_config, write_letters_model
 from tests.unit.rollout.vllm.real import NEEDS_VLLM
 
@@ -43,14 +44,12 @@ def test_a_worker_with_vllm_passes_the_probe_after_every_update_and_old_weights_
     assert train(letters_config(model, tmp_path / "runs", *options))["steps"] == 2
     assert passed == [1, 2]
 
-    made = probe.make_probe
+    load = WorkerRollout.load_weights
 
-    def off(*arguments: object) -> WeightProbe | None:
-        found = made(*arguments)  # type: ignore[arg-type]
-        assert found is not None
-        return WeightProbe(found.prompts, lambda rows: [[-9.0] * len(row) for row in rows], found.tolerance)
+    def stale(rollout: WorkerRollout, _: object, version: int, probe: WeightProbe | None = None) -> None:
+        load(rollout, iterate_weights(model), version, probe)  # whole and undamaged, and those of version 0
 
-    monkeypatch.setattr("rlflow.run.open.make_probe", off)
+    monkeypatch.setattr(WorkerRollout, "load_weights", stale)
     with pytest.raises(
         RolloutError, match=r"after version 1 engine and trainer differ by .* nats on a token of the probe"
     ):
