@@ -23,7 +23,7 @@ LARGEST = 2 * 2**30
 TOKENS, TEMPERATURE = 24, 0.7
 SAME = 1e-3
 """Nats, the largest difference of a token up to which it is the same model in float32."""
-ROUNDINGS = 4
+ROUNDINGS = 3
 """How many times what bfloat16 changes here it may change there: products are added in another order."""
 
 
