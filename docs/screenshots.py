@@ -31,6 +31,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", metavar="RUN", help="the directory of a finished run with metrics.page=true")
     run = RunFiles.open(parser.parse_args().run)
+    report = (run.path / "report.html").absolute()
+    if not report.is_file():
+        raise SystemExit(f"docs/screenshots.py: {report} is missing; train with metrics.page=true.")
     shutil.copyfile(run.path / "progress.png", IMAGES / "searchr1_demo.png")
     with tempfile.TemporaryDirectory() as folder:
         page = Path(folder) / "view.html"
@@ -38,7 +41,7 @@ def main() -> None:
         with page.open("a") as file:  # a group whose attempts differ: the policy is not sure of its words yet
             file.write("<script>setTimeout(() => { setStep(2); $('outcome').value = 'mixed'; list(); }, 500)</script>\n")
         take(page.as_uri(), IMAGES / "view.png", 1400, 900)
-    take((run.path / "report.html").absolute().as_uri(), IMAGES / "report.png", 1000, 1250)
+    take(report.as_uri(), IMAGES / "report.png", 1000, 1250)
     state = state_in_the_middle(run)
     server = PageServer(lambda nonce: render_page(state, nonce), lambda: render_content(state))
     try:
