@@ -84,7 +84,7 @@ class Comparison:
 
 def compare(runs: Sequence[RunFiles], target: float | None = None) -> Comparison:
     """The runs' comparison by the first score that they have in common, else by the reward. target: the score whose time is asked
-    for; None: the highest that every run reached.
+    for; None: `common_height`.
 
     Raises ConfigError for fewer than two runs."""
     if len(runs) < 2:
@@ -93,8 +93,7 @@ def compare(runs: Sequence[RunFiles], target: float | None = None) -> Comparison
     score = common_score([run.registered for run in runs])
     evaluated = {name: curve(run.metrics, f"eval/{score}") for name, run in zip(names, runs, strict=True)}
     trained = {name: curve(run.metrics, f"train/{score}") for name, run in zip(names, runs, strict=True)}
-    best = [max((point.value for point in points), default=math.nan) for points in evaluated.values()]
-    asked = min(best) if target is None and not any(map(math.isnan, best)) else target
+    asked = common_height(list(evaluated.values())) if target is None else target
     return Comparison(
         names=names,
         score=score,
@@ -138,6 +137,14 @@ def curve(metrics: Sequence[Mapping[str, float]], name: str) -> list[Measurement
             ends = record.get(f"{name}_low"), record.get(f"{name}_high")
             points.append(Measurement(int(record["step"]), seconds, tokens, record[name], *ends))
     return points
+
+
+def common_height(curves: Sequence[Sequence[Measurement]]) -> float | None:
+    """The highest value that every curve reached; None where one has no point, or all of them began there."""
+    if not all(curves):
+        return None
+    height = min(max(point.value for point in points) for points in curves)
+    return height if any(points[0].value < height for points in curves) else None
 
 
 def first_at(points: Sequence[Measurement], target: float) -> Measurement | None:

@@ -10,7 +10,7 @@ import pytest
 from rlflow.commands import cli
 from rlflow.errors import ConfigError
 from rlflow.rollout import Tokenizer
-from rlflow.view.comparing import compare, curve, differing_keys, duel, first_at, sign_test
+from rlflow.view.comparing import Measurement, common_height, compare, curve, differing_keys, duel, first_at, sign_test
 from rlflow.view.comparison_page import chart, write_comparison
 from rlflow.view.comparison_text import comparison_text
 from rlflow.view.recorded import RunFiles
@@ -76,6 +76,15 @@ def test_time_and_tokens_to_a_score_count_finished_steps() -> None:
     reached = first_at(points, 0.4)
     assert reached is not None and (reached.step, reached.seconds, reached.tokens) == (2, 20.0, 2000.0)
     assert first_at(points, 0.7) is None
+
+
+def test_the_time_to_a_score_is_asked_where_somebody_rose_to_it() -> None:
+    def rising(first: float, last: float) -> list[Measurement]:
+        return curve([evaluated(0, first), {**trained(4), **evaluated(4, last)}], "eval/exact_match")
+
+    assert common_height([rising(0.1, 0.6), rising(0.2, 0.9)]) == 0.6
+    assert common_height([rising(0.0, 0.0), rising(0.0, 0.9)]) is None  # the first never rose: all are there from the start
+    assert common_height([rising(0.1, 0.6), []]) is None
 
 
 def test_the_terminal_and_the_page_say_the_same_in_80_columns(tmp_path: Path, tokenizer: Tokenizer) -> None:
