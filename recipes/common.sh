@@ -9,6 +9,16 @@
 
 RLFLOW_ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)
 
+RLFLOW_CPU_INDEX=https://download.pytorch.org/whl/cpu # PyTorch's own, of CPU builds
+
+# Prints the script's `usage` and exits if the arguments ask for it.
+rlflow_help() {
+    local argument
+    for argument in "$@"; do
+        case $argument in -h | --help) usage; exit 0 ;; esac
+    done
+}
+
 rlflow_say() { printf '[rlflow] %s\n' "$*" >&2; }
 rlflow_fail() { printf '[rlflow] error: %s\n' "$*" >&2; exit 2; }
 
@@ -150,7 +160,7 @@ rlflow_step_or_fail() {
 
 # The CPU build of torch where there is no NVIDIA GPU: what pip's own configuration offers, else PyTorch's CPU index, else plain.
 rlflow_install_torch() {
-    local pip=("$1/bin/python" -m pip install --no-deps) version index=https://download.pytorch.org/whl/cpu
+    local pip=("$1/bin/python" -m pip install --no-deps) version index=$RLFLOW_CPU_INDEX
     version=$(sed -n 's/^torch==//p' "$RLFLOW_ROOT/constraints/cpu.txt")
     "$1/bin/python" -c 'import sys, importlib.metadata as m; sys.exit(m.version("torch").split("+")[0] != sys.argv[1])' \
         "$version" 2>/dev/null && return

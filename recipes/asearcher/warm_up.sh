@@ -6,4 +6,4 @@ here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd -P)
 . "$here/../common.sh"
 rlflow_setup run
 cd "$RLFLOW_ROOT"
-exec "$RLFLOW_PYTHON" recipes/asearcher/warm_up.py "$@"
+exec "$RLFLOW_PYTHON" -m recipes.asearcher.warm_up "$@"

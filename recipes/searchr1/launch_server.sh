@@ -41,11 +41,9 @@ TEXT
 }
 
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd -P)
-for argument in "$@"; do
-    case $argument in -h | --help) usage; exit 0 ;; esac
-done
 # shellcheck source=../common.sh
 . "$here/../common.sh"
+rlflow_help "$@"
 
 # Whether one of the names stands among the arguments, with its value behind a blank or a =.
 given() {

@@ -46,11 +46,9 @@ TEXT
 
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd -P)
 [ $# -gt 0 ] || { usage; exit 2; }
-for argument in "$@"; do
-    case $argument in -h | --help) usage; exit 0 ;; esac
-done
 # shellcheck source=../common.sh
 . "$here/../common.sh"
+rlflow_help "$@"
 # shellcheck source=../searching.sh
 . "$here/../searching.sh"
 rlflow_evaluate "$here/config/demo.yaml" "$@"

@@ -103,7 +103,10 @@ class RolloutWorker:
     def load(self, update: Update) -> Loaded:
         """Takes over published weights between two steps of the engine, verified by their content; where the engine cannot hash
         them, it answers the probe's questions with them."""
-        if self._reader is None or self._reader[0] != update.address:
+        if self._reader is not None and self._reader[0] != update.address:
+            self._reader[1].close()
+            self._reader = None
+        if self._reader is None:
             self._reader = update.address, open_reader(update.address, update.key)
         self._open.pause(update.mode)
         try:

@@ -24,7 +24,23 @@ class Published:
     digest: str
 
 
-class Publisher(ABC):
+class Closed(ABC):
+    """Is closed at the end of a `with`."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Ends it."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class Publisher(Closed):
     """Keeps the two newest versions of the weights for readers, who come for them when they like; it waits for none of them."""
 
     address: str
@@ -45,20 +61,12 @@ class Publisher(ABC):
     def close(self) -> None:
         """Ends the offer, and removes what it took; who reads goes on with what he has open in shared memory."""
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
 
 class NotYetError(RolloutError):
     """The version has not been published yet."""
 
 
-class WeightReader(ABC):
+class WeightReader(Closed):
     """Reads versions that a publisher keeps. Used by one thread at a time; several readers are several objects."""
 
     version: int | None = None
@@ -81,14 +89,3 @@ class WeightReader(ABC):
     @abstractmethod
     def close(self) -> None:
         """Frees connections. Tensors that were read stay valid."""
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-
-Reader = WeightReader

@@ -25,7 +25,7 @@ from rlflow.rollout.weight_sync import WeightProbe
 from rlflow.rollout.workers import Loaded, PlayedAttempt, PlayOrder, Update, WorkerFacts, WorkerNews
 from rlflow.types import StopReason, Task, Trajectory
 
-LIMITS = PoolLimits(answer_s=0.6, place_s=5.0, start_s=3.0, attempt_s=30.0, failures=3, back_off_s=0.02)
+LIMITS = PoolLimits(answer_s=1.0, place_s=5.0, start_s=3.0, attempt_s=30.0, failures=3, back_off_s=0.02)
 
 
 def attempt(name: str, group: str = "g", number: int = 0) -> Attempt:

@@ -179,6 +179,17 @@ def test_help_needs_no_python() -> None:
         assert "Examples" in done.stdout
 
 
+@pytest.mark.parametrize("recipe", ["searchr1", "asearcher"])
+def test_the_program_of_a_warm_up_starts(recipe: str) -> None:
+    """The script's last line, with this interpreter, from where the script has gone."""
+    last = (ROOT / "recipes" / recipe / "warm_up.sh").read_text().splitlines()[-1]
+    assert last.startswith("exec ")
+    environment = {**os.environ, "RLFLOW_PYTHON": sys.executable}
+    environment.pop("PYTHONPATH", None)
+    done = subprocess.run(["bash", "-c", last, "-", "--help"], cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0 and "--save-every" in done.stdout, done.stderr
+
+
 def test_an_export_is_evaluated_with_the_configuration_of_its_run(shell: Shell, tmp_path: Path) -> None:
     (tmp_path / "run" / "export").mkdir(parents=True)
     script = f"bash {ROOT}/recipes/searchr1/run_eval.sh"
