@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from rlflow.metrics.names import Metrics, label, training_name
+from rlflow.metrics.names import Metrics, label, leading_score, training_name
 
 Record = Mapping[str, float]
 LASTING = 3  # steps in a row that a sign must be seen in
@@ -22,7 +22,8 @@ GAP, GAP_RISE, GAP_LEAST = 0.1, 10.0, 0.01
 """Nats per token: a gap above the first is drift whatever it was; one above the last, if it is so many times what it was. Half
 precision explains some hundredths of a nat at the most."""
 LOST = 0.05  # share of episodes lost to infrastructure
-NO_DIFFERENCE, NEVER_STOPPING, CERTAIN = "no group differs", "responses never stop", "the entropy is gone"
+NO_DIFFERENCE, ALL_SOLVED = "no group differs", "every task is solved"
+NEVER_STOPPING, CERTAIN = "responses never stop", "the entropy is gone"
 DRIFT, LOSING = "engine and trainer disagree", "episodes are lost"
 
 
@@ -59,7 +60,8 @@ class Watch:
             DRIFT: lambda: drift(recent, first),
             LOSING: lambda: episodes_lost(recent),
             NEVER_STOPPING: lambda: all_cut(recent),
-            NO_DIFFERENCE: lambda: no_difference(recent),
+            ALL_SOLVED: lambda: all_solved(recent, self._registered),
+            NO_DIFFERENCE: lambda: no_difference(recent, self._registered),
             CERTAIN: lambda: entropy_collapse(recent),
             **{label(name): functools.partial(alarm, recent, name, self._registered) for name in self._registered},
         }
@@ -78,17 +80,46 @@ def faults_of(records: Sequence[Record], registered: Metrics) -> list[Fault]:
     return Watch(registered).recall(records)
 
 
-def no_difference(recent: Sequence[Record]) -> str:
-    """No attempt was better than the others at its task, step after step; where all are cut, that is why."""
-    last = _lasting(recent, "train/advantage_zero")
-    if not last or min(last) < 1 or all_cut(recent):
+def no_difference(recent: Sequence[Record], registered: Metrics) -> str:
+    """No attempt was better than the others at its task, step after step, and not because all tasks are solved; where all
+    attempts are cut, that is why."""
+    scores = _scores_without_difference(recent, registered)
+    if not scores or set(scores) == {1.0} or all_cut(recent):
         return ""
     reward = statistics.fmean(record.get("train/reward", 0.0) for record in recent[-LASTING:])
+    if max(scores) <= 0:
+        why = (
+            "No task is solved: they are too hard. Take easier ones, reward for a part of the way, or a policy that solves some "
+            "of them (rlflow env policy)."
+        )
+    else:
+        why = (
+            "Each task ends the same way at every attempt. Take tasks in between, or more rollout.samples_per_prompt; and look "
+            "whether the reward tells right from wrong."
+        )
     return (
         f"No group differed in reward for {LASTING} steps (mean reward {reward:.2f}): there is nothing to learn from, and the "
-        "policy stays as it is. Are the tasks too hard? Take easier ones, more rollout.samples_per_prompt, reward for a part of "
-        "the way, or a policy that solves some of them (rlflow env policy). Too easy? Take harder ones."
+        f"policy stays as it is. {why}"
     )
+
+
+def all_solved(recent: Sequence[Record], registered: Metrics) -> str:
+    """Every attempt at every task got the full score (without a score: a reward of 1), step after step."""
+    scores = _scores_without_difference(recent, registered)
+    if set(scores) != {1.0}:
+        return ""
+    return (
+        f"Every task is solved, for {LASTING} steps: the tasks are too easy, and there is nothing left to learn from them. Take "
+        "harder ones, or end the run (run.target)."
+    )
+
+
+def _scores_without_difference(recent: Sequence[Record], registered: Metrics) -> list[float]:
+    """The first score, without one the reward, of the last steps, where no group differed in any of them; else nothing."""
+    flat = _lasting(recent, "train/advantage_zero")
+    if not flat or min(flat) < 1:
+        return []
+    return [record.get(f"train/{leading_score(registered, record, 'train')}", 0.0) for record in recent[-LASTING:]]
 
 
 def all_cut(recent: Sequence[Record]) -> str:

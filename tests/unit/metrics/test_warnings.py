@@ -48,6 +48,25 @@ def test_a_sign_that_lasts_three_steps_is_told_once(sign: dict[str, float], word
     assert words in found[8][0]
 
 
+@pytest.mark.parametrize(
+    ("reward", "exact_match", "words"),
+    [
+        (1.0, None, "Every task is solved, for 3 steps"),
+        (0.7, 1.0, "Every task is solved, for 3 steps"),  # a format penalty, the same for all
+        (0.0, None, "No task is solved"),
+        (0.1, 0.0, "No task is solved"),
+        (0.5, 0.5, "Each task ends the same way"),
+        (3.0, None, "Each task ends the same way"),
+    ],
+)
+def test_groups_without_difference_are_all_right_all_wrong_or_mixed(
+    reward: float, exact_match: float | None, words: str
+) -> None:
+    step = {"train/advantage_zero": 1.0, "train/reward": reward}
+    found = told([step if exact_match is None else {**step, "train/exact_match": exact_match}] * 4)
+    assert [len(texts) for texts in found] == [0, 0, 1, 0] and words in found[2][0]
+
+
 def test_the_entropy_of_five_steps_ago_counts() -> None:
     falling = [{"train/entropy": value} for value in (1.0, 1.0, 0.6, 0.4, 0.2, 0.15, 0.09, 0.05)]
     found = told(falling)
