@@ -42,6 +42,11 @@ class RunDirectory:
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
+        self.config, self.metrics, self.log = self.path / "config.yaml", self.path / "metrics.jsonl", self.path / "log.txt"
+        self.environment_metrics, self.summary = self.path / "environment_metrics.json", self.path / "summary.json"
+        self.checkpoints, self.export, self.adapter = self.path / "checkpoints", self.path / "export", self.path / "adapter"
+        self.picture, self.report = self.path / "progress.png", self.path / "report.html"
+        self.journal = self.path / "journal.sqlite"
         self.saved = Checkpoints(self.checkpoints)
         self._lock: DirectoryLock | None = None
 
@@ -96,50 +101,6 @@ class RunDirectory:
                 f"{run.path}: no run here; expected a directory with config.yaml and metrics.jsonl.{hint}"
             )
         return run
-
-    @property
-    def config(self) -> Path:
-        return self.path / "config.yaml"
-
-    @property
-    def metrics(self) -> Path:
-        return self.path / "metrics.jsonl"
-
-    @property
-    def environment_metrics(self) -> Path:
-        return self.path / "environment_metrics.json"
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.path / "checkpoints"
-
-    @property
-    def export(self) -> Path:
-        return self.path / "export"
-
-    @property
-    def adapter(self) -> Path:
-        return self.path / "adapter"
-
-    @property
-    def picture(self) -> Path:
-        return self.path / "progress.png"
-
-    @property
-    def report(self) -> Path:
-        return self.path / "report.html"
-
-    @property
-    def summary(self) -> Path:
-        return self.path / "summary.json"
-
-    @property
-    def journal(self) -> Path:
-        return self.path / "journal.sqlite"
-
-    @property
-    def log(self) -> Path:
-        return self.path / "log.txt"
 
     def trajectories(self, step: int) -> Path:
         return self.path / "trajectories" / f"step_{step:06d}.jsonl"

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TextIO
+from collections.abc import Sequence
+from typing import Any, TextIO
 
 from rlflow.errors import ConfigError, MissingPackageError, did_you_mean
 from rlflow.metrics.names import Metrics
@@ -13,9 +13,6 @@ from rlflow.run.live_page import LivePage
 from rlflow.run.pace import Pace
 from rlflow.run.panel import RichProgress
 from rlflow.run.progress import PlainProgress, Progress
-
-if TYPE_CHECKING:  # rlflow.types brings torch
-    from rlflow.types import Trajectory
 
 KINDS = ("auto", "rich", "plain", "none")
 
@@ -54,6 +51,16 @@ def make_progress(
     return PlainProgress(pace, title, stream)
 
 
+def _told(name: str) -> Any:
+    """A method that calls the one of that name of each display."""
+
+    def tell(self: SeveralDisplays, *arguments: Any) -> None:
+        for display in self._displays:
+            getattr(display, name)(*arguments)
+
+    return tell
+
+
 class SeveralDisplays(Progress):
     """Tells each of several displays what it is told."""
 
@@ -69,37 +76,9 @@ class SeveralDisplays(Progress):
         for display in self._displays:
             display.registered = metrics
 
-    def phase(self, name: str, detail: str = "") -> None:
-        for display in self._displays:
-            display.phase(name, detail)
-
-    def episode(self, ended: int, total: int, trajectory: Trajectory) -> None:
-        for display in self._displays:
-            display.episode(ended, total, trajectory)
-
-    def restore(self, records: Sequence[Mapping[str, float]]) -> None:
-        for display in self._displays:
-            display.restore(records)
-
-    def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        for display in self._displays:
-            display.step(step, metrics)
-
-    def evaluated(self, step: int, metrics: Mapping[str, float]) -> None:
-        for display in self._displays:
-            display.evaluated(step, metrics)
-
-    def message(self, text: str) -> None:
-        for display in self._displays:
-            display.message(text)
-
-    def finished(self, summary: Mapping[str, Any]) -> None:
-        for display in self._displays:
-            display.finished(summary)
-
-    def close(self) -> None:
-        for display in self._displays:
-            display.close()
+    phase, episode, restore = _told("phase"), _told("episode"), _told("restore")
+    step, evaluated, message = _told("step"), _told("evaluated"), _told("message")
+    finished, close = _told("finished"), _told("close")
 
 
 def make_display(

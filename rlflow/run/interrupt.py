@@ -9,7 +9,7 @@ import signal
 import socket
 import sys
 import threading
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any
 
 logger = logging.getLogger(__name__)
@@ -57,9 +57,7 @@ class Interrupt:
             self._closing.callback(signal.set_wakeup_fd, previous)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for number, handler in self._previous.items():
             signal.signal(number, handler)
         self._closing.close()

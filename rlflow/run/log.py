@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from logging.handlers import MemoryHandler
 from pathlib import Path
-from types import TracebackType
 
 from rlflow.config.redaction import redact_text
 
@@ -34,9 +33,7 @@ class RunLog:
         logger.addHandler(self._handler)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """Raises OSError where the last lines cannot be written."""
         logger = logging.getLogger("rlflow")
         logger.setLevel(self._level)

@@ -6,7 +6,6 @@ import logging
 import os
 import threading
 import time
-from types import TracebackType
 
 from rlflow.cluster.watching import StallLimits, Stillness, Work, native_stack
 from rlflow.metrics.timer import PhaseTimer
@@ -36,9 +35,7 @@ class Watchdog:
         self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._ended.set()
         self._thread.join()
 

@@ -10,7 +10,7 @@ from typing import Any
 from rlflow.errors import ConfigError
 from rlflow.metrics.names import Metrics, scores
 from rlflow.metrics.warnings import Fault
-from rlflow.run.trajectories import question_of, solved
+from rlflow.run.trajectories import question_of
 from rlflow.view.findings import findings
 from rlflow.view.recorded import RunFiles, grouped
 
@@ -199,9 +199,8 @@ def _shares(run: RunFiles) -> dict[str, tuple[float, str]]:
         return {}
     found = {}
     for group in grouped(run.records("eval", max(run.evaluations))):
-        usable = [record for record in group if record.get("stop") != "aborted"]
-        if usable:
-            share = sum(solved(record, run.registered) for record in usable) / len(usable)
+        share = run.solved_share(group)
+        if share is not None:
             found[str(group[0]["task_id"])] = share, question_of(group[0])
     return found
 

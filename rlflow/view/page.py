@@ -130,7 +130,7 @@ def _chunks(run: RunFiles, index: PageIndex) -> Iterator[list[dict[str, Any]]]:
                 before = (
                     first.get(str(group[0]["task_id"])) if kind == "eval" and step != min(run.evaluations) else None
                 )
-                now = _share(run, group)
+                now = run.solved_share(group)
                 if before is not None and now is not None and now != before:
                     entry["changed"] = 1 if now > before else -1
                 index.groups.append({**entry, "chunk": index.chunks, "place": len(chunk)})
@@ -174,17 +174,12 @@ def _outcome(run: RunFiles, record: Record) -> str:
     return "c" if record.get("stop") in ("max_tokens", "max_turns") else "f"
 
 
-def _share(run: RunFiles, group: Sequence[Record]) -> float | None:
-    usable = [record for record in group if record.get("stop") != "aborted"]
-    return sum(solved(record, run.registered) for record in usable) / len(usable) if usable else None
-
-
 def _solved_shares(run: RunFiles) -> dict[str, float | None]:
     """{task: share of its attempts that solved it} of the first evaluation, where there are several."""
     if len(run.evaluations) < 2:
         return {}
     return {
-        str(group[0]["task_id"]): _share(run, group) for group in grouped(run.records("eval", min(run.evaluations)))
+        str(group[0]["task_id"]): run.solved_share(group) for group in grouped(run.records("eval", min(run.evaluations)))
     }
 
 

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from rlflow.errors import CheckpointError, ConfigError
-from rlflow.metrics.names import Metrics, leading_score, load_registered
+from rlflow.metrics.names import Metrics, load_registered
 from rlflow.metrics.sinks import read_metrics
 from rlflow.run.directory import RunDirectory
 from rlflow.run.tokens import EpisodeTokens, read_tokens
-from rlflow.run.trajectories import read_trajectories
+from rlflow.run.trajectories import read_trajectories, solved
 from rlflow.storage.files import read_json
 
 Record = dict[str, Any]
@@ -88,9 +88,10 @@ class RunFiles:
         """{id of the episode: its tokens} of a training step; empty where none were stored."""
         return read_tokens(self.tokens[step]) if step in self.tokens else {}
 
-    def score(self, record: Mapping[str, Any], section: str = "eval") -> str:
-        """The name of the score that leads in a record of metrics."""
-        return leading_score(self.registered, record, section)
+    def solved_share(self, group: Sequence[Record]) -> float | None:
+        """The share of the group's usable attempts that solved their task; None where none is usable."""
+        usable = [record for record in group if record.get("stop") != "aborted"]
+        return sum(solved(record, self.registered) for record in usable) / len(usable) if usable else None
 
 
 def registered_beside(episodes: Path) -> Metrics:
