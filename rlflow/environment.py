@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -98,6 +99,11 @@ class Environment(ABC):
 
     def shutdown(self) -> None:
         """Called when the rollout that used it is closed: frees what outlives episodes (processes, connections)."""
+
+
+async def awaited(answer: Any) -> Any:
+    """What a method answered, plain or async."""
+    return await answer if inspect.isawaitable(answer) else answer
 
 
 __all__ = ["Environment", "Episode", "Step", "Task"]

@@ -5,7 +5,8 @@ from __future__ import annotations
 import difflib
 import enum
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
 from typing import Any, TypeVar
@@ -109,6 +110,15 @@ class Problems(list[RLFlowError]):
         for problem in problems:
             if str(problem) not in map(str, self):
                 self.append(problem)
+
+
+@contextmanager
+def needing(where: str, command: str) -> Iterator[None]:
+    """An import within that fails becomes a MissingPackageError: `where` asked for the package, `command` installs it."""
+    try:
+        yield
+    except ImportError as problem:
+        raise MissingPackageError(f"{where}: the package '{problem.name}' is not installed: {command}") from None
 
 
 def install_command(extra: str = "") -> str:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from rlflow.environment import Environment
-from rlflow.errors import ConfigError, MissingPackageError
+from rlflow.errors import ConfigError, needing
 from rlflow.metrics.names import Metric
 from rlflow.types import Episode, Step, Task
 from rlflow.values import PositiveInt
@@ -34,10 +34,8 @@ class GymnasiumEnvironment(Environment):
         tasks_per_split: PositiveInt = 256,
         options: dict[str, Any] | None = None,
     ) -> None:
-        try:
+        with needing("environment gymnasium", "pip install gymnasium"):
             self._gymnasium = importlib.import_module("gymnasium")
-        except ImportError:
-            raise MissingPackageError("environment gymnasium: not installed: pip install gymnasium") from None
         self._id, self._options, self._count = id, options or {}, tasks_per_split
         self._text = formatted(formatter, str)
         try:

@@ -16,7 +16,7 @@ from contextlib import suppress
 from typing import Any
 
 from rlflow.environment import Environment
-from rlflow.errors import ConfigError, MissingPackageError, RLFlowError, described
+from rlflow.errors import ConfigError, RLFlowError, described, needing
 from rlflow.http import GaveUp, Retryable, RetryPolicy
 from rlflow.metrics.names import Metric
 from rlflow.types import Episode, Step, Task
@@ -67,10 +67,8 @@ class OpenEnv(Environment):
         single field, else JSON). tasks_per_split: seeds of `reset`, which gets the `options` too. timeout_s: of one message.
         wait_s: for a session, where the server holds as many as it may. api_key_variable: the environment variable of a bearer
         token. Raises ConfigError, MissingPackageError."""
-        try:
+        with needing("environment openenv", "pip install aiohttp"):
             import aiohttp
-        except ImportError:
-            raise MissingPackageError("environment openenv: aiohttp is not installed: pip install aiohttp") from None
         if not url.startswith(("http://", "https://")):
             raise ConfigError(f"environment.url: expected an address such as http://localhost:8000, found '{url}'.")
         token = os.environ.get(api_key_variable) if api_key_variable else None

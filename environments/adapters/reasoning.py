@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from rlflow.environment import Environment
-from rlflow.errors import ConfigError, MissingPackageError, did_you_mean
+from rlflow.errors import ConfigError, did_you_mean, needing
 from rlflow.metrics.names import Metric
 from rlflow.types import Episode, Step, Task
 from rlflow.values import PositiveInt
@@ -32,12 +32,9 @@ class ReasoningGym(Environment):
         seed: int = 0,
         options: dict[str, Any] | None = None,
     ) -> None:
-        try:
+        with needing("environment reasoning_gym", "pip install reasoning-gym"):
             library = importlib.import_module("reasoning_gym")
             factory = importlib.import_module("reasoning_gym.factory")
-        except ImportError as problem:
-            told = f"environment reasoning_gym: {problem.name} is not installed: pip install reasoning-gym"
-            raise MissingPackageError(told) from None
         if dataset not in factory.DATASETS:
             raise ConfigError(f"environment.dataset: unknown '{dataset}'.{did_you_mean(dataset, factory.DATASETS)}")
         seeds = {"train": 2 * seed, "val": 2 * seed + 1}

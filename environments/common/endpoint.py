@@ -16,7 +16,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import TypeVar
 
-from rlflow.errors import ConfigError, MissingPackageError, RLFlowError, install_command
+from rlflow.errors import ConfigError, RLFlowError, install_command, needing
 from rlflow.http import GaveUp, Retryable, RetryPolicy, post
 from rlflow_environments.common.jsonl import BadRow, parse_object, records
 from rlflow_environments.common.text import well_formed
@@ -78,12 +78,8 @@ class ChatEndpoint:
                 raise ConfigError(f"{name_of(name)}: expected a number above 0, found {value!r}.")
         if not str(url).startswith(("http://", "https://")):
             raise ConfigError(f"{name_of('url')}: expected an address such as http://localhost:8001/v1, found '{url}'.")
-        try:
+        with needing("a model at an endpoint", install_command("judge")):
             import httpx
-        except ImportError:
-            raise MissingPackageError(
-                f"a model at an endpoint needs the package httpx. Install it with: {install_command('judge')}"
-            ) from None
         self.url = str(url).rstrip("/").removesuffix("/chat/completions") + "/chat/completions"
         self._body = {"model": model, "temperature": temperature, "max_tokens": max_tokens}
         self._policy = RetryPolicy(int(tries), pause_s, LONGEST_PAUSE_S)

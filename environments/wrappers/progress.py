@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import inspect
 from typing import Any
 
+from rlflow.environment import awaited
 from rlflow.metrics.names import Metric
 from rlflow.types import Episode, Step
 from rlflow.values import Component
@@ -59,7 +59,7 @@ class ProgressRewards(Wrapper):
             own["last"] = pair.after
             length = sum(map(len, vars(pair).values()))
             answer = await beside_the_loop(length, lambda: self._critic(pair))
-            delta, done = delta_and_done(await answer if inspect.isawaitable(answer) else answer)
+            delta, done = delta_and_done(await awaited(answer))
         own["deltas"].append(delta)
         own["values"].append(next_value(own["values"][-1], delta, self._backward))
         own["done"] = own["done"] or done

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import inspect
 import random
 import threading
 from collections.abc import Coroutine
 from typing import Any
 
+from rlflow.environment import awaited
 from rlflow.metrics.names import Metric
 from rlflow.types import Episode, Step, Task
 from rlflow.values import Share
@@ -61,12 +61,9 @@ class RevisitFailures(Wrapper):
         text = episode.task.prompt
         for response in way:
             episode.turns += 1
-            step = await asyncio.to_thread(self.base.step, episode, response)  # a plain one may take its time
-            step = await step if inspect.isawaitable(step) else step
+            step = await awaited(await asyncio.to_thread(self.base.step, episode, response))  # a plain one may take its time
             if step.terminated or step.replace or not isinstance(step.observation, str):
-                closed = self.base.close(episode)
-                if inspect.isawaitable(closed):
-                    await closed
+                await awaited(self.base.close(episode))
                 return await super().reset(task)
             text += response + step.observation
         seen: Seen = episode.scratch[self._key]

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import inspect
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from rlflow.environment import awaited
 from rlflow.errors import ConfigError, EnvironmentContractError
 from rlflow.metrics.names import Metric
 from rlflow.types import Episode, Step
@@ -102,7 +102,7 @@ async def _score(criterion: Criterion, played: Played) -> float:
     """Raises CriterionError for anything but a finite number, and what the criterion raises."""
     length = sum(map(len, (*played.responses, *played.observations)))
     score = await beside_the_loop(length, lambda: criterion.score(played))
-    score = await score if inspect.isawaitable(score) else score
+    score = await awaited(score)
     if isinstance(score, bool):
         return float(score)
     if not isinstance(score, (int, float)) or not math.isfinite(score):

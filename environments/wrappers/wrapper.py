@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import inspect
 from abc import abstractmethod
 from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from rlflow.components import ENVIRONMENT
-from rlflow.environment import Environment
+from rlflow.environment import Environment, awaited
 from rlflow.errors import ConfigError, Problems, RLFlowError
 from rlflow.types import Episode, Observation, Step, Task
 from rlflow.values import Component
@@ -105,7 +104,7 @@ class Wrapper(Environment):
         return self._answered(episode, response, self.base.step(episode, response))
 
     def close(self, episode: Episode) -> Coroutine[Any, Any, None]:
-        return _awaited(self.base.close(episode))
+        return awaited(self.base.close(episode))
 
     def report(self) -> dict[str, float]:
         return self.base.report()
@@ -118,13 +117,13 @@ class Wrapper(Environment):
         """The base's step with the wrapper's rewards; `seen` holds it already. What it raises aborts the episode."""
 
     async def _begun(self, begun: Any) -> Episode:
-        episode: Episode = await _awaited(begun)
+        episode: Episode = await awaited(begun)
         if isinstance(episode, Episode):  # the rollout says what is wrong with anything else
             episode.scratch[self._key] = Seen()
         return episode
 
     async def _answered(self, episode: Episode, response: str, answer: Any) -> Step:
-        step: Step = await _awaited(answer)
+        step: Step = await awaited(answer)
         if not isinstance(step, Step):
             return step
         seen: Seen = episode.scratch[self._key]
@@ -142,7 +141,3 @@ def over(episode: Episode, step: Step) -> bool:
 
 def as_text(observation: Observation) -> str:
     return observation if isinstance(observation, str) else "\n".join(message["content"] for message in observation)
-
-
-async def _awaited(value: Any) -> Any:
-    return await value if inspect.isawaitable(value) else value

@@ -7,12 +7,12 @@ import copy
 import inspect
 import math
 import random
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
-from rlflow.environment import MAX_REWARD, Environment
+from rlflow.environment import MAX_REWARD, Environment, awaited
 from rlflow.errors import described
 from rlflow.metrics.names import Metric, scores
 from rlflow.types import Episode, Step, Task
@@ -304,8 +304,7 @@ class _Audit:
 async def _invoke(method: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
     if inspect.iscoroutinefunction(method):
         return await method(*arguments)
-    result = await asyncio.to_thread(method, *arguments)
-    return await result if isinstance(result, (Awaitable, Coroutine)) else result
+    return await awaited(await asyncio.to_thread(method, *arguments))
 
 
 def _finite_number(value: Any) -> bool:

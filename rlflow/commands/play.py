@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import inspect
 import sys
 from collections.abc import Iterable, Sequence
-from typing import Any, TextIO
+from typing import TextIO
 
 from rlflow.commands.show import Paint, printable
-from rlflow.environment import Environment
+from rlflow.environment import Environment, awaited
 from rlflow.errors import ConfigError, EnvironmentContractError, did_you_mean
 from rlflow.rollout.environment_calls import tasks_of
 from rlflow.run.trajectories import text_of
@@ -55,7 +54,7 @@ async def _episode(environment: Environment, task: Task, max_turns: int, source:
     stop = tuple(environment.stop)
     ends = " or ".join(["an empty line", *map(_shown_stop, stop)]) if "\n" not in stop else "Enter"
     print(paint(f"task {task.id}. You are the policy: a response ends with {ends}; Ctrl-D leaves.", "dim"))
-    episode = await _call(environment.reset, task)
+    episode = await awaited(environment.reset(task))
     total, turn = 0.0, 0
     try:
         print(shown(episode.task.prompt))
@@ -65,7 +64,7 @@ async def _episode(environment: Environment, task: Task, max_turns: int, source:
                 print(paint(f"\nleft after {turn - 1} turns, return {total:g}", "dim"))
                 return 0
             episode.turns = turn
-            step = await _call(environment.step, episode, response)
+            step = await awaited(environment.step(episode, response))
             if not isinstance(step, Step):
                 raise EnvironmentContractError(f"step: expected an rlflow.Step, found {type(step).__name__}.")
             total += step.reward
@@ -82,12 +81,7 @@ async def _episode(environment: Environment, task: Task, max_turns: int, source:
         print(paint(f"turn limit ({max_turns}) reached, return {total:g}", "bold"))
         return 0
     finally:
-        await _call(environment.close, episode)
-
-
-async def _call(method: Any, *arguments: Any) -> Any:
-    result = method(*arguments)
-    return await result if inspect.isawaitable(result) else result
+        await awaited(environment.close(episode))
 
 
 def read_response(source: Iterable[str], stop: Sequence[str], prompt: str = "> ") -> str | None:

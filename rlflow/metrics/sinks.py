@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from rlflow.components import SINK
-from rlflow.errors import CheckpointError, MissingPackageError, install_command
+from rlflow.errors import CheckpointError, install_command, needing
 from rlflow.storage.files import write_text
 
 
@@ -83,12 +83,8 @@ class TensorBoardSink:
     """Writes scalars to `<directory>/tensorboard`. On resume TensorBoard hides what came after `resumed_step`."""
 
     def __init__(self, directory: str | Path, resumed_step: int | None = None) -> None:
-        try:
+        with needing("metrics.sinks", install_command("tensorboard")):
             from torch.utils.tensorboard import SummaryWriter
-        except ImportError:
-            raise MissingPackageError(
-                f"metrics.sinks: the package 'tensorboard' is not installed: {install_command('tensorboard')}."
-            ) from None
         purge_step = None if resumed_step is None else resumed_step + 1
         self.writer = SummaryWriter(str(Path(directory) / "tensorboard"), purge_step=purge_step)
 
@@ -115,12 +111,8 @@ class WandbSink:
         config: Mapping[str, Any] | None = None,
         resumed_step: int | None = None,
     ) -> None:
-        try:
+        with needing("metrics.sinks", install_command("wandb")):
             import wandb
-        except ImportError:
-            raise MissingPackageError(
-                f"metrics.sinks: the package 'wandb' is not installed: {install_command('wandb')}."
-            ) from None
         kept = Path(directory) / "wandb" / "run_id.txt"
         known = kept.read_text(encoding="utf-8").strip() if resumed_step is not None and kept.is_file() else ""
         run_id = known or uuid.uuid4().hex

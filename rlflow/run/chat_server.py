@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, cast
 
 from rlflow.config.schema import RunConfig
-from rlflow.errors import ConfigError, MissingPackageError, RolloutError
+from rlflow.errors import ConfigError, RolloutError, needing
 from rlflow.http import GaveUp, Retryable, RetryPolicy, check_status, post
 from rlflow.rollout import Completion, Engine, Rollout, Sampling, Tokenizer
 from rlflow.run.assemble import make_environment, rollout_over
@@ -122,10 +122,8 @@ class ChatEngine(Engine):
         Raises ConfigError, MissingPackageError."""
         if not url.startswith(("http://", "https://")):
             raise ConfigError(f"--server: expected an address such as http://localhost:8000/v1, found '{url}'.")
-        try:
+        with needing("--server", "pip install httpx"):
             import httpx
-        except ImportError:
-            raise MissingPackageError("--server needs the package httpx: pip install httpx") from None
         self._text = text
         self._base = url.rstrip("/").removesuffix("/chat/completions")
         self._policy = RetryPolicy(tries, FIRST_PAUSE_S, LONGEST_PAUSE_S)

@@ -45,9 +45,7 @@ def make_progress(
             return RichProgress(pace, title, stream)
         except ImportError:
             if kind == "rich":
-                raise MissingPackageError(
-                    "metrics.progress: the package 'rich' is not installed: pip install rich."
-                ) from None
+                raise MissingPackageError("metrics.progress: the package 'rich' is not installed: pip install rich") from None
     return PlainProgress(pace, title, stream)
 
 

@@ -7,21 +7,19 @@ that knows the form of the task and plays it badly: one that reinforcement learn
 from __future__ import annotations
 
 import asyncio
-import inspect
 import itertools
 import random
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from rlflow.algorithms import SFTLoss
 from rlflow.batching import make_batch
-from rlflow.environment import Environment
+from rlflow.environment import Environment, awaited
 from rlflow.errors import ConfigError, EnvironmentContractError, described
 from rlflow.models.export import write_model
 from rlflow.models.tiny import write_random_model, write_tokenizer
@@ -100,7 +98,7 @@ async def _demonstrate_all(
 
 
 async def _demonstrate(environment: Environment, seat: _Seat, task: Task, generator: random.Random) -> PlayedEpisode:
-    episode = await _call(environment.reset, task)
+    episode = await awaited(environment.reset(task))
     prompt = episode.task.prompt
     if not isinstance(prompt, str):
         raise ConfigError(
@@ -113,7 +111,7 @@ async def _demonstrate(environment: Environment, seat: _Seat, task: Task, genera
         for turn in range(1, seat.turns + 1):
             response = seat.play(prompt, said, generator)
             episode.turns, episode.turns_left = turn, seat.turns - turn
-            step = await _call(environment.step, episode, response)
+            step = await awaited(environment.step(episode, response))
             if not isinstance(step, Step):
                 raise EnvironmentContractError(f"step: expected an rlflow.Step, found {type(step).__name__}.")
             parts.append((response, True))
@@ -125,13 +123,8 @@ async def _demonstrate(environment: Environment, seat: _Seat, task: Task, genera
             parts.append((step.observation, False))
             said.append((response, step.observation))
     finally:
-        await _call(environment.close, episode)
+        await awaited(environment.close(episode))
     return PlayedEpisode(tuple(parts), reward)
-
-
-async def _call(method: Any, *arguments: Any) -> Any:
-    result = method(*arguments)
-    return await result if inspect.isawaitable(result) else result
 
 
 def to_trajectory(

@@ -19,7 +19,7 @@ import yaml
 from rlflow.components import names_code
 from rlflow.config.loading import to_dict
 from rlflow.config.schema import RunConfig, load_config
-from rlflow.storage.files import write_text
+from rlflow.storage.files import leaves, write_text
 
 ORIGIN = "config.origin"
 KEY_BYTES = 32
@@ -48,7 +48,7 @@ def code_of_others(path: Path, config: RunConfig, overrides: Sequence[str]) -> d
     own: dict[str, Any] = {}
     for override in overrides:
         key, _, written = override.partition("=")
-        for name, value in _leaves(yaml.safe_load(written), key.strip()):
+        for name, value in leaves(yaml.safe_load(written), key.strip()):
             own[name] = own[f"{name}.name"] = value
     used = dict(_code(to_dict(config)))
     return {key: value for key, value in used.items() if theirs.get(key) == value and own.get(key) != value}
@@ -56,19 +56,10 @@ def code_of_others(path: Path, config: RunConfig, overrides: Sequence[str]) -> d
 
 def _code(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """What would run when the configuration is used: references, and `trust_remote_code`."""
-    for key, value in _leaves(config, ""):
+    for key, value in leaves(config):
         trusted = key.split(".")[-1] == "trust_remote_code" and bool(value)
         if trusted or (isinstance(value, str) and names_code(value)):
             yield key, value
-
-
-def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
-    if isinstance(value, (Mapping, list, tuple)):
-        entries = value.items() if isinstance(value, Mapping) else enumerate(value)
-        for key, entry in entries:
-            yield from _leaves(entry, f"{path}.{key}" if path else str(key))
-    else:
-        yield path, value
 
 
 def _digest(key: bytes, config: Path) -> str:

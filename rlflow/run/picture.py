@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rlflow.errors import MissingPackageError
+from rlflow.errors import needing
 from rlflow.metrics.names import Metrics, label
 from rlflow.metrics.sinks import read_metrics
 from rlflow.run.curves import (
@@ -42,14 +42,10 @@ def render_picture(
     evaluated = drawn_score(records, registered or {})
     if not any(name in record for record in records for name in ("train/reward", f"eval/{evaluated}")):
         return False
-    try:
+    with needing("metrics.picture", "pip install matplotlib"):
         import matplotlib
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
-    except ImportError:
-        raise MissingPackageError(
-            "metrics.picture: the package 'matplotlib' is not installed: pip install matplotlib."
-        ) from None
     style: Any = {
         "font.family": "DejaVu Sans", "font.size": 11, "text.color": _INK, "axes.labelcolor": _QUIET, "xtick.color": _QUIET,
         "ytick.color": _QUIET, "axes.edgecolor": _GRID, "axes.spines.top": False, "axes.spines.right": False,

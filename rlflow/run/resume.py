@@ -16,7 +16,7 @@ from rlflow.run.checkpoints import STATE, TRAINER, Checkpoints
 from rlflow.run.directory import RunDirectory
 from rlflow.run.preflight import run_path
 from rlflow.run.run import CONFIG, Run
-from rlflow.storage.files import plain
+from rlflow.storage.files import leaves, plain
 
 logger = logging.getLogger(__name__)
 
@@ -100,19 +100,11 @@ def _read_state(saved: Checkpoints, step: int) -> dict[str, Any]:
 
 def _compared(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """(dotted key, value) of what is compared; objects by what they are, not by where they lie in memory."""
-    for key, value in _leaves(config, ""):
-        if any(key == wanted or key.startswith(f"{wanted}.") for wanted in COMPARED):
+    for key, value in leaves(config):
+        if value not in ([], {}) and any(key == wanted or key.startswith(f"{wanted}.") for wanted in COMPARED):
             text = re.sub(r" at 0x[0-9a-f]+", "", value) if isinstance(value, str) else value
             moved = key == "environment.name" and isinstance(text, str)
             yield key, text.rpartition("/")[2] if moved else text  # the same file elsewhere is the same environment
-
-
-def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
-    entries = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list) else ()
-    for key, entry in entries:
-        yield from _leaves(entry, f"{path}.{key}" if path else str(key))
-    if not isinstance(value, (Mapping, list)):
-        yield path, value
 
 
 def _short(values: Mapping[str, Any], key: str) -> str:

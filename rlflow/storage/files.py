@@ -16,7 +16,7 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -196,6 +196,15 @@ def read_json(path: str | Path) -> Any:
         raise CheckpointError(f"{path}: no such file; the run or checkpoint is incomplete.") from None
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise CheckpointError(f"{path}: damaged, not JSON: {error}.") from None
+
+
+def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """(dotted key, value) of everything in nested mappings and lists; empty ones stand for themselves."""
+    entries = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, (list, tuple)) else ()
+    for key, entry in entries:
+        yield from leaves(entry, f"{path}.{key}" if path else str(key))
+    if not entries or not value:
+        yield path, value
 
 
 def plain(value: Any) -> Any:

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from rlflow.errors import ConfigError, MissingPackageError, RLFlowError
+from rlflow.errors import ConfigError, RLFlowError, needing
 from rlflow.http import GaveUp, Retryable, RetryPolicy, post
 from rlflow.teachers.base import Classroom, Teacher
 from rlflow.teachers.replies import Place, read_row
@@ -58,10 +58,8 @@ class ServerTeacher(Teacher):
             raise ConfigError(f"algorithm.teacher.url: expected an address such as http://localhost:8000/v1, found '{url}'.")
         if api_key_variable is not None and not os.environ.get(api_key_variable):
             raise ConfigError(f"algorithm.teacher.api_key_variable: the environment variable {api_key_variable} is not set.")
-        try:
+        with needing("algorithm.teacher", "pip install httpx"):
             import httpx
-        except ImportError:
-            raise MissingPackageError("algorithm.teacher 'server' needs the package httpx: pip install httpx") from None
         self._url = url.rstrip("/").removesuffix("/completions") + "/completions"
         self._wire, self._tokenizer, self._same_template = wire, tokenizer, same_template
         self._body = {"model": model, "max_tokens": 1}

@@ -11,6 +11,7 @@ from rlflow.errors import ConfigError
 from rlflow.metrics.names import Metrics, scores
 from rlflow.metrics.warnings import Fault
 from rlflow.run.trajectories import question_of
+from rlflow.storage.files import leaves
 from rlflow.view.findings import findings
 from rlflow.view.recorded import RunFiles, grouped
 
@@ -154,7 +155,7 @@ def first_at(points: Sequence[Measurement], target: float) -> Measurement | None
 
 def differing_keys(configs: Sequence[Mapping[str, Any]]) -> list[tuple[str, list[str]]]:
     """(dotted key, its value in each configuration) where these differ, in the order of the files; `-` where one lacks it."""
-    flat = [dict(_leaves(config, "")) for config in configs]
+    flat = [dict(leaves(config)) for config in configs]
     keys = dict.fromkeys(key for values in flat for key in values)
     rows = [(key, [_shown(values, key) for values in flat]) for key in keys if key not in UNCOMPARED]
     return [(key, values) for key, values in rows if len(set(values)) > 1]
@@ -203,12 +204,6 @@ def _shares(run: RunFiles) -> dict[str, tuple[float, str]]:
         if share is not None:
             found[str(group[0]["task_id"])] = share, question_of(group[0])
     return found
-
-
-def _leaves(value: Any, path: str) -> list[tuple[str, Any]]:
-    entries = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list) else ()
-    found = [leaf for key, entry in entries for leaf in _leaves(entry, f"{path}.{key}" if path else str(key))]
-    return found if isinstance(value, (Mapping, list)) and value else [(path, value)]
 
 
 def _shown(values: Mapping[str, Any], key: str) -> str:

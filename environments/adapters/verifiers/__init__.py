@@ -11,19 +11,15 @@ from contextlib import contextmanager
 from typing import Any
 
 from rlflow.environment import Environment
-from rlflow.errors import ConfigError, MissingPackageError, described
+from rlflow.errors import ConfigError, described, needing
 from rlflow_environments.adapters.verifiers.shared import METRICS
 
 
 def make(environment: str, options: dict[str, Any] | None = None) -> Environment:
     """An environment of verifiers by the name of its package, made with the options. Raises ConfigError for one that does not
     map, MissingPackageError."""
-    try:
+    with needing("environment verifiers", "pip install verifiers"):
         library = importlib.import_module("verifiers")
-    except ImportError as problem:
-        raise MissingPackageError(
-            f"environment verifiers: {problem.name} is not installed: pip install verifiers"
-        ) from None
     if not hasattr(library, "load_environment"):
         from rlflow_environments.adapters.verifiers.tasksets import VerifiersTaskset
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from rlflow.components import takes
-from rlflow.errors import ConfigError, MissingPackageError, did_you_mean, install_command
+from rlflow.errors import ConfigError, did_you_mean, install_command, needing
 from rlflow.http import GaveUp, Retryable, RetryPolicy
 from rlflow_environments.retrieval.client.answers import NotASearchServer, SearchRequest, page_request, search_request
 from rlflow_environments.retrieval.client.asynchronous import AsyncRetriever, CacheCounts
@@ -354,12 +354,8 @@ def _address_source(urls: str | Sequence[str] | None, discovery: str | Path | No
 
 
 async def _open_session(headers: Mapping[str, str] | None, connections: int) -> Any:
-    try:
+    with needing("retriever http", install_command("search")):
         import aiohttp
-    except ImportError:
-        raise MissingPackageError(
-            f"retriever http: the package aiohttp is not installed. Install it with: {install_command('search')}"
-        ) from None
     connector = aiohttp.TCPConnector(limit=connections, keepalive_timeout=KEEPALIVE_S)
     # Time limits are asyncio's, over the whole exchange.
     return aiohttp.ClientSession(connector=connector, headers=headers, timeout=aiohttp.ClientTimeout(total=None))

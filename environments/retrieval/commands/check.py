@@ -13,7 +13,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from rlflow.errors import DataError, MissingPackageError, RLFlowError, install_command
+from rlflow.errors import DataError, RLFlowError, install_command, needing
 from rlflow_environments.retrieval.indices.folder import check_folder, read_meta, stamp_corpus
 
 MARKS = {"pass": "ok", "fail": "FAIL", "missing": "none", "skip": "skip"}
@@ -31,13 +31,9 @@ def run(args: argparse.Namespace) -> int:
     """Checks and prints; returns 0 or 1."""
     if Path(args.url).expanduser().is_dir():
         return _check_folder(Path(args.url).expanduser(), args.deep)
-    try:
+    with needing("rlflow search check", install_command("search")):
         from rlflow_environments.retrieval.conformance.probe import Broken
         from rlflow_environments.retrieval.conformance.runner import SEEDS, Verdict, check_server
-    except ImportError as problem:
-        raise MissingPackageError(
-            f"rlflow search check: the package {problem.name} is not installed. Install it with: {install_command('search')}"
-        ) from None
 
     def show(verdict: Verdict) -> None:
         print(f"{MARKS[verdict.outcome]:>4}  {verdict.check.name:<18}  {verdict.check.claim}", flush=True)

@@ -22,7 +22,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlflow.errors import ConfigError, MissingPackageError, install_command
+from rlflow.errors import ConfigError, install_command, needing
 from rlflow_environments.common.commands import log_to_stderr
 from rlflow_environments.retrieval.commands.source_arguments import add_source_arguments, read_source
 from rlflow_environments.retrieval.server.discovery import DiscoveryFile
@@ -61,13 +61,9 @@ def run(args: argparse.Namespace) -> int:
     log_to_stderr()
     listener = bind(args.host, args.port)
     folder = _shared_folder() if args.processes > 1 else None
-    try:
+    with needing("rlflow search serve", install_command("search")):
         from rlflow_environments.retrieval.server import process
         from rlflow_environments.retrieval.server.service import ServiceLimits
-    except ImportError as problem:
-        raise MissingPackageError(
-            f"rlflow search serve: the package {problem.name} is not installed. Install it with: {install_command('search')}"
-        ) from None
     host, port = listener.getsockname()[:2]
     discovery = DiscoveryFile(args.save_address_to, host, port) if args.save_address_to else None
     limits = ServiceLimits(top_k=args.topk, max_wait_s=args.max_wait_s)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from rlflow.errors import MissingPackageError, ModelError, install_command
+from rlflow.errors import ModelError, install_command, needing
 from rlflow_environments.retrieval.devices import check_device
 
 _FILES = ("model.onnx", "onnx/model.onnx")
@@ -18,12 +18,8 @@ class OnnxBackend:
 
     def __init__(self, folder: Path, device: str) -> None:
         """Raises MissingPackageError without onnxruntime, ModelError: no such file, or no hidden states in it."""
-        try:
+        with needing("encoder.backend onnx", install_command("onnx")):
             import onnxruntime
-        except ImportError:
-            raise MissingPackageError(
-                f"encoder.backend onnx: the package onnxruntime is not installed. Install it with: {install_command('onnx')}"
-            ) from None
         self.device = check_device(device)
         path = next((folder / name for name in _FILES if (folder / name).is_file()), None)
         if path is None:

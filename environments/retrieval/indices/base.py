@@ -9,7 +9,7 @@ from typing import Protocol
 
 import numpy as np
 
-from rlflow.errors import ConfigError, MissingPackageError, install_command
+from rlflow.errors import ConfigError
 from rlflow_environments.retrieval.corpus import Passage
 
 Ranking = list[tuple[int, float]]
@@ -61,10 +61,3 @@ def best(rows: np.ndarray, scores: np.ndarray, top_k: int) -> Ranking:
         kept = np.concatenate([above, tied[: top_k - len(above)]])
     order = kept[np.lexsort((rows[kept], -scores[kept]))]
     return [(int(row), float(score)) for row, score in zip(rows[order], scores[order], strict=True)]
-
-
-def missing(package: str, retriever: str, extra: str = "search") -> MissingPackageError:
-    """The error for an optional package that a retriever needs."""
-    return MissingPackageError(
-        f"retriever {retriever}: the package {package} is not installed. Install it with: {install_command(extra)}"
-    )

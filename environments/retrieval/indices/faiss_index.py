@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import psutil
 
-from rlflow.errors import ConfigError, DataError, did_you_mean, install_command
-from rlflow_environments.retrieval.indices.base import Ranking, missing
+from rlflow.errors import ConfigError, DataError, did_you_mean, install_command, needing
+from rlflow_environments.retrieval.indices.base import Ranking
 from rlflow_environments.retrieval.indices.cost import int8_copy_bytes
 from rlflow_environments.retrieval.indices.exact import OVERFETCH, Scan, rank_exactly, score_again
 from rlflow_environments.retrieval.indices.inverted_lists import Int8Lists, ListAssignment
@@ -173,10 +173,8 @@ class FaissIndex:
 
 def import_faiss() -> ModuleType:
     """The module faiss. Raises MissingPackageError."""
-    try:
+    with needing("retriever faiss", install_command("search")):
         import faiss
-    except ImportError:
-        raise missing("faiss", "faiss") from None
     return faiss
 
 

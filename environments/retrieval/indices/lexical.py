@@ -8,10 +8,10 @@ from types import ModuleType
 
 import numpy as np
 
-from rlflow.errors import ConfigError, DataError
+from rlflow.errors import ConfigError, DataError, install_command, needing
 from rlflow_environments.retrieval.corpus import Passage
 from rlflow_environments.retrieval.encoders.ngram import split_words
-from rlflow_environments.retrieval.indices.base import Ranking, best, missing
+from rlflow_environments.retrieval.indices.base import Ranking, best
 
 _EMPTY = "no_words"
 
@@ -75,8 +75,6 @@ class BM25Index:
 
 
 def _import_bm25s() -> ModuleType:
-    try:
+    with needing("retriever bm25", install_command("search")):
         import bm25s
-    except ImportError:
-        raise missing("bm25s", "bm25") from None
     return bm25s

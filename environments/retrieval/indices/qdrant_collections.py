@@ -18,11 +18,10 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 
 from rlflow.components import check_options
-from rlflow.errors import ConfigError, DataError
+from rlflow.errors import ConfigError, DataError, install_command, needing
 from rlflow.http import GaveUp, Retryable, RetryPolicy, check_status
 from rlflow_environments.common.progress import StageProgress
 from rlflow_environments.retrieval.errors import RetrievalError
-from rlflow_environments.retrieval.indices.base import missing
 
 HNSW_M, HNSW_EF_CONSTRUCT = 32, 512
 _FULL_SCAN_KB = 10_000  # Qdrant's default: smaller segments are scanned
@@ -276,10 +275,8 @@ def open_local(
 
 def open_edge(folder: Path, dimensions: int, *, options: SearchOptions, create: bool = False) -> EdgeCollection:
     """The shard in a folder; with `create` an empty one is made where there is none. Raises DataError: damaged or in use."""
-    try:
+    with needing("retriever qdrant (engine: edge)", install_command("qdrant")):
         import qdrant_edge
-    except ImportError:
-        raise missing("qdrant-edge-py", "qdrant (engine: edge)", "qdrant") from None
     config = qdrant_edge.EdgeConfig(
         vectors=qdrant_edge.EdgeVectorParams(size=dimensions, distance=qdrant_edge.Distance.Cosine),
         hnsw_config=qdrant_edge.HnswIndexConfig(
@@ -371,10 +368,8 @@ def check_quantization(quantization: Mapping[str, Any] | None) -> None:
 
 
 def _client_class() -> Any:
-    try:
+    with needing("retriever qdrant", install_command("qdrant")):
         from qdrant_client import QdrantClient
-    except ImportError:
-        raise missing("qdrant-client", "qdrant", "qdrant") from None
     return QdrantClient
 
 

@@ -9,12 +9,19 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from rlflow.errors import ConfigError, DataError, ModelError, Problems, RLFlowError
+from rlflow.errors import (
+    ConfigError,
+    DataError,
+    MissingPackageError,
+    ModelError,
+    Problems,
+    RLFlowError,
+    install_command,
+)
 from rlflow.http import unreachable
 from rlflow_environments.retrieval.client.servers import server_url
 from rlflow_environments.retrieval.corpus import Corpus, check_beginning
 from rlflow_environments.retrieval.encoders.make import ENCODER
-from rlflow_environments.retrieval.indices.base import missing
 from rlflow_environments.retrieval.indices.folder import check_corpus, check_folder, read_meta
 from rlflow_environments.retrieval.indices.make import RETRIEVER, brings_documents, without_corpus
 from rlflow_environments.retrieval.server.discovery import read_addresses
@@ -52,7 +59,8 @@ def _rehearse(
     if not has_corpus and not brings_documents(component, where):
         problems.note(without_corpus(name, where))
     if name in PACKAGES and importlib.util.find_spec(PACKAGES[name]) is None:
-        problems.note(missing(PACKAGES[name], name, "qdrant" if name == "qdrant" else "search"))
+        command = install_command("qdrant" if name == "qdrant" else "search")
+        problems.note(MissingPackageError(f"retriever {name}: the package '{PACKAGES[name]}' is not installed: {command}"))
     for option, part in PARTS.get(name, {}).items():
         given = described.get(option) or {}
         inner = {"name": part, **({"name": given} if isinstance(given, str) else given)}

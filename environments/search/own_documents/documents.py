@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rlflow.errors import DataError, MissingPackageError, install_command
+from rlflow.errors import DataError, install_command, needing
 from rlflow_environments.common.jsonl import BadRow, parse_object, records, refuse, text_of
 
 _BLOCKS = (
@@ -115,10 +115,8 @@ def _plain(content: bytes, stem: str) -> tuple[str, list[str]]:
 
 def _markdown(content: bytes, stem: str) -> tuple[str, list[str]]:
     """The first heading is the title; code blocks are no text."""
-    try:
+    with needing(".md documents", install_command("search")):
         from markdown_it import MarkdownIt
-    except ImportError:
-        raise _missing("markdown-it-py", ".md") from None
     title, paragraphs, heading = "", [], False
     for token in MarkdownIt("commonmark").enable("table").parse(_FRONT_MATTER.sub("", _decoded(content))):
         if token.type in ("heading_open", "heading_close"):
@@ -138,10 +136,8 @@ def _inline(token: Any) -> str:
 
 def _html(content: bytes, stem: str) -> tuple[str, list[str]]:
     """The first h1, else the title, is the title; a page may declare an encoding of its own."""
-    try:
+    with needing(".html documents", install_command("search")):
         import bs4
-    except ImportError:
-        raise _missing("beautifulsoup4", ".html") from None
     page = bs4.BeautifulSoup(content, "html.parser")
     heading = page.find("h1")
     title = next((found.get_text(" ") for found in (heading, page.title) if found and found.get_text().strip()), "")
@@ -212,9 +208,3 @@ def _cleaned(paragraphs: list[str]) -> tuple[str, ...]:
 def _readable(stem: str) -> str:
     """The title of a document that has none: its file's name with blanks."""
     return re.sub(r"[_\-]+", " ", stem).strip() or stem
-
-
-def _missing(package: str, suffix: str) -> MissingPackageError:
-    return MissingPackageError(
-        f"{suffix} documents need the package {package}. Install it with: {install_command('search')}"
-    )

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from rlflow.errors import DataError, MissingPackageError, install_command
+from rlflow.errors import DataError, install_command, needing
 from rlflow_environments.common.jsonl import BadRow, existing, kind_of, parse_object, records
 
 Row = dict[str, Any]
@@ -69,13 +69,9 @@ def _json_array(data: bytes) -> list[Any] | None:
 
 
 def _parquet_rows(file: Path, what: str) -> Iterator[tuple[str, Row | BadRow]]:
-    try:
+    with needing(f"{file}: parquet", install_command("data")):
         import pyarrow
         import pyarrow.parquet
-    except ImportError:
-        raise MissingPackageError(
-            f"{file}: parquet needs the package pyarrow. Install it with: {install_command('data')}"
-        ) from None
     number = 0
     try:
         table = pyarrow.parquet.ParquetFile(file)

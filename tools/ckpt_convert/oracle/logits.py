@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlflow.errors import ConversionError, ExitCode, MissingPackageError
+from rlflow.errors import ConversionError, ExitCode, needing
 from rlflow.models.huggingface import read_config
 
 from ..readers.formats import open_source
@@ -48,11 +48,9 @@ def check_logits(checkpoint: Path, model: Path, dtype: str = "keep") -> float:
 
 
 def _transformers(path: Path, tokens: Tensor, dtype: torch.dtype | None) -> Tensor:
-    try:
+    with needing("--verify logits", "pip install 'transformers>=5'"):
         from transformers import AutoModelForCausalLM
         from transformers.utils import logging
-    except ImportError:
-        raise MissingPackageError("--verify logits needs transformers: pip install 'transformers>=5'") from None
     shown = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:
