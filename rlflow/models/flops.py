@@ -3,29 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+
+from rlflow.models.architecture import Architecture
 
 
-class DecoderShape(Protocol):
-    """The sizes that the operations follow from; an `Architecture` has them."""
-
-    @property
-    def layers(self) -> int: ...
-    @property
-    def hidden(self) -> int: ...
-    @property
-    def heads(self) -> int: ...
-    @property
-    def groups(self) -> int: ...
-    @property
-    def head_dim(self) -> int: ...
-    @property
-    def ffn(self) -> int: ...
-    @property
-    def vocab(self) -> int: ...
-
-
-def forward_flops(shape: DecoderShape, lengths: Sequence[int], scored: int) -> int:
+def forward_flops(shape: Architecture, lengths: Sequence[int], scored: int) -> int:
     """FLOPs of one forward pass over rows of `lengths` tokens, with logits for `scored` of their tokens.
 
     A multiplication and an addition count two (PaLM, arXiv 2204.02311 appendix B). Matrix products only: per token 2
@@ -40,7 +22,7 @@ def forward_flops(shape: DecoderShape, lengths: Sequence[int], scored: int) -> i
     return per_token * sum(lengths) + per_pair * pairs + 2 * shape.hidden * shape.vocab * scored
 
 
-def training_flops(shape: DecoderShape, lengths: Sequence[int], scored: int) -> int:
+def training_flops(shape: Architecture, lengths: Sequence[int], scored: int) -> int:
     """Model FLOPs of a training step: the backward pass counts twice the forward pass; what is computed again counts
     nothing."""
     return 3 * forward_flops(shape, lengths, scored)

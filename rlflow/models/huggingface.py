@@ -7,6 +7,7 @@ import json
 import shutil
 import struct
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -54,6 +55,20 @@ def refuse_adapter(path: str | Path) -> None:
             f"{path}: is a LoRA adapter ({ADAPTER_CONFIG}), not a whole model; merge it into its base first: "
             f"rlflow merge {path} OUT"
         )
+
+
+@contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """Without transformers' progress bars, which would tear a display of one's own."""
+    from transformers.utils import logging as messages
+
+    shown = messages.is_progress_bar_enabled()
+    messages.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            messages.enable_progress_bar()
 
 
 class WeightFiles(Mapping[str, "Tensor"]):

@@ -7,6 +7,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from rlflow.models.huggingface import quiet_transformers
+
 ROPE_THETA = 1e6  # as Qwen2.5
 END = "<|endoftext|>"
 QWEN2 = (
@@ -58,7 +60,6 @@ def write_random_model(directory: str | Path, *, hidden: int = 128, layers: int 
     """Adds a randomly initialised Qwen2 model that fits the tokenizer in `directory` and can copy (see `_teach_copying`)."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config
-    from transformers.utils import logging
 
     tokenizer = AutoTokenizer.from_pretrained(directory)
     vocabulary = -(-len(tokenizer) // 64) * 64
@@ -72,13 +73,8 @@ def write_random_model(directory: str | Path, *, hidden: int = 128, layers: int 
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config)
     _teach_copying(model, torch.Generator().manual_seed(seed))
-    shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()  # a bar of a single file says nothing
-    try:
+    with quiet_transformers():
         model.save_pretrained(directory)
-    finally:
-        if shown:
-            logging.enable_progress_bar()
 
 
 def _teach_copying(model: Any, generator: Any) -> None:

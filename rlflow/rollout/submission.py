@@ -12,12 +12,11 @@ from queue import Empty, SimpleQueue
 from typing import Any
 
 from rlflow.errors import RolloutError
-from rlflow.rollout.assembler import GroupAssembler
 from rlflow.rollout.deterministic import Rounds
 from rlflow.rollout.engine import Engine
 from rlflow.rollout.episodes import Attempt, EpisodePlayer, Generate
 from rlflow.rollout.event_loop import LoopThread, LoopWatch, Running
-from rlflow.types import Group, Trajectory
+from rlflow.types import Group, Trajectory, stamp
 
 logger = logging.getLogger(__name__)
 
@@ -39,11 +38,8 @@ class Submission:
         self._max_aborted_share = max_aborted_share
         self._on_episode = on_episode
         self._ended = 0
-        self._assembler = GroupAssembler()
-        sizes = Counter(attempt.group_id for attempt in attempts)
-        for attempt in attempts:
-            if attempt.number == 0:
-                self._assembler.expect(attempt.group_id, attempt.task, sizes[attempt.group_id])
+        self._sizes = Counter(attempt.group_id for attempt in attempts)
+        self._open: dict[str, dict[int, Trajectory]] = {}  # by group and number: what has ended of groups that have not
         self._groups: SimpleQueue[Group | None] = SimpleQueue()  # None: there are no more
         self._aborted: dict[int, str] = {}
         self._running: Running[None]
@@ -146,9 +142,13 @@ class Submission:
         self._ended += 1
         if self._on_episode is not None:
             self._on_episode(self._ended, len(self._attempts), trajectory)
-        group = self._assembler.add(attempt.group_id, attempt.number, trajectory)
-        if group is not None:
-            self._groups.put(group)
+        ended = self._open.setdefault(attempt.group_id, {})
+        ended[attempt.number] = trajectory
+        if len(ended) == self._sizes[attempt.group_id]:
+            del self._open[attempt.group_id]
+            whole = [ended[number] for number in sorted(ended)]
+            stamp(whole)
+            self._groups.put(Group(attempt.group_id, attempt.task, whole))
 
     def _check_aborted(self) -> None:
         count, total, share = len(self._aborted), len(self._attempts), self._max_aborted_share

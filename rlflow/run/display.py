@@ -8,9 +8,8 @@ from typing import Any, TextIO
 
 from rlflow.errors import ConfigError, MissingPackageError, did_you_mean
 from rlflow.metrics.names import Metrics
-from rlflow.run.clock import Clock
 from rlflow.run.live_page import LivePage
-from rlflow.run.pace import Pace
+from rlflow.run.pace import Clock, Pace
 from rlflow.run.panel import RichProgress
 from rlflow.run.progress import PlainProgress, Progress
 

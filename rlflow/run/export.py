@@ -11,7 +11,7 @@ from rlflow.batching import token_batch
 from rlflow.errors import ModelError
 from rlflow.models.adapter import read_adapter, write_adapter
 from rlflow.models.export import write_model
-from rlflow.models.huggingface import WeightFiles
+from rlflow.models.huggingface import WeightFiles, quiet_transformers
 from rlflow.trainer.base import Trainer
 from rlflow.trainer.options import LoraOptions
 
@@ -58,17 +58,12 @@ def check_export(trainer: Trainer, path: str | Path, tolerance: float = 1e-4) ->
     Raises ModelError where the directory cannot be loaded or the difference exceeds `tolerance`; a bfloat16 trainer
     rounds in its own pass: 0.01 for a tiny model, more for wide ones."""
     from transformers import AutoModelForCausalLM
-    from transformers.utils import logging as transformers_logging
 
-    shown = transformers_logging.is_progress_bar_enabled()
-    transformers_logging.disable_progress_bar()
     try:
-        model = AutoModelForCausalLM.from_pretrained(str(path), dtype=torch.float32, local_files_only=True)
+        with quiet_transformers():
+            model = AutoModelForCausalLM.from_pretrained(str(path), dtype=torch.float32, local_files_only=True)
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         raise ModelError(f"{path}: transformers cannot load the export ({str(error).splitlines()[0]}).") from error
-    finally:
-        if shown:
-            transformers_logging.enable_progress_bar()
     batch = token_batch(_random_rows(model.config.vocab_size))
     with torch.no_grad():
         logits = model(batch.tokens).logits[:, :-1]

@@ -15,13 +15,13 @@ from rlflow.metrics.timer import PhaseTimer
 from rlflow.metrics.warnings import Watch
 from rlflow.run.algorithm import Algorithm
 from rlflow.run.assemble import fitting_tasks, make_metrics, make_trainer, open_ahead, open_directory
-from rlflow.run.clock import Clock
 from rlflow.run.display import make_display
 from rlflow.run.early_scores import EarlyScores, Stage
 from rlflow.run.evaluation_schedule import EvaluationSchedule
 from rlflow.run.interrupt import Interrupt
 from rlflow.run.log import RunLog
 from rlflow.run.model_directory import fetch_models
+from rlflow.run.pace import Clock
 from rlflow.run.preflight import check_start
 from rlflow.run.probe import make_probe, trainable
 from rlflow.run.recorder import Recorder

@@ -1,14 +1,26 @@
-"""How long a run has taken and will take."""
+"""How long a run has been going on, and will take."""
 
 from __future__ import annotations
 
 import collections
 import math
+import time
 from collections.abc import Mapping
 
-from rlflow.run.clock import Clock
-
 _SMOOTHED = 8  # steps that the remaining time is estimated from
+
+
+class Clock:
+    """Starts when it is made. before_s: seconds of earlier sessions of a resumed run."""
+
+    def __init__(self, before_s: float = 0.0) -> None:
+        self.before_s = before_s
+        self._started = time.monotonic()
+
+    @property
+    def seconds(self) -> float:
+        """Seconds that the run took so far, all sessions together."""
+        return self.before_s + time.monotonic() - self._started
 
 
 class Pace:

@@ -20,20 +20,20 @@ from rlflow.metrics.warnings import Watch
 from rlflow.rollout import Rollout, WeightProbe
 from rlflow.run.algorithm import Algorithm
 from rlflow.run.asynchronous import GroupsAhead, staleness_metrics
-from rlflow.run.clock import Clock
 from rlflow.run.directory import RunDirectory
 from rlflow.run.evaluate import evaluate
 from rlflow.run.evaluation_schedule import EvaluationSchedule
 from rlflow.run.export import export_adapter, export_policy
 from rlflow.run.interrupt import Interrupt
 from rlflow.run.lines import evaluated_line, step_line, summary_text
+from rlflow.run.pace import Clock
 from rlflow.run.picture import render_picture
 from rlflow.run.progress import Progress
 from rlflow.run.recorder import Recorder
 from rlflow.run.saver import Saver
 from rlflow.run.state import load_states, states
-from rlflow.run.summary import write_summary
 from rlflow.run.trajectories import write_trajectories
+from rlflow.storage.files import write_json
 from rlflow.trainer.base import Trainer
 from rlflow.types import Batch, Group
 
@@ -243,20 +243,37 @@ class Run:
                 written = self.directory.adapter, self.directory.export
                 export_adapter(self.trainer, *written, model.path, adapters, model.dtype)
         self.directory.confirm()
-        summary = write_summary(
-            self.directory,
-            steps=self.step,
-            seconds=self.clock.seconds,
-            interrupted=interrupted,
-            evaluation=self.evaluation,
-            export_gap=export_gap,
-            drawn=self._draw(),
-            reported=self.config.metrics.page,
-            takes_questions=self.rollout.environment.takes_questions,
-        )
+        summary = self._summary(interrupted, export_gap)
+        write_json(self.directory.summary, summary)
         logger.info("%s", summary_text(summary, self.registered))
         self.progress.finished(summary)
         return summary
+
+    def _summary(self, interrupted: str | None, export_gap: float | None) -> dict[str, Any]:
+        """How the run ended, what it reached, and what it wrote where. interrupted: the signal that ended it. export_gap: nats
+        between export and trainer; None: nothing was exported."""
+        directory, evaluation = self.directory, self.evaluation
+        written = {"run": directory.path, "metrics": directory.metrics, "checkpoint": directory.checkpoint_path(self.step)}
+        if export_gap is not None:
+            written["export"] = directory.export
+            if directory.adapter.is_dir():
+                written["adapter"] = directory.adapter
+        if self._draw():
+            written["picture"] = directory.picture
+        if self.config.metrics.page:
+            written["report"] = directory.report
+        return {
+            "status": f"interrupted by {interrupted}" if interrupted else "finished",
+            "steps": self.step,
+            "seconds": round(self.clock.seconds, 1),
+            "first_evaluation_step": evaluation.first_step,
+            "first_evaluation": evaluation.first,
+            "last_evaluation_step": evaluation.last_step,
+            "last_evaluation": evaluation.last,
+            "export_logprob_difference": export_gap,
+            "takes_questions": self.rollout.environment.takes_questions,
+            "written": {name: str(path) for name, path in written.items()},
+        }
 
     def _draw(self) -> bool:
         """Draws the picture where the configuration wants one; returns whether there was anything to draw."""

@@ -65,7 +65,7 @@ class Saver:
             self._pending = step, RunState(state)
             return
         with self._explained(step):
-            write_state(self.checkpoints.path(step), state)
+            RunState(state).write(self.checkpoints.path(step))
 
     def _commit(self) -> None:
         assert self._pending is not None
@@ -117,8 +117,3 @@ class RunState:
         for old in checkpoint.glob(TENSORS.format("*")):
             if old != file:
                 old.unlink()
-
-
-def write_state(checkpoint: Path, state: dict[str, Any]) -> None:
-    """Writes the run's part of a checkpoint, sealed."""
-    RunState(state).write(checkpoint)

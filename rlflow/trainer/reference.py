@@ -5,7 +5,6 @@ Simple rather than fast: whole logits, no packing, no parallelism. Nothing in it
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,7 @@ from rlflow.errors import (
     StorageError,
     did_you_mean,
 )
-from rlflow.models.huggingface import digest, iterate_weights
+from rlflow.models.huggingface import digest, iterate_weights, quiet_transformers
 from rlflow.storage.integrity import (
     TRAINER_MANIFEST,
     error_reason,
@@ -331,7 +330,7 @@ def load_model(path: str | Path, trust_remote_code: bool = False) -> torch.nn.Mo
     from transformers import AutoModelForCausalLM
 
     try:
-        with _quiet_transformers():
+        with quiet_transformers():
             loaded: Any = AutoModelForCausalLM.from_pretrained(
                 str(path), dtype=torch.float32, trust_remote_code=trust_remote_code, output_loading_info=True
             )
@@ -346,20 +345,6 @@ def load_model(path: str | Path, trust_remote_code: bool = False) -> torch.nn.Mo
     # end token too), and no position of real padding is ever trained, so here it learns like any other.
     model.get_input_embeddings().padding_idx = None
     return model.eval()
-
-
-@contextlib.contextmanager
-def _quiet_transformers() -> Iterator[None]:
-    """Without transformers' progress bars, which would tear the run's own display."""
-    from transformers.utils import logging as messages
-
-    shown = messages.is_progress_bar_enabled()
-    messages.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            messages.enable_progress_bar()
 
 
 def policy_output(

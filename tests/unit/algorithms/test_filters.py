@@ -19,7 +19,7 @@ from rlflow.algorithms.filters.zero_advantage import ZeroAdvantage
 from rlflow.algorithms.remembered import remembered_trajectories, trajectories_state
 from rlflow.batching import make_batch
 from rlflow.run.checkpoints import read_state
-from rlflow.run.saver import write_state
+from rlflow.run.saver import RunState
 from rlflow.types import Group, StopReason
 from tests.unit.algorithms.groups import group, rewards, trajectory
 
@@ -31,7 +31,7 @@ def names(groups: list[Group]) -> list[str]:
 def through_a_checkpoint(state: Any, folder: Path) -> Any:
     """The state as a resumed run reads it."""
     folder.mkdir(exist_ok=True)
-    write_state(folder, {"part": state})
+    RunState({"part": state}).write(folder)
     return read_state(folder)["part"]
 
 

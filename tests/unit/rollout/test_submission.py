@@ -14,8 +14,9 @@ import pytest
 
 from rlflow.errors import ConfigError, EnvironmentContractError, RolloutError
 from rlflow.rollout import Rollout, TaskSource, Tokenizer
-from rlflow.rollout.assembler import GroupAssembler
+from rlflow.rollout.episodes import Attempt
 from rlflow.rollout.fake_engine import FakeEngine
+from rlflow.rollout.submission import Submission
 from rlflow.types import Episode, Group, Step, StopReason, Task, Trajectory, stamp
 from tests.unit.rollout.asking import Asking
 
@@ -59,16 +60,24 @@ def trajectory(reward: float, stop: StopReason = StopReason.TERMINATED) -> Traje
     return Trajectory("a", "0:a", [], [], reward, stop)
 
 
-# --- the assembler ----------------------------------------------------------------------------------------------------
+# --- groups -----------------------------------------------------------------------------------------------------------
+
+
+def ended(*trajectories: tuple[int, Trajectory]) -> list[Group]:
+    """The groups of attempts at one task that end in this order: (number, trajectory)."""
+    attempts = [
+        Attempt(Task("a", "?"), "0:a", f"{number}", lambda turn: turn, number, "") for number, _ in trajectories
+    ]
+    submission = Submission(attempts, max_aborted_share=None)
+    for place, (_, one) in enumerate(trajectories):
+        assert submission._groups.empty(), "not before the last attempt has ended"
+        submission._end(place, one)
+    return [submission._groups.get_nowait()]
 
 
 def test_a_group_comes_out_whole_in_order_and_stamped_when_its_last_attempt_ends() -> None:
-    task, assembler = Task("a", "?"), GroupAssembler()
-    assembler.expect("0:a", task, 3)
-    assert assembler.add("0:a", 2, trajectory(4.0)) is None
-    assert assembler.add("0:a", 0, trajectory(1.0)) is None
-    group = assembler.add("0:a", 1, trajectory(9.0, StopReason.ABORTED))
-    assert group is not None and [t.reward for t in group.trajectories] == [1.0, 9.0, 4.0]
+    (group,) = ended((2, trajectory(4.0)), (0, trajectory(1.0)), (1, trajectory(9.0, StopReason.ABORTED)))
+    assert [t.reward for t in group.trajectories] == [1.0, 9.0, 4.0]
     stats = (2, 2.5, pytest.approx(4.5**0.5))  # of 1 and 4: variance 2 * 1.5**2 / (2 - 1)
     assert [t.group_stats for t in group.trajectories] == [stats, None, stats]
 
@@ -81,13 +90,9 @@ def test_a_named_reward_counts_as_0_for_an_attempt_that_never_got_it_and_not_at_
     assert [one.rewards_stats for one in attempts] == [found, found, {}]
 
 
-def test_a_group_whose_attempts_were_all_aborted_comes_out_too_and_ids_must_differ() -> None:
-    assembler = GroupAssembler()
-    assembler.expect("0:a", Task("a", "?"), 1)
-    with pytest.raises(RolloutError, match="'0:a' is being collected already"):
-        assembler.expect("0:a", Task("a", "?"), 1)
-    group = assembler.add("0:a", 0, trajectory(0.0, StopReason.ABORTED))
-    assert group is not None and not group.usable and group.trajectories[0].group_stats is None
+def test_a_group_whose_attempts_were_all_aborted_comes_out_too() -> None:
+    (group,) = ended((0, trajectory(0.0, StopReason.ABORTED)))
+    assert not group.usable and group.trajectories[0].group_stats is None
 
 
 # --- submit and completed ---------------------------------------------------------------------------------------------
@@ -252,7 +257,11 @@ def test_the_environment_reports_once_a_step_however_many_rounds_it_took(tokeniz
 
 def test_a_task_may_get_fewer_attempts_and_turns_than_the_run_gives(tokenizer: Tokenizer) -> None:
     environment = Asking(turns=3)
-    tasks = [Task("t0", "A?"), Task("t1", "B?", most_attempts=1, most_turns=2), Task("t2", "C?", most_attempts=9, most_turns=9)]
+    tasks = [
+        Task("t0", "A?"),
+        Task("t1", "B?", most_attempts=1, most_turns=2),
+        Task("t2", "C?", most_attempts=9, most_turns=9),
+    ]
     with over(tokenizer, environment, samples_per_prompt=3, max_total_tokens=512) as rollout:
         groups = rollout.collect(tasks)
         assert [len(group.trajectories) for group in groups] == [3, 1, 3]

@@ -13,7 +13,7 @@ import pytest
 
 from rlflow.errors import CheckpointError, ConfigError, DamagedCheckpointError
 from rlflow.run.checkpoints import STATE, TRAINER, Checkpoints, read_state
-from rlflow.run.saver import write_state
+from rlflow.run.saver import RunState
 from rlflow.storage.files import write_json
 from rlflow.storage.integrity import TRAINER_MANIFEST, fingerprint, write_manifest
 
@@ -27,7 +27,7 @@ def write(checkpoints: Checkpoints, step: int, keep: int | None = None) -> None:
     (path / TRAINER / "weights").write_text(f"weights {step}")
     files = {"weights": fingerprint(path / TRAINER / "weights")}
     write_manifest(path / TRAINER / TRAINER_MANIFEST, {"step": step}, files)
-    write_state(path, {"step": step})
+    RunState({"step": step}).write(path)
     checkpoints.commit(step, keep)
 
 

@@ -16,10 +16,9 @@ import pytest
 
 from rlflow.metrics.names import Metric
 from rlflow.run import live_page
-from rlflow.run.clock import Clock
 from rlflow.run.display import SeveralDisplays, make_display
 from rlflow.run.live_page import LivePage
-from rlflow.run.pace import Pace
+from rlflow.run.pace import Clock, Pace
 from rlflow.run.page import PageState, render_page
 from rlflow.run.progress import Progress
 from rlflow.run.svg import learning_curves, ticks, time_bars

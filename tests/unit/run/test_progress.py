@@ -13,10 +13,9 @@ import pytest
 
 from rlflow.errors import ConfigError
 from rlflow.metrics.names import Metric
-from rlflow.run.clock import Clock
 from rlflow.run.display import make_progress
 from rlflow.run.lines import clock, evaluation_line, headline, next_commands, phase_seconds, sparkline, summary_text
-from rlflow.run.pace import Pace
+from rlflow.run.pace import Clock, Pace
 from rlflow.run.panel import RichProgress, hidden_control_keys
 from rlflow.types import StopReason, Trajectory, Turn
 

@@ -24,7 +24,7 @@ from rlflow.run.algorithm import Algorithm
 from rlflow.run.checkpoints import read_state
 from rlflow.run.export import EXPORT_TOLERANCE
 from rlflow.run.open import open_run
-from rlflow.run.saver import write_state
+from rlflow.run.saver import RunState
 from rlflow.storage.files import read_json
 from rlflow.types import Batch, Episode, Task
 from tests.flow.letters import letters_config, write_letters_model
@@ -185,7 +185,7 @@ def test_a_checkpoint_of_another_format_is_one_clear_error(model: Path, tmp_path
     train(letters_config(model, tmp_path, *TINY, "run.steps=1"))
     checkpoint = tmp_path / "letters" / "checkpoints" / "step_000001"
     older = {"step": 1, "seconds": 2.0, "rollout": {}, "evaluated_step": 1}
-    write_state(checkpoint, older)
+    RunState(older).write(checkpoint)
     with pytest.raises(CheckpointError, match=r"state\.json: .*found no source, evaluation, algorithm: another version"):
         train(letters_config(model, tmp_path, *TINY, "run.steps=2", "run.resume=true"))
     assert read_state(checkpoint) == older

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from rlflow.errors import ConversionError, ExitCode, needing
-from rlflow.models.huggingface import read_config
+from rlflow.models.huggingface import quiet_transformers, read_config
 
 from ..readers.formats import open_source
 from ..readers.legacy import LegacyRanks
@@ -50,18 +50,13 @@ def check_logits(checkpoint: Path, model: Path, dtype: str = "keep") -> float:
 def _transformers(path: Path, tokens: Tensor, dtype: torch.dtype | None) -> Tensor:
     with needing("--verify logits", "pip install 'transformers>=5'"):
         from transformers import AutoModelForCausalLM
-        from transformers.utils import logging
-    shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
     try:
-        model = AutoModelForCausalLM.from_pretrained(str(path), dtype=torch.float32, local_files_only=True)
+        with quiet_transformers():
+            model = AutoModelForCausalLM.from_pretrained(str(path), dtype=torch.float32, local_files_only=True)
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         raise ConversionError(
             f"{path}: transformers cannot load it ({str(error).splitlines()[0]}).", ExitCode.DAMAGED
         ) from error
-    finally:
-        if shown:
-            logging.enable_progress_bar()
     with torch.no_grad():
         if dtype is not None:
             for parameter in model.parameters():
