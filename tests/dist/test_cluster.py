@@ -361,11 +361,7 @@ def config_of(**changes: object) -> RunConfig:
     ("trainer", "ranks", "message"),
     [
         ({"tensor_parallel": 2}, 0, "set cluster.ranks=2"),
-        (
-            {"tensor_parallel": 2, "pipeline_parallel": 2},
-            6,
-            "= 2 x 2 x 1 = 4, found 6; set cluster.ranks=8",
-        ),
+        ({"tensor_parallel": 2, "pipeline_parallel": 2}, 6, "= 2 x 2 x 1 = 4, found 6; set cluster.ranks=8"),
         ({"backend": "reference"}, 2, "runs on one device"),
         ({"backend": "megatorn"}, 0, "Did you mean 'megatron'"),
     ],

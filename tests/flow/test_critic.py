@@ -18,7 +18,7 @@ from rlflow.loop import score_step, train
 from rlflow.metrics.sinks import read_metrics
 from rlflow.run.directory import RunDirectory
 from rlflow.types import Batch, Segment, StopReason, Trajectory
-from tests.flow.letters import letters_config, write_letters_model
+from tests.flow.letters import letters_config
 
 PPO = (
     "algorithm.advantage={name: gae, whiten: true}",
@@ -29,11 +29,6 @@ PPO = (
     "evaluation.every_steps=0",
     "checkpoint.every_steps=0",
 )
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_letters_model(tmp_path_factory.mktemp("model") / "letters")
 
 
 def records(config: RunConfig) -> list[dict[str, float]]:

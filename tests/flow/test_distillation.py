@@ -27,11 +27,6 @@ SHORT = (
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_letters_model(tmp_path_factory.mktemp("model") / "letters")
-
-
-@pytest.fixture(scope="module")
 def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Another family and size, and opinions (its weights are larger)."""
     path = tmp_path_factory.mktemp("teacher") / "letters"

@@ -20,7 +20,7 @@ from rlflow.metrics.sinks import read_metrics
 from rlflow.models.huggingface import WeightFiles
 from rlflow.run.directory import RunDirectory
 from rlflow.storage.files import read_json
-from tests.flow.letters import letters_config, write_config, write_letters_model
+from tests.flow.letters import letters_config, write_config
 from tests.flow.test_resume import DETERMINISTIC, finish, reached, start, wait_for
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -28,11 +28,6 @@ LIMIT_S = 240.0  # for Ray to start on a busy machine
 
 TP2_PP2 = ("cluster.ranks=4", "trainer.tensor_parallel=2", "trainer.pipeline_parallel=2")
 TP2_DP2 = ("cluster.ranks=4", "trainer.tensor_parallel=2", "trainer.distributed_optimizer=true")
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_letters_model(tmp_path_factory.mktemp("model") / "letters")
 
 
 def kill_at_a_moment(process: subprocess.Popen[str], run: RunDirectory, draw: random.Random) -> bool:

@@ -15,17 +15,12 @@ from rlflow.metrics.sinks import read_metrics
 from rlflow.models.huggingface import digest, iterate_weights
 from rlflow.run.directory import RunDirectory
 from rlflow.run.model_directory import model_directory
-from tests.flow.letters import letters_config, write_letters_model
+from tests.flow.letters import letters_config
 
 SHORT = ("rollout.prompts_per_step=4", "rollout.samples_per_prompt=4", "evaluation.questions=4", "evaluation.final_questions=4",
          "metrics.picture=false", "run.deterministic=true", "checkpoint.every_steps=1",
          "algorithm.losses=[{name: ppo_clip}, {name: kl, coefficient: 0.1}]", "trainer.lora={rank: 4, alpha: 8}",
          "trainer.lr=1e-2")  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_letters_model(tmp_path_factory.mktemp("model") / "letters")
 
 
 def steps(runs: Path) -> list[dict[str, float]]:

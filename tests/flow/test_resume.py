@@ -36,11 +36,6 @@ statistics and coefficients."""
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_letters_model(tmp_path_factory.mktemp("model") / "letters")
-
-
-@pytest.fixture(scope="module")
 def whole(model: Path, tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
     """A deterministic run that nobody disturbed."""
     runs = tmp_path_factory.mktemp("whole")

@@ -10,16 +10,11 @@ import pytest
 from rlflow.loop import train
 from rlflow.metrics.sinks import read_metrics
 from rlflow.run.trajectories import read_trajectories
-from tests.flow.letters import letters_config, write_letters_model
+from tests.flow.letters import letters_config
 
 TINY = ("rollout.prompts_per_step=4", "rollout.samples_per_prompt=4", "evaluation.every_steps=0", "evaluation.at_start=false",
         "evaluation.questions=4", "evaluation.final_questions=4", "metrics.picture=false", "trainer.backend=reference",
         "checkpoint.export=false", "run.deterministic=true", "metrics.trajectories_per_step=40")  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_letters_model(tmp_path_factory.mktemp("model") / "letters")
 
 
 def learned_from(run: Path) -> list[list[tuple[str, str, float]]]:

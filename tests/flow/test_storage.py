@@ -14,15 +14,10 @@ from rlflow.config.schema import RunConfig
 from rlflow.errors import ConfigError, DamagedCheckpointError, StorageError
 from rlflow.loop import train
 from rlflow.run.directory import RunDirectory
-from tests.flow.letters import letters_config, write_config, write_letters_model
+from tests.flow.letters import letters_config, write_config
 from tests.flow.test_resume import DETERMINISTIC, STEPS, assert_equal_runs, finish, start
 
 OPTIONS = (*DETERMINISTIC, "checkpoint.every_steps=1", "checkpoint.keep=100")
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_letters_model(tmp_path_factory.mktemp("model") / "letters")
 
 
 @pytest.fixture(scope="module")

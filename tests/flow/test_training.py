@@ -27,15 +27,10 @@ from rlflow.run.trajectories import read_trajectories
 from rlflow.storage.files import read_json
 from rlflow.trainer.base import Loss, Trainer
 from rlflow.types import Batch
-from tests.flow.letters import Letters, letters_config, write_letters_model
+from tests.flow.letters import Letters, letters_config
 
 STEPS = 60
 TOLERANCE = 1e-5
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_letters_model(tmp_path_factory.mktemp("model") / "letters")
 
 
 @dataclasses.dataclass

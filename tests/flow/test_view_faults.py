@@ -18,7 +18,7 @@ from rlflow.view.comparing import compare
 from rlflow.view.comparison_text import comparison_text
 from rlflow.view.page import write_page
 from rlflow.view.recorded import RunFiles
-from tests.flow.letters import DEMAND, LETTERS, letters_config, write_letters_model
+from tests.flow.letters import DEMAND, LETTERS, letters_config
 
 SMALL = ("run.steps=5", "rollout.prompts_per_step=4", "rollout.samples_per_prompt=4", "metrics.trajectories_per_step=16",
          "evaluation.every_steps=0", "checkpoint.export=false", "trainer.backend=reference", "metrics.picture=false",
@@ -53,11 +53,6 @@ class NeverStops(Notes):
     """Waits for a string that no token completes."""
 
     stop = ("</never>",)
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_letters_model(tmp_path_factory.mktemp("model") / "letters")
 
 
 def run_of(model: Path, runs: Path, environment: type[Environment], name: str, *overrides: str) -> RunFiles:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import closing
 from dataclasses import replace
 from typing import Any
 
@@ -24,6 +24,7 @@ from rlflow.rollout.flow_submission import FlowSubmission
 from rlflow.rollout.weight_sync import WeightProbe
 from rlflow.rollout.workers import Loaded, PlayedAttempt, PlayOrder, Update, WorkerFacts, WorkerNews
 from rlflow.types import StopReason, Task, Trajectory
+from tests.waiting import until
 
 LIMITS = PoolLimits(answer_s=1.0, place_s=5.0, start_s=3.0, attempt_s=30.0, failures=3, back_off_s=0.02)
 
@@ -119,28 +120,19 @@ class Workers:
         return self.made[-1]
 
 
-@contextmanager
-def pool_of(workers: Workers, count: int = 2, limits: PoolLimits = LIMITS) -> Iterator[WorkerPool]:
-    pool = WorkerPool(workers, count, trajectory, limits)
-    try:
-        yield pool
-    finally:
-        pool.close()
+def pool_of(workers: Workers, count: int = 2, limits: PoolLimits = LIMITS) -> closing[WorkerPool]:
+    return closing(WorkerPool(workers, count, trajectory, limits))
 
 
-def heard(flow: WorkerFlow, enough: Callable[[list[News]], bool], within_s: float = 10.0) -> list[News]:
-    until, found = time.monotonic() + within_s, []
-    while not enough(found):
-        assert time.monotonic() < until, found
-        found += flow.news(0.05)
+def start(flow: WorkerFlow, count: int, name: str = "a", of_a_lane: int = 1) -> None:
+    for number in range(count):
+        flow.start(attempt(f"{name}{number}"), lane=number // of_a_lane)
+
+
+def heard(flow: WorkerFlow, enough: Callable[[list[News]], bool]) -> list[News]:
+    found: list[News] = []
+    until(lambda: enough(found) or found.extend(flow.news(0.05)))
     return found
-
-
-def until(condition: Callable[[], bool], within_s: float = 10.0) -> None:
-    end = time.monotonic() + within_s
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.005)
 
 
 def ends(found: list[News]) -> list[str]:
@@ -155,8 +147,7 @@ def test_every_attempt_ends_once_and_says_on_which_worker_it_began() -> None:
     workers = Workers()
     with pool_of(workers) as pool:
         flow = pool.flow()
-        for number in range(20):
-            flow.start(attempt(f"a{number}"), lane=number // 4)
+        start(flow, 20, of_a_lane=4)
         found = heard(flow, lambda found: len(ends(found)) == 20)
     assert sorted(ends(found)) == sorted(f"a{number}" for number in range(20))
     assert {item.worker for item in found if isinstance(item, Begun)} == {"0", "1"}
@@ -167,8 +158,7 @@ def test_attempts_of_a_lane_stay_together_and_no_worker_gets_more_than_it_has_ro
     with pool_of(workers) as pool:
         until(lambda: len(workers.made) == 2 and pool.counts()["workers/up"] == 2)
         flow = pool.flow()
-        for number in range(12):
-            flow.start(attempt(f"a{number}"), lane=number // 4)
+        start(flow, 12, of_a_lane=4)
         heard(flow, lambda found: len(found) == 8)
         given = [[one.request_id for play in worker.played for one in play.attempts] for worker in workers.made]
         assert sorted(given) == [["a0", "a1", "a2", "a3"], ["a4", "a5", "a6", "a7"]]
@@ -184,8 +174,7 @@ def test_a_worker_that_fails_loses_its_attempts_and_another_process_takes_its_pl
     limits = replace(LIMITS, attempt_s=0.5) if how == "is late" else LIMITS
     with pool_of(workers, limits=limits) as pool:
         flow = pool.flow()
-        for number in range(8):
-            flow.start(attempt(f"a{number}"), lane=number // 4)
+        start(flow, 8, of_a_lane=4)
         begun = heard(flow, lambda found: len(found) == 8)
         victim, other = workers.made[:2]
         mine = {item.request_id for item in begun if isinstance(item, Begun) and item.worker == victim.name}
@@ -217,8 +206,7 @@ def test_a_worker_gets_no_attempt_before_it_has_the_newest_weights_nor_does_a_ne
         for version in (1, 2, 5):
             pool.update(Update(version, "here"))
             flow = pool.flow()
-            for number in range(8):
-                flow.start(attempt(f"{version}/{number}"), lane=number)
+            start(flow, 8, f"{version}/")
             found = heard(flow, lambda found: len(ends(found)) == 8)
             assert {item.version for item in found if isinstance(item, Begun)} == {version}
         workers.made[0].dead = True
@@ -254,8 +242,7 @@ def test_a_worker_that_keeps_failing_is_quarantined_and_the_others_go_on(caplog:
 
         until(quarantined)
         flow = pool.flow()
-        for number in range(8):
-            flow.start(attempt(f"a{number}"), lane=number)
+        start(flow, 8)
         found = heard(flow, lambda found: len(ends(found)) == 8)
         assert {item.worker for item in found if isinstance(item, Begun)} == {"1"}
         assert "failed 3 times without an attempt that ended" in caplog.text
@@ -354,8 +341,7 @@ def test_workers_that_cannot_hash_their_weights_are_scored_together_in_the_threa
         for _ in range(2):
             policy.sync(pool)
             flow = pool.flow()
-            for number in range(8):
-                flow.start(attempt(f"{policy.version}/{number}"), lane=number)
+            start(flow, 8, f"{policy.version}/")
             found = heard(flow, lambda found: len(ends(found)) == 8)
             assert {item.version for item in found if isinstance(item, Begun)} == {policy.version}
     assert policy.scored == [(threading.get_ident(), 1)] * 2  # equal answers of both, once per version
@@ -383,8 +369,7 @@ def test_one_worker_with_old_weights_loses_its_place_and_alone_it_ends_the_run()
     with pool_of(workers) as pool:
         until(lambda: pool.counts()["workers/up"] == 2)
         flow = pool.flow()
-        for number in range(8):
-            flow.start(attempt(f"a{number}"), lane=number // 4)
+        start(flow, 8, of_a_lane=4)
         begun = heard(flow, lambda found: len(found) == 8)
         policy.sync(pool)
         assert workers.made[0].dead != workers.made[1].dead
@@ -395,9 +380,7 @@ def test_one_worker_with_old_weights_loses_its_place_and_alone_it_ends_the_run()
         heard(flow, lambda _: workers.made[2].version == 1)  # one that joins later, which the wait for news compares
         until(lambda: pool.counts()["workers/up"] == 2)
         workers.probed = {"0", "1"}
-        with pytest.raises(
-            RolloutError, match=r"after version 2 engine and trainer differ by 1 nats on a token of the probe"
-        ):
+        with pytest.raises(RolloutError, match="after version 2 engine and trainer differ by 1 nats on a token of the probe"):
             policy.sync(pool)
 
 

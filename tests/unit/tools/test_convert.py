@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import pickle
-import random
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -20,13 +19,14 @@ from torch import Tensor
 from torch.distributed import checkpoint as torch_checkpoint
 
 from rlflow.batching import token_batch
-from rlflow.errors import ConversionError, RLFlowError
+from rlflow.errors import ConversionError
 from rlflow.models.architecture import architecture, placed_rules
 from rlflow.models.huggingface import WeightFiles, digest, iterate_weights, read_config
 from rlflow.models.sharding import shard
 from rlflow.run.export import _random_rows, check_export
 from rlflow.trainer.base import Trainer
 from tests import rounding
+from tests.unit.tools.spoiled import Payload, convert_with_changed_bytes
 from tools.ckpt_convert.command import main
 
 VOCAB = 301
@@ -141,16 +141,6 @@ def test_plans_of_older_megatrons_beside_the_tables_are_read_over(
     tables.all_local_plans = [MCoreSavePlan([])]
     (checkpoint / ".metadata").write_bytes(pickle.dumps(tables))
     to_huggingface(checkpoint, tmp_path / "out", model)
-
-
-class Payload:
-    """Runs code when it is unpickled."""
-
-    def __init__(self, witness: Path) -> None:
-        self.witness = witness
-
-    def __reduce__(self) -> Any:
-        return Path.touch, (self.witness,)
 
 
 def hostile_metadata(checkpoint: Path, reference: Path) -> None:
@@ -332,34 +322,10 @@ def test_weights_that_are_not_finite_are_refused(made: Path, tmp_path: Path) -> 
     assert caught.value.exit_code == 4 and "NaN" in str(caught.value)
 
 
-def mutate(case: tuple[Path, Path, Path], count: int, seed: int) -> None:
-    checkpoint, reference, out = case
-    truth = digest(iterate_weights(reference))
-    files = sorted(file for file in checkpoint.iterdir() if file.is_file())
-    draw = random.Random(seed)
-    for number in range(count):
-        file = files[number % len(files)]
-        content = file.read_bytes()
-        at = draw.randrange(len(content))
-        changed = bytes([content[at] ^ draw.randrange(1, 256)])
-        file.write_bytes(content[:at] + changed + content[at + 1 :])
-        try:
-            to_huggingface(checkpoint, out, reference, Options(verify="full"))
-        except RLFlowError:
-            assert not out.exists()
-        else:
-            assert digest(iterate_weights(out)) == truth, f"{file.name} byte {at} -> {changed!r}"
-            shutil.rmtree(out)
-        file.write_bytes(content)
-
-
-def test_a_changed_byte_never_gives_wrong_weights(case: Any) -> None:
-    mutate(case, 25, seed=0)
-
-
-@pytest.mark.slow
-def test_two_hundred_changed_bytes_never_give_wrong_weights(case: Any) -> None:
-    mutate(case, 200, seed=1)
+@pytest.mark.parametrize(("count", "seed"), [(25, 0), pytest.param(200, 1, marks=pytest.mark.slow)])
+def test_a_changed_byte_never_gives_wrong_weights(case: Any, count: int, seed: int) -> None:
+    files = sorted(file for file in case[0].iterdir() if file.is_file())
+    convert_with_changed_bytes(case, files, count, seed)
 
 
 def test_verify_sees_a_changed_byte(case: Any) -> None:

@@ -5,7 +5,6 @@ The files are made by to-megatron, which genuine Megatron models load (test_conv
 from __future__ import annotations
 
 import argparse
-import random
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -24,6 +23,7 @@ from rlflow_tools.ckpt_convert.readers.legacy import LegacyRanks
 from rlflow.errors import RLFlowError
 from rlflow.models.architecture import stored_architecture
 from rlflow.models.huggingface import digest, iterate_weights, read_config
+from tests.unit.tools.spoiled import Payload, convert_with_changed_bytes
 from tools.ckpt_convert.command import main
 
 DENSE = (
@@ -113,16 +113,6 @@ def duplicate(checkpoint: Path) -> None:
     for rank in RANKS:  # as of a tool that saves all ranks in one process
         edit(lambda state: vars(state["args"]).update(rank=0), rank)(checkpoint)
     shutil.copy(file_of(checkpoint, "mp_rank_00_001"), file_of(checkpoint, "mp_rank_01_001"))
-
-
-class Payload:
-    """Runs code when it is unpickled."""
-
-    def __init__(self, witness: Path) -> None:
-        self.witness = witness
-
-    def __reduce__(self) -> Any:
-        return Path.touch, (self.witness,)
 
 
 def hostile(checkpoint: Path) -> None:
@@ -324,31 +314,7 @@ def test_training_state_beside_the_weights_is_read_and_ignored(case: Any) -> Non
     assert digest(iterate_weights(out)) == digest(iterate_weights(reference))
 
 
-def mutate(case: tuple[Path, Path, Path], count: int, seed: int) -> None:
-    checkpoint, reference, out = case
-    truth = digest(iterate_weights(reference))
-    files = sorted(checkpoint.rglob("*.pt"))
-    draw = random.Random(seed)
-    for number in range(count):
-        file = files[number % len(files)]
-        content = file.read_bytes()
-        at = draw.randrange(len(content))
-        changed = bytes([content[at] ^ draw.randrange(1, 256)])
-        file.write_bytes(content[:at] + changed + content[at + 1 :])
-        try:
-            to_huggingface(checkpoint, out, reference, Options(verify="full"))
-        except RLFlowError:
-            assert not out.exists()
-        else:
-            assert digest(iterate_weights(out)) == truth, f"{file.name} byte {at} -> {changed!r}"
-            shutil.rmtree(out)
-        file.write_bytes(content)
-
-
-def test_a_changed_byte_never_gives_wrong_weights(case: Any) -> None:
-    mutate(case, 25, seed=0)
-
-
-@pytest.mark.slow
-def test_two_hundred_changed_bytes_never_give_wrong_weights(case: Any) -> None:
-    mutate(case, 200, seed=1)
+@pytest.mark.parametrize(("count", "seed"), [(25, 0), pytest.param(200, 1, marks=pytest.mark.slow)])
+def test_a_changed_byte_never_gives_wrong_weights(case: Any, count: int, seed: int) -> None:
+    files = sorted(case[0].rglob("*.pt"))
+    convert_with_changed_bytes(case, files, count, seed)

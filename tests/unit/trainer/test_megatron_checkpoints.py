@@ -15,6 +15,7 @@ from fixtures import tiny_model
 from rlflow.errors import CheckpointError, DamagedCheckpointError
 from rlflow.models.huggingface import digest
 from rlflow.storage.integrity import fingerprint, read_fingerprints, read_sealed, write_manifest
+from tests.unit.tools.spoiled import Payload
 from tests.unit.trainer.batches import VOCAB, make_batch, policy_gradient
 
 
@@ -71,16 +72,6 @@ def test_any_damage_to_any_file_is_one_clear_error(make: Any, backend: str, tmp_
                 trainer.load(place)
         file.write_bytes(content)
     assert trainer.load(place) == 1
-
-
-class Payload:
-    """Runs code when it is unpickled."""
-
-    def __init__(self, witness: Path) -> None:
-        self.witness = witness
-
-    def __reduce__(self) -> Any:
-        return Path.touch, (self.witness,)
 
 
 def test_a_checkpoint_cannot_run_code(make: Any, tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ from rlflow_environments.retrieval.__main__ import main
 from rlflow_environments.retrieval.server.channel import channel_pair
 from rlflow_environments.retrieval.server.fleet import check_sharable
 from tests.unit.environments.retrieval.search_servers import write_corpus, write_pages
+from tests.waiting import until
 
 
 class Running:
@@ -114,15 +115,6 @@ class Clients:
             self.answered += 1
             if found != self._expected[row]:
                 self.wrong.append(f"{row}: {found}")
-
-
-def until(true, seconds: float = 60.0):
-    """What `true()` returns once it is something."""
-    end = time.monotonic() + seconds
-    while not (found := true()):
-        assert time.monotonic() < end, "it did not happen in time"
-        time.sleep(0.05)
-    return found
 
 
 @pytest.mark.parametrize("name", ["qdrant", "http"])

@@ -23,17 +23,7 @@ from rlflow_environments.retrieval.server.listener import bind
 from rlflow_environments.search import SearchEnvironment, make_retriever
 from rlflow_environments.search.managed import check_recall, start_managed
 from tests.unit.environments.retrieval.search_servers import write_corpus
-
-
-def until(true, seconds: float = 60.0):
-    """What `true()` returns once it is something."""
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        found = true()
-        if found:
-            return found
-        time.sleep(0.1)
-    raise AssertionError("it did not happen in time")
+from tests.waiting import until
 
 
 def start_server(*arguments: str) -> subprocess.Popen:

@@ -17,6 +17,7 @@ from rlflow_environments.wrappers.intrinsic import IntrinsicRewards
 from tests.unit.environments.common.chat_server import ChatServer, completion
 from tests.unit.environments.retrieval.search_servers import serving
 from tests.unit.environments.wrappers.small import Rooms, played
+from tests.waiting import until
 
 NOWHERE = "http://127.0.0.1:9"
 
@@ -46,13 +47,6 @@ async def _pause() -> None:
 def intrinsic(url: str, **options) -> IntrinsicRewards:
     endpoint = {"url": f"{url}/v1", "model": "m", "timeout_s": 2.0, "concurrency": 1, **options.pop("endpoint", {})}
     return IntrinsicRewards(Rooms(), "Go far.", endpoint=endpoint, **{"retry_s": 0.05, **options})
-
-
-def until(claim, seconds: float = 5.0) -> None:
-    end = time.monotonic() + seconds
-    while not claim():
-        assert time.monotonic() < end, "it did not come"
-        time.sleep(0.005)
 
 
 def test_labels_arrive_later_and_what_was_rewarded_is_not_revised() -> None:
