@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rlflow.commands.conversation import Columns, Conversation
-from rlflow.commands.options import Commands, add_command, add_options
+from rlflow.commands.options import Commands, add_command, add_model_options, add_options, check_least
 from rlflow.commands.show import Paint
 from rlflow.errors import ConfigError
 
@@ -43,14 +43,7 @@ def add(commands: Commands) -> None:
     )
     parser.add_argument("--start", metavar="DIR", help="beside it this HuggingFace directory, in place of that policy")
     parser.add_argument("--full", action="store_true", help="show observations whole")
-    parser.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0 is greedy (default)")
-    parser.add_argument(
-        "--hf", metavar="PATH", help="config and tokenizer for a checkpoint (default: its run's model.path)"
-    )
-    parser.add_argument(
-        "--config", metavar="FILE", help="YAML configuration: environment and rollout sections are used"
-    )
-    parser.add_argument("--allow-code", action="store_true", help="as in `rlflow eval`")
+    add_model_options(parser)
     parser.add_argument("--color", choices=("auto", "always", "never"), default="auto")
     parser.set_defaults(data=None)
     add_options(parser, "eval")
@@ -65,8 +58,7 @@ def run(args: argparse.Namespace) -> int:
     from rlflow.run.model_directory import model_directory
 
     _sort_words(args)
-    if not args.temperature >= 0:
-        raise ConfigError(f"--temperature: expected 0 (greedy) or more, found {args.temperature}.")
+    check_least(args, temperature=0)
     with ExitStack() as stack:
         say = lambda text: print(text, file=sys.stderr)  # noqa: E731
         model = stack.enter_context(model_directory(final_model(args.model), args.hf, say))

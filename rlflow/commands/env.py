@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rlflow.commands.options import Commands, add_command, quoted
+from rlflow.commands.options import Commands, add_command, check_least, quoted
 
 if TYPE_CHECKING:
     from rlflow.environment import Environment
@@ -132,12 +132,9 @@ def run_new(args: argparse.Namespace) -> int:
 
 def run_policy(args: argparse.Namespace) -> int:
     """Makes a tiny policy by imitation of a scripted player."""
-    from rlflow.errors import ConfigError
     from rlflow.run.imitation import Lessons
 
-    for option, value in (("--steps", args.steps), ("--turns", args.turns)):
-        if value < 1:
-            raise ConfigError(f"{option}: expected at least 1, found {value}.")
+    check_least(args, steps=1, turns=1)
     lessons = Lessons(steps=args.steps, turns=args.turns, seed=args.seed)
     environment = _environment(args.name, args.config, args.overrides)
     _make_policy(environment, args.player, Path(args.out), lessons, overwrite=args.overwrite)

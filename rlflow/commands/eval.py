@@ -9,7 +9,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlflow.commands.options import Commands, add_command, add_options, option_overrides
+from rlflow.commands.options import Commands, add_command, add_model_options, add_options, check_least, option_overrides
 from rlflow.errors import ConfigError
 from rlflow.metrics.names import Metrics, label, scores, shown
 
@@ -51,22 +51,13 @@ def add(commands: Commands) -> None:
     parser.add_argument(
         "--api-key-variable", metavar="NAME", default="OPENAI_API_KEY", help="environment variable with the server's key"
     )
-    parser.add_argument(
-        "--hf", metavar="PATH", help="config and tokenizer for a checkpoint (default: its run's model.path)"
-    )
+    add_model_options(parser)
     parser.add_argument("--data", metavar="PATH", help="validation tasks, in a form that the environment reads")
-    parser.add_argument(
-        "--config", metavar="FILE", help="YAML configuration: environment and rollout sections are used"
-    )
-    parser.add_argument(
-        "--allow-code", action="store_true", help="run code that the config.yaml beside the model names, though others made it"
-    )
     parser.add_argument(
         "--out", metavar="DIR", help="where to write summary.json and trajectories.jsonl (default: a new runs/eval-NAME)"
     )
     parser.add_argument("--overwrite", action="store_true", help="replace an earlier evaluation in --out")
     parser.add_argument("--questions", type=int, metavar="N", help="only the first N tasks")
-    parser.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0 is greedy (default)")
     parser.add_argument("--samples", type=int, default=1, metavar="N", help="attempts per task (default 1)")
     add_options(parser, "eval")
 
@@ -81,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
     from rlflow.run.trajectories import write_trajectories
     from rlflow.storage.files import write_json
 
-    _check_numbers(args)
+    check_least(args, questions=1, samples=1, temperature=0)
     if args.out and not args.overwrite:
         _refuse_if_taken(Path(args.out))
     with _named(args) as model:
@@ -150,14 +141,6 @@ def new_directory(parent: Path, name: str) -> Path:
             number += 1
         else:
             return path
-
-
-def _check_numbers(args: argparse.Namespace) -> None:
-    for option, value in (("--questions", args.questions), ("--samples", args.samples)):
-        if value is not None and value < 1:
-            raise ConfigError(f"{option}: expected at least 1, found {value}.")
-    if not args.temperature >= 0:
-        raise ConfigError(f"--temperature: expected 0 (greedy) or more, found {args.temperature}.")
 
 
 def _means_over_sets(by_set: Mapping[str, Mapping[str, float]], registered: Metrics) -> dict[str, float]:

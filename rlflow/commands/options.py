@@ -80,6 +80,24 @@ def add_options(parser: argparse.ArgumentParser, command: str) -> None:
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="override a key; the value is YAML")
 
 
+def add_model_options(parser: argparse.ArgumentParser) -> None:
+    """Adds what the commands that let a trained model attempt tasks share."""
+    reference = "config and tokenizer for a checkpoint (default: its run's model.path)"
+    parser.add_argument("--hf", metavar="PATH", help=reference)
+    parser.add_argument("--config", metavar="FILE", help="YAML configuration: environment and rollout sections are used")
+    code = "run code that the config.yaml beside the model names, though others made it"
+    parser.add_argument("--allow-code", action="store_true", help=code)
+    parser.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0 is greedy (default)")
+
+
+def check_least(args: argparse.Namespace, **least: float) -> None:
+    """Raises ConfigError for an option that is given and below its least value, or is no number."""
+    for name, bound in least.items():
+        value = getattr(args, name)
+        if value is not None and not value >= bound:
+            raise ConfigError(f"--{name}: expected at least {bound:g}, found {value}.")
+
+
 def option_overrides(args: argparse.Namespace, command: str) -> list[str]:
     """The overrides of a command line: short options first, so that an explicit section.key=value wins.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from rlflow.commands.options import Commands, add_command
+from rlflow.commands.options import Commands, add_command, check_least
 
 
 def add(commands: Commands) -> None:
@@ -39,11 +39,8 @@ def add(commands: Commands) -> None:
 def run(args: argparse.Namespace) -> None:
     """Serves until a signal comes."""
     from rlflow.cluster.services import serve
-    from rlflow.errors import ConfigError
 
-    for option, least in (("processes", 1), ("threads", 1), ("first", 0), ("gpus", 0)):
-        if getattr(args, option) < least:
-            raise ConfigError(f"--{option}: expected at least {least}, found {getattr(args, option)}.")
+    check_least(args, processes=1, threads=1, first=0, gpus=0)
 
     def say(text: str) -> None:
         print(text, flush=True)
