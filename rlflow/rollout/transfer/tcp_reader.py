@@ -276,7 +276,7 @@ class Memory:
             kept = sum(other * len(spare) for other, spare in self._spare.items())
             if kept + size > BUCKET_BYTES + self._largest:
                 self._spare.clear()
-            self._spare[size].append(mmap.mmap(-1, size))
+            self._spare[size].append(mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
         memory = self._spare[size].pop()
         content = np.frombuffer(
             memory, np.uint8

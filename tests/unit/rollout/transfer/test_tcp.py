@@ -73,10 +73,10 @@ def mapped(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     sizes: list[int] = []
     taking = mmap.mmap
 
-    def take(descriptor: int, size: int, *options: int) -> mmap.mmap:
+    def take(descriptor: int, size: int, *options: int, **flags: int) -> mmap.mmap:
         if descriptor == -1:
             sizes.append(size)
-        return taking(descriptor, size, *options)
+        return taking(descriptor, size, *options, **flags)
 
     monkeypatch.setattr(tcp_reader.mmap, "mmap", take)
     monkeypatch.setattr(tcp_reader, "BUCKET_BYTES", 3 * MIB)
