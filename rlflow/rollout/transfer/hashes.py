@@ -6,13 +6,15 @@ import hashlib
 import importlib
 import importlib.util
 import os
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, TypeVar
 
 from rlflow.errors import MissingPackageError
 
 HashName = Literal["auto", "xxh3", "blake3", "sha256"]
+Item = TypeVar("Item")
 MOST_THREADS = 4
 PACKAGES = {"xxh3": ("xxhash", "xxh3_128"), "blake3": ("blake3", "blake3")}
 """What each needs beside the standard library: package, its function."""
@@ -26,9 +28,39 @@ class Hash(Protocol):
     def hexdigest(self) -> str: ...
 
 
-def hashing_threads() -> ThreadPoolExecutor:
-    """Threads for parts of a tensor: a hash takes twice as long as a copy, and neither holds Python's lock."""
-    return ThreadPoolExecutor(min(MOST_THREADS, os.cpu_count() or 1), "rlflow-hash")
+class Helpers:
+    """Threads that take parts of a tensor's work from the calling one, which does the rest: copies and hashes hold no lock of
+    Python's. None is waited for that has not begun, as on a machine that is busy with other work."""
+
+    def __init__(self) -> None:
+        self._count = max(1, min(MOST_THREADS, os.cpu_count() or 1) - 1)
+        self._threads = ThreadPoolExecutor(self._count, "rlflow-hash")
+
+    def map(self, work: Callable[[Item], str], items: Iterable[Item]) -> list[str]:
+        """What `work` returns for each of the items."""
+        todo = deque(enumerate(items))
+        found = [""] * len(todo)
+
+        def take() -> None:
+            while todo:
+                try:
+                    number, item = todo.popleft()
+                except IndexError:  # another thread took the last one
+                    return
+                found[number] = work(item)
+
+        others = [self._threads.submit(take) for _ in range(min(self._count, len(todo) - 1))]
+        try:
+            take()
+        finally:
+            begun = [other for other in others if not other.cancel()]
+            for other in begun:
+                other.result()
+        return found
+
+    def close(self) -> None:
+        """Ends the threads."""
+        self._threads.shutdown()
 
 
 def best_hash(name: HashName = "auto") -> str:

@@ -7,7 +7,6 @@ import mmap
 import os
 import time
 from pathlib import Path
-from typing import BinaryIO
 
 import numpy as np
 
@@ -24,14 +23,14 @@ class Pin:
     """A version, held. content: (size,) uint8, private to this process: what is written to it others do not see; the lock is on
     the mapping, and is freed with the last array or tensor that shares it."""
 
-    def __init__(self, manifest: Manifest, file: BinaryIO) -> None:
-        self.manifest, self.file = manifest, file
+    def __init__(self, manifest: Manifest, descriptor: int) -> None:
+        self.manifest = manifest
         self.content = np.empty(0, np.uint8)
         if manifest.size:
-            if os.fstat(file.fileno()).st_size < manifest.size:
+            if os.fstat(descriptor).st_size < manifest.size:
                 raise RolloutError(f"weight transfer: version {manifest.version}: its slot was cut short.")
             # The mapping keeps the lock of the file that it was made from.
-            mapping = mmap.mmap(file.fileno(), manifest.size, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE)
+            mapping = mmap.mmap(descriptor, manifest.size, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE)
             self.content = np.frombuffer(mapping, np.uint8)
 
 
@@ -94,10 +93,9 @@ def pin(folder: Path, version: int | None, timeout_s: float) -> Pin:
 def _try_to_pin(path: Path) -> Pin | None:
     try:
         slot, _, content = path.read_bytes().partition(b"\n")
-        file = open(slot, "rb", buffering=0)  # noqa: SIM115 -- the pin keeps it
+        with open(slot, "rb", buffering=0) as file:
+            if lock(file.fileno(), fcntl.LOCK_SH) and path.exists():
+                return Pin(decode_manifest(content, str(path)), file.fileno())
     except FileNotFoundError:
-        return None
-    if lock(file.fileno(), fcntl.LOCK_SH) and path.exists():
-        return Pin(decode_manifest(content, str(path)), file)
-    file.close()
+        pass
     return None

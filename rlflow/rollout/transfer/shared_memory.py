@@ -9,7 +9,7 @@ from pathlib import Path
 from torch import Tensor
 
 from rlflow.rollout.transfer.base import Published, Publisher, WeightReader
-from rlflow.rollout.transfer.hashes import HashName, best_hash, hash_of, hashing_threads
+from rlflow.rollout.transfer.hashes import HashName, Helpers, best_hash, hash_of
 from rlflow.rollout.transfer.manifest import as_tensor, compare, parts
 from rlflow.rollout.transfer.pins import Pin, pin, versions_in, wait_for_version
 from rlflow.rollout.transfer.store import Store
@@ -52,7 +52,7 @@ class SharedMemoryReader(WeightReader):
 
     def __init__(self, address: str) -> None:
         self._folder = Path(address.removeprefix(SCHEME))
-        self._threads = hashing_threads()
+        self._helpers = Helpers()
 
     def newest(self, timeout_s: float = 0.0) -> int | None:
         """See `WeightReader.newest`."""
@@ -68,15 +68,17 @@ class SharedMemoryReader(WeightReader):
 
     def close(self) -> None:
         """Ends the threads that hash."""
-        self._threads.shutdown()
+        self._helpers.close()
 
     def _tensors(self, held: Pin) -> Iterator[tuple[str, Tensor]]:
         manifest = held.manifest
         for item in manifest.tensors:
             content = held.content[item.start : item.start + item.nbytes]
-            spans = list(parts(len(content), manifest.part_bytes))
-            run = self._threads.map if len(spans) > 1 else map
-            for number, found in enumerate(run(lambda span: hash_of(manifest.hash, content[slice(*span)]), spans)):  # noqa: B023
+            hashes = self._helpers.map(
+                lambda span: hash_of(manifest.hash, content[slice(*span)]),  # noqa: B023 -- done here
+                parts(len(content), manifest.part_bytes),
+            )
+            for number, found in enumerate(hashes):
                 compare(item, number, found, manifest, str(self._folder))
             self.bytes_read += len(content)
             yield item.name, as_tensor(item, content)

@@ -26,7 +26,7 @@ import numpy as np
 from torch import Tensor
 
 from rlflow.errors import ConfigError, RolloutError
-from rlflow.rollout.transfer.hashes import hash_function, hashing_threads
+from rlflow.rollout.transfer.hashes import Helpers, hash_function
 from rlflow.rollout.transfer.manifest import Manifest, PublishedTensor, aligned, content_of, parts
 from rlflow.rollout.transfer.slots import (
     ELSEWHERE,
@@ -70,7 +70,7 @@ class Store:
         self._elsewhere = Path(elsewhere or tempfile.gettempdir())
         self.hash, self.hash_name = hash_function(hash_name), hash_name
         self.part_bytes, self._readers_s = part_bytes, readers_s
-        self.threads = hashing_threads()
+        self.helpers = Helpers()
         remove_leftovers(parent)
         try:
             self.folder, self._owner = make_folder(parent)
@@ -102,7 +102,7 @@ class Store:
 
     def close(self) -> None:
         """Removes the folder."""
-        self.threads.shutdown()
+        self.helpers.close()
         for slot in [*(held.slot for held in self.versions), *self._left]:
             slot.close()
         self.versions, self._left = [], []
@@ -192,12 +192,12 @@ class _Writing:
             end = start + len(content)
             self._make_room(end)
             self.slot.content[before:start] = 0
-            spans = list(parts(len(content), self._store.part_bytes))
-            run = self._store.threads.map if len(spans) > 1 else map
-            hashes = tuple(run(lambda span: self._copy(content[slice(*span)], start + span[0]), spans))  # noqa: B023 -- done here
-            stored[name] = PublishedTensor(
-                name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), start, hashes
+            hashes = self._store.helpers.map(
+                lambda span: self._copy(content[slice(*span)], start + span[0]),  # noqa: B023 -- done here
+                parts(len(content), self._store.part_bytes),
             )
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            stored[name] = PublishedTensor(name, dtype, tuple(tensor.shape), start, tuple(hashes))
         self.slot.cut(end)
         return Manifest(self._version, end, self._store.part_bytes, self._store.hash_name, tuple(stored.values()))
 

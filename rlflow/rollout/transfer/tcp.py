@@ -1,7 +1,7 @@
 """Weights over TCP, whole or what changed in them, to readers that have the key.
 
 A reader asks for a version; the answer is its manifest, signed, and whether the version comes whole or as deltas to the one that
-the reader has. Tensors then come as they are: from the slots by sendfile, over several connections that each take a part in turn.
+the reader has. Tensors then come as they are: from the slots, over several connections that each take a part in turn.
 What arrives is compared with the hashes of the manifest. Where others could change packets on their way, `hash: blake3` or
 `sha256` finds that too; xxh3 finds accidents alone. Nothing is encrypted. Nothing that is received can run code.
 """
@@ -227,7 +227,7 @@ class TcpPublisher(Publisher):
                 if number % of == stream:
                     if time.monotonic() > connection.deadline:
                         raise TimeoutError("a reader that is too slow")
-                    connection.socket.sendfile(held.file, item.start + start, end - start)
+                    connection.socket.sendall(held.content[item.start + start : item.start + end].data)
                 number += 1
 
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import mmap
 import os
 import socket
 import time
-from collections import deque
+import weakref
+from collections import defaultdict, deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -34,19 +36,21 @@ from rlflow.rollout.transfer.manifest import (
 logger = logging.getLogger(__name__)
 
 BUCKET_BYTES = 2**26  # under way ahead of the tensor that is handed on
+LEAST_KEPT = 2**16  # bytes of a tensor whose memory is used again
 CHUNK_BYTES = 2**18  # received, and hashed while it is in the cache
 MOST_STREAMS = 64
 MOST_BLOB_BYTES = 2**31
 
 
 class TcpReader(WeightReader):
-    """Holds one bucket, or one tensor where that is larger, beside the tensor that it hands on; where the publisher sends deltas,
-    a copy of the weights too."""
+    """Holds one bucket, or one tensor where that is larger, beside the tensor that it hands on, between reads too; where the
+    publisher sends deltas, a copy of the weights as well."""
 
     def __init__(self, address: str, key: str, timeout_s: float = 60.0) -> None:
         self._place = host_and_port(address.removeprefix(SCHEME), "weight transfer")
         self._address, self._key, self._timeout_s = address, key.encode(), timeout_s
         self._open: set[Connection] = set()
+        self._memory = Memory()
         self._copy = np.empty(0, np.uint8)  # of the version `_base`, where that is not None
         self._base: Manifest | None = None
 
@@ -77,7 +81,7 @@ class TcpReader(WeightReader):
         """Closes what is open, and lets go of the copy."""
         for connection in list(self._open):
             self._close(connection)
-        self._copy, self._base = np.empty(0, np.uint8), None
+        self._memory, self._copy, self._base = Memory(), np.empty(0, np.uint8), None
 
     # --- one version ------------------------------------------------------------------------------------------------------
 
@@ -138,7 +142,7 @@ class TcpReader(WeightReader):
     def _changed(self, reply: dict[str, Any], manifest: Manifest) -> Iterator[tuple[str, Tensor]]:
         """The tensors of the copy. From the first on that is not what was published, they are read whole."""
         for number, item in enumerate(manifest.tensors):
-            content = self._copy[item.start : item.start + item.nbytes]
+            content = self._handed_on(item)
             try:
                 for part, (first, last) in enumerate(parts(item.nbytes, manifest.part_bytes)):
                     verify(item, part, content[first:last], manifest, self._address)
@@ -146,7 +150,13 @@ class TcpReader(WeightReader):
                 logger.warning("%s The copy here was damaged: the version is read whole.", error)
                 yield from self._whole(reply, manifest, number, self._copy)
                 return
-            yield item.name, as_tensor(item, content.copy())
+            yield item.name, as_tensor(item, content)
+
+    def _handed_on(self, item: PublishedTensor) -> np.ndarray:
+        """A copy of what the copy of the weights has of a tensor: who gets that may write to it."""
+        content = self._memory.take(item.nbytes)
+        content[:] = self._copy[item.start : item.start + item.nbytes]
+        return content
 
     def _whole(
         self, reply: dict[str, Any], manifest: Manifest, first: int, copy: np.ndarray | None
@@ -161,9 +171,10 @@ class TcpReader(WeightReader):
                 connection.deadline = time.monotonic() + deadline_s(manifest.size, self._timeout_s)
                 connection.send({"op": "parts", "token": reply["token"], "first": first, "stream": number, "of": count})
                 self._reply(connection)
-            for item, content in _ahead(manifest.tensors[first:], streams, copy):
+            for item, content in _ahead(manifest.tensors[first:], streams, self._memory, copy):
                 self.bytes_read += item.nbytes
-                yield item.name, as_tensor(item, content if copy is None else content.copy())
+                yield item.name, as_tensor(item, content if copy is None else self._handed_on(item))
+                del content  # its memory may be the next tensor's
         finally:
             for stream in streams:
                 self._close(stream.connection)
@@ -248,8 +259,37 @@ class Stream:
         compare(item, part, content_hash.hexdigest(), self._manifest, self._where)
 
 
+class Memory:
+    """Memory of tensors that nobody has any more, for others of their size: pages that the system has to find and clear
+    take longer to fill than loopback takes to deliver what comes into them. Spare is a bucket and the largest tensor at most."""
+
+    def __init__(self) -> None:
+        self._spare: defaultdict[int, list[mmap.mmap]] = defaultdict(list)
+        self._largest = 0
+
+    def take(self, size: int) -> np.ndarray:
+        """(size,) uint8; is spare again when neither slices of it nor tensors are left."""
+        if size < LEAST_KEPT:
+            return np.empty(size, np.uint8)
+        self._largest = max(self._largest, size)
+        if not self._spare[size]:
+            kept = sum(other * len(spare) for other, spare in self._spare.items())
+            if kept + size > BUCKET_BYTES + self._largest:
+                self._spare.clear()
+            self._spare[size].append(mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
+        memory = self._spare[size].pop()
+        content = np.frombuffer(
+            memory, np.uint8
+        )  # what slices share is `content`, as an array does not own the mapping
+        weakref.finalize(content, self._give_back, size, memory).atexit = False
+        return content
+
+    def _give_back(self, size: int, memory: mmap.mmap) -> None:
+        self._spare[size].append(memory)
+
+
 def _ahead(
-    tensors: tuple[PublishedTensor, ...], streams: list[Stream], copy: np.ndarray | None
+    tensors: tuple[PublishedTensor, ...], streams: list[Stream], memory: Memory, copy: np.ndarray | None
 ) -> Iterator[tuple[PublishedTensor, np.ndarray]]:
     """(tensor, its bytes) in order, with at most a bucket under way."""
     started: deque[tuple[PublishedTensor, np.ndarray, list[Future[None]]]] = deque()
@@ -258,7 +298,7 @@ def _ahead(
         while started and size + item.nbytes > BUCKET_BYTES:
             size -= started[0][0].nbytes
             yield _finished(started.popleft())
-        content = np.empty(item.nbytes, np.uint8) if copy is None else copy[item.start : item.start + item.nbytes]
+        content = memory.take(item.nbytes) if copy is None else copy[item.start : item.start + item.nbytes]
         futures = []
         for part, (first, last) in enumerate(parts(item.nbytes, streams[0].part_bytes)):
             futures.append(streams[number % len(streams)].start(item, part, content[first:last]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import mmap
 import socket
 import threading
 import time
@@ -10,7 +11,6 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
@@ -25,6 +25,7 @@ from rlflow.rollout.transfer.tcp import MOST_REQUEST_BYTES, TcpPublisher
 from tests.unit.rollout.transfer.pairs import Pairs, assert_same, made
 
 Make = Callable[..., TcpPublisher]
+MIB = 2**20
 
 
 @pytest.fixture
@@ -66,19 +67,60 @@ def test_every_bit_arrives_whatever_the_streams_and_the_sizes(make: Make) -> Non
             assert reader.version == reader.newest() == version and reader.bytes_read - before == published.bytes
 
 
-def test_a_reader_holds_a_bucket_and_a_tensor_at_most(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    publisher = make()
-    tensors: Pairs = [(str(number), torch.full((2**18,), float(number))) for number in range(30)]  # 1 MiB each
-    publisher.publish(tensors, 1)
-    monkeypatch.setattr(tcp_reader, "BUCKET_BYTES", 3 * 2**20)
+@pytest.fixture
+def mapped(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The sizes of memory that readers have taken; a bucket is 3 MiB."""
     sizes: list[int] = []
-    allocate = np.empty
-    monkeypatch.setattr(tcp_reader.np, "empty", lambda size, kind: sizes.append(size) or allocate(size, kind))  # type: ignore[func-returns-value]
-    reading = reader_of(publisher).read()
-    for taken in range(1, 31):
-        next(reading)
-        assert sum(size for size in sizes if size == 2**20) <= (taken + 3) * 2**20
-    assert len(sizes) >= 30
+    taking = mmap.mmap
+
+    def take(descriptor: int, size: int, *options: int, **flags: int) -> mmap.mmap:
+        if descriptor == -1:
+            sizes.append(size)
+        return taking(descriptor, size, *options, **flags)
+
+    monkeypatch.setattr(tcp_reader.mmap, "mmap", take)
+    monkeypatch.setattr(tcp_reader, "BUCKET_BYTES", 3 * MIB)
+    return sizes
+
+
+@pytest.mark.parametrize("delta", [False, True])
+def test_a_reader_takes_a_bucket_and_a_tensor_and_uses_them_again(make: Make, mapped: list[int], delta: bool) -> None:
+    publisher = make(delta=delta)
+    reader = reader_of(publisher)
+    for version in (1, 2, 3):
+        tensors: Pairs = [(str(number), torch.full((2**18,), float(number))) for number in range(10)]
+        tensors[version][1][5] = -1.0
+        publisher.publish(tensors, version)
+        for (_, found), (_, expected) in zip(reader.read(), tensors, strict=True):
+            assert torch.equal(found, expected)
+            found.zero_()  # it is the reader's own
+    assert 1 <= len(mapped) <= 5
+
+
+def test_tensors_that_are_kept_keep_their_memory(make: Make, mapped: list[int]) -> None:
+    publisher = make()
+    reader = reader_of(publisher)
+    kept = {}
+    for version in (1, 2):
+        tensors: Pairs = [(str(number), torch.full((2**18,), 10.0 * version + number)) for number in range(6)]
+        publisher.publish(tensors, version)
+        kept[version] = [tensor.view(2, -1)[1] for _, tensor in reader.read()]  # parts of them hold them too
+    reader.close()
+    for version, halves in kept.items():
+        for number, half in enumerate(halves):
+            assert torch.equal(half, torch.full((2**17,), 10.0 * version + number))
+
+
+def test_spare_memory_is_bounded_where_all_sizes_differ(make: Make, mapped: list[int]) -> None:
+    publisher = make()
+    tensors: Pairs = [(str(number), torch.zeros(2**16 + 1000 * number)) for number in range(40)]
+    largest = max(tensor.nbytes for _, tensor in tensors)
+    publisher.publish(tensors, 1)
+    reader = reader_of(publisher)
+    for _ in reader.read():
+        spare = reader._memory._spare  # type: ignore[attr-defined]
+        assert sum(size * len(free) for size, free in spare.items()) <= 3 * MIB + 3 * largest
+    assert sum(mapped) == sum(tensor.nbytes for _, tensor in tensors)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
