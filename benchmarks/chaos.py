@@ -199,7 +199,7 @@ def play(task: str, minutes: float, args: argparse.Namespace) -> dict[str, Any]:
     """Both runs of a task; what came of them, or `problems` alone where the run did not come to its end."""
     from tests.machines import Machines
 
-    steps = args.steps or max(10, round((60 if task == "game" else 2) * minutes))
+    steps = args.steps or max(10, round((60 if task == "game" else 4) * minutes))
     there = {"rank": bool(args.ranks), "retrieval": task == "search", "cable": args.cuts}
     harms = {name: harm for name, harm in HARMS.items() if there.get(name.split()[0], True)}
     with tempfile.TemporaryDirectory(prefix="rlflow-chaos-") as name, contextlib.ExitStack() as stack:
@@ -247,7 +247,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--engine", default="embedded", help="of the workers: embedded (default) or vllm (RLFLOW_VLLM_PYTHON)"
     )
-    parser.add_argument("--steps", type=int, help="of a run (default: per minute 60 of the game, 2 of the demo)")
+    parser.add_argument("--steps", type=int, help="of a run (default: per minute 60 of the game, 4 of the demo)")
     parser.add_argument(
         "--every", type=float, default=4.0, metavar="S", help="seconds between two harms, about (default 4)"
     )

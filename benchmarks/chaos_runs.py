@@ -25,8 +25,12 @@ from rlflow_environments.search.environment import SearchEnvironment
 
 ROOT = Path(__file__).resolve().parents[1]
 TASKS, STALENESS, AHEAD = 60, 3, 2
-CALL_S = 4.0
-"""Deadline of the environment's calls, and of a worker's answers: short, so that two minutes hold many losses."""
+FAULTS = {
+    "game": "{call_s: 4, episode_s: 20, max_aborted_share: 0.5}",
+    "search": "{call_s: 20, episode_s: 200, max_aborted_share: 0.5}",
+}
+"""Deadlines of the environment's calls, and of a worker's answers: short, so that minutes hold many losses; long enough for
+the demo's retrieval service to come back."""
 STALL_S = 15.0
 """In which trainer ranks that do not move are given up."""
 SIGNIFICANT = 0.001
@@ -74,7 +78,7 @@ def write_run(
     """(configuration, directory) of a run."""
     values = [
         f"run.directory={folder}/runs/{{name}}", f"run.name={name}", f"run.steps={steps}",
-        f"rollout.faults={{call_s: {CALL_S}, episode_s: 20, max_aborted_share: 0.5}}",
+        f"rollout.faults={FAULTS[task]}",
         f"rollout.asynchronous={{max_staleness: {STALENESS}, run_ahead: {AHEAD}}}", f"cluster.rollout_workers={workers}",
         f"cluster.ranks={ranks}", f"cluster.stall_timeout_s={STALL_S}", "evaluation.every_steps=0", "evaluation.at_start=false",
         "checkpoint.every_steps=4", "checkpoint.export=false", "metrics.picture=false", "metrics.progress=none",
