@@ -75,6 +75,7 @@ class SearchEnvironment(Environment):
         max_searches: int | None = None,
         disturbances: Mapping[str, Any] | None = None,
         managed: bool | Mapping[str, Any] = False,
+        network_host: str | None = None,
     ) -> None:
         """Reads the files and builds the index.
 
@@ -87,7 +88,8 @@ class SearchEnvironment(Environment):
         rollout.max_turns. prompt_template: for rows that have a `question` and no `prompt` (None: the protocol's).
         valid_inst_ratio: of the asearcher protocol. max_document_characters: of one passage's contents. max_searches: per
         episode; further searches are refused. disturbances: options of `Disturbances`. managed: search in a service of its own
-        that is started here and ends with the run; its options: see `managed`.
+        that is started here and ends with the run; its options: see `managed`. network_host: what other machines with rollout
+        workers call this one: the service listens there (None: 127.0.0.1).
         Raises ConfigError, DataError, MissingPackageError.
         """
         _check_limits(top_k=(top_k, 1), max_turns=(max_turns, 1), max_searches=(max_searches, 0))
@@ -110,7 +112,7 @@ class SearchEnvironment(Environment):
         of_world = files.get("pages") if "access" in self._protocol.enabled else None
         self._service: ManagedServer | None = None
         if managed:
-            self.retriever, pages = self._start_service(retriever, corpus, managed, top_k, pages or of_world), None
+            self.retriever, pages = self._start_service(retriever, corpus, managed, top_k, pages or of_world, network_host), None
         else:
             self.retriever = open_retriever(retriever, corpus)
             if not isinstance(self.retriever, AsyncRetriever):  # a server has pages of its own
@@ -126,11 +128,12 @@ class SearchEnvironment(Environment):
         managed: bool | Mapping[str, Any],
         top_k: int,
         pages: str | Path | None,
+        host: str | None,
     ) -> Retriever:
         from rlflow_environments.search.managed import start_managed
 
         tasks = next(iter(self._tasks.values()), [])
-        self._service = start_managed(retriever, corpus, managed, tasks, top_k, pages)
+        self._service = start_managed(retriever, corpus, managed, tasks, top_k, pages, host)
         return self._service.retriever
 
     def worker_options(self) -> dict[str, Any]:

@@ -130,12 +130,15 @@ def start_managed(
     tasks: Sequence[Task],
     top_k: int,
     pages: str | Path | None = None,
+    host: str | None = None,
 ) -> ManagedServer:
     """The service of an environment's `retriever` and `managed` options, with its recall checked where there is a corpus.
 
-    pages: a .jsonl file that it is to serve. Raises ConfigError.
+    pages: a .jsonl file that it is to serve. host: where it listens, None: 127.0.0.1. Raises ConfigError.
     """
     described, given, recall = managed_options(component, options)
+    if host is not None:
+        given["server"] = ["--host", host, *given.get("server", ())]  # the last of several counts
     if pages is not None:
         given["server"] = ["--pages", str(Path(pages).expanduser().resolve()), *given.get("server", ())]
     service = ManagedServer(described, corpus, **given)

@@ -149,7 +149,7 @@ class ClusterSection:
     threads_per_rank: PositiveInt = 1
     gpus_per_rank: NonNegativeFloat = 0.0
     rollout_workers: NonNegativeInt = 0  # 0: episodes in this process; N: N Ray actors, each with engine and environment
-    weight_transfer: Annotated[Component, WEIGHT_TRANSFER] = field(default_factory=lambda: {"name": "shared_memory"})
+    weight_transfer: Annotated[Component, WEIGHT_TRANSFER] = field(default_factory=lambda: {"name": "auto"})
     stall_timeout_s: PositiveFloat = 300.0  # nothing has moved for so long, or three times as long as it ever took: it hangs
 
 

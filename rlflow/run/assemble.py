@@ -91,11 +91,12 @@ def make_engine(config: RunConfig, tokenizer: Tokenizer) -> Engine:
     return engine
 
 
-def make_environment(config: RunConfig) -> Environment:
-    """The environment of a configuration. Raises ConfigError where what is named is none, before it is made if that shows."""
+def make_environment(config: RunConfig, **offered: Any) -> Environment:
+    """The environment of a configuration. offered: keywords for the constructor, where it has them. Raises ConfigError where what
+    is named is none, before it is made if that shows."""
     name = environment_name(config)
     environment_class(config)
-    environment = ENVIRONMENT.build(config.environment)
+    environment = ENVIRONMENT.build(config.environment, **offered)
     if not isinstance(environment, Environment):
         found = type(environment).__name__
         raise ConfigError(f"environment.name: '{name}': expected a function that makes an Environment, it returned {found}.")

@@ -17,6 +17,7 @@ from rlflow.cluster.workers import RayWorkers
 from rlflow.components import WEIGHT_TRANSFER
 from rlflow.config.schema import Faults, RunConfig
 from rlflow.environment import Environment
+from rlflow.http import LOOPBACK, own_address
 from rlflow.matmul import PRODUCTS, Library
 from rlflow.metrics.reductions import reduced
 from rlflow.rollout import Rollout, Tokenizer, WeightProbe
@@ -134,9 +135,11 @@ def make_worker_rollout(config: RunConfig) -> WorkerRollout:
     if config.run.deterministic:
         PRODUCTS.fix()
     section, faults = config.cluster, Faults(**config.rollout.faults)
-    environment = make_environment(config)
+    host = own_address(section.address) if section.address else LOOPBACK
+    here = {} if host == LOOPBACK else {"host": host}  # else everybody is on this machine
+    environment = make_environment(config, **{f"network_{name}": value for name, value in here.items()})
     tokenizer = Tokenizer.from_pretrained(config.model.path, trust_remote_code=config.model.trust_remote_code)
-    publisher: Publisher = WEIGHT_TRANSFER.build(section.weight_transfer, "cluster.weight_transfer")
+    publisher: Publisher = WEIGHT_TRANSFER.build(section.weight_transfer, "cluster.weight_transfer", **here)
     try:
         workers = RayWorkers(
             partial(make_worker, replace(config, environment={**config.environment, **environment.worker_options()})),

@@ -98,6 +98,35 @@ time.sleep(60)
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+def test_the_guard_ends_who_came_later_and_writes_to_the_logs_of_the_same_session_and_nobody_else(tmp_path: Path) -> None:
+    """As a worker of Ray does that was still starting when its driver was killed: it is nobody's child any more."""
+    owner_code = """
+import subprocess, sys, time, psutil
+from rlflow.cluster import guard
+guard.GRACE_S = 0.2
+kept = guard.Guard()
+kept.protect([psutil.Process(int(number)) for number in sys.argv[1:]])
+print(flush=True)
+time.sleep(60)
+"""
+    started = []
+    for name in ("session_1", "session_1", "session_2"):
+        (tmp_path / name / "logs").mkdir(parents=True, exist_ok=True)
+        with open(tmp_path / name / "logs" / "raylet.out", "ab") as log:
+            started.append(subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], stdout=log))
+    told, later, stranger = started
+    owner = subprocess.Popen([sys.executable, "-c", owner_code, str(told.pid)], stdout=subprocess.PIPE)
+    assert owner.stdout is not None and owner.stdout.readline()
+    time.sleep(0.3)  # for the guard to have read it
+    owner.kill()
+    owner.communicate()
+    assert later.wait(10) == told.wait(10) == -9
+    assert stranger.poll() is None
+    stranger.kill()
+    stranger.wait()
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 def test_a_closed_guard_leaves_everybody_alone() -> None:
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     guard = Guard()

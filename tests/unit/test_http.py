@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import socket
 import time
 
 import pytest
@@ -14,6 +15,7 @@ from rlflow.http import (
     RetryPolicy,
     backoff_s,
     check_status,
+    own_address,
     retry_after_s,
 )
 
@@ -100,7 +102,9 @@ def test_pauses_double_up_to_a_bound() -> None:
     assert [backoff_s(0.1, 2.0, failures) for failures in (1, 2, 3, 5, 6, 10_000)] == [0.1, 0.2, 0.4, 1.6, 2.0, 2.0]
 
 
-@pytest.mark.parametrize(("status", "server_failed"), [(429, False), (500, True), (502, True), (503, True), (504, True)])
+@pytest.mark.parametrize(
+    ("status", "server_failed"), [(429, False), (500, True), (502, True), (503, True), (504, True)]
+)
 def test_too_many_requests_and_failures_of_the_server_may_pass(status: int, server_failed: bool) -> None:
     with pytest.raises(Retryable, match=f"there: status {status}: why") as found:
         check_status("there: ", status, {"retry-after": "7"}, "why")
@@ -113,7 +117,8 @@ def test_other_statuses_are_the_callers_to_judge(status: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("header", "seconds"), [("3", 3.0), ("0.5", 0.5), ("-1", 0.0), ("9999", 30.0), ("Wed, 21 Oct 2015 07:28:00 GMT", 0.0)]
+    ("header", "seconds"),
+    [("3", 3.0), ("0.5", 0.5), ("-1", 0.0), ("9999", 30.0), ("Wed, 21 Oct 2015 07:28:00 GMT", 0.0)],
 )
 def test_retry_after_is_read_in_seconds_and_bounded(header: str, seconds: float) -> None:
     assert retry_after_s({"retry-after": header}) == seconds
@@ -121,3 +126,9 @@ def test_retry_after_is_read_in_seconds_and_bounded(header: str, seconds: float)
 
 def test_no_retry_after_is_no_wait() -> None:
     assert retry_after_s({}) == 0.0
+
+
+def test_the_own_address_is_one_that_the_kernel_would_answer_at() -> None:
+    assert own_address("127.0.0.1:6379") == own_address("ray://localhost:10001") == "127.0.0.1"
+    with socket.create_server((own_address("auto"), 0)) as server:  # of this machine, or it could not be bound
+        assert server.getsockname()[0] == own_address()

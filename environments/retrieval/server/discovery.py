@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import logging
-import socket
 from pathlib import Path
 
 from rlflow.errors import ConfigError
+from rlflow.http import own_address
 from rlflow.storage.files import write_text
 
 logger = logging.getLogger(__name__)
@@ -57,11 +57,4 @@ def read_addresses(folder: str | Path) -> list[str]:
 
 def reachable_address(host: str) -> str:
     """The address that other machines may use for a server bound to `host`: the machine's own where that is a wildcard."""
-    if host not in ("", "0.0.0.0", "::"):
-        return host
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect(("192.0.2.1", 9))  # nothing is sent: the kernel only chooses the interface (TEST-NET, RFC 5737)
-            return str(probe.getsockname()[0])
-        except OSError:
-            return "127.0.0.1"
+    return own_address() if host in ("", "0.0.0.0", "::") else host

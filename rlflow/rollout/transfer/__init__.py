@@ -6,6 +6,7 @@ are the two ways to them."""
 from __future__ import annotations
 
 BUILT_IN = {
+    "auto": "rlflow.rollout.transfer.readers:fitting_publisher",
     "shared_memory": "rlflow.rollout.transfer.shared_memory:SharedMemoryPublisher",
     "tcp": "rlflow.rollout.transfer.tcp:TcpPublisher",
 }

@@ -43,15 +43,15 @@ EVERYWHERE = ("0.0.0.0", "::")
 class TcpPublisher(Publisher):
     """For readers on any machine that can reach this one.
 
-    listen: host:port; port 0 is any that is free, 0.0.0.0 all networks of this machine. host: what readers call this machine;
-    None: as in `listen`, or the machine's own name. key_file: a file with the secret that readers have too, 16 bytes or more;
-    None: a new one, in `key`. delta: readers keep a copy of the weights and get what changed. full_every: versions that are a
-    multiple of it are sent whole, 0: none for that reason. streams: connections of a reader. timeout_s: of every step of a
-    connection. The others as in `SharedMemoryPublisher`."""
+    host: what readers call this machine; None: as in `listen`, or the machine's own name. listen: host:port; port 0 is any
+    that is free, 0.0.0.0 all networks of this machine; None: a free port of `host`, or of 127.0.0.1. key_file: a file with the
+    secret that readers have too, 16 bytes or more; None: a new one, in `key`. delta: readers keep a copy of the weights and get
+    what changed. full_every: versions that are a multiple of it are sent whole, 0: none for that reason. streams: connections
+    of a reader. timeout_s: of every step of a connection. The others as in `SharedMemoryPublisher`."""
 
     def __init__(
         self,
-        listen: str = "127.0.0.1:0",
+        listen: str | None = None,
         host: str | None = None,
         key_file: str | None = None,
         delta: bool = False,
@@ -67,6 +67,7 @@ class TcpPublisher(Publisher):
         self.key = _read_key(key_file) if key_file else secrets.token_hex(32)
         self._full_every, self._streams, self._timeout_s = full_every, streams, timeout_s
         self._deltas = DeltaHistory(BLOB_BYTES) if delta else None
+        listen = listen or (f"[{host}]:0" if host and ":" in host else f"{host or '127.0.0.1'}:0")
         place = host_and_port(listen, "weight transfer: listen")
         try:
             family = socket.AF_INET6 if ":" in place[0] else socket.AF_INET

@@ -75,12 +75,13 @@ def questions(folder: Path) -> Path:
 def test_a_run_has_a_service_of_its_own_until_it_shuts_down(tmp_path, caplog):
     caplog.set_level("INFO")
     corpus = write_corpus(tmp_path)
-    environment = SearchEnvironment(corpus, questions(tmp_path), retriever="bm25", top_k=2, managed=True)
+    options = {"retriever": "bm25", "top_k": 2, "managed": True, "network_host": "127.0.0.2"}
+    environment = SearchEnvironment(corpus, questions(tmp_path), **options)
     (child,) = [child for child in psutil.Process().children() if "serve" in child.cmdline()]
     described = Path(child.cmdline()[child.cmdline().index("--retriever") + 1].removeprefix("@"))
     assert "bm25" not in " ".join(child.cmdline())  # with its options, a key among them
     assert described.parent.stat().st_mode & 0o077 == 0  # nobody else gets at them
-    assert described.parent.stat().st_mode & 0o077 == 0
+    assert environment.worker_options()["retriever"]["urls"].startswith("http://127.0.0.2:")
 
     async def scenario():
         episode = await environment.reset(environment.tasks("train")[3])

@@ -388,6 +388,16 @@ def test_a_key_file_and_an_address_for_others(make: Make, tmp_path: Path) -> Non
     assert_same(open_reader(publisher.address, "sixteen bytes or more").read(), made(1))
 
 
+def test_readers_on_other_machines_get_an_address_that_reaches_this_one_and_those_here_shared_memory() -> None:
+    with WEIGHT_TRANSFER.build({"name": "auto"}) as publisher:
+        assert publisher.address.startswith("shm:")
+    for component in ({"name": "auto"}, {"name": "tcp", "delta": True}):
+        with WEIGHT_TRANSFER.build(component, host="127.0.0.2") as publisher:
+            assert publisher.address.startswith("tcp://127.0.0.2:")
+            publisher.publish(made(1), 1)
+            assert_same(open_reader(publisher.address, publisher.key).read(), made(1))
+
+
 @pytest.mark.parametrize(
     ("options", "told"),
     [({"listen": "nowhere"}, "host:port"), ({"listen": "192.0.2.1:9"}, "cannot listen"),

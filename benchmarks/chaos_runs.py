@@ -1,0 +1,184 @@
+"""What `chaos.py` plays, how a run of it is written, and what its journal and files prove."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import os
+import random
+import sqlite3
+import time
+from collections.abc import Iterator, Sequence
+from math import exp, sqrt
+from pathlib import Path
+from typing import Any
+
+from rlflow.config.loading import config_text
+from rlflow.config.schema import load_config
+from rlflow.environment import Environment
+from rlflow.metrics.names import Metric
+from rlflow.run.directory import RunDirectory
+from rlflow.run.trajectories import read_trajectories
+from rlflow.storage.files import read_json
+from rlflow.types import Episode, Step, Task
+from rlflow_environments.search.environment import SearchEnvironment
+
+ROOT = Path(__file__).resolve().parents[1]
+TASKS, STALENESS, AHEAD = 60, 3, 2
+FAULTS = {
+    "game": "{call_s: 4, episode_s: 20, max_aborted_share: 0.5}",
+    "search": "{call_s: 20, episode_s: 200, max_aborted_share: 0.5}",
+}
+"""Deadlines of the environment's calls, and of a worker's answers: short, so that minutes hold many losses; long enough for
+the demo's retrieval service to come back."""
+STALL_S = 15.0
+"""In which trainer ranks that do not move are given up."""
+SIGNIFICANT = 0.001
+SIGMAS = 3.5
+"""By which the exact match may fall behind the calm run's."""
+
+
+async def take_time(episode: Episode) -> None:
+    """As long as tools take: mostly little, at times seconds, seldom for ever. Drawn by task, turn and the clock, so that another
+    attempt meets another fate."""
+    text = f"{episode.task.id}/{episode.turns}/{time.time_ns()}"
+    fate = random.Random(hashlib.blake2b(text.encode(), digest_size=8).digest()).random()
+    if os.environ.get("CHAOS_CALM") != "1":
+        await asyncio.sleep(3600.0 if fate < 0.0005 else 2.0 if fate < 0.01 else 0.3 * fate)
+
+
+class Turns(Environment):
+    """Tasks of one to six turns, whatever the policy says."""
+
+    stop = (*"abcdef?|",)  # a token with text ends a response
+    metrics = {"length": Metric("turns", "that the task has", score=False)}
+
+    def tasks(self, split: str) -> Sequence[Task]:
+        return [Task(f"{split}-{number}", "a?", 1 + number % 6) for number in range(TASKS)]
+
+    async def step(self, episode: Episode, response: str) -> Step:
+        await take_time(episode)
+        over = episode.turns >= episode.task.answer
+        return Step(
+            "" if over else "|b?", float("a" in response), terminated=over, metrics={"length": episode.task.answer}
+        )
+
+
+class SlowSearch(SearchEnvironment):
+    """The demo's environment, whose tools take their time."""
+
+    async def step(self, episode: Episode, response: str) -> Step:
+        await take_time(episode)
+        return await super().step(episode, response)
+
+
+def write_run(
+    folder: Path, name: str, steps: int, workers: int, ranks: int, task: str = "game", engine: str = "embedded"
+) -> tuple[Path, RunDirectory]:
+    """(configuration, directory) of a run."""
+    values = [
+        f"run.directory={folder}/runs/{{name}}", f"run.name={name}", f"run.steps={steps}",
+        f"rollout.faults={FAULTS[task]}",
+        f"rollout.asynchronous={{max_staleness: {STALENESS}, run_ahead: {AHEAD}}}", f"cluster.rollout_workers={workers}",
+        f"cluster.ranks={ranks}", f"cluster.stall_timeout_s={STALL_S}", "evaluation.every_steps=0", "evaluation.at_start=false",
+        "checkpoint.every_steps=4", "checkpoint.export=false", "metrics.picture=false", "metrics.progress=none",
+        "metrics.trajectories_per_step=1000000",
+    ]  # fmt: skip
+    base = None
+    if task == "search":
+        base = ROOT / "recipes" / "searchr1" / "config" / "short.yaml"
+        values += [
+            f"environment.name={Path(__file__).resolve()}:SlowSearch", "environment.managed=true",
+            f"environment.world.directory={folder}/world", "rollout.prompts_per_step=8", "algorithm.transforms=[tis]",
+            "algorithm.losses.0={name: ppo_clip, anchor: proximal, clip_low: 0.2, clip_high: 0.28}",
+        ]  # fmt: skip
+    else:
+        from tests.flow.letters import write_letters_model
+
+        model = folder / "model"
+        if not model.is_dir():
+            write_letters_model(
+                model, hidden_size=64, intermediate_size=128, num_attention_heads=2, num_key_value_heads=1
+            )
+        values += [
+            f"environment={{name: '{Path(__file__).resolve()}:Turns'}}", f"model.path={model}", "rollout.prompts_per_step=6",
+            "rollout.samples_per_prompt=4", "rollout.max_turns=6", "rollout.max_response_tokens=2",
+            "rollout.max_total_tokens=64", "trainer.lr=1e-4", "evaluation.final_questions=6",
+        ]  # fmt: skip
+    if engine != "embedded":
+        values.append(f"rollout.engine={{name: {engine}, max_concurrency: 16}}")
+    path = folder / f"{name}.yaml"
+    path.write_text(config_text(load_config(base, values)), encoding="utf-8")
+    return path, RunDirectory(folder / "runs" / name)
+
+
+def trained_turns(run: RunDirectory, steps: int) -> list[int]:
+    """Turns of every usable episode that was trained."""
+    records = [one for step in range(1, steps + 1) for one in read_trajectories(run.trajectories(step))]
+    return [len(one["turns"]) for one in records if one["stop"] != "aborted"]
+
+
+def problems_of(run: RunDirectory, steps: int) -> Iterator[str]:
+    """What the journal and the steps' files do not prove."""
+    config = load_config(run.config).rollout
+    written = [(step, one["id"]) for step in range(1, steps + 1) for one in read_trajectories(run.trajectories(step))]
+    expected = steps * config.prompts_per_step * config.samples_per_prompt
+    if not len(written) == len({name for _, name in written}) == expected:
+        yield f"expected {expected} attempts trained once, found {len(written)}, {len(set(written))} different"
+    with sqlite3.connect(run.journal) as database:
+        columns = "number, sample, task, group_id, state, step, min_version"
+        rows = database.execute(f"SELECT {columns} FROM attempts ORDER BY number, sample").fetchall()
+    database.close()
+    trained = {(step, f"{group}/{sample}") for _, sample, _, group, state, step, _ in rows if state == "trained"}
+    if trained != set(written):
+        yield f"journal and steps differ in {len(trained ^ set(written))} attempts"
+    ages = [step - 1 - oldest for *_, state, step, oldest in rows if state == "trained" and oldest is not None]
+    if not all(0 <= age <= STALENESS for age in ages):
+        yield f"a trained token was {max(ages)} updates old, at most {STALENESS} are allowed"
+    numbers = [number for number, sample, *_ in rows if sample == 0]
+    if numbers != list(range(len(numbers))):
+        yield "groups are missing in the journal"
+    order = [task for _, sample, task, *_ in rows if sample == 0]
+    tasks = TASKS if len(set(order)) <= TASKS else len(order) + 1  # of the demo there are more than any run takes
+    for epoch in range(max(1, len(order) // tasks)):
+        if len(set(order[epoch * tasks : (epoch + 1) * tasks])) != min(tasks, len(order)):
+            yield f"pass {epoch} over the tasks skipped some, or took some twice"
+    left = [number for number, *_, state, _, _ in rows if state not in ("trained", "dropped")]
+    if left and min(left) < len(numbers) - (AHEAD + 2) * config.prompts_per_step:
+        yield f"group {min(left)} was left behind"
+
+
+def different(one: Sequence[int], other: Sequence[int]) -> float:
+    """p of the two-sample Kolmogorov-Smirnov test, asymptotic (Smirnov 1948); for discrete values it errs towards 1."""
+    values = sorted({*one, *other})
+    gap = max(abs(sum(x <= v for x in one) / len(one) - sum(x <= v for x in other) / len(other)) for v in values)
+    size = sqrt(len(one) * len(other) / (len(one) + len(other))) * gap
+    if size <= 0.2:
+        return 1.0
+    return min(1.0, max(0.0, 2 * sum((-1) ** (k - 1) * exp(-2 * (k * size) ** 2) for k in range(1, 101))))
+
+
+def compared(task: str, hurt: RunDirectory, calm: RunDirectory, steps: int) -> Iterator[tuple[str, Any]]:
+    """(name, value) of what the run reached beside the calm one; under `problems` what that proves."""
+    problems = list(problems_of(hurt, steps))
+    turns, expected = trained_turns(hurt, steps), trained_turns(calm, steps)
+    p = different(turns, expected)
+    if task == "game" and p < SIGNIFICANT:  # in the demo the policy decides about them
+        problems.append(f"episodes are of other lengths than in the calm run (p = {p:.2g})")
+    with sqlite3.connect(hurt.journal) as database:
+        (lost,) = database.execute("SELECT COUNT(*) FROM losses").fetchone()
+        (oldest,) = database.execute(
+            "SELECT MAX(step - 1 - min_version) FROM attempts WHERE state = 'trained'"
+        ).fetchone()
+    database.close()
+    yield from (("episodes", len(turns)), ("lost_and_played_again", lost), ("staleness_max", oldest), ("p", p))
+    yield from (("turns", sum(turns) / len(turns)), ("turns_calm", sum(expected) / len(expected)))
+    if task == "search":
+        found = [read_json(run.summary)["last_evaluation"] for run in (hurt, calm)]
+        reached, wanted = (one["eval/exact_match"] for one in found)
+        share = (reached + wanted) / 2
+        error = sqrt(2 * share * (1 - share) / found[0]["eval/questions"])  # of a difference of two shares
+        yield from (("exact_match", reached), ("exact_match_calm", wanted), ("error", error))
+        if reached < wanted - SIGMAS * error:
+            problems.append(f"exact match {reached:.3f}, expected {wanted:.3f} of the calm run (+- {error:.3f})")
+    yield "problems", problems
