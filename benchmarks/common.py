@@ -37,6 +37,7 @@ class Shape:
 
 SHAPES = {
     "tiny": Shape(hidden=128, layers=2, heads=4, groups=2, ffn=384, vocab=4096),
+    "8M": Shape(hidden=384, layers=4, heads=6, groups=2, ffn=1024, vocab=4096),
     "18M": Shape(hidden=384, layers=7, heads=6, groups=2, ffn=1024, vocab=18432),
     "93M": Shape(hidden=768, layers=12, heads=12, groups=4, ffn=2048, vocab=22528),
     "0.5B": Shape(hidden=896, layers=24, heads=14, groups=2, ffn=4864, vocab=151936),  # Qwen2.5-0.5B
@@ -137,15 +138,15 @@ Side = Callable[..., None]
 
 
 def interleave(
-    sides: Mapping[str, tuple[Any, ...]], rounds: int, *, threads: int, device: str = "cpu"
+    sides: Mapping[str, tuple[Any, ...]], rounds: int, *, threads: int, device: str = "cpu", warm_up: bool = True
 ) -> dict[str, list[Figures]]:
-    """{side: its figures, one for each of `rounds` + 1 steps}; the first is a warm-up. sides: {name: (Side, *arguments)}.
+    """{side: its figures, one for each of `rounds` steps, with warm_up after one more}. sides: {name: (Side, *arguments)}.
 
     The sides take steps in turn, the order changing each round, each in a process of its own."""
     taken: dict[str, list[Figures]] = {name: [] for name in sides}
     with ExitStack() as stack:
         pipes = {name: stack.enter_context(_child(name, threads, device, *side)) for name, side in sides.items()}
-        for number in range(rounds + 1):
+        for number in range(rounds + warm_up):
             for name in list(pipes) if number % 2 else reversed(pipes):
                 pipes[name].send(True)
                 taken[name].append(_answer(name, pipes[name]))

@@ -29,7 +29,9 @@ def reduced(records: Sequence[Mapping[str, float]], metrics: Metrics) -> dict[st
         for key, value in record.items():
             values.setdefault(key, []).append(value)
     reductions: dict[str, Callable[[Sequence[float]], float]] = {"mean": mean, "max": max, "min": min, "sum": total}
-    return {key: reductions[metrics[key].reduction if key in metrics else "mean"](found) for key, found in values.items()}
+    return {
+        key: reductions[metrics[key].reduction if key in metrics else "mean"](found) for key, found in values.items()
+    }
 
 
 def update_metrics(updates: Sequence[Mapping[str, float]], reductions: Mapping[str, str]) -> dict[str, float]:
@@ -80,6 +82,18 @@ def named_reward_means(trajectories: Sequence[Any], section: str) -> dict[str, f
     """`<section>/reward/<name>`: the mean return of each named reward; 0 counts for a trajectory that never got it."""
     names = sorted({name for trajectory in trajectories for name in trajectory.rewards})
     return {f"{section}/reward/{name}": mean([one.rewards.get(name, 0.0) for one in trajectories]) for name in names}
+
+
+def scores_by_set(groups: Sequence[Any], registered: Metrics, section: str) -> dict[str, float]:
+    """`<section>/<score>/<set>`: the means over the usable attempts of the groups (`rlflow.types.Group`) whose tasks name a set
+    (`metadata["set"]`), beside the means over all."""
+    of_set = [(group.task.metadata.get("set"), one) for group in groups for one in group.usable]
+    by_name: dict[str, list[float]] = {}
+    for (name, _), record in zip(of_set, episode_records([one for _, one in of_set], registered), strict=True):
+        for score in scores(registered) if name else ():
+            if score in record:
+                by_name.setdefault(f"{section}/{score}/{name}", []).append(record[score])
+    return {name: mean(values) for name, values in sorted(by_name.items())}
 
 
 def rollout_metrics(trajectories: Sequence[Any], registered: Metrics) -> dict[str, float]:

@@ -13,7 +13,7 @@ from rlflow.config.redaction import redact
 from rlflow.config.schema import RunConfig
 from rlflow.metrics.memory import highest
 from rlflow.metrics.names import Metrics, leading_score
-from rlflow.metrics.reductions import rollout_metrics, step_shares
+from rlflow.metrics.reductions import rollout_metrics, scores_by_set, step_shares
 from rlflow.metrics.sinks import MetricsLog
 from rlflow.metrics.timer import PhaseTimer
 from rlflow.metrics.warnings import Watch
@@ -141,7 +141,8 @@ class Run:
                 if self.algorithm.early is not None:
                     self.algorithm.early.forget()
         elsewhere = {f"memory/{phase}_gib": peak for phase, peak in self.trainer.peak_memory().items()}
-        trajectories = [trajectory for group in self._sampled or groups for trajectory in group.trajectories]
+        sampled = self._sampled or groups
+        trajectories = [trajectory for group in sampled for trajectory in group.trajectories]
         if self.ahead is not None:
             self.rollout.take_report()
         reports = {f"train/{name}": value for name, value in self.source.report().items()} | self.algorithm.report()
@@ -152,7 +153,7 @@ class Run:
             metrics |= staleness_metrics(groups, version=self.step - 1) | self.ahead.report()
         metrics |= highest([self.timer.take(), elsewhere])
         metrics |= {"data/prompts_dropped": float(self.prompts_dropped), "data/epoch": self.source.epoch}
-        metrics |= step_shares(metrics, self.registered)
+        metrics |= step_shares(metrics, self.registered) | scores_by_set(sampled, self.registered, "train")
         metrics["speed/tokens_per_s"] = metrics["train/fed_tokens"] / metrics["time/step_s"]
         metrics["time/run_s"] = self.clock.seconds
         self.metrics.log(self.step, metrics)
@@ -177,7 +178,8 @@ class Run:
         self.directory.confirm()
         self.evaluation.record(self.step, result.metrics, final)
         elapsed = {**self.timer.take_phase("evaluate"), "time/run_s": self.clock.seconds}
-        self.metrics.log(self.step, {**result.metrics, **elapsed})
+        by_set = scores_by_set(result.groups, self.registered, "eval")
+        self.metrics.log(self.step, {**result.metrics, **by_set, **elapsed})
         self.progress.evaluated(self.step, {**result.metrics, **elapsed})
         logger.info("%s", evaluated_line(self.step, self.config.run.steps, result.metrics, self.registered))
         write_trajectories(self.directory.evaluations(self.step), result.groups)
@@ -220,7 +222,12 @@ class Run:
         load_states(self._parts(), state)
 
     def _parts(self) -> dict[str, object]:
-        return {"source": self.source, "rollout": self.rollout, "evaluation": self.evaluation, "algorithm": self.algorithm}
+        return {
+            "source": self.source,
+            "rollout": self.rollout,
+            "evaluation": self.evaluation,
+            "algorithm": self.algorithm,
+        }
 
     def finish(self) -> dict[str, Any]:
         """Saves; unless a signal ended the run, evaluates and exports; draws. Writes and returns the summary."""

@@ -23,10 +23,18 @@ from rlflow.metrics.names import (
     save_registered,
     shown,
 )
-from rlflow.metrics.reductions import interval95, mean, reduced, rollout_metrics, step_shares, update_metrics
+from rlflow.metrics.reductions import (
+    interval95,
+    mean,
+    reduced,
+    rollout_metrics,
+    scores_by_set,
+    step_shares,
+    update_metrics,
+)
 from rlflow.metrics.sinks import MetricsLog, make_sinks, read_metrics
 from rlflow.metrics.timer import PhaseTimer
-from rlflow.types import StopReason, Trajectory, Turn
+from rlflow.types import Group, StopReason, Task, Trajectory, Turn
 
 SCORED = {"exact_match": Metric("share", "of tasks", score=True)}
 
@@ -142,6 +150,18 @@ def test_an_episode_without_a_score_that_others_report_counts_as_0() -> None:
     metrics = rollout_metrics(episodes, SCORED)
     assert metrics["train/exact_match"] == 0.5 and metrics["rollout/hops"] == 2.0
     assert "train/exact_match" not in rollout_metrics([trajectory(0.0)], SCORED)
+
+
+def test_scores_are_told_apart_by_the_sets_that_tasks_name() -> None:
+    def group(name: str | None, *scores: float | None) -> Group:
+        attempts = [trajectory(1.0) if score is None else trajectory(1.0, exact_match=score, searches=3.0) for score in scores]
+        return Group("0:a", Task("a", "?", metadata={} if name is None else {"set": name}), attempts)
+
+    gone = [Group("0:b", Task("b", "?", metadata={"set": "gone"}), [trajectory(1.0, StopReason.ABORTED, exact_match=1.0)])]
+    groups = [group("nq", 1.0, 0.0), group("hotpot", 1.0), group(None, 0.0), group("nq", 1.0, None), group("none", None), *gone]
+    shares = {"train/exact_match/hotpot": 1.0, "train/exact_match/none": 0.0, "train/exact_match/nq": 0.5}
+    assert scores_by_set(groups, SCORED, "train") == shares
+    assert scores_by_set([group(None, 1.0)], SCORED, "eval") == {}
 
 
 def test_a_step_in_which_everything_aborted_reports_no_reward() -> None:
