@@ -145,6 +145,8 @@ METRICS: Metrics = {
     "time/step_s": Metric("s", "the whole step"),
     "time/run_s": Metric("s", "the run so far, from its start on and all its sessions: loading, steps, evaluations, checkpoints"),
     **{f"memory/{phase}_gib": Metric("GiB", f"peak, {_PHASE_MEANING[phase]}") for phase in PHASES},
+    "memory/engine_freed_gib": Metric("GiB", "that engines gave back before the trainer's turn on their device"),
+    "memory/engine_taken_gib": Metric("GiB", "that they took again with the new weights"),
     "eval/reward": Metric("reward", "mean return"),
     "eval/reward_low": Metric("reward", "lower end of its 95% interval"),
     "eval/reward_high": Metric("reward", "upper end of its 95% interval"),

@@ -10,7 +10,7 @@ from typing import Literal, Union
 import torch
 from torch import Tensor
 
-from rlflow.errors import RolloutError
+from rlflow.errors import ConfigError, RolloutError
 
 Weights = Union[Iterable[tuple[str, Tensor]], AsyncIterable[tuple[str, Tensor]]]
 """(HuggingFace name, tensor) pairs. The asynchronous kind arrives one by one, while the trainer makes the next."""
@@ -70,6 +70,9 @@ class Engine(ABC):
     weight_names: frozenset[str] | None = None
     """The tensors that are kept, for the hash (a tied model has no lm_head.weight); None: all that were sent."""
 
+    sleeps: bool = False
+    """Whether it gives memory back while the trainer works (`sleep`), as both take turns on one device."""
+
     @abstractmethod
     async def generate(
         self, tokens: Sequence[int], sampling: Sampling, request_id: str | None = None, priority: int = 0
@@ -101,6 +104,15 @@ class Engine(ABC):
     async def close(self) -> None:
         """Ends every request as `abort` does; later ones are refused."""
 
+    async def sleep(self) -> int:
+        """Gives back the memory that sampling needs, until `load_weights` and then `wake`; returns the bytes that the device has
+        more. Requests in flight stay where they are, and are computed anew. Of no effect where it sleeps."""
+        return 0
+
+    async def wake(self) -> int:
+        """Takes the memory again, after `load_weights`; returns bytes. Of no effect where it is awake."""
+        return 0
+
     def release(self, request_id: str) -> None:
         """The episode of that id has ended: nothing need be kept for its next turn. Unknown ids are no error."""
 
@@ -119,3 +131,10 @@ async def each_weight(weights: Weights) -> AsyncIterator[tuple[str, Tensor]]:
     else:
         for pair in weights:
             yield pair
+
+
+def check_sizes(where: str, least: int = 1, **values: int | None) -> None:
+    """Raises ConfigError for an option of `where` below `least`; None passes."""
+    for name, value in values.items():
+        if value is not None and value < least:
+            raise ConfigError(f"{where}.{name}: expected at least {least}, found {value}.")

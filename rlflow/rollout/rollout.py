@@ -9,7 +9,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor
 
@@ -17,7 +17,7 @@ from rlflow.components import ENGINE
 from rlflow.environment import Environment
 from rlflow.errors import ConfigError, RolloutError
 from rlflow.rollout.calls import CallThreads
-from rlflow.rollout.engine import Completion, Engine, PauseMode
+from rlflow.rollout.engine import Completion, Engine, PauseMode, check_sizes
 from rlflow.rollout.environment_calls import reported, shut_down
 from rlflow.rollout.episodes import CALL_S, EPISODE_S, Attempt, EpisodeLimits, EpisodePlayer, TurnSeeds
 from rlflow.rollout.event_loop import LoopThread, LoopWatch
@@ -29,6 +29,7 @@ from rlflow.rollout.tokenizer import Tokenizer
 from rlflow.rollout.weight_sync import InProcessSync, ProbeQuestions, WeightProbe, WeightSync, check_answers, run_probe
 from rlflow.types import Group, Task
 
+T = TypeVar("T")
 STEPS_REMEMBERED = 64  # of which a task that comes again is recognised
 THREADS = 16  # for environments with plain (not async) methods
 
@@ -88,10 +89,11 @@ class Rollout:
             call_s,
             episode_s,
         )
-        _check_positive(samples_per_prompt=samples_per_prompt, max_turns=max_turns)
-        _check_positive(max_response_tokens=max_response_tokens, max_total_tokens=max_total_tokens)
+        sizes = {"max_response_tokens": max_response_tokens, "max_total_tokens": max_total_tokens}
+        check_sizes("rollout", samples_per_prompt=samples_per_prompt, max_turns=max_turns, **sizes)
         _check_frame(environment.frame, tokenizer, max_observation_tokens)
         self.report: dict[str, float] = {}
+        self.memory_taken = 0  # bytes that engines took again after the last `load_weights`
         self.on_episode: OnEpisode | None = None
         self.on_group: Callable[[Group], object] | None = None
         self._collections = 0
@@ -152,7 +154,7 @@ class Rollout:
         Attempts are seeded by (seed, step, task, attempt). A task that comes again in the same step gets seeds (and a
         group id) of its own; evaluations, whose steps are below 0, give the same samples each time."""
         samples = self.samples_per_prompt if samples_per_prompt is None else samples_per_prompt
-        _check_positive(samples_per_prompt=samples)
+        check_sizes("rollout", samples_per_prompt=samples)
         share = self.max_aborted_share if max_aborted_share is None else max_aborted_share
         with self._lock:
             submission = self.play(self._attempts(tasks, step, samples), share, priority, temperature, self.on_episode)
@@ -232,6 +234,10 @@ class Rollout:
             self._paused = False
             self._thread().run(_all_of(engine.resume() for engine in self.engines))
 
+    def sleep(self) -> int:
+        """Engines that take turns with a trainer (`Engine.sleeps`) give their memory back until `load_weights`; returns bytes."""
+        return sum(self._thread().run(_all_of(one.sleep() for one in self.engines if one.sleeps)))
+
     def stream(
         self,
         source: TaskSource,
@@ -246,7 +252,7 @@ class Rollout:
 
         admit: what of some groups goes into the step (filters). As many tasks as are missing are then taken from the
         source, in at most max_rounds rounds. Raises RolloutError where these admit nothing."""
-        _check_positive(prompts=prompts, max_rounds=max_rounds)
+        check_sizes("rollout", prompts=prompts, max_rounds=max_rounds)
         for step in itertools.count(start):
             try:
                 groups = self._admitted(source, prompts, step, admit, max_rounds)
@@ -276,6 +282,7 @@ class Rollout:
             raise RolloutError(f"weight sync: {type(unhashed[0]).__name__} cannot hash its weights, so nothing would tell "
                                "whether it samples from the trainer's policy; give load_weights a WeightProbe.")  # fmt: skip
         (self.weight_sync or InProcessSync(self.engines, self._thread(), self.verify_weights)).push(weights, version)
+        self.memory_taken = sum(self._thread().run(_all_of(one.wake() for one in self.engines if one.sleeps)))
         self.resume()  # before the probe, which a paused engine never answers
         asked = [] if questions is None else [self._thread().run(run_probe(one, questions, version)) for one in unhashed]
         self.version = version
@@ -380,8 +387,8 @@ def group_name(step: int, repeated: int, task: str) -> str:
     return f"{step}.{repeated}:{task}" if repeated else f"{step}:{task}"
 
 
-async def _all_of(awaitables: Iterable[Coroutine[Any, Any, None]]) -> None:
-    await asyncio.gather(*awaitables)
+async def _all_of(awaitables: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    return await asyncio.gather(*awaitables)
 
 
 def _check_frame(frame: tuple[str, str], tokenizer: Tokenizer, limit: int | None) -> None:
@@ -392,9 +399,3 @@ def _check_frame(frame: tuple[str, str], tokenizer: Tokenizer, limit: int | None
             f"rollout.max_observation_tokens: {limit} tokens hold no content: what stands around it in an observation alone "
             f"takes {needed}. Raise it, or remove it."
         )
-
-
-def _check_positive(**values: int) -> None:
-    for name, value in values.items():
-        if value < 1:
-            raise ConfigError(f"rollout.{name}: expected at least 1, found {value}.")

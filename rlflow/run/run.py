@@ -11,7 +11,7 @@ from rlflow.algorithms.base import Curator
 from rlflow.config.loading import to_dict
 from rlflow.config.redaction import redact
 from rlflow.config.schema import RunConfig
-from rlflow.metrics.memory import highest
+from rlflow.metrics.memory import GIB, highest
 from rlflow.metrics.names import Metrics, leading_score
 from rlflow.metrics.reductions import rollout_metrics, scores_by_set, step_shares
 from rlflow.metrics.sinks import MetricsLog
@@ -69,6 +69,8 @@ class Run:
     step: int = 0
     saved_step: int = -1
     _sampled: list[Group] = field(default_factory=list)  # of the step, before any filter
+    _freed: int = 0  # bytes that the engines gave back for the step's training
+    _turns: dict[str, float] = field(default_factory=dict)  # memory that went back and forth
 
     @property
     def registered(self) -> Metrics:
@@ -97,6 +99,7 @@ class Run:
                 groups = None if groups is None else self.algorithm.complete(groups)
                 if groups is not None:
                     self._pause(trains=True)
+                    self._freed = 0 if self.config.asynchrony.overlap else self.rollout.sleep()
             if groups is None:
                 logger.info("stopping: data.curator has no more tasks after step %d", self.step)
                 return
@@ -129,6 +132,9 @@ class Run:
         with self.timer.phase("sync"):
             self._pause(trains=False)
             self.rollout.load_weights(self.trainer.weights(), version, self.probe)
+        if self._freed or self.rollout.memory_taken:
+            taken = {"freed": self._freed, "taken": self.rollout.memory_taken}
+            self._turns = {f"memory/engine_{way}_gib": size / GIB for way, size in taken.items()}
 
     def finish_step(self, metrics: dict[str, float], groups: Sequence[Group]) -> None:
         """Counts the step, takes the snapshots anew that are due, and writes its metrics and some of its trajectories. Metrics of
@@ -151,7 +157,7 @@ class Run:
             self.ahead.journal.note_phases(self.timer.spans)
             self.timer.spans.clear()
             metrics |= staleness_metrics(groups, version=self.step - 1) | self.ahead.report()
-        metrics |= highest([self.timer.take(), elsewhere])
+        metrics |= highest([self.timer.take(), elsewhere]) | self._turns
         metrics |= {"data/prompts_dropped": float(self.prompts_dropped), "data/epoch": self.source.epoch}
         metrics |= step_shares(metrics, self.registered) | scores_by_set(sampled, self.registered, "train")
         metrics["speed/tokens_per_s"] = metrics["train/fed_tokens"] / metrics["time/step_s"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import cast
 
 import torch
@@ -42,7 +43,16 @@ class KeyValueCache:
     def __init__(self, model: Architecture, blocks: int, dtype: torch.dtype, device: torch.device) -> None:
         self._model = model
         self._width = 2 * model.groups * model.head_dim
-        self._pool = _zeros((model.layers, blocks, BLOCK_SIZE * self._width), dtype, device)
+        self._make = partial(_zeros, (model.layers, blocks, BLOCK_SIZE * self._width), dtype, device)
+        self._pool = self._make()
+
+    def free(self) -> None:
+        """Gives the memory back, and forgets what is in it."""
+        self._pool = self._pool.new_empty(len(self._pool), 0, 1)
+
+    def allocate(self) -> None:
+        """Takes the memory again after `free`."""
+        self._pool = self._make()
 
     @staticmethod
     def block_bytes(model: Architecture, dtype: torch.dtype) -> int:

@@ -19,7 +19,7 @@ from rlflow.rollout.embedded.graphs import CudaCapture
 from rlflow.rollout.embedded.sampling import Decoding, StopTable
 from rlflow.rollout.embedded.scheduler import EngineStatistics, Scheduler
 from rlflow.rollout.embedded.slots import SequenceState
-from rlflow.rollout.engine import Completion, Engine, PauseMode, Sampling, Weights, each_weight
+from rlflow.rollout.engine import Completion, Engine, PauseMode, Sampling, Weights, check_sizes, each_weight
 from rlflow.rollout.tokenizer import Tokenizer
 
 CLOSED = "it was closed; make a new one"
@@ -39,7 +39,8 @@ class EmbeddedEngine(Engine):
     tokens whose keys and values are kept, all sequences together; None: what all slots could need, in half of the free
     memory at the most. When it is used up, the youngest requests wait and are computed again. prefill_tokens: most
     tokens of prompts in a step. deterministic: requests that wait are admitted in the order of their ids, not of their
-    arrival. cuda_graphs: replay recorded decode steps; None: on a GPU.
+    arrival. cuda_graphs: replay recorded decode steps; None: on a GPU. sleep: keys and values are given back while the trainer
+    works; None: on a GPU.
     """
 
     hashes_weights = True
@@ -61,17 +62,20 @@ class EmbeddedEngine(Engine):
         deterministic: bool = False,
         seed: int = 0,
         cuda_graphs: bool | None = None,
+        sleep: bool | None = None,
     ) -> None:
         if dtype not in DTYPES:
             raise ConfigError(
                 f"engine.dtype: expected one of {', '.join(DTYPES)}, found '{dtype}'.{did_you_mean(dtype, DTYPES)}"
             )
-        _check_sizes(max_concurrency=max_concurrency, prefill_tokens=prefill_tokens, max_tokens=max_tokens)
-        _check_sizes(BLOCK_SIZE, kv_tokens=kv_tokens)
+        check_sizes("engine", max_concurrency=max_concurrency, prefill_tokens=prefill_tokens, max_tokens=max_tokens)
+        check_sizes("engine", BLOCK_SIZE, kv_tokens=kv_tokens)
         self.path = Path(path)
         self.dtype = DTYPES[dtype]
         self.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         self.max_concurrency = max_concurrency
+        self.sleeps = self.device.type == "cuda" if sleep is None else sleep
+        self._asleep = False
         self.deterministic = deterministic
         shape = architecture(read_config(path))
         if cuda_graphs and self.device.type != "cuda":
@@ -154,6 +158,27 @@ class EmbeddedEngine(Engine):
         self._scheduler.version = version
         self._scheduler.forget_cache()
         self._ensure_driver()
+
+    async def sleep(self) -> int:
+        """Gives the memory of keys and values back; see `Engine.sleep`."""
+        if self._asleep or self._state == "closed":
+            return 0
+        self._asleep, before = True, used_bytes(self.device)
+        self._scheduler.free_cache()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+        return before - used_bytes(self.device)
+
+    async def wake(self) -> int:
+        """Takes the memory of keys and values again; see `Engine.wake`. On a CPU it is used as it is filled."""
+        if not self._asleep or self._state == "closed":
+            return 0
+        before = used_bytes(self.device)
+        self._scheduler.allocate_cache()
+        self._asleep = False
+        self._enter_loop()
+        self._ensure_driver()
+        return used_bytes(self.device) - before
 
     async def weights_digest(self) -> str:
         """Content hash of the weights in use; see `Engine.weights_digest`."""
@@ -258,7 +283,7 @@ class EmbeddedEngine(Engine):
             await asyncio.sleep(0)
 
     def _has_work(self) -> bool:
-        if self._loading:
+        if self._loading or self._asleep:
             return False
         running = bool(self._scheduler.running)
         return (self._state == "open" and (running or bool(self._scheduler.waiting))) or (
@@ -284,12 +309,6 @@ class EmbeddedEngine(Engine):
         return self._tokenizer
 
 
-def _check_sizes(least: int = 1, **values: int | None) -> None:
-    for name, value in values.items():
-        if value is not None and value < least:
-            raise ConfigError(f"engine.{name}: expected at least {least}, found {value}.")
-
-
 def _free_bytes(device: torch.device) -> int:
     """Memory of the device that nobody uses now."""
     if device.type == "cuda":
@@ -297,6 +316,16 @@ def _free_bytes(device: torch.device) -> int:
     import psutil
 
     return psutil.virtual_memory().available
+
+
+def used_bytes(device: torch.device) -> int:
+    """Memory that is in use: of a GPU, by whomever; else this process's resident set."""
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        return total - free
+    import psutil
+
+    return psutil.Process().memory_info().rss
 
 
 def _as_int64(value: int) -> int:

@@ -39,6 +39,10 @@ class DecodeGraphs:
         self._capture = capture
         self._recorded: dict[tuple[int, int], Recorded] = {}
 
+    def forget(self) -> None:
+        """Drops what is recorded: the memory that it works on is gone."""
+        self._recorded.clear()
+
     def run(self, order: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
         """(slots (B,), sampled tokens (B,), log-probs (B,)) of one decode step of the slots in `order`."""
         longest = max(self._slots.length[slot] for slot in order)

@@ -65,6 +65,11 @@ class ModelRunner:
     def version(self, version: int) -> None:
         self._version.fill_(version)
 
+    def forget_graphs(self) -> None:
+        """Records decode steps anew: the cache lies elsewhere from now on."""
+        if self._graphs is not None:
+            self._graphs.forget()
+
     @torch.inference_mode()
     def prefill(self, chunks: Sequence[PrefillChunk]) -> list[tuple[int, int]]:
         """Computes the chunks in one pass; samples for those that are complete."""

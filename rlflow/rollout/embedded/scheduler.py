@@ -139,6 +139,16 @@ class Scheduler:
         self._decoding.clear()
         self._order = None
 
+    def free_cache(self) -> None:
+        """Gives the cache's memory back; `allocate_cache` before the next step. What runs is prefilled again then."""
+        self.forget_cache()
+        self._runner.forget_graphs()
+        self._cache.free()
+
+    def allocate_cache(self) -> None:
+        """Takes the cache's memory again."""
+        self._cache.allocate()
+
     def clear_cache(self) -> None:
         """Zeroes the cache, which may hold NaN. Nothing may be in flight."""
         self._cache.clear(self.block_manager.touched)

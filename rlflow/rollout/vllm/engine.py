@@ -9,12 +9,14 @@ from typing import Any, Literal
 import torch
 
 from rlflow.errors import ConfigError
+from rlflow.rollout.engine import check_sizes
 from rlflow.rollout.tokenizer import Tokenizer
 from rlflow.rollout.vllm.process import VLLMProcess, find_python
-from rlflow.rollout.vllm.queueing import QueueingEngine, check_sizes
+from rlflow.rollout.vllm.queueing import QueueingEngine
 
 RESERVED = frozenset({"model", "dtype", "seed", "max_model_len", "max_num_seqs", "tensor_parallel_size", "trust_remote_code",
-                      "enable_prefix_caching", "scheduling_policy", "logprobs_mode", "weight_transfer_config"})  # fmt: skip
+                      "enable_prefix_caching", "scheduling_policy", "logprobs_mode", "weight_transfer_config",
+                      "enable_sleep_mode", "worker_extension_cls"})  # fmt: skip
 """Arguments of vLLM that this engine gives itself."""
 
 
@@ -28,8 +30,9 @@ class VLLMEngine(QueueingEngine):
     python: interpreter of an environment with vLLM; none: RLFLOW_VLLM_PYTHON, or this one if vLLM is installed here. max_tokens:
     of a prompt and its completion together; none: the model's positions. tensor_parallel: devices of one engine. kv_gib: of keys
     and values on a CPU. bucket_mib: of weights that are in a file at a time. start_s: until vLLM must be ready. answer_s: how
-    long it may be silent while requests run. eager: no compilation and no CUDA graphs. arguments: further ones of vLLM's
-    AsyncEngineArgs.
+    long it may be silent while requests run. eager: no compilation and no CUDA graphs. sleep: its memory is given back while
+    the trainer works; none: where this process sees a GPU, which is then the one that vLLM takes. arguments: further ones of
+    vLLM's AsyncEngineArgs.
     """
 
     def __init__(
@@ -50,14 +53,16 @@ class VLLMEngine(QueueingEngine):
         start_s: float = 900.0,
         answer_s: float = 1800.0,
         eager: bool | None = None,
+        sleep: bool | None = None,
         arguments: dict[str, Any] | None = None,
     ) -> None:
         _check_options(deterministic, arguments or {})
-        check_sizes(tensor_parallel=tensor_parallel, kv_gib=kv_gib)
+        check_sizes("rollout.engine", tensor_parallel=tensor_parallel, kv_gib=kv_gib)
         super().__init__(
             path, tokenizer, max_concurrency=max_concurrency, max_tokens=max_tokens, dtype=dtype, seed=seed,
             bucket_mib=bucket_mib, start_s=start_s, answer_s=answer_s,
         )  # fmt: skip
+        self.sleeps = torch.cuda.is_available() if sleep is None else sleep
         job = {
             "model": str(self.path),
             "dtype": dtype,
@@ -67,6 +72,7 @@ class VLLMEngine(QueueingEngine):
             "tensor_parallel": tensor_parallel,
             "trust_remote_code": trust_remote_code,
             "enforce_eager": not torch.cuda.is_available() if eager is None else eager,
+            "sleep": self.sleeps,
             "arguments": arguments or {},
         }
         self._process = self._backend = self._start(find_python(python), job, kv_gib)

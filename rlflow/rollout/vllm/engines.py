@@ -7,10 +7,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from rlflow.components import takes
-from rlflow.rollout.engine import Engine
+from rlflow.rollout.engine import Engine, check_sizes
 from rlflow.rollout.tokenizer import Tokenizer
 from rlflow.rollout.vllm.engine import VLLMEngine
-from rlflow.rollout.vllm.queueing import check_sizes
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +30,7 @@ def make_vllm_engines(
     """`engines` engines over the same model; options: keywords of VLLMEngine. They start side by side.
 
     Raises RolloutError where one of them does not start; no process is left then."""
-    check_sizes(engines=engines)
+    check_sizes("rollout.engine", engines=engines)
     shared: dict[str, Any] = {"max_tokens": max_tokens, "dtype": dtype, "trust_remote_code": trust_remote_code}
     made: list[VLLMEngine] = []
     try:

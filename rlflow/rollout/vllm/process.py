@@ -243,10 +243,9 @@ class VLLMProcess(VLLMBackend):
             return "its log is gone."
         if not lines:
             return f"it said nothing (log: {self.log})."
-        telling = [
-            line for line in lines if "Error" in line and "EngineDeadError" not in line
-        ]  # which only says: see above
-        told = _PREFIX.sub("", (telling or lines)[-1])
+        first = [line for line in lines if "died unexpectedly" in line]  # a process of vLLM's: what follows is about others
+        telling = [line for line in lines if "Error" in line and "EngineDeadError" not in line]  # which only says: see above
+        told = _PREFIX.sub("", (first or telling or lines)[-1])
         return f"it said last: {told[:400]} (log: {self.log})"
 
 

@@ -5,19 +5,22 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
 import torch
 
-from rlflow.errors import ConfigError, RolloutError
+from rlflow.errors import RolloutError
 from rlflow.models.huggingface import read_config
-from rlflow.rollout.engine import Completion, Engine, PauseMode, Sampling, Stop, Weights
+from rlflow.rollout.engine import Completion, Engine, PauseMode, Sampling, Stop, Weights, check_sizes
 from rlflow.rollout.tokenizer import Tokenizer
 from rlflow.rollout.vllm.backend import Sent, VLLMBackend
 from rlflow.rollout.vllm.buckets import Buckets, WeightNames
 from rlflow.rollout.vllm.requests import EngineRequest, RequestQueue, StopTokens, TokenCounts, completion
+
+logger = logging.getLogger(__name__)
 
 CLOSED = "it was closed; make a new one"
 COLDEST = 0.01  # vLLM takes a temperature between 0 and this as this
@@ -48,9 +51,7 @@ class QueueingEngine(Engine):
         start_s: float,
         answer_s: float,
     ) -> None:
-        check_sizes(
-            max_concurrency=max_concurrency, bucket_mib=bucket_mib, max_tokens=1 if max_tokens is None else max_tokens
-        )
+        check_sizes("rollout.engine", max_concurrency=max_concurrency, bucket_mib=bucket_mib, max_tokens=max_tokens)
         self.path = Path(path).absolute()
         config = read_config(path)
         self._names = WeightNames(path)
@@ -65,7 +66,7 @@ class QueueingEngine(Engine):
         self._order = itertools.count()
         self._seed = seed
         self._state: Literal["open", "draining", "paused", "closed"] = "open"
-        self._loading = False
+        self._loading = self._asleep = False
         self._broken = ""  # why the weights cannot be used
         self._waiting = RequestQueue()
         self._running: set[EngineRequest] = set()
@@ -83,6 +84,8 @@ class QueueingEngine(Engine):
             self._backend.kill()
             raise
         self.max_tokens = min(self.max_tokens, int(told["max_tokens"]))
+        if self.sleeps and not told["sleeps"]:
+            logger.warning("rollout.engine.sleep: vLLM cannot sleep on this machine and keeps its memory")
         return str(told["vllm"])
 
     # --- the protocol ---------------------------------------------------------------------------------------------------
@@ -163,6 +166,23 @@ class QueueingEngine(Engine):
         self._state = "open"
         await self._go_on()
 
+    async def sleep(self) -> int:
+        """Gives back the memory of weights, keys and values; see `Engine.sleep`. Nothing but `load_weights` fills it again."""
+        if self._asleep or self._state == "closed":
+            return 0
+        self._enter_loop()
+        self._asleep = True
+        return int((await self._backend.ask("sleep"))["bytes"])
+
+    async def wake(self) -> int:
+        """Takes the memory of keys and values again, that of weights having come with them; see `Engine.wake`."""
+        if not self._asleep or self._state == "closed":
+            return 0
+        taken = int((await self._backend.ask("wake"))["bytes"])
+        self._asleep = False
+        await self._go_on()
+        return taken
+
     async def abort(self, request_id: str) -> None:
         """Ends the request with that id; see `Engine.abort`."""
         self._end_waiting("aborted", request_id)
@@ -225,13 +245,18 @@ class QueueingEngine(Engine):
         self._loop = loop
         return loop
 
+    @property
+    def _held(self) -> bool:
+        """Whether nothing can be sampled just now, as the weights are not there."""
+        return self._loading or self._asleep
+
     def _in_flight(self) -> list[EngineRequest]:
         return [*self._waiting.requests(), *self._running]
 
     def _admit(self) -> None:
         """Gives free places to those that wait, the lowest priority number first, then who came first."""
         while (
-            self._state == "open" and not self._loading and self._waiting and len(self._running) < self.max_concurrency
+            self._state == "open" and not self._held and self._waiting and len(self._running) < self.max_concurrency
         ):
             request = self._waiting.next()
             self._running.add(request)
@@ -259,7 +284,7 @@ class QueueingEngine(Engine):
         """Takes the answer to a request that runs."""
         try:
             reply = await self._backend.reply(
-                "generate", sent, self._answer_s, lambda: self._loading or self._state == "paused"
+                "generate", sent, self._answer_s, lambda: self._held or self._state == "paused"
             )
             if not request.future.done():
                 request.future.set_result(completion(request, reply, self.counts))
@@ -303,7 +328,7 @@ class QueueingEngine(Engine):
 
     async def _go_on(self) -> None:
         """Lets vLLM sample, and those that wait run, unless something forbids it."""
-        if self._loading or self._state in ("paused", "closed"):
+        if self._held or self._state in ("paused", "closed"):
             return
         await self._backend.ask("resume")
         self._admit()
@@ -314,10 +339,3 @@ class QueueingEngine(Engine):
         if self._stops is None:
             self._stops = StopTokens(self._tokenizer or Tokenizer.from_pretrained(self.path), self._vocab)
         return self._stops.of(strings)
-
-
-def check_sizes(**values: int) -> None:
-    """Raises ConfigError for an option below 1."""
-    for name, value in values.items():
-        if value < 1:
-            raise ConfigError(f"rollout.engine.{name}: expected at least 1, found {value}.")

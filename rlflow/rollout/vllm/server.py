@@ -123,6 +123,11 @@ class ServedVLLM(VLLMBackend):
             paused = await self._routes.ask("GET", "/is_paused", missing={"is_paused": None})
             self._development = paused["is_paused"] is not None
         except (Refused, Retryable, KeyError, TypeError) as error:
+            if "EngineCore" in str(error):
+                raise RolloutError(
+                    f"{self.name}: vLLM's engine ended at the first token; its log says why. On a CPU with AMX "
+                    "vLLM 0.32 does so in bfloat16: start it with --dtype float32."
+                ) from None
             raise RolloutError(f"{self.name}: {error}; expected vLLM 0.32, started as `{HOW_TO}`.") from None
         if paused["is_paused"]:
             raise RolloutError(f"{self.name} is paused; resume it (POST /resume), or start it anew.")

@@ -4,14 +4,34 @@ vLLM loads it in every process that holds a part of the model, by the entry poin
 
 from __future__ import annotations
 
+import resource
 from dataclasses import dataclass
 from typing import Any
 
 BACKEND = "rlflow_files"
+WATCH = f"{__name__}.MemoryWatch"
+
+
+class MemoryWatch:
+    """What vLLM's worker class gets in addition: `collective_rpc` finds it there."""
+
+    def used_bytes(self) -> int:
+        """Memory that is in use: of the worker's GPU, by whomever; on a CPU its resident set."""
+        import torch
+
+        if torch.cuda.is_available():
+            free, total = torch.cuda.mem_get_info()
+            return total - free
+        with open("/proc/self/statm") as file:
+            return int(file.read().split()[1]) * resource.getpagesize()
 
 
 def register() -> None:
     """Makes the backend known to vLLM. Called by vLLM in each of its processes, more than once in some."""
+    import torch
+
+    # vLLM's attention in AMX tiles, which it takes in bfloat16, ends the process (0.32, without a word): its vectors are used.
+    torch.cpu._is_amx_tile_supported = lambda: False
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
     if BACKEND not in getattr(WeightTransferEngineFactory, "_registry", {}):

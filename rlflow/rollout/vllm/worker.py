@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..frames import encode, receive_async
-from .transfer import BACKEND
+from .transfer import BACKEND, WATCH
 
 WINDOW = "vLLM 0.27 to 0.33"
 PAUSE: dict[str, Any] = {"mode": "keep", "clear_cache": True}
@@ -36,10 +36,15 @@ NEEDED = {
     "start_weight_update": (),
     "update_weights": (),
     "finish_weight_update": ("weight_version",),
+    "sleep": ("level", "mode"),
+    "wake_up": ("tags",),
     "get_weight_version": (),
 }
 """Methods of AsyncLLM and the parameters of theirs that are used."""
-NEEDED_ARGUMENTS = ("logprobs_mode", "scheduling_policy", "weight_transfer_config", "enable_prefix_caching")
+NEEDED_ARGUMENTS = ("logprobs_mode", "scheduling_policy", "weight_transfer_config", "enable_prefix_caching",
+                    "enable_sleep_mode", "worker_extension_cls")  # fmt: skip
+DISCARD = 2
+"""vLLM's level of sleep that keeps no copy of the weights in the host's memory: new ones come before it wakes."""
 ABORT_AGAIN_S = 0.05
 STEP_TOKENS = 8192  # of prompts in a step, on a CPU
 DEAD = 70  # exit code where vLLM's engine has ended by itself
@@ -79,6 +84,7 @@ def engine_arguments(job: Mapping[str, Any]) -> dict[str, Any]:
         "generation_config": "vllm",  # not the model's: what is sampled is what the request says
         "logprobs_mode": LOGPROBS,
         "disable_log_stats": True,
+        "worker_extension_cls": WATCH,
         **job["arguments"],
     }
 
@@ -113,6 +119,7 @@ class VLLMServer:
         self._versions: dict[str, int] = {}  # vLLM's name of a version -> ours
         self._version = 0
         self._spans = True
+        self._asleep, self._used = False, 0
         self._requests: dict[int, asyncio.Task[None]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._turn = asyncio.Lock()
@@ -169,13 +176,14 @@ class VLLMServer:
 
         transfer = WeightTransferConfig(backend=BACKEND)
         keywords = {**(whole_prompts(job) if current_platform.is_cpu() else {}), **engine_arguments(job)}
-        arguments = AsyncEngineArgs(**keywords, weight_transfer_config=transfer)
+        sleeps = bool(job["sleep"]) and current_platform.is_sleep_mode_available()
+        arguments = AsyncEngineArgs(**keywords, weight_transfer_config=transfer, enable_sleep_mode=sleeps)
         self._engine = AsyncLLM.from_engine_args(arguments)
         await self._engine.init_weight_transfer_engine(WeightTransferInitRequest(init_info={}))
         self._versions[await self._engine.get_weight_version()] = 0
         self._spans = "weight_versions" in {field.name for field in dataclasses.fields(CompletionOutput)}
         await self._try_out()
-        return {"vllm": vllm.__version__, "max_tokens": self._engine.model_config.max_model_len}
+        return {"vllm": vllm.__version__, "max_tokens": self._engine.model_config.max_model_len, "sleeps": sleeps}
 
     async def _try_out(self) -> None:
         """Samples a token: what vLLM cannot compute on this machine shows now."""
@@ -221,9 +229,29 @@ class VLLMServer:
     async def do_resume(self, _: dict[str, Any]) -> None:
         await self._engine.resume_generation()
 
+    async def do_sleep(self, _: dict[str, Any]) -> dict[str, Any]:
+        """Gives the memory of weights, keys and values back; what runs is computed anew afterwards. Returns the bytes."""
+        self._asleep, self._used = True, await self._used_bytes()
+        await self._engine.sleep(level=DISCARD, mode="keep")
+        before, self._used = self._used, await self._used_bytes()
+        return {"bytes": before - self._used}
+
+    async def do_wake(self, _: dict[str, Any]) -> dict[str, Any]:
+        """Takes the memory of keys and values again; new weights are there by then. Returns the bytes that both took."""
+        await self._engine.wake_up(tags=["kv_cache"])
+        self._asleep = False
+        return {"bytes": await self._used_bytes() - self._used}
+
+    async def _used_bytes(self) -> int:
+        """Of every device that the engine computes on."""
+        return sum(await self._engine.collective_rpc("used_bytes"))
+
     async def do_begin_update(self, _: dict[str, Any]) -> None:
         """Nothing is sampled from here on, and nothing computed with the old weights is kept."""
-        await self._engine.pause_generation(**PAUSE)
+        if self._asleep:
+            await self._engine.wake_up(tags=["weights"])  # keys and values come when the trainer has sent the last of its own
+        else:
+            await self._engine.pause_generation(**PAUSE)
         await self._engine.start_weight_update()
 
     async def do_update(self, message: dict[str, Any]) -> dict[str, Any]:

@@ -67,8 +67,13 @@ def release_gradients(model: Sequence[DistributedDataParallel]) -> None:
     """Frees the gradient buffers; every view of them stays valid for `restore_gradients`."""
     for buffer in (buffer for chunk in model for buffer in chunk.buffers):
         buffer.grad_data.untyped_storage().resize_(0)
+    empty_cache()
+
+
+def empty_cache() -> None:
+    """Gives the GPU what torch keeps of freed memory: an engine in another process may need it."""
     if torch.cuda.is_available():
-        torch.cuda.empty_cache()  # for an engine in another process
+        torch.cuda.empty_cache()
 
 
 def restore_gradients(model: Sequence[DistributedDataParallel]) -> None:

@@ -162,6 +162,7 @@ class MegatronTrainer(Trainer):
             self._frozen[name] = FrozenModel.load(path, self._world, dtype, self._chunk_bytes, self._offload_snapshots)
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
+        offload.empty_cache()
         return gather_weights(self._chunks, self._architecture, self._world)
 
     def adapter_weights(self) -> Iterator[tuple[str, Tensor]]:
