@@ -10,6 +10,7 @@ it is in the checkpoint.
 
 from __future__ import annotations
 
+import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -36,13 +37,17 @@ class Part(ABC):  # noqa: B024 -- every kind of part adds its own call
 
     needs: frozenset[str] = frozenset()
     refreshes: Mapping[str, int] = {}  # snapshots that are taken anew, and after how many steps each, as of a Loss
+    remembers: tuple[str, ...] = ()
+    """Names of its state: what JSON can say, in attributes of these names behind an underscore."""
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run must know, as JSON-able values and tensors; {} where nothing is remembered."""
-        return {}
+        """What a resumed run must know, as JSON-able values and tensors: by default what it `remembers`."""
+        return {name: copy.deepcopy(getattr(self, f"_{name}")) for name in self.remembers}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restores `state_dict`."""
+        for name in self.remembers:
+            setattr(self, f"_{name}", copy.deepcopy(state[name]))
 
     def report(self) -> dict[str, float]:
         """Numbers about what the part did since the last call, by name: logged as `train/<name>`, once per step."""

@@ -6,10 +6,8 @@ import dataclasses
 import json
 import logging
 import random
-from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 from rlflow.algorithms.base import Filter
 from rlflow.errors import DataError
@@ -35,6 +33,7 @@ class Demonstrations(Filter):
     whole_step = True
     unscored = True
     needs = frozenset({"proximal"})
+    remembers = ("steps",)
 
     def __init__(self, rollout: Rollout, seed: int, path: str, episodes: PositiveInt = 4, split: str = "train") -> None:
         self._rollout, self._seed, self._path, self._episodes, self._split = rollout, seed, Path(path), episodes, split
@@ -46,14 +45,6 @@ class Demonstrations(Filter):
         chosen = draw.sample(self._played, min(self._episodes, len(self._played)))
         self._steps += 1
         return [*groups, *(_again(group, self._steps) for group in chosen)]
-
-    def state_dict(self) -> dict[str, Any]:
-        """The number of steps so far."""
-        return {"steps": self._steps}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restores `state_dict`."""
-        self._steps = int(state["steps"])
 
     @cached_property
     def _played(self) -> list[Group]:

@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.test_layering import ROOT, core_part, imported, sources
+from tests.unit.sources import ROOT
+from tests.unit.sources import files as sources
+from tests.unit.test_layering import core_part, imported
 
 # Room -> (what it may import from the core, which other rooms of environments/). `matmul`: products whose rows do not depend on
 # the size of their batch, which scans need as rollouts do.

@@ -6,14 +6,13 @@ import argparse
 import json
 import os
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from rlflow.errors import RLFlowError
 
-from .options import FORMATTER, SIZES, Meter, logits_check, parse_count, parse_size, peak_rss_mib
+from .options import FORMATTER, SIZES, add_writing_options, logits_check, timed, writing_options
 from .read_ahead import read_ahead
 
 SCOPE = (
@@ -61,7 +60,7 @@ def add_actions(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(run=lambda args: parser.print_help())
     actions = parser.add_subparsers(title="actions", metavar="ACTION")
     _add_to_hf(actions)
-    add_to_megatron(actions, parse_count, parse_size, CODES)
+    add_to_megatron(actions, CODES)
     inspect = actions.add_parser(
         "inspect", help="what a checkpoint holds", description="Shows what a checkpoint holds."
     )
@@ -96,18 +95,7 @@ def _add_to_hf(actions: argparse._SubParsersAction) -> None:
     parser.add_argument(
         "--hf", metavar="REF", type=Path, required=True, help="model directory with config and tokenizer"
     )
-    parser.add_argument("--dtype", choices=("keep", "bf16", "fp16", "fp32"), default="keep", help="default: keep")
-    parser.add_argument(
-        "--shard-size", type=parse_size, default=4 * 10**9, metavar="SIZE", help="such as 4GB (default)"
-    )
-    parser.add_argument("--workers", type=parse_count, default=4, metavar="N", help="copying threads (default 4)")
-    parser.add_argument(
-        "--verify", choices=("fast", "full", "logits", "none"), default="fast", help="default: fast; see below"
-    )
-    parser.add_argument("--overwrite", action="store_true", help="replace OUT once the new one is verified")
-    parser.add_argument("--resume", action="store_true", help="continue what a killed conversion left in OUT.partial")
-    parser.add_argument("--dry-run", action="store_true", help="check everything, write nothing")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    add_writing_options(parser, "such as 4GB (default)")
     sizes = parser.add_argument_group("sizes", "Read from the files; where given, they must agree (exit code 5).")
     for option, (name, what) in SIZES.items():
         sizes.add_argument(f"--{option}", dest=f"size_{name}", type=int, metavar="N", help=what)
@@ -122,12 +110,7 @@ def run_to_hf(args: argparse.Namespace) -> int:
 
     sizes = {name: getattr(args, f"size_{name}") for name, _ in SIZES.values()}
     options = Options(
-        dtype=args.dtype,
-        shard_bytes=args.shard_size,
-        workers=args.workers,
-        overwrite=args.overwrite,
-        resume=args.resume,
-        verify=args.verify,
+        **writing_options(args),
         check=logits_check(args.verify, args.checkpoint, None, args.dtype),
         expected={name: value for name, value in sizes.items() if value is not None},
     )
@@ -138,16 +121,12 @@ def run_to_hf(args: argparse.Namespace) -> int:
         text = f"would write {report['tensors']} tensors, {plan.parameters:,} parameters, {plan.nbytes / 1e9:.3f} GB"
         print(json.dumps(report) if args.json else f"{text} to {args.out}")
         return 0
-    start = time.monotonic()
-    report = to_huggingface(args.checkpoint, args.out, args.hf, options, Meter(sys.stderr.isatty()))
-    seconds = time.monotonic() - start
-    if args.json:
-        print(json.dumps({**report, "seconds": round(seconds, 3), "peak_rss_mib": peak_rss_mib()}))
-        return 0
-    print(
+    report = timed(lambda meter: to_huggingface(args.checkpoint, args.out, args.hf, options, meter))
+    told = (
         f"wrote {args.out}: {report['tensors']} tensors, {report['parameters']:,} parameters, "
-        f"{report['weight_bytes'] / 1e9:.3f} GB in {seconds:.1f} s, verified: {report['verified']}"
+        f"{report['weight_bytes'] / 1e9:.3f} GB in {report['seconds']:.1f} s, verified: {report['verified']}"
     )
+    print(json.dumps(report) if args.json else told)
     return 0
 
 
@@ -155,10 +134,7 @@ def run_inspect(args: argparse.Namespace) -> int:
     from .describe import describe
 
     report = describe(args.checkpoint, everything=args.all)
-    if args.json:
-        print(json.dumps(report))
-        return 0
-    print(_inspection(report))
+    print(json.dumps(report) if args.json else _inspection(report))
     return 0
 
 

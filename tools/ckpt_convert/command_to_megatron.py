@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 
+from .options import FORMATTER, add_writing_options, logits_check, parse_count, timed, writing_options
 from .read_ahead import read_ahead
 
 
-def add_to_megatron(
-    actions: argparse._SubParsersAction, count: Callable[[str], int], size: Callable[[str], int], codes: str
-) -> None:
-    """Adds the action. count, size: parsers of numbers and of sizes; codes: text on exit codes."""
+def add_to_megatron(actions: argparse._SubParsersAction, codes: str) -> None:
+    """Adds the action. codes: text on exit codes."""
     parser = actions.add_parser(
         "to-megatron",
         help="HuggingFace directory to Megatron checkpoint",
@@ -25,20 +21,22 @@ def add_to_megatron(
         "(CRC-32). full also reads the checkpoint with the readers of to-hf and compares every byte with HF. logits\n"
         "runs Megatron's own model on it (with --spec te its local layers, names apart) and compares with transformers.\n"
         + codes,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=FORMATTER,
     )
     parser.add_argument("model", metavar="HF", type=Path, help="model directory with config.json and safetensors")
     parser.add_argument("out", metavar="OUT", type=Path, help="directory to write")
     layout = parser.add_argument_group(
         "layout", "torch_dist loads in every layout; a legacy checkpoint only in its own."
     )
-    layout.add_argument("--tp", type=count, default=1, metavar="N", help="tensor-parallel ranks (default 1)")
-    layout.add_argument("--pp", type=count, default=1, metavar="N", help="pipeline-parallel ranks (default 1)")
-    layout.add_argument("--vpp", type=count, default=1, metavar="N", help="model chunks per pipeline rank (default 1)")
+    layout.add_argument("--tp", type=parse_count, default=1, metavar="N", help="tensor-parallel ranks (default 1)")
+    layout.add_argument("--pp", type=parse_count, default=1, metavar="N", help="pipeline-parallel ranks (default 1)")
+    layout.add_argument(
+        "--vpp", type=parse_count, default=1, metavar="N", help="model chunks per pipeline rank (default 1)"
+    )
     for end in ("first", "last"):
         what = f"layers of the {end} pipeline rank, where not as many as the others'"
         layout.add_argument(f"--{end}-stage-layers", type=_positive, metavar="N", help=what)
-    layout.add_argument("--ep", type=count, default=1, metavar="N", help="expert-parallel ranks (default 1)")
+    layout.add_argument("--ep", type=parse_count, default=1, metavar="N", help="expert-parallel ranks (default 1)")
     layout.add_argument(
         "--vocab-multiple",
         type=_positive,
@@ -52,14 +50,7 @@ def add_to_megatron(
     parser.add_argument(
         "--spec", choices=("te", "local"), default="te", help="names of Transformer Engine's or Megatron's own layers"
     )
-    parser.add_argument("--dtype", choices=("keep", "bf16", "fp16", "fp32"), default="keep", help="default: keep")
-    parser.add_argument("--shard-size", type=size, default=4 * 10**9, metavar="SIZE", help="of torch_dist files (4GB)")
-    parser.add_argument("--workers", type=count, default=4, metavar="N", help="copying threads (default 4)")
-    parser.add_argument("--verify", choices=("fast", "full", "logits", "none"), default="fast", help="default: fast")
-    parser.add_argument("--overwrite", action="store_true", help="replace OUT once the new one is verified")
-    parser.add_argument("--resume", action="store_true", help="continue what a killed conversion left in OUT.partial")
-    parser.add_argument("--dry-run", action="store_true", help="check everything, write nothing")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    add_writing_options(parser, "of torch_dist files (4GB)")
     parser.set_defaults(run=run_to_megatron)
 
 
@@ -74,7 +65,6 @@ def run_to_megatron(args: argparse.Namespace) -> int:
         read_ahead(args.model)
     from .import_model import ImportOptions, prepare_import, to_megatron
     from .mapping.to_megatron import CheckpointLayout
-    from .options import Meter, logits_check, peak_rss_mib
     from .writers.directory import check_output
 
     options = ImportOptions(
@@ -83,33 +73,23 @@ def run_to_megatron(args: argparse.Namespace) -> int:
             *(args.first_stage_layers, args.last_stage_layers),
         ),
         format=args.format,
-        dtype=args.dtype,
-        shard_bytes=args.shard_size,
-        workers=args.workers,
-        overwrite=args.overwrite,
-        resume=args.resume,
-        verify=args.verify,
+        **writing_options(args),
         check=logits_check(args.verify, None, args.model, args.dtype),
     )
     if args.dry_run:
         check_output(args.out, None, args.model, args.overwrite)
         _, files = prepare_import(args.model, options)
         report = {"files": len(files), "bytes": sum(file.size for file in files)}
-        print(
-            json.dumps(report)
-            if args.json
-            else f"would write {len(files)} files, {report['bytes'] / 1e9:.3f} GB to {args.out}"
-        )
+        told = f"would write {len(files)} files, {report['bytes'] / 1e9:.3f} GB to {args.out}"
+        print(json.dumps(report) if args.json else told)
         return 0
-    start = time.monotonic()
-    found = to_megatron(args.model, args.out, options, Meter(sys.stderr.isatty()))
-    seconds = time.monotonic() - start
+    found = timed(lambda meter: to_megatron(args.model, args.out, options, meter))
     if args.json:
-        print(json.dumps({**found, "seconds": round(seconds, 3), "peak_rss_mib": peak_rss_mib()}))
+        print(json.dumps(found))
         return 0
     print(
         f"wrote {args.out}: {found['format']}, {found['parameters']:,} parameters, {found['weight_bytes'] / 1e9:.3f} GB in "
-        f"{seconds:.1f} s, verified: {found['verified']}"
+        f"{found['seconds']:.1f} s, verified: {found['verified']}"
     )
     print(f"Megatron-LM takes sizes from it (--use-checkpoint-args); give as well: {' '.join(found['flags_to_give'])}")
     if found["left_out"]:

@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 SIZES = {
     "tp": ("tensor_parallel", "tensor-parallel ranks"),
@@ -44,6 +45,32 @@ def parse_count(text: str) -> int:
     if not text.isdigit() or not 1 <= int(text) <= 64:
         raise argparse.ArgumentTypeError(f"expected a whole number from 1 to 64, found '{text}'")
     return int(text)
+
+
+def add_writing_options(parser: argparse.ArgumentParser, shards: str) -> None:
+    """Adds what both directions take; shards: what --shard-size is of."""
+    parser.add_argument("--dtype", choices=("keep", "bf16", "fp16", "fp32"), default="keep", help="default: keep")
+    parser.add_argument("--shard-size", type=parse_size, default=4 * 10**9, metavar="SIZE", help=shards)
+    parser.add_argument("--workers", type=parse_count, default=4, metavar="N", help="copying threads (default 4)")
+    checks = ("fast", "full", "logits", "none")
+    parser.add_argument("--verify", choices=checks, default="fast", help="default: fast; see below")
+    parser.add_argument("--overwrite", action="store_true", help="replace OUT once the new one is verified")
+    parser.add_argument("--resume", action="store_true", help="continue what a killed conversion left in OUT.partial")
+    parser.add_argument("--dry-run", action="store_true", help="check everything, write nothing")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def writing_options(args: argparse.Namespace) -> dict[str, Any]:
+    """The keywords that `add_writing_options` is about."""
+    names = ("dtype", "workers", "overwrite", "resume", "verify")
+    return {name: getattr(args, name) for name in names} | {"shard_bytes": args.shard_size}
+
+
+def timed(convert: Callable[[Meter], dict[str, Any]]) -> dict[str, Any]:
+    """What a conversion, which is given a meter, says of itself, and what it took: `seconds`, `peak_rss_mib`."""
+    start = time.monotonic()
+    report = convert(Meter(sys.stderr.isatty()))
+    return {**report, "seconds": round(time.monotonic() - start, 3), "peak_rss_mib": peak_rss_mib()}
 
 
 def peak_rss_mib() -> int | None:

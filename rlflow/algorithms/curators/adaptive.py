@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
-from typing import Annotated, Any
+from collections.abc import Sequence
+from typing import Annotated
 
 from rlflow.algorithms.curators.epochs import Epochs
 from rlflow.types import Group, Task
@@ -20,6 +20,8 @@ class Adaptive(Epochs):
     mean over its groups, SR <- decay SR + (1 - decay) share of returns from `success` on, from its first group's share.
     lengths: an attempt gets as many turns as the longest success of its task had; all of the run's before there is one.
     """
+
+    remembers = ("rates", "longest")
 
     def __init__(
         self,
@@ -70,12 +72,3 @@ class Adaptive(Epochs):
         """Attempts that were spared."""
         counted, self._spared = float(self._spared), 0
         return {"attempts_spared": counted}
-
-    def state_dict(self) -> dict[str, Any]:
-        """The position, the rates and lengths by task."""
-        return {**super().state_dict(), "rates": dict(self._rates), "longest": dict(self._longest)}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restores `state_dict`."""
-        super().load_state_dict(state)
-        self._rates, self._longest = dict(state["rates"]), {name: int(turns) for name, turns in state["longest"].items()}

@@ -37,10 +37,11 @@ class Epochs(Curator):
 
     def state_dict(self) -> dict[str, Any]:
         """The position, and the number of tasks that it counts in."""
-        return {"taken": self._taken, "tasks": len(self._tasks)}
+        return {**super().state_dict(), "taken": self._taken, "tasks": len(self._tasks)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restores `state_dict`. Over another number of tasks the order is another one too: a new epoch begins."""
+        super().load_state_dict(state)
         taken, total = int(state["taken"]), int(state["tasks"])
         if total != len(self._tasks):
             taken = math.ceil(taken / total) * len(self._tasks)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Annotated, Any
+from collections.abc import Sequence
+from typing import Annotated
 
 from rlflow.algorithms.curators.screened import Screened
 from rlflow.types import Group, Task
@@ -13,6 +13,8 @@ from rlflow.values import Range, Share
 class FilterSolved(Screened):
     """Leaves out a task whose running share of rewarded attempts has reached `solved` (AstraFlow's filter_solved, arXiv
     2605.15565): p <- decay * p + (1 - decay) * share of returns above 0, from p = 0. The run ends where all are solved."""
+
+    remembers = ("shares",)
 
     def __init__(
         self,
@@ -40,12 +42,3 @@ class FilterSolved(Screened):
     def report(self) -> dict[str, float]:
         """Tasks that were passed over, and that count as solved."""
         return {**super().report(), "tasks_solved": float(sum(share >= self._solved for share in self._shares.values()))}
-
-    def state_dict(self) -> dict[str, Any]:
-        """The position, and the running shares by task."""
-        return {**super().state_dict(), "shares": dict(self._shares)}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restores `state_dict`."""
-        super().load_state_dict(state)
-        self._shares = dict(state["shares"])

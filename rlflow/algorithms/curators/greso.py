@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Sequence
+from typing import Literal
 
 from rlflow.algorithms.curators.screened import Screened
 from rlflow.algorithms.filters.dynamic_sampling import scores_alike
@@ -26,6 +26,8 @@ class Greso(Screened):
     first pass is over: p of a kind falls by `adjust` if the share of such groups since the last change has reached its target
     (easy 0.083, hard 0.167), else it rises, within 0.01 to 0.99.
     """
+
+    remembers = ("bases", "streaks", "window", "version", "draws")
 
     def __init__(
         self,
@@ -77,18 +79,6 @@ class Greso(Screened):
     def report(self) -> dict[str, float]:
         """Tasks that were passed over, and the base probabilities."""
         return {**super().report(), "greso_p_easy": self._bases["easy"], "greso_p_hard": self._bases["hard"]}
-
-    def state_dict(self) -> dict[str, Any]:
-        """The position, the streaks by task, the base probabilities and what they are adjusted by."""
-        own = {"bases": dict(self._bases), "streaks": dict(self._streaks), "window": dict(self._window)}
-        return {**super().state_dict(), **own, "version": self._version, "draws": self._draws}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restores `state_dict`."""
-        super().load_state_dict(state)
-        self._bases, self._window = dict(state["bases"]), dict(state["window"])
-        self._streaks = {task: (kind, int(streak)) for task, (kind, streak) in state["streaks"].items()}
-        self._version, self._draws = int(state["version"]), int(state["draws"])
 
     def _count_group(self, group: Group) -> None:
         self._window["all"] += 1

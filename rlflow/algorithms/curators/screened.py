@@ -49,8 +49,9 @@ class Screened(Curator):
 
     def state_dict(self) -> dict[str, Any]:
         """The position in the order."""
-        return {"order": self._order.state_dict()}
+        return {**super().state_dict(), "order": self._order.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restores `state_dict`."""
+        super().load_state_dict(state)
         self._order.load_state_dict(state["order"])

@@ -75,7 +75,7 @@ def test_mistakes_are_one_line(model: Path, tmp_path: Path, capsys: pytest.Captu
         (["--env", REFERENCE], "Letters: it makes no task of a text"),
         (["--env", ASKED, "--before"], "no run that says where it started; name it with --start DIR"),
         (["--env", ASKED, "--start", str(tmp_path)], "found no config.json"),
-        (["--env", ASKED, "--temperature", "-1"], "--temperature: expected 0"),
+        (["--env", ASKED, "--temperature", "-1"], "--temperature: expected at least 0"),
     ):
         assert cli.main(["ask", str(model), "a?", *words]) == 2
         said = capsys.readouterr().err
