@@ -13,7 +13,8 @@ from pathlib import Path
 import numpy as np
 from common import MIB
 
-COPIED = 256 * MIB
+SOURCE = 256 * MIB  # about the largest tensor, which stands for all of the weights
+MOST = 1024 * MIB  # more than caches hold
 STREAMS = 2
 BUCKET = 64 * MIB
 CHUNK = MIB // 4  # received at a time
@@ -69,13 +70,14 @@ def private_bytes() -> int:
 
 
 def memcpy(size: int) -> Callable[[], Taken]:
-    """Copies so many bytes within memory."""
-    source, target = np.ones(COPIED, np.uint8), np.ones(COPIED, np.uint8)
+    """Copies so many bytes into memory of that size, 1 GiB at most, which has been written to before."""
+    source, target = np.ones(SOURCE, np.uint8), np.ones(min(size, MOST), np.uint8)
 
     def run() -> Taken:
         timed = Timed()
-        for start in range(0, size, COPIED):
-            np.copyto(target[: size - start], source[: size - start])
+        for start in range(0, size, SOURCE):
+            place = target[start % MOST :][: min(SOURCE, size - start)]
+            np.copyto(place, source[: len(place)])
         return timed.taken()
 
     return run
@@ -83,7 +85,7 @@ def memcpy(size: int) -> Callable[[], Taken]:
 
 def loopback(pipe: Connection, size: int) -> Callable[[], Taken]:
     """Sends so many bytes over STREAMS sockets to the other process."""
-    content = np.ones(COPIED, np.uint8)
+    content = np.ones(min(size, MOST), np.uint8)
 
     def run() -> Taken:
         with socket.create_server(("127.0.0.1", 0)) as server:

@@ -10,13 +10,14 @@ tcp             another process on this machine receives and hashes them
 tcp delta       the same, 1 % of the values changed since the version that it has; read seconds include copies of all tensors
 ... end to end  from the first tensor published to the last one read, a delta made in between included
 
-In every round each way stands between two runs of what it is held against, as many bytes as the weights have: copies within
-256 MiB that have been written to before (memcpy), or from there over as many sockets into a bucket of the other process that
-has been written to before (loopback). The share of a way is the median over rounds of its speed by the mean of the two;
-`cpu` is the same of processor time, of both processes, which other work on the machine disturbs less. Weights have the shapes
-of Qwen2.5 and random values in bfloat16. After the timed rounds each way is read once more, every bit compared with what was
-published, and the memory sampled that readers and publisher take beside the slots and the copy of a reader of deltas. Ways
-whose memory is not free are left out. The last line is one JSON object.
+In every round each way stands between two runs of what it is held against, as many bytes as the weights have: copies into
+memory of their size, 1 GiB at most, that has been written to before (memcpy), or from such memory over as many sockets into
+a bucket of the other process that has been written to before (loopback). The share of a way is the median over rounds of its
+speed by the mean of the two; `cpu` is the same of processor time, of both processes, which other work on the machine disturbs
+less, and in which two threads are not faster than one. Weights have the shapes of Qwen2.5 and random values in bfloat16. After
+the timed rounds each way is read once more, every bit compared with what was published, and the memory sampled that readers and
+publisher take beside the slots and the copy of a reader of deltas. Ways whose memory is not free are left out. The last line is
+one JSON object.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import numpy as np
 import torch
-from bandwidth import COPIED, STREAMS, Peak, Taken, Timed, loopback, memcpy, private_bytes, take_loopback
+from bandwidth import MOST, SOURCE, STREAMS, Peak, Taken, Timed, loopback, memcpy, private_bytes, take_loopback
 from common import MIB, SHAPES, Shape, versions
 from torch import Tensor
 
@@ -51,10 +52,10 @@ from rlflow.rollout.transfer.base import Publisher, WeightReader
 from rlflow.rollout.transfer.hashes import best_hash
 from rlflow.rollout.transfer.readers import open_reader
 from rlflow.rollout.transfer.shared_memory import SharedMemoryPublisher
-from rlflow.rollout.transfer.slots import shared_memory
 from rlflow.rollout.transfer.tcp import TcpPublisher
 from rlflow.rollout.transfer.tcp_reader import BUCKET_BYTES
 from rlflow.rollout.weight_sync import InProcessSync
+from rlflow.storage.memory import shared_memory
 
 VERSIONS_HELD = {"in-process": 1, "shared memory": 2, "tcp": 2, "tcp delta": 3}
 CHANGED = 0.01
@@ -284,7 +285,7 @@ def with_room(shapes: list[str], labels: list[str]) -> dict[str, list[str]]:
     for name in shapes:
         source = Source(SHAPES[name])
         for label in labels:
-            needed = source.size * VERSIONS_HELD[label] + 4 * source.largest + 2 * COPIED + 1024 * MIB
+            needed = source.size * VERSIONS_HELD[label] + 4 * source.largest + SOURCE + MOST + 1024 * MIB
             if needed <= free:
                 fits.setdefault(name, []).append(label)
             else:

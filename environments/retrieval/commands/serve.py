@@ -15,14 +15,12 @@ import contextlib
 import functools
 import logging
 import os
-import shutil
 import sys
-import tempfile
 from collections.abc import Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlflow.errors import ConfigError, install_command, needing
+from rlflow.storage.memory import OwnedFolder
 from rlflow_environments.common.commands import log_to_stderr
 from rlflow_environments.retrieval.commands.source_arguments import add_source_arguments, read_source
 from rlflow_environments.retrieval.server.discovery import DiscoveryFile
@@ -39,18 +37,32 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     served = parser.add_argument_group("what is served")
     add_source_arguments(served)
     served.add_argument("--pages", "--pages_path", metavar="FILE", help="whole pages for POST /access")
-    served.add_argument("--topk", "--top-k", type=int, default=3, metavar="N", help="where a request has none (default 3)")
+    served.add_argument(
+        "--topk", "--top-k", type=int, default=3, metavar="N", help="where a request has none (default 3)"
+    )
     place = parser.add_argument_group("where")
-    place.add_argument("--host", default="127.0.0.1", help="address to bind (default 127.0.0.1; 0.0.0.0 for other machines)")
+    place.add_argument(
+        "--host", default="127.0.0.1", help="address to bind (default 127.0.0.1; 0.0.0.0 for other machines)"
+    )
     place.add_argument("--port", type=int, default=DEFAULT_PORT, help="default 8000; 0 picks a free one")
-    place.add_argument("--save-address-to", metavar="DIR", help="write Host{ip}_IP{port}.txt there while the server can answer")
+    place.add_argument(
+        "--save-address-to", metavar="DIR", help="write Host{ip}_IP{port}.txt there while the server can answer"
+    )
     load = parser.add_argument_group("load")
-    load.add_argument("--processes", type=int, default=1, metavar="N", help="that answer, with one index in shared memory (1)")
+    load.add_argument(
+        "--processes", type=int, default=1, metavar="N", help="that answer, with one index in shared memory (1)"
+    )
     load.add_argument("--max-batch", type=int, default=256, metavar="N", help="queries searched together at most (256)")
     load.add_argument("--max-queue", type=int, default=8192, metavar="N", help="waiting queries before 429 (8192)")
-    load.add_argument("--max-wait-s", type=float, default=60.0, metavar="S", help="before a request is given up, 503 (60)")
-    load.add_argument("--cache-mb", type=int, default=64, metavar="MB", help="answers kept in memory (64; 0 turns it off)")
-    load.add_argument("--query-log", metavar="FILE", help="append one line of JSON per request: trace id, times, ids found")
+    load.add_argument(
+        "--max-wait-s", type=float, default=60.0, metavar="S", help="before a request is given up, 503 (60)"
+    )
+    load.add_argument(
+        "--cache-mb", type=int, default=64, metavar="MB", help="answers kept in memory (64; 0 turns it off)"
+    )
+    load.add_argument(
+        "--query-log", metavar="FILE", help="append one line of JSON per request: trace id, times, ids found"
+    )
     parser.add_argument("--parent", type=int, metavar="PID", help="end when this process ends")
 
 
@@ -84,17 +96,16 @@ def run(args: argparse.Namespace) -> int:
     os._exit(0)  # a search that cannot be interrupted must not keep the process
 
 
-def _shared_folder() -> Path:
+def _shared_folder() -> OwnedFolder:
     """Where several processes count together; prometheus_client has to know before it is imported."""
-    memory = Path("/dev/shm")
-    folder = tempfile.mkdtemp(prefix="rlflow-search-", dir=memory if os.access(memory, os.W_OK) else None)
-    os.environ["PROMETHEUS_MULTIPROC_DIR"] = folder
-    return Path(folder)
+    folder = OwnedFolder("search")
+    os.environ["PROMETHEUS_MULTIPROC_DIR"] = str(folder.path)
+    return folder
 
 
 @contextlib.contextmanager
 def _service(
-    args: argparse.Namespace, limits: ServiceLimits, folder: Path | None
+    args: argparse.Namespace, limits: ServiceLimits, folder: OwnedFolder | None
 ) -> Iterator[tuple[SearchService, Any]]:
     """What answers, and the protocol of its connections: in this process, or in several others."""
     from rlflow_environments.retrieval.server.connections import ImpatientProtocol
@@ -110,15 +121,15 @@ def _service(
     from rlflow_environments.retrieval.server.statistics import ServerStatistics, shared_table
 
     try:
-        fleet = Fleet(make_source(args), limits, args.query_log, args.processes, folder)
-        statistics = ServerStatistics(shared_table(folder, args.processes))
+        fleet = Fleet(make_source(args), limits, args.query_log, args.processes, folder.path)
+        statistics = ServerStatistics(shared_table(folder.path, args.processes))
         fleet.service = SearchService(fleet.load, limits, None, statistics)
         try:
             yield fleet.service, functools.partial(MovingProtocol, movers=fleet.movers)
         finally:
             fleet.end()
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        folder.close()
 
 
 def make_source(args: argparse.Namespace) -> Any:

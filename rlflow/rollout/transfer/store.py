@@ -12,12 +12,10 @@ a reader, no reader sees two versions in one, and the kernel frees the locks of 
 from __future__ import annotations
 
 import logging
-import os
 import secrets
 import shutil
 import tempfile
 import time
-import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,20 +26,13 @@ from torch import Tensor
 from rlflow.errors import ConfigError, RolloutError
 from rlflow.rollout.transfer.hashes import Helpers, hash_function
 from rlflow.rollout.transfer.manifest import Manifest, PublishedTensor, aligned, content_of, parts
-from rlflow.rollout.transfer.slots import (
-    ELSEWHERE,
-    NO_ROOM,
-    PREFIX,
-    SlotFile,
-    make_folder,
-    remove_folder,
-    remove_leftovers,
-    shared_memory,
-)
+from rlflow.rollout.transfer.slots import NO_ROOM, SlotFile
 from rlflow.storage.files import write_text
+from rlflow.storage.memory import OwnedFolder, remove_leftovers, shared_memory
 
 logger = logging.getLogger(__name__)
 
+PREFIX = "published"
 CHUNK_BYTES = 2**18  # copied, and hashed while it is in the cache
 MOST_LEFT = 2  # earlier versions that readers may still hold while a new one is written
 POLL_S = 0.02
@@ -71,19 +62,18 @@ class Store:
         self.hash, self.hash_name = hash_function(hash_name), hash_name
         self.part_bytes, self._readers_s = part_bytes, readers_s
         self.helpers = Helpers()
-        remove_leftovers(parent)
+        remove_leftovers(self._elsewhere)
         try:
-            self.folder, self._owner = make_folder(parent)
+            self._folders = [OwnedFolder(PREFIX, parent)]
         except OSError as error:
             raise ConfigError(
                 f"weight transfer: directory: {parent}: cannot be written to ({error.strerror})."
             ) from None
-        self._slots_in = self.folder
+        self.folder = self._slots_in = self._folders[0].path
         self._left: list[SlotFile] = []  # of earlier versions that are being read
         self._number = 0
         self.versions: list[Version] = []
         """Oldest first, two at most."""
-        self._remove = weakref.finalize(self, remove_folder, self.folder)
 
     def write(self, weights: Iterable[tuple[str, Tensor]], version: int) -> Manifest:
         """Makes the pairs the newest version; see `Publisher.publish`. Beside the slots never more than a tensor is held."""
@@ -106,9 +96,8 @@ class Store:
         for slot in [*(held.slot for held in self.versions), *self._left]:
             slot.close()
         self.versions, self._left = [], []
-        if self._remove.alive:
-            self._remove()
-            os.close(self._owner)
+        for folder in self._folders:
+            folder.close()
 
     def _free_slot(self, version: int) -> SlotFile:
         """A locked slot: that of the older version if nobody reads it, else a new one."""
@@ -151,9 +140,8 @@ class Store:
         here = self._slots_in
         try:
             if here == self.folder:
-                self._elsewhere.mkdir(parents=True, exist_ok=True)
-                self._slots_in = Path(tempfile.mkdtemp(prefix=PREFIX, dir=self._elsewhere))
-                (self.folder / ELSEWHERE).symlink_to(self._slots_in)
+                self._folders.append(OwnedFolder(PREFIX, self._elsewhere))
+                self._slots_in = self._folders[-1].path
                 slot = SlotFile(self._slots_in / name, size)
                 logger.warning(
                     "weight transfer: %s has %d MiB free, and a version needs %d: it is kept in %s, which is slower. Make %s "

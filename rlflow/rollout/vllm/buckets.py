@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import shutil
-import tempfile
-import weakref
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -16,6 +13,7 @@ from rlflow.errors import ModelError, RolloutError, did_you_mean
 from rlflow.models.architecture import huggingface_shapes, stored_architecture
 from rlflow.models.huggingface import WeightFiles, read_config
 from rlflow.rollout.engine import Weights, each_weight
+from rlflow.storage.memory import OwnedFolder
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 NAMES_TOLD = 5
@@ -61,16 +59,13 @@ class Buckets:
     def __init__(self, limit_bytes: int, parent: Path | None = None) -> None:
         """parent: another folder to be in."""
         self._limit = limit_bytes
-        memory = Path("/dev/shm")
-        if parent is None:
-            parent = memory if memory.is_dir() and os.access(memory, os.W_OK) else Path(tempfile.gettempdir())
-        self._folder = Path(tempfile.mkdtemp(prefix="rlflow-weights-", dir=parent))
-        self._remove = weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
+        self._owned = OwnedFolder("weights", parent, others=parent is None)
+        self._folder = self._owned.path
         self._number = 0
 
     def close(self) -> None:
         """Removes the folder."""
-        self._remove()
+        self._owned.close()
 
     async def files(self, weights: Weights, names: WeightNames) -> AsyncIterator[Path]:
         """A file after another, each of at most `limit_bytes` (a larger tensor is alone in its file) and gone when the next is

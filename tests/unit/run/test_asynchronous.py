@@ -4,17 +4,16 @@ twice or lost, and all of them come to an end."""
 from __future__ import annotations
 
 import dataclasses
-import os
 import sqlite3
-import tempfile
 from collections import Counter
-from pathlib import Path
+from contextlib import closing
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from rlflow.run.pacing import Pacing, WhenStale
+from rlflow.storage.memory import OwnedFolder
 from tests.unit.run.simulation import Outcome, Simulation, Workload
 
 WORKLOADS = st.builds(
@@ -38,9 +37,6 @@ WORKLOADS = st.builds(
 )
 
 
-MEMORY = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None  # a journal syncs, which takes milliseconds on a disk
-
-
 @st.composite
 def pacings(draw: st.DrawFn, prompts: int) -> Pacing:
     most = draw(st.integers(0, 5))
@@ -53,9 +49,9 @@ CASES = WORKLOADS.flatmap(lambda work: st.tuples(st.just(work), pacings(work.pro
 
 def played(workload: Workload, pacing: Pacing) -> tuple[Outcome, list[tuple]]:
     """The outcome, and the journal's (number, sample, task, group, state, step, reason, whether there is a payload)."""
-    with tempfile.TemporaryDirectory(prefix="rlflow-journal-", dir=MEMORY) as folder:
-        outcome = Simulation(Path(folder), pacing, workload).run()
-        with sqlite3.connect(Path(folder) / "journal.sqlite") as database:
+    with closing(OwnedFolder("journal")) as folder:  # in memory: a journal syncs, which takes milliseconds on a disk
+        outcome = Simulation(folder.path, pacing, workload).run()
+        with sqlite3.connect(folder.path / "journal.sqlite") as database:
             columns = "number, sample, task, group_id, state, step, reason, payload IS NOT NULL"
             rows = database.execute(f"SELECT {columns} FROM attempts ORDER BY number, sample").fetchall()
         database.close()

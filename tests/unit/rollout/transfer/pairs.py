@@ -27,6 +27,15 @@ def made(version: int, size: int = 3000) -> Pairs:
     ]
 
 
+def trained(version: int, share: float = 0.01, size: int = 100_000, dtype: torch.dtype = torch.bfloat16) -> Pairs:
+    """Two tensors; from one version to the next this share of their values changes."""
+    weights = torch.arange(2 * size, dtype=torch.float32).to(dtype)
+    for step in range(1, version + 1):
+        places = torch.randperm(2 * size, generator=torch.Generator().manual_seed(step))[: int(2 * size * share)]
+        weights[places] = torch.full_like(weights[places], float(step)) / 3
+    return [("first", weights[:size].view(-1, 10)), ("second", weights[size:])]
+
+
 def assert_same(found: Iterable[tuple[str, Tensor]], expected: Pairs) -> None:
     pairs = list(found)
     assert [name for name, _ in pairs] == [name for name, _ in expected]

@@ -126,11 +126,17 @@ def test_a_flipped_bit_is_found_and_the_tensor_is_not_handed_on(publisher: Share
 PUBLISHER = """
 import sys, time
 sys.path[:0] = [{root!r}]
-import torch
+from pathlib import Path
+from rlflow.rollout.transfer import store
 from rlflow.rollout.transfer.shared_memory import SharedMemoryPublisher
+from rlflow.rollout.vllm.buckets import Buckets
 from tests.unit.rollout.transfer.pairs import made
-publisher = SharedMemoryPublisher({directory!r})
+buckets = Buckets(1, Path({directory!r}))
+(buckets._folder / "1.safetensors").write_bytes(b"some")
+publisher = SharedMemoryPublisher({directory!r}, elsewhere={elsewhere!r})
 publisher.publish(made(1), 1)
+folder = store.OwnedFolder("published", Path({elsewhere!r}))
+publisher._store._slots_in = folder.path  # as where there is no room
 publisher.publish(made(2), 2)
 def endless():
     yield from made(3)[:3]
@@ -142,24 +148,27 @@ publisher.publish(endless(), 3)
 
 @pytest.mark.timeout(60)
 def test_a_publisher_killed_in_the_middle_tears_nothing_and_its_memory_is_found_by_the_next(tmp_path: Path) -> None:
-    program = PUBLISHER.format(root=str(ROOT), directory=str(tmp_path))
+    places = {"directory": str(tmp_path / "memory"), "elsewhere": str(tmp_path / "disk")}
+    program = PUBLISHER.format(root=str(ROOT), **places)
     with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, cwd=ROOT) as process:
         assert process.stdout is not None
         address = process.stdout.readline().strip()
         os.kill(process.pid, signal.SIGKILL)
+    assert len(list((tmp_path / "memory").iterdir())) == 2 and list((tmp_path / "disk").rglob("*.slot"))
     reader = open_reader(address)
     assert_same(reader.read(), made(2))
     began = time.monotonic()
-    with pytest.raises(RolloutError, match="its publisher has ended; versions that are left: 2"):
+    with pytest.raises(RolloutError, match=r"its publisher has ended; versions that are left: 2"):
         reader.read(3, timeout_s=30)
     assert time.monotonic() - began < 5
     held = list(reader.read())
-    with SharedMemoryPublisher(str(tmp_path)) as publisher:
-        assert [str(path) for path in tmp_path.iterdir()] == [publisher.address.removeprefix("shm:")]
+    with SharedMemoryPublisher(**places) as publisher:
+        assert [str(path) for path in (tmp_path / "memory").iterdir()] == [publisher.address.removeprefix("shm:")]
+        assert not list((tmp_path / "disk").iterdir())
         assert_same(held, made(2))
         with pytest.raises(RolloutError, match="its publisher has ended"):
             reader.read()
-    assert not list(tmp_path.iterdir())
+    assert not list((tmp_path / "memory").iterdir())
 
 
 def test_another_publisher_of_the_same_folder_is_left_alone(tmp_path: Path) -> None:

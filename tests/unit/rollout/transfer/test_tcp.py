@@ -22,7 +22,7 @@ from rlflow.rollout.transfer.base import WeightReader
 from rlflow.rollout.transfer.connection import Connection, host_and_port
 from rlflow.rollout.transfer.readers import open_reader
 from rlflow.rollout.transfer.tcp import MOST_REQUEST_BYTES, TcpPublisher
-from tests.unit.rollout.transfer.pairs import Pairs, assert_same, made
+from tests.unit.rollout.transfer.pairs import Pairs, assert_same, made, trained
 
 Make = Callable[..., TcpPublisher]
 MIB = 2**20
@@ -44,15 +44,6 @@ def make(tmp_path: Path) -> Iterator[Make]:
 
 def reader_of(publisher: TcpPublisher, **options: float) -> WeightReader:
     return open_reader(publisher.address, publisher.key, **options)
-
-
-def trained(version: int, share: float = 0.01, size: int = 100_000, dtype: torch.dtype = torch.bfloat16) -> Pairs:
-    """Two tensors; from one version to the next this share of their values changes."""
-    weights = torch.arange(2 * size, dtype=torch.float32).to(dtype)
-    for step in range(1, version + 1):
-        places = torch.randperm(2 * size, generator=torch.Generator().manual_seed(step))[: int(2 * size * share)]
-        weights[places] = torch.full_like(weights[places], float(step)) / 3
-    return [("first", weights[:size].view(-1, 10)), ("second", weights[size:])]
 
 
 def test_every_bit_arrives_whatever_the_streams_and_the_sizes(make: Make) -> None:
