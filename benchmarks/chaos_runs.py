@@ -88,6 +88,7 @@ def write_run(
     if task == "search":
         base = ROOT / "recipes" / "searchr1" / "config" / "short.yaml"
         values += [
+            f"model.path={ROOT / 'recipes/searchr1/starting_policy'}",
             f"environment.name={Path(__file__).resolve()}:SlowSearch", "environment.managed=true",
             f"environment.world.directory={folder}/world", "rollout.prompts_per_step=8", "algorithm.transforms=[tis]",
             "algorithm.losses.0={name: ppo_clip, anchor: proximal, clip_low: 0.2, clip_high: 0.28}",

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     import httpx
 
 LONGEST_RETRY_AFTER_S = 30.0
-LOOPBACK = "127.0.0.1"
 ELSEWHERE = "192.0.2.1"  # of TEST-NET, RFC 5737
 
 T = TypeVar("T")
@@ -172,4 +171,4 @@ def own_address(towards: str = "") -> str:
             probe.connect(place)
             return str(probe.getsockname()[0])
     except OSError:
-        return LOOPBACK
+        return "127.0.0.1"

@@ -83,7 +83,14 @@ class Machines:
 
     def command(self, machine: int, command: Sequence[str]) -> list[str]:
         """The command on that machine, which has a host name and a /dev/shm of its own."""
-        inside = ["nsenter", f"--target={self._holders[machine].pid}", "--net", "--uts", "--mount", "--wd=/"]
+        inside = [
+            "nsenter",
+            f"--target={self._holders[machine].pid}",
+            "--net",
+            "--uts",
+            "--mount",
+            f"--wd={os.getcwd()}",
+        ]
         return [*inside, *command]
 
     def start_ray(self, machine: int, cpus: int) -> subprocess.Popen[bytes]:

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rlflow.cluster.session import LOOPBACK
 from rlflow.cluster.watching import Doing, Work
 from rlflow.cluster.wire import pack, unpack_batch
-from rlflow.http import LOOPBACK
 from rlflow.matmul import PRODUCTS, Library
 from rlflow.metrics.memory import PeakMemory
 from rlflow.trainer.base import LossFunction, Trainer

@@ -19,8 +19,8 @@ import psutil
 
 from rlflow.cluster.guard import Guard
 from rlflow.errors import ConfigError, MissingPackageError, RLFlowError, install_command
-from rlflow.http import LOOPBACK
 
+LOOPBACK = "127.0.0.1"
 PROBE_TIMEOUT_S = 10.0
 JOIN_TIMEOUT_S = 60.0
 HTTP2_SETTINGS = b"\x00\x00\x00\x04\x00\x00\x00\x00\x00"  # an empty frame: length, type 4, flags, stream

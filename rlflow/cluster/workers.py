@@ -12,11 +12,10 @@ from typing import Any
 
 from rlflow.cluster.pool import WorkerPool
 from rlflow.cluster.services import LOOK, REPORT, Offers
-from rlflow.cluster.session import RaySession, connect, first_line
+from rlflow.cluster.session import LOOPBACK, RaySession, connect, first_line
 from rlflow.cluster.slots import Handle, PoolLimits, WorkerGone
 from rlflow.components import file_modules
 from rlflow.errors import RLFlowError, RolloutError
-from rlflow.http import LOOPBACK
 from rlflow.matmul import PRODUCTS, Library
 from rlflow.types import Trajectory
 

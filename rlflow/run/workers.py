@@ -12,12 +12,13 @@ import numpy as np
 from torch import Tensor
 
 from rlflow.cluster.pool import WorkerPool
+from rlflow.cluster.session import LOOPBACK
 from rlflow.cluster.slots import PoolLimits
 from rlflow.cluster.workers import RayWorkers
 from rlflow.components import WEIGHT_TRANSFER
 from rlflow.config.schema import Faults, RunConfig
 from rlflow.environment import Environment
-from rlflow.http import LOOPBACK, own_address
+from rlflow.http import own_address
 from rlflow.matmul import PRODUCTS, Library
 from rlflow.metrics.reductions import reduced
 from rlflow.rollout import Rollout, Tokenizer, WeightProbe

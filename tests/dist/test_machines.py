@@ -104,7 +104,11 @@ def test_a_worker_on_another_machine_joins_is_cut_off_and_loses_its_power_and_no
         goes_on("the cut")
         time.sleep(max(0.0, CUT_S - (time.monotonic() - begun)))
         machines.mend()
-        assert plays_there("the cable was mended") != first  # who was silent for too long has lost its place
+        second = plays_there("the cable was mended")
+        assert second != first  # who was silent for too long has lost its place
+        os.kill(second, signal.SIGSTOP)
+        wait_for(lambda: worker_there() not in (0, second), "a worker in place of the stopped one, which is ended,")
+        plays_there("a worker was stopped there")
         machines.end_ray(node, signal.SIGKILL)
         goes_on("the second machine lost its power")
         machines.start_ray(1, cpus=1)
