@@ -145,7 +145,9 @@ def interleave(
     The sides take steps in turn, the order changing each round, each in a process of its own."""
     taken: dict[str, list[Figures]] = {name: [] for name in sides}
     with ExitStack() as stack:
-        pipes = {name: stack.enter_context(_child(name, threads, device, *side)) for name, side in sides.items()}
+        pipes = {name: stack.enter_context(_child(threads, device, *side)) for name, side in sides.items()}
+        for name, pipe in pipes.items():
+            _answer(name, pipe)  # everything is imported
         for number in range(rounds + warm_up):
             for name in list(pipes) if number % 2 else reversed(pipes):
                 pipes[name].send(True)
@@ -155,7 +157,7 @@ def interleave(
 
 
 @contextmanager
-def _child(name: str, threads: int, device: str, side: Side, *arguments: Any) -> Iterator[Connection]:
+def _child(threads: int, device: str, side: Side, *arguments: Any) -> Iterator[Connection]:
     """The pipe to a process that plays a side; the process ends with the block."""
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe()
@@ -163,7 +165,6 @@ def _child(name: str, threads: int, device: str, side: Side, *arguments: Any) ->
     process.start()
     there.close()
     try:
-        _answer(name, here)
         yield here
         here.send(False)
         process.join(10)

@@ -92,7 +92,7 @@ keep() {
             setsid "$@" ${added:+"$added"} >>"$places/$name.log" 2>&1 </dev/null &
             child=$!
             echo "$child" >"$places/$name.pid"
-            wait "$child" || status=$?
+            { wait "$child"; } 2>/dev/null || status=$? # bash would print the whole command that was killed
             [ "$status" -ne 0 ] || exit 0
             deaths=$((deaths + 1)) quick=$((SECONDS - began < 20 ? quick + 1 : 0)) added=$later
             if [ "$deaths" -gt "${RLFLOW_RESTARTS:-20}" ] || [ "$quick" -ge 3 ]; then

@@ -360,7 +360,8 @@ class WorkerPool:
         then = f"another one starts in {back_off_s:g} s"
         if slot.state == "quarantined":
             then = f"it failed {slot.failures} times without an attempt that ended, and is not started again"
-        logger.warning("rollout worker %s: %s; %d attempts are issued again; %s", slot.name, reason, lost, then)
+        again = f"{lost} attempts are issued again; " if lost else ""
+        logger.warning("rollout worker %s: %s; %s%s", slot.name, reason, again, then)
 
     def _lose(self, slot: WorkerSlot, reason: str) -> int:
         """Tells that what the worker plays is lost; returns how many attempts."""

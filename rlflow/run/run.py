@@ -154,8 +154,7 @@ class Run:
         reports = {f"train/{name}": value for name, value in self.source.report().items()} | self.algorithm.report()
         metrics = {**metrics, **rollout_metrics(trajectories, self.registered), **self.rollout.report, **reports}
         if self.ahead is not None:
-            self.ahead.journal.note_phases(self.timer.spans)
-            self.timer.spans.clear()
+            self._note_phases()
             metrics |= staleness_metrics(groups, version=self.step - 1) | self.ahead.report()
         metrics |= highest([self.timer.take(), elsewhere]) | self._turns
         metrics |= {"data/prompts_dropped": float(self.prompts_dropped), "data/epoch": self.source.epoch}
@@ -171,9 +170,16 @@ class Run:
         self._settle()
         self.recorder.write(self.step, groups)
 
+    def _note_phases(self) -> None:
+        if self.ahead is not None:
+            self.ahead.journal.note_phases(self.timer.spans)
+            self.timer.spans.clear()
+
     def evaluation_due(self) -> bool:
-        """Whether the schedule asks for an evaluation now; none is begun once a signal came."""
-        return self.evaluation.due(self.step) and not self.interrupt.requested
+        """Whether the schedule asks for an evaluation now; none is begun once a signal came, nor after the last step:
+        `finish` makes that one."""
+        last = self.step >= self.config.run.steps
+        return self.evaluation.due(self.step) and not self.interrupt.requested and not last
 
     def evaluate(self, final: bool = False) -> None:
         """Evaluates the tasks of the schedule, or those of the last evaluation; writes metrics, trajectories and picture."""
@@ -228,12 +234,7 @@ class Run:
         load_states(self._parts(), state)
 
     def _parts(self) -> dict[str, object]:
-        return {
-            "source": self.source,
-            "rollout": self.rollout,
-            "evaluation": self.evaluation,
-            "algorithm": self.algorithm,
-        }
+        return {"source": self.source, "rollout": self.rollout, "evaluation": self.evaluation, "algorithm": self.algorithm}
 
     def finish(self) -> dict[str, Any]:
         """Saves; unless a signal ended the run, evaluates and exports; draws. Writes and returns the summary."""
@@ -246,6 +247,7 @@ class Run:
         interrupted, export_gap = self.interrupt.requested, None
         if not interrupted and self.evaluation.final_due(self.step):
             self.evaluate(final=True)
+        self._note_phases()
         if not interrupted and self.config.checkpoint.export and self.trainer.exports:
             self.progress.phase("exporting")
             self.directory.confirm()
