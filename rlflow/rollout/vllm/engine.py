@@ -11,6 +11,8 @@ import torch
 from rlflow.errors import ConfigError
 from rlflow.rollout.engine import check_sizes
 from rlflow.rollout.tokenizer import Tokenizer
+from rlflow.rollout.vllm.buckets import Buckets
+from rlflow.rollout.vllm.device_buckets import DeviceBuckets, check_device_transfer
 from rlflow.rollout.vllm.process import VLLMProcess, find_python
 from rlflow.rollout.vllm.queueing import QueueingEngine
 
@@ -31,8 +33,8 @@ class VLLMEngine(QueueingEngine):
     of a prompt and its completion together; none: the model's positions. tensor_parallel: devices of one engine. kv_gib: of keys
     and values on a CPU. bucket_mib: of weights that are in a file at a time. start_s: until vLLM must be ready. answer_s: how
     long it may be silent while requests run. eager: no compilation and no CUDA graphs. sleep: its memory is given back while
-    the trainer works; none: where this process sees a GPU, which is then the one that vLLM takes. arguments: further ones of
-    vLLM's AsyncEngineArgs.
+    the trainer works; none: where this process sees a GPU, which is then the one that vLLM takes. transfer: of new
+    weights, by files in memory or on the GPU that trainer and vLLM share. arguments: further ones of vLLM's AsyncEngineArgs.
     """
 
     def __init__(
@@ -54,6 +56,7 @@ class VLLMEngine(QueueingEngine):
         answer_s: float = 1800.0,
         eager: bool | None = None,
         sleep: bool | None = None,
+        transfer: Literal["files", "ipc"] = "files",
         arguments: dict[str, Any] | None = None,
     ) -> None:
         _check_options(deterministic, arguments or {})
@@ -62,6 +65,9 @@ class VLLMEngine(QueueingEngine):
             path, tokenizer, max_concurrency=max_concurrency, max_tokens=max_tokens, dtype=dtype, seed=seed,
             bucket_mib=bucket_mib, start_s=start_s, answer_s=answer_s,
         )  # fmt: skip
+        if transfer == "ipc":
+            check_device_transfer()
+        self._transfer = transfer
         self.sleeps = torch.cuda.is_available() if sleep is None else sleep
         job = {
             "model": str(self.path),
@@ -73,12 +79,16 @@ class VLLMEngine(QueueingEngine):
             "trust_remote_code": trust_remote_code,
             "enforce_eager": not torch.cuda.is_available() if eager is None else eager,
             "sleep": self.sleeps,
+            "transfer": transfer,
             "arguments": arguments or {},
         }
         self._process = self._backend = self._start(find_python(python), job, kv_gib)
 
     def _start(self, python: str, job: dict[str, Any], kv_gib: int) -> VLLMProcess:
         return VLLMProcess(python, job, kv_gib=kv_gib)
+
+    def _buckets(self) -> Buckets | DeviceBuckets:
+        return DeviceBuckets(self._bucket_bytes) if self._transfer == "ipc" else super()._buckets()
 
     @property
     def pid(self) -> int:

@@ -18,6 +18,7 @@ from rlflow.rollout.engine import Completion, Engine, PauseMode, Sampling, Stop,
 from rlflow.rollout.tokenizer import Tokenizer
 from rlflow.rollout.vllm.backend import Sent, VLLMBackend
 from rlflow.rollout.vllm.buckets import Buckets, WeightNames
+from rlflow.rollout.vllm.device_buckets import DeviceBuckets
 from rlflow.rollout.vllm.requests import EngineRequest, RequestQueue, StopTokens, TokenCounts, completion
 
 logger = logging.getLogger(__name__)
@@ -116,7 +117,7 @@ class QueueingEngine(Engine):
         if self._state == "closed" or self._loading:
             raise RolloutError(f"engine.load_weights: {'another load is under way' if self._loading else CLOSED}.")
         self._loading = True
-        buckets = Buckets(self._bucket_bytes, self._weights_folder)
+        buckets = self._buckets()
         try:
             await self._update(weights, version, buckets)
         except BaseException as error:
@@ -132,11 +133,14 @@ class QueueingEngine(Engine):
         self.version = version
         await self._go_on()
 
-    async def _update(self, weights: Weights, version: int, buckets: Buckets) -> None:
+    def _buckets(self) -> Buckets | DeviceBuckets:
+        return Buckets(self._bucket_bytes, self._weights_folder)
+
+    async def _update(self, weights: Weights, version: int, buckets: Buckets | DeviceBuckets) -> None:
         received: set[str] = set()
         await self._backend.ask("begin_update")
-        async for path in buckets.files(weights, self._names):
-            received |= set((await self._backend.ask("update", path=str(path)))["names"])
+        async for message in buckets.messages(weights, self._names):
+            received |= set((await self._backend.ask("update", **message))["names"])
         self._names.check_complete(received)
         await self._backend.ask("finish_update", version=version)
 

@@ -286,7 +286,8 @@ def test_files_are_bounded_and_gone_and_a_tied_head_is_always_sent(tmp_path: Pat
         from safetensors.torch import load_file
 
         buckets, found, sizes, last = Buckets(64 << 10), [], [], None
-        async for path in buckets.files(pairs, names):
+        async for message in buckets.messages(pairs, names):
+            path = Path(message["path"])
             assert last is None or not last.exists()
             content = load_file(path)
             if HEAD in content:
