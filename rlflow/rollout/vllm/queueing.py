@@ -6,13 +6,13 @@ import asyncio
 import contextlib
 import itertools
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeVar
 
 import torch
 
-from rlflow.errors import RolloutError
+from rlflow.errors import ConfigError, RolloutError
 from rlflow.models.huggingface import read_config
 from rlflow.rollout.engine import Completion, Engine, PauseMode, Sampling, Stop, Weights, check_sizes
 from rlflow.rollout.tokenizer import Tokenizer
@@ -26,6 +26,7 @@ logger = logging.getLogger(__name__)
 CLOSED = "it was closed; make a new one"
 COLDEST = 0.01  # vLLM takes a temperature between 0 and this as this
 CLOSE_S = 10.0
+E = TypeVar("E", bound="QueueingEngine")
 
 
 class QueueingEngine(Engine):
@@ -343,3 +344,27 @@ class QueueingEngine(Engine):
         if self._stops is None:
             self._stops = StopTokens(self._tokenizer or Tokenizer.from_pretrained(self.path), self._vocab)
         return self._stops.of(strings)
+
+
+def check_deterministic(deterministic: bool) -> None:
+    """Raises ConfigError for what vLLM cannot do."""
+    if deterministic:
+        raise ConfigError(
+            "rollout.engine: vLLM does not give equal bits in every run; set run.deterministic=false, or take another engine."
+        )
+
+
+def all_ready(making: Iterable[E], begin: Callable[[E], object] = lambda engine: None) -> list[Engine]:
+    """Makes engines and waits until all of them are ready, `begin` done with each; where one fails, none is left."""
+    made: list[E] = []
+    try:
+        for engine in making:
+            made.append(engine)  # at once: those before one that fails are to be ended
+        for engine in made:
+            engine.wait_until_ready()
+            begin(engine)
+    except BaseException:
+        for engine in made:
+            engine.kill()
+        raise
+    return list(made)
