@@ -151,7 +151,7 @@ class EmbeddedEngine(Engine):
             self._fail(RolloutError(f"engine: weights of version {version} were half loaded when it failed: {error!r}"))
             raise
         finally:
-            self._loading = self._asleep = False
+            self._loading = False
         self._broken = ""
         self._scheduler.version = version
         self._scheduler.forget_cache()
