@@ -322,8 +322,7 @@ class Rollout:
         self.close()
 
     def _thread(self) -> LoopThread:
-        if self._loop is None:
-            self._loop = LoopThread("rlflow-rollout")
+        self._loop = self._loop or LoopThread("rlflow-rollout")
         return self._loop
 
     def _collect(

@@ -42,7 +42,7 @@ def headline(metrics: Mapping[str, float], registered: Metrics, leading: bool = 
         ),
     )
     if (freed := metrics.get("memory/engine_freed_gib")) is not None:
-        parts.append(f"engine -{freed:.2f} +{metrics['memory/engine_taken_gib']:.2f} GiB")
+        parts.append(f"engine {-freed:+.2f} {metrics['memory/engine_taken_gib']:+.2f} GiB")
     for name, words in (
         ("rollout/aborted", "ABORTED"),
         ("rollout/truncated_max_tokens", "cut at tokens"),

@@ -72,7 +72,8 @@ def estimate(config: RunConfig, model: Architecture) -> list[PhaseMemory]:
     for stage in range(layout.pipeline_parallel):
         process = "process" if not config.cluster.ranks else _rank_name(layout, stage)
         held = {**libraries, **rank_parts(config, model, stage)}
-        kept = {name: size for name, size in engine.items() if name != "sampling"}
+        given_back = ("sampling", "keys and values") if _sleeps(config) else ("sampling",)
+        kept = {name: size for name, size in engine.items() if name not in given_back}
         if config.trainer.release_gradients:
             between = {name: size for name, size in held.items() if name != "gradients"}
         else:
@@ -278,6 +279,12 @@ def is_embedded(config: RunConfig) -> bool:
         return ENGINE.locate(config.rollout.engine["name"]).endswith(":EmbeddedEngine")
     except RLFlowError:
         return False
+
+
+def _sleeps(config: RunConfig) -> bool:
+    """Whether the engine gives memory back while the trainer works."""
+    asked = config.rollout.engine.get("sleep")
+    return (torch.cuda.is_available() if asked is None else bool(asked)) and not config.asynchrony.overlap
 
 
 def _episodes(config: RunConfig) -> int:

@@ -17,8 +17,11 @@ from rlflow.config.schema import RunConfig
 from rlflow.errors import ConfigError, MissingPackageError, install_command
 from rlflow.models.architecture import Architecture, architecture
 from rlflow.models.huggingface import check_loadable, read_config
+from rlflow.rollout.vllm.device_buckets import check_device_transfer
+from rlflow.rollout.vllm.process import check_python, find_python
 from rlflow.run.algorithm import check_parts
 from rlflow.run.directory import RunDirectory
+from rlflow.run.vllm_memory import is_vllm
 from rlflow.storage.files import read_json
 from rlflow.trainer.options import MEGATRON_WITHOUT_CUDA, untested_megatron
 
@@ -47,6 +50,7 @@ def start_checks(config: RunConfig, model: bool = True, weights: bool = True) ->
     yield lambda: _check_megatron(config)
     yield lambda: _check_gpus(config)
     yield lambda: _check_workers(config)
+    yield lambda: _check_vllm(config)
     yield lambda: _check_resume_step(config)
     yield lambda: RunDirectory.check(run_path(config), resume=config.run.resume, overwrite=config.run.overwrite)
 
@@ -120,6 +124,16 @@ def _check_workers(config: RunConfig) -> None:
             f"rollout.engine.tensor_parallel: expected at most cluster.gpus_per_rank ({section.gpus_per_rank:g}), all that a "
             f"rollout worker sees; found {devices}. Raise gpus_per_rank, or lower tensor_parallel."
         )
+
+
+def _check_vllm(config: RunConfig) -> None:
+    """Whether vLLM is there for the run's engines, those of workers on this machine included. Raises ConfigError,
+    MissingPackageError."""
+    section = config.cluster
+    if is_vllm(config) and not (section.rollout_workers and section.address):  # workers elsewhere have interpreters of their own
+        check_python(find_python(config.rollout.engine.get("python")))
+        if config.rollout.engine.get("transfer") == "ipc":
+            check_device_transfer(section.ranks + section.rollout_workers)
 
 
 def _check_megatron(config: RunConfig) -> None:

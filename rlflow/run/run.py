@@ -132,9 +132,9 @@ class Run:
         with self.timer.phase("sync"):
             self._pause(trains=False)
             self.rollout.load_weights(self.trainer.weights(), version, self.probe)
-        if self._freed or self.rollout.memory_taken:
-            taken = {"freed": self._freed, "taken": self.rollout.memory_taken}
-            self._turns = {f"memory/engine_{way}_gib": size / GIB for way, size in taken.items()}
+        if any(engine.sleeps for engine in self.rollout.engines) and not self.config.asynchrony.overlap:
+            handed = {"freed": self._freed, "taken": self.rollout.memory_taken}
+            self._turns = {f"memory/engine_{way}_gib": size / GIB for way, size in handed.items()}
 
     def finish_step(self, metrics: dict[str, float], groups: Sequence[Group]) -> None:
         """Counts the step, takes the snapshots anew that are due, and writes its metrics and some of its trajectories. Metrics of

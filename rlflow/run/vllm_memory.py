@@ -27,7 +27,7 @@ def vllm_memory(config: RunConfig, model: Architecture) -> list[PhaseMemory]:
 
     Keys and values are allotted whole at the start. A step of prompts and an update, which holds a file of new weights in
     memory, do not happen at the same time."""
-    if torch.cuda.is_available() or not _is_vllm(config):
+    if torch.cuda.is_available() or not is_vllm(config):
         return []
     options = dict(config.rollout.engine)
     width = DTYPE_BYTES[options.get("dtype") or config.model.dtype]
@@ -49,7 +49,8 @@ def vllm_memory(config: RunConfig, model: Architecture) -> list[PhaseMemory]:
     return [PhaseMemory("vLLM" if count == 1 else f"vLLM, each of {count} engines", "rollout", parts)]
 
 
-def _is_vllm(config: RunConfig) -> bool:
+def is_vllm(config: RunConfig) -> bool:
+    """Whether the engine is vLLM in processes of the run's own."""
     try:
         return ENGINE.locate(config.rollout.engine["name"]).endswith(":make_vllm_engines")
     except RLFlowError:

@@ -8,9 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from fixtures import tiny_model
 
-from tests.dist.lora_ranks import VOCAB, check_layout, make_job, train_alone
+from rlflow.models.adapter import write_adapter
+from rlflow.trainer.options import LoraOptions
+from tests.dist.lora_ranks import ALPHA, LORA, RANK, VOCAB, check_layout, make_job, train_alone
 from tests.dist.megatron_ranks import launch
 from tests.dist.test_layouts import options_of
 
@@ -45,6 +48,30 @@ def jobs(directory: Path, single: Any) -> dict[str, dict[str, Any]]:
     made = {case: make_job(directory, case.split()[0], case, options_of(case)) for case in CASES}
     launch(directory, list(made.values()), limit_s=1400)
     return made
+
+
+@pytest.mark.parametrize("layout", ["TP2", "PP2"])
+def test_peft_loads_what_ranks_export_with_the_same_logits(layout: str, directory: Path, jobs: Any) -> None:
+    """The package itself, where it is installed: log-probs of its model and of the ranks' policy, and its merged weights."""
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+    from transformers import AutoModelForCausalLM
+
+    job = jobs[f"qwen3 {layout}"]
+    found, base = torch.load(job["result"], weights_only=False), job["model"]
+    targets = LoraOptions.of(LORA).targets
+    adapter = directory / f"adapter-{layout}"
+    write_adapter(adapter, found["adapters"].items(), base=base, rank=RANK, alpha=ALPHA, targets=targets)
+    model = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32), adapter)
+    batch = job["batch"]
+    with torch.no_grad():
+        logits = model.eval()(batch.tokens).logits[:, :-1] / batch.temperatures[:, None, None]
+    chosen = logits.log_softmax(-1).gather(-1, batch.tokens[:, 1:, None]).squeeze(-1)
+    valid = torch.arange(1, batch.tokens.shape[1]) < batch.lengths[:, None]
+    assert (found["after"] - found["score"]).abs().max() > 1e-2, "the adapters have learned nothing"
+    torch.testing.assert_close(found["after"][:, 1:], chosen * valid, atol=5e-5, rtol=0)
+    merged = model.merge_and_unload().state_dict()
+    for name, value in found["weights"].items():
+        torch.testing.assert_close(merged[name], value, atol=1e-5, rtol=1e-5, msg=name)
 
 
 @pytest.mark.parametrize("case", CASES)

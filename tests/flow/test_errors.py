@@ -137,6 +137,11 @@ MISTAKES: dict[str, tuple[list[str], list[str]]] = {
     "unknown retriever": ([SEARCH, "environment.retriever=bm52"], ["retriever", "Did you mean 'bm25'"]),
     "unknown reward": ([SEARCH, "environment.reward=em"], ["environment.reward", "searchr1_em"]),
     "unknown engine": (["rollout.engine.name=vlm"], ["engine", "vlm", "embedded"]),
+    "an interpreter that is not there, for workers": (
+        ["rollout.engine={{name: vllm, python: '{place}/no_python'}}", "cluster.rollout_workers=2"],
+        ["rollout.engine.python", "{place}/no_python"]),
+    "an interpreter without vLLM": (
+        [f"rollout.engine={{{{name: vllm, python: '{sys.executable}'}}}}"], ["rollout.engine.python", "has no vLLM"]),
     "unknown loss": (["algorithm.losses=[{{name: ppo_clp}}]"], ["algorithm.losses", "Did you mean 'ppo_clip'"]),
     "unknown keyword of a loss": (["algorithm.losses.0.clip_hihg=0.3"], ["clip_hihg", "Did you mean 'clip_high'"]),
     "a correction applied twice": (

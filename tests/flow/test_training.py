@@ -270,6 +270,24 @@ def test_equal_seeds_give_equal_runs_and_other_seeds_others(model: Path, tmp_pat
     assert rewards("one", 1) == rewards("again", 1) != rewards("other", 2)
 
 
+def test_an_engine_that_sleeps_while_the_trainer_works_changes_nothing(
+    model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    few = ("run.steps=2", "trainer.backend=reference", "evaluation.every_steps=0", "checkpoint.export=false")
+    found = {}
+    for name, sleep in (("awake", "false"), ("asleep", "true")):
+        config = letters_config(model, tmp_path / name, *few, f"rollout.engine={{name: embedded, sleep: {sleep}}}")
+        caplog.clear()
+        with caplog.at_level("INFO"):
+            train(config)
+        records = read_metrics(RunDirectory(tmp_path / name / "letters").metrics)
+        found[name] = [{key: value for key, value in record.items() if key.startswith("train/")} for record in records]
+        handed = [record for record in records if "memory/engine_freed_gib" in record]
+        assert len(handed) == (2 if name == "asleep" else 0)
+        assert (len([line for line in caplog.messages if "  engine " in line]) == 2) is (name == "asleep")
+    assert found["asleep"] == found["awake"]
+
+
 def test_a_run_stops_at_its_target(model: Path, tmp_path: Path) -> None:
     summary = train(letters_config(model, tmp_path, "run.target=0.0", "evaluation.every_steps=2"))
     assert summary["status"] == "finished" and summary["steps"] == 0

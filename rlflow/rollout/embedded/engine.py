@@ -75,7 +75,6 @@ class EmbeddedEngine(Engine):
         self.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         self.max_concurrency = max_concurrency
         self.sleeps = self.device.type == "cuda" if sleep is None else sleep
-        self._asleep = False
         self.deterministic = deterministic
         shape = architecture(read_config(path))
         if cuda_graphs and self.device.type != "cuda":
@@ -103,10 +102,9 @@ class EmbeddedEngine(Engine):
             capture=CudaCapture() if self.device.type == "cuda" and cuda_graphs is not False else None,
         )
         self._vocab = shape.vocab
-        self._seed = seed
-        self._arrivals = 0
+        self._seed, self._arrivals = seed, 0
         self._state: Literal["open", "draining", "paused", "closed"] = "open"
-        self._loading = False
+        self._loading = self._asleep = False
         self._broken = ""  # why the weights cannot be used
         self._driver: asyncio.Task[None] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None

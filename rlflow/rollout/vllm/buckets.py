@@ -6,6 +6,7 @@ import asyncio
 import shutil
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
@@ -67,25 +68,25 @@ class Buckets:
         """Removes the folder."""
         self._owned.close()
 
-    async def files(self, weights: Weights, names: WeightNames) -> AsyncIterator[Path]:
-        """A file after another, each of at most `limit_bytes` (a larger tensor is alone in its file) and gone when the next is
-        asked for. Of a tied model the head follows its embedding.
+    async def messages(self, weights: Weights, names: WeightNames) -> AsyncIterator[dict[str, Any]]:
+        """Fields of one `update` after another: the path of a file of at most `limit_bytes` (a larger tensor is alone in its
+        file), which is gone when the next is asked for. Of a tied model the head follows its embedding.
 
         Raises ModelError for a tensor that is none of the model's, RolloutError where there is no room."""
         held: dict[str, Tensor] = {}
         size = 0
-        async for name, tensor in _with_head(weights, names):
+        async for name, tensor in with_head(weights, names):
             names.check(name)
             tensor = tensor.detach().cpu().contiguous()
             if held and size + tensor.nbytes > self._limit:
                 async for path in self._written(held):
-                    yield path
+                    yield {"path": str(path)}
                 held, size = {}, 0
             held[name] = tensor
             size += tensor.nbytes
         if held:
             async for path in self._written(held):
-                yield path
+                yield {"path": str(path)}
 
     async def _written(self, tensors: dict[str, Tensor]) -> AsyncIterator[Path]:
         from safetensors import SafetensorError
@@ -110,7 +111,8 @@ class Buckets:
             path.unlink(missing_ok=True)
 
 
-async def _with_head(weights: Weights, names: WeightNames) -> AsyncIterator[tuple[str, Tensor]]:
+async def with_head(weights: Weights, names: WeightNames) -> AsyncIterator[tuple[str, Tensor]]:
+    """The pairs, and of a tied model the head after its embedding."""
     head: Tensor | None = None
     sent = False
     async for name, tensor in each_weight(weights):

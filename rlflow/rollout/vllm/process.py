@@ -34,6 +34,7 @@ PACKAGE = "rlflow_vllm"
 PROGRAM = ("-m", f"{PACKAGE}.vllm.worker")
 VARIABLE = "RLFLOW_VLLM_PYTHON"
 SEND_S = 60
+ASK_S = 60.0  # for an interpreter to start and find a package
 STOP_S = 15.0
 REPORT_EVERY_S = 20.0
 LOG_TAIL = 1 << 16  # bytes
@@ -67,6 +68,17 @@ def find_python(python: str | None) -> str:
             f"{where}: expected the Python interpreter of an environment with vLLM, found no program at {path}."
         )
     return str(path)
+
+
+def check_python(python: str) -> None:
+    """Raises MissingPackageError where the interpreter has no vLLM, ConfigError where it does not run; vLLM is not imported."""
+    asking = "import importlib.util, sys; sys.exit(importlib.util.find_spec('vllm') is None)"
+    try:
+        code = subprocess.run([python, "-c", asking], stdin=subprocess.DEVNULL, capture_output=True, timeout=ASK_S).returncode
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise ConfigError(f"rollout.engine.python: {python} cannot be started ({error}).") from None
+    if code:
+        raise MissingPackageError(f"rollout.engine.python: {python} has no vLLM. Install it there: {HOW_TO}.")
 
 
 def child_environment(python: str, folder: Path, kv_gib: int) -> dict[str, str]:
@@ -104,6 +116,8 @@ class VLLMProcess(VLLMBackend):
         self._failure = ""
         self._closing = False
         self.heard = time.monotonic()
+        # Handles of GPU memory come pickled, from here alone.
+        variables = {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1"} if arguments.get("transfer") == "ipc" else {}
         ours, theirs = socket.socketpair()
         ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", SEND_S, 0))
         self._socket = ours
@@ -115,7 +129,7 @@ class VLLMProcess(VLLMBackend):
                     stdout=log,
                     stderr=log,
                     pass_fds=(theirs.fileno(),),
-                    env=child_environment(python, self.folder, kv_gib),
+                    env={**child_environment(python, self.folder, kv_gib), **variables},
                     cwd=self.folder,
                     start_new_session=True,  # a Ctrl-C is this process's to handle; and the group can be ended as a whole
                 )

@@ -6,18 +6,19 @@ import asyncio
 import contextlib
 import itertools
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeVar
 
 import torch
 
-from rlflow.errors import RolloutError
+from rlflow.errors import ConfigError, RolloutError
 from rlflow.models.huggingface import read_config
 from rlflow.rollout.engine import Completion, Engine, PauseMode, Sampling, Stop, Weights, check_sizes
 from rlflow.rollout.tokenizer import Tokenizer
 from rlflow.rollout.vllm.backend import Sent, VLLMBackend
 from rlflow.rollout.vllm.buckets import Buckets, WeightNames
+from rlflow.rollout.vllm.device_buckets import DeviceBuckets
 from rlflow.rollout.vllm.requests import EngineRequest, RequestQueue, StopTokens, TokenCounts, completion
 
 logger = logging.getLogger(__name__)
@@ -25,6 +26,7 @@ logger = logging.getLogger(__name__)
 CLOSED = "it was closed; make a new one"
 COLDEST = 0.01  # vLLM takes a temperature between 0 and this as this
 CLOSE_S = 10.0
+E = TypeVar("E", bound="QueueingEngine")
 
 
 class QueueingEngine(Engine):
@@ -116,7 +118,7 @@ class QueueingEngine(Engine):
         if self._state == "closed" or self._loading:
             raise RolloutError(f"engine.load_weights: {'another load is under way' if self._loading else CLOSED}.")
         self._loading = True
-        buckets = Buckets(self._bucket_bytes, self._weights_folder)
+        buckets = self._buckets()
         try:
             await self._update(weights, version, buckets)
         except BaseException as error:
@@ -132,11 +134,14 @@ class QueueingEngine(Engine):
         self.version = version
         await self._go_on()
 
-    async def _update(self, weights: Weights, version: int, buckets: Buckets) -> None:
+    def _buckets(self) -> Buckets | DeviceBuckets:
+        return Buckets(self._bucket_bytes, self._weights_folder)
+
+    async def _update(self, weights: Weights, version: int, buckets: Buckets | DeviceBuckets) -> None:
         received: set[str] = set()
         await self._backend.ask("begin_update")
-        async for path in buckets.files(weights, self._names):
-            received |= set((await self._backend.ask("update", path=str(path)))["names"])
+        async for message in buckets.messages(weights, self._names):
+            received |= set((await self._backend.ask("update", **message))["names"])
         self._names.check_complete(received)
         await self._backend.ask("finish_update", version=version)
 
@@ -339,3 +344,27 @@ class QueueingEngine(Engine):
         if self._stops is None:
             self._stops = StopTokens(self._tokenizer or Tokenizer.from_pretrained(self.path), self._vocab)
         return self._stops.of(strings)
+
+
+def check_deterministic(deterministic: bool) -> None:
+    """Raises ConfigError for what vLLM cannot do."""
+    if deterministic:
+        raise ConfigError(
+            "rollout.engine: vLLM does not give equal bits in every run; set run.deterministic=false, or take another engine."
+        )
+
+
+def all_ready(making: Iterable[E], begin: Callable[[E], object] = lambda engine: None) -> list[Engine]:
+    """Makes engines and waits until all of them are ready, `begin` done with each; where one fails, none is left."""
+    made: list[E] = []
+    try:
+        for engine in making:
+            made.append(engine)  # at once: those before one that fails are to be ended
+        for engine in made:
+            engine.wait_until_ready()
+            begin(engine)
+    except BaseException:
+        for engine in made:
+            engine.kill()
+        raise
+    return list(made)

@@ -12,7 +12,7 @@ from rlflow.models.huggingface import iterate_weights
 from rlflow.rollout.engine import Engine
 from rlflow.rollout.event_loop import LoopThread
 from rlflow.rollout.tokenizer import Tokenizer
-from rlflow.rollout.vllm.queueing import QueueingEngine
+from rlflow.rollout.vllm.queueing import QueueingEngine, all_ready, check_deterministic
 from rlflow.rollout.vllm.served_model import check_served_model
 from rlflow.rollout.vllm.server import ServedVLLM, check_folder
 
@@ -60,29 +60,19 @@ def make_vllm_server_engines(
     retry_s: how long a request is sent again while nobody answers.
 
     Raises ConfigError, RolloutError where a server does not answer, is none that can be used, or serves another model."""
-    if deterministic:
-        raise ConfigError("rollout.engine: vLLM does not give equal bits in every run; set run.deterministic=false.")
+    check_deterministic(deterministic)
     urls = [url] if isinstance(url, str) else list(url)
     if not urls:
         raise ConfigError("rollout.engine.url: expected an address or more, found none.")
-    made: list[VLLMServerEngine] = []
-    try:
-        for number, one in enumerate(urls):
-            made.append(
-                VLLMServerEngine(
-                    path, tokenizer, one, model=model, api_key_variable=api_key_variable, weights_folder=weights_folder,
-                    retry_s=retry_s, max_concurrency=max_concurrency, max_tokens=max_tokens, dtype=dtype, seed=seed + number,
-                    bucket_mib=bucket_mib, start_s=start_s, answer_s=answer_s,
-                )
-            )  # fmt: skip
-        for engine in made:
-            engine.wait_until_ready()
-            _begin(engine)
-    except BaseException:
-        for engine in made:
-            engine.kill()
-        raise
-    return list(made)
+    making = (
+        VLLMServerEngine(
+            path, tokenizer, one, model=model, api_key_variable=api_key_variable, weights_folder=weights_folder,
+            retry_s=retry_s, max_concurrency=max_concurrency, max_tokens=max_tokens, dtype=dtype, seed=seed + number,
+            bucket_mib=bucket_mib, start_s=start_s, answer_s=answer_s,
+        )
+        for number, one in enumerate(urls)
+    )  # fmt: skip
+    return all_ready(making, _begin)
 
 
 def _begin(engine: VLLMServerEngine) -> None:

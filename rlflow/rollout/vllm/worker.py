@@ -174,12 +174,14 @@ class VLLMServer:
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
         from vllm.platforms import current_platform
 
-        transfer = WeightTransferConfig(backend=BACKEND)
+        shared = job.get("transfer") == "ipc"
+        transfer = WeightTransferConfig(backend="ipc" if shared else BACKEND)
+        init_info = {"packed": True} if shared else {}
         keywords = {**(whole_prompts(job) if current_platform.is_cpu() else {}), **engine_arguments(job)}
         sleeps = bool(job["sleep"]) and current_platform.is_sleep_mode_available()
         arguments = AsyncEngineArgs(**keywords, weight_transfer_config=transfer, enable_sleep_mode=sleeps)
         self._engine = AsyncLLM.from_engine_args(arguments)
-        await self._engine.init_weight_transfer_engine(WeightTransferInitRequest(init_info={}))
+        await self._engine.init_weight_transfer_engine(WeightTransferInitRequest(init_info=init_info))
         self._versions[await self._engine.get_weight_version()] = 0
         self._spans = "weight_versions" in {field.name for field in dataclasses.fields(CompletionOutput)}
         await self._try_out()
@@ -255,13 +257,17 @@ class VLLMServer:
         await self._engine.start_weight_update()
 
     async def do_update(self, message: dict[str, Any]) -> dict[str, Any]:
-        """Loads the tensors of a file; returns their names, as they stand in it."""
+        """Loads the tensors of a file, or of a buffer on the GPU; returns their names, as they stand in it."""
         from safetensors import safe_open
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
-        with safe_open(message["path"], framework="pt") as file:
-            names = list(file.keys())
-        await self._engine.update_weights(WeightTransferUpdateRequest(update_info={"path": message["path"]}))
+        if (info := message.get("info")) is not None:
+            names = info["names"]
+        else:
+            info = {"path": message["path"]}
+            with safe_open(message["path"], framework="pt") as file:
+                names = list(file.keys())
+        await self._engine.update_weights(WeightTransferUpdateRequest(update_info=info))
         return {"names": names}
 
     async def do_finish_update(self, message: dict[str, Any]) -> None:

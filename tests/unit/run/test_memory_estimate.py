@@ -48,6 +48,15 @@ def test_a_qwen_7b_has_its_published_number_of_parameters(qwen: Architecture) ->
     assert stage_parameters(qwen, ParallelLayout()) == [7_615_616_512]
 
 
+def test_keys_and_values_that_are_given_back_are_not_there_in_an_update(qwen: Architecture) -> None:
+    def held(*overrides: str) -> list[int]:
+        return [phase.parts.get("keys and values", 0) for phase in estimate(config(*overrides), qwen)]
+
+    rollout, update = held("rollout.engine={name: embedded, sleep: false}")
+    assert rollout == update > 0
+    assert held("rollout.engine={name: embedded, sleep: true}") == [rollout, 0]
+
+
 def test_weights_gradients_and_optimizer_are_counted_as_by_hand(qwen: Architecture) -> None:
     count = 7_615_616_512
     whole = rank_parts(

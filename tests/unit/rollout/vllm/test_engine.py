@@ -21,10 +21,9 @@ from rlflow.errors import ConfigError, MissingPackageError, ModelError, RLFlowEr
 from rlflow.models.huggingface import iterate_weights
 from rlflow.rollout import Rollout, Tokenizer, frames
 from rlflow.rollout.engine import Engine, Sampling
-from rlflow.rollout.vllm import engines as engines_module
 from rlflow.rollout.vllm import process
 from rlflow.rollout.vllm.buckets import HEAD, Buckets, WeightNames
-from rlflow.rollout.vllm.engine import VLLMEngine
+from rlflow.rollout.vllm.engine import VLLMEngine, make_vllm_engines
 from rlflow.rollout.vllm.queueing import QueueingEngine
 from tests.fixtures import tiny_model
 from tests.unit.rollout.asking import Asking
@@ -286,7 +285,8 @@ def test_files_are_bounded_and_gone_and_a_tied_head_is_always_sent(tmp_path: Pat
         from safetensors.torch import load_file
 
         buckets, found, sizes, last = Buckets(64 << 10), [], [], None
-        async for path in buckets.files(pairs, names):
+        async for message in buckets.messages(pairs, names):
+            path = Path(message["path"])
             assert last is None or not last.exists()
             content = load_file(path)
             if HEAD in content:
@@ -325,7 +325,13 @@ def test_engines_start_side_by_side_and_a_failure_ends_all(
 ) -> None:
     begun = time.monotonic()
     with pytest.raises(RolloutError, match="exit code 3"):
-        engines_module.make_vllm_engines(
+        make_vllm_engines(
             qwen, tokenizer, engines=3, python=sys.executable, arguments={"fault": "dies_at_start"}
         )
     assert time.monotonic() - begun < 10
+
+
+def test_a_run_offers_the_engines_what_is_its_own() -> None:
+    offered: dict[str, Any] = {"path": "x", "dtype": "bfloat16", "max_tokens": 9, "seed": 3, "deterministic": False,
+                               "trust_remote_code": True, "tokenizer": None}  # fmt: skip
+    assert ENGINE.complete({"name": "vllm"}, **offered)[1] == offered
