@@ -138,7 +138,7 @@ def make_worker_rollout(config: RunConfig) -> WorkerRollout:
     section, faults = config.cluster, Faults(**config.rollout.faults)
     host = own_address(section.address) if section.address else LOOPBACK
     here = {} if host == LOOPBACK else {"host": host}  # else everybody is on this machine
-    environment = make_environment(config, **{f"network_{name}": value for name, value in here.items()})
+    environment = make_environment(config, **({"network_host": host} if here else {}))
     tokenizer = Tokenizer.from_pretrained(config.model.path, trust_remote_code=config.model.trust_remote_code)
     publisher: Publisher = WEIGHT_TRANSFER.build(section.weight_transfer, "cluster.weight_transfer", **here)
     try:

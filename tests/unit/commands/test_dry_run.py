@@ -160,8 +160,18 @@ def test_a_fault_is_one_line(place: Place, untouched: None, capsys: pytest.Captu
     ("{name: vllm, engines: 4}", [], None),
 ])  # fmt: skip
 def test_what_rollout_workers_cannot_be_made_with_is_told(
-    place: Place, capsys: pytest.CaptureFixture[str], engine: str, options: list[str], expected: str | None
+    place: Place,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    engine: str,
+    options: list[str],
+    expected: str | None,
 ) -> None:
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\n")  # answers as one that has vLLM
+    python.chmod(0o755)
+    monkeypatch.setenv("RLFLOW_VLLM_PYTHON", str(python))
     code, _, problems = dry(place, capsys, f"rollout.engine={engine}", *options)
     assert code == (2 if expected else 0) and len(problems) == (1 if expected else 0), problems
     assert expected is None or expected in problems[0]
