@@ -117,8 +117,8 @@ def test_an_export_is_evaluated_with_the_configuration_of_its_run(tmp_path: Path
     [
         ("--questions", "0", "--questions: expected at least 1, found 0"),
         ("--samples", "-1", "--samples: expected at least 1, found -1"),
-        ("--temperature", "-1", "--temperature: expected 0 (greedy) or more, found -1.0"),
-        ("--temperature", "nan", "--temperature: expected 0 (greedy) or more, found nan"),
+        ("--temperature", "-1", "--temperature: expected at least 0, found -1.0"),
+        ("--temperature", "nan", "--temperature: expected at least 0, found nan"),
     ],
 )
 def test_options_out_of_range_are_one_line(
