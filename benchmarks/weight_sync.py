@@ -165,8 +165,9 @@ def measure_in_process(source: Source, pipe: Connection, rounds: int) -> dict[st
     engine, thread = Copies(), LoopThread("sync")
 
     def push() -> dict[str, Taken]:
+        version = source.step()
         timed = Timed()
-        InProcessSync([engine], thread).push(source.pairs(), source.step())
+        InProcessSync([engine], thread).push(source.pairs(), version)
         return {"in-process": timed.taken()}
 
     figures = alternate(min(rounds, 3), 1, memcpy(source.size), push, source.size)
@@ -192,8 +193,9 @@ def measure_published(
     sent: list[int] = []
 
     def sync() -> dict[str, Taken]:
+        version = source.step()
         timed = Timed()
-        publisher.publish(source.pairs(), source.step())
+        publisher.publish(source.pairs(), version)
         published = timed.taken()
         if label == "tcp delta":
             publisher._deltas.wait()  # type: ignore[attr-defined]
@@ -205,8 +207,9 @@ def measure_published(
         return {"publish": published, **ways} if label == "shared memory" else ways
 
     figures = alternate(rounds, 2, base, sync, source.size)
+    version = source.step()
     with Peak() as peak:
-        publisher.publish(source.pairs(), source.step())
+        publisher.publish(source.pairs(), version)
     checked = asked(pipe, "check", publisher, source)
     if label == "tcp delta":
         checked["peak_mib"] -= source.size / MIB  # the copy
