@@ -11,7 +11,8 @@ import psutil
 
 # Waits at its input, which ends with the process that holds the other side, then ends whom it was told of. Started without
 # site packages, in a session of its own: it costs 10 MB, and a Ctrl-C in the terminal does not reach it. Whom Ray has started
-# since writes to its log folder as the others do: a worker that still starts would ask its dead raylet for half a minute.
+# since writes to its log folder as the others do: a worker that still starts would ask its dead raylet for half a minute. The
+# folder that the guarded process itself writes to, as a job of somebody's cluster does, is that cluster's: nobody ends for it.
 _CODE = """
 import os, re, signal, sys, time
 told, folders = {}, set()
@@ -26,10 +27,11 @@ def started(pid):
             return file.read().rpartition(")")[2].split()[19]
     except OSError:
         return ""
+outer = folder(os.getppid())
 for line in sys.stdin:
     pid, start = line.split()
     told[int(pid)] = start
-    if re.search(r"/session_[^/]+/logs$", folder(pid)):
+    if re.search(r"/session_[^/]+/logs$", folder(pid)) and folder(pid) != outer:
         folders.add(folder(pid))
 end = time.monotonic() + GRACE_S
 while told and time.monotonic() < end:
@@ -76,9 +78,7 @@ class Guard:
             )  # fmt: skip
         assert self._process.stdin is not None
         for pid in new:
-            with contextlib.suppress(
-                OSError
-            ):  # it has ended, or the guard was killed: nothing that a run should end for
+            with contextlib.suppress(OSError):  # it has ended, or the guard was killed: nothing that a run should end for
                 self._process.stdin.write(f"{pid} {_start_of(pid)}\n")
                 self._process.stdin.flush()
                 self._told.add(pid)

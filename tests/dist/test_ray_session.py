@@ -206,3 +206,39 @@ def test_the_guard_is_not_one_of_those_that_it_ends() -> None:
     kept._guard.close()
     child.kill()
     child.wait()
+
+
+JOB = """
+import subprocess, sys, time
+import psutil
+from rlflow.cluster.guard import Guard
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+guard = Guard()
+guard.protect([psutil.Process(child.pid)])
+print(child.pid, flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+def test_others_of_the_cluster_whose_job_a_killed_run_was_are_spared(tmp_path: Path) -> None:
+    logs = tmp_path / "session_1" / "logs"
+    logs.mkdir(parents=True)
+    with open(logs / "other.out", "w") as out, open(logs / "job.out", "w") as ours:
+        other = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], stdout=out)
+        job = subprocess.Popen([sys.executable, "-c", JOB], stdout=ours)
+    try:
+        end = time.monotonic() + 30
+        while not (told := (logs / "job.out").read_text().strip()) and time.monotonic() < end:
+            time.sleep(0.05)
+        child = psutil.Process(int(told))
+        time.sleep(0.5)  # the guard has read whom it protects
+        job.kill()
+        psutil.wait_procs([child], timeout=15)
+        assert not child.is_running() or child.status() == psutil.STATUS_ZOMBIE
+        time.sleep(0.5)
+        assert other.poll() is None
+    finally:
+        for process in (other, job):
+            process.kill()
+            process.wait()
