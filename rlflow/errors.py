@@ -118,7 +118,7 @@ def needing(where: str, command: str) -> Iterator[None]:
     try:
         yield
     except ImportError as problem:
-        raise MissingPackageError(f"{where}: the package '{problem.name}' is not installed: {command}") from None
+        raise MissingPackageError(f"{where}: the package '{problem.name or problem}' is not installed: {command}") from None
 
 
 def install_command(extra: str = "") -> str:

@@ -33,9 +33,7 @@ def vllm_memory(config: RunConfig, model: Architecture) -> list[PhaseMemory]:
     width = DTYPE_BYTES[options.get("dtype") or config.model.dtype]
     tensor = int(options.get("tensor_parallel") or 1)
     weights = stage_parameters(model, ParallelLayout())[0] * width
-    head = (
-        model.vocab * model.hidden * width if model.tied else 0
-    )  # vLLM packs the head, which is a copy of the embedding then
+    head = model.vocab * model.hidden * width if model.tied else 0  # vLLM packs it: a copy of the embedding then
     tokens = max(STEP_TOKENS, int(options.get("max_tokens") or config.rollout.max_total_tokens))
     step = tokens * 3 * (model.hidden + model.ffn) * width  # residual, normed and result; gate, up and their product
     update = min(weights + head, int(options.get("bucket_mib", 256)) * 2**20)
