@@ -20,7 +20,8 @@ BASE = [
     "psutil>=5.9",  # megatron.core.dist_checkpointing imports it without declaring it
     "rich>=13.7",
     "matplotlib>=3.8",
-    "xxhash>=3.4",  # hashes of weights on their way, at the speed of memory; where it is missing sha256 takes its place
+    "xxhash>=3.4",  # checksums of files and of weights on their way, at the speed of memory
+    "google-re2>=1.1",  # patterns that are searched for in what a policy wrote, in linear time
 ]
 
 SERVER = [
@@ -115,6 +116,7 @@ setup(
         ],
         "rlflow.converters": ["megatron = rlflow_tools.ckpt_convert.converter"],
         "rlflow.options": ["search = rlflow_environments.search.plug_in:OPTIONS"],
+        "rlflow.foreign_configs": ["search = rlflow_environments.search.plug_in:FOREIGN_CONFIGS"],
         "rlflow.jobs": ["search = rlflow_environments.search.plug_in:JOBS"],
         "rlflow.commands": [
             "convert = rlflow_tools.ckpt_convert.command:add",

@@ -1,18 +1,23 @@
 """What kills, hangs and cut cables cost an asynchronous run with rollout workers: its journal must prove that it is time alone.
 
     python benchmarks/chaos.py --ranks 2                   # 30 minutes: half of them the game, half the demo of Search-R1
+    python benchmarks/chaos.py --ranks 2 --task search     # 30 minutes of all that there is, retrieval included
     python benchmarks/chaos.py --cuts                      # on two machines of a Ray cluster, in network namespaces (root)
     python benchmarks/chaos.py --minutes 2 --task game
     python benchmarks/chaos.py --quick                     # the machinery, in less than a minute
 
 Two tasks. A tiny model plays a game of one to six turns, whose lengths no policy decides; and the demo searches, with a retrieval
-service that the run manages. In both some answers of the environment are slow and few never come. Meanwhile, at random: kill -9
-and SIGSTOP of rollout workers, trainer ranks and the retrieval service, SIGSTOP of the driver for some seconds, kill -9 of the
-driver alone and of everything, which `--resume` then continues, and cuts of the cable between two machines.
-Afterwards the journal is held against what every step wrote: each accepted attempt trained exactly once, no task skipped, the
-bound of the staleness held, no process left. A calm run of the same seed says what there was to reach: the turns of the game's
-episodes have its distribution by a two-sample Kolmogorov-Smirnov test (what is lost must not be the long ones), and the demo
-comes to its exact match within sampling error. Ends with 1 where anything of that fails; the last line is JSON."""
+service that the run manages. In both some answers of the environment are slow and few never come, and the environment has a
+process of its own. Meanwhile, at random: kill -9 and SIGSTOP of rollout workers, trainer ranks and the retrieval service, kill -9
+of the environment's processes and of vLLM's engine, SIGSTOP of the driver for some seconds, and of it or of everything for longer
+than an episode may last, an outage of all tools, slow peers on the run's ports, a second run that takes the directory while the
+first is stopped, kill -9 of the driver alone and of everything, which `--resume` then continues, and cuts of the cable between
+two machines. Afterwards the journal is held against what every step wrote, and both against witnesses of which the run
+knows nothing (`chaos_witness.py`): each accepted attempt trained exactly once, no task skipped, the bound of the staleness held,
+nothing written by a run that lost its directory, no process left. A calm run of the same seed says what there was to reach: the
+turns of the game's episodes have its distribution by a two-sample Kolmogorov-Smirnov test (what is lost must not be the long
+ones), and the demo comes to its exact match within sampling error. Ends with 1 where anything of that fails; the last line is
+JSON."""
 
 from __future__ import annotations
 
@@ -33,7 +38,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import psutil
-from chaos_runs import compared, write_run
+from chaos_harms import CABLE, HARMS, Harm, command_of, crowd, session_of, suspend
+from chaos_runs import LIMITS_S, OUT, compared, witnesses, write_run
+from chaos_witness import FOLDER, SESSION
 
 from rlflow.metrics.sinks import read_metrics
 from rlflow.run.directory import RunDirectory
@@ -43,31 +50,12 @@ if TYPE_CHECKING:
 
 PEACE_S = 600.0
 """In which the run comes to its end when nobody hurts it any more."""
-
-
-@dataclass(frozen=True)
-class Harm:
-    """share: how often it happens beside the others. victim: what the command line of the process has; None: the driver. seconds:
-    after at most so many it goes on."""
-
-    share: int
-    victim: str | None
-    signal: signal.Signals = signal.SIGKILL
-    seconds: float | None = None
-
-
-CABLE = "cable"
-HARMS = {
-    "worker killed": Harm(5, "WorkerActor"),
-    "worker stopped": Harm(3, "WorkerActor", signal.SIGSTOP),
-    "rank killed": Harm(1, "TrainerRank"),
-    "rank stopped": Harm(1, "TrainerRank", signal.SIGSTOP),
-    "driver killed": Harm(1, None),
-    "driver paused": Harm(1, None, signal.SIGSTOP, 6.0),
-    "retrieval killed": Harm(1, "rlflow_environments.retrieval"),
-    "retrieval paused": Harm(1, "rlflow_environments.retrieval", signal.SIGSTOP, 6.0),
-    "cable cut": Harm(2, CABLE, seconds=12.0),
-}
+AWARE = ("this run ends and writes nothing more", "is writing to")
+"""What a run says whose directory is another's: one that had it, and one that was still starting."""
+LAST_STEPS = 4
+"""In peace, when the time of a run without `--steps` is over."""
+CALM_STEPS = {"game": 60, "search": 10}
+"""Of the calm run at most: by then the demo has learned what it can."""
 
 
 @dataclass
@@ -78,26 +66,53 @@ class Chaos:
     run: RunDirectory
     draw: random.Random
     harms: dict[str, Harm]
+    steps: int | None = None  # None: as many as the time allows
+    limit_s: float = 24.0  # of an episode
     machines: Machines | None = None
     cpus: tuple[int, int] = (0, 0)  # of the machines
     done: Counter[str] = field(default_factory=Counter)
     process: subprocess.Popen[bytes] | None = None
     nodes: dict[int, subprocess.Popen[bytes]] = field(default_factory=dict)
     drivers: list[int] = field(default_factory=list)
+    ends: list[str] = field(default_factory=list)  # of the drivers that did not come to the run's
+    robbed: list[tuple[subprocess.Popen[bytes], Path]] = field(default_factory=list)
+    """Runs whose directory another one has, and their logs."""
+    log: Path = Path()  # of the session that was started last
 
     def start(self) -> None:
         """The run, or its continuation, in a session of its own."""
         from tests.machines import CLEAN
 
-        command = [sys.executable, "-m", "rlflow", "train", "--config", str(self.config), "--resume"]
+        command = [
+            sys.executable,
+            "-m",
+            "rlflow",
+            "train",
+            "--config",
+            str(self.config),
+            "--resume",
+        ]
+        command.append(f"run.steps={self.steps or 1_000_000}")
         if self.machines is not None:
-            for machine, cpus in enumerate(self.cpus):  # who was cut off for too long is not let in again by Ray
+            for machine, cpus in enumerate(
+                self.cpus
+            ):  # who was cut off for too long is not let in again by Ray
                 if machine not in self.nodes or self.nodes[machine].poll() is not None:
                     self.nodes[machine] = self.machines.start_ray(machine, cpus)
-            command = self.machines.command(0, [*command, f"cluster.address={self.machines.cluster}"])
-        with open(self.run.path.parent / "chaos.log", "ab") as log:
+            command = self.machines.command(
+                0, [*command, f"cluster.address={self.machines.cluster}"]
+            )
+        folder = witnesses(self.run)
+        folder.mkdir(exist_ok=True)
+        told = {FOLDER: str(folder), SESSION: str(len(self.drivers))}
+        self.log = self.run.path.parent / f"chaos.{len(self.drivers)}.log"
+        with open(self.log, "ab") as log:
             self.process = subprocess.Popen(
-                command, stdout=log, stderr=log, start_new_session=True, env={**os.environ, **CLEAN}
+                command,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+                env={**os.environ, **CLEAN, **told},
             )
         self.drivers.append(self.process.pid)
 
@@ -116,10 +131,23 @@ class Chaos:
             self.machines.cut()
             time.sleep(pause_s * harm.seconds)
             self.machines.mend()
+        elif name == "driver suspended":
+            suspend(psutil.Process(self.process.pid), self.draw.random() < 0.5, self.limit_s + 3.0)
+        elif name == "peers slow":
+            services = self.processes("rlflow_environments.retrieval")
+            crowd([psutil.Process(self.process.pid), *services], pause_s * (harm.seconds or 0.0))
+        elif name == "tools out":
+            self.take_tools(pause_s * (harm.seconds or 0.0))
+        elif name == "directory stolen":
+            self.steal()
         elif name == "driver killed" and self.draw.random() < 0.5:
             os.killpg(self.process.pid, signal.SIGKILL)
         else:
-            victims = [psutil.Process(self.process.pid)] if harm.victim is None else self.processes(harm.victim)
+            victims = (
+                [psutil.Process(self.process.pid)]
+                if harm.victim is None
+                else self.processes(harm.victim)
+            )
             if not victims:
                 return
             victim = self.draw.choice(victims)
@@ -130,6 +158,29 @@ class Chaos:
                     victim.send_signal(signal.SIGCONT)
         self.done[name] += 1
 
+    def take_tools(self, seconds: float) -> None:
+        """No tool works for so long: the run may end with that as its error."""
+        out = witnesses(self.run) / OUT
+        out.touch()
+        time.sleep(seconds)
+        out.unlink()
+
+    def steal(self) -> None:
+        """Another run takes the directory while the first one is stopped and its lock is gone, as on a file system without locks;
+        then the first one goes on."""
+        first, log, lock = self.process, self.log, self.run.path / "run.lock"
+        assert first is not None
+        os.kill(first.pid, signal.SIGSTOP)
+        lock.unlink(missing_ok=True)
+        self.start()
+        until = time.monotonic() + PEACE_S
+        while (
+            self.alive() and not (lock.is_file() and lock.read_text()) and time.monotonic() < until
+        ):
+            time.sleep(0.2)
+        os.kill(first.pid, signal.SIGCONT)
+        self.robbed.append((first, log))
+
     def processes(self, name: str = "") -> list[psutil.Process]:
         """The processes of the run that have the name in their command line."""
         found: list[psutil.Process] = []
@@ -138,13 +189,13 @@ class Chaos:
             found = psutil.Process(self.process.pid).children(recursive=True)
         if self.machines is not None:
             found = self.machines.processes(0) + self.machines.processes(1)
-        return [process for process in found if name in _command_of(process)]
+        return [process for process in found if name in command_of(process)]
 
     def step(self) -> int:
         records = read_metrics(self.run.metrics) if self.run.metrics.is_file() else []
         return int(records[-1]["step"]) if records else 0
 
-    def play(self, seconds: float, every_s: float, steps: int) -> None:
+    def play(self, seconds: float, every_s: float) -> None:
         """Hurts the run for so long; a driver that ended, by a kill or by its own error, is started again."""
         until, limit = float("inf"), time.monotonic() + 2 * seconds + PEACE_S
         self.start()
@@ -154,89 +205,131 @@ class Chaos:
             if until == float("inf") and self.step() > 0:
                 until = time.monotonic() + seconds  # what starts is not counted
             if not self.alive():
-                if self.run.summary.is_file():
+                if self.run.summary.is_file() and self.steps is not None:
                     break
+                if time.monotonic() > until:
+                    self.steps = self.steps or self.step() + LAST_STEPS
+                    self.run.summary.unlink(missing_ok=True)  # of the end that it was asked for
+                self.ends.append(self.last_words(self.process, self.log))
                 self.start()
             elif time.monotonic() < until:
                 self.hurt()
+            elif self.steps is None:
+                os.kill(self.process.pid, signal.SIGTERM)  # saves, and goes on with the last steps
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    self.process.wait(PEACE_S)
             if time.monotonic() - shown > 20:
                 shown = time.monotonic()
-                print(f"step {self.step()} of {steps}, {dict(self.done)}, {len(self.drivers)} sessions", flush=True)
-        self.end()
+                end = f", last ended by {self.ends[-1][:160]}" if self.ends else ""
+                print(
+                    f"step {self.step()}, {dict(self.done)}, {len(self.drivers)} sessions{end}",
+                    flush=True,
+                )
+
+    def last_words(self, process: subprocess.Popen[bytes], log: Path) -> str:
+        """The error that a driver ended with, or how."""
+        lines = log.read_text(errors="replace").splitlines()
+        said = [line for line in lines if line.startswith("rlflow: ")]
+        code = process.poll()
+        return said[-1] if said and code is not None and code > 0 else f"exit code {code}"
 
     def end(self) -> None:
         """Ends the run and its processes, where any is left."""
-        if self.process is not None and self.process.poll() is None:
-            os.killpg(self.process.pid, signal.SIGKILL)
-            self.process.wait()
+        for process in (self.process, *(first for first, _ in self.robbed)):
+            if process is not None and process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+
+    def unaware(self, within_s: float = 120.0) -> list[str]:
+        """What is wrong with the ends of the runs that lost their directory."""
+        until = time.monotonic() + within_s
+        while any(one.poll() is None for one, _ in self.robbed) and time.monotonic() < until:
+            time.sleep(0.5)
+        ends = [(one.poll(), self.last_words(one, log)) for one, log in self.robbed]
+        return [
+            f"a run whose directory was stolen ended with {code}: {said}"
+            for code, said in ends
+            if not code or not any(words in said for words in AWARE)
+        ]
 
     def left(self, within_s: float = 20.0) -> list[str]:
         """Processes of the run that are still there so long after its end."""
         until = time.monotonic() + within_s
-        while left := [one for one in psutil.process_iter() if _session(one.pid) in self.drivers and _command_of(one)]:
+        while left := [
+            one
+            for one in psutil.process_iter()
+            if session_of(one.pid) in self.drivers and command_of(one)
+        ]:
             if time.monotonic() > until:
                 break
             time.sleep(0.5)
-        return [_command_of(one)[:100] for one in left]
-
-
-def _session(pid: int) -> int:
-    try:
-        return os.getsid(pid)
-    except ProcessLookupError:
-        return 0
-
-
-def _command_of(process: psutil.Process) -> str:
-    """ "" for one that has ended."""
-    try:
-        return " ".join(process.cmdline())
-    except psutil.NoSuchProcess:
-        return ""
+        return [command_of(one)[:100] for one in left]
 
 
 def play(task: str, minutes: float, args: argparse.Namespace) -> dict[str, Any]:
     """Both runs of a task; what came of them, or `problems` alone where the run did not come to its end."""
     from tests.machines import Machines
 
-    steps = args.steps or max(10, round((60 if task == "game" else 4) * minutes))
-    there = {"rank": bool(args.ranks), "retrieval": task == "search", "cable": args.cuts}
-    harms = {name: harm for name, harm in HARMS.items() if there.get(name.split()[0], True)}
-    with tempfile.TemporaryDirectory(prefix="rlflow-chaos-") as name, contextlib.ExitStack() as stack:
+    calm_steps = args.steps or min(
+        CALM_STEPS[task], max(10, round((60 if task == "game" else 4) * minutes))
+    )
+    there = {"rank": bool(args.ranks), "retrieval": task == "search", "cable": args.cuts, "engine": args.engine != "embedded",
+             "directory": not args.cuts, "peers": not args.cuts}  # fmt: skip
+    names = [name for name in args.only or HARMS if there.get(name.split()[0], True)]
+    harms = {name: HARMS[name] for name in names}
+    with (
+        tempfile.TemporaryDirectory(prefix="rlflow-chaos-") as name,
+        contextlib.ExitStack() as stack,
+    ):
         folder = Path(name)
-        calm, calm_run = write_run(folder, "calm", steps, workers=0, ranks=0, task=task)
+        calm, calm_run = write_run(folder, "calm", calm_steps, workers=0, ranks=0, task=task)
         command = [sys.executable, "-m", "rlflow", "train", "--config", str(calm)]
-        subprocess.run(command, check=True, env={**os.environ, "CHAOS_CALM": "1"}, stdout=subprocess.DEVNULL)
-        config, run = write_run(folder, "hurt", steps, args.workers, args.ranks, task, args.engine)
+        witnesses(calm_run).mkdir(parents=True)
+        quiet = {**os.environ, "CHAOS_CALM": "1", FOLDER: str(witnesses(calm_run))}
+        subprocess.run(command, check=True, env=quiet, stdout=subprocess.DEVNULL)
+        config, run = write_run(
+            folder, "hurt", calm_steps, args.workers, args.ranks, task, args.engine
+        )
         run.path.mkdir(parents=True)
-        chaos = Chaos(config, run, random.Random(args.seed), harms)
+        chaos = Chaos(config, run, random.Random(args.seed), harms, args.steps, LIMITS_S[task])
         if args.cuts:
             chaos.machines, chaos.cpus = Machines(), (args.ranks + 1, max(1, args.workers - 1))
             stack.callback(chaos.machines.close)
         try:
-            chaos.play(60 * minutes, args.every, steps)
+            chaos.play(60 * minutes, args.every)
+            unaware = chaos.unaware()
         finally:
             chaos.end()
         told = {
             "task": task,
             "engine": args.engine,
-            "steps": steps,
+            "steps": chaos.steps,
             "sessions": len(chaos.drivers),
             "done": dict(chaos.done),
         }
         if not run.summary.is_file():
-            log = (folder / "runs" / "chaos.log").read_text(errors="replace").splitlines()
+            log = chaos.log.read_text(errors="replace").splitlines()
             print("\n".join(log[-30:]))
-            return {**told, "problems": [f"the run did not come to its end: step {chaos.step()} of {steps}"]}
-        told |= dict(compared(task, run, calm_run, steps))
+            return {
+                **told,
+                "problems": [
+                    f"the run did not come to its end: step {chaos.step()} of {chaos.steps}"
+                ],
+            }
+        told |= dict(compared(task, run, calm_run, chaos.steps or 0))
+        told["problems"] += unaware
         if not chaos.done:
-            told["problems"].append("nothing was hurt: the run ended too soon; give it more --steps")
+            told["problems"].append(
+                "nothing was hurt: the run ended too soon; give it more --steps"
+            )
         told["problems"] += [f"a process is left: {command}" for command in chaos.left()]
         return told
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument(
         "--minutes",
         type=float,
@@ -245,16 +338,32 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--task", choices=["game", "search"], nargs="+", default=["game", "search"])
     parser.add_argument(
-        "--engine", default="embedded", help="of the workers: embedded (default) or vllm (RLFLOW_VLLM_PYTHON)"
+        "--engine",
+        default="embedded",
+        help="of the workers: embedded (default) or vllm (RLFLOW_VLLM_PYTHON)",
     )
-    parser.add_argument("--steps", type=int, help="of a run (default: per minute 60 of the game, 4 of the demo)")
     parser.add_argument(
-        "--every", type=float, default=4.0, metavar="S", help="seconds between two harms, about (default 4)"
+        "--steps", type=int, help="of a run (default: as many as the minutes allow)"
+    )
+    parser.add_argument(
+        "--every",
+        type=float,
+        default=4.0,
+        metavar="S",
+        help="seconds between two harms, about (default 4)",
     )
     parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--ranks", type=int, default=0, help="trainer ranks, hurt as well (default 0: in the driver)")
-    parser.add_argument("--cuts", action="store_true", help="on two machines, whose cable is cut for up to 12 s")
+    parser.add_argument(
+        "--ranks",
+        type=int,
+        default=0,
+        help="trainer ranks, hurt as well (default 0: in the driver)",
+    )
+    parser.add_argument(
+        "--cuts", action="store_true", help="on two machines, whose cable is cut for up to 12 s"
+    )
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--only", nargs="+", choices=list(HARMS), metavar="HARM", help="these harms")
     parser.add_argument("--quick", action="store_true", help="a quarter of a minute of the game")
     args = parser.parse_args(arguments)
     if args.quick:
@@ -269,7 +378,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         found.append(play(task, args.minutes / len(args.task), args))
         for key, value in found[-1].items():
             print(f"{key:22}{value}", flush=True)
-    print(json.dumps({"benchmark": "chaos", "tasks": found, "load": os.getloadavg(), "cores": os.cpu_count()}))
+    print(
+        json.dumps(
+            {"benchmark": "chaos", "tasks": found, "load": os.getloadavg(), "cores": os.cpu_count()}
+        )
+    )
     return int(any(one["problems"] for one in found))
 
 

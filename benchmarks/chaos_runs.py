@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import operator
 import os
 import random
 import sqlite3
+import sys
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from math import exp, sqrt
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +28,20 @@ from rlflow.storage.files import read_json
 from rlflow.types import Episode, Step, Task
 from rlflow_environments.search.environment import SearchEnvironment
 
+sys.path.append(str(Path(__file__).resolve().parent))  # a run loads this file by its path
+import chaos_witness
+
 ROOT = Path(__file__).resolve().parents[1]
+WITNESS = f"{ROOT / 'benchmarks/chaos_witness.py'}:TrainedRows"
 TASKS, STALENESS, AHEAD = 60, 3, 2
 FAULTS = {
     "game": "{call_s: 4, episode_s: 20, max_aborted_share: 0.5}",
-    "search": "{call_s: 20, episode_s: 200, max_aborted_share: 0.5}",
+    "search": "{call_s: 20, episode_s: 45, max_aborted_share: 0.5}",
 }
+LIMITS_S = {"game": 24.0, "search": 65.0}
+"""Of both together: a driver that is suspended for longer must not take its episodes as late."""
+OUT = "tools_are_out"
+"""A file in the witnesses' folder: while it is there every tool fails."""
 """Deadlines of the environment's calls, and of a worker's answers: short, so that minutes hold many losses; long enough for
 the demo's retrieval service to come back."""
 STALL_S = 15.0
@@ -41,10 +54,30 @@ SIGMAS = 3.5
 async def take_time(episode: Episode) -> None:
     """As long as tools take: mostly little, at times seconds, seldom for ever. Drawn by task, turn and the clock, so that another
     attempt meets another fate."""
+    if (Path(os.environ.get(chaos_witness.FOLDER, "/nowhere")) / OUT).exists():
+        raise ConnectionError("the tools are out")
     text = f"{episode.task.id}/{episode.turns}/{time.time_ns()}"
     fate = random.Random(hashlib.blake2b(text.encode(), digest_size=8).digest()).random()
     if os.environ.get("CHAOS_CALM") != "1":
         await asyncio.sleep(3600.0 if fate < 0.0005 else 2.0 if fate < 0.01 else 0.3 * fate)
+
+
+class Pool:
+    """A process of the environment's own, as sandboxes have: started by the first call, and again where it was killed."""
+
+    def __init__(self) -> None:
+        self._pool: ProcessPoolExecutor | None = None
+
+    async def add(self, one: int, other: int) -> int:
+        """The sum, computed there."""
+        if self._pool is None:
+            self._pool = ProcessPoolExecutor(1, mp_context=get_context("spawn"))
+        pool = self._pool
+        try:
+            return await asyncio.get_running_loop().run_in_executor(pool, operator.add, one, other)
+        except BrokenProcessPool:
+            self._pool = None if self._pool is pool else self._pool
+            raise
 
 
 class Turns(Environment):
@@ -53,15 +86,20 @@ class Turns(Environment):
     stop = (*"abcdef?|",)  # a token with text ends a response
     metrics = {"length": Metric("turns", "that the task has", score=False)}
 
+    def __init__(self) -> None:
+        self._pool = Pool()
+
     def tasks(self, split: str) -> Sequence[Task]:
         return [Task(f"{split}-{number}", "a?", 1 + number % 6) for number in range(TASKS)]
 
     async def step(self, episode: Episode, response: str) -> Step:
         await take_time(episode)
-        over = episode.turns >= episode.task.answer
-        return Step(
-            "" if over else "|b?", float("a" in response), terminated=over, metrics={"length": episode.task.answer}
-        )
+        over = await self._pool.add(episode.turns, -episode.task.answer) >= 0
+        step = Step("" if over else "|b?", float("a" in response), terminated=over, metrics={"length": episode.task.answer})
+        return chaos_witness.numbered(episode, step)
+
+    async def close(self, episode: Episode) -> None:
+        chaos_witness.closed(episode)
 
 
 class SlowSearch(SearchEnvironment):
@@ -69,7 +107,14 @@ class SlowSearch(SearchEnvironment):
 
     async def step(self, episode: Episode, response: str) -> Step:
         await take_time(episode)
-        return await super().step(episode, response)
+        if not hasattr(self, "_sums"):
+            self._sums = Pool()
+        await self._sums.add(episode.turns, 0)
+        return chaos_witness.numbered(episode, await super().step(episode, response))
+
+    async def close(self, episode: Episode) -> None:
+        await super().close(episode)
+        chaos_witness.closed(episode)
 
 
 def write_run(
@@ -91,7 +136,8 @@ def write_run(
             f"model.path={ROOT / 'recipes/searchr1/starting_policy'}",
             f"environment.name={Path(__file__).resolve()}:SlowSearch", "environment.managed=true",
             f"environment.world.directory={folder}/world", "rollout.prompts_per_step=8", "algorithm.transforms=[tis]",
-            "algorithm.losses.0={name: ppo_clip, anchor: proximal, clip_low: 0.2, clip_high: 0.28}",
+            "algorithm.losses=[{name: ppo_clip, anchor: proximal, clip_low: 0.2, clip_high: 0.28}, "
+            f"{{name: kl, coefficient: 0.01, estimator: k3}}, '{WITNESS}']",
         ]  # fmt: skip
     else:
         from tests.flow.letters import write_letters_model
@@ -105,6 +151,7 @@ def write_run(
             f"environment={{name: '{Path(__file__).resolve()}:Turns'}}", f"model.path={model}", "rollout.prompts_per_step=6",
             "rollout.samples_per_prompt=4", "rollout.max_turns=6", "rollout.max_response_tokens=2",
             "rollout.max_total_tokens=64", "trainer.lr=1e-4", "evaluation.final_questions=6",
+            f"algorithm.losses=[ppo_clip, '{WITNESS}']",
         ]  # fmt: skip
     if engine != "embedded":
         values.append(f"rollout.engine={{name: {engine}, max_concurrency: 16}}")
@@ -113,10 +160,9 @@ def write_run(
     return path, RunDirectory(folder / "runs" / name)
 
 
-def trained_turns(run: RunDirectory, steps: int) -> list[int]:
-    """Turns of every usable episode that was trained."""
-    records = [one for step in range(1, steps + 1) for one in read_trajectories(run.trajectories(step))]
-    return [len(one["turns"]) for one in records if one["stop"] != "aborted"]
+def witnesses(run: RunDirectory) -> Path:
+    """The folder of a run's witnesses, beside its own."""
+    return run.path.with_name(run.path.name + ".witnesses")
 
 
 def problems_of(run: RunDirectory, steps: int) -> Iterator[str]:
@@ -161,8 +207,11 @@ def different(one: Sequence[int], other: Sequence[int]) -> float:
 
 def compared(task: str, hurt: RunDirectory, calm: RunDirectory, steps: int) -> Iterator[tuple[str, Any]]:
     """(name, value) of what the run reached beside the calm one; under `problems` what that proves."""
-    problems = list(problems_of(hurt, steps))
-    turns, expected = trained_turns(hurt, steps), trained_turns(calm, steps)
+    config, problems = load_config(hurt.config).rollout, list(problems_of(hurt, steps))
+    found, before = (chaos_witness.read(witnesses(run)) for run in (hurt, calm))
+    attempts, samples = config.prompts_per_step * config.samples_per_prompt, config.samples_per_prompt
+    problems += chaos_witness.contradictions(found, hurt, steps, attempts, samples)
+    turns, expected = found.turns, before.turns
     p = different(turns, expected)
     if task == "game" and p < SIGNIFICANT:  # in the demo the policy decides about them
         problems.append(f"episodes are of other lengths than in the calm run (p = {p:.2g})")
@@ -172,13 +221,15 @@ def compared(task: str, hurt: RunDirectory, calm: RunDirectory, steps: int) -> I
             "SELECT MAX(step - 1 - min_version) FROM attempts WHERE state = 'trained'"
         ).fetchone()
     database.close()
+    witnessed = {"played": len(found.played), "trained": len(turns), "trained_in_lost_history": found.forgotten}
+    yield "witnesses", witnessed
     yield from (("episodes", len(turns)), ("lost_and_played_again", lost), ("staleness_max", oldest), ("p", p))
     yield from (("turns", sum(turns) / len(turns)), ("turns_calm", sum(expected) / len(expected)))
     if task == "search":
-        found = [read_json(run.summary)["last_evaluation"] for run in (hurt, calm)]
-        reached, wanted = (one["eval/exact_match"] for one in found)
+        scores = [read_json(run.summary)["last_evaluation"] for run in (hurt, calm)]
+        reached, wanted = (one["eval/exact_match"] for one in scores)
         share = (reached + wanted) / 2
-        error = sqrt(2 * share * (1 - share) / found[0]["eval/questions"])  # of a difference of two shares
+        error = sqrt(2 * share * (1 - share) / scores[0]["eval/questions"])  # of a difference of two shares
         yield from (("exact_match", reached), ("exact_match_calm", wanted), ("error", error))
         if reached < wanted - SIGMAS * error:
             problems.append(f"exact match {reached:.3f}, expected {wanted:.3f} of the calm run (+- {error:.3f})")

@@ -8,6 +8,8 @@ corpora         random rows: read as an independent reading says, or refused
 checkpoints     damaged torch_dist, legacy and safetensors files and checkpoints of runs: converted or resumed exactly, or refused
 configurations  random values, overrides and bytes of a configuration
 environments    exceptions, exits, delays, hangs and surrogates in an environment under `rlflow train`
+peers           silent and slow peers on every port: retrieval server, page, weights over TCP, swarm; an honest one is served
+faults          process pools, forks, calls without an end, few places, a held interpreter in an environment, one by one
 
 Each case runs in a process of its own with a deadline. Wrong are: a traceback, another end than a result or one line of why
 not, a crash, a hang, a wrong answer, a gigabyte for a few kilobytes. Every case is drawn from the seed, its target and its
@@ -30,7 +32,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 os.environ.update(OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="", TOKENIZERS_PARALLELISM="false", HF_HUB_OFFLINE="1")
 
-SHARES = {"server": 0.15, "indices": 0.15, "corpora": 0.1, "checkpoints": 0.25, "configurations": 0.15, "environments": 0.2}
+SHARES = {"server": 0.15, "indices": 0.15, "corpora": 0.1, "checkpoints": 0.25, "configurations": 0.15, "environments": 0.2,
+          "peers": 0.05, "faults": 0.2}  # fmt: skip
 """Of the time, by target."""
 SEARCH = (
     "faiss",
@@ -46,6 +49,8 @@ IMPORTED = {
     "checkpoints": (*TRAINING, "rlflow_tools.ckpt_convert.export_model", "rlflow_tools.ckpt_convert.import_model"),
     "configurations": TRAINING,
     "environments": TRAINING,
+    "peers": ("rlflow.rollout.transfer.tcp", "rlflow.run.page_server", "rlflow.swarm.tcp"),
+    "faults": TRAINING,
 }
 """By target: once here, so that a case's fork has it."""
 

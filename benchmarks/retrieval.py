@@ -72,9 +72,7 @@ def build(vectors: np.ndarray, *, hnsw: bool) -> dict[str, FaissIndex | TorchInd
     ivf = filled(f"IVF{lists},SQ8", vectors)
     made[f"IVF{lists},SQ8 nprobe {lists // 64}"] = FaissIndex(ivf, nprobe=lists // 64)
     ivf = filled(f"IVF{lists},Flat", vectors)
-    for dtype in ("float32", "int8"):
-        name = f"IVF{lists},Flat nprobe {lists // 16}, {dtype} scan"
-        made[name] = FaissIndex(faiss.clone_index(ivf), nprobe=lists // 16, dtype=dtype)
+    made[f"IVF{lists},Flat nprobe {lists // 16}"] = FaissIndex(ivf, nprobe=lists // 16)
     if hnsw:
         made["HNSW32 ef 128"] = FaissIndex(filled("HNSW32", vectors), ef_search=128)
     return made

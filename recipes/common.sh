@@ -11,11 +11,13 @@ RLFLOW_ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)
 
 RLFLOW_CPU_INDEX=https://download.pytorch.org/whl/cpu # PyTorch's own, of CPU builds
 
-# Prints the script's `usage` and exits if the arguments ask for it.
+# Prints the script's `usage` and exits if the arguments ask for it. Its commands can be pasted: `rlflow` is in .venv
+# where the shell does not find it.
 rlflow_help() {
-    local argument
+    local argument called=rlflow
+    command -v rlflow >/dev/null || called=.venv/bin/rlflow
     for argument in "$@"; do
-        case $argument in -h | --help) usage; exit 0 ;; esac
+        case $argument in -h | --help) usage | sed -E "s#\brlflow (algorithm|search|serve|show|train) #$called \1 #g"; exit 0 ;; esac
     done
 }
 
@@ -141,12 +143,46 @@ rlflow_find_python() {
     return 1
 }
 
-# Runs a step with its output in the log; says what and how long. Arguments: sentence, command ...
+# How many packages are in the environment whose log this is.
+rlflow_installed() { { find "${RLFLOW_SETUP_LOG%.log}"/lib -maxdepth 3 -name '*.dist-info' 2>/dev/null || :; } | wc -l; }
+
+# What pip does, as far as its log from byte $1 tells: a package and its size, or how many it has installed beyond $2.
+rlflow_doing() {
+    tail -c "+$1" "$RLFLOW_SETUP_LOG" | awk -v there="$(($(rlflow_installed) - $2))" '
+        $1 == "Downloading" || $1 == "Processing" {
+            parts = split($2, path, "/")
+            split(path[parts], name, "-")
+            doing = tolower($1) " " name[1] " " name[2] (NF > 3 ? " " $3 " " $4 : "")
+        }
+        /^Installing collected packages:/ { doing = "installing packages: " there " of " NF - 3 }
+        END { print doing ? doing : "preparing" }'
+}
+
+# Says what a step does while this shell lives: in a terminal one line that changes, elsewhere a line now and then.
+rlflow_watch() {
+    local from=$1 before=$2 start=$SECONDS told=$SECONDS
+    while sleep 1 </dev/null >/dev/null 2>&1 && kill -0 $$ 2>/dev/null; do
+        if [ -t 2 ]; then
+            printf '\r\033[K[rlflow]   %.68s' "$((SECONDS - start)) s: $(rlflow_doing "$from" "$before")" >&2
+        elif [ $((SECONDS - told)) -ge "${RLFLOW_PROGRESS_S:-15}" ]; then
+            rlflow_say "  $((SECONDS - start)) s: $(rlflow_doing "$from" "$before")"
+            told=$SECONDS
+        fi
+    done
+}
+
+# Runs a step with its output in the log; says what, how far it is and how long it took. Arguments: sentence, command ...
 rlflow_step() {
-    local sentence=$1 start=$SECONDS status=0
+    local sentence=$1 start=$SECONDS status=0 from before watch
     shift
+    from=$(($(wc -c <"$RLFLOW_SETUP_LOG") + 1)) before=$(rlflow_installed)
     rlflow_say "$sentence ..."
+    rlflow_watch "$from" "$before" 9>&- &
+    watch=$!
     "$@" >>"$RLFLOW_SETUP_LOG" 2>&1 || status=$?
+    kill $watch 2>/dev/null || :
+    wait $watch 2>/dev/null || :
+    [ ! -t 2 ] || printf '\r\033[K' >&2
     [ $status -eq 0 ] && rlflow_say "  done in $((SECONDS - start)) s"
     return $status
 }

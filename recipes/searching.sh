@@ -1,6 +1,6 @@
 # The options of run_train.sh and run_eval.sh of the search recipes. Sourced after common.sh, never executed.
 
-RLFLOW_TRAIN_OPTIONS=(--short --config --model --preset --train-data --val-data --corpus --pages --resume --overwrite --dry-run --help)
+RLFLOW_TRAIN_OPTIONS=(--short --config --model --preset --train-data --val-data --corpus --pages --resume --overwrite --dry-run --out --help)
 RLFLOW_EVAL_OPTIONS=(--model --server --server-model --api-key-variable --hf --data --corpus --pages --config --questions --samples
     --temperature --out --overwrite --allow-code --help)
 
@@ -12,7 +12,7 @@ rlflow_read_train() {
     [ -z "${RLFLOW_RECIPES:-}" ] || options=(--recipe "${options[@]}")
     while [ $# -gt 0 ]; do
         case $1 in
-        --config | --preset | --model | --train-data | --val-data | --corpus | --pages | --recipe)
+        --config | --preset | --model | --train-data | --val-data | --corpus | --pages | --recipe | --out)
             [ $# -ge 2 ] || rlflow_fail "$1 needs a value; see --help"
             name=$1 value=$2
             shift 2
@@ -27,6 +27,7 @@ rlflow_read_train() {
             esac
             ;;
         --config=*) config=$(rlflow_path "${1#*=}"); shift ;;
+        --out=*) arguments+=(--out "$(realpath -m "${1#*=}")"); shift ;;
         --preset=*) arguments+=(--preset "${1#*=}"); shift ;;
         --model=* | --corpus=* | --pages=*) arguments+=("${1%%=*}" "$(rlflow_path "${1#*=}")"); shift ;;
         --train-data=* | --val-data=*)
@@ -43,14 +44,26 @@ rlflow_read_train() {
         --resume | --overwrite | --dry-run | --env=*) arguments+=("$1"); shift ;;
         -*) rlflow_unknown "$1" "${options[@]}" ;;
         *=*) overrides+=("$1"); shift ;;
-        *) rlflow_fail "unexpected argument '$1'; overrides are section.key=value, see --help" ;;
+        *) config=$(rlflow_named_config "$1"); shift ;;
         esac
     done
+}
+
+# The file of a configuration that lies beside the script (in $here/config), by its name.
+rlflow_named_config() {
+    local file=$here/config/${1%.yaml}.yaml names
+    if [ ! -f "$file" ]; then
+        names=$(cd "$here/config" && printf '%s ' *.yaml)
+        rlflow_fail "unexpected argument '$1': expected section.key=value, or one of the configurations ${names//.yaml/}; see --help"
+    fi
+    printf '%s\n' "$file"
 }
 
 # Runs rlflow (RLFLOW_PROFILE: in a Python for that job) in the repository, to which the paths of a configuration file are relative.
 rlflow_exec() {
     rlflow_setup "${RLFLOW_PROFILE:-run}"
+    RLFLOW_CALLED_IN=$(pwd -P) # printed commands have to work there
+    export RLFLOW_CALLED_IN
     cd "$RLFLOW_ROOT"
     exec "$RLFLOW_PYTHON" -m rlflow "$@"
 }
@@ -80,7 +93,7 @@ rlflow_evaluate() {
             --server=* | --server-model=* | --api-key-variable=*) arguments+=("$1"); shift ;;
         -*) rlflow_unknown "$1" "${RLFLOW_EVAL_OPTIONS[@]}" ;;
         *=*) overrides+=("$1"); shift ;;
-        *) rlflow_fail "unexpected argument '$1'; overrides are section.key=value, see --help" ;;
+        *) config=$(rlflow_named_config "$1"); shift ;;
         esac
     done
     # `rlflow eval` finds the configuration of the run that the model is, is the export of, or is a checkpoint of.

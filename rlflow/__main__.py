@@ -1,6 +1,10 @@
 """`python -m rlflow ...`: the same as the command `rlflow`."""
 
+import os
 import sys
+
+if sys.path[:1] == [os.getcwd()]:  # of -m: a module beside a downloaded model must not stand in for an installed one
+    del sys.path[0]
 
 from rlflow.commands.cli import main
 

@@ -11,6 +11,7 @@ import functools
 import importlib
 import importlib.util
 import inspect
+import os
 import sys
 import traceback
 import zlib
@@ -71,7 +72,10 @@ class Kind(Named):
     def resolve(self, name: str, where: str | None = None) -> Any:
         """The class or function behind a name. Raises ConfigError: the name is not known, or what it points to cannot be
         imported."""
-        return _load(where or self.name, self.locate(name, where))
+        located = self.locate(name, where)
+        if located == name and os.getcwd() not in sys.path:
+            sys.path.append(os.getcwd())  # the user's own module is found from where the user stands, behind all installed ones
+        return _load(where or self.name, located)
 
     def component(self, component: Any, where: str | None = None) -> dict[str, Any]:
         """A bare name as {name: ...}, and a copy of a mapping. Raises ConfigError for anything else, and without a name."""

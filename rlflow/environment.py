@@ -40,6 +40,10 @@ class Environment(ABC):
     """What the numbers of `Step.metrics` (by their names) and of `report` (`section/name`) are: see `Metric`. One that is not
     here is a mean over the episodes that report it."""
 
+    harmless_options: tuple[str, ...] = ()
+    """Constructor keywords that `rlflow eval` takes from the run of a stranger, where their value is a number, true, false or one
+    word: of those that can name no code, file, program or server."""
+
     @classmethod
     def evaluation_options(cls, path: str) -> dict[str, Any]:
         """The constructor keywords with which `tasks("val")` are those of the data at `path` (`rlflow eval --data PATH`).

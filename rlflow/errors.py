@@ -1,10 +1,17 @@
-"""Every error that rlflow raises on purpose, and the spelling suggestions that they carry."""
+"""Every error that rlflow raises on purpose, and the suggestions and commands that they carry."""
 
 from __future__ import annotations
 
 import difflib
 import enum
+import functools
 import json
+import os
+import re
+import shlex
+import shutil
+import sys
+import traceback
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from importlib import metadata
@@ -43,6 +50,10 @@ class DamagedCheckpointError(CheckpointError):
 
 class StorageError(RLFlowError):
     """Something cannot be written, because the disk is full for one; what was complete before is untouched."""
+
+
+class DirectoryLostError(StorageError):
+    """A run's directory is gone, or another process has taken it over: this one writes nothing more."""
 
 
 class ExitCode(enum.IntEnum):
@@ -94,6 +105,19 @@ def described(error: BaseException) -> str:
     return f"{type(error).__name__}: {text or 'no reason given'}"
 
 
+def raised_at(error: BaseException) -> str:
+    """`file:line in function`, of the innermost frame outside of Python and rlflow, other packages last; "" without one."""
+    ours, pythons = os.path.dirname(__file__) + os.sep, os.path.dirname(os.__file__) + os.sep
+    for source in filter(None, (error, error.__cause__)):
+        frames = [(frame.f_code, line) for frame, line in traceback.walk_tb(source.__traceback__)]
+        frames = [place for place in frames if not place[0].co_filename.startswith((ours, "<frozen"))]
+        packages = [place for place in frames if "site-packages" in place[0].co_filename]
+        own = [place for place in frames if place not in packages and not place[0].co_filename.startswith(pythons)]
+        for code, line in (own or packages)[-1:]:
+            return f"{code.co_filename}:{line} in {code.co_name}"
+    return ""
+
+
 class Problems(list[RLFlowError]):
     """What is wrong, all of it: what is tried goes on after each problem."""
 
@@ -139,3 +163,36 @@ def _installed_from() -> str:
         noted = {}
     control = noted.get("vcs_info", {}).get("vcs", "")
     return f"{control}+{noted['url']}" if control else noted.get("url", "PATH_OR_GIT_URL")
+
+
+CALLED_IN = "RLFLOW_CALLED_IN"
+"""Environment variable with the directory of a shell whose script changed it before it called rlflow."""
+COMMAND_PLUG_INS = "rlflow.commands"
+"""Entry-point group of commands beside those of the core."""
+_COMMANDS = "train|serve|eval|env|algorithm|merge|show|view|compare|ask|config|doctor"
+
+
+def command(name: str = "rlflow") -> str:
+    """What the user's shell calls a script of this installation: its bare name where the shell finds it, else its path."""
+    beside = Path(sys.executable).with_name(name)
+    if not beside.exists():
+        return f"{command('python')} -m {name}" if name != "python" else shlex.quote(sys.executable)
+    found = shutil.which(name)
+    if found is not None and Path(found).samefile(beside):
+        spelled = name
+    else:
+        shortest = min(str(beside), os.path.relpath(beside), key=len)
+        spelled = shlex.quote(shortest if os.sep in shortest else f"./{shortest}")
+    shell = os.environ.get(CALLED_IN)
+    return spelled if shell in (None, os.getcwd()) else f"cd {shlex.quote(os.getcwd())} && {spelled}"
+
+
+def as_called(text: str) -> str:
+    """The text with its commands (`rlflow show RUN`, `pip install x`) as they can be pasted into the user's shell."""
+    return _printed_command().sub(lambda found: command(found[0]), text)
+
+
+@functools.cache
+def _printed_command() -> re.Pattern[str]:
+    names = "|".join([_COMMANDS, *(entry.name for entry in metadata.entry_points(group=COMMAND_PLUG_INS))])
+    return re.compile(rf"(?<![\w/.'-])(?:pip(?= install )|python(?= -[cm] )|rlflow(?= (?:{names})\b))")

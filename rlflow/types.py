@@ -16,7 +16,7 @@ from typing import Any, Literal, Union
 import torch
 from torch import Tensor
 
-from rlflow.errors import RLFlowError
+from rlflow.errors import ConfigError, RLFlowError
 
 Message = dict[str, str]
 """A chat message: {"role": ..., "content": ...}."""
@@ -24,7 +24,7 @@ Observation = Union[str, list[Message]]
 
 
 class StopReason(str, enum.Enum):
-    """Why an episode ended. TERMINATED is the environment's verdict, the truncations are Rollout's."""
+    """Why an episode ended: TERMINATED by the environment's verdict, else Rollout's, also of a cut last response."""
 
     TERMINATED = "terminated"
     MAX_TURNS = "max_turns"  # truncated: the turn limit
@@ -94,6 +94,9 @@ class Segment:
     def __len__(self) -> int:
         return int(self.tokens.numel())
 
+    def __repr__(self) -> str:
+        return f"Segment({len(self)} tokens, {int(self.loss_mask.sum())} sampled)"
+
 
 @dataclass
 class Turn:
@@ -131,6 +134,10 @@ class Trajectory:
     rewards: dict[str, float] = field(default_factory=dict)
     rewards_stats: dict[str, tuple[float, float]] = field(default_factory=dict)
 
+    def __repr__(self) -> str:
+        size = f"{len(self.turns)} turns, {sum(map(len, self.segments))} tokens, reward {self.reward:g}"
+        return f"Trajectory({str(self.task_id)[:60]!r}, {size}, {self.stop.value})"
+
     @property
     def usable(self) -> bool:
         return self.stop is not StopReason.ABORTED
@@ -143,6 +150,10 @@ class Group:
     id: str
     task: Task
     trajectories: list[Trajectory]
+
+    def __repr__(self) -> str:
+        attempts = f"{len(self.trajectories)} attempts, {len(self.usable)} usable"
+        return f"Group({str(self.task.id)[:60]!r}, {attempts})"
 
     @property
     def usable(self) -> list[Trajectory]:
@@ -241,6 +252,10 @@ class Batch:
 
     def __len__(self) -> int:
         return int(self.tokens.shape[0])
+
+    def __repr__(self) -> str:
+        sampled = f"{int(self.loss_mask.sum())} sampled, {self.tokens.device}"
+        return f"Batch({len(self)} rows of {self.tokens.shape[1]} tokens, {sampled})"
 
     @property
     def trained(self) -> Tensor:
@@ -369,5 +384,17 @@ class FunctionLoss(Loss):
 
 
 def as_loss(loss: Loss | Callable[[PolicyOutput, Batch], LossResult]) -> Loss:
-    """The loss itself; a plain function wrapped."""
-    return loss if isinstance(loss, Loss) else FunctionLoss(loss)
+    """The loss itself; a plain function wrapped. Raises ConfigError for `needs` that are no set of names."""
+    made = loss if isinstance(loss, Loss) else FunctionLoss(loss)
+    check_needs(made)
+    return made
+
+
+def check_needs(part: Any) -> None:
+    """Raises ConfigError where `needs` is no set: of a text each letter would be a name."""
+    if not isinstance(part.needs, (set, frozenset)):
+        names = part.needs if isinstance(part.needs, (tuple, list)) else [part.needs]
+        raise ConfigError(
+            f"{type(part).__name__}.needs: expected a set of names, found {part.needs!r}; write needs = frozenset({{"
+            f"{', '.join(map(repr, names))}}})."
+        )

@@ -119,7 +119,10 @@ def show(value: Any) -> str:
     if value is None:
         return "null (nothing)"
     kinds = {str: "text", bool: "true/false", int: "whole number", float: "number", dict: "mapping", list: "list"}
-    text = repr(value) if not isinstance(value, bool) else str(value).lower()
+    try:
+        text = repr(value) if not isinstance(value, bool) else str(value).lower()
+    except RecursionError:
+        text = "nested too deeply"
     return f"{text if len(text) <= 60 else text[:57] + '...'} ({kinds.get(type(value), type(value).__name__)})"
 
 

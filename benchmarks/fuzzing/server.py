@@ -48,9 +48,15 @@ class Server:
         self._corpus = folder / "corpus.jsonl"
         asked = write_corpus(self._corpus)
         self._index = build(self._corpus, folder / "index", "Flat", folder)
+        self._served = folder / "served"  # a link, which a reload follows anew
+        self._serve_folder(self._index)
+        token = folder / "token"
+        token.write_text("a token of this run alone\n", encoding="ascii")
+        self._token = {"Authorization": "Bearer a token of this run alone"}
         self._port = _free_port()
         self._errors = folder / "server.stderr"
-        flags = ["--index", str(self._index), "--corpus", str(self._corpus), "--port", str(self._port), "--cache-mb", "1"]
+        flags = ["--index", str(self._served), "--corpus", str(self._corpus), "--port", str(self._port), "--cache-mb", "1"]
+        flags += ["--admin-token", str(token)]
         flags += ["--query-log", str(folder / "queries.jsonl"), "--parent", str(os.getpid())]
         program = [sys.executable, "-m", "rlflow_environments.retrieval", "serve", *flags]
         with self._errors.open("wb") as errors:
@@ -157,22 +163,27 @@ class Server:
         """Another index, which may be damaged: what is served after it must be right."""
         copy = shutil.copytree(self._index, folder / "index")
         what = nonsense.damage_folder(copy, draw) if draw.random() < 0.9 else "nothing"
-        asked: dict[str, Any] = {"retriever": {"name": "faiss", "path": str(copy)}, "corpus": str(self._corpus)}
+        asked: dict[str, Any] = {"retriever": {"name": "faiss", "nprobe": 3}}
         if draw.random() < 0.3:
             asked, what = nonsense.damaged_json(asked, draw), "the request"
+        else:
+            self._serve_folder(copy)
         status, body = self._post("/admin/reload", json.dumps(asked).encode("utf-8", "surrogatepass"))
-        if status != 200:
-            return False
-        if what != "the request":
+        accepted = status == 200
+        if accepted:
             self._check_known(f"after a reload of an index with {what} damaged")
-        status, body = self._post(
-            "/admin/reload",
-            json.dumps({"retriever": {"name": "faiss", "path": str(self._index)}, "corpus": str(self._corpus)}).encode(),
-        )
+        self._serve_folder(self._index)
+        status, body = self._post("/admin/reload", b"{}")
         if status != 200:
             raise Wrong(f"the old index is not taken back after {asked}: {status} {body[:500]!r}")
         self._check_known(f"after {asked} and back")
-        return True
+        return accepted
+
+    def _serve_folder(self, folder: Path) -> None:
+        """What the next reload loads."""
+        aside = self._served.with_suffix(".new")
+        aside.symlink_to(folder)
+        os.replace(aside, self._served)
 
     # ------------------------------------------------------------ what must hold
 
@@ -213,7 +224,7 @@ class Server:
         """(status, body) of an answer in time. Raises Wrong for none, for 5xx but 503, and for an error without its text."""
         connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=ANSWER_S)
         try:
-            connection.request("POST", path, body, {"Content-Type": "application/json"})
+            connection.request("POST", path, body, {"Content-Type": "application/json", **self._token})
             response = connection.getresponse()
             answer = response.read()
         except (OSError, http.client.HTTPException) as problem:

@@ -18,6 +18,7 @@ class ReasoningGym(Environment):
     up to a line break. tasks_per_split: problems of each split, from other seeds."""
 
     shorthand = "dataset"
+    harmless_options = ("dataset", "tasks_per_split", "seed")
     stop = ("\n",)
     metrics = {
         "score": Metric("share", "what the data set's own rule gives", score=True),

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rlflow.errors import RLFlowError, described
+from rlflow.errors import RLFlowError, as_called, described
 
 FORMATTER = argparse.RawDescriptionHelpFormatter
 Commands = Mapping[str, tuple[str, str]]
@@ -36,7 +36,7 @@ def run_group(prog: str, description: str, commands: Commands, arguments: Sequen
     try:
         return int(args.run(args) or 0)
     except (RLFlowError, OSError) as problem:
-        print(f"rlflow: {described(problem)}", file=sys.stderr)
+        print(f"rlflow: {as_called(described(problem))}", file=sys.stderr)
         return getattr(problem, "exit_code", RLFlowError.exit_code)
 
 
@@ -51,6 +51,9 @@ class _LazyParser(argparse.ArgumentParser):
 
     module = ""
     _loaded = False
+
+    def format_help(self) -> str:
+        return as_called(super().format_help())
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[argparse.Namespace, list[str]]:
         if not self._loaded:

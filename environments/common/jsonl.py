@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import logging
 import mmap
+import shlex
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -50,6 +51,13 @@ def records(data: mmap.mmap | bytes) -> Iterator[tuple[int, int, bytes]]:
 
 def refuse(path: Path, what: str, bad: Sequence[tuple[str, str]], good: int, *, skip: bool = False) -> None:
     """Raises DataError if there are bad rows, each a (name, reason), or no rows at all; with `skip` bad ones are a warning."""
+    if bad and path.suffix.lower() == ".csv":
+        convert = "import csv, json, sys; [print(json.dumps(row)) for row in csv.DictReader(sys.stdin)]"
+        source, target = shlex.quote(str(path)), shlex.quote(str(path.with_suffix(".jsonl")))
+        raise DataError(
+            f"{path}: found CSV, expected the {what} as JSON Lines or parquet. Convert it by "
+            f"`python -c '{convert}' < {source} > {target}`."
+        )
     if bad:
         shown = "; ".join(f"{name}: {reason}" for name, reason in bad[:_SHOWN_BAD_ROWS])
         more = f"; and {len(bad) - _SHOWN_BAD_ROWS} more" if len(bad) > _SHOWN_BAD_ROWS else ""

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
+
+if sys.path[:1] == [os.getcwd()]:  # see rlflow/__main__.py
+    del sys.path[0]
 
 from rlflow_environments.common.commands import run_group
 from rlflow_environments.retrieval.commands import COMMANDS

@@ -8,7 +8,7 @@ import heapq
 import itertools
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -17,7 +17,8 @@ from typing import Any, Generic, Protocol, TypeVar
 from rlflow_environments.retrieval.errors import QueueFullError
 
 Hit = TypeVar("Hit")
-_AT_A_TURN = 16  # queries of one request that are searched before the next request has its turn
+_AT_A_TURN = 8  # queries of one request that are searched before the next request has its turn
+_CONSIDERATE = 8  # batches of one turn each after one with a small request: its client probably asks again
 _BATCH_CHARACTERS = 65_536  # of a batch, and one query more: others wait for its end
 _HERE_BATCH = 16  # queries that an event loop searches itself before it looks around
 _TIMED = 9  # batches whose median time decides; a batch that the machine interrupts is not the retriever's matter
@@ -62,12 +63,14 @@ class PendingSearch(Generic[Hit]):
 @dataclass(eq=False)
 class _Lookup(Generic[Hit]):
     """One distinct search, and the places in the callers' results that it fills. turn: when it
-    is searched, before larger ones; number: in order of arrival, among equal turns."""
+    is searched, before larger ones; number: in order of arrival, among equal turns; small: of a
+    request that needs one turn."""
 
     query: str
     top_k: int
     turn: int
     number: int
+    small: bool
     callers: list[tuple[PendingSearch[Hit], int]] = field(default_factory=list)
 
     def __lt__(self, other: _Lookup[Hit]) -> bool:
@@ -83,7 +86,8 @@ class _Lookup(Generic[Hit]):
 class CoalescedSearch(Generic[Hit]):
     """Searches one query at a time for its callers, in batches for the retriever.
 
-    Requests take turns: of one with many queries some are searched, then those of others.
+    Requests take turns: of one with many queries some are searched, then those of others. While there are small requests a
+    batch ends with the turn, so that none of them waits for a batch that is full of others' queries.
     One thread owns the retriever: what arrives while it searches is the next batch, so nobody ever waits for a batch to fill.
     Where a batch takes less than `here_s`, the event loop searches it itself: a way through a thread and back takes longer than
     many a search.
@@ -101,8 +105,9 @@ class CoalescedSearch(Generic[Hit]):
         on_batch: Callable[[int, float], None] | None = None,
         here_s: float = 0.0,
     ) -> None:
-        """max_waiting: searches that may wait (None: any number). on_batch: called with the size and seconds of every batch.
-        here_s: for a retriever that only computes, and callers in one event loop."""
+        """max_waiting: searches that may wait for the turns up to a request's own (None: any number).
+        on_batch: called with the size and seconds of every batch. here_s: for a retriever that only
+        computes, and callers in one event loop."""
         self._retriever = retriever
         self._max_batch = max_batch
         self._max_waiting = max_waiting
@@ -112,6 +117,8 @@ class CoalescedSearch(Generic[Hit]):
         self._lookups: dict[Key, _Lookup[Hit]] = {}  # waiting or under way
         self._waiting: dict[int, list[_Lookup[Hit]]] = {}  # heaps by top_k; no empty ones
         self._turn = 0  # of the search that was taken up last
+        self._in_turn: Counter[int] = Counter()  # searches that wait, by turn
+        self._considerate = 0  # batches to come that end with their turn
         self._waiting_count = 0
         self._numbers = itertools.count()
         self._lock = threading.Lock()
@@ -136,13 +143,15 @@ class CoalescedSearch(Generic[Hit]):
             return call
         with self._lock:
             self._admit(queries, top_k)
+            small = len(queries) <= _AT_A_TURN
             for slot, query in enumerate(queries):
                 lookup = self._lookups.get((query, top_k))
                 if lookup is None:
                     turn = self._turn + slot // _AT_A_TURN
-                    lookup = self._lookups[query, top_k] = _Lookup(query, top_k, turn, next(self._numbers))
+                    lookup = self._lookups[query, top_k] = _Lookup(query, top_k, turn, next(self._numbers), small)
                     heapq.heappush(self._waiting.setdefault(top_k, []), lookup)
                     self._waiting_count += 1
+                    self._in_turn[turn] += 1
                 else:
                     call.shared += 1
                 lookup.callers.append((call, slot))
@@ -169,9 +178,11 @@ class CoalescedSearch(Generic[Hit]):
         if self._max_waiting is None or not self._waiting_count:
             return
         new = sum((query, top_k) not in self._lookups for query in queries)
-        if self._waiting_count + new > self._max_waiting:
+        last = self._turn + (len(queries) - 1) // _AT_A_TURN
+        before = sum(count for turn, count in self._in_turn.items() if turn <= last)
+        if before + new > self._max_waiting:
             raise QueueFullError(
-                f"{self._waiting_count} searches are waiting and {new} more would pass the limit of {self._max_waiting}."
+                f"{before} searches are waiting and {new} more would pass the limit of {self._max_waiting}."
             )
 
     def _drain(self) -> None:
@@ -190,10 +201,15 @@ class CoalescedSearch(Generic[Hit]):
                 queue = self._waiting[top_k]
                 characters = 0
                 while queue and len(batch) < min(most, self._max_batch) and characters < _BATCH_CHARACTERS:
+                    if batch and queue[0].turn > batch[-1].turn and self._considerate:
+                        break
                     lookup = heapq.heappop(queue)
                     characters += len(lookup.query)
                     self._turn = max(self._turn, lookup.turn)
                     self._waiting_count -= 1
+                    self._in_turn[lookup.turn] -= 1
+                    if lookup.small:
+                        self._considerate = _CONSIDERATE
                     if lookup.begin(now):
                         batch.append(lookup)
                     else:
@@ -201,6 +217,8 @@ class CoalescedSearch(Generic[Hit]):
                 if not queue:
                     del self._waiting[top_k]
             self._busy = bool(batch)
+            self._considerate = max(0, self._considerate - 1)
+            self._in_turn += Counter()  # without those that are empty
         return batch
 
     def _answer(self, batch: list[_Lookup[Hit]]) -> None:

@@ -9,7 +9,6 @@ A record ends at a newline byte and nowhere else (text may hold U+2028 and the l
 
 from __future__ import annotations
 
-import bisect
 import json
 import logging
 import mmap
@@ -29,8 +28,8 @@ logger = logging.getLogger("rlflow.search.corpus")  # under `rlflow`, so that a 
 
 @dataclass(frozen=True)
 class Passage:
-    """One retrieved document. contents: `"Title"\\ntext`, as it stands in the corpus. score: of the retriever that found it,
-    higher is better, 0 for a passage that was not retrieved."""
+    """One retrieved document. contents: `"Title"\\ntext`, as it stands in the corpus; empty for a row without text.
+    score: of the retriever that found it, higher is better, 0 for a passage that was not retrieved."""
 
     id: str
     title: str
@@ -64,7 +63,9 @@ class PassageSequence(Sequence[Passage]):
 
 
 class Corpus(PassageSequence):
-    """The passages of a corpus.jsonl: read from a memory map when asked for, so that only offsets stay in memory."""
+    """The passages of a corpus.jsonl: read from a memory map when asked for, so that only offsets stay in memory.
+
+    empty: the rows without text, which have a number, a vector even, and are never found."""
 
     def __init__(self, path: str | Path) -> None:
         """Maps the file and checks every row once. Raises DataError: missing or empty file, bad rows (all are counted)."""
@@ -79,57 +80,46 @@ class Corpus(PassageSequence):
         for start, end, _ in _good_rows(self._map, rows, bad):
             self._starts.append(start)
             self._lines.append(end)
-        self._gaps = rows.gaps
-        refuse(self.path, "corpus", bad, len(self._starts))
+        self.empty = frozenset(rows.empty)
+        refuse(self.path, "corpus", bad, len(self._starts) - len(self.empty))
         rows.report()
 
     def __len__(self) -> int:
         return len(self._starts)
 
     def passage(self, row: int) -> Passage:
-        return _passage(self.record(row), row_number(self._gaps, row))
+        return _passage(self.record(row), row)
 
     def record(self, row: int) -> dict[str, Any]:
         """The whole record of a row, as it stands in the file."""
         return parse_object(self._map[self._starts[row] : self._lines[row]])
 
 
-class EmptyRow(BadRow):
-    """A row that has the keys of a passage and no text: it is left out, and said once."""
-
-
 class RowCheck:
-    """What is to be said of a corpus as a whole. number: of the next row, those without text included: rows without an id are
-    named by it, so that ids keep their gaps."""
+    """What is to be said of a corpus as a whole. number: of the next row, by which rows without an id are named. empty: the rows
+    without text."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self.number = 0
-        self.gaps = array("q")  # per row that was left out, how many were kept before it
+        self.empty = array("q")
         self._ids = array("q")
 
-    def keep(self, name: str) -> None:
-        """The next row is good."""
-        self._ids.append(hash(name))
-        self.number += 1
-
-    def skip(self) -> None:
-        """The next row has no text."""
-        self.gaps.append(len(self._ids))
+    def add(self, name: str, empty: bool = False) -> None:
+        """The next row is not bad. empty: it has no text."""
+        if empty:
+            self.empty.append(self.number)
+        else:
+            self._ids.append(hash(name))
         self.number += 1
 
     def report(self) -> None:
         """Says in one line each what was left out and which ids are not unique."""
         import numpy as np
 
-        if self.gaps:
-            logger.warning(
-                "%s: %d of %d rows have no text and are left out; the first is row %d",
-                self._path,
-                len(self.gaps),
-                self.number,
-                self.gaps[0],
-            )
+        if self.empty:
+            text = "%s: %d of %d rows have no text and are never found; the first is row %d"
+            logger.warning(text, self._path, len(self.empty), self.number, self.empty[0])
         ids = np.frombuffer(self._ids, np.int64)
         repeated = len(ids) - len(np.unique(ids))
         if repeated:
@@ -137,26 +127,24 @@ class RowCheck:
             logger.warning(text, self._path, repeated, len(ids))
 
 
-def row_number(gaps: Sequence[int], row: int) -> int:
-    """The number of a kept row among all rows of its file. gaps: see `RowCheck`."""
-    return row + bisect.bisect_right(gaps, row)
-
-
 def make_passage(record: Mapping[str, Any], row: int) -> Passage:
     """The passage of a corpus record. Raises DataError for a record without text."""
     try:
-        return _passage(dict(record), row)
+        passage = _passage(dict(record), row)
+        if not passage.contents:
+            raise BadRow("expected text, found empty text")
     except BadRow as problem:
         raise DataError(f"record {row}: {problem}. Build the index again.") from None
+    return passage
 
 
 def read_passages(path: str | Path, *, skip_bad_rows: bool = False) -> list[Passage]:
-    """All passages of a corpus, in memory, as a new corpus would have them. Raises DataError as `Corpus` does, with
+    """All passages of a corpus that have text, in memory. Raises DataError as `Corpus` does, with
     `skip_bad_rows` only where no row is good."""
     file = existing(path, "corpus")
     bad: list[tuple[str, str]] = []
     rows = RowCheck(file)
-    passages = [passage for _, _, passage in _good_rows(file.read_bytes(), rows, bad)]
+    passages = [passage for _, _, passage in _good_rows(file.read_bytes(), rows, bad) if passage.contents]
     refuse(file, "corpus", bad, len(passages), skip=skip_bad_rows)
     rows.report()
     return passages
@@ -169,12 +157,12 @@ def check_beginning(path: str | Path, most_bytes: int) -> None:
         data = opened.read(most_bytes)
     data = data[: data.rfind(b"\n") + 1] or data
     bad: list[tuple[str, str]] = []
-    good = sum(1 for _ in _good_rows(data, RowCheck(file), bad))
+    good = sum(bool(passage.contents) for _, _, passage in _good_rows(data, RowCheck(file), bad))
     refuse(file, "corpus", bad, good)
 
 
 def stream_passages(path: str | Path) -> Iterator[tuple[int, Passage]]:
-    """(offset of its end, passage) of row after row, read once. Raises DataError as `Corpus` does, at the end."""
+    """(offset of its end, passage) of row after row that has text, read once. Raises DataError as `Corpus` does, at the end."""
     file = existing(path, "corpus")
     bad: list[tuple[str, str]] = []
     rows, count = RowCheck(file), 0
@@ -182,8 +170,9 @@ def stream_passages(path: str | Path) -> Iterator[tuple[int, Passage]]:
         size = os.fstat(opened.fileno()).st_size
         data: mmap.mmap | bytes = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) if size else b""
     for _, end, passage in _good_rows(data, rows, bad):
-        count += 1
-        yield end, passage
+        if passage.contents:
+            count += 1
+            yield end, passage
     refuse(file, "corpus", bad, count)
     rows.report()
 
@@ -191,28 +180,24 @@ def stream_passages(path: str | Path) -> Iterator[tuple[int, Passage]]:
 def _good_rows(
     data: mmap.mmap | bytes, rows: RowCheck, bad: list[tuple[str, str]]
 ) -> Iterator[tuple[int, int, Passage]]:
-    """Start, end and passage of every row that is kept; tells `rows` of all and `bad` of the others.
+    """Start, end and passage of every row that is not bad; tells `rows` of all and `bad` of the others.
 
     Rows without an id are named by their number among the rows that are not bad, as if the bad ones had been deleted."""
     for line, start, record in records(data):
         try:
             passage = _passage(parse_object(record), rows.number - len(bad))
-        except EmptyRow:
-            rows.skip()
         except BadRow as problem:
             rows.number += 1
             bad.append((f"line {line}", str(problem)))
         else:
-            rows.keep(passage.id)
+            rows.add(passage.id, empty=not passage.contents)
             yield start, start + len(record), passage
 
 
 def parse_passage(record: bytes, row: int, path: str | Path) -> Passage:
-    """The passage of one record of a corpus. Raises DataError that names the row (from 0), EmptyRow."""
+    """The passage of one record of a corpus. Raises DataError that names the row (from 0)."""
     try:
         return _passage(parse_object(record), row)
-    except EmptyRow:
-        raise
     except BadRow as problem:
         raise DataError(f"{path}: row {row}: {problem}. Fix or remove it.") from None
 
@@ -242,12 +227,11 @@ def make_contents(title: str, text: str) -> str:
 
 
 def _passage(row: dict[str, Any], number: int) -> Passage:
-    for key in ("contents", "text"):
-        value = row.get(key)
-        if value is not None:
-            if isinstance(value, str) and not value.strip():
-                raise EmptyRow(f"'{key}': expected text, found empty text")
-            break
+    name = str(number if row.get("id") is None else row["id"])
+    url = str(row.get("url") or f"doc://{name}")
+    written = row.get("text") if row.get("contents") is None else row["contents"]
+    if isinstance(written, str) and not written.strip():
+        return Passage(name, "", "", url)
     if row.get("contents") is not None:
         contents = text_of(row, "contents")
         title = row.get("title") or contents.partition("\n")[0].strip().strip('"')
@@ -258,5 +242,4 @@ def _passage(row: dict[str, Any], number: int) -> Passage:
         raise BadRow("no 'contents' (nor 'title' and 'text')")
     if not isinstance(title, str):
         raise BadRow(f"'title': expected text, found {kind_of(title)}")
-    name = str(number if row.get("id") is None else row["id"])
-    return Passage(name, title, contents, str(row.get("url") or f"doc://{name}"))
+    return Passage(name, title, contents, url)

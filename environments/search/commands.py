@@ -8,7 +8,7 @@ from rlflow_environments.common.commands import FORMATTER, add_commands
 from rlflow_environments.retrieval.commands import COMMANDS as RETRIEVAL
 
 COMMANDS = {
-    **{name: RETRIEVAL[name] for name in ("build", "advise", "serve", "query")},
+    **{name: RETRIEVAL[name] for name in ("build", "serve", "query")},
     "data": (
         "what a file of questions or passages is; write it in one form",
         "rlflow_environments.search.questions.command",

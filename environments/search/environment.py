@@ -42,6 +42,7 @@ class SearchEnvironment(Environment):
     """
 
     metrics = METRICS
+    harmless_options = ("protocol", "top_k", "max_turns", "reward", "valid_inst_ratio", "max_document_characters", "max_searches")
 
     @classmethod
     def evaluation_options(cls, path: str) -> dict[str, Any]:
@@ -162,8 +163,8 @@ class SearchEnvironment(Environment):
         if split not in self._tasks:
             given = ", ".join(self._tasks) or "none"
             raise ConfigError(
-                f"environment search: no questions for the split '{split}'; given: {given}. Set environment.{split} to a "
-                f".jsonl file of questions.{did_you_mean(split, self._tasks)}"
+                f"environment search: no questions for the split '{split}'; given: {given}. Set environment.{split} "
+                f"(train: --train-data, val: --val-data) to a .jsonl file of questions.{did_you_mean(split, self._tasks)}"
             )
         return self._tasks[split]
 

@@ -186,7 +186,8 @@ def check_recall(
     Raises ConfigError where fewer passages are found than `min_recall`: index and corpus do not belong together.
     """
     count = min(questions, len(corpus))
-    known = [corpus[place * len(corpus) // count] for place in range(count)]
+    spread = [corpus[place * len(corpus) // count] for place in range(count)]
+    known = [passage for passage in spread if passage.contents]
     asked = [f"{passage.title} {' '.join(passage.body.split()[:OPENING_WORDS])}" for passage in known]
     asking = [task for task in tasks if isinstance(task.metadata.get("question"), str)][:questions]
     try:
@@ -207,7 +208,7 @@ def check_recall(
     )
     if shares["passages"] < min_recall:
         raise ConfigError(
-            f"environment.managed: of {count} passages of the corpus, asked for by their own words, the index finds "
+            f"environment.managed: of {len(known)} passages of the corpus, asked for by their own words, the index finds "
             f"{shares['passages']:.0%}, expected {min_recall:.0%}. Was it built on another corpus or with another encoder? Lower "
             "managed.min_recall to go on."
         )
@@ -257,7 +258,7 @@ class _Service:
     def _start(self, port: int) -> subprocess.Popen[bytes]:
         with self._log.open("ab") as output:
             return subprocess.Popen(
-                [sys.executable, "-m", "rlflow_environments.retrieval", "serve", "--port", str(port), *self._arguments],
+                [sys.executable, "-P", "-m", "rlflow_environments.retrieval", "serve", "--port", str(port), *self._arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,

@@ -1,6 +1,9 @@
-"""What the search plug-in adds to the core's commands: options of train and eval, jobs of doctor. Imports nothing heavy."""
+"""What the search plug-in adds to the core's commands: options of train and eval, jobs of doctor, and tables
+of the field's configurations. Imports nothing heavy."""
 
 from __future__ import annotations
+
+from pathlib import Path
 
 from rlflow.commands.doctor import Job
 from rlflow.commands.options import Option
@@ -28,3 +31,6 @@ JOBS = (
     ),
     Job("search with Qdrant", ("qdrant-client", "qdrant-edge-py"), install_command("qdrant")),
 )
+
+FOREIGN_CONFIGS = sorted((Path(__file__).parent / "foreign_configs").glob("*.yaml"))
+"""Tables of `rlflow.config.foreign`."""

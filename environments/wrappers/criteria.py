@@ -47,7 +47,7 @@ class CriterionError(RLFlowError):
 class PatternCriterion:
     """The criterion `pattern`: 1 if a regular expression occurs in what the policy wrote, else 0.
 
-    pattern: without references and lookaround, see `common.patterns`. whole: in all responses, not in the last one alone.
+    pattern: in RE2's syntax, see `common.patterns`. whole: in all responses, not in the last one alone.
     """
 
     def __init__(self, pattern: str, *, whole: bool = False) -> None:

@@ -7,15 +7,16 @@ usage() {
 Train a long-horizon search agent (ASearcher's environment, AstraFlow's recipe) with rlflow: episodes of up to 32 responses that search
 and open pages run ahead of training, which corrects for what is stale by M2PO.
 
-  bash recipes/asearcher/run_train.sh [--recipe NAME] [--short] [OPTIONS] [section.key=value ...]
+  bash recipes/asearcher/run_train.sh [CONFIG_NAME] [--recipe NAME] [--short] [OPTIONS] [section.key=value ...]
 
 Without data it runs the demo on two CPU cores, as with --short: a tiny model learns to look things up on the pages of a fictional
 encyclopedia. No GPU, account or download of a model is needed.
 
 Options
   --recipe NAME         m2po_delta (default): weights travel as the bits that changed, all of them every tenth time; or m2po_full: all of
-                        them every time. Nothing else differs
+                        them every time. Nothing else differs. In the demo all bits change (float32): it sends whole weights with both
   --short               the recipe at the size of two CPU cores, also where data files are given
+  CONFIG_NAME           a configuration beside this script: config/CONFIG_NAME.yaml
   --config FILE         another run configuration (YAML); every key: docs/configuration.md
   --model DIR           starting policy: a HuggingFace directory, or its name on the hub
   --preset NAME         a named algorithm in place of M2PO (rlflow algorithm list --kind preset)

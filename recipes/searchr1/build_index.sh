@@ -7,11 +7,12 @@ usage() {
 Build the index of a corpus, with the flags of the field's index_builder.py. It prints the memory that it needs first, goes on where it was
 stopped when it is given again, and takes corpora larger than memory (faiss_type Flat).
 
-  bash recipes/searchr1/build_index.sh --corpus_path FILE [OPTIONS]
+  bash recipes/searchr1/build_index.sh [--corpus_path FILE] [OPTIONS]
 
 Options (more: rlflow search build --help, whose options are taken too)
-  --corpus_path FILE        the passages: {"id", "contents"} or {"title", "text"} per line
-  --save_dir DIR            default indexes/; the index is the folder {retrieval_method}_{faiss_type} in it
+  --corpus_path FILE        the passages: {"id", "contents"} or {"title", "text"} per line (default $WIKI2018_WORK_DIR/wiki_corpus.jsonl)
+  --save_dir DIR            the index is the folder {retrieval_method}_{faiss_type} in it; default indexes/, and without --corpus_path
+                            $WIKI2018_WORK_DIR/e5.index, where launch_server.sh looks first
   --retrieval_method NAME   e5 (default), bge, ...: the encoder's family; bm25 needs no model
   --model_path PATH         the encoder (default intfloat/e5-base-v2)
   --faiss_type TYPE         Flat (default), SQ8, IVF4096,SQ8, HNSW32, ...
@@ -22,7 +23,11 @@ Options (more: rlflow search build --help, whose options are taken too)
   --save_embedding          keep the embeddings beside the index
   --device NAME             cuda (default where there is a GPU) or cpu
 
+Environment variable
+  WIKI2018_WORK_DIR         the folder of the corpus and the index (default data/wiki2018)
+
 Examples
+  WIKI2018_WORK_DIR=/data/wiki2018 bash recipes/searchr1/build_index.sh --model_path models/e5-base-v2 --use_fp16
   bash recipes/searchr1/build_index.sh --corpus_path wiki-18.jsonl --use_fp16
   bash recipes/searchr1/build_index.sh --corpus_path corpus.jsonl --retrieval_method bm25
 TEXT
@@ -31,7 +36,7 @@ TEXT
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd -P)
 # shellcheck source=../common.sh
 . "$here/../common.sh"
-corpus='' save_dir=indexes method=e5 model=intfloat/e5-base-v2 type=Flat half=0
+corpus='' save_dir='' method=e5 model=intfloat/e5-base-v2 type=Flat half=0
 device=cpu; rlflow_has_gpu && device=cuda
 options=()
 while [ $# -gt 0 ]; do
@@ -58,7 +63,13 @@ while [ $# -gt 0 ]; do
     esac
     shift 2
 done
-[ -n "$corpus" ] || rlflow_fail "expected --corpus_path FILE; see --help"
+if [ -z "$corpus" ]; then
+    data=${WIKI2018_WORK_DIR:-data/wiki2018}
+    [ -f "$data/wiki_corpus.jsonl" ] ||
+        rlflow_fail "$data/wiki_corpus.jsonl: no such file; give --corpus_path FILE, or WIKI2018_WORK_DIR, the folder that holds it"
+    corpus=$data/wiki_corpus.jsonl save_dir=${save_dir:-$data/$method.index}
+fi
+save_dir=${save_dir:-indexes}
 case $save_dir in /*) ;; *) save_dir=$PWD/$save_dir ;; esac
 
 rlflow_setup run

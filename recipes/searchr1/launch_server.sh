@@ -20,23 +20,24 @@ Options (more: rlflow search serve --help)
   --topk N                 passages where a request does not say (default 3)
   --faiss_gpu              the index on all visible GPUs, in float16
   --host ADDRESS           default 127.0.0.1; 0.0.0.0 for clients on other machines
-  --port PORT              default 8000; 0 picks a free one
+  --port PORT              default 8000, in AstraFlow's form 7000; 0 picks a free one
   --save-address-to DIR    write Host{ip}_IP{port}.txt there while the server can answer
 
 Environment variables, where an option is not given
-  PORT                     as --port
+  PORT                     as --port (default 7000 with GPU_IDS alone, else 8000)
   RETRIEVER_NAME           as --retriever_name
   RETRIEVER_PATH           as --retriever_model
   TOPK                     as --topk
   USE_FAISS_GPU            1: as --faiss_gpu (default 1 with GPU_IDS, else 0)
   RAG_SERVER_ADDR_DIR      as --save-address-to
-  DATA_DIR                 where e5.index/e5_Flat.index, wiki_corpus.jsonl and wiki_webpages.jsonl lie (default data/wiki2018),
-                           for those of --index_path, --corpus_path and --pages_path that are not given
+  WIKI2018_WORK_DIR        the folder of e5.index/e5_Flat.index (or the folder e5.index/e5_Flat that build_index.sh makes),
+                           wiki_corpus.jsonl and wiki_webpages.jsonl (default data/wiki2018), for those of --index_path,
+                           --corpus_path and --pages_path that are not given. DATA_DIR is taken, too
 
 Examples
   bash recipes/searchr1/launch_server.sh --index_path indices/wiki --port 5005
   bash recipes/searchr1/launch_server.sh --retriever_name bm25 --corpus_path data/searchr1/corpus.jsonl
-  DATA_DIR=/data/wiki2018 RAG_SERVER_ADDR_DIR=addresses bash recipes/searchr1/launch_server.sh 0,1 --host 0.0.0.0
+  WIKI2018_WORK_DIR=/data/wiki2018 RAG_SERVER_ADDR_DIR=addresses bash recipes/searchr1/launch_server.sh 0,1 --host 0.0.0.0
 TEXT
 }
 
@@ -59,10 +60,10 @@ given() {
 positional=()
 while [ $# -gt 0 ] && [ "${1#-}" = "$1" ]; do positional+=("$1"); shift; done
 arguments=("$@")
-gpu=${USE_FAISS_GPU:-0}
+gpu=${USE_FAISS_GPU:-0} port=8000 own_corpus=''
 case ${#positional[@]} in
 0) ;;
-1) export CUDA_VISIBLE_DEVICES=${positional[0]} gpu=${USE_FAISS_GPU:-1} ;;
+1) export CUDA_VISIBLE_DEVICES=${positional[0]} gpu=${USE_FAISS_GPU:-1} port=7000 ;;
 2) PORT=${positional[0]} RAG_SERVER_ADDR_DIR=${positional[1]} ;;
 *) rlflow_fail "expected GPU_IDS, or PORT ADDR_DIR, before the options, found: ${positional[*]}" ;;
 esac
@@ -70,21 +71,28 @@ esac
 given --retriever_name || [ -z "${RETRIEVER_NAME:-}" ] || arguments+=(--retriever_name "$RETRIEVER_NAME")
 given --retriever_model || [ -z "${RETRIEVER_PATH:-}" ] || arguments+=(--retriever_model "$RETRIEVER_PATH")
 given --topk --top-k || arguments+=(--topk "${TOPK:-3}")
-given --port || arguments+=(--port "${PORT:-8000}")
+given --port || arguments+=(--port "${PORT:-$port}")
 given --save-address-to || [ -z "${RAG_SERVER_ADDR_DIR:-}" ] || arguments+=(--save-address-to "$RAG_SERVER_ADDR_DIR")
 [ "$gpu" != 1 ] || given --faiss_gpu || arguments+=(--faiss_gpu)
 
-data=${DATA_DIR:-data/wiki2018}
+data=${WIKI2018_WORK_DIR:-${DATA_DIR:-data/wiki2018}}
 default() { # flag, file under DATA_DIR
-    [ -f "$data/$2" ] || rlflow_fail "$data/$2: no such file; give $1, or DATA_DIR, the folder that holds it"
+    [ -f "$data/$2" ] || rlflow_fail "$data/$2: no such file; give $1, or WIKI2018_WORK_DIR, the folder that holds it"
     arguments+=("$1" "$data/$2")
 }
 if ! given --index_path --index --retriever; then
     case " ${arguments[*]} " in
     *" bm25 "* | *"=bm25 "*) ;;
-    *) default --index_path e5.index/e5_Flat.index ;;
+    *)
+        for folder in "$data/e5.index/e5_Flat" indexes/e5_Flat; do # as build_index.sh makes them; they know their corpus
+            [ ! -f "$data/e5.index/e5_Flat.index" ] && [ -f "$folder/meta.json" ] || continue
+            arguments+=(--index_path "$folder") own_corpus=1
+            break
+        done
+        [ -n "$own_corpus" ] || default --index_path e5.index/e5_Flat.index
+        ;;
     esac
-    given --corpus_path --corpus || default --corpus_path wiki_corpus.jsonl
+    [ -n "$own_corpus" ] || given --corpus_path --corpus || default --corpus_path wiki_corpus.jsonl
     given --pages_path --pages || [ ! -f "$data/wiki_webpages.jsonl" ] || arguments+=(--pages_path "$data/wiki_webpages.jsonl")
 fi
 

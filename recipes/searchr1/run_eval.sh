@@ -6,7 +6,7 @@ usage() {
     cat <<'TEXT'
 Evaluate a search agent with rlflow: exact match, F1, searches and turns per question, with 95% intervals.
 
-  bash recipes/searchr1/run_eval.sh --model DIR [--data FILE] [OPTIONS] [section.key=value ...]
+  bash recipes/searchr1/run_eval.sh [CONFIG_NAME] --model DIR [--data FILE] [OPTIONS] [section.key=value ...]
   bash recipes/searchr1/run_eval.sh --server URL [--data FILE] [OPTIONS] [section.key=value ...]
 
 Options
@@ -22,13 +22,14 @@ Options
                         evaluation sets, which are scored one by one (default: the configuration's validation set)
   --corpus FILE         the passages to search, JSON Lines: {"id": ..., "contents": "\"Title\"\nText"}
   --pages FILE          whole pages for the tool access, JSON Lines: {"url": ..., "contents": ...}
+  CONFIG_NAME           a configuration beside this script, config/CONFIG_NAME.yaml, as --config
   --config FILE         run configuration (default: that of the run DIR comes from, else config/demo.yaml: the embedded world)
   --questions N         only the first N questions
   --samples N           attempts per question (default 1)
   --temperature T       0 is greedy (default)
   --out DIR             where to write summary.json and trajectories.jsonl (default: a new folder runs/eval-NAME)
   --overwrite           replace an earlier evaluation in --out
-  --allow-code          run code that the config.yaml beside the model names, though others made it
+  --allow-code          use all of the config.yaml beside the model, though others made it: the code, files and addresses in it
   -h, --help            this text
   section.key=value     override any configuration key; every key: docs/configuration.md
 

@@ -6,7 +6,7 @@ usage() {
     cat <<'TEXT'
 Train a search agent (Search-R1) with rlflow.
 
-  bash recipes/searchr1/run_train.sh [--short] [OPTIONS] [section.key=value ...]
+  bash recipes/searchr1/run_train.sh [CONFIG_NAME] [--short] [OPTIONS] [section.key=value ...]
 
 Without arguments it runs the demo: a tiny model learns by GRPO to answer questions about a fictional encyclopedia by
 searching it. No GPU, account or download of a model is needed. The first start creates .venv and installs what the job
@@ -14,7 +14,9 @@ needs (a few minutes); an active environment that already has rlflow is used as 
 
 Options
   --short               the demo in three minutes (config/short.yaml)
-  --config FILE         another run configuration (YAML); every key: docs/configuration.md
+  CONFIG_NAME           a configuration beside this script, e.g. qwen2.5_3b: config/CONFIG_NAME.yaml
+  --config FILE         another run configuration (YAML); every key: docs/configuration.md. One of RLinf or AstraFlow is translated,
+                        into --out FILE (default runs/NAME.yaml), and what became of each of its keys is said
   --model DIR           starting policy: a HuggingFace directory (config.json, *.safetensors, tokenizer), or its name on the hub, e.g.
                         Qwen/Qwen2.5-1.5B-Instruct: fetched once into HF_HOME; HF_ENDPOINT (a mirror) and HF_HUB_OFFLINE count
   --preset NAME         a named algorithm in place of the configuration's (rlflow algorithm list --kind preset)
@@ -30,7 +32,7 @@ Options
   section.key=value     override any configuration key, e.g. run.name=try rollout.samples_per_prompt=4 trainer.lr=2e-6
 
 Which configuration is used
-  --config FILE if given; else config/short.yaml with --short; else config/qwen2.5_3b.yaml if data files are given;
+  CONFIG_NAME or --config FILE if given; else config/short.yaml with --short; else config/qwen2.5_3b.yaml if data files are given;
   else config/demo.yaml. Relative paths in options are relative to the current directory, those in configuration files and overrides
   to the repository; runs are written to runs/<run.name>/ of the repository unless run.directory says otherwise.
 

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from rlflow.algorithms.rewards import add_reward_term
 from rlflow.errors import ConfigError, RLFlowError
-from rlflow.types import Batch, Group, Loss, LossResult, PolicyOutput, Reduction, Task, as_loss
+from rlflow.types import Batch, Group, Loss, LossResult, PolicyOutput, Reduction, Task, as_loss, check_needs
 
 MAX_LOG_RATIO = 20.0  # nats; exp(20) is 4.9e8, far beyond any clip and still finite when squared in float32
 Anchor = Literal["rollout", "proximal"]
@@ -80,8 +80,10 @@ def compares_attempts(function: Function) -> Function:
 
 
 def as_part(part: Any) -> Any:
-    """The part itself; a plain function wrapped."""
-    return part if isinstance(part, Part) else FunctionPart(part)
+    """The part itself; a plain function wrapped. Raises ConfigError for `needs` that are no set of names."""
+    made = part if isinstance(part, Part) else FunctionPart(part)
+    check_needs(made)
+    return made
 
 
 class Filter(Part):
@@ -254,13 +256,15 @@ def log_ratio(logprobs: Tensor, base: Tensor, mask: Tensor) -> Tensor:
     return torch.where(mask, logprobs - base, 0.0).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
-def kl_estimate(estimator: str, logprobs: Tensor, reference: Tensor, mask: Tensor) -> Tensor:
-    """(B, T) k1, k2 or k3 of KL(policy || reference) from the policy's own tokens, nats; 0 off the mask. With x = reference -
-    log-prob, clamped to +-20: -x, x^2 / 2, e^x - x - 1."""
-    x = -log_ratio(logprobs, reference, mask)
+def kl_estimate(estimator: str, x: Tensor) -> Tensor:
+    """k1, k2 or k3 of KL(policy || other), nats, from x = other log-prob - log-prob of the policy's own tokens: -x, x^2 / 2,
+    e^x - x - 1."""
     if estimator == "k1":
         return -x
-    return x.square() / 2 if estimator == "k2" else x.exp() - x - 1
+    if estimator == "k2":
+        return x.square() / 2
+    wide = x.double()  # near 0 the terms cancel: in float32 nothing is left of k3 below |x| of 3e-4
+    return (torch.expm1(wide) - wide).to(x.dtype)
 
 
 def anchor_logprobs(batch: Batch, anchor: Anchor, who: str) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -46,8 +47,12 @@ def remembered_trajectories(state: Mapping[str, Any]) -> list[Trajectory]:
 
 
 def groups_state(groups: Sequence[Group]) -> dict[str, Any]:
-    """A state that `remembered_groups` reads. Of a task, its id and prompt are kept: what scored it is not needed any more."""
-    rows = [[group.id, group.task.id, group.task.prompt, len(group.trajectories)] for group in groups]
+    """A state that `remembered_groups` reads. All of a task is kept: a teacher's prompt may name its answer
+    and its metadata."""
+    rows = [
+        [group.id, group.task.id, group.task.prompt, len(group.trajectories), *_facts(group.task)]
+        for group in groups
+    ]
     return {"groups": rows, **trajectories_state([trajectory for group in groups for trajectory in group.trajectories])}
 
 
@@ -55,8 +60,37 @@ def remembered_groups(state: Mapping[str, Any]) -> list[Group]:
     """The groups of a `groups_state`."""
     attempts = iter(remembered_trajectories(state))
     return [
-        Group(name, Task(task, prompt), [next(attempts) for _ in range(count)]) for name, task, prompt, count in state["groups"]
+        Group(name, _task(task, prompt, *facts), [next(attempts) for _ in range(count)])
+        for name, task, prompt, count, *facts in state["groups"]
     ]
+
+
+def _facts(task: Task) -> list[Any]:
+    metadata = {name: _literal(value) for name, value in task.metadata.items()}
+    return [_literal(task.answer), metadata, task.most_attempts, task.most_turns]
+
+
+def _task(
+    name: str,
+    prompt: Any,
+    answer: str = "None",
+    metadata: Mapping[str, str] | None = None,
+    *most: int | None,
+) -> Task:
+    """Older states hold neither answer nor metadata."""
+    known = {key: ast.literal_eval(value) for key, value in (metadata or {}).items()}
+    return Task(name, prompt, ast.literal_eval(answer), known, *most)
+
+
+def _literal(value: Any) -> str:
+    """The value as Python writes it, since JSON makes lists of tuples; where that is no literal, its text, as a
+    prompt shows it."""
+    text = repr(value)
+    try:
+        ast.literal_eval(text)
+    except (ValueError, SyntaxError, RecursionError, MemoryError):
+        return repr(str(value))
+    return text
 
 
 def _values(segment: Segment, name: str) -> Tensor:

@@ -14,9 +14,10 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from rlflow.cluster.slots import EpisodeJob, Handle, PoolLimits, WorkerGone, WorkerSlot, chosen
+from rlflow.cluster.slots import EpisodeJob, Handle, PoolLimits, WorkerGone, WorkerSlot, chosen, weight_reads
 from rlflow.cluster.worker_flow import WorkerFlow
 from rlflow.errors import ConfigError, EnvironmentContractError, ModelError, RLFlowError, RolloutError
+from rlflow.rollout.calls import RunningTime
 from rlflow.rollout.flow import Begun, Ended, Lost
 from rlflow.rollout.weight_sync import WeightProbe, compare_probes
 from rlflow.rollout.workers import Loaded, PlayOrder, Update, WorkerFacts, WorkerNews
@@ -49,14 +50,14 @@ class WorkerPool:
         self._launch = launch
         self._read = read
         self._watch = watch
-        self._clock = clock
+        self._time = RunningTime(TURN_S, clock)
         self._slots = [WorkerSlot(str(number)) for number in range(count)]
         self._target: Update | None = None
         self._probe: WeightProbe | None = None
         self._waiting: list[EpisodeJob] = []
         self._failure: RLFlowError | None = None
         self._last_reason = "none has started yet"
-        self._up_at = self._turned_at = clock()
+        self._up_at = 0.0
         self._lost = self._restarts = 0  # since the last report
         self._lock = threading.RLock()
         self._wake = threading.Event()
@@ -123,7 +124,7 @@ class WorkerPool:
                 if error is None:
                     self._pass(slot)
                 else:
-                    self._fail(slot, error, self._clock())
+                    self._fail(slot, error, self._time.seconds)
             found = next((error for error in errors if error is not None), None)
             if found is not None and not any(slot.state == "up" for slot in self._slots):
                 self._failure = found
@@ -188,6 +189,7 @@ class WorkerPool:
                 "workers/attempts_fewest": float(min(ended)),
             }
             self._restarts = self._lost = 0
+            counted |= weight_reads(self._slots)
             for slot in self._slots:
                 slot.ended = 0
         return counted
@@ -217,17 +219,13 @@ class WorkerPool:
 
     def _turn(self) -> None:
         """Everything that is due now."""
-        now = self._clock()
-        elapsed, self._turned_at = (
-            min(now - self._turned_at, 2 * TURN_S),
-            now,
-        )  # a driver that was stopped blames nobody
+        before, now = self._time.seconds, self._time.look()
         for slot in self._slots:
             if slot.state == "down" and now >= slot.retry_at:
                 self._begin(slot, now)
             if slot.state in ("starting", "up"):
                 try:
-                    self._look_after(slot, now, elapsed)
+                    self._look_after(slot, now, now - before)
                 except Exception as error:  # noqa: BLE001 -- whatever a worker answers, it must not end the others
                     self._fail(slot, error, now)
         if any(slot.state == "up" for slot in self._slots):
@@ -294,6 +292,7 @@ class WorkerPool:
             try:
                 taken: Loaded = loading.result()
                 slot.failed_loads, slot.loaded = 0, taken
+                slot.reads.append(taken)
                 if taken.answers is None:
                     self._pass(slot)
             except RLFlowError as error:

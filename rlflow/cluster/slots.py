@@ -78,6 +78,7 @@ class WorkerSlot:
     failures: int = 0
     failed_loads: int = 0
     ended: int = 0  # attempts, since the last report
+    reads: list[Loaded] = field(default_factory=list)  # since the last report
     loaded: Loaded | None = None  # weights that the trainer has not yet compared
     passed: int = -1  # the version that was verified last
     held: list[WorkerNews] = field(default_factory=list)  # until what it samples from is verified
@@ -110,3 +111,14 @@ def chosen(ready: Sequence[WorkerSlot], job: EpisodeJob) -> WorkerSlot | None:
 def _room(slot: WorkerSlot) -> int:
     assert slot.facts is not None
     return slot.facts.max_concurrency - len(slot.jobs)
+
+
+def weight_reads(slots: Sequence[WorkerSlot]) -> dict[str, float]:
+    """`workers/` metrics of the weights that were read since the last call; {} where none were."""
+    reads = [read for slot in slots for read in slot.reads]
+    for slot in slots:
+        slot.reads.clear()
+    if not reads:
+        return {}
+    size = sum(read.bytes for read in reads)
+    return {"workers/weights_mib": size / 2**20, "workers/weights_delta": sum(read.delta for read in reads) / len(reads)}

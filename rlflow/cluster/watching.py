@@ -6,9 +6,10 @@ import shutil
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+
+from rlflow.rollout.calls import RunningTime
 
 WAITING_IN = ("/torch/distributed/", "/megatron/core/pipeline_parallel/p2p_communication")
 """Where a rank's innermost frame lies while it waits for other ranks."""
@@ -92,11 +93,14 @@ class Stillness:
     seen: dict[int, Doing | None] = field(default_factory=dict)
     since_s: dict[int, float] = field(default_factory=dict)
     answered_s: dict[int, float] = field(default_factory=dict)
+    time: RunningTime | None = None  # looked at by each look that is not told the time
 
     def look(self, found: Mapping[int, Doing | None], now_s: float | None = None) -> bool:
         """Takes note of what the ranks do that have not finished; True where none of them has moved for `limit_s`, or one has not
         answered for much longer."""
-        now_s = time.monotonic() if now_s is None else now_s
+        if now_s is None:
+            self.time = self.time or RunningTime(self.limit_s / 4)
+            now_s = self.time.look()
         for rank, doing in found.items():
             if rank not in self.seen or (doing is not None and doing != self.seen[rank]):
                 self.since_s[rank] = now_s

@@ -53,9 +53,9 @@ def run(args: argparse.Namespace) -> int:
     """Answers one question, or one after another."""
     from rlflow.commands.eval import evaluation_config
     from rlflow.config.checks import check_config
-    from rlflow.config.schema import load_config
     from rlflow.run.assemble import make_engine, make_rollout
     from rlflow.run.model_directory import model_directory
+    from rlflow.run.origin import starting_model
 
     _sort_words(args)
     check_least(args, temperature=0)
@@ -68,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
         rollout.environment.task_from_text("?")  # says so before anything is asked
         engines = {"after": rollout.engines[0]}
         if args.before or args.start:
-            start = args.start or (load_config(model.config).model.path if model.config else "")
+            start = args.start or (starting_model(model.config, "--start") if model.config else "")
             engines = {"before": make_engine(starting_config(config, start), rollout.tokenizer), **engines}
             rollout.engines = list(engines.values())  # closed with it
         paint = Paint(args.color)

@@ -63,6 +63,8 @@ def kind_of(name: str, kind: str | None = None) -> Kind:
             return TRANSFORM
         if "Group" in returns:
             return FILTER
+        if "Tensor" in returns:  # as of an aggregate, which few write: --kind says so
+            return ADVANTAGE
     raise ConfigError(f"{name}: its kind cannot be told from its signature; say --kind {'|'.join(PARTS)}.")
 
 

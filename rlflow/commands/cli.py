@@ -1,4 +1,4 @@
-"""The command line: rlflow train | serve | eval | env | algorithm | merge | show | view | compare | ask | doctor; plug-ins'."""
+"""The command line of rlflow: train, serve, eval, env, algorithm, merge, show, view, compare, ask, config, doctor, plug-ins'."""
 
 from __future__ import annotations
 
@@ -10,19 +10,16 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib import metadata
 
-from rlflow.commands import algorithm, ask, compare, doctor, env, eval, merge, serve, show, train, view
-from rlflow.config.redaction import redact_text
-from rlflow.errors import RLFlowError, described, did_you_mean
-
-PLUGINS = "rlflow.commands"
-"""Entry-point group of functions `add(subparsers) -> None`; each calls `parser.set_defaults(run=function of args)`."""
+from rlflow.commands import algorithm, ask, compare, config, doctor, env, eval, merge, serve, show, train, view
+from rlflow.commands.options import CommandParser
+from rlflow.config.keys import elsewhere
+from rlflow.errors import COMMAND_PLUG_INS, RLFlowError, as_called, command, described, did_you_mean
+from rlflow.storage.redaction import redact_text
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command; returns its exit code: 0, the error's (2, or a conversion's own) for a problem that the user can
     fix (one line on stderr), 130 for Ctrl-C, 143 for SIGTERM. RLFLOW_DEBUG=1 shows tracebacks."""
-    if "" not in sys.path and os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())  # `my_module:Name` is found from where the user stands, as with `python -m`
     args = parse(arguments)
     try:
         with _warnings_on_stderr():
@@ -30,7 +27,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except RLFlowError as error:
         if os.environ.get("RLFLOW_DEBUG") == "1":
             raise
-        print(f"rlflow: {type(error).__name__}: {redact_text(str(error))}", file=sys.stderr)
+        print(f"rlflow: {type(error).__name__}: {as_called(redact_text(str(error)))}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt as stop:
         print("rlflow: interrupted.", file=sys.stderr)
@@ -51,7 +48,7 @@ def _warnings_on_stderr() -> Iterator[None]:
 
     class Handler(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
-            shown = redact_text(self.format(record))
+            shown = as_called(redact_text(self.format(record)))
             print(f"rlflow: {shown}", file=sys.stderr)  # today's stderr: a live display may stand in for it
 
     logger, handler = logging.getLogger("rlflow"), Handler(logging.WARNING)
@@ -75,7 +72,10 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     unknown = [word for word in rest if word.startswith("-") or "=" not in word or not hasattr(args, "overrides")]
     if unknown:
         innermost = _innermost(parser, sys.argv[1:] if arguments is None else arguments)
-        hint = did_you_mean(unknown[0].split("=")[0], _options(innermost), likeness=0.75)
+        option = unknown[0].split("=")[0]
+        hint = did_you_mean(option, _options(innermost), likeness=0.75)
+        if not hint and hasattr(args, "overrides"):  # --learning-rate, as others have it
+            hint = elsewhere(option.lstrip("-").replace("-", "_"))
         innermost.error(f"unrecognized arguments: {' '.join(unknown)}; see {innermost.prog} --help.{hint}")
     if rest:
         args.overrides = [*args.overrides, *rest]
@@ -100,17 +100,18 @@ def _options(parser: argparse.ArgumentParser) -> list[str]:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """The whole command line, plug-ins' commands included."""
-    parser = argparse.ArgumentParser(
-        prog="rlflow",
+    """The whole command line, plug-ins' commands included: functions `add(subparsers) -> None`, each of which calls
+    `parser.set_defaults(run=function of args)`."""
+    parser = CommandParser(
+        prog=command(),
         description="Reinforcement learning for LLM agents, trained with Megatron; everything also runs on two CPU cores.",
-        epilog="`rlflow COMMAND --help` explains a command. RLFLOW_DEBUG=1 shows tracebacks.",
+        epilog=f"`{command()} COMMAND --help` explains a command. RLFLOW_DEBUG=1 shows tracebacks.",
     )
     parser.add_argument("--version", action="version", version=f"rlflow {_version()}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", dest="command")
-    for command in (train, serve, eval, env, algorithm, merge, show, view, compare, ask, doctor):
-        command.add(commands)
-    for entry in sorted(metadata.entry_points(group=PLUGINS), key=lambda entry: entry.name):
+    for module in (train, serve, eval, env, algorithm, merge, show, view, compare, ask, config, doctor):
+        module.add(commands)
+    for entry in sorted(metadata.entry_points(group=COMMAND_PLUG_INS), key=lambda entry: entry.name):
         entry.load()(commands)
     return parser
 

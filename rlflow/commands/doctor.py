@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from importlib import metadata
 
 from rlflow.commands.options import Commands, add_command
-from rlflow.errors import install_command
+from rlflow.errors import as_called, install_command
 
 PLUG_INS = "rlflow.jobs"
 """Entry-point group of sequences of `Job`."""
@@ -109,19 +109,17 @@ def diagnose() -> int:
     gpus = gpu_names()
     print(_table([("machine", ""), *machine_rows(gpus)]))
     print()
-    print(
-        _table(
-            [
-                ("package", "installed", "tested", ""),
-                *(package_row(name, version) for name, version in installed.items()),
-            ]
-        )
-    )
+    packages = [package_row(name, version) for name, version in installed.items()]
+    print(as_called(_table([("package", "installed", "tested", ""), *packages])))
     print()
-    print(_table([("job", "ready", "missing", "install with"), *(job_row(job, installed, bool(gpus)) for job in all_jobs())]))
+    rows = [job_row(job, installed, bool(gpus)) for job in all_jobs()]
+    print(_table([("job", "ready", "missing"), *(row[:3] for row in rows)]))
     print()
+    for name, *_, install in rows:
+        if install:
+            print(f"for '{name}':\n  {as_called(install)}")
     text, ready = verdict(installed, bool(gpus))
-    print(text)
+    print(as_called(text))
     return 0 if ready else 1
 
 
@@ -249,4 +247,4 @@ def _table(rows: list[tuple[str, ...]]) -> str:
     """Aligned columns; the first row is the head."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    return "\n".join([lines[0], "-" * min(sum(widths) + 2 * len(widths) - 2, 100), *lines[1:]])
+    return "\n".join([lines[0], "-" * min(sum(widths) + 2 * len(widths) - 2, 80), *lines[1:]])

@@ -3,11 +3,16 @@ every problem."""
 
 from __future__ import annotations
 
+import re
+import shutil
 import sys
+import textwrap
+from collections.abc import Callable
+from datetime import timedelta
 from typing import TYPE_CHECKING
 
-from rlflow.config.redaction import redact_text
-from rlflow.errors import Problems, RLFlowError
+from rlflow.errors import Problems, RLFlowError, as_called
+from rlflow.storage.redaction import redact_text
 
 if TYPE_CHECKING:
     from rlflow.config.schema import RunConfig
@@ -18,16 +23,17 @@ GIB = 2**30
 
 
 def dry_run(config: RunConfig) -> int:
-    """Prints the resolved configuration and what `look` prints; returns what that does."""
+    """Prints what `look` prints, then the resolved configuration; returns what `look` does."""
     from rlflow.config.loading import config_text
 
-    print(f"# resolved configuration\n{config_text(config)}")
-    return look(config)
+    status = look(config)
+    print(f"\n# resolved configuration\n{config_text(config)}", end="")
+    return status
 
 
 def look(config: RunConfig) -> int:
-    """Prints the batch plan, the estimates and what is worth a look; on stderr every problem in a line. Returns 0 where
-    a run could start, else 2."""
+    """Prints, on stderr, every problem in a line; then notes, total time, batch plan and memory. Returns 0 where a run
+    could start, else 2."""
     from rlflow.config.batch_plan import batch_plan
     from rlflow.run.model_directory import fetch_models
     from rlflow.run.readiness import examine
@@ -37,48 +43,72 @@ def look(config: RunConfig) -> int:
     found = examine(config, model=waiting is not None, weights=waiting == [])
     found.problems[:0] = unreached
     found.notes += waiting or []
-    if found.fits:
-        print(f"# batch plan\n{batch_plan(config)}")
-    if found.fits and found.model is not None:
-        try:
-            print_estimates(config, found.model)
-        except OverflowError:
-            print("\n# memory and time\nno estimate: the numbers are too large")
-    for note in found.notes:
-        print(f"note: {redact_text(note)}")
     for problem in found.problems:
-        print(f"rlflow: {type(problem).__name__}: {redact_text(str(problem))}", file=sys.stderr)
+        told = as_called(redact_text(str(problem)))
+        print(f"rlflow: {type(problem).__name__}: {told}", file=sys.stderr, flush=True)
     count = len(found.problems)
     found_some = f"{count} problem{'' if count == 1 else 's'} found, nothing was started."
     print(found_some if count else "ready: nothing is in the way of this run.")
+    for note in found.notes:
+        print(f"note: {redact_text(note)}")
+    if found.fits and found.model is not None:
+        _estimate(print_time, config, found.model)
+    if found.fits:
+        print(f"\n# batch plan\n{fitted(batch_plan(config))}")
+    if found.fits and found.model is not None:
+        _estimate(print_memory, config, found.model)
     return RLFlowError.exit_code if count else 0
 
 
-def print_estimates(config: RunConfig, model: Architecture) -> None:
-    """Prints memory by process and phase, and about how long a step takes."""
+def _estimate(print_it: Callable[[RunConfig, Architecture], None], config: RunConfig, model: Architecture) -> None:
+    try:
+        Problems().attempt(print_it, config, model)  # what is wrong is among the problems that are told
+    except OverflowError:
+        print("no estimate: the numbers are too large")
+
+
+def print_memory(config: RunConfig, model: Architecture) -> None:
+    """Prints memory by process and phase."""
     from rlflow.run.memory_estimate import estimate, is_embedded
-    from rlflow.run.step_time import estimate_step, this_device
     from rlflow.run.vllm_memory import vllm_memory
 
-    phases = Problems().attempt(estimate, config, model)
-    if phases is None:  # what is wrong is among the problems
-        return
     print("\n# memory at the most, GiB (an estimate; every episode fills its budget)")
+    phases = estimate(config, model)
     beside = vllm_memory(config, model)
-    print("\n".join(memory_lines([*phases, *beside])))
+    print(fitted("\n".join(memory_lines([*phases, *beside]))))
     if not (beside or is_embedded(config)):
         print(f"rollout.engine '{config.rollout.engine['name']}' manages memory of its own, which is not among these")
+
+
+def print_time(config: RunConfig, model: Architecture) -> None:
+    """Prints about how long the run and a step take."""
+    from rlflow.run.lines import clock
+    from rlflow.run.step_time import estimate_step, this_device
+
+    print("\n# time (a rough estimate; without evaluations and the environment's own time)")
     device = this_device(config)
     if device is None:
-        print("\n# time of a step\nunknown: rlflow/run/device_speeds.py does not have this GPU")
+        print("unknown: rlflow/run/device_speeds.py does not have this GPU")
         return
     name, speeds, count = device
     time = estimate_step(config, model, speeds, count)
+    total = timedelta(seconds=round(time.total_s * config.run.steps))
     share = f", {speeds.training_share:.0%} of its matrix rate in training" if speeds.training_share < 1 else ""
-    print(f"\n# time of a step (a rough estimate on {name}{share}; without the environment's own time)")
-    parts = ", ".join(f"{what} {seconds / 60:.2g}" for what, seconds in
+    print(f"the run: at most about {total} hours (run.steps = {config.run.steps:,}) if every episode fills its budget")
+    parts = ", ".join(f"{what} {clock(seconds)}" for what, seconds in
                       (("sampling", time.sample_s), ("scores", time.score_s), ("updates", time.update_s)))  # fmt: skip
-    print(f"at most about {time.total_s / 60:.2g} minutes if every episode fills its budget: {parts}\n")
+    print(f"a step: {clock(time.total_s)} ({parts}) on {name}{share}")
+
+
+def fitted(table: str) -> str:
+    """The table with lines that are wider than the terminal wrapped under their last column."""
+    width = shutil.get_terminal_size((sys.maxsize, 24)).columns
+    lines = []
+    for line in table.splitlines():
+        column = re.match(r"(?:.*?\S  +)?(?:[\d.]+ = )?", line)
+        indent = " " * (column.end() if column else 0)
+        lines += textwrap.wrap(line, width, subsequent_indent=indent, break_on_hyphens=False)
+    return "\n".join(lines)
 
 
 def memory_lines(phases: list[PhaseMemory]) -> list[str]:

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 import sys
 import time
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rlflow.commands.options import Commands, add_command, check_least, quoted
+from rlflow.errors import as_called
 
 if TYPE_CHECKING:
     from rlflow.environment import Environment
     from rlflow.run.imitation import Lessons
 
 TURNS, LESSONS = 6, 300  # of a demonstration; optimizer steps of the imitation
+LEARNING = ("trainer.lr=5e-4", "rollout.max_total_tokens=512", "rollout.max_response_tokens=32", "metrics.page=true")
 
 
 def add(commands: Commands) -> None:
@@ -78,6 +82,9 @@ def _add_limits(policy: argparse.ArgumentParser, check: argparse.ArgumentParser,
         "--turns", type=int, default=TURNS, metavar="N", help=f"turn limit of an episode (default {TURNS})"
     )
     policy.add_argument("--seed", type=int, default=0, metavar="N", help="of the episodes and the model (default 0)")
+    check.add_argument(
+        "--player", metavar="PLAYER", help="file.py:function, as of `env policy`: a scripted player that plays too"
+    )
     check.add_argument("--episodes", type=int, default=32, metavar="N", help="episodes of each agent (default 32)")
     check.add_argument("--turns", type=int, default=16, metavar="N", help="turn limit of an episode (default 16)")
     check.add_argument("--seed", type=int, default=0, metavar="N")
@@ -107,10 +114,12 @@ def run_new(args: argparse.Namespace) -> int:
     from rlflow.commands.scaffold import write_environment
 
     made = write_environment(args.name, Path(args.directory), policy=args.policy)
+    reference, test = shlex.quote(made.reference), shlex.quote(str(made.test))
+    pytest = "" if find_spec("pytest") else "pip install pytest && "
     following = [
-        f"rlflow env check {made.reference}",
-        f"rlflow env play {made.reference}",
-        f"python -m pytest {made.test}",
+        f"rlflow env check {reference}",
+        f"rlflow env play {reference}",
+        f"{pytest}python -m pytest {test}",
     ]
     written = [made.source, made.test]
     if args.policy:
@@ -124,9 +133,9 @@ def run_new(args: argparse.Namespace) -> int:
                 path.unlink(missing_ok=True)
             raise
         written.append(made.policy)
-        following.append(f"rlflow train --config {made.configuration}")
+        following.append(f"rlflow train --config {shlex.quote(str(made.configuration))}")
     print(f"wrote {', '.join(map(str, written))}\n")
-    print("\n".join(f"  {command}" for command in following))
+    print("\n".join(f"  {as_called(command)}" for command in following))
     return 0
 
 
@@ -138,16 +147,26 @@ def run_policy(args: argparse.Namespace) -> int:
     lessons = Lessons(steps=args.steps, turns=args.turns, seed=args.seed)
     environment = _environment(args.name, args.config, args.overrides)
     _make_policy(environment, args.player, Path(args.out), lessons, overwrite=args.overwrite)
-    print(f"wrote {args.out}\n\n  rlflow train --model {args.out} --env {args.name}")
+    words = ["--config", args.config] if args.config else []
+    words += ["--model", args.out, "--env", args.name, f"run.name={Path(args.out).name}", f"rollout.max_turns={args.turns}"]
+    following = shlex.join([*words, *LEARNING, *args.overrides])
+    print(f"wrote {args.out}\n\n  {as_called(f'rlflow train {following}')}")
     return 0
 
 
 def run_check(args: argparse.Namespace) -> int:
     """Prints the report; returns 1 where the contract is broken."""
-    from rlflow.commands.check import check_environment
+    from rlflow.commands.check import LIMIT_S, check_environment
+    from rlflow.components import Kind
+    from rlflow.run.interpreter_watch import InterpreterWatch
 
+    check_least(args, episodes=1, turns=1)
+    player = Kind("player").resolve(args.player) if args.player else None
     environment = _environment(args.name, args.config, args.overrides)
-    report = check_environment(environment, episodes=args.episodes, max_turns=args.turns, seed=args.seed)
+    with InterpreterWatch(LIMIT_S, "env check waits no longer"):
+        report = check_environment(
+            environment, episodes=args.episodes, max_turns=args.turns, seed=args.seed, player=player
+        )
     print(report)
     return 0 if report.passed else 1
 

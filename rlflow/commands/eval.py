@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -171,32 +171,21 @@ def _print_scores(
 
 
 def evaluation_config(args: argparse.Namespace, model: ModelDirectory) -> RunConfig:
-    """The configuration of the evaluation: --config, else that of the run that the model comes from, else the defaults."""
+    """The configuration of the evaluation: --config, else that of the run that the model comes from, else the defaults. Of a
+    run that somebody else made only what `trusted` takes."""
     from rlflow.config.checks import environment_name
     from rlflow.config.schema import load_config
+    from rlflow.run.origin import trusted
 
-    overrides = option_overrides(args, "eval")
-    config = load_config(args.config or model.config, overrides)
-    if not args.config and model.config is not None and not args.allow_code:
-        refuse_code_of_others(model.config, config, overrides)
+    source = args.config or model.config
+    if source and source != args.config and not args.allow_code:
+        source = trusted(source)
+    config = load_config(source, option_overrides(args, "eval"))
     if args.data:
         environment_name(config)  # there must be one
         config.environment |= data_options(config.environment, args.data)
     config.model.path = str(model.path)
     return config
-
-
-def refuse_code_of_others(path: Path, config: RunConfig, overrides: Sequence[str]) -> None:
-    """Raises ConfigError where `config` names code because the file beside the model does, which this user did not make."""
-    from rlflow.run.origin import code_of_others, is_own
-
-    asked = {} if is_own(path) else code_of_others(path, config, overrides)
-    if asked:
-        told = ", ".join(f"{key} = {value}" for key, value in asked.items())
-        raise ConfigError(
-            f"--model: {path} was not made by you on this machine, and asks to run code with your rights: {told}. Read it, then "
-            "add --allow-code; or name your own with --config FILE, --env NAME or section.key=value."
-        )
 
 
 def data_options(environment: Mapping[str, Any], path: str) -> dict[str, Any]:

@@ -7,13 +7,27 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
-from rlflow.errors import ConfigError
+from rlflow.errors import ConfigError, as_called, did_you_mean
 from rlflow.models.hub import is_hub_name
 
 PLUG_INS = "rlflow.options"
 """Entry-point group of sequences of `Option`; `train --help` and `eval --help` show them in a group of the entry's name."""
 Commands = argparse._SubParsersAction
+
+
+class CommandParser(argparse.ArgumentParser):
+    """A parser whose help can be pasted, and which suggests the command that a misspelt one was meant for."""
+
+    def format_help(self) -> str:
+        return as_called(super().format_help())
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if isinstance(action, argparse._SubParsersAction) and value not in action.choices:
+            hint, known = did_you_mean(value, action.choices), ", ".join(action.choices)
+            raise argparse.ArgumentError(action, f"found no command '{value}'.{hint} Known: {known}")
+        super()._check_value(action, value)
 
 
 @dataclass(frozen=True)
@@ -85,7 +99,7 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     reference = "config and tokenizer for a checkpoint (default: its run's model.path)"
     parser.add_argument("--hf", metavar="PATH", help=reference)
     parser.add_argument("--config", metavar="FILE", help="YAML configuration: environment and rollout sections are used")
-    code = "run code that the config.yaml beside the model names, though others made it"
+    code = "use all of the config.yaml beside the model, though others made it: the code, files and addresses that it names"
     parser.add_argument("--allow-code", action="store_true", help=code)
     parser.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0 is greedy (default)")
 

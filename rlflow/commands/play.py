@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 import sys
 from collections.abc import Iterable, Sequence
 from typing import TextIO
@@ -51,6 +52,8 @@ def find_task(tasks: Sequence[Task], wanted: str, split: str) -> Task:
 
 
 async def _episode(environment: Environment, task: Task, max_turns: int, source: TextIO, paint: Paint) -> int:
+    # asyncio's own handler waits for a coroutine to yield, which one that reads a line never does.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     stop = tuple(environment.stop)
     ends = " or ".join(["an empty line", *map(_shown_stop, stop)]) if "\n" not in stop else "Enter"
     print(paint(f"task {task.id}. You are the policy: a response ends with {ends}; Ctrl-D leaves.", "dim"))

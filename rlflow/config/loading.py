@@ -8,16 +8,17 @@ import difflib
 import itertools
 import re
 import typing
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 import yaml
 
 from rlflow.components import Kind
-from rlflow.config.redaction import redact
+from rlflow.config.keys import described_keys, elsewhere
 from rlflow.errors import ConfigError, RLFlowError, did_you_mean
 from rlflow.storage.files import write_text
+from rlflow.storage.redaction import redact
 from rlflow.values import checked, is_component, show
 
 T = TypeVar("T")
@@ -43,6 +44,15 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
+class _PlainLoader(_Loader):
+    """Refuses aliases, with which a few lines can stand for billions; what a run writes has none."""
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        if self.check_event(yaml.AliasEvent):
+            raise yaml.MarkedYAMLError(problem="an alias (*name)", problem_mark=self.peek_event().start_mark)
+        return super().compose_node(parent, index)
+
+
 _FLOAT = r"[-+]?(?:(?:\.[0-9]+|[0-9]+\.[0-9]*)(?:[eE][-+]?[0-9]+)?|[0-9]+[eE][-+]?[0-9]+|\.(?:inf|Inf|INF))|\.(?:nan|NaN|NAN)"
 for _tag, _pattern, _first in (
     ("null", r"(?:~|null|Null|NULL|)", ["~", "n", "N", ""]),
@@ -54,8 +64,11 @@ for _tag, _pattern, _first in (
     _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(rf"^(?:{_pattern})$"), _first)
 
 
-def load_config(path: str | Path | None, overrides: Sequence[str], schema: type[T], preset: str | None = None) -> T:
-    """The configuration from a YAML file, its `base:` files and `section.key=value` overrides, over the schema's defaults.
+def load_config(
+    path: str | Path | Mapping[str, Any] | None, overrides: Sequence[str], schema: type[T], preset: str | None = None
+) -> T:
+    """The configuration from a YAML file (or what stands in one), its `base:` files and `section.key=value` overrides, over the
+    schema's defaults.
 
     preset: a file of `algorithms/presets` by name, laid over the file and under the overrides; `base: preset:NAME` lays it under.
 
@@ -67,7 +80,9 @@ def load_config(path: str | Path | None, overrides: Sequence[str], schema: type[
         ConfigError: file missing or not YAML, key unknown, value of the wrong type.
     """
     draft = _Draft(schema, to_dict(schema()))
-    files = [] if path is None else [*_read_files(Path(path), ())]
+    files: list[tuple[str, Mapping[str, Any]]] = []
+    if path is not None:
+        files += [("configuration", path)] if isinstance(path, Mapping) else _read_files(Path(path), ())
     files += [] if preset is None else [*_read_files(preset_path(preset, "--preset"), ())]
     for source, content in files:
         if Path(source).parent == PRESETS:
@@ -113,8 +128,8 @@ def to_dict(config: Any) -> dict[str, Any]:
 
 
 def save_config(config: Any, path: str | Path) -> None:
-    """Writes the resolved configuration as YAML that `load_config` reads again, secrets replaced by `***`."""
-    write_text(path, config_text(config))
+    """Writes the resolved configuration, for this user alone, as YAML that `load_config` reads again; secrets are `***`."""
+    write_text(path, config_text(config), private=True)
 
 
 def config_text(config: Any) -> str:
@@ -123,25 +138,26 @@ def config_text(config: Any) -> str:
     return yaml.safe_dump(values, sort_keys=False, allow_unicode=True, width=120)
 
 
+def differences(config: Any) -> dict[str, Any]:
+    """The sections of a configuration with the keys whose values are not the schema's defaults."""
+    found: dict[str, Any] = {}
+    for item in dataclasses.fields(config):
+        value, default = getattr(config, item.name), getattr(type(config)(), item.name)
+        if value != default:
+            found[item.name] = differences(value) if dataclasses.is_dataclass(value) else value
+    return found
+
+
 def config_keys(schema: type) -> list[str]:
     """Every dotted key of a schema, in its order; a component counts as one key."""
-    return list(_leaves(schema, ()))
-
-
-def _leaves(schema: Any, path: tuple[str, ...]) -> Iterator[str]:
-    hints = typing.get_type_hints(schema)
-    for item in dataclasses.fields(schema):
-        if dataclasses.is_dataclass(hints[item.name]):
-            yield from _leaves(hints[item.name], (*path, item.name))
-        else:
-            yield ".".join((*path, item.name))
+    return [key.name for key in described_keys(schema)]
 
 
 def _read_files(path: Path, chain: tuple[Path, ...]) -> Iterator[tuple[str, dict[str, Any]]]:
     """(file name, content) of the file and the files it is based on, the deepest base first."""
     if path.resolve() in chain:
         raise ConfigError(f"{path}: 'base' leads back to this file: {' -> '.join(str(link) for link in chain)}.")
-    content = _read_yaml(path)
+    content = read_yaml(path)
     base = content.pop("base", None)
     if base is not None:
         if not isinstance(base, str):
@@ -152,9 +168,10 @@ def _read_files(path: Path, chain: tuple[Path, ...]) -> Iterator[tuple[str, dict
     yield str(path), content
 
 
-def _read_yaml(path: Path) -> dict[str, Any]:
+def read_yaml(path: Path, aliases: bool = True) -> dict[str, Any]:
+    """The sections of one YAML file, without those of its `base`. aliases: whether it may hold any. Raises ConfigError."""
     try:
-        content = _parsed(path.read_text(encoding="utf-8"))
+        content = _parsed(path.read_text(encoding="utf-8"), _Loader if aliases else _PlainLoader)
     except FileNotFoundError:
         beside = sorted(other.name for other in path.parent.glob("*.yaml")) if path.parent.is_dir() else []
         found = f" {path.parent or '.'} holds: {', '.join(beside)}." if beside else ""
@@ -170,10 +187,10 @@ def _read_yaml(path: Path) -> dict[str, Any]:
     return content
 
 
-def _parsed(text: str) -> Any:
+def _parsed(text: str, loader: type[_Loader] = _Loader) -> Any:
     """The value of a YAML text. Raises YAMLError, also where Python cannot hold what is written."""
     try:
-        return yaml.load(text, Loader=_Loader)
+        return yaml.load(text, Loader=loader)
     except RecursionError:
         raise yaml.YAMLError("nested too deeply") from None
     except ValueError as error:  # a number of thousands of digits
@@ -201,7 +218,7 @@ class _Draft:
         self.components = set(hints)
         self.lists = {path for path, hint in hints.items() if not is_component(hint)}
 
-    def merge(self, into: dict[str, Any], new: dict[str, Any], source: str, path: tuple[str, ...]) -> None:
+    def merge(self, into: dict[str, Any], new: Mapping[str, Any], source: str, path: tuple[str, ...]) -> None:
         """Merges mappings in place. A component with another `name` is another component and starts from nothing."""
         if path not in self.sections and "name" in new and new["name"] != into.get("name", new["name"]):
             into.clear()
@@ -321,8 +338,10 @@ def check_values(config: Any, path: str = "") -> None:
 
 
 def _suggest(path: tuple[str, ...], siblings: list[str], root: type) -> str:
-    """The sibling that was meant, else the option of a component of this section, else the key of that name in another section,
-    else what is known here."""
+    """The key that other libraries call so, else the sibling that was meant, else the option of a component of this
+    section, else the key of that name in another section, else what is known here."""
+    if known := elsewhere(path[-1]):
+        return known
     close = [name for name in siblings if did_you_mean(path[-1], [name])]
     if close:
         return did_you_mean(".".join(path), [".".join((*path[:-1], name)) for name in close])
@@ -334,7 +353,8 @@ def _suggest(path: tuple[str, ...], siblings: list[str], root: type) -> str:
     same = same or [key for key, name in everywhere.items() if did_you_mean(path[-1], [name])]
     if same:
         return f" Did you mean '{same[0]}'?"
-    return f" Known keys{' of ' + '.'.join(path[:-1]) if path[:-1] else ''}: {', '.join(siblings)}."
+    section = f" of {'.'.join(path[:-1])}" if path[:-1] else ""
+    return f" Known keys{section}: {', '.join(siblings)}; `rlflow config WORD` finds more."
 
 
 def _option_of_a_component(path: tuple[str, ...], root: type) -> str | None:

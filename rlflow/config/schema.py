@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -21,20 +21,20 @@ from rlflow.components import (
     WEIGHT_TRANSFER,
 )
 from rlflow.config import loading as configuration
-from rlflow.trainer.options import DType, TrainerOptions
+from rlflow.trainer.options import CriticOptions, DType, LoraOptions, TrainerOptions
 from rlflow.values import Component, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Range, Share
 
 
 @dataclass
 class RunSection:
-    directory: str = "runs/{name}"  # {name} is run.name
-    name: str = "run"
+    directory: str = "runs/{name}"  # where the run is written; {name} is run.name
+    name: str = "run"  # of the run
     seed: Annotated[int, Range(0, 2**32 - 1)] = 0  # what every generator takes
     steps: PositiveInt = 100  # optimizer steps at the most
     max_minutes: PositiveFloat | None = None  # stops cleanly after this wall time
     target: Share | None = None  # stops when eval/exact_match reaches this
     deterministic: bool = False  # fixed admission order and batch shapes; equal seeds give equal bits in one process
-    resume: bool = False
+    resume: bool = False  # continue from the newest checkpoint (--resume)
     resume_step: PositiveInt | None = None  # with resume: the checkpoint of this step, not the newest
     overwrite: bool = False  # throw away what an earlier run left in `directory`
 
@@ -42,14 +42,14 @@ class RunSection:
 @dataclass
 class ModelSection:
     path: str = ""  # HuggingFace directory: config.json, *.safetensors, tokenizer
-    dtype: DType = "float32"
-    trust_remote_code: bool = False
+    dtype: DType = "float32"  # of weights and engine
+    trust_remote_code: bool = False  # allow Python code of the model directory to run
 
 
 @dataclass
 class DataSection:
-    train_split: str = "train"
-    val_split: str = "val"
+    train_split: str = "train"  # the environment's training split
+    val_split: str = "val"  # the environment's validation split
     max_prompt_tokens: PositiveInt = 4096  # longer prompts are dropped and counted
     curator: Annotated[Component, CURATOR] = field(default_factory=lambda: {"name": "epochs"})  # which tasks come next
 
@@ -89,13 +89,13 @@ class Asynchrony:
 @dataclass
 class RolloutSection:
     engine: Annotated[Component, ENGINE] = field(default_factory=lambda: {"name": "embedded"})
-    prompts_per_step: PositiveInt = 16
-    samples_per_prompt: PositiveInt = 8
+    prompts_per_step: PositiveInt = 16  # tasks per step
+    samples_per_prompt: PositiveInt = 8  # attempts at each task: one group
     max_turns: PositiveInt = 4  # responses per episode
     max_response_tokens: PositiveInt = 512  # per response
     max_total_tokens: PositiveInt = 4096  # prompt, responses and observations of an episode together
-    max_observation_tokens: PositiveInt | None = None
-    temperature: PositiveFloat = 1.0
+    max_observation_tokens: PositiveInt | None = None  # text observations are cut to this; None: no limit
+    temperature: PositiveFloat = 1.0  # of sampling in training
     faults: dict[str, Any] = field(default_factory=lambda: asdict(Faults()))
     asynchronous: dict[str, Any] = field(default_factory=lambda: asdict(Asynchrony()))
     chat_template: bool = False  # put text prompts through the chat template as one user message
@@ -110,17 +110,17 @@ class AlgorithmSection:
     transforms: list[Annotated[Component, TRANSFORM]] = field(default_factory=list)  # of rewards, advantages, minibatches
     teacher: Annotated[Component, TEACHER] = field(default_factory=dict)  # whose log-probs are imitated; {}: nobody's
     critic: dict[str, Any] | None = None  # CriticOptions of a second model that learns values; None: no critic
-    minibatches_per_step: PositiveInt = 1
-    epochs_per_step: PositiveInt = 1
+    minibatches_per_step: PositiveInt = 1  # optimizer updates per pass over a step's episodes
+    epochs_per_step: PositiveInt = 1  # passes over a step's episodes
 
 
 @dataclass
 class EvaluationSection:
     every_steps: NonNegativeInt = 25  # 0: only at the end
-    at_start: bool = True
+    at_start: bool = True  # also before the first step
     questions: PositiveInt | None = None  # the first N of data.val_split; None: all
     final_questions: PositiveInt | None = None  # for the last evaluation; None: all
-    samples_per_prompt: PositiveInt = 1
+    samples_per_prompt: PositiveInt = 1  # attempts at each task
     temperature: NonNegativeFloat = 0.0  # 0 is greedy
 
 
@@ -136,8 +136,8 @@ class CheckpointSection:
 class MetricsSection:
     sinks: list[Annotated[Component, SINK]] = field(default_factory=list)  # beside metrics.jsonl
     trajectories_per_step: NonNegativeInt = 4  # written to trajectories/ and tokens/, in whole groups
-    progress: Literal["auto", "rich", "plain", "none"] = "auto"
-    picture: bool = True
+    progress: Literal["auto", "rich", "plain", "none"] = "auto"  # how the terminal shows a run
+    picture: bool = True  # draw progress.png
     page: bool = False  # served while the run goes on, on this machine alone; report.html at the end
 
 
@@ -146,8 +146,8 @@ class ClusterSection:
     ranks: NonNegativeInt = 0  # 0: everything in this process; N: N trainer ranks, each a Ray actor
     address: str | None = None  # of a running Ray cluster; None starts one on this machine
     services: str | None = None  # name under which `rlflow serve` offers processes there; None: actors of the run's own
-    threads_per_rank: PositiveInt = 1
-    gpus_per_rank: NonNegativeFloat = 0.0
+    threads_per_rank: PositiveInt = 1  # CPU threads of a rank
+    gpus_per_rank: NonNegativeFloat = 0.0  # GPUs of a rank or rollout worker
     rollout_workers: NonNegativeInt = 0  # 0: episodes in this process; N: N Ray actors, each with engine and environment
     weight_transfer: Annotated[Component, WEIGHT_TRANSFER] = field(default_factory=lambda: {"name": "auto"})
     stall_timeout_s: PositiveFloat = 300.0  # nothing has moved for so long, or three times as long as it ever took: it hangs
@@ -178,6 +178,17 @@ class RunConfig:
         return Asynchrony(**self.rollout.asynchronous)
 
 
-def load_config(path: str | Path | None = None, overrides: Sequence[str] = (), preset: str | None = None) -> RunConfig:
+MAPPINGS = {
+    "rollout.faults": Faults,
+    "rollout.asynchronous": Asynchrony,
+    "algorithm.critic": CriticOptions,
+    "trainer.lora": LoraOptions,
+}
+"""The keys of what is a mapping in a configuration."""
+
+
+def load_config(
+    path: str | Path | Mapping[str, Any] | None = None, overrides: Sequence[str] = (), preset: str | None = None
+) -> RunConfig:
     """The run configuration from a YAML file, a preset and `section.key=value` overrides, over the defaults above."""
     return configuration.load_config(path, overrides, RunConfig, preset)

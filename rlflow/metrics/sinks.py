@@ -7,7 +7,7 @@ import math
 import os
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -36,14 +36,18 @@ class MetricsLog:
         sinks: Sequence[Sink] = (),
         resumed_step: int | None = None,
         evaluations: int | None = None,
+        confirm: Callable[[], object] = lambda: None,
     ) -> None:
-        """evaluations: how many of the evaluations at `resumed_step` are kept; None for all."""
+        """evaluations: how many of the evaluations at `resumed_step` are kept; None for all. confirm: called
+        before each record."""
+        self._confirm = confirm
         self._file = JsonlSink(Path(directory) / "metrics.jsonl", resumed_step, evaluations)
         self.sinks: list[Sink] = [self._file, *sinks]
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Writes one record. Values become plain floats; what is not finite is null in the file."""
         plain = {name: float(value) for name, value in values.items()}
+        self._confirm()
         for sink in self.sinks:
             sink.write(step, plain)
 

@@ -13,6 +13,7 @@ from rlflow.models.tables import EMBEDDING, FAMILIES, LATENT_ATTENTION, Q_NORM, 
 
 SWITCHES = {Where.BIASES, Where.QKV_BIAS, Where.QK_NORM}
 """What config.json may switch on."""
+HOW_TO_ADD = "docs/add_a_model_family.md shows how to add one."
 MOST, MOST_LAYERS, MOST_FLOAT = 2**31 - 1, 2**16, 1e30
 """Above these, an entry of config.json is a mistake, and planning with it would take all memory."""
 
@@ -123,7 +124,7 @@ def architecture(config: dict[str, Any]) -> Architecture:
     if family not in FAMILIES:
         raise ModelError(
             f"config.json: model family '{family}' cannot be trained or sampled from here; possible: {', '.join(trained)}."
-            f"{did_you_mean(family, trained)}"
+            f"{did_you_mean(family, trained)} {HOW_TO_ADD}"
         )
     model = stored_architecture(config)
     if model.experts is not None or model.latent is not None:
@@ -156,7 +157,7 @@ def stored_architecture(config: dict[str, Any]) -> Architecture:
         known = ", ".join(sorted(FAMILIES))
         raise ModelError(
             f"config.json: model family '{family}' is not supported; supported: {known}."
-            f"{did_you_mean(family, FAMILIES)}"
+            f"{did_you_mean(family, FAMILIES)} {HOW_TO_ADD}"
         )
     switched_on = _switched_on(config, family)
     heads = _entry(config, "num_attention_heads")

@@ -21,6 +21,7 @@ from rlflow.models.huggingface import (
     companions_digest,
     copy_files,
     read_config,
+    why_occupied,
     with_dtype,
 )
 from rlflow.storage.files import replacing_directory
@@ -38,13 +39,14 @@ def write_model(
     shard_bytes: int = SHARD_BYTES,
     overwrite: bool = False,
     source: Mapping[str, Any] | None = None,
+    texts: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
     """Writes a model directory from (HuggingFace name, tensor) pairs in any order, such as a trainer's weights, and returns
     its manifest. Config, tokenizer and what else goes with the weights come from the directory `reference`.
 
     shard_bytes: tensor bytes per file, more only where one tensor alone has more; as many are in memory at a time. All
     tensors have the dtype of the first. overwrite: replaces a model directory once the new one is on disk. source: what the
-    manifest says that it was made of.
+    manifest says that it was made of. texts: {name: text} of files to add, in place of the reference's.
 
     Raises ModelError for weights that are not those which config.json implies, or not finite; StorageError where `path`
     may not be replaced or the disk is full. On failure `path` is as it was."""
@@ -78,6 +80,8 @@ def write_model(
             _write_shards(partial, _checked(stream, shapes, dtype, path), shard_bytes)
             copy_files(reference, partial)
             (partial / "config.json").write_text(json.dumps(with_dtype(config, dtype), indent=2) + "\n")
+            for name, text in (texts or {}).items():
+                (partial / name).write_text(text, encoding="utf-8")
             files = {file.name: fingerprint(file) for file in partial.iterdir()}
             return write_manifest(partial / EXPORT_MANIFEST, manifest, files)
     except OSError as error:
@@ -87,18 +91,13 @@ def write_model(
 
 
 def _check_replaceable(path: Path, reference: Path, overwrite: bool) -> None:
-    """Raises StorageError unless `path` is absent, or a model directory that may be replaced and does not hold the
-    reference."""
+    """Raises StorageError unless a model directory may be written at `path`, which does not hold the reference."""
     place, origin = path.resolve(), reference.resolve()
     if place == origin or place in origin.parents:
         raise StorageError(f"{path}: holds the reference; choose another directory.")
-    if not path.exists() and not path.is_symlink():
-        return
-    if not overwrite:
-        raise StorageError(f"{path}: exists; choose another directory or overwrite it.")
-    ours = (path / "config.json").is_file() or (path / EXPORT_MANIFEST).is_file()
-    if path.is_symlink() or not path.is_dir() or (any(path.iterdir()) and not ours):
-        raise StorageError(f"{path}: is not a model directory (no config.json), so it is not replaced; choose another.")
+    reason = why_occupied(path, overwrite)
+    if reason is not None:
+        raise StorageError(reason)
 
 
 def _check_room(path: Path, needed: int) -> None:

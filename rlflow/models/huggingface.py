@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import shutil
 import struct
 from collections.abc import Iterable, Iterator, Mapping
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlflow.errors import ModelError
 from rlflow.models.architecture import huggingface_shapes, stored_architecture
+from rlflow.storage.integrity import EXPORT_MANIFEST
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -245,6 +247,19 @@ def companions(reference: Path) -> list[str]:
     """The files of a model directory that go with its weights beside config.json: COPIED_FILES, `*.jinja`, `*.py`."""
     names = [name for name in COPIED_FILES if (reference / name).is_file()]
     return names + sorted(file.name for pattern in ("*.jinja", "*.py") for file in reference.glob(pattern))
+
+
+def why_occupied(path: Path, overwrite: bool) -> str | None:
+    """Why no model directory may be written at `path`; None where nothing or an empty directory is there, or with `overwrite` a
+    model directory."""
+    whole = path.is_dir() and not path.is_symlink()
+    if not os.path.lexists(path) or (whole and not any(path.iterdir())):
+        return None
+    if not overwrite:
+        return f"{path}: exists; choose another directory or pass --overwrite."
+    if whole and any((path / name).is_file() for name in ("config.json", EXPORT_MANIFEST)):
+        return None
+    return f"{path}: is not a model directory (no config.json), so --overwrite does not replace it; choose another."
 
 
 def copy_files(reference: Path, directory: Path) -> None:

@@ -12,7 +12,11 @@ Decode = Callable[[Sequence[int]], str]
 
 class Continued:
     """`generate` of an engine, which `pause("abort")` interrupts without a trace: what was sampled before is fed back as part of
-    the prompt, and the rest is sampled by whatever weights are there then. Each token keeps its log-prob and version."""
+    the prompt, and the rest is sampled by whatever weights are there then. Each token keeps its log-prob and version.
+
+    No token is drawn a second time: of those that begin a stop string the second draw would have another distribution than its
+    log-prob says. An engine looks for stop strings in what it samples itself, so one that the interruption cut in two is
+    looked for here, in no more tokens than it can have."""
 
     def __init__(self, engine: Engine, decode: Decode) -> None:
         self._engine = engine
@@ -24,24 +28,40 @@ class Continued:
         """The whole completion; see `Engine.generate`."""
         whole = Completion([], [], [], "paused")
         while whole.stop == "paused":
-            room = sampling.max_tokens - len(whole.tokens)
-            rest = dataclasses.replace(sampling, max_tokens=room)
+            before = len(whole.tokens)
+            room = sampling.max_tokens - before
+            cut = before > 0 and _ends_within(self._decode(whole.tokens), sampling.stop)
+            limit = min(room, _longest(sampling.stop)) if cut else room
+            rest = dataclasses.replace(sampling, max_tokens=limit)
             part = await self._engine.generate([*tokens, *whole.tokens], rest, request_id, priority)
             whole.tokens += part.tokens
             whole.logprobs += part.logprobs
             whole.versions += part.versions
             whole.stop = part.stop
-            if part.stop == "paused":
-                self._cut_back(whole, sampling)
+            if cut and self._ended(whole, before, sampling.stop):
+                whole.stop = "stop"
+            elif part.stop == "length" and len(part.tokens) == limit < room:
+                whole.stop = "paused"
         return whole
 
-    def _cut_back(self, whole: Completion, sampling: Sampling) -> None:
-        """Takes back the last tokens as long as the text ends in the beginning of a stop string: the engine looks for them in
-        what it samples itself, and would not find one that lies on both sides of the interruption."""
-        while whole.tokens and _ends_within(self._decode(whole.tokens), sampling.stop):
-            for values in (whole.tokens, whole.logprobs, whole.versions):
-                values.pop()
+    def _ended(self, whole: Completion, before: int, stops: Sequence[str]) -> bool:
+        """Whether a stop string is complete with a token from `before` on; what follows that token is dropped."""
+        start = max(0, before - _longest(stops))
+        for end in range(before + 1, len(whole.tokens) + 1):
+            text = self._decode(whole.tokens[start:end])
+            if any(stop in text for stop in stops):
+                for values in (whole.tokens, whole.logprobs, whole.versions):
+                    del values[end:]
+                return True
+        return False
 
 
 def _ends_within(text: str, stops: Sequence[str]) -> bool:
-    return any(text.endswith(stop[:length]) for stop in stops for length in range(1, len(stop)))
+    """Whether the text may end in the beginning of a stop string; half a character may be one."""
+    begins = any(text.endswith(stop[:length]) for stop in stops for length in range(1, len(stop)))
+    return begins or (bool(stops) and text.endswith("\ufffd"))
+
+
+def _longest(stops: Sequence[str]) -> int:
+    """Tokens that a stop string can have: a token has a byte or more."""
+    return max(len(stop.encode()) for stop in stops)

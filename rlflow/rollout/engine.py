@@ -10,7 +10,7 @@ from typing import Literal, Union
 import torch
 from torch import Tensor
 
-from rlflow.errors import ConfigError, RolloutError
+from rlflow.errors import ConfigError, ModelError, RolloutError
 
 Weights = Union[Iterable[tuple[str, Tensor]], AsyncIterable[tuple[str, Tensor]]]
 """(HuggingFace name, tensor) pairs. The asynchronous kind arrives one by one, while the trainer makes the next."""
@@ -73,6 +73,17 @@ class Engine(ABC):
     sleeps: bool = False
     """Whether it gives memory back while the trainer works (`sleep`), as both take turns on one device."""
 
+    may_end: bool = False
+    """Whether it may end by itself, as what runs in another process does; `load_weights` starts it again then."""
+
+    patient: bool = False
+    """Set by who gives it new weights when it has ended: its requests wait for them in place of failing."""
+
+    @property
+    def failure(self) -> str:
+        """How it ended by itself; empty while it has not."""
+        return ""
+
     @abstractmethod
     async def generate(
         self, tokens: Sequence[int], sampling: Sampling, request_id: str | None = None, priority: int = 0
@@ -131,6 +142,15 @@ async def each_weight(weights: Weights) -> AsyncIterator[tuple[str, Tensor]]:
     else:
         for pair in weights:
             yield pair
+
+
+def check_weight(name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
+    """Raises ModelError for a tensor of another shape, or of a type that no weights have, before anything is made of it."""
+    if tuple(tensor.shape) != shape or not tensor.is_floating_point():
+        raise ModelError(
+            f"engine.load_weights: '{name}' is {tensor.dtype} of shape {tuple(tensor.shape)}, the model's is floating point "
+            f"of shape {shape}. Send the weights of the model that the engine was started with."
+        )
 
 
 def check_sizes(where: str, least: int = 1, **values: int | None) -> None:

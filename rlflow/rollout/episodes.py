@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from rlflow.environment import MAX_REWARD, Environment
-from rlflow.errors import ConfigError, EnvironmentContractError, ModelError, RolloutError, described
+from rlflow.errors import ConfigError, EnvironmentContractError, ModelError, RolloutError, described, raised_at
 from rlflow.rollout.calls import CallThreads, call, deadline
 from rlflow.rollout.engine import Completion, Sampling
 from rlflow.rollout.tokenizer import Tokenizer
@@ -26,6 +26,8 @@ CALL_S, EPISODE_S = 600.0, 7200.0
 """Deadlines of a call of the environment and of an episode, by which whoever takes longer counts as hung."""
 LONG_TEXT = 50_000
 """Characters of an observation that are tokenized in a thread: some 20 ms, in which most tokenizers let others run."""
+SHOWN = 80
+"""Characters of a response that a failed step is told of with."""
 MISTAKES = (EnvironmentContractError, ModelError, ConfigError)
 """Errors of the set-up: they would hit every episode, so they stop the collection instead of aborting one."""
 
@@ -98,6 +100,7 @@ class EpisodeState:
     observation_tokens: int = 0
     observations_cut: int = 0
     responses_cut: int = 0
+    cause: str = ""  # where a step failed, and what it was given
 
     def tokens(self) -> list[int]:
         return [token for span in self.spans for token in span.tokens]
@@ -138,8 +141,8 @@ class EpisodePlayer:
         except MISTAKES:
             raise
         except Exception as failure:  # noqa: BLE001 -- the episode boundary: a failure of others must not end the run
-            logger.info("episode %s aborted: %r", attempt.request_id, failure)
-            stop, error = StopReason.ABORTED, described(failure)
+            stop, error = StopReason.ABORTED, described(failure) + state.cause
+            logger.info("episode %s aborted: %s", attempt.request_id, error)
         return self._trajectory(attempt, state, stop, error)
 
     async def _from_reset_to_close(self, attempt: Attempt, state: EpisodeState, generate: Generate) -> StopReason:
@@ -176,10 +179,10 @@ class EpisodePlayer:
             started = time.monotonic()
             completion = await generate(tokens, sampling, attempt.request_id)
             step = await self._answer(episode, state, completion, len(tokens), started)
+            if completion.stop == "length":  # first: who answers once says "terminated" of half an answer too
+                return StopReason.MAX_TOKENS
             if step.terminated:
                 return StopReason.TERMINATED
-            if completion.stop == "length":
-                return StopReason.MAX_TOKENS
             if episode.turns >= self._max_turns(episode):
                 return StopReason.MAX_TURNS
             if not await self._observe(state, step, completion):
@@ -217,7 +220,12 @@ class EpisodePlayer:
         state.responses_cut += episode.cut
         full = episode.cut or stop >= self._limits.max_total_tokens
         episode.turns_left = 0 if full else max(0, self._max_turns(episode) - episode.turns)
-        step = await self._call("step", episode, response)
+        try:
+            step = await self._call("step", episode, response)
+        except Exception as failure:
+            place = raised_at(failure)
+            state.cause = f" ({place + '; ' if place else ''}the response was {response!r:.{SHOWN}})"
+            raise
         turn.duration_s = time.monotonic() - started
         if not isinstance(step, Step):
             raise EnvironmentContractError(_wrong_type(self._environment, "step", "a Step", step))
@@ -300,7 +308,8 @@ class EpisodePlayer:
     async def _call(self, name: str, *arguments: Any) -> Any:
         """The result of an environment's method, within the deadline."""
         what = f"{type(self._environment).__name__}.{name}"
-        return await call(self._threads, getattr(self._environment, name), arguments, self._limits.call_s, what)
+        kind = "reset" if name == "reset" else ""  # one that waits for a place must not keep `close` from giving one back
+        return await call(self._threads, getattr(self._environment, name), arguments, self._limits.call_s, what, kind)
 
     def _trajectory(self, attempt: Attempt, state: EpisodeState, stop: StopReason, error: str) -> Trajectory:
         sampled = any(span.completion is not None for span in state.spans)

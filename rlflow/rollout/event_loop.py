@@ -12,6 +12,7 @@ from concurrent.futures import Future
 from typing import Any, Generic, TypeVar
 
 from rlflow.errors import RolloutError
+from rlflow.storage.forks import end_forked_child, in_forked_child
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -79,8 +80,12 @@ class LoopThread:
     def __init__(self, name: str) -> None:
         self._loop = asyncio.new_event_loop()
         self._closed = False
+        self._forked = False
+        self.on_wait: Callable[[], object] = lambda: None
+        """Called by whoever waits for this loop's work, every `LoopWatch.poll_s`."""
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
+        in_forked_child(self._end_if_forked_here)
 
     def start(self, coroutine: Coroutine[Any, Any, T]) -> Running[T]:
         """Starts the coroutine and returns at once."""
@@ -92,13 +97,17 @@ class LoopThread:
 
     def watch(self, limit_s: float) -> LoopWatch:
         """Who waits for this loop's work asks it from time to time whether the loop still turns."""
-        return LoopWatch(self._loop, self._thread, limit_s)
+        return LoopWatch(self._loop, self._thread, limit_s, lambda: self.on_wait())
 
     def answers(self, timeout_s: float = CANCEL_TIMEOUT_S) -> bool:
         """Whether the loop turns, or does so again in time."""
         answered = threading.Event()
         self._loop.call_soon_threadsafe(answered.set)
         return answered.wait(timeout_s)
+
+    def place(self) -> str:
+        """The place in the code that it is at."""
+        return where(self._thread)
 
     def close(self) -> None:
         """Stops the loop and ends its thread; one that does not end is left alone, and does not keep the process from ending."""
@@ -110,8 +119,16 @@ class LoopThread:
         else:
             self._loop.close()
 
+    def _end_if_forked_here(self) -> None:
+        """In the child of a fork that a coroutine made: what comes back to the loop, whose sockets are the parent's, ends."""
+        if threading.get_ident() == self._thread.ident:
+            self._forked = True
+            self._loop.stop()
+
     def _run(self) -> None:
         while not self._closed:
+            if self._forked:
+                end_forked_child(f"{self._thread.name}: an async method")
             try:
                 self._loop.run_forever()
             except (SystemExit, KeyboardInterrupt):
@@ -123,11 +140,14 @@ class LoopThread:
 class LoopWatch:
     """Whether a loop's thread still answers: a loop that a callback blocks cannot keep its own deadlines."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, thread: threading.Thread, limit_s: float) -> None:
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, thread: threading.Thread, limit_s: float, on_wait: Callable[[], object]
+    ) -> None:
         self.poll_s = min(1.0, limit_s / 4)
         self._loop = loop
         self._thread = thread
         self._limit_s = limit_s
+        self._on_wait = on_wait
         self._answered = threading.Event()
         self._answered.set()
         self._unanswered = 0
@@ -135,6 +155,7 @@ class LoopWatch:
     def check(self) -> None:
         """Called every `poll_s`. Raises RolloutError where the loop has not answered for `limit_s`, counted in calls, so that
         a process that was stopped for a while is not blamed."""
+        self._on_wait()
         if self._answered.is_set():
             self._unanswered = 0
             self._answered.clear()

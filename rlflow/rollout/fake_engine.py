@@ -14,7 +14,7 @@ from torch import Tensor
 
 from rlflow.errors import ConfigError, RolloutError
 from rlflow.models.huggingface import digest, iterate_weights, read_config
-from rlflow.rollout.engine import Completion, Engine, PauseMode, Sampling, Stop, Weights, each_weight
+from rlflow.rollout.engine import Completion, Engine, PauseMode, Sampling, Stop, Weights, check_weight, each_weight
 from rlflow.rollout.tokenizer import Tokenizer
 
 FIRST_WEIGHTS = {"scale": torch.ones(3), "shift": torch.zeros(2)}
@@ -111,7 +111,13 @@ class FakeEngine(Engine):
             raise RolloutError("fake engine: it is closed, or another load is under way.")
         self._loading = True
         try:
-            loaded = {name: tensor.clone() async for name, tensor in each_weight(weights)}
+            loaded: dict[str, Tensor] = {}
+            async for name, tensor in each_weight(weights):
+                if name in loaded:
+                    raise RolloutError(f"fake engine: '{name}' came twice.")
+                if name in self.weights:
+                    check_weight(name, tensor, tuple(self.weights[name].shape))
+                loaded[name] = tensor.clone()
             if set(loaded) != set(self.weights):
                 raise RolloutError(f"fake engine: expected {sorted(self.weights)}, found {sorted(loaded)}.")
         except BaseException:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Awaitable, Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import Protocol, Union
 
+from rlflow.errors import RolloutError
 from rlflow.rollout.continuation import Continued, Decode
 from rlflow.rollout.engine import Completion, Engine, Sampling
 from rlflow.rollout.episodes import Attempt, EpisodePlayer
@@ -52,6 +54,26 @@ class Lost:
 
 
 News = Union[Begun, Ended, Lost]
+
+MOST_LOSSES = 20
+"""Give up after this many lost workers: the attempt itself probably kills them."""
+
+
+class Losses:
+    """How often each attempt was lost with the worker that played it."""
+
+    def __init__(self) -> None:
+        self._counts: Counter[Hashable] = Counter()
+
+    def add(self, attempt: Hashable, item: Lost) -> None:
+        """Counts one more. Raises RolloutError where it is one too many."""
+        self._counts[attempt] += 1
+        if self._counts[attempt] > MOST_LOSSES:
+            raise RolloutError(
+                f"rollout: attempt {item.request_id} was lost {self._counts[attempt]} times, each time with the "
+                f"worker that played it; last: {item.reason}. The attempt itself probably kills them: play its "
+                "task alone with `rlflow env check`, or leave it out."
+            )
 
 
 class Flow(Protocol):

@@ -5,14 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from queue import Empty
 
-from rlflow.errors import RolloutError
 from rlflow.rollout.episodes import Attempt
-from rlflow.rollout.flow import Ended, Flow, Lost
+from rlflow.rollout.flow import Ended, Flow, Losses, Lost
 from rlflow.rollout.submission import OnEpisode, Submission
 from rlflow.types import Group
-
-MOST_LOSSES = 20
-"""How often an attempt may be lost with a worker: one that is lost so often is what ends the workers."""
 
 
 class FlowSubmission(Submission):
@@ -32,7 +28,7 @@ class FlowSubmission(Submission):
         self._together = together
         self._places = {attempt.request_id: index for index, attempt in enumerate(attempts)}
         self._lanes = {name: lane for lane, name in enumerate(self.group_ids)}
-        self._losses = dict.fromkeys(self._places, 0)
+        self._losses = Losses()
         self._begin(attempts)
 
     def _begin(self, attempts: Sequence[Attempt]) -> None:
@@ -55,17 +51,9 @@ class FlowSubmission(Submission):
                 if isinstance(item, Ended):
                     self._end(place, item.trajectory)
                 elif isinstance(item, Lost):
-                    self._check_losses(item)
+                    self._losses.add(item.request_id, item)
                     lost.append(place)
             self._begin([self._attempts[place] for place in sorted(lost)])
-
-    def _check_losses(self, item: Lost) -> None:
-        self._losses[item.request_id] += 1
-        if self._losses[item.request_id] > MOST_LOSSES:
-            raise RolloutError(
-                f"rollout: attempt {item.request_id} was lost {self._losses[item.request_id]} times with the worker that played "
-                f"it; last: {item.reason}. Does its task end the process?"
-            )
 
     @property
     def ended(self) -> bool:

@@ -15,23 +15,22 @@ from torch import Tensor
 
 from rlflow.components import ENGINE
 from rlflow.environment import Environment
-from rlflow.errors import ConfigError, RolloutError
-from rlflow.rollout.calls import CallThreads
+from rlflow.errors import RolloutError
+from rlflow.rollout.calls import THREADS, CallThreads
 from rlflow.rollout.engine import Completion, Engine, PauseMode, check_sizes
-from rlflow.rollout.environment_calls import reported, shut_down
+from rlflow.rollout.environment_calls import SHUTDOWN_S, reported, shut_down
 from rlflow.rollout.episodes import CALL_S, EPISODE_S, Attempt, EpisodeLimits, EpisodePlayer, TurnSeeds
 from rlflow.rollout.event_loop import LoopThread, LoopWatch
 from rlflow.rollout.flow import EpisodeFlow, Flow
 from rlflow.rollout.replay import Transcripts, replay
 from rlflow.rollout.source import TaskSource
 from rlflow.rollout.submission import OnEpisode, Submission
-from rlflow.rollout.tokenizer import Tokenizer
+from rlflow.rollout.tokenizer import Tokenizer, check_frame
 from rlflow.rollout.weight_sync import InProcessSync, ProbeQuestions, WeightProbe, WeightSync, check_answers, run_probe
 from rlflow.types import Group, Task
 
 T = TypeVar("T")
 STEPS_REMEMBERED = 64  # of which a task that comes again is recognised
-THREADS = 16  # for environments with plain (not async) methods
 
 
 class Rollout:
@@ -78,6 +77,7 @@ class Rollout:
         self.deterministic = deterministic
         self.verify_weights = verify_weights
         self.weight_sync = weight_sync
+        self.call_s = call_s
         self.version = 0
         self._limits = EpisodeLimits(
             max_turns,
@@ -91,7 +91,7 @@ class Rollout:
         )
         sizes = {"max_response_tokens": max_response_tokens, "max_total_tokens": max_total_tokens}
         check_sizes("rollout", samples_per_prompt=samples_per_prompt, max_turns=max_turns, **sizes)
-        _check_frame(environment.frame, tokenizer, max_observation_tokens)
+        check_frame(environment.frame, tokenizer, max_observation_tokens)
         self.report: dict[str, float] = {}
         self.memory_taken = 0  # bytes that engines took again after the last `load_weights`
         self.on_episode: OnEpisode | None = None
@@ -194,13 +194,12 @@ class Rollout:
 
     def take_report(self) -> None:
         """Makes `report` what the environment says about the time since the last call."""
-        self.report = reported(self.environment)
+        self.report = reported(self.environment, self.call_s)
 
     def replay(self, transcripts: Mapping[str, Transcripts]) -> list[Group]:
-        """Groups, by their ids, of what was said elsewhere: scored by this environment, in this tokenizer's tokens. See
-        `rlflow.rollout.replay.replay`."""
+        """Groups, by their ids, of what was said elsewhere, scored by this environment; see `rlflow.rollout.replay.replay`."""
         groups = replay(transcripts, self.tokenizer, self._player(), self._thread())
-        reported(self.environment)  # what these episodes did is none of the next collection's
+        reported(self.environment, self.call_s)  # what these episodes did is none of the next collection's
         return groups
 
     def flow(
@@ -212,7 +211,7 @@ class Rollout:
 
     def watch(self) -> LoopWatch:
         """Whether the thread that plays still answers."""
-        return self._thread().watch(self._limits.call_s)
+        return self._thread().watch(self.call_s)
 
     def _player(self, temperature: float | None = None) -> EpisodePlayer:
         limits = self._limits if temperature is None else dataclasses.replace(self._limits, temperature=temperature)
@@ -233,6 +232,17 @@ class Rollout:
         if self._paused:
             self._paused = False
             self._thread().run(_all_of(engine.resume() for engine in self.engines))
+
+    @property
+    def failure(self) -> str:
+        """How an engine ended by itself; "" while none has. `load_weights` starts it again."""
+        return next((engine.failure for engine in self.engines if engine.failure), "")
+
+    def outlive(self, restart: Callable[[], object]) -> None:
+        """Lets requests wait for engines that ended. Who waits for episodes calls `restart`, which loads the present weights."""
+        for engine in self.engines:
+            engine.patient = True
+        self._thread().on_wait = lambda: restart() if self.failure else None
 
     def sleep(self) -> int:
         """Engines that take turns with a trainer (`Engine.sleeps`) give their memory back until `load_weights`; returns bytes."""
@@ -309,7 +319,7 @@ class Rollout:
         if self._thread().answers():
             for engine in self.engines:
                 self._thread().run(engine.close())
-        shut_down(self.environment)
+        shut_down(self.environment, min(self.call_s, SHUTDOWN_S))
         self._threads.close()
         if self._loop is not None:
             self._loop.close()
@@ -388,13 +398,3 @@ def group_name(step: int, repeated: int, task: str) -> str:
 
 async def _all_of(awaitables: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
     return await asyncio.gather(*awaitables)
-
-
-def _check_frame(frame: tuple[str, str], tokenizer: Tokenizer, limit: int | None) -> None:
-    """Raises ConfigError if an observation of the smallest size would be cut to less than its frame."""
-    needed = len(tokenizer.encode_text(frame[0])) + len(tokenizer.encode_text(frame[1])) if limit is not None else 0
-    if limit is not None and needed >= limit and any(frame):
-        raise ConfigError(
-            f"rollout.max_observation_tokens: {limit} tokens hold no content: what stands around it in an observation alone "
-            f"takes {needed}. Raise it, or remove it."
-        )

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rlflow.errors import EnvironmentContractError, ModelError
+from rlflow.errors import ConfigError, EnvironmentContractError, ModelError
 from rlflow.types import Message, Observation
 
 _PLAIN_TAG = re.compile(r"</?[a-z][a-z_]*>")
@@ -146,6 +146,16 @@ class Tokenizer:
         rest = after[len(before) :]
         sampled_end = "" if closing is None else self.decode([closing], skip_special_tokens=False)
         return self.encode(rest.removeprefix(sampled_end))
+
+
+def check_frame(frame: tuple[str, str], tokenizer: Tokenizer, limit: int | None) -> None:
+    """Raises ConfigError if an observation of the smallest size would be cut to less than its frame."""
+    needed = len(tokenizer.encode_text(frame[0])) + len(tokenizer.encode_text(frame[1])) if limit is not None else 0
+    if limit is not None and needed >= limit and any(frame):
+        raise ConfigError(
+            f"rollout.max_observation_tokens: {limit} tokens hold no content: what stands around it in an observation alone "
+            f"takes {needed}. Raise it, or remove it."
+        )
 
 
 def _control_tokens(inner: Any, special: frozenset[int]) -> dict[int, str]:

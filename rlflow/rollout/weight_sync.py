@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -143,13 +144,19 @@ async def run_probe(engine: Engine, probe: ProbeQuestions, version: int) -> list
         engine.generate(list(prompt), Sampling(probe.max_tokens, probe.temperature, seed=i), f"weight probe {i}")
         for i, prompt in enumerate(probe.prompts)
     ]
-    try:
-        completions = await asyncio.wait_for(asyncio.gather(*answers), PROBE_TIMEOUT_S)
-    except TimeoutError:
-        raise RolloutError(
-            f"weight sync: the engine did not answer the probe of version {version} in {PROBE_TIMEOUT_S:.0f} s; is it "
-            "paused? Resume it before the sync is verified."
-        ) from None
+    asked, until = asyncio.gather(*answers), time.monotonic() + PROBE_TIMEOUT_S
+    while not asked.done():
+        left_s = until - time.monotonic()
+        if engine.failure or left_s <= 0:  # where it has ended, its requests may wait for another load
+            asked.cancel()
+            await asyncio.gather(asked, return_exceptions=True)
+            raise RolloutError(
+                engine.failure
+                or f"weight sync: the engine did not answer the probe of version {version} in {PROBE_TIMEOUT_S:.0f} s; is it "
+                "paused? Resume it before the sync is verified."
+            )
+        await asyncio.wait({asked}, timeout=min(left_s, 1.0))
+    completions = asked.result()
     for index in range(len(completions)):
         engine.release(f"weight probe {index}")
     versions = sorted({found for completion in completions for found in completion.versions})

@@ -50,10 +50,12 @@ class Update:
 @dataclass(frozen=True)
 class Loaded:
     """A version that a worker took over. answers: to the probe's questions, which the driver compares; None where the engine
-    has verified its weights by their hash."""
+    has verified its weights by their hash. bytes: that were read. delta: they were what had changed."""
 
     version: int
     answers: Sequence[Completion] | None = None
+    bytes: int = 0
+    delta: bool = False
 
 
 @dataclass(frozen=True)

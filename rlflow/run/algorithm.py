@@ -19,7 +19,7 @@ from rlflow.errors import CheckpointError, ConfigError, did_you_mean
 from rlflow.run.early_scores import EarlyScores
 from rlflow.teachers.base import Teacher, check_teacher
 from rlflow.trainer.reducing import finish_metrics, reduce_tokens
-from rlflow.types import Batch, Group, Loss
+from rlflow.types import Batch, Group, Loss, as_loss
 
 FILLED = frozenset({"entropy", "top_logprobs", "values", "proximal", "reference", "teacher", "current", "current_entropy"})
 """What the training step and the trainers fill where a part `needs` it."""
@@ -202,7 +202,10 @@ def config_needs(config: RunConfig) -> frozenset[str]:
     """`Algorithm.needs` of a configuration, before a rollout is there to make its filters with: of those, what their
     classes say."""
     section, transforms = config.algorithm, _transforms(config)
-    classes = [FILTER.check(component, ("tokens",), "algorithm.filters")[0] for component in section.filters]
+    classes = [
+        FILTER.check(component, ("tokens",), f"algorithm.filters[{place}]")[0]
+        for place, component in enumerate(section.filters)
+    ]
     declared = [needs for part in classes if isinstance(needs := getattr(part, "needs", None), frozenset)]
     others = [make_loss(section.losses).needs, make_advantage(section.advantage).needs, *(part.needs for part in transforms)]
     return frozenset().union(*declared, *others) - _filled_by(transforms)
@@ -237,7 +240,7 @@ def make_loss(components: Sequence[Any]) -> Loss:
     if not components:
         raise ConfigError("algorithm.losses: expected at least one loss, found none; try [ppo_clip]")
     losses = _all(LOSS, components, "algorithm.losses")
-    return losses[0] if len(losses) == 1 else SumLoss(tuple(losses))
+    return as_loss(losses[0]) if len(losses) == 1 else SumLoss(tuple(losses))
 
 
 def make_advantage(component: Any) -> Advantage:

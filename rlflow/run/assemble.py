@@ -12,7 +12,6 @@ from rlflow.cluster.trainer import RayTrainer
 from rlflow.components import ENGINE, ENVIRONMENT
 from rlflow.config.checks import environment_name
 from rlflow.config.loading import save_config, to_dict
-from rlflow.config.redaction import redact
 from rlflow.config.schema import Faults, RunConfig
 from rlflow.environment import Environment
 from rlflow.errors import ConfigError, DataError
@@ -27,6 +26,7 @@ from rlflow.run.journal import AttemptJournal
 from rlflow.run.origin import mark_own
 from rlflow.run.pacing import Pacing
 from rlflow.run.preflight import run_path
+from rlflow.storage.redaction import redact
 from rlflow.trainer.base import Trainer
 from rlflow.trainer.options import CriticOptions
 from rlflow.types import Task
@@ -120,7 +120,7 @@ def environment_class(config: RunConfig) -> tuple[type[Environment] | None, dict
 def fitting_tasks(rollout: Rollout, split: str, config: RunConfig, first: int | None = None) -> tuple[list[Task], int]:
     """(the split's tasks whose prompt fits, how many did not). first: looks at so many. Raises DataError where none is left."""
     limit = min(config.data.max_prompt_tokens, rollout.max_total_tokens - 1)
-    tasks = tasks_of(rollout.environment, split)[:first]
+    tasks = tasks_of(rollout.environment, split, rollout.call_s)[:first]
     if not tasks:
         raise DataError(f"split '{split}': the environment has no tasks; give it data.")
     kept = [task for task in tasks if len(rollout.prompt_tokens(task)) <= limit]
@@ -184,7 +184,7 @@ def make_metrics(config: RunConfig, directory: RunDirectory, resumed_step: int, 
         config=redact(to_dict(config)),
         resumed_step=resumed_step,
     )
-    return MetricsLog(directory.path, sinks, resumed_step=resumed_step, evaluations=evaluations)
+    return MetricsLog(directory.path, sinks, resumed_step, evaluations, directory.confirm)
 
 
 @contextmanager
@@ -207,7 +207,7 @@ def open_ahead(
         max_aborted_share=faults.max_aborted_share,
         max_rounds=max_rounds,
     )
-    journal = AttemptJournal(directory.journal)
+    journal = AttemptJournal(directory.journal, confirm=directory.confirm)
     ahead = GroupsAhead(journal, rollout.flow(), rollout.attempt, source, tasks, pacing, terms)
     try:
         yield ahead

@@ -15,8 +15,9 @@ from dataclasses import dataclass
 import torch
 
 from rlflow.errors import RolloutError
+from rlflow.rollout.calls import RunningTime
 from rlflow.rollout.episodes import Attempt
-from rlflow.rollout.flow import Begun, Flow, Lost, News
+from rlflow.rollout.flow import Begun, Flow, Losses, Lost, News
 from rlflow.rollout.rollout import group_name
 from rlflow.rollout.source import TaskSource
 from rlflow.run.journal import AttemptJournal
@@ -58,7 +59,7 @@ class GroupsAhead:
         tasks: Iterable[Task],
         pacing: Pacing,
         terms: Terms,
-        clock: Callable[[], float] = time.time,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.journal = journal
         self._flow = flow
@@ -71,6 +72,8 @@ class GroupsAhead:
         self._places: dict[
             str, tuple[int, int, int]
         ] = {}  # request id -> number, sample, attempt, of what is in flight
+        self._begun: dict[str, float] = {}  # request id -> when it was heard that it began, of what is in flight
+        self._losses = Losses()
         self._claimed: dict[int, str] = {}  # number -> id, of the groups that were claimed last
         self._taken: list[Group] = []  # by the current step, before any filter
         self._again = self._short = 0  # groups that became too old, or ended short, since the last report
@@ -91,19 +94,28 @@ class GroupsAhead:
             self._name_again(journal.issued(checkpoint))
             lost = [number for number, task in journal.tasks(0) if task not in self._tasks]
             journal.drop(lost, "task gone", checkpoint)
-            again = set()
-            for number, sample, payload in journal.newer(checkpoint):
-                trajectory = mirrored(read_trajectory(payload), checkpoint)
-                versions = trained_versions(trajectory)
-                if versions is None or versions[0] < 0:
-                    again.add(number)
-                else:
-                    journal.rewrite(number, sample, trajectory_bytes(trajectory), versions)
-            journal.issue_again(again, "restart")
+            journal.issue_again(self._sort_finished(checkpoint), "restart")
         counts = journal.counts()
         if counts.get("done", 0) + counts.get("issued", 0):
             told = "resume: %d finished attempts are kept, %d unfinished ones are played again"
             logger.info(told, counts.get("done", 0), counts.get("issued", 0))
+
+    def _sort_finished(self, checkpoint: int) -> set[int]:
+        """Puts versions in terms of the checkpoint, and lets what was aborted be played again: whatever was out
+        then may be back. Returns the groups that are too old for that."""
+        journal, too_old = self.journal, set()
+        for number, sample, newest in journal.finished():
+            trajectory = read_trajectory(journal.payload(number, sample))
+            if not trajectory.usable:
+                journal.play_again(number, sample)
+            elif newest is not None and newest > checkpoint:
+                trajectory = mirrored(trajectory, checkpoint)
+                versions = trained_versions(trajectory)
+                if versions is None or versions[0] < 0:
+                    too_old.add(number)
+                else:
+                    journal.rewrite(number, sample, trajectory_bytes(trajectory), versions)
+        return too_old
 
     def _name_again(self, start: int) -> None:
         """Asks the source again for the groups from number `start` on, which it had named after the checkpoint. Where it decides
@@ -160,7 +172,7 @@ class GroupsAhead:
 
     def _claim(self, step: int, wanted: int) -> list[Group]:
         """The groups that the step is given next, `wanted` of them but where the source ends."""
-        quiet_since = self._clock()
+        time_here, quiet_since = RunningTime(self._flow.poll_s, self._clock), 0.0
         self._absorb(self._flow.news())
         while True:
             self._close_short(step)
@@ -176,9 +188,11 @@ class GroupsAhead:
                 continue
             news = self._flow.news(self._flow.poll_s)
             self._absorb(news)
-            if news:
-                quiet_since = self._clock()
-            elif self._clock() - quiet_since > self._terms.lease_s:
+            now = time_here.look()
+            # What is on its way to a worker waits for one to come up: the pool has a deadline for that.
+            if news or (self._places and not self._begun):
+                quiet_since = now
+            elif now - quiet_since > self._terms.lease_s:
                 raise RolloutError(self._nothing_ends(groups))
         self._claimed = {number: self.journal.group(number)[2] for number in choice.claim}
         self.journal.claim(choice.claim, step + 1)
@@ -223,23 +237,26 @@ class GroupsAhead:
     def _absorb(self, news: Sequence[News]) -> None:
         if not news:
             return
-        lost = set()
+        lost: list[tuple[tuple[int, int, int], Lost]] = []
         with self.journal.transaction():
             for item in news:
                 place = self._places[item.request_id]
                 if isinstance(item, Begun):
-                    until = self._clock() + self._terms.lease_s
-                    self.journal.begin(*place, item.version, until, item.at, item.worker)
+                    self._begun[item.request_id] = self._clock()
+                    self.journal.begin(*place, item.version, item.at, item.worker)
                     continue
                 del self._places[item.request_id]
+                self._begun.pop(item.request_id, None)
                 if isinstance(item, Lost):
                     self.journal.lose(*place, item.worker, item.reason, item.at)
-                    lost.add(place[0])
+                    lost.append((place, item))
                 else:
                     found = item.trajectory
                     self.journal.finish(*place, trajectory_bytes(found), trained_versions(found), item.at)
-        for number in sorted(lost):  # what was lost is played again; the rest of its group goes on
-            self._submit(number)
+        for (number, sample, _), item in lost:
+            self._losses.add((number, sample), item)
+        for number in sorted({place[0] for place, _ in lost}):
+            self._submit(number)  # what was lost is played again; the rest of its group goes on
 
     def _issue_again(self, numbers: Collection[int]) -> None:
         self._flow.cancel(self._forget(numbers))
@@ -261,7 +278,13 @@ class GroupsAhead:
         is in its last step would hold it up."""
         if self._terms.group_s is None:
             return
-        for number in self.journal.overdue(self._clock() - self._terms.group_s):
+        begun: dict[int, float] = {}  # by group, the last of its attempts in flight
+        for name, at in self._begun.items():
+            number = self._places[name][0]
+            begun[number] = max(at, begun.get(number, at))
+        for number in self.journal.waiting_for_the_last():
+            if self._clock() - begun[number] <= self._terms.group_s:
+                continue
             self._flow.cancel(self._forget([number]))
             self.journal.close_short(number, step + 1)
             self._short += 1
@@ -271,6 +294,7 @@ class GroupsAhead:
         names = [name for name, (number, _, _) in self._places.items() if number in numbers]
         for name in names:
             del self._places[name]
+            self._begun.pop(name, None)
         return names
 
     def _group(self, number: int) -> Group:
@@ -293,8 +317,9 @@ class GroupsAhead:
             )
 
     def _nothing_ends(self, groups: Sequence[GroupAge]) -> str:
-        late = self.journal.late(self._clock())
-        which = ", ".join(self.journal.group(number)[2] for number, _ in late[:3]) or "none of them has begun"
+        latest = self._clock() - self._terms.lease_s
+        late = sorted({self._places[name][0] for name, at in self._begun.items() if at < latest})
+        which = ", ".join(self.journal.group(number)[2] for number in late[:3]) or "none"
         return (
             f"rollout: nothing has ended for {self._terms.lease_s:g} s (rollout.faults.episode_s and call_s) while "
             f"{len(groups)} groups were waited for; attempts beyond their deadline: {which}."
@@ -326,6 +351,7 @@ class GroupsAhead:
     def stop(self) -> None:
         """Ends what is in flight; a resumed run plays it again."""
         self._places.clear()
+        self._begun.clear()
         self._flow.close()
 
     def close(self) -> None:

@@ -2,7 +2,7 @@
 
 step_000050/            state.json (the run's part, sealed), where there are tensors in it state-CRC32.safetensors, and
                         trainer/ (what the trainer saved)
-step_000050.partial/    being written; names with two numbers more are being removed or replaced (rlflow/storage/files.py)
+step_000050.<process>.<number>.partial/    being written, replaced or removed (rlflow/storage/files.py)
 step_000050.aside/      newer than the checkpoint that the run was resumed from by `run.resume_step`; read by nobody
 """
 
@@ -11,13 +11,14 @@ from __future__ import annotations
 import os
 import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from rlflow.errors import ConfigError, DamagedCheckpointError
 from rlflow.run.state import put_back
-from rlflow.storage.files import PARTIAL, clear_partials, partial_path, remove_directory, replace_directory
-from rlflow.storage.integrity import TRAINER_MANIFEST, Fingerprint, find_damage, read_fingerprints, read_sealed
+from rlflow.storage.files import PARTIAL, aside_path, clear_partials, remove_directory, replace_directory, sync_tree
+from rlflow.storage.integrity import TRAINER_MANIFEST, find_damage, of_entry, read_fingerprints, read_sealed
 
 STATE = "state.json"
 TENSORS = "state-{}.safetensors"
@@ -26,10 +27,14 @@ _STEP = re.compile(r"step_(\d{6,})$")
 
 
 class Checkpoints:
-    """A folder of checkpoints. One under its final name is complete: what lacks a file was damaged later."""
+    """A folder of checkpoints. One under its final name is complete: what lacks a file was damaged later.
 
-    def __init__(self, folder: Path) -> None:
+    confirm: called before anything is changed there; raises where this process may not."""
+
+    def __init__(self, folder: Path, confirm: Callable[[], object] = lambda: None) -> None:
         self.folder = folder
+        self.confirm = confirm
+        self.partial = folder  # where the checkpoint begun last is until it is complete
 
     def path(self, step: int) -> Path:
         return self.folder / f"step_{step:06d}"
@@ -57,22 +62,25 @@ class Checkpoints:
         return step, self.path(step)
 
     def begin(self, step: int) -> Path:
-        """An empty directory to write the checkpoint into; `commit` gives it its name."""
-        partial = self.partial_path(step)
+        """An empty directory to write the checkpoint into; `commit` gives it its name. No other process gets the
+        same: one that lost the run's directory and does not know it writes beside its successor."""
         self.clean()
-        partial.mkdir(parents=True)
-        return partial
+        self.partial = aside_path(self.path(step))
+        self.partial.mkdir(parents=True)
+        return self.partial
 
     def commit(self, step: int, keep: int | None = None) -> None:
         """Brings what was begun to disk and gives it its name; only then the oldest ones go, so that `keep` are left."""
-        final, partial = self.path(step), self.partial_path(step)
-        replace_directory(partial, final)
+        sync_tree(self.partial)  # takes long; the right to give it its name is asked for afterwards
+        self.confirm()
+        replace_directory(self.partial, self.path(step))
         older = [other for other in self.steps() if other < step]
         for old in older[: max(0, len(older) + 1 - keep)] if keep else []:
             remove_directory(self.path(old))
 
     def clean(self) -> None:
         """Clears what a kill left half written or half removed; a checkpoint caught while being replaced is put back."""
+        self.confirm()
         clear_partials(self.folder)
         for entry in self.folder.glob(f"*{PARTIAL}"):
             if _STEP.fullmatch(entry.name.removesuffix(PARTIAL)):
@@ -124,10 +132,6 @@ class Checkpoints:
                 )
         return state
 
-    def partial_path(self, step: int) -> Path:
-        """Where the checkpoint of a step is until it is complete."""
-        return partial_path(self.path(step))
-
 
 def read_state(checkpoint: Path) -> dict[str, Any]:
     """The run's part of a checkpoint, tensors in their places. Raises DamagedCheckpointError."""
@@ -137,7 +141,7 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
     entry = state.pop("tensors", None)
     if entry is None:
         return state
-    damage = find_damage(checkpoint, {entry["file"]: Fingerprint(entry["bytes"], entry["crc32"])})
+    damage = find_damage(checkpoint, {entry["file"]: of_entry(entry)})
     if damage is not None:
         raise DamagedCheckpointError(f"{damage}.")
     return put_back(state, load_file(checkpoint / entry["file"]))

@@ -47,7 +47,7 @@ class RunDirectory:
         self.checkpoints, self.export, self.adapter = self.path / "checkpoints", self.path / "export", self.path / "adapter"
         self.picture, self.report = self.path / "progress.png", self.path / "report.html"
         self.journal = self.path / "journal.sqlite"
-        self.saved = Checkpoints(self.checkpoints)
+        self.saved = Checkpoints(self.checkpoints, self.confirm)
         self._lock: DirectoryLock | None = None
 
     @classmethod
@@ -123,7 +123,7 @@ class RunDirectory:
         return self.saved.latest()
 
     def confirm(self) -> None:
-        """Returns where this run may still write here; whoever writes asks first. Raises StorageError where it may not."""
+        """Returns where this run may still write here; whoever writes asks first. Raises DirectoryLostError."""
         if self._lock is not None:
             self._lock.confirm()
 

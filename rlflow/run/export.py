@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -25,12 +26,14 @@ MERGE_TOLERANCE = {"float32": 0.0, "bfloat16": 2.0**-7}
 ROWS, WIDTH = 4, 48
 
 
-def export_policy(trainer: Trainer, path: Path, reference: str, dtype: str) -> float:
+def export_policy(
+    trainer: Trainer, path: Path, reference: str, dtype: str, texts: Mapping[str, str] | None = None
+) -> float:
     """Writes the policy as a HuggingFace directory, in place of one that is there, with config and tokenizer of `reference`.
-    Returns what `check_export` measures (nats). dtype: that of the trainer, a key of EXPORT_TOLERANCE.
+    Returns what `check_export` measures (nats). dtype: that of the trainer, a key of EXPORT_TOLERANCE. texts: see `write_model`.
 
     Raises StorageError where it cannot be written, ModelError where it is not what the trainer has."""
-    write_model(path, trainer.weights(), reference, overwrite=True)
+    write_model(path, trainer.weights(), reference, overwrite=True, texts=texts)
     gap = check_export(trainer, path, tolerance=EXPORT_TOLERANCE[dtype])
     logger.info("export: log-probs within %.1e of the trainer's", gap)
     return gap

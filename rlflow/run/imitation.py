@@ -11,6 +11,7 @@ import itertools
 import random
 import tempfile
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -67,7 +68,9 @@ def demonstrate(
 
     Raises ConfigError for a player that fails or writes no text, or a prompt that is no text; EnvironmentContractError as a
     run."""
-    return asyncio.run(_demonstrate_all(environment, _Seat(player, turns, clumsy), tasks, seed))
+    play = _demonstrate_all(environment, _Seat(player, turns, clumsy), tasks, seed)
+    with ThreadPoolExecutor(1) as thread:  # a notebook has a running loop in this one
+        return thread.submit(asyncio.run, play).result()
 
 
 @dataclass(frozen=True)

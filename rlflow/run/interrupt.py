@@ -12,6 +12,8 @@ import threading
 from types import FrameType
 from typing import Any
 
+from rlflow.storage.forks import in_forked_child
+
 logger = logging.getLogger(__name__)
 
 GRACE_S = 20.0
@@ -53,14 +55,25 @@ class Interrupt:
                 self._previous[number] = signal.signal(number, self._receive)
             self._closing.callback(reader.close)
             self._closing.callback(watcher.join)
-            self._closing.callback(writer.close)  # the watcher reads the end of the stream and ends
+            self._closing.callback(writer.close)
+            # The watcher reads the end of the stream and ends, whatever children of a fork still hold the socket.
+            self._closing.callback(writer.shutdown, socket.SHUT_WR)
             self._closing.callback(signal.set_wakeup_fd, previous)
+            in_forked_child(self._leave_to_parent)
         return self
 
     def __exit__(self, *_: object) -> None:
         for number, handler in self._previous.items():
             signal.signal(number, handler)
+        self._previous.clear()
         self._closing.close()
+
+    def _leave_to_parent(self) -> None:
+        """In the child of a fork: signals are its own, not questions to the run."""
+        if self._previous:
+            signal.set_wakeup_fd(-1)
+            for number, handler in self._previous.items():
+                signal.signal(number, handler)
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         if self.requested or not self.graceful:

@@ -11,7 +11,7 @@ elsewhere that a restart could count twice. A late or a second result of an atte
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +23,7 @@ from rlflow.run.pacing import GroupAge
 
 BUSY_TIMEOUT_S = 30.0  # for a reader (`rlflow show`) that is in the way
 OPEN = "state IN ('issued', 'running', 'done')"
-_BACK_TO_ISSUED = """state = 'issued', attempt = attempt + 1, step = NULL, lease_until = NULL, min_version = NULL,
+_BACK_TO_ISSUED = """state = 'issued', attempt = attempt + 1, step = NULL, min_version = NULL,
     max_version = NULL, payload = NULL, begun_s = NULL, ended_s = NULL, worker = NULL"""
 
 
@@ -41,8 +41,16 @@ class IssuedAttempt:
 class AttemptJournal:
     """The journal of one run directory, made where there is none. Raises StorageError where it cannot be read or written."""
 
-    def __init__(self, path: str | Path, *, read_only: bool = False) -> None:
+    def __init__(
+        self,
+        path: str | Path,
+        *,
+        read_only: bool = False,
+        confirm: Callable[[], object] = lambda: None,
+    ) -> None:
+        """confirm: called before each commit; what it raises takes the transaction back."""
         self.path = Path(path)
+        self._confirm = confirm
         with self._explained():
             where = f"file:{self.path.absolute()}?mode={'ro' if read_only else 'rwc'}"
             self._database = sqlite3.connect(where, BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False, uri=True)
@@ -73,6 +81,7 @@ class AttemptJournal:
             self._database.execute("BEGIN IMMEDIATE")
             try:
                 yield
+                self._confirm()
                 self._database.execute("COMMIT")
             except BaseException:
                 if self._database.in_transaction:
@@ -91,13 +100,13 @@ class AttemptJournal:
         return number
 
     def begin(
-        self, number: int, sample: int, attempt: int, version: int, lease_until: float, at: float = 0.0, worker: str = ""
+        self, number: int, sample: int, attempt: int, version: int, at: float = 0.0, worker: str = ""
     ) -> None:
         """The attempt has started, with weights of `version`. at: when, seconds since 1970. worker: where."""
         self._write(
-            "UPDATE attempts SET state = 'running', min_version = ?, lease_until = ?, begun_s = ?, worker = ? WHERE number = ? "
-            "AND sample = ? AND attempt = ? AND state = 'issued'",
-            (version, lease_until, at, worker, number, sample, attempt),
+            "UPDATE attempts SET state = 'running', min_version = ?, begun_s = ?, worker = ? "
+            "WHERE number = ? AND sample = ? AND attempt = ? AND state = 'issued'",
+            (version, at, worker, number, sample, attempt),
         )
 
     def lose(self, number: int, sample: int, attempt: int, worker: str, reason: str, at: float) -> None:
@@ -121,7 +130,7 @@ class AttemptJournal:
         second one is not, nor that of an attempt which has been issued again in the meantime."""
         least, most = versions or (None, None)
         changed = self._write(
-            "UPDATE attempts SET state = 'done', lease_until = NULL, min_version = ?, max_version = ?, payload = ?, "
+            "UPDATE attempts SET state = 'done', min_version = ?, max_version = ?, payload = ?, "
             "ended_s = ? WHERE number = ? AND sample = ? AND attempt = ? AND state IN ('issued', 'running')",
             (least, most, payload, at, number, sample, attempt),
         )
@@ -158,6 +167,14 @@ class AttemptJournal:
                     (reason, int(stale), number),
                 )
 
+    def play_again(self, number: int, sample: int) -> None:
+        """A finished attempt of which nothing can be trained waits to be played again."""
+        self._write(
+            f"UPDATE attempts SET {_BACK_TO_ISSUED}, reason = 'restart' "
+            "WHERE number = ? AND sample = ? AND state = 'done'",
+            (number, sample),
+        )
+
     def replace(self, number: int, task: str, planned: int, group_id: str) -> None:
         """Another task takes the place of the group's, from the beginning."""
         self._write(
@@ -187,7 +204,7 @@ class AttemptJournal:
         with self._explained():
             # Not by fsync on a descriptor of one's own: closing that would release the locks of this process on the file.
             self._database.execute("PRAGMA synchronous = FULL")
-            self._database.execute("INSERT OR REPLACE INTO marks VALUES (?, ?)", (step, self.issued()))
+            self._write("INSERT OR REPLACE INTO marks VALUES (?, ?)", (step, self.issued()))
             self._database.execute("PRAGMA synchronous = NORMAL")
 
     def settle(self, checkpoint: int) -> None:
@@ -239,13 +256,12 @@ class AttemptJournal:
         )
         return [GroupAge(number, oldest, bool(ended), again) for number, oldest, ended, again in rows]
 
-    def overdue(self, since: float) -> list[int]:
-        """The groups with something to train on whose other attempts have all begun before `since` and have not ended."""
+    def waiting_for_the_last(self) -> list[int]:
+        """The groups with something to train on whose other attempts have all begun and not ended."""
         rows = self._rows(
             f"SELECT number FROM attempts WHERE {OPEN} GROUP BY number HAVING SUM(state = 'issued') = 0 AND "
-            "SUM(state = 'done' AND min_version IS NOT NULL) > 0 AND SUM(state = 'running') > 0 AND "
-            "MAX(CASE state WHEN 'running' THEN begun_s END) < ? ORDER BY number",
-            since,
+            "SUM(state = 'done' AND min_version IS NOT NULL) > 0 AND SUM(state = 'running') > 0 "
+            "ORDER BY number"
         )
         return [row[0] for row in rows]
 
@@ -277,15 +293,15 @@ class AttemptJournal:
         wanted = "SELECT payload FROM attempts WHERE number = ? AND payload IS NOT NULL ORDER BY sample"
         return [row[0] for row in self._rows(wanted, number)]
 
-    def newer(self, version: int) -> list[tuple[int, int, bytes]]:
-        """(number, sample, payload) of the finished attempts with a token of a later version."""
-        return self._rows(
-            "SELECT number, sample, payload FROM attempts WHERE state = 'done' AND max_version > ?", version
-        )
+    def finished(self) -> list[tuple[int, int, int | None]]:
+        """(number, sample, newest version of its trained tokens) of what is finished and not claimed."""
+        columns = "number, sample, max_version"
+        return self._rows(f"SELECT {columns} FROM attempts WHERE state = 'done' ORDER BY number, sample")
 
-    def late(self, now: float) -> list[tuple[int, int]]:
-        """(number, sample) of the attempts that run on although their lease has ended."""
-        return self._rows("SELECT number, sample FROM attempts WHERE state = 'running' AND lease_until < ?", now)
+    def payload(self, number: int, sample: int) -> bytes:
+        """The trajectory of a finished attempt."""
+        wanted = "SELECT payload FROM attempts WHERE number = ? AND sample = ?"
+        return bytes(self._value(wanted, number, sample))
 
     def counts(self) -> dict[str, int]:
         """Attempts by state, `dropped` by reason; and how often groups became too old, as `again`."""
@@ -347,7 +363,7 @@ class AttemptJournal:
 
     def _write(self, query: str, values: Sequence[Any] = ()) -> int:
         """How many rows changed."""
-        with self._explained():
+        with self.transaction():
             return self._database.execute(query, values).rowcount
 
     @contextmanager

@@ -14,7 +14,6 @@ CREATE TABLE attempts (
     state TEXT NOT NULL CHECK (state IN ('issued', 'running', 'done', 'claimed', 'trained', 'dropped')),
     reason TEXT,                -- of `dropped`, or of the last time that it was issued again
     again INTEGER NOT NULL DEFAULT 0,  -- how often it became too old
-    lease_until REAL,           -- of `running`, seconds since 1970
     min_version INTEGER,        -- least weight version of the trained tokens; of `running`, that at its start
     max_version INTEGER,
     begun_s REAL,               -- when it was played, seconds since 1970

@@ -8,6 +8,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from rlflow.errors import command
 from rlflow.metrics.names import PHASES, Metrics, leading_score, scores, shown
 
 _SPARKS = "▁▂▃▄▅▆▇█"
@@ -131,14 +132,16 @@ def next_commands(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     written = summary.get("written", {})
     if "run" not in written:
         return []
-    run = shlex.quote(written["run"])
-    found = [(f"rlflow view {run} --open", "its episodes, token by token"), (f"rlflow show {run}", "in the terminal")]
+    run, rlflow = shlex.quote(written["run"]), command()
+    found = [(f"{rlflow} view {run} --open", "its episodes, token by token"), (f"{rlflow} show {run}", "in the terminal")]
     if "export" in written and summary.get("takes_questions"):
-        found.insert(0, (f'rlflow ask {run} "a question"', "talk to the policy"))
+        question = summary.get("example_question")  # one that the policy has the words for
+        asked = [f"{rlflow} ask {run}", *([shlex.quote(question)] if question else [])]
+        found.insert(0, (" ".join(asked), "talk to the policy"))
     if "export" in written:
-        found.append((f"rlflow eval --model {shlex.quote(written['export'])}", "its scores"))
+        found.append((f"{rlflow} eval --model {shlex.quote(written['export'])}", "its scores"))
     if summary["status"] != "finished":
-        found.insert(0, (f"rlflow train --config {run}/config.yaml --resume", "goes on"))
+        found.insert(0, (f"{rlflow} train --config {run}/config.yaml --resume", "goes on"))
     return found
 
 

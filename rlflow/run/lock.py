@@ -23,7 +23,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from rlflow.errors import ConfigError, StorageError
+from rlflow.errors import ConfigError, DirectoryLostError
+from rlflow.storage.forks import in_forked_child
 
 logger = logging.getLogger(__name__)
 
@@ -54,28 +55,31 @@ class DirectoryLock:
             self._file.close()  # a start that failed removed the file in between: what was locked is not what others see
         self.epoch = int(self._owner().get("epoch", 0)) + 1
         self._write({**_this_process(), "epoch": self.epoch, "token": self.token})
+        in_forked_child(self._let_go)
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._renew, name="run-lock", daemon=True)
         self._thread.start()
 
     def confirm(self) -> None:
-        """Returns where this process still has the directory. Raises StorageError where it is gone, or another took over."""
+        """Returns where this process still has the directory; asked before each write.
+
+        Raises DirectoryLostError where it is gone, or another took over."""
         try:
             owner = _parsed(self.path.read_text(encoding="utf-8"))
         except OSError as error:
-            raise StorageError(
+            raise DirectoryLostError(
                 f"run.directory: {self.directory}: {error.strerror} (run.lock): it was deleted, moved or unmounted while this "
                 "run was writing there. Put it back and continue with --resume."
             ) from None
         if owner.get("token") != self.token:
-            raise StorageError(
+            raise DirectoryLostError(
                 f"run.directory: {self.directory} is written by {_named(owner)} now (epoch {owner.get('epoch', '?')}, this run "
                 f"has {self.epoch}); this run ends and writes nothing more."
             )
 
     def held(self) -> bool:
         """Whether `confirm` would return."""
-        with suppress(StorageError):
+        with suppress(DirectoryLostError):
             self.confirm()
             return True
         return False
@@ -88,6 +92,13 @@ class DirectoryLock:
             if self.held():
                 self._write({"epoch": self.epoch})
         self._file.close()
+
+    def _let_go(self) -> None:
+        """In the child of a fork, which would hold the lock for as long as it outlives this process."""
+        if not self._file.closed:
+            nowhere = os.open(os.devnull, os.O_RDWR)
+            os.dup2(nowhere, self._file.fileno(), inheritable=False)
+            os.close(nowhere)
 
     def _lock_in_kernel(self) -> bool:
         """Whether the kernel knows locks on this file system. Raises ConfigError where another process has this one."""

@@ -6,7 +6,7 @@ import logging
 from logging.handlers import MemoryHandler
 from pathlib import Path
 
-from rlflow.config.redaction import redact_text
+from rlflow.storage.redaction import redact_text
 
 
 class RunLog:

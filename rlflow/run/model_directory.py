@@ -11,11 +11,12 @@ from importlib import metadata
 from pathlib import Path
 from typing import Protocol
 
-from rlflow.config.schema import RunConfig, load_config
+from rlflow.config.schema import RunConfig
 from rlflow.errors import ConfigError, ConversionError
 from rlflow.models.hub import is_hub_name, local_model
 from rlflow.models.huggingface import refuse_adapter
 from rlflow.run.directory import RunDirectory
+from rlflow.run.origin import starting_model
 
 CONVERTERS = "rlflow.converters"
 
@@ -135,7 +136,7 @@ def _reference(checkpoint: Path, run: Path | None, given: str | Path | None) -> 
             f"--model {checkpoint}: a Megatron checkpoint has no config.json and no tokenizer; pass --hf with the model "
             "directory that the training started from."
         )
-    named = str(given) if given is not None else load_config(run / "config.yaml", []).model.path if run else ""
+    named = str(given) if given is not None else starting_model(run / "config.yaml", "--hf") if run else ""
     found = Path(local_model(named, weights=False, key="--hf" if given is not None else "model.path").path)
     if not (found / "config.json").is_file():
         where = "--hf" if given is not None else f"model.path of {run}/config.yaml"

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 
 from rlflow.components import CURATOR
-from rlflow.config.schema import RunConfig
+from rlflow.config.schema import Faults, RunConfig
 from rlflow.errors import RLFlowError
 from rlflow.metrics.names import save_registered
 from rlflow.metrics.sinks import read_metrics
@@ -18,6 +18,7 @@ from rlflow.run.assemble import fitting_tasks, make_metrics, make_trainer, open_
 from rlflow.run.display import make_display
 from rlflow.run.early_scores import EarlyScores, Stage
 from rlflow.run.evaluation_schedule import EvaluationSchedule
+from rlflow.run.interpreter_watch import InterpreterWatch
 from rlflow.run.interrupt import Interrupt
 from rlflow.run.log import RunLog
 from rlflow.run.model_directory import fetch_models
@@ -70,11 +71,11 @@ def _start(config: RunConfig, stack: ExitStack) -> Run:
     check_start(config)
     interrupt = stack.enter_context(Interrupt())  # first: a signal while ranks start must end them too
     log = stack.enter_context(RunLog())
+    stack.enter_context(InterpreterWatch(Faults(**config.rollout.faults).call_s))
     check_continuation(config)
-    first_step, _ = chosen_checkpoint(config) or (0, None)
     progress, page = make_display(
-        config.metrics.progress, page=config.metrics.page, steps=config.run.steps, title=config.run.name, first_step=first_step,
-        clock=clock,
+        config.metrics.progress, page=config.metrics.page, steps=config.run.steps, title=config.run.name,
+        first_step=(chosen_checkpoint(config) or (0, None))[0], clock=clock,
     )  # fmt: skip
     stack.callback(progress.close)
     timer.on_enter = progress.phase
@@ -127,7 +128,8 @@ def _start(config: RunConfig, stack: ExitStack) -> Run:
 
 
 def _accompany(run: Run, stack: ExitStack) -> None:
-    """Who works beside the steps: what scores groups early, and the watchdog of a trainer in this process."""
+    """Who works beside the steps: what starts engines again, what scores groups early, the watchdog of a trainer in here."""
+    run.rollout.outlive(run.restart_engines)
     if run.config.asynchrony.score_early:
         _score_early(run)
     if run.config.cluster.ranks == 0:

@@ -15,7 +15,7 @@ from rlflow.metrics.warnings import Fault, faults_of
 from rlflow.run.curves import CURVE_COLORS, drawn_score, headline, run_seconds
 from rlflow.run.lines import clock, evaluation_line, next_commands, phase_seconds
 from rlflow.run.lines import headline as numbers
-from rlflow.run.svg import learning_curves, markup, time_bars
+from rlflow.run.svg import CHART_STYLE, learning_curves, markup, time_bars
 from rlflow.run.trajectories import text_of
 
 LONGEST_TEXT = 4000  # characters of one prompt, response or observation
@@ -41,14 +41,14 @@ class PageState:
 def render_page(state: PageState, nonce: str = "") -> str:
     """The whole document. nonce: that of the script which fetches the content anew; without one nothing is fetched: a report."""
     colors = "".join(
-        f"polyline.{kind}{{stroke:{color}}}text.{kind},circle.{kind}{{fill:{color}}}"
+        f"polyline.{kind}{{stroke:{color}}}circle.{kind}{{fill:{color}}}"
         for kind, color in CURVE_COLORS.items()
     )
     script = f'<script nonce="{markup(nonce)}">{_REFRESH}</script>' if nonce else ""
     title = markup(state.title)
     return (
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">'
-        f'<title>{title}</title><style>{_STYLE}{colors}</style></head>\n<body><main id="run">{render_content(state)}</main>'
+        f'<title>{title}</title><style>{CHART_STYLE}{_STYLE}{colors}</style></head>\n<body><main id="run">{render_content(state)}</main>'
         f'<p id="lost" hidden>The run does not answer any more. If it has ended, its report is report.html in its directory.</p>'
         f"{script}</body></html>\n"
     )
@@ -144,17 +144,16 @@ def _cut(value: Any) -> str:
 _STYLE = """
 :root{color-scheme:light dark;--ink:#1f2933;--dim:#66727f;--line:#7b879433;--paper:#fff;--wash:#7b879414}
 @media(prefers-color-scheme:dark){:root{--ink:#e4e7eb;--dim:#9aa5b1;--paper:#15191e}}
-body{font:15px/1.5 system-ui,sans-serif;color:var(--ink);background:var(--paper);max-width:60rem;margin:1.5rem auto;padding:0 1rem}
+body{font:15px/1.5 system-ui,sans-serif;color:var(--ink);background:var(--paper);max-width:60rem;margin:1.5rem auto;padding:0 1rem;overflow-wrap:anywhere}
 h1{font-size:1.2rem;margin:0}h1 small,.dim{font-weight:normal;color:var(--dim)}h2{font-size:1rem;margin:1.4rem 0 .4rem}
 .headline{font-size:2rem;line-height:1.2;margin:.6rem 0 1rem}
 .warnings{list-style:none;padding:0}.warnings li{border-left:4px solid #c0392b;background:#c0392b18;padding:.5rem .8rem;margin:.4rem 0}
 .numbers{list-style:none;padding:0;display:flex;flex-wrap:wrap;gap:.3rem 1.2rem;font-variant-numeric:tabular-nums}
-svg{width:100%;height:auto;display:block}svg text{font:12px system-ui,sans-serif;fill:var(--ink)}svg text.axis{fill:var(--dim)}
-.grid{stroke:var(--line)}polyline{fill:none;stroke-width:2}polyline.faint{stroke-width:1;opacity:.3}
+svg text{fill:var(--dim)}polyline{fill:none;stroke-width:2}polyline.faint{stroke-width:1;opacity:.3}
 .interval{stroke:#1f6fb2;stroke-width:3;opacity:.45}
-table{border-collapse:collapse}th{font-weight:normal;color:var(--dim);text-align:right;padding:.1rem .8rem .1rem 0}
+table{border-collapse:collapse}td{white-space:pre-wrap}th{white-space:nowrap;font-weight:normal;color:var(--dim);text-align:right;padding:.1rem .8rem .1rem 0}
 article{border:1px solid var(--line);border-radius:.4rem;padding:.6rem .8rem;margin:.5rem 0}
-pre{font:13px/1.45 ui-monospace,monospace;white-space:pre-wrap;overflow-wrap:anywhere;margin:.2rem 0}
+pre{font:13px/1.45 ui-monospace,monospace;white-space:pre-wrap;margin:.2rem 0}
 pre.shown{color:var(--dim);max-height:14rem;overflow:auto}pre.said{background:var(--wash);padding:.2rem .4rem;border-radius:.3rem}
 .good{color:#1e8449}.bad{color:#c0392b}#lost{color:#c0392b}code{background:var(--wash);padding:.1rem .3rem}
 """

@@ -9,12 +9,15 @@ import secrets
 import socket
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import cast
+from typing import Any, cast
+
+from rlflow.places import Places
 
 logger = logging.getLogger(__name__)
 
-REQUEST_S = 10.0  # after which a client that says nothing is left alone
+REQUEST_S = 10.0  # for a whole request
 MOST_CLIENTS = 16
 _RULES = "default-src 'none'; style-src 'unsafe-inline'; connect-src 'self'; base-uri 'none'"
 
@@ -81,17 +84,15 @@ class PageServer:
 class _PageHost(ThreadingHTTPServer):
     daemon_threads = True
     block_on_close = False
-    request_queue_size = MOST_CLIENTS
+    request_queue_size = 128  # a full one makes a newcomer wait a second before the kernel tries again
 
     def __init__(self, address: tuple[str, int], handler: type[BaseHTTPRequestHandler]) -> None:
         super().__init__(address, handler)
-        self._places = threading.BoundedSemaphore(MOST_CLIENTS)
+        self._places = Places(MOST_CLIENTS)
 
-    def process_request(self, request: socket.socket | tuple[bytes, socket.socket], client_address: object) -> None:
-        """In a thread of its own, or not at all where too many are busy."""
-        if not self._places.acquire(blocking=False):
-            self.shutdown_request(request)
-            return
+    def process_request(self, request: socket.socket | tuple[bytes, socket.socket], client_address: Any) -> None:
+        """In a thread of its own."""
+        self._places.take(request, client_address[0], lambda: _hang_up(cast(socket.socket, request)))
         super().process_request(request, client_address)
 
     def process_request_thread(
@@ -100,7 +101,16 @@ class _PageHost(ThreadingHTTPServer):
         try:
             super().process_request_thread(request, client_address)
         finally:
-            self._places.release()
+            self._places.leave(request)
+
+    def service_actions(self) -> None:
+        """Twice a second: whoever takes longer than REQUEST_S for a whole request is left alone."""
+        self._places.end(REQUEST_S)
 
     def handle_error(self, request: object, client_address: object) -> None:
         """A client that went away is nobody's problem."""
+
+
+def _hang_up(connection: socket.socket) -> None:
+    with suppress(OSError):
+        connection.shutdown(socket.SHUT_RDWR)

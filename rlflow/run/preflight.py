@@ -17,10 +17,12 @@ from rlflow.config.schema import RunConfig
 from rlflow.errors import ConfigError, MissingPackageError, install_command
 from rlflow.models.architecture import Architecture, architecture
 from rlflow.models.huggingface import check_loadable, read_config
+from rlflow.rollout.embedded.engine import device_of
 from rlflow.rollout.vllm.device_buckets import check_device_transfer
 from rlflow.rollout.vllm.process import check_python, find_python
 from rlflow.run.algorithm import check_parts
 from rlflow.run.directory import RunDirectory
+from rlflow.run.memory_estimate import is_embedded
 from rlflow.run.vllm_memory import is_vllm
 from rlflow.storage.files import read_json
 from rlflow.trainer.options import MEGATRON_WITHOUT_CUDA, untested_megatron
@@ -49,6 +51,8 @@ def start_checks(config: RunConfig, model: bool = True, weights: bool = True) ->
         yield partial(_check_package, *package)
     yield lambda: _check_megatron(config)
     yield lambda: _check_gpus(config)
+    yield lambda: _check_offload(config)
+    yield lambda: _check_engine_device(config)
     yield lambda: _check_workers(config)
     yield lambda: _check_vllm(config)
     yield lambda: _check_resume_step(config)
@@ -100,6 +104,18 @@ def _check_gpus(config: RunConfig) -> None:
             f"cluster.gpus_per_rank: {who} x {section.gpus_per_rank:g} = {wanted:g} GPUs, this machine has "
             f"{here}: lower cluster.ranks, rollout_workers or cluster.gpus_per_rank, or set cluster.address to a running cluster."
         )
+
+
+def _check_offload(config: RunConfig) -> None:
+    """What the trainer would spare of a GPU that it has not. Ranks see the GPUs that Ray gives them."""
+    section = config.cluster
+    if config.trainer.backend == "megatron" and not (section.gpus_per_rank if section.ranks else torch.cuda.is_available()):
+        config.trainer.check_without_gpu()
+
+
+def _check_engine_device(config: RunConfig) -> None:
+    if not config.cluster.rollout_workers and is_embedded(config):
+        device_of(config.rollout.engine.get("device"), config.rollout.engine.get("cuda_graphs"))
 
 
 def _check_workers(config: RunConfig) -> None:
@@ -160,6 +176,7 @@ def _needed_packages(config: RunConfig) -> list[tuple[str, str, str]]:
         ("cluster.ranks", config.cluster.ranks > 0, "ray", install_command("ray")),
         ("cluster.rollout_workers", config.cluster.rollout_workers > 0, "ray", install_command("ray")),
         ("metrics.sinks", "tensorboard" in sinks, "tensorboard", install_command("tensorboard")),
+        ("metrics.progress", config.metrics.progress == "rich", "rich", "pip install rich"),
         ("metrics.picture", config.metrics.picture, "matplotlib", "pip install matplotlib"),
         ("metrics.sinks", "wandb" in sinks, "wandb", install_command("wandb")),
         ("trainer.fp8", config.trainer.fp8 != "none", "transformer_engine", install_command("gpu")),

@@ -114,6 +114,7 @@ def _look_at_tasks(config: RunConfig, environment: Environment, tokenizer: Token
     if rollout is not None:
         for split in splits:
             found.problems.attempt(_count_tasks, rollout, split, config, found)
+        found.notes += found.problems.attempt(task_notes, config, environment) or []
 
 
 def _check_stop(text: Any, tokenizer: Tokenizer) -> None:
@@ -142,6 +143,37 @@ def _count_tasks(rollout: Rollout, split: str, config: RunConfig, found: Readine
     found.notes.append(
         f"split '{split}': {total:,} tasks; prompts of {of} take up to {longest:,} tokens, {dropped:,} are too long"
     )
+    first, tokenizer = kept[0], rollout.tokenizer
+    templated = config.rollout.chat_template or not tokenizer.special_ids.isdisjoint(rollout.prompt_tokens(first))
+    if tokenizer.inner.chat_template and isinstance(first.prompt, str) and not templated:
+        found.notes.append(
+            f"split '{split}': prompts are used as they stand and hold no token of the model's chat template; "
+            "a chat model expects it: rollout.chat_template=true"
+        )
+
+
+def task_notes(config: RunConfig, environment: Environment) -> list[str]:
+    """How often the run takes each training task, and which validation tasks are among them."""
+    train, val = (tasks_of(environment, split) for split in (config.data.train_split, config.data.val_split))
+    steps, prompts = config.run.steps, config.rollout.prompts_per_step
+    epochs = steps * prompts / len(train)
+    notes = [
+        f"{steps:,} x {prompts:,} prompts are {epochs:{',.0f' if epochs >= 10 else '.2g'}} epochs of the {len(train):,} tasks "
+        f"of split '{config.data.train_split}'"
+    ]
+    if len(train) < prompts:
+        notes.append(
+            f"split '{config.data.train_split}' has {len(train):,} tasks for {prompts:,} prompts per step: "
+            "each step repeats tasks. Lower rollout.prompts_per_step, or add tasks"
+        )
+    known = {repr((task.prompt, task.answer)) for task in train}
+    copies = sum(repr((task.prompt, task.answer)) in known for task in val)
+    if copies:
+        notes.append(
+            f"{copies:,} of {len(val):,} tasks of split '{config.data.val_split}' are also in split "
+            f"'{config.data.train_split}' (same prompt and answer): their scores do not show what is learned for new tasks"
+        )
+    return notes
 
 
 def _check_teacher(config: RunConfig, tokenizer: Tokenizer | None) -> None:

@@ -45,12 +45,14 @@ class Recorder:
         records = [trajectory_record(group, attempt) for group in kept for attempt in range(len(group.trajectories))]
         for record, advantage in zip(records, advantages, strict=True):
             record["advantage"] = advantage
+        self._directory.confirm()
         write_records(self._directory.trajectories(step), records)
         if segments:
             rows = [
                 (own, segments.get(place) or [segment_tokens(one) for one in own.segments])
                 for place, own in enumerate(attempts)
             ]
+            self._directory.confirm()
             write_tokens(self._directory.tokens(step), rows, self._texts)
 
 

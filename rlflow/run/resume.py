@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from rlflow.config.loading import to_dict
-from rlflow.config.redaction import redact
 from rlflow.config.schema import RunConfig
 from rlflow.errors import CheckpointError, ConfigError, DamagedCheckpointError
 from rlflow.run.checkpoints import STATE, TRAINER, Checkpoints
@@ -17,6 +16,7 @@ from rlflow.run.directory import RunDirectory
 from rlflow.run.preflight import run_path
 from rlflow.run.run import CONFIG, Run
 from rlflow.storage.files import leaves, plain
+from rlflow.storage.redaction import redact
 
 logger = logging.getLogger(__name__)
 

@@ -9,8 +9,8 @@ from typing import Any
 
 from rlflow.algorithms.base import Curator
 from rlflow.config.loading import to_dict
-from rlflow.config.redaction import redact
 from rlflow.config.schema import RunConfig
+from rlflow.errors import RolloutError
 from rlflow.metrics.memory import GIB, highest
 from rlflow.metrics.names import Metrics, leading_score
 from rlflow.metrics.reductions import rollout_metrics, scores_by_set, step_shares
@@ -20,6 +20,7 @@ from rlflow.metrics.warnings import Watch
 from rlflow.rollout import Rollout, WeightProbe
 from rlflow.run.algorithm import Algorithm
 from rlflow.run.asynchronous import GroupsAhead, staleness_metrics
+from rlflow.run.card import export_files
 from rlflow.run.directory import RunDirectory
 from rlflow.run.evaluate import evaluate
 from rlflow.run.evaluation_schedule import EvaluationSchedule
@@ -34,6 +35,7 @@ from rlflow.run.saver import Saver
 from rlflow.run.state import load_states, states
 from rlflow.run.trajectories import write_trajectories
 from rlflow.storage.files import write_json
+from rlflow.storage.redaction import redact
 from rlflow.trainer.base import Trainer
 from rlflow.types import Batch, Group
 
@@ -41,6 +43,9 @@ logger = logging.getLogger(__name__)
 
 CONFIG = "config"
 """Of a saved state: the configuration, secrets redacted, that a resumed run is compared with."""
+
+MOST_RESTARTS = 3
+"""Of engines, in a run or what is left of one that is resumed: what ends more often ends for a reason."""
 
 
 @dataclass(eq=False)
@@ -70,12 +75,19 @@ class Run:
     saved_step: int = -1
     _sampled: list[Group] = field(default_factory=list)  # of the step, before any filter
     _freed: int = 0  # bytes that the engines gave back for the step's training
+    _restarts: int = 0  # of engines
+    _before_step: dict[str, Any] | None = None  # the state, while a step's groups are waited for
+    _lost: RolloutError | None = None  # what ends the run, once the step is counted
     _turns: dict[str, float] = field(default_factory=dict)  # memory that went back and forth
 
     @property
     def registered(self) -> Metrics:
         """The metrics that the environment registers."""
         return self.rollout.environment.metrics
+
+    @property
+    def _may_end(self) -> bool:
+        return any(engine.may_end for engine in self.rollout.engines)
 
     def should_stop(self) -> bool:
         """Whether a signal came, the time is up, or the target is reached."""
@@ -94,8 +106,11 @@ class Run:
         while self.step < self.config.run.steps and not self.should_stop():
             self.directory.confirm()
             self._sampled.clear()
+            if self._may_end and self.ahead is None:
+                self._before_step = self.state_dict()
             with self.timer.phase("rollout"):
                 groups = next(stream, None)
+                self._before_step = None
                 groups = None if groups is None else self.algorithm.complete(groups)
                 if groups is not None:
                     self._pause(trains=True)
@@ -131,10 +146,39 @@ class Run:
         """Gives the engines the trainer's weights under that version, verified by content hash or by the probe."""
         with self.timer.phase("sync"):
             self._pause(trains=False)
-            self.rollout.load_weights(self.trainer.weights(), version, self.probe)
+            try:
+                self._load(version)
+            except RolloutError as error:
+                if not self.rollout.failure:
+                    raise
+                self._lost = error  # first the step is counted, whose training is done
         if any(engine.sleeps for engine in self.rollout.engines) and not self.config.asynchrony.overlap:
             handed = {"freed": self._freed, "taken": self.rollout.memory_taken}
             self._turns = {f"memory/engine_{way}_gib": size / GIB for way, size in handed.items()}
+
+    def restart_engines(self) -> None:
+        """Starts engines that have ended again, with the present weights. Raises RolloutError where that was done too often, when
+        a checkpoint is written."""
+        try:
+            self._load(self.rollout.version)
+        except RolloutError:
+            if self.saved_step != self.step:
+                self.save(self._before_step)
+            raise
+
+    def _load(self, version: int) -> None:
+        """Gives the engines the trainer's weights, and starts those again that end or have ended."""
+        while True:
+            if ended := self.rollout.failure:
+                if self._restarts == MOST_RESTARTS:
+                    raise RolloutError(f"{ended} It was started again {MOST_RESTARTS} times before. --resume goes on.")
+                self._restarts += 1
+                logger.warning("%s Starting it again: %d of %d times", ended, self._restarts, MOST_RESTARTS)
+            try:
+                return self.rollout.load_weights(self.trainer.weights(), version, self.probe)
+            except RolloutError:
+                if not self.rollout.failure:
+                    raise
 
     def finish_step(self, metrics: dict[str, float], groups: Sequence[Group]) -> None:
         """Counts the step, takes the snapshots anew that are due, and writes its metrics and some of its trajectories. Metrics of
@@ -161,6 +205,8 @@ class Run:
         metrics |= step_shares(metrics, self.registered) | scores_by_set(sampled, self.registered, "train")
         metrics["speed/tokens_per_s"] = metrics["train/fed_tokens"] / metrics["time/step_s"]
         metrics["time/run_s"] = self.clock.seconds
+        if self._may_end:
+            metrics["rollout/engine_restarts"] = float(self._restarts)
         self.metrics.log(self.step, metrics)
         self.progress.step(self.step, metrics)
         logger.info("%s", step_line(self.step, self.config.run.steps, metrics, self.registered))
@@ -169,6 +215,9 @@ class Run:
         self.saver.poll()
         self._settle()
         self.recorder.write(self.step, groups)
+        if self._lost is not None:
+            self.save()
+            raise self._lost
 
     def _note_phases(self) -> None:
         if self.ahead is not None:
@@ -194,6 +243,7 @@ class Run:
         self.metrics.log(self.step, {**result.metrics, **by_set, **elapsed})
         self.progress.evaluated(self.step, {**result.metrics, **elapsed})
         logger.info("%s", evaluated_line(self.step, self.config.run.steps, result.metrics, self.registered))
+        self.directory.confirm()
         write_trajectories(self.directory.evaluations(self.step), result.groups)
         if self.saved_step == self.step:
             self.metrics.sync()
@@ -205,14 +255,14 @@ class Run:
         every = self.config.checkpoint.every_steps
         return every > 0 and self.step % every == 0
 
-    def save(self) -> None:
-        """Writes a checkpoint of the present step, or begins to; a kill leaves the one before."""
+    def save(self, state: Mapping[str, Any] | None = None) -> None:
+        """Writes a checkpoint of the present step, or begins to; a kill leaves the one before. state: another one than now's."""
         with self.timer.phase("checkpoint"):
             self.directory.confirm()
             self.metrics.sync()
             if self.ahead is not None:
                 self.ahead.mark(self.step)
-            self.saver.save(self.step, self.state_dict())
+            self.saver.save(self.step, dict(state or self.state_dict()))
             self._settle()
         self.saved_step = self.step
         logger.info("checkpoint of step %d", self.step)
@@ -252,7 +302,8 @@ class Run:
             self.progress.phase("exporting")
             self.directory.confirm()
             model = self.config.model
-            export_gap = export_policy(self.trainer, self.directory.export, model.path, model.dtype)
+            texts = export_files(self.config, self.rollout, self.evaluation, self.step, self.directory.export)
+            export_gap = export_policy(self.trainer, self.directory.export, model.path, model.dtype, texts)
             adapters = self.config.trainer.adapters
             if adapters is not None:
                 written = self.directory.adapter, self.directory.export
@@ -268,6 +319,7 @@ class Run:
         """How the run ended, what it reached, and what it wrote where. interrupted: the signal that ended it. export_gap: nats
         between export and trainer; None: nothing was exported."""
         directory, evaluation = self.directory, self.evaluation
+        tasks = evaluation.tasks(final=True)
         written = {"run": directory.path, "metrics": directory.metrics, "checkpoint": directory.checkpoint_path(self.step)}
         if export_gap is not None:
             written["export"] = directory.export
@@ -287,6 +339,7 @@ class Run:
             "last_evaluation": evaluation.last,
             "export_logprob_difference": export_gap,
             "takes_questions": self.rollout.environment.takes_questions,
+            "example_question": next((task.metadata["question"] for task in tasks if "question" in task.metadata), None),
             "written": {name: str(path) for name, path in written.items()},
         }
 

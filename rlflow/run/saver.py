@@ -11,11 +11,11 @@ from typing import Any
 
 from torch import Tensor
 
-from rlflow.errors import StorageError
+from rlflow.errors import DirectoryLostError, StorageError
 from rlflow.run.checkpoints import STATE, TENSORS, TRAINER, Checkpoints
 from rlflow.run.state import take_out
 from rlflow.storage.files import plain, replacing
-from rlflow.storage.integrity import fingerprint, write_sealed
+from rlflow.storage.integrity import as_entry, fingerprint, write_sealed
 from rlflow.trainer.base import Trainer
 
 logger = logging.getLogger(__name__)
@@ -65,12 +65,13 @@ class Saver:
             self._pending = step, RunState(state)
             return
         with self._explained(step):
+            self.checkpoints.confirm()
             RunState(state).write(self.checkpoints.path(step))
 
     def _commit(self) -> None:
         assert self._pending is not None
         step, state = self._pending
-        state.write(self.checkpoints.partial_path(step))
+        state.write(self.checkpoints.partial)
         self.checkpoints.commit(step, self.keep)
         self._pending = None
         self.committed = step
@@ -80,6 +81,9 @@ class Saver:
         """Gives up the checkpoint and the space that it took where writing fails, and says which one is left."""
         try:
             yield
+        except DirectoryLostError:  # what lies there is another process's
+            self._pending = None
+            raise
         except (OSError, StorageError) as error:
             self._pending = None
             self.checkpoints.clean()
@@ -110,10 +114,10 @@ class RunState:
             with replacing(checkpoint / TENSORS.format("new")) as aside:
                 save_file(self._tensors, aside)
             made = fingerprint(checkpoint / TENSORS.format("new"))
-            file = checkpoint / TENSORS.format(made.crc32)
+            file = checkpoint / TENSORS.format(made.checksums["xxh3"])
             os.replace(checkpoint / TENSORS.format("new"), file)
-            document = {**document, "tensors": {"file": file.name, "bytes": made.size, "crc32": made.crc32}}
-        write_sealed(checkpoint / STATE, document)
+            document = {**document, "tensors": {"file": file.name, **as_entry(made)}}
+        write_sealed(checkpoint / STATE, document, private=True)
         for old in checkpoint.glob(TENSORS.format("*")):
             if old != file:
                 old.unlink()

@@ -8,6 +8,7 @@ from html import escape
 
 from rlflow.metrics.names import label
 from rlflow.run.curves import (
+    CURVE_COLORS,
     PHASE_COLORS,
     Bar,
     Records,
@@ -18,10 +19,18 @@ from rlflow.run.curves import (
     trailing_mean,
 )
 
-WIDTH, LEFT, RIGHT, TOP, BOTTOM = 860, 46, 190, 10, 26
+WIDTH, LEFT, RIGHT, TOP, BOTTOM = 860, 46, 16, 10, 26
 LEARNING_HEIGHT, TIME_HEIGHT = 300, 130
 MOST_POINTS = 400  # of a curve: more than a screen has pixels for
-LABEL_GAP = 16
+CHART_STYLE = """
+svg{width:100%;height:auto;display:block;overflow:visible}svg text{font:12px system-ui,sans-serif}.grid{stroke:var(--line)}
+.legend{list-style:none;margin:.2rem 0 .8rem;padding:0 0 0 2.6rem;display:flex;flex-wrap:wrap;gap:0 1.2rem;font-size:.85em}
+.legend i{display:inline-block;width:.7em;height:.7em;border-radius:2px;margin-right:.4em}
+@media(max-width:600px){svg text{font-size:24px}svg polyline{stroke-width:4}.legend{padding-left:0}}
+"""
+"""Of a page with charts: on a phone their letters are as large as on a wide screen."""
+Legend = Sequence[tuple[str, str]]
+"""(color, name) of what a chart shows."""
 
 
 class Plane:
@@ -72,7 +81,7 @@ def ticks(low: float, high: float, most: int, whole: bool = False) -> list[float
 
 
 def learning_curves(records: Records, score: str) -> str:
-    """Reward and score of training, the score of evaluations with its intervals, each named at its end."""
+    """Reward and score of training, the score of evaluations with its intervals, named below with their last values."""
     rewards, points = series(records, "train/reward"), intervals(records, score)
     trained = series(records, f"train/{score}")
     if trained == rewards:
@@ -88,7 +97,7 @@ def learning_curves(records: Records, score: str) -> str:
         if found:
             smooth = trailing_mean(found)
             drawn += [line(plane, steps, found, f'class="{kind} faint"'), line(plane, steps, smooth, f'class="{kind}"')]
-            names.append((smooth[-1], f'class="{kind}"', f"{name} (training) {smooth[-1]:.2f}"))
+            names.append((CURVE_COLORS[kind], f"{name} (training) {smooth[-1]:.2f}"))
     if points:
         drawn.append(line(plane, [point[0] for point in points], [point[1] for point in points], 'class="evaluated"'))
         for step, value, low, high in points:
@@ -98,9 +107,8 @@ def learning_curves(records: Records, score: str) -> str:
                 f'<g><title>{markup(told)}</title><line class="interval" x1="{x:.1f}" x2="{x:.1f}" y1="{top:.1f}" y2="{bottom:.1f}"/>'
                 f'<circle class="evaluated" cx="{x:.1f}" cy="{plane.y(value):.1f}" r="4"/></g>'
             )
-        names.append((points[-1][1], 'class="evaluated"', f"{label(score)} (validation) {points[-1][1]:.2f}"))
-    drawn += named(plane, names)
-    return drawing(LEARNING_HEIGHT, "what the policy learned, by step", drawn)
+        names.append((CURVE_COLORS["evaluated"], f"{label(score)} (validation) {points[-1][1]:.2f}"))
+    return drawing(LEARNING_HEIGHT, "what the policy learned, by step", drawn, names)
 
 
 def time_bars(records: Records) -> str:
@@ -111,13 +119,8 @@ def time_bars(records: Records) -> str:
     heights = [sum(bar.seconds.values()) for bar in drawn_bars]
     plane = Plane(drawn_bars[-1].last, 0.0, top_without_peaks(heights), TIME_HEIGHT)
     drawn = [plane.axes(" s"), *(_bar(plane, bar) for bar in drawn_bars)]
-    for row, (phase, share) in enumerate(reversed(shares.items())):
-        y = TOP + 12 + LABEL_GAP * row
-        drawn.append(
-            f'<rect x="{WIDTH - RIGHT + 12}" y="{y - 9}" width="10" height="10" fill="{PHASE_COLORS[phase]}"/>'
-        )
-        drawn.append(f'<text x="{WIDTH - RIGHT + 28}" y="{y}">{phase} {share:.0%}</text>')
-    return drawing(TIME_HEIGHT, "seconds per step, by phase", drawn)
+    names = [(PHASE_COLORS[phase], f"{phase} {share:.0%}") for phase, share in shares.items()]
+    return drawing(TIME_HEIGHT, "seconds per step, by phase", drawn, names)
 
 
 def _bar(plane: Plane, bar: Bar) -> str:
@@ -142,19 +145,13 @@ def line(plane: Plane, steps: Sequence[float], values: Sequence[float], look: st
     return f'<polyline {look} points="{points}"/>'
 
 
-def named(plane: Plane, names: Sequence[tuple[float, str, str]]) -> list[str]:
-    """(value, attributes, name) as names at the right, pushed apart where they would overlap."""
-    found, below = [], -math.inf
-    for value, look, name in sorted(names, reverse=True):
-        y = max(plane.y(value) + 4, below + LABEL_GAP)
-        below = y
-        found.append(f'<text {look} x="{WIDTH - RIGHT + 12}" y="{y:.1f}">{markup(name)}</text>')
-    return found
-
-
-def drawing(height: int, what: str, parts: Sequence[str]) -> str:
-    """The whole of it. what: in words, for those who do not see it."""
-    return f'<svg viewBox="0 0 {WIDTH} {height}" role="img" aria-label="{markup(what)}">{"".join(parts)}</svg>'
+def drawing(height: int, what: str, parts: Sequence[str], legend: Legend) -> str:
+    """The whole of it, and its legend below. what: in words, for those who do not see it."""
+    names = "".join(f'<li><i style="background:{color}"></i>{markup(name)}</li>' for color, name in legend)
+    return (
+        f'<svg viewBox="0 0 {WIDTH} {height}" role="img" aria-label="{markup(what)}">{"".join(parts)}</svg>'
+        f'<ul class="legend">{names}</ul>'
+    )
 
 
 def markup(text: str) -> str:

@@ -85,6 +85,8 @@ class RolloutWorker:
             left_s = until - time.monotonic()
             if begun or ended or left_s <= 0:
                 self._check_loop()
+                if self._rollout is not None and self._rollout.failure:
+                    raise RolloutError(self._rollout.failure)  # another worker, with an engine of its own, takes its place
                 return WorkerNews(tuple(begun), tuple(ended))
             self._wake.wait(left_s)
 
@@ -109,13 +111,15 @@ class RolloutWorker:
         if self._reader is None:
             self._reader = update.address, open_reader(update.address, update.key)
         self._open.pause(update.mode)
+        reader = self._reader[1]
+        before = reader.bytes_read
         try:
-            weights = self._reader[1].read(update.version, READ_S)
+            weights = reader.read(update.version, READ_S)
             answers = self._open.load_and_ask(weights, update.version, update.questions)
         except BaseException:
             self._open.resume()  # with the old weights, or refusing to sample from half of the new ones
             raise
-        return Loaded(update.version, answers[0] if answers else None)
+        return Loaded(update.version, answers[0] if answers else None, reader.bytes_read - before, reader.delta)
 
     def cancel(self, request_ids: Sequence[str]) -> None:
         """Ends attempts."""
@@ -124,7 +128,7 @@ class RolloutWorker:
 
     def report(self) -> dict[str, float]:
         """What the environment reports about the time since the last call."""
-        return reported(self._open.environment)
+        return reported(self._open.environment, self._open.call_s)
 
     @property
     def _open(self) -> Rollout:

@@ -1,6 +1,7 @@
 """Files and directories that are written whole or not at all: aside, brought to disk, renamed.
 
-<name>.<process>.<number>.partial    being written by `replacing`, or removed; a kill leaves it behind, read by nobody
+<name>.<process>.<number>.partial    being written by `replacing`, or removed; a kill leaves it behind, read by nobody;
+                                     a directory is locked by its process while that lives
 <name>.<process>.<number>.replaced   a directory that is being exchanged for a new one
 <name>.partial                       being written by a caller that continues it after a kill
 
@@ -10,6 +11,7 @@ processes have the same numbers: nothing under a name of the user's choice is re
 
 from __future__ import annotations
 
+import fcntl
 import json
 import math
 import os
@@ -44,11 +46,11 @@ def replacing_directory(path: str | Path, *, keep_existing: bool = False) -> Ite
     """Gives an empty directory beside `path` to fill; it takes the place of `path` when the block ends well.
 
     keep_existing: for contents that are the same whoever makes them; another process's directory stays and this one goes.
-    Raises OSError."""
+    What killed processes left of theirs goes first. Raises OSError."""
     path = Path(path)
     restore_replaced(path)
-    with _aside(path) as aside:
-        aside.mkdir()
+    _clear_killed(path)
+    with _aside(path) as aside, _locked_directory(aside):
         yield aside
         try:
             replace_directory(aside, path, keep_existing=keep_existing)
@@ -57,21 +59,27 @@ def replacing_directory(path: str | Path, *, keep_existing: bool = False) -> Ite
                 raise
 
 
-def write_text(path: str | Path, text: str, *, durable: bool = True) -> None:
+def write_text(path: str | Path, text: str, *, durable: bool = True, private: bool = False) -> None:
     """Writes UTF-8 text with `replacing`, line ends as they are. A lone surrogate (half of a cut emoji, in text from outside)
-    is written as JSON escapes it."""
+    is written as JSON escapes it. private: only this user can read it, whatever else may have been missed in it."""
     with replacing(path, durable=durable) as aside:
+        aside.touch(0o600 if private else 0o666)
         aside.write_bytes(text.encode(errors="backslashreplace"))
 
 
-def write_json(path: str | Path, value: Any) -> None:
-    """Writes one JSON document with `replacing`. Numbers that are not finite become null."""
-    write_text(path, json.dumps(plain(value), indent=2, ensure_ascii=False) + "\n")
+def write_json(path: str | Path, value: Any, *, private: bool = False) -> None:
+    """Writes one JSON document with `replacing`. Numbers that are not finite become null. private: see `write_text`."""
+    write_text(path, json.dumps(plain(value), indent=2, ensure_ascii=False) + "\n", private=private)
 
 
 def partial_path(path: str | Path) -> Path:
     """Where a file or directory is until it is complete, if whoever writes it continues it after a kill."""
     return Path(f"{path}{PARTIAL}")
+
+
+def aside_path(path: str | Path) -> Path:
+    """Where a file or directory is until it is complete: a name that no other process writes to."""
+    return _own_name(Path(path), PARTIAL)
 
 
 def replace_file(partial: Path, path: str | Path, *, durable: bool = True) -> None:
@@ -152,11 +160,38 @@ def sync(path: Path) -> None:
 def _aside(path: Path) -> Iterator[Path]:
     """A name beside `path` that no other process or thread writes to; what is under it at the end is removed."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    aside = _own_name(path, PARTIAL)
+    aside = aside_path(path)
     try:
         yield aside
     finally:
         _remove(aside)
+
+
+@contextmanager
+def _locked_directory(path: Path) -> Iterator[None]:
+    """A new directory, by whose lock others see that its process lives."""
+    path.mkdir()
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        with suppress(OSError):  # a file system without locks
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _clear_killed(path: Path) -> None:
+    """Removes the directories that killed processes were to give the name `path`."""
+    for entry in _of_processes(path.parent, PARTIAL):
+        if _OF_A_PROCESS.sub("", entry.name) != path.name or entry.is_symlink() or not entry.is_dir():
+            continue
+        with suppress(OSError):  # locked, or gone
+            descriptor = os.open(entry, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                _remove(entry)
+            finally:
+                os.close(descriptor)
 
 
 def _own_name(path: Path, ending: str) -> Path:

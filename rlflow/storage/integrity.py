@@ -1,7 +1,9 @@
 """Whether files are what was written: JSON documents that carry a checksum of their own, and manifests, which are such
 documents that list other files.
 
-{..., "files": {name: {"bytes": 704, "crc32": "0f3a5b7c", "sha256": "..."}}, "crc32": "9b0c2d4e"}    sha256: where asked for
+{..., "files": {name: {"bytes": 704, "xxh3": "0f3a...", "sha256": "..."}}, "crc32": "9b0c2d4e"}
+
+sha256 is there where it was asked for, and crc32 in place of xxh3 where an earlier version wrote the manifest.
 """
 
 from __future__ import annotations
@@ -9,9 +11,11 @@ from __future__ import annotations
 import hashlib
 import json
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
+
+import xxhash
 
 from rlflow.errors import DamagedCheckpointError
 from rlflow.storage.files import plain, write_json
@@ -24,25 +28,62 @@ SEAL = "crc32"
 BLOCK_BYTES = 2**22
 
 
+ALGORITHMS: dict[str, Callable[[], Any]] = {
+    "xxh3": xxhash.xxh3_128,
+    "sha256": hashlib.sha256,
+    "crc32": lambda: _Crc32(),
+}
+"""Checksums by their names in manifests."""
+ACCIDENTS = ("xxh3",)
+FORGERIES = ("xxh3", "sha256")
+
+
 class Fingerprint(NamedTuple):
-    """What a file must look like. CRC-32 finds accidents (a flipped bit, a lost block), sha256 forgeries too."""
+    """What a file must look like. xxh3 finds accidents (a flipped bit, a lost block), sha256
+    forgeries too."""
 
     size: int  # bytes
-    crc32: str  # eight hexadecimal digits
-    sha256: str | None = None  # None: not taken
+    checksums: Mapping[str, str]
+    """{name of ALGORITHMS: hexadecimal digits}"""
 
 
-def fingerprint(path: Path, *, sha256: bool = False) -> Fingerprint:
+class Hasher:
+    """The fingerprint of a file from its bytes, in order."""
+
+    def __init__(self, algorithms: Iterable[str] = ACCIDENTS) -> None:
+        self._size = 0
+        self._running = {name: ALGORITHMS[name]() for name in algorithms}
+
+    def update(self, data: Any) -> None:
+        self._size += memoryview(data).nbytes
+        for running in self._running.values():
+            running.update(data)
+
+    def fingerprint(self) -> Fingerprint:
+        checksums = {name: running.hexdigest() for name, running in self._running.items()}
+        return Fingerprint(self._size, checksums)
+
+
+def fingerprint(path: Path, algorithms: Iterable[str] = ACCIDENTS) -> Fingerprint:
     """Reads the file once."""
-    size = checksum = 0
-    digest = hashlib.sha256()
+    hasher = Hasher(algorithms)
     with path.open("rb") as file:
         while block := file.read(BLOCK_BYTES):
-            checksum = zlib.crc32(block, checksum)
-            if sha256:
-                digest.update(block)
-            size += len(block)
-    return Fingerprint(size, f"{checksum:08x}", digest.hexdigest() if sha256 else None)
+            hasher.update(block)
+    return hasher.fingerprint()
+
+
+class _Crc32:
+    """zlib's CRC-32 as hashlib has its algorithms."""
+
+    def __init__(self) -> None:
+        self._value = 0
+
+    def update(self, data: Any) -> None:
+        self._value = zlib.crc32(data, self._value)
+
+    def hexdigest(self) -> str:
+        return f"{self._value:08x}"
 
 
 def find_damage(directory: Path, expected: Mapping[str, Fingerprint], names: Iterable[str] | None = None) -> str | None:
@@ -50,7 +91,7 @@ def find_damage(directory: Path, expected: Mapping[str, Fingerprint], names: Ite
     for name in expected if names is None else names:
         wanted = expected[name]
         try:
-            found = fingerprint(directory / name, sha256=wanted.sha256 is not None)
+            found = fingerprint(directory / name, wanted.checksums)
         except FileNotFoundError:
             return f"{directory / name}: missing, {wanted.size} bytes expected"
         except OSError as error:
@@ -58,33 +99,40 @@ def find_damage(directory: Path, expected: Mapping[str, Fingerprint], names: Ite
         if found.size != wanted.size:
             return f"{directory / name}: {found.size} bytes, {wanted.size} bytes expected"
         if found != wanted:
-            differing = zip(found[1:], wanted[1:])
-            present, written = next((first, second) for first, second in differing if first != second)
+            kind = next(kind for kind in found.checksums if found.checksums[kind] != wanted.checksums[kind])
+            present, written = found.checksums[kind], wanted.checksums[kind]
             return f"{directory / name}: damaged, its checksum is {present}, {written} was written"
     return None
 
 
 def write_manifest(path: Path, content: Mapping[str, Any], files: Mapping[str, Fingerprint]) -> dict[str, Any]:
     """Writes a manifest and returns it, without its seal: `content`, and the files that it vouches for."""
-    entries = {
-        name: {"bytes": size, "crc32": crc32, **({"sha256": sha256} if sha256 else {})}
-        for name, (size, crc32, sha256) in sorted(files.items())
-    }
+    entries = {name: as_entry(found) for name, found in sorted(files.items())}
     manifest = {**content, "files": entries}
     write_sealed(path, manifest)
     return manifest
 
 
+def as_entry(found: Fingerprint) -> dict[str, Any]:
+    """A file's fingerprint as documents hold it."""
+    return {"bytes": found.size, **found.checksums}
+
+
+def of_entry(entry: Mapping[str, Any]) -> Fingerprint:
+    """The fingerprint that a document holds. Raises KeyError where it has no checksum."""
+    checksums = {name: str(entry[name]) for name in ALGORITHMS if name in entry}
+    if not checksums:
+        raise KeyError("xxh3")
+    return Fingerprint(int(entry["bytes"]), checksums)
+
+
 def read_fingerprints(manifest: Mapping[str, Any], path: Path) -> dict[str, Fingerprint]:
     """{file: what it must look like} of the manifest read from `path`. Raises DamagedCheckpointError where it lists none."""
     try:
-        return {
-            str(name): Fingerprint(int(entry["bytes"]), str(entry["crc32"]), entry.get("sha256"))
-            for name, entry in manifest["files"].items()
-        }
+        return {str(name): of_entry(entry) for name, entry in manifest["files"].items()}
     except (KeyError, TypeError, ValueError, AttributeError):
         raise DamagedCheckpointError(
-            f'{path}: has no "files": {{name: {{"bytes": ..., "crc32": ...}}}}; an older version of rlflow wrote it.'
+            f'{path}: has no "files": {{name: {{"bytes": ..., "xxh3": ...}}}}; an older version of rlflow wrote it.'
         ) from None
 
 
@@ -97,10 +145,11 @@ def error_reason(error: BaseException) -> str:
     return f"{type(cause).__name__}: {next(iter(str(cause).strip().splitlines()), 'no reason given')}"
 
 
-def write_sealed(path: Path, document: Mapping[str, Any]) -> None:
-    """Writes a JSON document with a checksum of itself, whole or not at all; `read_sealed` checks it."""
+def write_sealed(path: Path, document: Mapping[str, Any], *, private: bool = False) -> None:
+    """Writes a JSON document with a checksum of itself, whole or not at all; `read_sealed` checks it. private: see
+    `write_text`."""
     content = plain(document)  # the checksum is of what will be read, not of what has no place in JSON
-    write_json(path, {**content, SEAL: _checksum(content)})
+    write_json(path, {**content, SEAL: _checksum(content)}, private=private)
 
 
 def read_sealed(path: Path) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rlflow.errors import ConfigError
+from rlflow.places import Places
 from rlflow.rollout.event_loop import LoopThread
 from rlflow.rollout.frames import LEAST_KEY, LENGTH, MAC, NONCE, Accepting, Calling, FrameError, length_in
 from rlflow.swarm.transport import ExperienceTransport
@@ -21,6 +22,7 @@ from rlflow.values import PositiveFloat, PositiveInt
 logger = logging.getLogger(__name__)
 
 MOST_CONNECTIONS = 32  # accepted at a time
+MOST_UNPROVEN = 32  # beside them, which have not shown that they have the key
 FRAMES = 256  # of a connection
 BROKEN = (OSError, EOFError, TimeoutError, FrameError)
 """How a connection may end early: the peer went away, took too long, or did not keep to the protocol."""
@@ -50,6 +52,7 @@ class TcpTransport(ExperienceTransport):
         self._inbox: deque[bytes] = deque(maxlen=queue)
         self._outboxes: dict[tuple[str, int], deque[bytes]] = {_address(one): deque(maxlen=queue) for one in peers}
         self._calling: set[tuple[str, int]] = set()
+        self._unproven = Places(MOST_UNPROVEN)
         self._accepted = self._refused = self._failures = 0
         host, port = _address(listen)
         self._thread = LoopThread("rlflow-swarm")
@@ -99,16 +102,17 @@ class TcpTransport(ExperienceTransport):
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._accepted += 1
+        host, *_ = writer.get_extra_info("peername") or [""]  # None: it has left already
+        self._unproven.take(writer, host, writer.transport.abort)
         try:
-            if self._accepted > MOST_CONNECTIONS:
-                raise FrameError("too many connections")
             async with asyncio.timeout(10 * self._timeout_s):
                 await self._take(reader, writer)
-        except BROKEN as error:
+        except (*BROKEN, asyncio.CancelledError) as error:  # at the end; asyncio.streams would print a traceback for it
             self._refused += 1
             logger.debug("swarm: a connection was broken off: %r", error)
         finally:
             self._accepted -= 1
+            self._unproven.leave(writer)
             writer.close()
 
     async def _take(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -116,6 +120,9 @@ class TcpTransport(ExperienceTransport):
         writer.write(handshake.challenge)
         writer.write(handshake.answer(await self._read(reader, NONCE + MAC)))
         seal, _ = handshake.seals()
+        self._unproven.leave(writer)
+        if self._accepted > MOST_CONNECTIONS + MOST_UNPROVEN:
+            raise FrameError("too many connections")
         for _ in range(FRAMES):
             try:
                 head = await self._read(reader, LENGTH.size)

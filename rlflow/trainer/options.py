@@ -27,7 +27,7 @@ MEGATRON_WITHOUT_CUDA = "0.16."
 class CriticOptions:
     """What can be said about a critic (`algorithm.critic`). In everything else it is trained as the policy is."""
 
-    lr: PositiveFloat = 1e-5
+    lr: PositiveFloat = 1e-5  # learning rate of the critic
     schedule: Annotated[Component, SCHEDULE] = field(default_factory=lambda: {"name": "constant"})
     warmup_updates: NonNegativeInt = 0  # of the critic alone, before the policy's first
 
@@ -50,9 +50,9 @@ class LoraOptions:
     """What can be said about low-rank adapters: each target computes W x + alpha / rank * B (A x), and A and B alone are trained
     (LoRA: Hu et al. 2021, arXiv 2106.09685, section 4.1). Names and meanings are those of the package peft."""
 
-    rank: PositiveInt = 16
-    alpha: PositiveFloat = 32.0
-    targets: Sequence[Projection] = get_args(Projection)
+    rank: PositiveInt = 16  # columns of A's output
+    alpha: PositiveFloat = 32.0  # the product is scaled by alpha / rank
+    targets: Sequence[Projection] = get_args(Projection)  # layers that get an adapter
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> LoraOptions:
@@ -75,14 +75,14 @@ class TrainerOptions:
     (`Trainer.check_options`)."""
 
     backend: str = "megatron"  # megatron | reference | package.module:Name
-    tensor_parallel: PositiveInt = 1
-    pipeline_parallel: PositiveInt = 1
+    tensor_parallel: PositiveInt = 1  # ranks that split each layer
+    pipeline_parallel: PositiveInt = 1  # ranks that split the stack of layers
     context_parallel: PositiveInt = 1  # every row's tokens split over these ranks
     virtual_pipeline: PositiveInt = 1  # model chunks per pipeline rank, interleaved
     sequence_parallel: bool = False  # norms and residuals split over the tensor-parallel ranks
     distributed_optimizer: bool = False  # the optimizer's state split over the data- and context-parallel ranks
     recompute: Literal["none", "selective", "full"] = "none"  # activations computed again in the backward pass
-    lr: PositiveFloat = 1e-6
+    lr: PositiveFloat = 1e-6  # learning rate of the optimizer
     schedule: Annotated[Component, SCHEDULE] = field(default_factory=lambda: {"name": "constant"})
     optimizer: Annotated[Component, OPTIMIZER] = field(default_factory=lambda: {"name": "adamw"})
     max_gradient_norm: NonNegativeFloat = 1.0  # L2, over all parameters; 0 does not clip
@@ -116,6 +116,15 @@ class TrainerOptions:
     def adapters(self) -> LoraOptions | None:
         """Those that are trained in place of the weights; None: the weights are. Raises ConfigError."""
         return None if self.lora is None else LoraOptions.of(self.lora)
+
+    def check_without_gpu(self) -> None:
+        """Raises ConfigError for what spares GPU memory, of a trainer that has no GPU."""
+        asked = {"optimizer.offload": self.adamw.offload, "offload_snapshots": self.offload_snapshots}
+        for name, value in asked.items():
+            if value:
+                raise ConfigError(
+                    f"trainer.{name}: found true, but the trainer has no GPU whose memory it could spare; set it to false."
+                )
 
     def learning_rate(self) -> Callable[[int], float]:
         """Optimizer step, from 0 -> rate. Raises ConfigError for a schedule that does not fit, before any step."""

@@ -9,14 +9,16 @@ from pathlib import Path
 
 from rlflow.metrics.names import label
 from rlflow.run.lines import clock
-from rlflow.run.svg import LEARNING_HEIGHT, Plane, drawing, line, named
+from rlflow.run.svg import CHART_STYLE, LEARNING_HEIGHT, Plane, drawing, line
 from rlflow.storage.files import write_text
 from rlflow.view.comparing import Comparison, Duel, Measurement
 from rlflow.view.comparison_text import count_text, value_text
 from rlflow.view.page import filled, template
 
 COLORS = ("#1f6fb2", "#d9730d", "#1c7c54", "#8e44ad", "#b3261e", "#6b7785", "#9a6700", "#0e7c86")
-"""Of the runs, in their order; they are told apart by a label at the end of the line too."""
+"""Of the runs, in their order."""
+DASH = 24.0
+"""Pixels of a dash and its gap. Later curves have shorter dashes, so that each shows where all coincide."""
 
 
 def write_comparison(comparison: Comparison, out: str | Path) -> None:
@@ -33,7 +35,7 @@ def write_comparison(comparison: Comparison, out: str | Path) -> None:
         if any(curves.values()):
             parts += [f"<h2>{escaped(title)}</h2>", chart(curves)]
     parts += _tables(comparison)
-    values = {"TITLE": escaped(" | ".join(comparison.names)), "BODY": "\n".join(parts)}
+    values = {"TITLE": escaped(" | ".join(comparison.names)), "CHARTS": CHART_STYLE, "BODY": "\n".join(parts)}
     write_text(out, filled(template("compare.html"), values), durable=False)
 
 
@@ -47,17 +49,18 @@ def chart(curves: Mapping[str, Sequence[Measurement]]) -> str:
     colored = [
         (name, curve, COLORS[place % len(COLORS)]) for place, (name, curve) in enumerate(curves.items()) if curve
     ]
-    for name, curve, color in colored:
+    for place, (name, curve, color) in enumerate(colored):
         for point in curve:
             if point.low is not None and point.high is not None:
                 x, top, bottom = plane.x(point.step), plane.y(point.high), plane.y(max(point.low, plane.low))
-                place = f'x1="{x:.1f}" x2="{x:.1f}" y1="{top:.1f}" y2="{bottom:.1f}"'
-                drawn.append(f'<line class="interval" {place} stroke="{color}" stroke-width="6" opacity=".25"/>')
+                span = f'x1="{x:.1f}" x2="{x:.1f}" y1="{top:.1f}" y2="{bottom:.1f}"'
+                drawn.append(f'<line class="interval" {span} stroke="{color}" stroke-width="6" opacity=".25"/>')
                 drawn.append(f'<circle cx="{x:.1f}" cy="{plane.y(point.value):.1f}" r="3" fill="{color}"/>')
-        look = f'fill="none" stroke="{color}" stroke-width="2"'
+        dash = DASH * (len(colored) - place) / len(colored)
+        look = f'fill="none" stroke="{color}" stroke-width="2" stroke-dasharray="{dash:g} {DASH - dash:g}"'
         drawn.append(line(plane, [point.step for point in curve], [point.value for point in curve], look))
-        names.append((curve[-1].value, f'fill="{color}"', f"{name[:18]} {curve[-1].value:.3f}"))
-    return drawing(LEARNING_HEIGHT, "the scores of the runs, by step", [*drawn, *named(plane, names)])
+        names.append((color, f"{name} {curve[-1].value:.3f}"))
+    return drawing(LEARNING_HEIGHT, "the scores of the runs, by step", drawn, names)
 
 
 def _tables(comparison: Comparison) -> list[str]:

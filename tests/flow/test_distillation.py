@@ -67,6 +67,23 @@ def test_the_policy_learns_from_itself_under_another_prompt(model: Path, tmp_pat
     assert all(row["train/teacher_gap"] != 0 and row["train/gradient_norm"] > 0 for row in rows)
 
 
+def test_a_resumed_run_shows_its_teacher_the_answers_of_replayed_groups(model: Path, tmp_path: Path) -> None:
+    """Every metric of the updates equals the uninterrupted run's, to the last bit."""
+    algorithm = {"advantage": {"name": "opd", "base": "grpo"}, "teacher": {"name": "policy", "prompt": "{answer}|{prompt}"},
+                 "losses": ["ppo_clip"], "filters": [{"name": "replay", "groups": 2}]}  # fmt: skip
+    options = ("run.deterministic=true", "checkpoint.every_steps=2", "rollout.samples_per_prompt=4", "trainer.schedule=constant")
+
+    def steps(runs: str, *lengths: int) -> list[dict[str, float]]:
+        for number, length in enumerate(lengths):
+            resumed = ("run.resume=true",) if number else ()
+            summary = train(distilled(model, tmp_path / runs, algorithm, *options, f"run.steps={length}", *resumed))
+        return [{name: value for name, value in row.items() if name.startswith("train/")} for row in records(summary)]
+
+    whole = steps("whole", 4)
+    assert whole[-1]["train/groups_replayed"] > 0
+    assert steps("resumed", 2, 4) == whole
+
+
 @pytest.mark.parametrize(
     "algorithm, message",
     [

@@ -14,12 +14,13 @@ import pytest
 
 from rlflow.commands import cli
 from rlflow.commands.cli import metadata
+from rlflow.errors import COMMAND_PLUG_INS
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "own_documents.md").read_text(encoding="utf-8")
 SIZES = re.search(r"<!-- test: sizes -->\n```bash\n(.*?)```", PAGE, re.DOTALL)
 BLOCKS = re.findall(r"<!-- test -->\n```bash\n(.*?)```", PAGE, re.DOTALL)
-PLUGIN = metadata.EntryPoint("search", "rlflow_environments.search.commands:add", cli.PLUGINS)
+PLUGIN = metadata.EntryPoint("search", "rlflow_environments.search.commands:add", COMMAND_PLUG_INS)
 
 
 def printed_commands(sizes: dict[str, str]) -> list[list[str]]:
@@ -34,7 +35,7 @@ def run_page(folder: Path, monkeypatch: pytest.MonkeyPatch, sizes: dict[str, str
     (folder / "recipes").symlink_to(ROOT / "recipes")
     monkeypatch.chdir(folder)
     installed = metadata.entry_points
-    monkeypatch.setattr(metadata, "entry_points", lambda group: [PLUGIN] if group == cli.PLUGINS else installed(group=group))
+    monkeypatch.setattr(metadata, "entry_points", lambda group: [PLUGIN] if group == COMMAND_PLUG_INS else installed(group=group))
     for program, *arguments in printed_commands(sizes):
         if program == "rlflow":
             assert cli.main(arguments) == 0, arguments

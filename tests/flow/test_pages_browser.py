@@ -56,10 +56,33 @@ def test_the_page_follows_the_run_and_becomes_its_report(browser: Any, page: Liv
     assert all("ERR_CONNECTION_REFUSED" in problem or "favicon" in problem for problem in problems), problems
 
 
+def test_the_page_is_read_on_a_phone(browser: Any, page: LivePage, tmp_path: Path) -> None:
+    """Nothing is wider than a screen of 390 pixels, and the letters in charts are as large there as any small print."""
+    tokenizer = Tokenizer.from_pretrained(tiny_tokenizer(tmp_path / "tokenizer"))
+    for step in range(1, 8):
+        page.step(step, {**trained(step), "train/advantage_zero": 1.0, "time/rollout_s": 1000.0, "time/step_s": 1100.0})
+    page.evaluated(7, evaluated(7, 0.89))
+    page.episode(1, 8, attempt(tokenizer, task("Orvan", "x" * 200), 0, SEARCHED))
+    page.finished({"status": "finished", "steps": 7, "seconds": 61.0, "written": {"run": "/runs/" + "name" * 30}})
+    screen = {"width": 390, "height": 844, "deviceScaleFactor": 1, "mobile": True}
+    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", screen)
+    try:
+        for address in (page.url, (tmp_path / "report.html").as_uri()):
+            browser.get(address)
+            assert browser.execute_script("return document.documentElement.scrollWidth") <= 390
+            heights = "return [...document.querySelectorAll('svg text')].map((one) => one.getBoundingClientRect().height)"
+            assert min(browser.execute_script(heights)) >= 10, "pixels"
+    finally:
+        browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+
+
 def test_the_query_box_of_a_retrieval_server_answers(browser: Any, tmp_path: Path) -> None:
     source = ServedSource({"name": "bm25"}, str(write_corpus(tmp_path)), None)
-    with search_server(source.load) as (url, _):
+    with search_server(source.load) as (url, service):
         browser.get(url)
+        wait(browser, "return document.querySelector('#recent').textContent.includes('ends in #TOKEN')")
+        browser.get("about:blank")  # from one fragment to another a page is not loaded again
+        browser.get(f"{url}#{service.admin_token}")
         wait(browser, "return document.querySelector('#state').textContent === 'ready'")
         browser.find_element("id", "query").send_keys("number7 harbour")
         browser.find_element("css selector", "#ask button").click()

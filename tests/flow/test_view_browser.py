@@ -73,6 +73,15 @@ def choose(browser: Any, selector: str, value: str) -> None:
     browser.execute_script(script, selector, value)
 
 
+def test_a_table_tells_the_score_by_attribute_of_the_tasks(opened: Any) -> None:
+    """Of all groups of the step, whatever the filters leave in the list."""
+    assert texts(opened, "#scores tr") == ["hops groups solved reward", "1 1 50% 0.50", "2 1 50% 0.50"]
+    press(opened, "e")
+    choose(opened, "#outcome", "f")
+    grown = ["hops groups solved at first reward", "1 1 100% 100% 1.00", "2 1 100% 0% 1.00"]
+    assert texts(opened, "#scores tr") == grown
+
+
 def test_a_group_stands_in_columns_with_rewards_and_advantages(opened: Any) -> None:
     heading(opened, "Where was Orvan born?")
     assert texts(opened, ".column h3") == ["attempt 1", "attempt 2"]

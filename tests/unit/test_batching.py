@@ -7,7 +7,7 @@ import torch
 
 from rlflow.batching import make_batch, plan_microbatches, rows_with_advantage, split_minibatches
 from rlflow.errors import ConfigError, DataError, RLFlowError
-from rlflow.types import SOURCES, Segment, StopReason, Trajectory, Turn
+from rlflow.types import SOURCES, Group, Segment, StopReason, Task, Trajectory, Turn
 
 
 def segment(length: int, first: int = 2, logprobs: bool = True) -> Segment:
@@ -256,3 +256,16 @@ def test_one_minibatch_is_the_batch_and_there_are_never_more_than_trajectories()
     assert [len(part) for part in split_minibatches(batch, 5, torch.Generator())] == [1, 1]
     with pytest.raises(ConfigError, match="minibatches_per_step"):
         split_minibatches(batch, 0, torch.Generator())
+
+
+def test_what_is_large_has_a_repr_of_one_line():
+    """A notebook's cell or an error shows sizes, not tensors."""
+    rows = [trajectory(segment(400)), trajectory(segment(300), reward=0.5, stop=StopReason.ABORTED)]
+    group = Group("g", Task("t" * 99, "prompt " * 500), rows)
+    assert repr(make_batch(rows)) == "Batch(1 rows of 400 tokens, 398 sampled, cpu)"  # an aborted attempt has no row
+    assert repr(group) == f"Group({'t' * 60!r}, 2 attempts, 1 usable)"
+    assert repr(rows) == (
+        "[Trajectory('t', 0 turns, 400 tokens, reward 1, terminated), "
+        "Trajectory('t', 0 turns, 300 tokens, reward 0.5, aborted)]"
+    )
+    assert repr(rows[0].segments) == "[Segment(400 tokens, 398 sampled)]"

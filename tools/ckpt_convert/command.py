@@ -41,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"ckpt_convert: {error}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
-        print("ckpt_convert: interrupted; OUT is as it was, and --resume continues from OUT.partial.", file=sys.stderr)
+        print("ckpt_convert: interrupted; OUT is as it was.", file=sys.stderr)
         return 130
 
 
@@ -83,17 +83,19 @@ def _add_to_hf(actions: argparse._SubParsersAction) -> None:
         "to-hf",
         help="Megatron checkpoint to HuggingFace directory",
         description="Writes a HuggingFace directory from a checkpoint, in one process and in bounded memory.\n" + SCOPE,
-        epilog="verification: fast checks sizes, counts, finite values, and that every block reads back as it was\n"
-        "written (CRC-32); it cannot see a changed byte in the checkpoint. full also checks the checkpoint's own\n"
+        epilog="verification: fast checks sizes, counts, finite values, and that every file reads back as it was\n"
+        "written (xxh3); it cannot see a changed byte in the checkpoint. full also checks the checkpoint's own\n"
         "checksums, maps the result back to compare every byte, and notes sha256; it takes a few times the memory of\n"
         "the largest tensor. logits runs the result in transformers and the checkpoint in megatron-core, both on the\n"
         "CPU in float32, and compares; it needs both packages and memory for both models.\n" + CODES,
         formatter_class=FORMATTER,
     )
-    parser.add_argument("checkpoint", metavar="CKPT", type=Path, help="e.g. runs/demo/checkpoints/step_000100")
+    parser.add_argument(
+        "checkpoint", metavar="CKPT", type=Path, help="a checkpoint, a run (its newest one), or Megatron's save directory"
+    )
     parser.add_argument("out", metavar="OUT", type=Path, help="directory to write")
     parser.add_argument(
-        "--hf", metavar="REF", type=Path, required=True, help="model directory with config and tokenizer"
+        "--hf", metavar="REF", type=Path, help="model directory with config and tokenizer (default: the run's model.path)"
     )
     add_writing_options(parser, "such as 4GB (default)")
     sizes = parser.add_argument_group("sizes", "Read from the files; where given, they must agree (exit code 5).")
@@ -103,6 +105,10 @@ def _add_to_hf(actions: argparse._SubParsersAction) -> None:
 
 
 def run_to_hf(args: argparse.Namespace) -> int:
+    from .runs import chosen_checkpoint, reference_of
+
+    args.checkpoint = chosen_checkpoint(args.checkpoint, args.size_iteration)
+    args.hf = args.hf or reference_of(args.checkpoint)
     if not args.dry_run:
         read_ahead(args.checkpoint)
     from .export_model import Options, prepare, to_huggingface
@@ -132,8 +138,9 @@ def run_to_hf(args: argparse.Namespace) -> int:
 
 def run_inspect(args: argparse.Namespace) -> int:
     from .describe import describe
+    from .runs import chosen_checkpoint
 
-    report = describe(args.checkpoint, everything=args.all)
+    report = describe(chosen_checkpoint(args.checkpoint), everything=args.all)
     print(json.dumps(report) if args.json else _inspection(report))
     return 0
 

@@ -17,8 +17,8 @@ def add_to_megatron(actions: argparse._SubParsersAction, codes: str) -> None:
         help="HuggingFace directory to Megatron checkpoint",
         description="Writes a Megatron checkpoint of a HuggingFace directory, in one process and in bounded memory:\n"
         "OUT/release and the tracker file that makes Megatron load it as weights to start from.",
-        epilog="verification: fast checks sizes, finite values, and that every block reads back as it was written\n"
-        "(CRC-32). full also reads the checkpoint with the readers of to-hf and compares every byte with HF. logits\n"
+        epilog="verification: fast checks sizes, finite values, and that every file reads back as it was written\n"
+        "(xxh3). full also reads the checkpoint with the readers of to-hf and compares every byte with HF. logits\n"
         "runs Megatron's own model on it (with --spec te its local layers, names apart) and compares with transformers.\n"
         + codes,
         formatter_class=FORMATTER,
@@ -78,9 +78,10 @@ def run_to_megatron(args: argparse.Namespace) -> int:
     )
     if args.dry_run:
         check_output(args.out, None, args.model, args.overwrite)
-        _, files = prepare_import(args.model, options)
-        report = {"files": len(files), "bytes": sum(file.size for file in files)}
-        told = f"would write {len(files)} files, {report['bytes'] / 1e9:.3f} GB to {args.out}"
+        _, checkpoint, plan = prepare_import(args.model, options)
+        count = len(checkpoint.files)
+        report = {"files": count, "tensors": len(plan.targets), "weight_bytes": plan.nbytes}
+        told = f"would write {plan.nbytes / 1e9:.3f} GB of weights in {count} files to {args.out}"
         print(json.dumps(report) if args.json else told)
         return 0
     found = timed(lambda meter: to_megatron(args.model, args.out, options, meter))

@@ -20,10 +20,10 @@ from .mapping.to_huggingface import Export, make_export
 from .readers.arguments import contradictions
 from .readers.formats import open_source
 from .readers.source import Stamps, TensorSource
-from .stream import Progress, check_equal, copy
+from .stream import Copier, Progress, check_equal
 from .verify import verify_export
 from .writers.directory import WriteOptions, check_output, write_directory
-from .writers.output_files import layout_digest, safetensors_files
+from .writers.safetensors import safetensors_files, write_index
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,6 @@ class Options:
     shard_bytes: int = 4 * 10**9
     workers: int = 4
     overwrite: bool = False
-    resume: bool = False
     verify: str = "fast"
     expected: dict[str, int] = field(default_factory=dict)
     """Sizes that the checkpoint must have: fields of Architecture, `tensor_parallel`, `pipeline_parallel`, ..., `iteration`."""
@@ -43,7 +42,7 @@ class Options:
 
     @property
     def writing(self) -> WriteOptions:
-        return WriteOptions(self.workers, self.overwrite, self.resume, self.verify)
+        return WriteOptions(self.workers, self.overwrite, self.verify)
 
 
 def prepare(path: str | Path, reference: str | Path, options: Options) -> tuple[TensorSource, Export]:
@@ -95,7 +94,7 @@ def to_huggingface(
 ) -> dict[str, Any]:
     """Exports a checkpoint as a HuggingFace directory and returns its manifest.
 
-    It is written to `<out>.partial`, verified from disk and renamed; on failure `out` is as it was. Raises
+    It is written aside, verified from disk and renamed; on failure `out` is as it was. Raises
     ConversionError, whose exit_code tells the kinds of problems apart."""
     options, out, reference = options or Options(), Path(out), Path(reference)
     check_output(out, Path(path), reference, options.overwrite)
@@ -112,6 +111,7 @@ def to_huggingface(
     files = safetensors_files(plan.targets, options.shard_bytes)
 
     def complete(partial: Path) -> None:
+        write_index(partial, files)
         _add_companions(partial, reference, config, plan.targets[0].dtype)
         if options.verify == "full":
             from .inverse import check_inverse  # imports torch
@@ -130,8 +130,7 @@ def to_huggingface(
         out,
         files,
         options.writing,
-        key={"source": origin, "plan": plan.digest, "files": layout_digest(files)},
-        fill=lambda outputs: copy(source, outputs, plan.nbytes, options.workers, progress),
+        copier=Copier(source, plan.nbytes, progress),
         complete=complete,
         unchanged=unchanged,
         record=_record(source, export.model, plan, options.dtype, reference),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -23,12 +22,12 @@ from .readers.arguments import arguments_of, flags_to_give
 from .readers.formats import open_source
 from .readers.safetensors_files import HuggingFace
 from .readers.source import TensorSource
-from .stream import Progress, Reader, check_equal, copy
+from .stream import Copier, Progress, Reader, check_equal
 from .verify import check_records
+from .writers.checkpoint import Checkpoint, namespace
 from .writers.directory import WriteOptions, check_output, write_directory
 from .writers.legacy import legacy_common, legacy_files
-from .writers.output_files import OutputFile, layout_digest
-from .writers.torch_dist import torch_dist_files
+from .writers.torch_dist import torch_dist_checkpoint
 
 FORMATS = ("torch_dist", "torch")
 FOLDER = "release"
@@ -48,34 +47,36 @@ class ImportOptions:
     shard_bytes: int = 4 * 10**9
     workers: int = 4
     overwrite: bool = False
-    resume: bool = False
     verify: str = "fast"
     check: Callable[[Path], None] | None = None
 
     @property
     def writing(self) -> WriteOptions:
-        return WriteOptions(self.workers, self.overwrite, self.resume, self.verify)
+        return WriteOptions(self.workers, self.overwrite, self.verify)
 
 
-def prepare_import(path: str | Path, options: ImportOptions) -> tuple[Import, list[OutputFile]]:
-    """The checked model and the files of its checkpoint; nothing is written. Raises ConversionError."""
+def prepare_import(path: str | Path, options: ImportOptions) -> tuple[Import, Checkpoint, Plan]:
+    """The checked model, its checkpoint, and the plan of the weights in it; nothing is written.
+    Raises ConversionError."""
     config = read_config(path)
     try:
         model = stored_architecture(config)
     except ModelError as error:
         raise ConversionError(f"{path}: {error}", ExitCode.UNKNOWN_MODEL) from None
     predicted = int(config.get("num_nextn_predict_layers") or 0)
-    work = make_import(HuggingFace(path), model, options.layout, OPTIONS[options.dtype], predicted)
-    args = argparse.Namespace(**arguments_of(config, model, options.layout, work.dtype_of(EMBEDDING, 0)))
+    dtype = OPTIONS[options.dtype]
+    work = make_import(HuggingFace(path), model, options.layout, dtype, predicted)
+    arguments = arguments_of(config, model, options.layout, work.dtype_of(EMBEDDING, 0))
+    args = namespace(arguments)
     if options.format == "torch":
-        files = legacy_files(work, FOLDER, legacy_common(args))
+        checkpoint = Checkpoint(tuple(legacy_files(work, FOLDER, legacy_common(args))), lambda _: None)
     else:
-        files = torch_dist_files(
-            work, FOLDER, {"args": args, "iteration": 0, "checkpoint_version": 3.0}, options.shard_bytes
-        )
-    Plan(tuple(target for file in files for target, _ in file.places)).check()
-    word = FOLDER.encode()
-    return work, [*files, OutputFile(TRACKER, len(word), (), ((0, word),))]
+        common = {"args": args, "iteration": 0, "checkpoint_version": 3.0}
+        checkpoint = torch_dist_checkpoint(work, FOLDER, common, options.shard_bytes)
+    targets = tuple(target for file in checkpoint.files for target in file.targets)
+    plan = Plan(targets, work.equal)
+    plan.check()
+    return work, checkpoint, plan
 
 
 def to_megatron(
@@ -86,16 +87,17 @@ def to_megatron(
 ) -> dict[str, Any]:
     """Writes a Megatron checkpoint of a HuggingFace directory and returns its manifest.
 
-    It is written to `<out>.partial`, verified from disk and renamed; on failure `out` is as it was. Raises
+    It is written aside, verified from disk and renamed; on failure `out` is as it was. Raises
     ConversionError, whose exit_code tells the kinds of problems apart."""
     options, out, path = options or ImportOptions(), Path(out), Path(path)
     check_output(out, None, path, options.overwrite)
-    work, files = prepare_import(path, options)
-    for equal in work.equal:
+    work, checkpoint, plan = prepare_import(path, options)
+    for equal in plan.equal:
         check_equal(work.source, equal)
-    plan = Plan(tuple(target for file in files for target, _ in file.places), work.equal)
 
     def complete(partial: Path) -> None:
+        checkpoint.finish(partial)
+        (partial / TRACKER).write_text(FOLDER)
         if options.verify == "full":
             check_export(work.source, work.model, partial)
         if options.check is not None:
@@ -104,10 +106,9 @@ def to_megatron(
     origin = work.source.identity()
     return write_directory(
         out,
-        files,
+        checkpoint.files,
         options.writing,
-        key={"source": origin, "plan": plan.digest, "files": layout_digest(files)},
-        fill=lambda outputs: copy(work.source, outputs, plan.nbytes, options.workers, progress),
+        copier=Copier(work.source, plan.nbytes, progress),
         complete=complete,
         unchanged=lambda: work.source.stamps.check(origin["files"]),
         record={

@@ -15,7 +15,7 @@ SIZES = {
     "pp": ("pipeline_parallel", "pipeline stages"),
     "ep": ("expert_parallel", "expert-parallel ranks"),
     "vpp": ("virtual_pipeline_parallel", "virtual pipeline stages per rank"),
-    "iteration": ("iteration", "training step"),
+    "iteration": ("iteration", "training step; chooses its checkpoint where CKPT holds several"),
     "num-layers": ("layers", "layers"),
     "hidden-size": ("hidden", "hidden size"),
     "num-attention-heads": ("heads", "attention heads"),
@@ -51,18 +51,17 @@ def add_writing_options(parser: argparse.ArgumentParser, shards: str) -> None:
     """Adds what both directions take; shards: what --shard-size is of."""
     parser.add_argument("--dtype", choices=("keep", "bf16", "fp16", "fp32"), default="keep", help="default: keep")
     parser.add_argument("--shard-size", type=parse_size, default=4 * 10**9, metavar="SIZE", help=shards)
-    parser.add_argument("--workers", type=parse_count, default=4, metavar="N", help="copying threads (default 4)")
+    parser.add_argument("--workers", type=parse_count, default=4, metavar="N", help="files written at a time (default 4)")
     checks = ("fast", "full", "logits", "none")
     parser.add_argument("--verify", choices=checks, default="fast", help="default: fast; see below")
     parser.add_argument("--overwrite", action="store_true", help="replace OUT once the new one is verified")
-    parser.add_argument("--resume", action="store_true", help="continue what a killed conversion left in OUT.partial")
     parser.add_argument("--dry-run", action="store_true", help="check everything, write nothing")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def writing_options(args: argparse.Namespace) -> dict[str, Any]:
     """The keywords that `add_writing_options` is about."""
-    names = ("dtype", "workers", "overwrite", "resume", "verify")
+    names = ("dtype", "workers", "overwrite", "verify")
     return {name: getattr(args, name) for name in names} | {"shard_bytes": args.shard_size}
 
 

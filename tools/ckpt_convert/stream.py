@@ -1,4 +1,4 @@
-"""Carries out a plan: copies blocks of targets from a source into the output files."""
+"""Carries out a plan: the bytes of targets, gathered from a source."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import os
 import threading
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 
 import numpy as np
 
@@ -16,11 +15,11 @@ from rlflow.storage.pickles import Chunk
 from .dtypes import BFLOAT16, FLOAT16, FLOAT32, FLOAT64, DType, cast, from_float32, to_float32
 from .mapping.plan import Equal, Rectangle, Target, Tile, View
 from .readers.source import SCALED, Content, StoredTensor, TensorSource, unreadable
-from .writers.direct import PageBuffer
-from .writers.output_files import OutputFiles, RowBlock, largest
 
 Progress = Callable[[int, int], None]
-"""Called with the bytes that were written since the last call, and those of the whole; first with what was there before."""
+"""Called with the bytes that were read since the last call, and those of the whole."""
+BLOCK_BYTES = 4 << 20
+"""Of a target, at a time."""
 COMPARED_BYTES = 4 << 20
 INFINITE = {
     BFLOAT16: (np.int16, 0x7F80, np.uint16, 0xFF80),
@@ -32,46 +31,73 @@ INFINITE = {
 ones, -Inf and the other NaNs those from the second on. Two passes without a temporary array (IEEE 754 ordering)."""
 
 
-def copy(source: TensorSource, outputs: OutputFiles, total: int, workers: int, progress: Progress) -> None:
-    """Writes what the outputs still lack, in `workers` threads. total: the bytes of all blocks, those included that a
-    killed conversion has left; progress is called by one thread at a time.
-
-    Raises ConversionError for a damaged source (4), NaN or Inf in the weights (4), a full disk (8)."""
-    blocks = outputs.unwritten(workers)
-    progress(total - sum(block.size for block in blocks), total)
-    waiting, lock, stop = iter(blocks), threading.Lock(), threading.Event()
-
-    def work() -> None:
-        buffer = PageBuffer(largest(blocks))
-        while not stop.is_set():
-            with lock:
-                block = next(waiting, None)
-            if block is None:
-                return
-            data = buffer.at(block.offset, block.size)
-            reader.fill(block.target, block.first, data.reshape(block.last - block.first, -1))
-            check_finite(data, block, str(source.path))
-            outputs.write(block, data)
-            with lock:
-                progress(block.size, total)
-
-    with Reader(source) as reader, ThreadPoolExecutor(workers) as pool:
-        try:
-            running = [pool.submit(work) for _ in range(workers)]
-            wait(running, return_when=FIRST_EXCEPTION)
-        finally:
-            stop.set()
-        for future in running:
-            future.result()
+class OtherFailed(Exception):
+    """Another thread has failed."""
 
 
-def check_finite(flat: np.ndarray, block: RowBlock, origin: str) -> None:
-    """Raises ConversionError (4) where the bytes of a block are NaN or Inf."""
-    signed, high, unsigned, low = INFINITE[block.target.dtype]
+class Copier:
+    """The bytes of a plan's targets. Safe to use from several threads; `progress` is called by one
+    at a time.
+
+    All methods raise ConversionError (4) for a damaged source and for NaN or Inf in the weights."""
+
+    def __init__(self, source: TensorSource, total: int, progress: Progress) -> None:
+        self._origin = str(source.path)
+        self._reader = Reader(source)
+        self._total, self._progress = total, progress
+        self._lock, self._stopped = threading.Lock(), threading.Event()
+
+    def __enter__(self) -> Copier:
+        self._progress(0, self._total)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._reader.__exit__(*error)
+
+    def stop(self) -> None:
+        """Ends what other threads still read, after a failure in one of them."""
+        self._stopped.set()
+
+    def rows(self, target: Target, first: int, last: int) -> np.ndarray:
+        """Rows [first, last): (rows, bytes of a row)."""
+        data = np.empty((last - first, target.row_bytes), np.uint8)
+        self._fill(target, first, data)
+        return data
+
+    def blocks(self, target: Target) -> Iterator[np.ndarray]:
+        """All rows in order, at most BLOCK_BYTES or one row at a time, in memory that the next
+        block takes again."""
+        step = max(1, BLOCK_BYTES // target.row_bytes)
+        data = np.empty((min(step, target.rows), target.row_bytes), np.uint8)
+        for first in range(0, target.rows, step):
+            block = data[: target.rows - first]
+            self._fill(target, first, block)
+            yield block
+
+    def fill(self, target: Target, out: np.ndarray) -> None:
+        """Writes the whole target into `out`, its bytes."""
+        rows = out.reshape(target.rows, -1)
+        step = max(1, BLOCK_BYTES // target.row_bytes)
+        for first in range(0, target.rows, step):
+            self._fill(target, first, rows[first : first + step])
+
+    def _fill(self, target: Target, first: int, out: np.ndarray) -> None:
+        if self._stopped.is_set():
+            raise OtherFailed
+        self._reader.fill(target, first, out)
+        check_finite(out, target, first, self._origin)
+        with self._lock:
+            self._progress(out.nbytes, self._total)
+
+
+def check_finite(data: np.ndarray, target: Target, first: int, origin: str) -> None:
+    """Raises ConversionError (4) where rows of a target, from `first` on, have NaN or Inf."""
+    signed, high, unsigned, low = INFINITE[target.dtype]
+    flat = data.reshape(-1)
     if flat.view(signed).max() >= high or flat.view(unsigned).max() >= low:
         raise ConversionError(
-            f"{origin}: '{block.target.name}' holds NaN or Inf as {block.target.dtype} "
-            f"(rows {block.first} to {block.last}).",
+            f"{origin}: '{target.name}' holds NaN or Inf as {target.dtype} "
+            f"(rows {first} to {first + len(data)}).",
             ExitCode.DAMAGED,
         )
 

@@ -8,7 +8,7 @@ import os
 import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,7 @@ from rlflow_environments.retrieval.indices.folder import (
     stamp_corpus,
     write_meta,
 )
+from rlflow_environments.retrieval.indices.recall import measure_recall, sample_queries
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +47,7 @@ _COPIED = 32 << 20  # bytes of vectors moved at a time
 class BuildRequest:
     """What to build. kind: torch, bm25 or a faiss index_factory string. encoder: a name or name and options (not for bm25).
     dtype: of the embeddings file. keep_embeddings: beside a faiss index; kind torch always has them. checkpoint_s: seconds
-    between copies of a growing index."""
+    between copies of a growing index. recall: see measure_recall."""
 
     kind: str = "Flat"
     encoder: str | Mapping[str, Any] = "hashed"
@@ -54,6 +55,7 @@ class BuildRequest:
     keep_embeddings: bool = False
     bm25: Mapping[str, Any] | None = None
     checkpoint_s: float = 600.0
+    recall: float | None = None
 
 
 def build_index(corpus: Sequence[Passage], folder: Path, request: BuildRequest, report: StageProgress) -> IndexMeta:
@@ -65,6 +67,8 @@ def build_index(corpus: Sequence[Passage], folder: Path, request: BuildRequest, 
     """
     if request.dtype not in EMBEDDINGS:
         raise ConfigError(f"dtype: expected one of {', '.join(EMBEDDINGS)}, found '{request.dtype}'.")
+    if request.recall is not None and not 0 < request.recall <= 1:
+        raise ConfigError(f"recall: expected a share above 0 and up to 1, found {request.recall:g}.")
     folder.mkdir(parents=True, exist_ok=True)
     report("hashing the corpus", 0, 1)
     stamp = stamp_corpus(corpus.path)  # type: ignore[attr-defined]
@@ -90,6 +94,8 @@ def build_index(corpus: Sequence[Passage], folder: Path, request: BuildRequest, 
         _write_flat(vectors, folder / INDEX, report)
     elif request.kind != "torch" and not (folder / INDEX).is_file():
         _write_index(vectors, folder, request, report)
+    if request.kind not in ("Flat", "torch"):
+        meta = replace(meta, search=_measure(corpus, encoder, vectors, folder, request, report))
     embeddings = folder / EMBEDDINGS[request.dtype]
     if meta.embeddings is not None:
         replace_file(partial_path(embeddings), embeddings)
@@ -272,6 +278,25 @@ def _write_index(vectors: _Vectors, folder: Path, request: BuildRequest, report:
     report("writing the index", 0, 1)
     _save(faiss, index, folder / INDEX)
     aside.unlink(missing_ok=True)
+
+
+def _measure(
+    corpus: Sequence[Passage],
+    encoder: Encoder,
+    vectors: _Vectors,
+    folder: Path,
+    request: BuildRequest,
+    report: StageProgress,
+) -> dict[str, Any] | None:
+    """The recall of the index that was written, against exact search of what it was filled with."""
+
+    def exact() -> Iterator[np.ndarray]:
+        for start, block in vectors.blocks(0, max(1, _COPIED // (4 * vectors.dimensions))):
+            report("measuring recall", start, vectors.count)
+            yield block
+
+    queries = encoder.encode_queries(sample_queries(corpus))
+    return measure_recall(read_index(folder / INDEX, mmap=True), queries, exact, request.recall)
 
 
 def _save(faiss: Any, index: Any, path: Path) -> None:

@@ -2,7 +2,6 @@
 
 COMMANDS = {
     "build": ("corpus -> index: resumable, works for corpora larger than memory", f"{__name__}.build"),
-    "advise": ("which index fits a corpus, a machine and a load", f"{__name__}.advise"),
     "serve": ("serve an index over HTTP, wire-compatible with the field", f"{__name__}.serve"),
     "query": ("try an index or a server in the terminal", f"{__name__}.query"),
     "check": ("test any retrieval server against the wire format", f"{__name__}.check"),

@@ -21,8 +21,8 @@ EXAMPLES = """examples:
   rlflow search build --corpus wiki-18.jsonl --out e5 --encoder models/e5-base-v2 --device cuda --dtype float16 --index torch
   rlflow search build --corpus wiki-18.jsonl --out ivf --encoder models/e5-base-v2 --index IVF4096,SQ8
   rlflow search build --corpus corpus.jsonl --out words --index bm25
-  rlflow search build --corpus corpus.jsonl --index qdrant --url http://localhost:6333 --collection wiki --encoder
-  models/e5-base-v2
+  rlflow search build --corpus corpus.jsonl --index qdrant --url http://localhost:6333 --collection wiki \\
+      --encoder models/e5-base-v2
 """
 
 
@@ -59,6 +59,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     stored.add_argument(
         "--checkpoint-s", type=float, default=600.0, metavar="S", help="seconds between copies of a growing index"
     )
+    stored.add_argument(
+        "--recall",
+        type=float,
+        default=None,
+        metavar="R",
+        help="of IVF and HNSW: search as far as recall@10 takes (default 0.95, where that is affordable)",
+    )
     stored.add_argument("--plan", action="store_true", help="print what it will need, and stop")
     qdrant = parser.add_argument_group("qdrant")
     qdrant.add_argument("--url", help="of a server; without one the collection is embedded in --out")
@@ -72,6 +79,7 @@ def run(args: argparse.Namespace) -> int:
     """Prints the plan, builds, prints what it took; returns 0."""
     from rlflow_environments.retrieval.building.building import BuildRequest, build_index
     from rlflow_environments.retrieval.corpus import Corpus
+    from rlflow_environments.retrieval.indices.recall import describe_recall
 
     progress = ProgressLine(sys.stderr)
     progress("reading the corpus", 0, 1)
@@ -84,7 +92,9 @@ def run(args: argparse.Namespace) -> int:
     if args.plan:
         return 0
     start = time.monotonic()
-    request = BuildRequest(args.index, encoder, args.dtype, args.keep_embeddings, checkpoint_s=args.checkpoint_s)
+    request = BuildRequest(
+        args.index, encoder, args.dtype, args.keep_embeddings, checkpoint_s=args.checkpoint_s, recall=args.recall
+    )
     meta = build_index(corpus, folder, request, progress)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
@@ -92,6 +102,10 @@ def run(args: argparse.Namespace) -> int:
         f"{folder}: {meta.kind}, {meta.count:,} passages, {size / 1e9:.3f} GB on disk, {time.monotonic() - start:.0f} s; "
         f"peak memory {peak / 1e9:.2f} GB (predicted {expected / 1e9:.2f} GB)"
     )
+    if meta.search is not None:
+        searched = {key: meta.search[key] for key in ("nprobe", "ef_search") if key in meta.search}
+        told, low = describe_recall(meta.search, searched)
+        print(f"{'warning: ' if low else ''}{told}")
     name = {"torch": "torch", "bm25": "bm25"}.get(meta.kind, "faiss")
     print(f"use it with\n  environment.corpus={args.corpus} environment.retriever='{{name: {name}, path: {folder}}}'")
     return 0
@@ -147,7 +161,8 @@ def print_plan(kind: str, corpus: Any, encoder: dict[str, Any]) -> float:
         file=sys.stderr,
     )
     if extra > free:
-        print("warning: that is more than is free. `rlflow search advise` names an index that fits.", file=sys.stderr)
+        told = "warning: that is more than is free. SQ8 takes a quarter of Flat, Flat and torch are"
+        print(f"{told} built in a few hundred megabytes.", file=sys.stderr)
     return total
 
 

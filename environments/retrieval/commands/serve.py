@@ -5,7 +5,7 @@
   rlflow search serve --index_path e5_Flat.index --corpus_path wiki-18.jsonl --retriever_name e5 --retriever_model e5-base-v2
 
 The port answers at once; GET /health tells how far loading is, GET /ready when it is done, and a browser at / what the server
-is doing. SIGHUP, or POST /admin/reload from this machine, loads the index again without a gap. SIGTERM ends it.
+is doing. SIGHUP, or POST /admin/reload with the token, loads the index again without a gap. SIGTERM ends it.
 """
 
 from __future__ import annotations
@@ -15,8 +15,10 @@ import contextlib
 import functools
 import logging
 import os
+import secrets
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlflow.errors import ConfigError, install_command, needing
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
     from rlflow_environments.retrieval.server.service import SearchService, ServiceLimits
 
 DEFAULT_PORT = 8000
+LEAST_TOKEN = 16  # characters
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -47,6 +50,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     place.add_argument("--port", type=int, default=DEFAULT_PORT, help="default 8000; 0 picks a free one")
     place.add_argument(
         "--save-address-to", metavar="DIR", help="write Host{ip}_IP{port}.txt there while the server can answer"
+    )
+    place.add_argument(
+        "--admin-token", metavar="FILE", help="with the token of /admin/reload and /recent (default: a new one, in a new file)"
     )
     load = parser.add_argument_group("load")
     load.add_argument(
@@ -72,7 +78,10 @@ def run(args: argparse.Namespace) -> int:
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # idle threads that spin would take the cores from rollouts
     log_to_stderr()
     listener = bind(args.host, args.port)
-    folder = _shared_folder() if args.processes > 1 else None
+    folder = OwnedFolder("search")
+    if args.processes > 1:  # counted together; prometheus_client has to know before it is imported
+        os.environ["PROMETHEUS_MULTIPROC_DIR"] = str(folder.path)
+    token_file, token = _admin_token(args.admin_token, folder)
     with needing("rlflow search serve", install_command("search")):
         from rlflow_environments.retrieval.server import process
         from rlflow_environments.retrieval.server.service import ServiceLimits
@@ -80,8 +89,8 @@ def run(args: argparse.Namespace) -> int:
     discovery = DiscoveryFile(args.save_address_to, host, port) if args.save_address_to else None
     limits = ServiceLimits(top_k=args.topk, max_wait_s=args.max_wait_s)
     url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
-    print(f"serving on {url} (loading; progress: {url}/health)", flush=True)
-    with _service(args, limits, folder) as (served, protocol):
+    print(f"serving on {url} (loading; progress: {url}/health; admin token in {token_file})", flush=True)
+    with _service(args, limits, folder, token) as (served, protocol):
         process.serve(
             served,
             listener,
@@ -96,40 +105,48 @@ def run(args: argparse.Namespace) -> int:
     os._exit(0)  # a search that cannot be interrupted must not keep the process
 
 
-def _shared_folder() -> OwnedFolder:
-    """Where several processes count together; prometheus_client has to know before it is imported."""
-    folder = OwnedFolder("search")
-    os.environ["PROMETHEUS_MULTIPROC_DIR"] = str(folder.path)
-    return folder
+def _admin_token(given: str | None, folder: OwnedFolder) -> tuple[Path, str]:
+    """(file, token) of requests that change the server. Raises ConfigError."""
+    if given is None:
+        file, token = folder.path / "admin.token", secrets.token_urlsafe()
+        file.touch(0o600)
+        file.write_text(token, encoding="ascii")
+        return file, token
+    try:
+        token = Path(given).read_text(encoding="ascii").strip()
+    except (OSError, ValueError) as problem:
+        raise ConfigError(f"--admin-token {given}: cannot be read ({problem}).") from None
+    if len(token) < LEAST_TOKEN:
+        raise ConfigError(f"--admin-token {given}: expected {LEAST_TOKEN} characters or more, found {len(token)}.")
+    return Path(given), token
 
 
 @contextlib.contextmanager
 def _service(
-    args: argparse.Namespace, limits: ServiceLimits, folder: OwnedFolder | None
+    args: argparse.Namespace, limits: ServiceLimits, folder: OwnedFolder, token: str
 ) -> Iterator[tuple[SearchService, Any]]:
     """What answers, and the protocol of its connections: in this process, or in several others."""
     from rlflow_environments.retrieval.server.connections import ImpatientProtocol
     from rlflow_environments.retrieval.server.query_log import QueryLog
     from rlflow_environments.retrieval.server.service import SearchService
 
-    if folder is None:
-        log = QueryLog(args.query_log) if args.query_log else None
-        yield SearchService(make_source(args).load, limits, log), ImpatientProtocol
-        return
-    from rlflow_environments.retrieval.server.fleet import Fleet
-    from rlflow_environments.retrieval.server.moving import MovingProtocol
-    from rlflow_environments.retrieval.server.statistics import ServerStatistics, shared_table
+    source = make_source(args)
+    with contextlib.closing(folder):
+        if args.processes == 1:
+            log = QueryLog(args.query_log) if args.query_log else None
+            yield SearchService(source.load, limits, log, admin_token=token), ImpatientProtocol
+            return
+        from rlflow_environments.retrieval.server.fleet import Fleet
+        from rlflow_environments.retrieval.server.moving import MovingProtocol
+        from rlflow_environments.retrieval.server.statistics import ServerStatistics, shared_table
 
-    try:
-        fleet = Fleet(make_source(args), limits, args.query_log, args.processes, folder.path)
+        fleet = Fleet(source, limits, args.query_log, args.processes, folder.path)
         statistics = ServerStatistics(shared_table(folder.path, args.processes))
-        fleet.service = SearchService(fleet.load, limits, None, statistics)
+        fleet.service = SearchService(fleet.load, limits, None, statistics, token)
         try:
             yield fleet.service, functools.partial(MovingProtocol, movers=fleet.movers)
         finally:
             fleet.end()
-    finally:
-        folder.close()
 
 
 def make_source(args: argparse.Namespace) -> Any:

@@ -36,6 +36,9 @@ def add_source_arguments(parser: argparse._ActionsContainer) -> None:
         "--retriever_model", metavar="PATH", help=f"of a faiss file or Qdrant: the encoder (default {FIELD_ENCODER})"
     )
     parser.add_argument("--faiss_gpu", action="store_true", help="copy the index to all visible GPUs, in float16")
+    parser.add_argument(
+        "--nprobe", type=int, metavar="N", help="of an IVF index: lists to search (default: what the build measured)"
+    )
     qdrant = parser.add_argument_group("Qdrant") if isinstance(parser, argparse.ArgumentParser) else parser
     qdrant.add_argument("--qdrant_url", metavar="URL", help="e.g. http://localhost:6333")
     qdrant.add_argument("--qdrant_collection_name", metavar="NAME")
@@ -59,6 +62,8 @@ def read_source(args: argparse.Namespace) -> tuple[dict[str, Any], str | None]:
         component = {"name": "bm25"} if (args.retriever_name or "").lower() == "bm25" else {"name": "dense"}
     if args.faiss_gpu:
         component["gpu"] = True
+    if args.nprobe is not None:
+        component["nprobe"] = args.nprobe
     return component, corpus
 
 

@@ -103,7 +103,7 @@ async def topk_has_a_default(probe: Probe) -> None:
 
 async def bad_topk_is_refused(probe: Probe) -> None:
     for value in (-1, "many", 1.5, [3]):
-        reply = await probe.post("/retrieve", {"queries": [probe.queries[0]], "topk": value})
+        reply = await probe.post("/retrieve", {"queries": [probe.queries[0]], "topk": value, "return_scores": True})
         if not 400 <= reply.status < 500:
             raise Broken(f"topk {json.dumps(value)}: expected a status of 4xx, found {reply}")
 

@@ -43,7 +43,9 @@ def check_server(
 
 async def _check(url: str, seeds: Sequence[str], timeout_s: float, on_verdict: Callable[[Verdict], None]) -> list[Verdict]:
     verdicts = []
-    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=timeout_s)) as session:
+    # A connection per request: uvicorn closes one on which a request failed, and the check after it would be blamed.
+    connector = aiohttp.TCPConnector(force_close=True)
+    async with aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=timeout_s)) as session:
         probe = Probe(session, url)
         await _sample(probe, seeds)
         for check in CHECKS:

@@ -42,8 +42,20 @@ class CorpusRetriever(Retriever):
         check_top_k(top_k)
         if not queries:
             return []
-        rankings = self.index.rank(queries, top_k)
+        rankings = self.rank(queries, top_k)
         return [[replace(self.corpus[row], score=score) for row, score in ranking] for ranking in rankings]
+
+    def rank(self, queries: Sequence[str], top_k: int) -> list[Ranking]:
+        """As the index does it, without the corpus's rows that have no text."""
+        empty = getattr(self.corpus, "empty", frozenset())
+        wanted = top_k
+        while True:
+            found = self.index.rank(queries, wanted)
+            kept = [[hit for hit in ranking if hit[0] not in empty] for ranking in found]
+            enough = all(len(few) >= top_k or len(all_) < wanted for few, all_ in zip(kept, found, strict=True))
+            if not empty or enough or wanted >= len(self.corpus):
+                return [ranking[:top_k] for ranking in kept]
+            wanted *= 4
 
 
 def check_top_k(top_k: int) -> None:

@@ -1,4 +1,4 @@
-"""What an index costs: bytes per vector, memory to build and to serve it. Predictions by arithmetic, checked against
+"""What an index costs: bytes per vector, memory to build it. Predictions by arithmetic, checked against
 measurements."""
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 from rlflow.errors import ConfigError
 
-_INT8_COPY = 1 << 30
 _SCALAR_BITS = {"SQ8": 8, "SQ6": 6, "SQ4": 4, "SQfp16": 16, "SQbf16": 16, "Flat": 32}
 _LIST_ID = 8  # faiss keeps a 64-bit id beside every code of an inverted list
 _GROWTH = 2.0  # faiss appends to std::vector: while one grows, the old copy is there too
@@ -56,19 +55,6 @@ def stored_bytes(kind: IndexKind, count: int, dimensions: int) -> float:
     """Of an index as it was built, in memory or on disk."""
     per_vector = kind.code_bytes + kind.graph_bytes + (_LIST_ID if kind.lists else 0)
     return count * per_vector + 4.0 * kind.lists * dimensions
-
-
-def serving_bytes(kind: IndexKind, count: int, dimensions: int) -> float:
-    """Memory of a loaded index; a memory-mapped one needs it as page cache to be fast."""
-    scanned_in_int8 = kind.lists and kind.code_bytes == 4 * dimensions
-    return stored_bytes(kind, count, dimensions) + (int8_copy_bytes(count, dimensions) if scanned_in_int8 else 0)
-
-
-def int8_copy_bytes(count: int, dimensions: int) -> int:
-    """Of the eight-bit copy by which IVF...,Flat is scanned by default, with the id and the place of every vector; 0
-    where it would be too large for that."""
-    size = count * (dimensions + 2 * _LIST_ID)
-    return size if size <= _INT8_COPY else 0
 
 
 def building_bytes(kind: IndexKind, count: int, dimensions: int, *, block: int) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -16,7 +17,10 @@ from rlflow_environments.retrieval.encoders import Encoder, NgramEncoder
 from rlflow_environments.retrieval.indices.base import CorpusRetriever, Ranking, Retriever
 from rlflow_environments.retrieval.indices.faiss_index import FaissIndex, new_index, read_index
 from rlflow_environments.retrieval.indices.opening import check_count, encoder_of, open_index, verify_encoder
+from rlflow_environments.retrieval.indices.recall import describe_recall
 from rlflow_environments.retrieval.indices.stored_vectors import can_be_read, keeps_exactly, stored_vector
+
+logger = logging.getLogger("rlflow.search.index")  # under `rlflow`, so that a run's log has it
 
 BLOCK = 2048  # passages encoded at a time: never two copies of all vectors; what a killed build loses at most
 TRAINING_ROWS_PER_LIST = 64  # faiss asks for 39 at least
@@ -24,10 +28,12 @@ _UNIT = 1.01  # length of a "unit" vector that went through float16
 
 
 class VectorIndex(Protocol):
-    """Ranks rows by their vectors' inner products with a query's. Thread-safe."""
+    """Ranks rows by their vectors' inner products with a query's. Thread-safe. scanned: vectors that a query is compared with,
+    about."""
 
     count: int
     dimensions: int
+    scanned: int
 
     def rank_vectors(self, vectors: np.ndarray, top_k: int) -> list[Ranking]:
         """For each of (B, dimensions) float32 vectors, at most `top_k` rows, best first, ties by row."""
@@ -69,28 +75,32 @@ def faiss_retriever(
     refine: int = 0,
     mmap: bool = True,
     gpu: bool = False,
-    dtype: str | None = None,
     verify: bool = True,
     **hashed: Any,
 ) -> Retriever:
     """Retrieval with faiss. path: an index folder, or a faiss file as Search-R1 builds it; without one the index is built in
-    memory as `index` says (an index_factory string, Flat by default). See FaissIndex for nprobe, ef_search, refine, gpu, dtype.
-    mmap: leave a file's vectors on disk. verify: encode a few passages again and compare, where single vectors can be read.
+    memory as `index` says (an index_factory string, Flat by default). See FaissIndex for nprobe, ef_search (an index
+    folder knows what its build measured to be enough), refine, gpu. mmap: leave a file's vectors on disk. verify: encode a
+    few passages again and compare, where single vectors can be read.
     """
-    common = {"nprobe": nprobe, "ef_search": ef_search, "refine": refine, "gpu": gpu, "dtype": dtype}
+    common = {"nprobe": nprobe, "ef_search": ef_search, "refine": refine, "gpu": gpu}
     if path is None:
         made = encoder_of(encoder, hashed, corpus)
         built, kept = build_faiss(index or "Flat", made, corpus, keep=refine > 0)
-        return CorpusRetriever(
-            corpus, DenseIndex(made, FaissIndex(built, vectors=kept, **common, largest_norm=_norm(made)))
-        )
+        vectors = FaissIndex(built, vectors=kept, **common, largest_norm=_norm(made))
+        _tell_recall(f"retriever faiss, {index}", vectors, None)
+        return CorpusRetriever(corpus, DenseIndex(made, vectors))
     _built_with("index", index)
     opened = open_index(Path(path), encoder, hashed, corpus)
     if opened.meta is not None and opened.meta.kind == "torch":
         raise ConfigError(f"{path}: an index of kind torch. Set retriever.name to torch, or build with --index Flat.")
     loaded = read_index(opened.index, mmap=mmap)
     check_count(opened.index, loaded.ntotal, corpus)
+    measured = opened.meta.search if opened.meta is not None else None
+    if nprobe is None and ef_search is None and measured is not None:
+        common.update({name: measured[name] for name in ("nprobe", "ef_search") if name in measured})
     vectors = FaissIndex(loaded, vectors=opened.embeddings, **common, largest_norm=_norm(opened.encoder))
+    _tell_recall(path, vectors, measured)
     retriever = CorpusRetriever(corpus, DenseIndex(opened.encoder, vectors))
     kept = opened.embeddings
     if verify and opened.meta is not None and kept is not None:
@@ -163,6 +173,12 @@ def encoded_blocks(encoder: Encoder, corpus: Sequence[Passage], start: int = 0) 
     """(first row, vectors) of block after block of the corpus from row `start`, a multiple of BLOCK."""
     for first in range(start, len(corpus), BLOCK):
         yield first, encoder.encode_passages(corpus[first : first + BLOCK])
+
+
+def _tell_recall(where: str, vectors: FaissIndex, measured: Mapping[str, Any] | None) -> None:
+    if vectors.searched:
+        told, low = describe_recall(measured, vectors.searched)
+        logger.log(logging.WARNING if low else logging.INFO, "%s: %s.", where, told)
 
 
 def _norm(encoder: Encoder) -> float | None:

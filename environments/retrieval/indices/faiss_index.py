@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -11,26 +12,28 @@ from typing import Any
 import numpy as np
 import psutil
 
-from rlflow.errors import ConfigError, DataError, did_you_mean, install_command, needing
+from rlflow.errors import ConfigError, DataError, install_command, needing
 from rlflow_environments.retrieval.indices.base import Ranking
-from rlflow_environments.retrieval.indices.cost import int8_copy_bytes
 from rlflow_environments.retrieval.indices.exact import OVERFETCH, Scan, rank_exactly, score_again
-from rlflow_environments.retrieval.indices.inverted_lists import Int8Lists, ListAssignment
+from rlflow_environments.retrieval.indices.inverted_lists import ListAssignment
 
 _GPU_BATCH = 64  # every call has this shape, so that a query always meets the same kernels
 _GPU_OVERFETCH = 120
 _BLOCK = 65_536
 _FLOAT32 = 2.0**-24
 _FLOAT16 = 2.0**-10  # both factors rounded
+_UNMEASURED_NPROBE = 16  # at least, and one list in 64: what the field searches of IVF4096
+_UNMEASURED_EF = 64
+_LINKS = 32  # of a node of HNSW that is looked at, about
 
 
 class FaissIndex:
     """Inner products over a faiss index whose ids are corpus rows.
 
-    A flat index is exact (see `exact`), and so is, within the lists that a query searches, an IVF index that is scanned in eight
-    bits. The others search what they were built to search; to keep a query's result independent of its batch, an IVF index
-    assigns queries to lists by the summation that faiss uses for few queries, and kinds whose arithmetic is not known to treat
-    queries one by one are asked one by one.
+    A flat index is exact (see `exact`). The others search what they were built to search; to keep a
+    query's result independent of its batch, an IVF index assigns queries to lists by the summation
+    that faiss uses for few queries, and kinds whose arithmetic is not known to treat queries one by
+    one are asked one by one.
     """
 
     def __init__(
@@ -42,14 +45,13 @@ class FaissIndex:
         ef_search: int | None = None,
         refine: int = 0,
         gpu: bool = False,
-        dtype: str | None = None,
         largest_norm: float | None = None,
     ) -> None:
         """index: of faiss. vectors: (N, dimensions), what scores are computed from again; needed for `refine`.
-        nprobe: lists searched by IVF; ef_search: of HNSW. refine: candidates per result that are scored again exactly (0: none).
-        gpu: a copy on every visible GPU's share, in float16. dtype: of the scan, float32 or, for IVF of float32 vectors on a CPU,
-        int8 (None: int8 where it can be and its copy takes at most a gigabyte). largest_norm: bound on the vectors' lengths,
-        for a flat index (None: measured). Raises ConfigError for parameters that this kind of index does not have, DataError for
+        nprobe: lists searched by IVF; ef_search: of HNSW (None: what the index says, else a guess, not faiss' 1 list and 16
+        neighbours). refine: candidates per result that are scored again exactly (0: none).
+        gpu: a copy on every visible GPU's share, in float16. largest_norm: bound on the vectors' lengths, for a flat index
+        (None: measured). Raises ConfigError for parameters that this kind of index does not have, DataError for
         a metric other than inner product."""
         faiss = import_faiss()
         if index.metric_type != faiss.METRIC_INNER_PRODUCT:
@@ -67,16 +69,22 @@ class FaissIndex:
         self._flat = isinstance(self._index, faiss.IndexFlat)
         self._largest_norm = self._measure() if self._flat and largest_norm is None else largest_norm
         self._one_by_one = isinstance(self._index, (faiss.IndexHNSW, faiss.IndexScalarQuantizer))
-        _set_parameters(faiss, self._index, nprobe, ef_search)
+        self.searched = _set_parameters(faiss, self._index, nprobe, ef_search)
+        """How far it searches: {"nprobe": ...} of IVF, {"ef_search": ...} of HNSW, else nothing."""
         self.overfetch = _GPU_OVERFETCH if gpu else OVERFETCH
         self._gpu = _to_gpus(faiss, self._index) if gpu else None
-        int8 = self._check_dtype(dtype, type(self._index) is faiss.IndexIVFFlat and not gpu and not refine)
         lists = isinstance(self._index, (faiss.IndexIVFFlat, faiss.IndexIVFScalarQuantizer))
         self._assign = ListAssignment(faiss, self._index) if lists else None
         self._scan: Scan | None = self if self._flat else None
-        if int8 and self._assign is not None:
-            self._scan = Int8Lists(faiss, self._index, self._assign)
         self._lock = threading.Lock()  # GPU indices are not thread-safe
+
+    @property
+    def scanned(self) -> int:
+        """See VectorIndex."""
+        if "nprobe" in self.searched:
+            lists = knob_of(import_faiss(), self._index).most  # type: ignore[union-attr]
+            return lists + self.count * self.searched["nprobe"] // lists
+        return min(self.count, self.searched.get("ef_search", self.count) * _LINKS)
 
     def rank_vectors(self, vectors: np.ndarray, top_k: int) -> list[Ranking]:
         """See VectorIndex."""
@@ -107,22 +115,6 @@ class FaissIndex:
         """d u |q||x|, the bound of a sum of d products in any order, and float16 factors on a GPU."""
         relative = self.dimensions * _FLOAT32 + (0.0 if self._gpu is None else _FLOAT16)
         return np.linalg.norm(vectors, axis=1) * 1.01 * relative * self._largest_norm
-
-    def _check_dtype(self, dtype: str | None, possible: bool) -> bool:
-        """Whether to scan in eight bits. possible: whether this index can be scanned so."""
-        if dtype not in (None, "float32", "int8"):
-            raise ConfigError(
-                f"retriever faiss.dtype: expected float32 or int8, found '{dtype}'."
-                f"{did_you_mean(str(dtype), ['float32', 'int8'])}"
-            )
-        if dtype == "int8" and not possible:
-            raise ConfigError(
-                "retriever faiss.dtype: int8 is for IVF...,Flat on a CPU without refine; this is "
-                f"{type(self._index).__name__}. Remove it; an SQ8 index holds eight bits already."
-            )
-        if dtype is None:
-            return possible and int8_copy_bytes(self.count, self.dimensions) > 0
-        return dtype == "int8"
 
     def _measure(self) -> float:
         return max(
@@ -219,30 +211,57 @@ def _leave_out_prefetch(faiss: ModuleType, index: Any) -> None:
         lists.prefetch_nthread = 0
 
 
-def _set_parameters(faiss: ModuleType, index: Any, nprobe: int | None, ef_search: int | None) -> None:
+@dataclass(frozen=True)
+class SearchKnob:
+    """What decides how far an approximate index searches. owner.attribute: where it stands; most: its largest value."""
+
+    name: str
+    owner: Any
+    attribute: str
+    most: int
+
+    @property
+    def value(self) -> int:
+        """As it is set."""
+        return int(getattr(self.owner, self.attribute))
+
+    def set(self, value: int) -> None:
+        """Searches that far from now on, or as far as there is anything."""
+        setattr(self.owner, self.attribute, min(value, self.most))
+
+
+def knob_of(faiss: ModuleType, index: Any) -> SearchKnob | None:
+    """`nprobe` of an IVF index, behind a transform too, `ef_search` of HNSW; None of the others."""
     ivf = faiss.try_extract_index_ivf(index)
     if ivf is not None:
-        # By default search_preassigned runs on one thread. Mode 3 splits over queries only, so that sums stay as they are.
-        ivf.parallel_mode = 3
-    for name, value, owner, kind in (
-        ("nprobe", nprobe, ivf, "IVF"),
-        ("ef_search", ef_search, _hnsw(faiss, index), "HNSW"),
-    ):
+        return SearchKnob("nprobe", ivf, "nprobe", int(ivf.nlist))
+    if isinstance(index, faiss.IndexHNSW):
+        return SearchKnob("ef_search", index.hnsw, "efSearch", max(1, int(index.ntotal)))
+    return None
+
+
+def _set_parameters(faiss: ModuleType, index: Any, nprobe: int | None, ef_search: int | None) -> dict[str, int]:
+    """Sets how far the index searches, and returns it."""
+    knob = knob_of(faiss, index)
+    for name, value, kind in (("nprobe", nprobe, "IVF"), ("ef_search", ef_search, "HNSW")):
         if value is None:
             continue
         if value < 1:
             raise ConfigError(f"retriever faiss.{name}: expected at least 1, found {value}.")
-        if owner is None:
+        if knob is None or knob.name != name:
             raise ConfigError(
                 f"retriever faiss.{name}: only an {kind} index has it; this one is {type(index).__name__}. Remove it."
             )
-        setattr(
-            owner, "efSearch" if name == "ef_search" else name, value if name == "ef_search" else min(value, ivf.nlist)
-        )
-
-
-def _hnsw(faiss: ModuleType, index: Any) -> Any:
-    return index.hnsw if isinstance(index, faiss.IndexHNSW) else None
+    if knob is None:
+        return {}
+    if knob.name == "nprobe":
+        # By default search_preassigned runs on one thread. Mode 3 splits over queries only, so that sums stay as they are.
+        knob.owner.parallel_mode = 3
+        guess = knob.value if knob.value > 1 else max(_UNMEASURED_NPROBE, knob.most // 64)
+    else:
+        guess = max(_UNMEASURED_EF, knob.value)
+    knob.set(nprobe or ef_search or guess)
+    return {knob.name: knob.value}
 
 
 def _to_gpus(faiss: ModuleType, index: Any) -> Any:

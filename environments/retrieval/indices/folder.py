@@ -42,7 +42,9 @@ class IndexMeta:
     """What an index folder holds. kind: torch, bm25, or a faiss index_factory string. metric: cosine (unit vectors),
     inner_product or bm25. corpus: path, bytes, modified_ns, sha256 of the file. encoder: its description, None for bm25.
     embeddings: the dtype of the embeddings file, None without one.
-    files: {name: bytes, sha256, sample} of what else lies in the folder; None in folders of earlier versions and of databases."""
+    files: {name: bytes, sha256, sample} of what else lies in the folder; None in folders of earlier versions and of databases.
+    search: of IVF and HNSW, `nprobe` or `ef_search` to search with, the `target` of recall@10 that it was chosen for, how many
+    `queries` measured it, and `recall` by value; None where nothing was measured."""
 
     kind: str
     metric: str
@@ -52,6 +54,7 @@ class IndexMeta:
     encoder: Mapping[str, Any] | None = None
     embeddings: str | None = None
     files: Mapping[str, Any] | None = None
+    search: Mapping[str, Any] | None = None
     format: int = FORMAT
 
 
@@ -94,6 +97,19 @@ def _check_types(meta: IndexMeta) -> None:
         raise ValueError(f"metric: expected one of {', '.join(METRICS)}, found {meta.metric!r}")
     if meta.embeddings is not None and meta.embeddings not in EMBEDDINGS:
         raise ValueError(f"embeddings: expected one of {', '.join(EMBEDDINGS)}, found {meta.embeddings!r}")
+    if meta.search is not None:
+        _check_search(meta.search)
+
+
+def _check_search(search: Mapping[str, Any]) -> None:
+    """Raises ValueError, TypeError or KeyError for a measured recall that no build writes."""
+    (chosen,) = [search[name] for name in ("nprobe", "ef_search") if name in search]
+    numbers = [chosen, search["queries"], *map(int, search["recall"])]
+    shares = [search["target"], *search["recall"].values()]
+    if not search["recall"] or not all(type(number) is int and number >= 1 for number in numbers):
+        raise ValueError("search: expected whole numbers from 1 on for nprobe or ef_search, queries, and under recall")
+    if not all(isinstance(share, (int, float)) and 0 <= share <= 1 for share in shares):
+        raise ValueError("search: expected target and recalls between 0 and 1")
 
 
 def write_meta(folder: Path, meta: IndexMeta) -> IndexMeta:

@@ -28,26 +28,27 @@ BATCH = 1024
 
 
 def fill(collection: collections.Collection, encoder: Encoder, corpus: Sequence[Passage], report: StageProgress) -> int:
-    """Encodes and stores the passages that are not there; returns how many those were.
+    """Encodes and stores the passages that are not there, under their rows; returns how many those were. Rows without text have
+    no point.
 
     Raises DataError: the collection holds points of another corpus or of another encoder.
     """
-    added = 0
+    added, empty = 0, getattr(corpus, "empty", frozenset())
     for start in range(0, len(corpus), BATCH):
         report("storing points", start, len(corpus))
         rows = range(start, min(start + BATCH, len(corpus)))
         there = collection.existing(rows)
         if there:
             _compare(collection, encoder, corpus, min(there))
-        missing = [row for row in rows if row not in there]
+        missing = [row for row in rows if row not in there and row not in empty]
         if missing:
             payloads = [record_of(corpus, row) for row in missing]
             collection.upsert(missing, encoder.encode_passages([corpus[row] for row in missing]), payloads)
             added += len(missing)
-    found = collection.count()
-    if found != len(corpus):
+    found, expected = collection.count(), len(corpus) - len(empty)
+    if found != expected:
         raise DataError(
-            f"the collection holds {found} points, the corpus {len(corpus)} passages: it holds others too. Use another name."
+            f"the collection holds {found} points, the corpus {expected} passages: it holds others too. Use another name."
         )
     collection.settle(report)
     return added

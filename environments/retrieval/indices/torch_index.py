@@ -33,6 +33,7 @@ class TorchIndex:
         self._dtype = check_dtype(dtype)
         self._device = check_device(device)
         self.count, self.dimensions = vectors.shape
+        self.scanned = self.count
         self.overfetch = OVERFETCH if self._dtype == torch.float32 else _OVERFETCH_ROUNDED
         self._matrix = _empty(vectors.shape, self._dtype, self._device)
         self._largest_norm = 0.0

@@ -24,6 +24,7 @@ from rlflow_environments.retrieval.server.index import Answer
 from rlflow_environments.retrieval.server.loading import ServedSource
 from rlflow_environments.retrieval.server.moving import Movers
 from rlflow_environments.retrieval.server.service import LoadProgress, SearchService, ServiceLimits, Unavailable
+from rlflow_environments.retrieval.server.threads import own_threads
 from rlflow_environments.retrieval.server.worker import THREADS
 
 logger = logging.getLogger(__name__)
@@ -64,15 +65,13 @@ class Fleet:
         self.movers = Movers()
         self.service: SearchService | None = None
         self.restarts = 0
-        threads = os.environ.get("OMP_NUM_THREADS", "")
-        cores = int(threads) if threads.isdigit() else len(os.sched_getaffinity(0))
         self._setup = {
             "source": dataclasses.asdict(self.source),
             "limits": dataclasses.asdict(limits),
             "query_log": query_log,
             "folder": str(folder),
             "processes": processes,
-            "threads": max(1, cores // processes),
+            "threads": max(1, own_threads() // processes),
         }
         self._loaders: list[subprocess.Popen[bytes]] = []
         self._current: Generation | None = None
@@ -82,7 +81,7 @@ class Fleet:
         check_sharable(self.source.changed(changes).retriever, self.processes)
         ours, theirs = channel_pair()
         loader = subprocess.Popen(
-            [sys.executable, "-m", "rlflow_environments.retrieval.server.worker", str(theirs.fileno())],
+            [sys.executable, "-P", "-m", "rlflow_environments.retrieval.server.worker", str(theirs.fileno())],
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
             env={**os.environ, **dict.fromkeys(THREADS, "1"), "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},

@@ -13,6 +13,7 @@ from rlflow_environments.retrieval.corpus import Passage
 from rlflow_environments.retrieval.indices import CorpusRetriever, Retriever
 from rlflow_environments.retrieval.server.deadlines import Deadlines
 from rlflow_environments.retrieval.server.records import Pages, StoredCorpus, dump_json
+from rlflow_environments.retrieval.server.threads import is_short, own_threads, use_threads
 from rlflow_environments.retrieval.server.wire import Hit
 
 HERE_S = 0.004  # the longest batch that the event loop searches itself: health and other requests wait for it
@@ -24,13 +25,15 @@ class DocumentSearch:
 
     def __init__(self, retriever: Retriever) -> None:
         self._retriever = retriever
+        self._short = is_short(retriever)
 
     def search(self, queries: Sequence[str], top_k: int) -> list[list[Hit]]:
         """See Retriever.search."""
         retriever = self._retriever
+        use_threads(1 if self._short else own_threads())
         if isinstance(retriever, CorpusRetriever) and isinstance(retriever.corpus, StoredCorpus):
             document = retriever.corpus.document
-            rankings = retriever.index.rank(queries, top_k)
+            rankings = retriever.rank(queries, top_k)
             return [[(document(row), float(score)) for row, score in ranking] for ranking in rankings]
         return [[(_document(p), float(p.score)) for p in passages] for passages in retriever.search(queries, top_k)]
 

@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from rlflow import __version__
-from rlflow.errors import ConfigError, did_you_mean
+from rlflow.errors import ConfigError
+from rlflow.storage.redaction import redact
+from rlflow.values import show
 from rlflow_environments.retrieval.indices import Retriever, make_retriever
 from rlflow_environments.retrieval.indices.folder import read_meta
-from rlflow_environments.retrieval.indices.make import RETRIEVER
 from rlflow_environments.retrieval.server.index import ServedIndex
 from rlflow_environments.retrieval.server.records import Pages, StoredCorpus
 from rlflow_environments.retrieval.server.service import LoadProgress
@@ -32,17 +33,22 @@ class ServedSource:
     options: Mapping[str, Any] = field(default_factory=dict)  # keywords of ServedIndex: max_batch, max_waiting, cache_bytes
 
     def changed(self, changes: Mapping[str, Any]) -> ServedSource:
-        """The source with some of retriever, corpus and pages exchanged. Raises ConfigError for anything else."""
-        known = ("retriever", "corpus", "pages")
-        for key in changes:
-            if key not in known:
-                raise ConfigError(f"reload: unknown key '{key}'; known: {', '.join(known)}.{did_you_mean(key, known)}")
-        for key in ("corpus", "pages"):
-            if not isinstance(changes.get(key), (str, type(None))):
-                raise ConfigError(f"reload: {key}: expected a path or null, found {type(changes[key]).__name__}.")
-        if "retriever" in changes:
-            changes = {**changes, "retriever": RETRIEVER.component(changes["retriever"], "reload: retriever")}
-        return dataclasses.replace(self, **changes)
+        """The source with other values for options of its retriever, {"retriever": {option: value}}.
+
+        Only numbers, true and false are taken: a text could name code, a file or a server. Raises ConfigError."""
+        given = changes.get("retriever", {})
+        if set(changes) - {"retriever"} or not isinstance(given, Mapping):
+            raise ConfigError(
+                f'reload: expected {{"retriever": {{option: value}}}} or {{}}, found {show(dict(changes))}. Corpus, pages and '
+                "index are read again from where they lie: replace the files, or start another server."
+            )
+        given = dict(given)
+        if (name := given.pop("name", self.retriever["name"])) != self.retriever["name"]:
+            raise ConfigError(f"reload: retriever.name: this server's is '{self.retriever['name']}', found {show(name)}.")
+        for key, value in given.items():
+            if not isinstance(value, int | float):
+                raise ConfigError(f"reload: retriever.{key}: expected a number, true or false, found {show(value)}.")
+        return dataclasses.replace(self, retriever={**self.retriever, **given})
 
     def load(self, changes: Mapping[str, Any], report: LoadProgress, on_batch: Callable[[int, float], None]) -> ServedIndex:
         """The index, loaded. Raises RLFlowError."""
@@ -68,7 +74,7 @@ def describe(source: ServedSource, retriever: Retriever, corpus: StoredCorpus | 
     encoder = getattr(getattr(retriever, "index", retriever), "encoder", None)
     contents = {
         "corpus": {"sha256": corpus.sha256, "passages": len(corpus)} if corpus is not None else None,
-        "index": _index_contents(source.retriever),
+        "index": {**_index_contents(source.retriever), **_searched(retriever)},
         "encoder": _without_places(encoder.description) if encoder is not None else None,
     }
     contents["index"]["hash"] = _hash(contents["index"])
@@ -89,17 +95,22 @@ def _index_contents(component: Mapping[str, Any]) -> dict[str, Any]:
         return contents
     path = Path(component["path"]).expanduser()
     if path.is_dir():
-        left_out = ("corpus", "encoder", "files")
+        left_out = ("corpus", "encoder", "files", "search")
         contents["built"] = {key: value for key, value in asdict(read_meta(path)).items() if key not in left_out}
     else:
         contents["file"] = _file_mark(path)
     return contents
 
 
+def _searched(retriever: Retriever) -> Mapping[str, int]:
+    """How far an approximate index searches: what it finds depends on that."""
+    return getattr(getattr(getattr(retriever, "index", None), "vectors", None), "searched", {})
+
+
 def _without_places(options: Mapping[str, Any]) -> dict[str, Any]:
     """Options but for those that say where something lies or runs, the model's folder among them: its hash is known."""
     places = ("path", "encoder", "device", "gpu", "mmap", "verify", "url", "api_key")
-    return {key: value for key, value in options.items() if key not in places}
+    return redact({key: value for key, value in options.items() if key not in places})
 
 
 def _file_mark(path: Path) -> str:

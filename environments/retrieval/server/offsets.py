@@ -26,25 +26,25 @@ ENTRY = np.dtype([("start", "<u8"), ("length", "<u4"), ("whole", "u1")])
 """Of one record: where it starts, its bytes without surrounding blanks, 1 if it can be sent to a client as it is."""
 
 Check = Callable[[bytes, int], bool | None]
-"""(record, number of the row) -> whether it can be sent as it is; None to leave it out. Raises DataError for a record that
+"""(record, number of the row) -> whether it can be sent as it is; None where it has no text. Raises DataError for a record that
 cannot be used."""
 ShareProgress = Callable[[float], None]
 """Called with the share that is done, from 0 to 1."""
 
-_MAGIC = b"rlflow offsets 3"
+_MAGIC = b"rlflow offsets 4"
 _HEADER = np.dtype(
     [
         ("magic", "S16"),
         ("size", "<u8"),
         ("modified", "<i8"),
         ("count", "<u8"),
-        ("gaps", "<u8"),
+        ("empty", "<u8"),
         ("sample", "S64"),
         ("sha256", "S64"),
         ("entries", "S64"),  # SHA-256 of what follows the header: 0.2 s for twenty million records
     ]
 )
-_GAP = np.dtype("<u8")  # after the entries: per record that was left out, how many were kept before it
+_ROW = np.dtype("<u8")  # after the entries: the rows without text
 _BLOCK = 1 << 16  # entries gathered before they are written
 _LONGEST = 2**32 - 1  # bytes
 _HASHED = 1 << 24  # bytes at a time
@@ -62,8 +62,8 @@ def map_file(path: str | Path, what: str) -> tuple[Path, mmap.mmap]:
 def map_offsets(
     path: Path, data: mmap.mmap, check: Check, progress: ShareProgress
 ) -> tuple[np.ndarray, np.ndarray, str]:
-    """The entries of a file, (records,) of ENTRY, its gaps, and its SHA-256: from `<file>.offsets` if that is of the file's
-    present state, else made.
+    """The entries of a file, (records,) of ENTRY, the rows without text, and its SHA-256: from `<file>.offsets`
+    if that is of the file's present state, else made.
 
     They are written beside the file; where that is not possible they lie in an unnamed temporary file, mapped all the same.
     """
@@ -91,8 +91,8 @@ def _read(path: Path, expected: np.ndarray) -> tuple[np.ndarray, np.ndarray, str
     found = np.fromfile(path, _HEADER, count=1)
     if not len(found) or any(found[key] != expected[key] for key in ("magic", "size", "modified", "sample")):
         return None
-    count, gaps = int(found["count"][0]), int(found["gaps"][0])
-    if path.stat().st_size != _HEADER.itemsize + count * ENTRY.itemsize + gaps * _GAP.itemsize:
+    count, empty = int(found["count"][0]), int(found["empty"][0])
+    if path.stat().st_size != _HEADER.itemsize + count * ENTRY.itemsize + empty * _ROW.itemsize:
         return None
     with path.open("rb") as file:
         file.seek(_HEADER.itemsize)
@@ -105,8 +105,8 @@ def _map(path: Path) -> tuple[np.ndarray, np.ndarray, str]:
     # As a plain array: every access to an np.memmap makes another np.memmap, which is slow.
     count = int(header["count"][0])
     entries = np.memmap(path, ENTRY, "r", _HEADER.itemsize, (count,)).view(np.ndarray)
-    gaps = np.fromfile(path, _GAP, offset=_HEADER.itemsize + count * ENTRY.itemsize)
-    return entries, gaps, header["sha256"][0].decode()
+    empty = np.fromfile(path, _ROW, offset=_HEADER.itemsize + count * ENTRY.itemsize)
+    return entries, empty, header["sha256"][0].decode()
 
 
 def _write(
@@ -123,25 +123,24 @@ def _write(
     for start in range(0, len(data), _HASHED):
         digest.update(data[start : start + _HASHED])  # reads the file ahead of what follows, too
     block: list[tuple[int, int, bool]] = []
-    gaps: list[int] = []
+    empty: list[int] = []
     count = 0
     for start, record in lines(data):
         if len(record) > _LONGEST:
             raise DataError(f"{path}: row {count} has {len(record)} bytes; the most is {_LONGEST}.")
-        whole = check(record, count + len(gaps))
+        whole = check(record, count)
         if whole is None:
-            gaps.append(count)
-            continue
-        block.append((start, len(record), whole))
+            empty.append(count)
+        block.append((start, len(record), bool(whole)))
         count += 1
         if len(block) == _BLOCK:
             keep(np.array(block, ENTRY).tobytes())
             block.clear()
             progress(start / len(data))
-    if not count:
+    if count == len(empty):
         raise DataError(f"{path}: expected one JSON object per line, found none with text.")
-    keep(np.array(block, ENTRY).tobytes() + np.array(gaps, _GAP).tobytes())
-    header["count"], header["gaps"], header["sha256"] = count, len(gaps), digest.hexdigest().encode()
+    keep(np.array(block, ENTRY).tobytes() + np.array(empty, _ROW).tobytes())
+    header["count"], header["empty"], header["sha256"] = count, len(empty), digest.hexdigest().encode()
     header["entries"] = entries.hexdigest().encode()
     file.seek(0)
     file.write(header.tobytes())

@@ -14,13 +14,11 @@ import orjson
 from rlflow.errors import DataError
 from rlflow_environments.common.text import load_json
 from rlflow_environments.retrieval.corpus import (
-    EmptyRow,
     Passage,
     PassageSequence,
     RowCheck,
     make_contents,
     parse_passage,
-    row_number,
 )
 from rlflow_environments.retrieval.server.offsets import ShareProgress, map_file, map_offsets
 
@@ -32,7 +30,8 @@ class StoredCorpus(PassageSequence):
         """Maps the file and its offsets; the first time every row is checked. Raises DataError: no such file, a bad row."""
         self.path, self._map = map_file(path, "corpus")
         self._rows = RowCheck(self.path)
-        self._entries, self._gaps, self.sha256 = map_offsets(self.path, self._map, self._check, progress)
+        self._entries, empty, self.sha256 = map_offsets(self.path, self._map, self._check, progress)
+        self.empty = frozenset(empty.tolist())
         self._rows.report()
 
     def __len__(self) -> int:
@@ -40,25 +39,22 @@ class StoredCorpus(PassageSequence):
 
     def passage(self, row: int) -> Passage:
         start, length, _ = self._entries[row].item()
-        return parse_passage(self._map[start : start + length], row_number(self._gaps, row), self.path)
+        return parse_passage(self._map[start : start + length], row, self.path)
 
     def document(self, row: int) -> bytes:
         """A record as a JSON object that has `id`, `contents` and `url`: as it stands if it has them, else completed."""
         start, length, whole = self._entries[row].item()
         record = self._map[start : start + length]
-        return record if whole else dump_json(complete_document(row_number(self._gaps, row), load_record(record)))
+        return record if whole else dump_json(complete_document(row, load_record(record)))
 
     def _check(self, record: bytes, number: int) -> bool | None:
         name, contents, url = _strings(record, ("id", "contents", "url"))
         if name and url and contents and contents.strip():
-            self._rows.keep(name)
+            self._rows.add(name)
             return True
-        try:
-            self._rows.keep(parse_passage(record, number, self.path).id)
-        except EmptyRow:
-            self._rows.skip()
-            return None
-        return False
+        passage = parse_passage(record, number, self.path)
+        self._rows.add(passage.id, empty=not passage.contents)
+        return False if passage.contents else None
 
 
 class Pages:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import secrets
 import threading
 import time
 from collections import deque
@@ -88,10 +89,13 @@ class SearchService:
         limits: ServiceLimits | None = None,
         query_log: QueryLog | None = None,
         statistics: ServerStatistics | None = None,
+        admin_token: str | None = None,
     ) -> None:
+        """admin_token: of requests that change the server or tell what others asked; None: a new one."""
         self.limits = limits or ServiceLimits()
         self.statistics = statistics or ServerStatistics()
         self.query_log = query_log
+        self.admin_token = admin_token or secrets.token_urlsafe()
         self.state = "loading"
         self.problem: Exception | None = None
         self.index: Served | None = None

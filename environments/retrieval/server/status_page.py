@@ -93,10 +93,11 @@ function row(search) {
   return line;
 }
 async function recent(s) {
-  const answer = await fetch("recent");
+  if (location.hash.length < 2) return [made("tr", "shown where the address ends in #TOKEN; the server's first line says where its token lies")];
+  const answer = await fetch("recent", {headers: {Authorization: "Bearer " + location.hash.slice(1)}});
   if (answer.ok && s.processes?.length > 1) return [made("tr", "each of the processes knows its own only")];
   if (answer.ok) return (await answer.json()).map(row);
-  return [made("tr", "shown on the server's own machine only")];
+  return [made("tr", "another token is needed: the server's first line says where it lies")];
 }
 async function refresh() {
   try {

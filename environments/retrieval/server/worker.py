@@ -131,7 +131,7 @@ def _answer(channel: Channel, place: int, setup: Message, index: ServedIndex, co
     """The copy's life; never returns."""
     code = 1
     try:
-        use_threads(setup["threads"])
+        os.environ["OMP_NUM_THREADS"] = str(setup["threads"])  # of which the searches take what they need
         allow_many_files()
         statistics = ServerStatistics(shared_table(Path(setup["folder"]), setup["processes"]), place)
         counting.append(statistics)
@@ -147,14 +147,6 @@ def _answer(channel: Channel, place: int, setup: Message, index: ServedIndex, co
 
 def _never(changes: Mapping[str, Any], report: Any, on_batch: Any) -> ServedIndex:
     raise ConfigError("an index is loaded by the process that this one is a copy of.")
-
-
-def use_threads(count: int) -> None:
-    """How many threads a search may use from now on."""
-    if "torch" in sys.modules:
-        sys.modules["torch"].set_num_threads(count)
-    if "faiss" in sys.modules:
-        sys.modules["faiss"].omp_set_num_threads(count)
 
 
 class _Worker:

@@ -58,7 +58,7 @@ class RLinf(Protocol):
     max_turns: responses, so that the last one's search would be of no use.
     """
 
-    stop = ("</search>",)
+    stop = ("</search>", "</answer>")  # and 16 more in its configuration: what a tokenizer may join them with
     frame = ("\n\n<information>\n[Doc 1]():\n", "\n</information>\n<think>\n")
     document_characters = 5000
 

@@ -10,7 +10,7 @@ from typing import Any, Union
 from rlflow.components import check_options
 from rlflow.errors import ConfigError, DataError, did_you_mean
 from rlflow.types import Task
-from rlflow_environments.common.jsonl import BadRow, kind_of, refuse, text_of
+from rlflow_environments.common.jsonl import BadRow, existing, kind_of, refuse, text_of
 from rlflow_environments.search.protocols.text import render_prompt
 from rlflow_environments.search.questions.row_formats import ROW_FORMATS, RowFormat, gold_answers, prompt_of, row_id
 from rlflow_environments.search.questions.sets import find_sets, set_name
@@ -150,6 +150,7 @@ class _Reader:
     def read(self, path: Path, set_of_file: str) -> list[Task]:
         """The tasks of one file. set_of_file: where its rows do not name their sets."""
         what = f"{self._split} questions"
+        existing(path, f"{what} (environment.{self._split}, --{self._split}-data FILE)")
         rows = list(read_rows(path, what))
         layout = self._layout or _detect(path, what, [row for _, row in rows if not isinstance(row, BadRow)])
         tasks: list[Task] = []

@@ -6,7 +6,7 @@ from abc import abstractmethod
 
 from torch import Tensor
 
-from rlflow.algorithms.base import Anchor, Kernel, anchor_logprobs, check_anchor, log_ratio
+from rlflow.algorithms.base import Anchor, Kernel, anchor_logprobs, check_anchor, kl_estimate, log_ratio
 from rlflow.types import Batch, LossResult, PolicyOutput
 
 
@@ -41,7 +41,7 @@ class RatioKernel(Kernel):
         return -objective, {
             "ratio": ratio,
             "clip_fraction": clipped.detach().float(),
-            "old_kl": ratio - 1 - log_of_ratio.detach(),
+            "old_kl": kl_estimate("k3", log_of_ratio.detach()),
             "policy_loss": -objective.detach(),
         }
 

@@ -8,7 +8,7 @@ from typing import Literal
 
 from torch import Tensor
 
-from rlflow.algorithms.base import Anchor, RewardTerm, anchor_logprobs, check_anchor, kl_estimate
+from rlflow.algorithms.base import Anchor, RewardTerm, anchor_logprobs, check_anchor, kl_estimate, log_ratio
 from rlflow.types import Batch
 from rlflow.values import NonNegativeFloat, PositiveInt
 
@@ -41,4 +41,5 @@ class KLReward(RewardTerm):
     def term(self, batch: Batch) -> Tensor:
         reference = batch.require("reference_logprobs", "transform kl_reward")
         sampled = anchor_logprobs(batch, self.anchor, "transform kl_reward")
-        return -self.coefficient * kl_estimate(self.estimator, sampled, reference, batch.loss_mask).double()
+        x = log_ratio(reference, sampled, batch.loss_mask)
+        return -self.coefficient * kl_estimate(self.estimator, x).double()

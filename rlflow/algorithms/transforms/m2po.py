@@ -15,6 +15,7 @@ from rlflow.errors import ConfigError
 from rlflow.types import Batch
 from rlflow.values import PositiveFloat
 
+EDGE = 1e-6  # of a ratio, which the next forward pass has again only up to rounding
 Variant = Literal["mask", "winsor", "range", "mask_all"]
 
 
@@ -27,9 +28,9 @@ class M2PO(Transform):
     those with the largest M2 are left out until the mean of the others is <= threshold; the kernel is ppo_clip with null
     clips. winsor (the authors' code, M2PO): x with mean over all tokens of min(M2, x^2) = threshold; ppo_clip to [min(e^-x,
     0.7), max(e^x, 1.5)]. range (AstraFlow, threshold 0.004 or 0.01): ppo_clip to [max(e^-x, 0.05), min(e^x, 21)], x^2 the
-    largest M2 with which the mean is < threshold; to the widest range where nothing exceeds it. mask_all (AReaL): as mask
-    over all tokens, rho = rollout / proximal policy, until the mean is < threshold, one token at least being kept; beside
-    `decoupled`.
+    largest M2 with which the mean is < threshold, the range 1e-6 wider, as its token stands on the border and is kept
+    whatever the rounding; to the widest range where nothing exceeds it. mask_all (AReaL): as mask over all tokens, rho =
+    rollout / proximal policy, until the mean is < threshold, one token at least being kept; beside `decoupled`.
 
     The cutoff is by value, over the whole minibatch: equal ones are kept or left out together, whatever the order of rows.
     Metrics: second_moment, the mean before.
@@ -97,4 +98,4 @@ def suffix_range(moments: Tensor, threshold: float) -> tuple[float, float]:
     if not len(moments) or float(moments.mean()) <= threshold:
         return 0.05, 21.0
     x = math.sqrt(float(moments[kept(moments, threshold, strict=True)].max()))
-    return max(math.exp(-x), 0.05), min(math.exp(x), 21.0)
+    return max(math.exp(-x) * (1 - EDGE), 0.05), min(math.exp(x) * (1 + EDGE), 21.0)

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from rlflow.errors import ModelError, did_you_mean
 from rlflow.matmul import linear
 from rlflow.models.architecture import Architecture, huggingface_shapes
+from rlflow.rollout.engine import check_weight
 
 Attend = Callable[[int, Tensor, Tensor], Tensor]
 """(layer, queries (N, heads, head_dim), keys and values (N, 2 * groups * head_dim)) -> (N, heads * head_dim). Stores
@@ -52,10 +53,7 @@ class Decoder:
             what = "came twice" if name in self.parameters else "is not part of this model"
             raise ModelError(f"weights: tensor '{name}' {what}.{did_you_mean(name, missing)}")
         parameter = self.parameters[name]
-        if parameter.shape != tensor.shape:
-            raise ModelError(
-                f"weights: '{name}' has shape {tuple(tensor.shape)}, the model's is {tuple(parameter.shape)}."
-            )
+        check_weight(name, tensor, tuple(parameter.shape))
         parameter.copy_(tensor)
         missing.remove(name)
 

@@ -26,6 +26,17 @@ CLOSED = "it was closed; make a new one"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
+def device_of(device: str | None, cuda_graphs: bool | None) -> torch.device:
+    """The engine's device: the GPU where there is one, if none is named. Raises ConfigError for one that torch lacks."""
+    there = torch.cuda.is_available()
+    found = str(device or ("cuda" if there else "cpu"))
+    if found.startswith("cuda") and not there:
+        raise ConfigError(f"engine.device: expected cpu, as torch finds no GPU here; found '{found}'.")
+    if cuda_graphs and not found.startswith("cuda"):
+        raise ConfigError(f"engine.cuda_graphs: they need a GPU, found the device '{found}'.")
+    return torch.device(found)
+
+
 class EmbeddedEngine(Engine):
     """An engine over a HuggingFace directory of a Qwen2, Qwen3 or Llama model.
 
@@ -72,13 +83,11 @@ class EmbeddedEngine(Engine):
         check_sizes("engine", BLOCK_SIZE, kv_tokens=kv_tokens)
         self.path = Path(path)
         self.dtype = DTYPES[dtype]
-        self.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        self.device = device_of(device, cuda_graphs)
         self.max_concurrency = max_concurrency
         self.sleeps = self.device.type == "cuda" if sleep is None else sleep
         self.deterministic = deterministic
         shape = architecture(read_config(path))
-        if cuda_graphs and self.device.type != "cuda":
-            raise ConfigError(f"engine.cuda_graphs: they need a GPU, found the device '{self.device}'.")
         self._model = Decoder(shape, self.dtype, self.device)
         self._model.load(iterate_weights(path))
         self.weight_names = frozenset(self._model.parameters)

@@ -73,6 +73,8 @@ class WeightReader(Closed):
     """Of the last `read`."""
     bytes_read: int = 0
     """Of tensors, and of what came in their place, since this was opened."""
+    delta: bool = False
+    """Whether the last version came as what had changed; else it came whole."""
 
     @abstractmethod
     def newest(self, timeout_s: float = 0.0) -> int | None:

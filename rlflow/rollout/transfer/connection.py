@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import socket
 import time
@@ -9,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from rlflow.errors import ConfigError
-from rlflow.rollout.frames import LENGTH, MAC, NONCE, Accepting, Calling, FrameError, decode, exactly, length_in
+from rlflow.rollout.frames import LENGTH, MAC, NONCE, Accepting, Calling, FrameError, decode, length_in
 
 MOST_BYTES = 2**26  # of a message: the manifest of a model with 100,000 tensors
 SLOWEST = 2**23  # bytes a second
@@ -65,10 +66,9 @@ class Connection:
 
     def take(self, count: int) -> bytes:
         """The next bytes, whatever they are."""
-        content = exactly(self.socket, count)
-        if content is None:
-            raise FrameError("the other side has closed the connection")
-        return content
+        content = bytearray(count)
+        self.fill(memoryview(content))
+        return bytes(content)
 
     def fill(self, view: memoryview) -> None:
         """The next bytes, into `view`."""
@@ -79,6 +79,11 @@ class Connection:
             if got == 0:
                 raise FrameError("the other side has closed the connection")
             view = view[got:]
+
+    def hang_up(self) -> None:
+        """Ends whatever another thread sends or receives here."""
+        with contextlib.suppress(OSError):
+            self.socket.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
         """Closes the socket."""

@@ -21,6 +21,7 @@ from typing import Any
 from torch import Tensor
 
 from rlflow.errors import ConfigError, RLFlowError, RolloutError
+from rlflow.places import Places
 from rlflow.rollout.frames import LEAST_KEY, FrameError
 from rlflow.rollout.transfer.base import NotYetError, Published, Publisher
 from rlflow.rollout.transfer.connection import SCHEME, Connection, deadline_s, host_and_port
@@ -34,6 +35,7 @@ from rlflow.values import NonNegativeInt, PositiveFloat, PositiveInt
 logger = logging.getLogger(__name__)
 
 MOST_CONNECTIONS = 128
+MOST_UNPROVEN = 128  # beside them, which have not shown that they have the key
 BLOB_BYTES = 2**24
 MOST_REQUEST_BYTES = 2**16
 LONGEST_WAIT_S = 10.0  # of a request for a version that is not there yet; the reader asks again
@@ -84,6 +86,7 @@ class TcpPublisher(Publisher):
         self.address = f"{SCHEME}[{named}]:{port}" if ":" in named else f"{SCHEME}{named}:{port}"
         self._held: dict[str, tuple[Pin, Connection]] = {}
         self._connections: set[Connection] = set()
+        self._unproven = Places(MOST_UNPROVEN)
         self._closed = False
         threading.Thread(target=self._accept, name="rlflow-weights", daemon=True).start()
 
@@ -109,8 +112,7 @@ class TcpPublisher(Publisher):
             self._server.shutdown(socket.SHUT_RDWR)
         self._server.close()
         for connection in list(self._connections):
-            with contextlib.suppress(OSError):
-                connection.socket.shutdown(socket.SHUT_RDWR)
+            connection.hang_up()
         if self._deltas is not None:
             self._deltas.wait()
         self._store.close()
@@ -122,23 +124,20 @@ class TcpPublisher(Publisher):
         behind = sorted({held_pin.manifest.version for held_pin, _ in held} - offered)
         for held_pin, connection in held:
             if held_pin.manifest.version in behind[: 1 - MOST_LEFT]:
-                with contextlib.suppress(OSError):
-                    connection.socket.shutdown(socket.SHUT_RDWR)
+                connection.hang_up()
 
     # --- connections, each in a thread of its own -------------------------------------------------------------------------
 
     def _accept(self) -> None:
         while not self._closed:
             try:
-                link, _ = self._server.accept()
+                link, address = self._server.accept()
             except OSError:
                 if not self._closed:
                     time.sleep(0.1)  # no descriptors are left, for one
                 continue
-            if len(self._connections) >= MOST_CONNECTIONS:
-                link.close()
-                continue
             connection = Connection(link, self._timeout_s, MOST_REQUEST_BYTES)
+            self._unproven.take(connection, address[0], connection.hang_up)
             self._connections.add(connection)
             threading.Thread(target=self._serve, args=(connection,), name="rlflow-weights", daemon=True).start()
 
@@ -147,6 +146,9 @@ class TcpPublisher(Publisher):
         connection.deadline = time.monotonic() + self._timeout_s  # of the handshake as a whole
         try:
             connection.accept(self.key.encode())
+            self._unproven.leave(connection)
+            if len(self._connections) > MOST_CONNECTIONS + MOST_UNPROVEN:
+                raise FrameError("too many readers")
             while True:
                 # Who has found a version takes it over other connections, and this one is silent meanwhile.
                 held = self._held.get(token)
@@ -160,6 +162,7 @@ class TcpPublisher(Publisher):
             logger.debug("weight transfer: a connection has ended: %r", error)
         finally:
             self._held.pop(token, None)
+            self._unproven.leave(connection)
             self._connections.discard(connection)
             connection.close()
 

@@ -74,7 +74,7 @@ class TcpReader(WeightReader):
             except BaseException:
                 self._close(control)
                 raise
-        self.version = manifest.version
+        self.version, self.delta = manifest.version, False
         return self._tensors(control, reply, manifest)
 
     def close(self) -> None:
@@ -117,6 +117,7 @@ class TcpReader(WeightReader):
                 base, self._base = self._base, None  # until all of the new version is there
                 if reply["mode"] == "delta" and base is not None:
                     self._apply(control, reply["blobs"], manifest)
+                    self.delta = True
                     yield from self._changed(reply, manifest)
                 else:
                     if len(self._copy) != manifest.size:
@@ -148,6 +149,7 @@ class TcpReader(WeightReader):
                     verify(item, part, content[first:last], manifest, self._address)
             except RolloutError as error:
                 logger.warning("%s The copy here was damaged: the version is read whole.", error)
+                self.delta = False
                 yield from self._whole(reply, manifest, number, self._copy)
                 return
             yield item.name, as_tensor(item, content)

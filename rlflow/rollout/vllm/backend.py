@@ -29,6 +29,9 @@ class VLLMBackend(ABC):
     name = "vLLM"
     """How errors call it."""
 
+    failure: str = ""
+    """How it ended by itself, where it did and can be started again."""
+
     heard: float
     """When it last said something, by time.monotonic."""
 

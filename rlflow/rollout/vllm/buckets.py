@@ -13,7 +13,7 @@ from torch import Tensor
 from rlflow.errors import ModelError, RolloutError, did_you_mean
 from rlflow.models.architecture import huggingface_shapes, stored_architecture
 from rlflow.models.huggingface import WeightFiles, read_config
-from rlflow.rollout.engine import Weights, each_weight
+from rlflow.rollout.engine import Weights, check_weight, each_weight
 from rlflow.storage.memory import OwnedFolder
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
@@ -28,16 +28,20 @@ class WeightNames:
     def __init__(self, path: str | Path) -> None:
         config = read_config(path)
         try:
-            stored = frozenset(huggingface_shapes(stored_architecture(config)))
+            stored = huggingface_shapes(stored_architecture(config))
         except ModelError:  # a family that vLLM knows and rlflow does not
-            stored = frozenset(WeightFiles(path))
+            stored = WeightFiles(path).shapes()
         self.tied = EMBEDDING in stored and (HEAD not in stored or bool(config.get("tie_word_embeddings")))
-        self.expected = stored | {HEAD} if self.tied else stored
+        self._shapes = {**stored, HEAD: stored[EMBEDDING]} if self.tied else stored
+        self.expected = frozenset(self._shapes)
 
-    def check(self, name: str) -> None:
-        """Raises ModelError for a tensor that is none of the model's."""
+    def check(self, name: str, tensor: Tensor, sent: set[str]) -> None:
+        """Raises ModelError for a tensor that is none of the model's, or was sent already; vLLM would fail for good."""
         if name not in self.expected:
             raise ModelError(f"engine.load_weights: unknown tensor '{name}'.{did_you_mean(name, self.expected)}")
+        if name in sent:
+            raise ModelError(f"engine.load_weights: tensor '{name}' came twice; expected every tensor once.")
+        check_weight(name, tensor, self._shapes[name])
 
     def check_complete(self, received: set[str]) -> None:
         """Raises ModelError where vLLM received fewer or other tensors than the model has: it would keep the old ones, and say
@@ -76,7 +80,6 @@ class Buckets:
         held: dict[str, Tensor] = {}
         size = 0
         async for name, tensor in with_head(weights, names):
-            names.check(name)
             tensor = tensor.detach().cpu().contiguous()
             if held and size + tensor.nbytes > self._limit:
                 async for path in self._written(held):
@@ -112,13 +115,14 @@ class Buckets:
 
 
 async def with_head(weights: Weights, names: WeightNames) -> AsyncIterator[tuple[str, Tensor]]:
-    """The pairs, and of a tied model the head after its embedding."""
+    """The pairs, each checked, and of a tied model the head after its embedding. Raises ModelError."""
     head: Tensor | None = None
-    sent = False
+    sent: set[str] = set()
     async for name, tensor in each_weight(weights):
+        names.check(name, tensor, sent)
         if name == EMBEDDING and names.tied:
             head = tensor.clone()  # a file holds no tensor twice
-        sent |= name == HEAD
+        sent.add(name)
         yield name, tensor
-    if head is not None and not sent:
+    if head is not None and HEAD not in sent:
         yield HEAD, head

@@ -51,7 +51,6 @@ class DeviceBuckets:
         held: dict[str, Tensor] = {}
         size = 0
         async for name, tensor in with_head(weights, names):
-            names.check(name)
             if not tensor.is_cuda:
                 raise RolloutError(f"weight sync: '{name}' is in the host's memory; set rollout.engine.transfer=files.")
             if held and size + tensor.nbytes > self._limit:

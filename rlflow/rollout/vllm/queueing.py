@@ -6,27 +6,26 @@ import asyncio
 import contextlib
 import itertools
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Any, Literal
 
 import torch
 
-from rlflow.errors import ConfigError, RolloutError
+from rlflow.errors import RolloutError
 from rlflow.models.huggingface import read_config
 from rlflow.rollout.engine import Completion, Engine, PauseMode, Sampling, Stop, Weights, check_sizes
 from rlflow.rollout.tokenizer import Tokenizer
-from rlflow.rollout.vllm.backend import Sent, VLLMBackend
+from rlflow.rollout.vllm.backend import CALL_S, Sent, VLLMBackend
 from rlflow.rollout.vllm.buckets import Buckets, WeightNames
 from rlflow.rollout.vllm.device_buckets import DeviceBuckets
-from rlflow.rollout.vllm.requests import EngineRequest, RequestQueue, StopTokens, TokenCounts, completion
+from rlflow.rollout.vllm.requests import EngineRequest, RequestQueue, StopTokens, TokenCounts, take
 
 logger = logging.getLogger(__name__)
 
 CLOSED = "it was closed; make a new one"
 COLDEST = 0.01  # vLLM takes a temperature between 0 and this as this
 CLOSE_S = 10.0
-E = TypeVar("E", bound="QueueingEngine")
 
 
 class QueueingEngine(Engine):
@@ -122,6 +121,8 @@ class QueueingEngine(Engine):
         try:
             await self._update(weights, version, buckets)
         except BaseException as error:
+            if self._outlived:
+                raise
             self._broken = "the last load_weights did not complete"
             self._fail(RolloutError(f"engine: weights of version {version} were half loaded when it failed: {error!r}"))
             with contextlib.suppress(RolloutError):
@@ -139,6 +140,8 @@ class QueueingEngine(Engine):
 
     async def _update(self, weights: Weights, version: int, buckets: Buckets | DeviceBuckets) -> None:
         received: set[str] = set()
+        if self.failure:
+            await self._restart()
         await self._backend.ask("begin_update")
         async for message in buckets.messages(weights, self._names):
             received |= set((await self._backend.ask("update", **message))["names"])
@@ -158,7 +161,7 @@ class QueueingEngine(Engine):
             if self._state != "draining":
                 return  # somebody resumed or closed it in the meantime
         self._state = "paused"
-        await self._backend.ask("pause")
+        await self._ask("pause")
         if mode == "abort":
             self._end_waiting("paused")
             await self._end_running("paused", CLOSE_S)
@@ -177,13 +180,13 @@ class QueueingEngine(Engine):
             return 0
         self._enter_loop()
         self._asleep = True
-        return int((await self._backend.ask("sleep"))["bytes"])
+        return int((await self._ask("sleep")).get("bytes", 0))
 
     async def wake(self) -> int:
         """Takes the memory of keys and values again, that of weights having come with them; see `Engine.wake`."""
         if not self._asleep or self._state == "closed":
             return 0
-        taken = int((await self._backend.ask("wake"))["bytes"])
+        taken = int((await self._ask("wake")).get("bytes", 0))
         self._asleep = False
         await self._go_on()
         return taken
@@ -191,8 +194,11 @@ class QueueingEngine(Engine):
     async def abort(self, request_id: str) -> None:
         """Ends the request with that id; see `Engine.abort`."""
         self._end_waiting("aborted", request_id)
-        calls = [request.call for request in self._running if request.id == request_id]
-        if calls:
+        running = [request for request in self._running if request.id == request_id]
+        for request in running:
+            request.ended_as = "aborted"
+        if running:
+            calls = [request.call for request in running]
             self._backend.send("abort", calls=calls)  # not awaited: another one would take its place in between
 
     async def close(self) -> None:
@@ -251,9 +257,31 @@ class QueueingEngine(Engine):
         return loop
 
     @property
+    def failure(self) -> str:
+        return self._backend.failure
+
+    @property
+    def _outlived(self) -> bool:
+        """Whether vLLM has ended, and new weights will start it again."""
+        return self.patient and bool(self.failure)
+
+    async def _restart(self) -> None:
+        """Starts vLLM again. Raises RolloutError where it cannot be started."""
+        raise RolloutError(self.failure)
+
+    async def _ask(self, operation: str, limit_s: float = CALL_S, **fields: Any) -> dict[str, Any]:
+        """The reply of the backend; {} where it has ended and will be started again."""
+        try:
+            return await self._backend.ask(operation, limit_s, **fields)
+        except RolloutError:
+            if not self._outlived:
+                raise
+            return {}
+
+    @property
     def _held(self) -> bool:
         """Whether nothing can be sampled just now, as the weights are not there."""
-        return self._loading or self._asleep
+        return self._loading or self._asleep or self._outlived
 
     def _in_flight(self) -> list[EngineRequest]:
         return [*self._waiting.requests(), *self._running]
@@ -269,12 +297,14 @@ class QueueingEngine(Engine):
             request.task = asyncio.get_running_loop().create_task(self._finish(request, sent))
 
     def _submit(self, request: EngineRequest) -> Sent:
-        sampling = request.sampling
-        seed = sampling.seed if sampling.seed is not None else hash((self._seed, next(self._order)))
+        sampling, tokens = request.sampling, request.fed
+        # With the place: vLLM begins a request's random numbers anew, and those of a part before are in its tokens.
+        own = sampling.seed if sampling.seed is not None else hash((self._seed, next(self._order)))
+        seed = hash((own, len(tokens)))
         sent = self._backend.send(
             "generate",
-            tokens=request.tokens,
-            max_tokens=min(sampling.max_tokens, self.max_tokens - len(request.tokens)),
+            tokens=tokens,
+            max_tokens=self._room(request) - len(request.sampled.tokens),
             temperature=sampling.temperature,
             stop=list(sampling.stop),
             stop_token_ids=[*sampling.stop_token_ids, *self._special_stops(sampling.stop)],
@@ -288,13 +318,13 @@ class QueueingEngine(Engine):
     async def _finish(self, request: EngineRequest, sent: Sent) -> None:
         """Takes the answer to a request that runs."""
         try:
-            reply = await self._backend.reply(
-                "generate", sent, self._answer_s, lambda: self._held or self._state == "paused"
-            )
+            done = await self._answered(request, sent)
             if not request.future.done():
-                request.future.set_result(completion(request, reply, self.counts))
+                request.future.set_result(done)
         except RolloutError as error:
-            if not request.future.done():
+            if self._outlived and not request.future.done() and self._state != "closed":
+                self._waiting.add(request)  # it begins anew where the engine does
+            elif not request.future.done():
                 request.future.set_exception(error)
         except asyncio.CancelledError:  # the loop ends
             self._backend.send("abort", calls=[request.call])
@@ -302,6 +332,29 @@ class QueueingEngine(Engine):
             raise
         self._running.discard(request)
         self._admit()
+
+    async def _answered(self, request: EngineRequest, sent: Sent) -> Completion:
+        """The whole completion. vLLM is asked for the rest where it stopped at a stop string of the prompt."""
+        sampling, stops = request.sampling, self._stops
+        while True:
+            prompt = request.fed
+            reply = await self._backend.reply(
+                "generate", sent, self._answer_s, lambda: self._held or self._state == "paused"
+            )
+            done = take(request, reply, self.counts)
+            if done.stop != "stop" or stops is None or not stops.missing(prompt, done.tokens, sampling):
+                return done
+            if len(done.tokens) >= self._room(request):
+                done.stop = "length"
+            elif request.ended_as is not None or request.future.done():
+                done.stop = request.ended_as or "aborted"
+            else:
+                sent = self._submit(request)
+                continue
+            return done
+
+    def _room(self, request: EngineRequest) -> int:
+        return min(request.sampling.max_tokens, self.max_tokens - len(request.tokens))
 
     def _abandon(self, request: EngineRequest) -> None:
         """Nobody waits for the request any longer."""
@@ -320,7 +373,7 @@ class QueueingEngine(Engine):
         for request in running:
             request.ended_as = stop
         if running:
-            await self._backend.ask("abort", limit_s, calls=[request.call for request in running])
+            await self._ask("abort", limit_s, calls=[request.call for request in running])
             await asyncio.wait([request.task for request in running if request.task is not None], timeout=limit_s)
 
     def _fail(self, failure: RolloutError) -> None:
@@ -335,7 +388,7 @@ class QueueingEngine(Engine):
         """Lets vLLM sample, and those that wait run, unless something forbids it."""
         if self._held or self._state in ("paused", "closed"):
             return
-        await self._backend.ask("resume")
+        await self._ask("resume")
         self._admit()
 
     def _special_stops(self, strings: tuple[str, ...]) -> tuple[int, ...]:
@@ -344,27 +397,3 @@ class QueueingEngine(Engine):
         if self._stops is None:
             self._stops = StopTokens(self._tokenizer or Tokenizer.from_pretrained(self.path), self._vocab)
         return self._stops.of(strings)
-
-
-def check_deterministic(deterministic: bool) -> None:
-    """Raises ConfigError for what vLLM cannot do."""
-    if deterministic:
-        raise ConfigError(
-            "rollout.engine: vLLM does not give equal bits in every run; set run.deterministic=false, or take another engine."
-        )
-
-
-def all_ready(making: Iterable[E], begin: Callable[[E], object] = lambda engine: None) -> list[Engine]:
-    """Makes engines and waits until all of them are ready, `begin` done with each; where one fails, none is left."""
-    made: list[E] = []
-    try:
-        for engine in making:
-            made.append(engine)  # at once: those before one that fails are to be ended
-        for engine in made:
-            engine.wait_until_ready()
-            begin(engine)
-    except BaseException:
-        for engine in made:
-            engine.kill()
-        raise
-    return list(made)

@@ -13,14 +13,16 @@ from rlflow.errors import RolloutError
 from rlflow.rollout.engine import Completion, Sampling, Stop
 from rlflow.rollout.tokenizer import Tokenizer
 
+PROMPT_END = 32
+"""Tokens that show how a prompt ends, special ones, which have no text, included."""
 STOPS: dict[str, Stop] = {"stop": "stop", "length": "length", "abort": "aborted"}
 """vLLM's words -> ours."""
 
 
 @dataclass(eq=False)
 class EngineRequest:
-    """A call of `generate` from its arrival to its end. call: its number in vLLM's process, once it runs. ended_as: why somebody
-    ended it, where vLLM says that it was aborted."""
+    """A call of `generate` from its arrival to its end. call: its number in vLLM's process, once it runs. sampled: before that
+    call. ended_as: why somebody ended it, if somebody did."""
 
     tokens: list[int]
     sampling: Sampling
@@ -28,8 +30,14 @@ class EngineRequest:
     priority: int
     future: asyncio.Future[Completion]
     call: int | None = None
-    ended_as: Stop = "aborted"
+    sampled: Completion = field(default_factory=lambda: Completion([], [], [], "aborted"))
+    ended_as: Stop | None = None
     task: asyncio.Task[None] | None = None
+
+    @property
+    def fed(self) -> list[int]:
+        """The prompt of the call."""
+        return self.tokens + self.sampled.tokens
 
 
 class RequestQueue:
@@ -91,15 +99,31 @@ class StopTokens:
             self.known[strings] = tuple(t for t, text in special.items() if text in strings and t < self.vocab)
         return self.known[strings]
 
+    def missing(self, prompt: list[int], sampled: list[int], sampling: Sampling) -> bool:
+        """Whether nothing in the sampled tokens is a stop, though vLLM says so: behind a prompt that ends within a character
+        vLLM (0.32) looks for stop strings in the prompt too."""
+        ids = (*sampling.stop_token_ids, *self.of(sampling.stop))
+        if not sampling.stop or any(token in ids for token in sampled[-1:]) or not self._ends_open(prompt):
+            return False
+        text = self.tokenizer.decode(sampled)
+        return not any(string in text for string in sampling.stop)
 
-def completion(request: EngineRequest, reply: Mapping[str, Any], counts: TokenCounts) -> Completion:
-    """What vLLM's process answered to a request, counted. Raises RolloutError for an end that is none."""
+    def _ends_open(self, tokens: list[int]) -> bool:
+        return self.tokenizer.decode(tokens[-PROMPT_END:]).endswith("\ufffd")
+
+
+def take(request: EngineRequest, reply: Mapping[str, Any], counts: TokenCounts) -> Completion:
+    """The request's tokens so far, with those that vLLM's process answered, counted. Raises RolloutError for an end that is
+    none."""
     stop = STOPS.get(reply["stop"])
     if stop is None:
         raise RolloutError(f"vLLM: it ended a request with '{reply['stop']}'; expected {', '.join(STOPS)}.")
-    counts.prefilled += len(request.tokens) - reply["cached"]
+    counts.prefilled += len(request.fed) - reply["cached"]
     counts.reused += reply["cached"]
     counts.decoded += len(reply["tokens"])
-    return Completion(
-        reply["tokens"], reply["logprobs"], reply["versions"], request.ended_as if stop == "aborted" else stop
-    )
+    done = request.sampled
+    done.tokens += reply["tokens"]
+    done.logprobs += reply["logprobs"]
+    done.versions += reply["versions"]
+    done.stop = (request.ended_as or stop) if stop == "aborted" else stop
+    return done

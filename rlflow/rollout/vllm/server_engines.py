@@ -12,9 +12,10 @@ from rlflow.models.huggingface import iterate_weights
 from rlflow.rollout.engine import Engine
 from rlflow.rollout.event_loop import LoopThread
 from rlflow.rollout.tokenizer import Tokenizer
-from rlflow.rollout.vllm.queueing import QueueingEngine, all_ready, check_deterministic
+from rlflow.rollout.vllm.queueing import QueueingEngine
 from rlflow.rollout.vllm.served_model import check_served_model
 from rlflow.rollout.vllm.server import ServedVLLM, check_folder
+from rlflow.rollout.vllm.start import all_ready, check_deterministic
 
 
 class VLLMServerEngine(QueueingEngine):

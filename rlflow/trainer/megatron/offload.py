@@ -9,17 +9,6 @@ import torch
 from megatron.core.distributed import DistributedDataParallel
 from torch import Tensor
 
-from rlflow.errors import ConfigError
-
-
-def check_gpu(**asked: bool) -> None:
-    """Raises ConfigError for an option of the trainer that spares GPU memory where there is no GPU."""
-    for name, value in asked.items():
-        if value and not torch.cuda.is_available():
-            raise ConfigError(
-                f"trainer.{name}: found true, but this process has no GPU whose memory it could spare; set it to false."
-            )
-
 
 class HostAdamW(torch.optim.AdamW):
     """torch's AdamW with its moments in host memory: gradients go there, the fused kernel of the CPU updates a copy of the

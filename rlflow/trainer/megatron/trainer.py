@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from rlflow.errors import ConfigError, DataError, RLFlowError, did_you_mean
@@ -58,7 +59,8 @@ class MegatronTrainer(Trainer):
         layout, adamw, weights_dtype = given.layout, given.adamw, torch_dtype(dtype)
         self._learning_rate = given.learning_rate()
         cpu.check_version()
-        offload.check_gpu(**{"optimizer.offload": adamw.offload, "offload_snapshots": given.offload_snapshots})
+        if not torch.cuda.is_available():
+            given.check_without_gpu()
         self._architecture = architecture(read_config(path))
         layout.check_model(self._architecture)
         self._chunk_bytes = int(min(given.logits_chunk_mib, 2**40) * 2**20)  # any number is a size, 1e308 too

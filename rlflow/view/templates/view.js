@@ -75,14 +75,39 @@ function list(all = false) {
   }
 }
 
+function average(values) {
+  const known = values.filter((value) => value !== null);
+  return known.length ? (known.reduce((sum, value) => sum + value, 0) / known.length).toFixed(2) : "-";
+}
+
+// Of all groups of the step, filters aside: what was solved, by each attribute of the tasks.
+function scores() {
+  const of = (step) => index.groups.filter((group) => group.kind === state.kind && group.step === step);
+  const solved = (groups) => {
+    const ended = groups.flatMap((group) => [...group.outcomes]).filter((letter) => letter !== "a");
+    return ended.length ? `${Math.round(100 * ended.filter((letter) => letter === "s").length / ended.length)}%` : "-";
+  };
+  const first = Math.min(...steps());
+  const grown = state.kind === "eval" && state.step !== first;
+  const line = (tag, cells) => make("tr", "", ...cells.map((cell) => make(tag, "", String(cell))));
+  const rows = Object.entries(index.attributes).flatMap(([key, values]) => {
+    const those = (groups, value) => groups.filter((group) => String(group.attributes[key]) === String(value));
+    return [line("th", [key, "groups", "solved", ...(grown ? ["at first"] : []), "reward"]), ...values.flatMap((value) => {
+      const groups = those(of(state.step), value);
+      return groups.length === 0 ? [] : line("td", [value, groups.length, solved(groups), ...(grown ? [solved(those(of(first), value))] : []),
+        average(groups.flatMap((group) => group.rewards))]);
+    })];
+  });
+  $("scores").replaceChildren(...rows);
+}
+
 function sameTask() {
   return state.group && state.listed.find((group) => group.task === state.group.task);
 }
 
 function row(group) {
   const marks = [...group.outcomes].map((letter) => make("span", letter, OUTCOMES[letter][0]));
-  const rewards = group.rewards.filter((reward) => reward !== null);
-  const mean = rewards.length ? (rewards.reduce((sum, reward) => sum + reward, 0) / rewards.length).toFixed(2) : "-";
+  const mean = average(group.rewards);
   const turned = group.changed ? (group.changed > 0 ? "  ↑ solved since" : "  ↓ lost since") : "";
   const said = [...group.outcomes].map((letter) => OUTCOMES[letter][1]).join(", ");
   const results = make("div", "r", ...marks, `  ${mean}${turned}`);
@@ -314,6 +339,7 @@ function setStep(place) {
   $("step").value = String(kept);
   state.step = all[kept];
   $("at").value = String(state.step);
+  scores();
   list();
 }
 

@@ -16,11 +16,11 @@ from rlflow.algorithms.filters.overlong_filter import OverlongFilter
 from rlflow.algorithms.filters.replay import Replay
 from rlflow.algorithms.filters.success_pool import SuccessPool
 from rlflow.algorithms.filters.zero_advantage import ZeroAdvantage
-from rlflow.algorithms.remembered import remembered_trajectories, trajectories_state
+from rlflow.algorithms.remembered import groups_state, remembered_groups, remembered_trajectories, trajectories_state
 from rlflow.batching import make_batch
 from rlflow.run.checkpoints import read_state
 from rlflow.run.saver import RunState
-from rlflow.types import Group, StopReason
+from rlflow.types import Group, StopReason, Task
 from tests.unit.algorithms.groups import group, rewards, trajectory
 
 
@@ -228,3 +228,17 @@ def test_a_restored_buffer_replays_the_same(tmp_path: Path) -> None:
     begun = steps(first, 0, 5)
     second.load_state_dict(through_a_checkpoint(first.state_dict(), tmp_path))
     assert begun + steps(second, 5, 8) == expected
+
+
+def test_a_remembered_task_keeps_what_a_teachers_prompt_may_name(tmp_path: Path) -> None:
+    odd = object()
+    tasks = [
+        Task("t", "?", ("a", 1.5, None), {"hops": 2, "said": {"x": (1,)}, "odd": odd}, most_attempts=2, most_turns=3),
+        Task("u", [{"role": "user", "content": "?"}], "it's", {}),
+    ]
+    state = groups_state([Group(task.id, task, []) for task in tasks])
+    first, second = (group.task for group in remembered_groups(through_a_checkpoint(state, tmp_path)))
+    assert second == tasks[1]
+    assert first.metadata.pop("odd") == str(odd), "no literal: as a prompt shows it"
+    del tasks[0].metadata["odd"]
+    assert first == tasks[0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import pickle
 
@@ -185,6 +186,49 @@ def test_the_weighted_estimators_are_unbiased_off_policy_too(estimator):
     assert float(logit.grad) == pytest.approx(0.6 * 0.4 * math.log(1.5), abs=1e-8)  # d KL / d logit = p (1 - p) log(p / (1 - p))
     unweighted = KLLoss(1.0, estimator[1:])(PolicyOutput(logprobs[None].detach()), batch)[1]["kl"]
     assert torch.equal(metrics["kl"], unweighted)
+
+
+@pytest.mark.parametrize(("estimator", "old"), [("k1", None), ("k2", None), ("wk1", 0.4), ("wk3", None), ("wk3", 0.4)])
+def test_the_gradient_is_that_of_the_exact_kl_however_far_the_reference_is(estimator, old):
+    """Two actions by a logit, tokens of an old policy or the policy's own, against autograd of the exact KL in float64; of k1
+    the expectation is 0. The value stays within its clamp of 10 nats, which most of these are beyond."""
+    for p, ref in itertools.product([1e-6, 1e-3, 0.02, 0.3, 0.5, 0.98, 1 - 1e-3], repeat=2):
+        logit = torch.tensor(math.log(p / (1 - p)), dtype=torch.float64, requires_grad=True)
+        logprobs = torch.nn.functional.logsigmoid(torch.stack([logit, -logit]))
+        reference = torch.tensor([ref, 1 - ref], dtype=torch.float64).log()
+        (right,) = torch.autograd.grad((logprobs.exp() * (logprobs - reference)).sum(), logit, retain_graph=True)
+        drawn = logprobs.detach() if old is None else torch.tensor([old, 1 - old], dtype=torch.float64).log()
+        batch = batch_of(drawn[None], torch.zeros(1, 2), reference_logprobs=reference[None])
+        loss, metrics = KLLoss(1.0, estimator)(PolicyOutput(logprobs[None]), batch)
+        (found,) = torch.autograd.grad((drawn.exp() * loss[0]).sum(), logit)
+        expected = 0.0 if estimator == "k1" else float(right)
+        assert float(found) == pytest.approx(expected, rel=1e-9, abs=1e-12), (p, ref)
+        assert float(metrics["kl"].abs().max()) <= 10
+
+
+@pytest.mark.parametrize("estimator", ["k2", "k3", "wk3"])
+def test_no_token_is_pushed_away_from_the_reference(estimator):
+    """In float32, to the end of what a log-ratio may be: the loss falls towards the reference. k3 is 0 beyond its clamp."""
+    gaps = torch.linspace(-25, 25, 101)[None]
+    logprobs = torch.zeros_like(gaps).requires_grad_()
+    loss, _ = KLLoss(1.0, estimator)(PolicyOutput(logprobs), batch_of(gaps * 0, gaps * 0, reference_logprobs=gaps))
+    loss.sum().backward()
+    towards = -logprobs.grad * gaps.sign()
+    assert bool((towards >= 0).all())
+    stopped = (gaps.double().exp() - gaps - 1 > 10) if estimator == "k3" else gaps == 0
+    assert torch.equal(towards == 0, stopped | (gaps == 0))
+
+
+@pytest.mark.parametrize("x", [0.0, 1e-6, -1e-6, 1e-5, -1e-4, 1e-3, -0.01])
+def test_k3_of_float32_log_probs_is_right_to_the_last_digit(x):
+    """Against x^2 / 2 + x^3 / 6 + x^4 / 24 in float64: e^x - x - 1 in float32 is 0, or negative, or twice too large."""
+    gap = float(torch.tensor(x))
+    exact = gap**2 / 2 + gap**3 / 6 + gap**4 / 24
+    zero, gaps = torch.zeros(1, 1), torch.full((1, 1), x)
+    found = KLLoss(1.0, "k3")(PolicyOutput(zero), batch_of(zero, zero, reference_logprobs=gaps))[1]["kl"]
+    assert float(found) == pytest.approx(exact, rel=1e-6, abs=0)
+    old_kl = PPOClipLoss()(PolicyOutput(gaps), batch_of(zero, zero))[1]["old_kl"]
+    assert float(old_kl) == pytest.approx(exact, rel=1e-6, abs=0)
 
 
 def test_the_weighted_kl_takes_its_ratio_from_the_anchor_and_asks_for_no_more_than_that():

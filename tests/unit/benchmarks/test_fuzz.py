@@ -93,4 +93,4 @@ def test_a_second_of_nonsense_rows_find_nothing() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_twenty_seconds_of_nonsense_find_nothing() -> None:
-    assert len(fuzz("--minutes", "0.333", "--seed", "5")["targets"]) == 6
+    assert len(fuzz("--minutes", "0.333", "--seed", "5")["targets"]) == 8

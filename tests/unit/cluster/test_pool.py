@@ -81,7 +81,7 @@ class Worker:
             raise RolloutError("weight transfer: a tensor is not what was published")
         self.version = update.version
         if self.workers.probed is None:
-            return Loaded(update.version)
+            return Loaded(update.version, None, 3 << 20, update.version == 2)
         assert update.questions is not None
         kept = update.version - (self.name in self.workers.probed)  # one that goes on with the old weights
         versions = [update.version] * 2
@@ -199,6 +199,20 @@ def test_a_worker_that_fails_loses_its_attempts_and_another_process_takes_its_pl
     assert counts["workers/attempts_lost"] == 4 and counts["workers/restarts"] >= 1
 
 
+def test_reads_of_weights_are_counted_and_whether_they_were_deltas() -> None:
+    with pool_of(Workers()) as pool:
+        until(lambda: pool.counts()["workers/up"] == 2)
+        assert "workers/weights_mib" not in pool.counts()
+        for version in (1, 2):
+            pool.update(Update(version, "here"))
+            flow = pool.flow()
+            start(flow, 8, f"{version}/")
+            heard(flow, lambda found: len(ends(found)) == 8)
+            until(lambda: all(slot.version == version for slot in pool._slots))  # noqa: B023 -- called here
+            counts = pool.counts()
+            assert (counts["workers/weights_mib"], counts["workers/weights_delta"]) == (6.0, version - 1.0)
+
+
 def test_a_worker_gets_no_attempt_before_it_has_the_newest_weights_nor_does_a_new_one() -> None:
     workers = Workers()
     with pool_of(workers) as pool:
@@ -246,6 +260,18 @@ def test_a_worker_that_keeps_failing_is_quarantined_and_the_others_go_on(caplog:
         found = heard(flow, lambda found: len(ends(found)) == 8)
         assert {item.worker for item in found if isinstance(item, Begun)} == {"1"}
         assert "failed 3 times without an attempt that ended" in caplog.text
+
+
+def test_a_driver_that_was_stopped_for_an_hour_takes_no_attempt_as_late() -> None:
+    workers, slept_s = Workers(hold=True), [0.0]
+    with closing(WorkerPool(workers, 1, trajectory, LIMITS, clock=lambda: time.monotonic() + slept_s[0])) as pool:
+        flow = pool.flow()
+        start(flow, 1)
+        until(lambda: workers.made and workers.made[0].played)
+        slept_s[0] = 3600.0
+        time.sleep(1.0)
+        workers.made[0].end(attempt("a0"))
+        assert len(ends(heard(flow, lambda found: ends(found) != []))) == 1 and len(workers.made) == 1
 
 
 def test_a_mistake_of_the_set_up_ends_everything_at_once() -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from rlflow.cluster.watching import Doing, StallLimits, Stillness, Work, culprits, native_stack, verdict
+from rlflow.rollout.calls import RunningTime
 
 
 def at(file: str, instruction: int = 0) -> Doing:
@@ -48,6 +49,18 @@ def test_ranks_are_still_when_none_has_moved_for_the_limit() -> None:
     assert not stillness.look({0: WAITING, 1: None}, now_s=18)
     assert stillness.look({0: WAITING, 1: None}, now_s=19)
     assert not stillness.look({}, now_s=99)
+
+
+def test_ranks_that_were_stopped_with_the_driver_get_their_limit_afterwards() -> None:
+    now = [0.0]
+    stillness = Stillness(limit_s=10, time=RunningTime(2.5, lambda: now[0]))
+    stillness.look({0: WAITING})
+    now[0] = 3600.0
+    assert not stillness.look({0: WAITING}), "a suspended job"
+    now[0] += 3.0
+    assert not stillness.look({0: WAITING})
+    now[0] += 3.0
+    assert stillness.look({0: WAITING})
 
 
 def test_a_rank_that_answers_again_as_before_has_not_moved() -> None:

@@ -5,12 +5,19 @@ from __future__ import annotations
 import asyncio
 import itertools
 import random
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from rlflow import Environment, Episode, Metric, Step, Task
+from rlflow.commands import check
 from rlflow.commands.check import check_environment
+from rlflow.commands.cli import main
 
 
 class Good(Environment):
@@ -93,6 +100,29 @@ def shared_counter() -> Any:
     return {"reset": reset, "step": step, "close": close}
 
 
+def paying_less(self: Any, task: Task) -> Episode:
+    self.resets = getattr(self, "resets", 0) + 1
+    return Episode(task)
+
+
+def blocking(seconds: Iterator[float]) -> Any:
+    async def step(self: Any, episode: Episode, response: str) -> Step:
+        time.sleep(next(seconds))
+        return Step(terminated=True)
+
+    return step
+
+
+class Incomparable:
+    """As an array is: equal to nothing in one word."""
+
+    def __eq__(self, other: object) -> bool:
+        raise ValueError("ambiguous")
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        return Incomparable()
+
+
 serial = itertools.count()
 
 
@@ -100,7 +130,7 @@ serial = itertools.count()
     ("methods", "expected"),
     [
         ({"tasks": lambda self, split: []}, "tasks('train') is empty"),
-        ({"tasks": lambda self, split: [Task("a", "p"), Task("a", "q")]}, "two tasks of 'train' have the id 'a'"),
+        ({"tasks": lambda self, split: [Task("a", "p"), Task("a", "q")]}, "tasks('train'): tasks 0 and 1 have the same id 'a'"),
         ({"tasks": lambda self, split: [Task(f"{next(serial)}", "p")]}, "called twice gives different tasks"),
         ({"tasks": lambda self, split: [{"id": "a"}]}, "expected rlflow.Task, found dict"),
         ({"tasks": lambda self, split: (Task(str(n), "p") for n in range(2))}, "expected a sequence (list) of Task"),
@@ -119,6 +149,25 @@ serial = itertools.count()
             "reward: expected a finite number, found nan",
         ),
         ({"step": lambda self, episode, response: Step(reward="1")}, "reward: expected a finite number, found '1'"),
+        ({"step": lambda self, episode, response: Step(reward=None)}, "reward: expected a finite number, found None"),
+        ({"step": lambda self, episode, response: Step(reward=10**400)}, "reward: expected at most 1e+18 either way"),
+        ({"step": lambda self, episode, response: Step(metrics=None)}, "metrics: expected a mapping of names to numbers"),
+        ({"step": lambda self, episode, response: sys.exit(3)}, "step raised SystemExit(3), which is no error of an episode"),
+        ({"tasks": lambda self, split: [Task(7, "p")]}, "task id in 'train': expected a non-empty string, found 7"),
+        ({"tasks": lambda self, split: [Task("a", [1, 2])]}, "prompt of task 'a' has a message without role and content: 1"),
+        ({"tasks": lambda self, split: [Task("a", 7)]}, "prompt of task 'a' must be text or a list of messages, found int"),
+        ({"tasks": lambda self, split: [Task("a", "p", Incomparable())]}, "the check cannot go on: ValueError: ambiguous ("),
+        ({"metrics": {"solve": Metric("share", "x", score=True)}}, "metrics['solve'] is declared, but no episode reported it; "
+         "reported and not declared: solved. Did you mean 'solved'?"),
+        (
+            {"reset": paying_less, "step": lambda self, episode, response: Step(reward=1 / self.resets, terminated=True)},
+            "gave other rewards, by what earlier episodes left on the environment",
+        ),
+        (
+            {"reset": paying_less, "step": lambda self, episode, response: Step(reward=self.resets % 2, terminated=True)},
+            "gave other rewards, by what earlier episodes left on the environment",
+        ),
+        ({"step": blocking(itertools.repeat(0.1))}, "step is async and blocks: it keeps the event loop for 0.1"),
         ({"step": lambda self, episode, response: Step(terminated=1)}, "terminated: expected True or False, found 1"),
         ({"step": lambda self, episode, response: Step(observation=b"x")}, "observation must be text"),
         (
@@ -187,3 +236,79 @@ def test_a_metric_that_only_some_episodes_report_is_a_note() -> None:
 def test_something_else_than_an_environment_is_refused() -> None:
     report = check_environment(object())  # type: ignore[arg-type]
     assert report.problems == ["expected an instance of rlflow.Environment, found object: derive the class from it"]
+
+
+def test_a_failed_step_is_told_with_its_place_and_the_response() -> None:
+    report = check_environment(broken(step=lambda self, episode, response: int(response)), episodes=6)
+    found = next(problem for problem in report.problems if "step raised ValueError" in problem)
+    assert f"({__file__}:" in found and "; the response was '" in found
+
+
+class FewPlaces(Good):
+    """`reset` waits for one of two places, as one that opens a session does; `close` gives it back."""
+
+    def __init__(self, places: int = 2) -> None:
+        super().__init__()
+        self.places = threading.Semaphore(places)
+
+    def reset(self, task: Task) -> Episode:  # type: ignore[override]
+        self.places.acquire()
+        return Episode(task, scratch={"seen": []})
+
+    def step(self, episode: Episode, response: str) -> Step:  # type: ignore[override]
+        return Step(terminated=True)
+
+    def close(self, episode: Episode) -> None:  # type: ignore[override]
+        self.places.release()
+
+
+def test_a_reset_that_waits_for_one_of_few_places_gets_it() -> None:
+    report = check_environment(FewPlaces(), episodes=40)
+    assert report.passed and any(fact.startswith("120 episodes") for fact in report.facts)
+
+
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [
+        (FewPlaces(places=1), "no call has ended for 2 s: reset (1 calls)"),  # `check` opens two at a time
+        (broken(step=blocking(itertools.chain([6.0], itertools.repeat(0.0)))), "step (1 calls); step ("),
+        (broken(tasks=lambda self, split: time.sleep(6.0)), "tasks('train') (1 calls)"),
+    ],
+    ids=["reset", "step", "tasks"],
+)
+def test_what_hangs_is_told_of_and_ends_the_check(
+    environment: Environment, expected: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(check, "WORD_S", 1)
+    monkeypatch.setattr(check, "LIMIT_S", 2)
+    if isinstance(environment, FewPlaces):
+        environment.places.acquire()
+    report = check_environment(environment, episodes=1)
+    assert any(expected in problem for problem in report.problems), str(report)
+    assert "waiting for" in caplog.text
+
+
+def test_a_prompt_of_text_without_a_stop_string_is_a_note() -> None:
+    report = check_environment(broken(stop=()), episodes=4)
+    assert any("stop is empty" in note for note in report.notes) and "the contract holds; see the notes" in str(report)
+    messages = [Task("a", [{"role": "user", "content": "Say 1"}], "1")]
+    report = check_environment(broken(stop=(), tasks=lambda self, split: messages), episodes=4)
+    assert not any("stop is empty" in note for note in report.notes)
+
+
+PLAYER = """
+def play(prompt, turns, generator, clumsy):
+    return prompt.split()[-1] if len(turns) == 1 else "hm"
+
+def wrong(prompt, turns, generator, clumsy):
+    return 7
+"""
+
+
+def test_a_scripted_player_plays_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "player.py").write_text(PLAYER)
+    call = ["env", "check", f"{__file__}:Good", "--episodes", "4", "--player"]
+    assert main([*call, f"{tmp_path}/player.py:play"]) == 0
+    assert "the player: 4 episodes, 4 terminated, mean return 1" in capsys.readouterr().out
+    assert main([*call, f"{tmp_path}/player.py:wrong"]) == 1
+    assert "PROBLEM: the player raised TypeError: expected the text of a response, found 7" in capsys.readouterr().out

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import itertools
 import re
+import shlex
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from rlflow.algorithms.base import Curator, Part
+from rlflow.algorithms.base import Advantage, Curator, Part, as_part
 from rlflow.commands.check_algorithm import check_algorithm, kind_of
 from rlflow.commands.cli import main
 from rlflow.components import PARTS
+from rlflow.config.schema import load_config
 from rlflow.errors import ConfigError
-from rlflow.types import Batch, Loss, LossResult, PolicyOutput, Task
+from rlflow.run.algorithm import config_needs
+from rlflow.types import Batch, Loss, LossResult, PolicyOutput, Task, as_loss
 
 REQUIRED: dict[str, dict[str, Any]] = {
     "kl": {"coefficient": 0.1},
@@ -198,11 +201,24 @@ def test_the_list_names_every_part_with_its_keywords(capsys: pytest.CaptureFixtu
     assert "ppo_clip(clip_low, clip_high, dual_clip, anchor)" in text and "advantage" not in text.split("\n")[0]
 
 
-def test_the_examples_of_the_docs_keep_the_contract(tmp_path: Path) -> None:
+def test_the_examples_of_the_docs_pass_the_commands_of_the_docs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     page = (Path(__file__).parents[3] / "docs" / "write_an_algorithm.md").read_text(encoding="utf-8")
-    blocks = re.findall(r"```python\n(.*?)```", page, flags=re.S)
-    for name, block in zip(("best_of_group", "SoftRatio", "not_too_easy"), blocks, strict=True):
-        file = tmp_path / f"{name}.py"
-        file.write_text(block)
-        report = check_algorithm(f"{file}:{name}", "advantage" if name == "best_of_group" else None)
-        assert report.passed, str(report)
+    examples = re.findall(r"```python\n(.*?)```", page, flags=re.S)
+    (tmp_path / "my_method.py").write_text("\n".join(examples))
+    monkeypatch.chdir(tmp_path)
+    commands = re.findall(r"^rlflow (algorithm check [^#\n]*)", page, flags=re.M)
+    assert len(commands) == len(examples) == 4
+    for command in commands:
+        assert main(shlex.split(command)) == 0, (command, capsys.readouterr())
+    (tmp_path / "run.yaml").write_text(re.findall(r"```yaml\n(.*?)```", page, flags=re.S)[-1])
+    assert config_needs(load_config("run.yaml")) == {"entropy", "reference"}
+
+
+@pytest.mark.parametrize("needs", ["entropy", ("entropy",)], ids=["text", "tuple"])
+@pytest.mark.parametrize("base", [Loss, Advantage])
+def test_needs_that_are_no_set_are_refused_with_the_fix(base: type, needs: object) -> None:
+    part = type("Mine", (base,), {"needs": needs, "__call__": lambda self, *given: given})()
+    with pytest.raises(ConfigError, match=r"Mine\.needs: expected a set .* write needs = frozenset\(\{'entropy'\}\)"):
+        as_loss(part) if base is Loss else as_part(part)

@@ -6,6 +6,7 @@ import argparse
 import ast
 import io
 import os
+import pty
 import signal
 import subprocess
 import sys
@@ -25,6 +26,7 @@ from rlflow.commands.train import train_overrides
 from rlflow.components import ENVIRONMENT
 from rlflow.environment import Environment
 from rlflow.errors import ConfigError
+from rlflow.errors import command as called
 from rlflow.run.directory import RunDirectory
 from rlflow.storage.files import write_json, write_text
 from rlflow.types import Episode, Step, Task
@@ -75,8 +77,8 @@ def test_options_and_overrides_mix_in_any_order() -> None:
 
 def test_an_unknown_option_names_the_help_that_has_it_and_the_closest_one(capsys: pytest.CaptureFixture[str]) -> None:
     for words, told in (
-        (["env", "play", "x.py:X", "--set", "a=1"], "--set; see rlflow env play --help."),
-        (["train", "--resmue"], "--resmue; see rlflow train --help. Did you mean '--resume'?"),
+        (["env", "play", "x.py:X", "--set", "a=1"], f"--set; see {called()} env play --help."),
+        (["train", "--resmue"], f"--resmue; see {called()} train --help. Did you mean '--resume'?"),
     ):
         with pytest.raises(SystemExit):
             cli.parse(words)
@@ -101,14 +103,21 @@ def test_debug_shows_the_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
         cli.main(["train", "run.stps=1"])
 
 
-def test_ctrl_c_is_130_without_a_traceback(tmp_path: Path) -> None:
+def test_one_ctrl_c_at_the_prompt_is_130_without_a_traceback(tmp_path: Path) -> None:
     source = write_environment("guess", tmp_path).source
+    terminal, side = pty.openpty()  # input stays open: nothing but the signal can end it
     process = subprocess.Popen([sys.executable, "-m", "rlflow", "env", "play", f"{source}:Guess"], cwd=ROOT,
-                               stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)  # fmt: skip
-    assert process.stdout is not None
-    assert "You are the policy" in process.stdout.readline()
-    process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=30)
+                               stdin=side, stdout=side, stderr=subprocess.PIPE, text=True)  # fmt: skip
+    try:
+        said = ""
+        while "> " not in said:
+            said += os.read(terminal, 4096).decode()
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=30)
+    finally:
+        process.kill()
+        os.close(terminal)
+        os.close(side)
     assert process.returncode == 130 and err == "rlflow: interrupted.\n"
 
 

@@ -4,17 +4,22 @@ nothing is left behind."""
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import socket
+import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import torch
 
 from rlflow.commands import cli
 from rlflow.config.schema import load_config
+from rlflow.errors import ConfigError
 from rlflow.run import preflight, readiness
+from rlflow.run.preflight import check_start
 from tests.fixtures import tiny_model
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -38,6 +43,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
     path = tmp_path_factory.mktemp("dry")
     rows = [{"question": f"Who is number {number}?", "answer": "me"} for number in range(4)]
     (path / "questions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (path / "questions.csv").write_text("question,answer\nWho?,me\n")
     (path / "malformed.jsonl").write_text(
         json.dumps(rows[0]) + "\n" + '{"question": "Who?"' + "\n" + json.dumps({"question": "x"})
     )
@@ -90,13 +96,33 @@ def dry(place: Place, capsys: pytest.CaptureFixture[str], *overrides: str) -> tu
     return code, out, [line for line in err.splitlines() if line.startswith("rlflow: ")]
 
 
-def test_a_configuration_that_works_is_ready(place: Place, untouched: None, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_configuration_that_works_is_ready(
+    place: Place, untouched: None, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "160")  # no table is folded
     code, out, problems = dry(place, capsys)
     assert (code, problems) == (0, [])
     assert "ready: nothing is in the way of this run." in out and "prompts_per_step: 2" in out
     assert "note: split 'train': 4 tasks; prompts of them take up to" in out
     assert "process, update" in out and "optimizer" in out and "keys and values" in out
-    assert "minutes if every episode fills its budget" in out and "estimate" in out
+    assert "(run.steps = 1) if every episode fills its budget" in out and "estimate" in out
+    assert "note: 1 x 2 prompts are 0.5 epochs of the 4 tasks of split 'train'" in out
+    assert "note: 4 of 4 tasks of split 'val' are also in split 'train'" in out
+    places = [out.index(text) for text in ("ready: ", "note: ", "the run: at most", "# batch plan", "# resolved configuration")]
+    assert places == sorted(places), "what decides comes first"
+
+
+def test_prompts_without_the_models_template_are_said(
+    place: Place, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """A chat model that is fed bare questions answers badly; prompts that went through its template are right as they stand."""
+    model, bare = f"model.path={place.path}/other_tokenizer", "hold no token of the model's chat template"
+    assert bare in dry(place, capsys, model)[1]
+    assert bare not in dry(place, capsys, model, "rollout.chat_template=true")[1]
+    row = {"prompt": "<|im_start|>user\nWho?<|im_end|>\n<|im_start|>assistant\n", "solutions": ["me"]}
+    (tmp_path / "templated.jsonl").write_text(json.dumps(row))
+    templated = f"{tmp_path}/templated.jsonl"
+    assert bare not in dry(place, capsys, model, f"environment.train={templated}", f"environment.val={templated}")[1]
 
 
 FAULTS = {
@@ -111,7 +137,15 @@ FAULTS = {
         "environment.retriever={name: bm25, path: {path}/index}", "{path}/index: expected an index made by"),
     "malformed questions": (
         "environment.train={path}/malformed.jsonl", "2 of 3 rows of the train questions are bad: line 2: not JSON"),
-    "questions that are not there": ("environment.val={path}/none.jsonl", "none.jsonl: expected the val questions"),
+    "questions that are not there": (
+        "environment.val={path}/none.jsonl", "none.jsonl: expected the val questions (environment.val, --val-data FILE)"),
+    "questions in CSV": (
+        "environment.train={path}/questions.csv", "questions.csv: found CSV, expected the train questions as JSON"),
+    "a corpus in CSV": (
+        "environment.corpus={path}/questions.csv", "questions.csv: found CSV, expected the corpus as JSON Lines"),
+    "a misspelt filter": ("algorithm.filters=[dynamic_sampler]", "filters[0]: unknown name 'dynamic_sampler'. Did you mean"),
+    "a misspelt transform": ("algorithm.transforms=[tiss]", "algorithm.transforms[0]: unknown name 'tiss'"),
+    "a misspelt loss": ("algorithm.losses=[ppo_clop]", "algorithm.losses[0]: unknown name 'ppo_clop'"),
     "a broken corpus": (
         "environment.corpus={path}/broken.jsonl", "1 of 2 rows of the corpus are bad: line 2: expected a JSON object"),
     "no corpus": ("environment.corpus=null", "no corpus. Set environment.corpus"),
@@ -134,6 +168,11 @@ FAULTS = {
     "a cluster that is not there": (
         "cluster={ranks: 1, address: '127.0.0.1:{free}'}", "cluster.address: nobody answers at 127.0.0.1:{free}"),
     "GPUs that are not there": ("cluster={ranks: 2, gpus_per_rank: 8}", "2 ranks x 8 = 16 GPUs"),
+    "memory of a GPU that is not there": ("trainer.offload_snapshots=true", "the trainer has no GPU whose memory it could spare"),
+    "an optimizer on a GPU that is not there": (
+        "trainer.optimizer={name: adamw, offload: true}", "trainer.optimizer.offload: found true, but the trainer has no GPU"),
+    "an engine on a GPU that is not there": ("rollout.engine={name: embedded, device: cuda}", "torch finds no GPU here"),
+    "CUDA graphs without a GPU": ("rollout.engine={name: embedded, cuda_graphs: true}", "engine.cuda_graphs: they need a GPU"),
     "a layout that the model cannot have": ("trainer.pipeline_parallel=2", "expected a multiple of"),
 }  # fmt: skip
 
@@ -148,6 +187,31 @@ def test_a_fault_is_one_line(place: Place, untouched: None, capsys: pytest.Captu
     assert code == 2 and len(problems) == 1, problems
     assert expected in problems[0]
     assert "1 problem found, nothing was started." in out
+
+
+def test_a_start_ends_with_the_problem_that_a_dry_run_tells(place: Place, capsys: pytest.CaptureFixture[str]) -> None:
+    """Before anything is loaded: in the same words, of the same list of checks."""
+    for override in ("trainer.offload_snapshots=true", "rollout.engine={name: embedded, device: cuda}"):
+        _, _, problems = dry(place, capsys, override)
+        with pytest.raises(ConfigError) as refused:
+            check_start(load_config(place.config, [override]))
+        assert problems == [f"rlflow: ConfigError: {refused.value}"]
+
+
+def test_a_step_that_repeats_its_tasks_is_told(place: Place, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = dry(place, capsys, "rollout.prompts_per_step=6", "run.steps=331")
+    assert code == 0 and "note: split 'train' has 4 tasks for 6 prompts per step: each step repeats tasks" in out
+    assert "note: 331 x 6 prompts are 496 epochs of the 4 tasks" in out
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here")
+def test_tables_fit_a_terminal_of_80_columns(
+    place: Place, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    _, out, _ = dry(place, capsys)
+    tables = out.partition("# batch plan")[2].partition("# resolved")[0].splitlines()
+    assert len(tables) > 15 and max(map(len, tables)) <= 80
 
 
 @pytest.mark.parametrize(("engine", "options", "expected"), [
@@ -175,6 +239,15 @@ def test_what_rollout_workers_cannot_be_made_with_is_told(
     code, _, problems = dry(place, capsys, f"rollout.engine={engine}", *options)
     assert code == (2 if expected else 0) and len(problems) == (1 if expected else 0), problems
     assert expected is None or expected in problems[0]
+
+
+def test_the_command_that_converts_csv_does_so(place: Place, capsys: pytest.CaptureFixture[str]) -> None:
+    _, _, (problem,) = dry(place, capsys, f"environment.train={place.path}/questions.csv")
+    made = place.path / "questions_of_csv.jsonl"
+    command = re.search("Convert it by `(.*)`", problem)[1].replace("questions.jsonl", made.name)
+    subprocess.run(["bash", "-c", command], check=True)
+    assert dry(place, capsys, f"environment.train={made}")[0] == 0
+    made.unlink()
 
 
 def test_all_faults_are_told_and_not_only_the_first(

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import pytest
 import yaml
 
 from rlflow.config.loading import config_keys, config_text, load_config, save_config, to_dict
-from rlflow.config.redaction import redact, redact_text
 from rlflow.config.schema import RunConfig
 from rlflow.config.schema import load_config as load_run_config
 from rlflow.errors import ConfigError
+from rlflow.storage.redaction import redact, redact_text
 from rlflow.trainer.options import TrainerOptions
 
 
@@ -201,24 +202,53 @@ def test_secrets_are_redacted_and_look_alikes_are_not() -> None:
         "tokenizer": "path",
         "token_budget": 3,
         "monkey": "m",
-        "url": "http://host:80/x?token_budget=3",
+        "url": "http://host:80/x?topk=3&format=json#part",
     }
     text = config_text({"a": secret, "b": plain})
     shown = yaml.safe_load(text)
     assert shown["b"] == plain
     assert shown["a"] == {"api_key": "***", "hf_token": "***", "nested": [{"db_password": "***"}],
-                          "url": "https://me:***@host/x", "secret": "***", "secret_key": "***",
+                          "url": "https://***@host/x", "secret": "***", "secret_key": "***",
                           "api_keys": ["***", "***"], "query": "https://host/x?hf_token=***&top=3&api-key=***#part",
-                          "redis": "redis://:***@host/0"}  # fmt: skip
+                          "redis": "redis://***@host/0"}  # fmt: skip
     assert redact({"api_key": None}) == {"api_key": None}
 
 
-@pytest.mark.parametrize("key", ["openai_key", "pwd", "Cookie", "bearer", "jwt", "apikey", "X-Api-Key", "wandb-key", "db_pwd"])
+@pytest.mark.parametrize(
+    "key",
+    ["openai_key", "pwd", "Cookie", "bearer", "jwt", "apikey", "X-Api-Key", "wandb-key", "db_pwd", "auth", "x-auth", "pass",
+     "openaiApiKey", "sig", "authToken", "OPENAI_API_KEY", "dbPass", "sessionCookie", "passwordOfMine", "hmac-signature"],
+)  # fmt: skip
 def test_whatever_is_called_a_secret_is_one(key: str) -> None:
     assert redact({key: "s3cret"}) == {key: "***"}
+    assert redact({key: {"a": ["s3cret", 1234, None, True]}}) == {key: {"a": ["***", "***", None, True]}}
 
 
-@pytest.mark.parametrize("key", ["key", "question_key", "answer_key", "cache_key", "keyword", "bearers_name"])
+def test_every_header_is_a_secret_but_for_those_that_are_known() -> None:
+    headers = {"auth": "a", "x-auth": "b", "pass": "c", "openaiApiKey": "d", "sig": "e", "X-Made-Up": "f", "Accept": "text/html"}
+    shown = {**dict.fromkeys(headers, "***"), "Accept": "text/html"}
+    for key in ("headers", "extra_headers", "defaultHeaders", "header"):
+        assert redact({key: headers}) == {key: shown}
+    assert redact({"headers": ["X-A: s3cret", ["X-B", "s3cret"]]}) == {"headers": ["***", ["***", "***"]]}
+
+
+@pytest.mark.parametrize("text", ["a" * 10**6, "a://" * 10**5, "://@" * 10**5, "?a=" * 10**5 + "://", "x:" * 10**5, "#" * 10**6])
+def test_a_long_text_costs_no_more_than_its_length(text: str) -> None:
+    began = time.process_time()
+    redact_text(text)
+    assert time.process_time() - began < 2.0
+
+
+def test_what_may_hold_a_secret_is_for_its_user_alone(tmp_path: Path) -> None:
+    save_config(RunConfig(), tmp_path / "config.yaml")
+    assert (tmp_path / "config.yaml").stat().st_mode & 0o777 == 0o600
+
+
+@pytest.mark.parametrize(
+    "key",
+    ["key", "question_key", "answer_key", "cache_key", "keyword", "bearers_name", "api_key_variable", "questionKey", "key_file",
+     "eosToken", "tokenizer", "token_budget", "passage", "passages", "author"],
+)  # fmt: skip
 def test_names_of_columns_are_no_secrets(key: str) -> None:
     assert redact({key: "question"}) == {key: "question"}
 
@@ -229,8 +259,15 @@ def test_names_of_columns_are_no_secrets(key: str) -> None:
         ("https://hf_s3cret@host/x", "https://***@host/x"),
         ("http://host/search?key=s3cret&top=3", "http://host/search?key=***&top=3"),
         ("http://host/search?api-key=s3cret", "http://host/search?api-key=***"),
-        ("cannot reach http://me:s3cr@et@host:80/x", "cannot reach http://me:***@host:80/x"),
-        ("redis://:s3cret@host/0 and http://u:s3cret@h", "redis://:***@host/0 and http://u:***@h"),
+        ("http://host/x?sig=s3cret&made_up=s3cret", "http://host/x?sig=***&made_up=***"),
+        ("http://host/x?s3cret", "http://host/x?***"),
+        ("http://host/x#access_token=s3cret", "http://host/x#access_token=***"),
+        ("cannot reach http://me:s3cr@et@host:80/x", "cannot reach http://***@host:80/x"),
+        ("redis://:s3cret@host/0 and http://u:s3cret@h", "redis://***@host/0 and http://***@h"),
+        ("http://u:s3cret@h,http://v:s3cret@h", "http://***@h,http://***@h"),
+        ("Authorization: Basic dTpwYXNz", "Authorization: Basic ***"),
+        ("{'authorization': 'Token s3cret'}", "{'authorization': 'Token ***'}"),
+        ("Which? a=b&c=d", "Which? a=b&c=d"),
         ("Authorization: Bearer abcdef0123456789", "Authorization: Bearer ***"),
         ("mail me@host or see http://host:80/x, ssh://git@host", "mail me@host or see http://host:80/x, ssh://git@host"),
     ],

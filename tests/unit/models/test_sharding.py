@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from rlflow.errors import ModelError
-from rlflow.models.architecture import Architecture, architecture, huggingface_shapes, placed_rules
+from rlflow.models.architecture import HOW_TO_ADD, Architecture, architecture, huggingface_shapes, placed_rules
 from rlflow.models.rules import Rule, Split
 from rlflow.models.sharding import merge, shard
 from rlflow.models.tables import EMBEDDING
+
+ROOT = Path(__file__).resolve().parents[3]
 
 
 def config(family: str, **changes: Any) -> dict[str, Any]:
@@ -115,8 +118,10 @@ def test_unsupported_models_are_named(changes: dict[str, Any], words: str) -> No
 def test_a_family_that_is_not_known_is_not_promised_what_training_then_refuses() -> None:
     with pytest.raises(ModelError) as caught:
         architecture({"model_type": "gpt2"})
-    promised = str(caught.value).split("possible: ")[1].rstrip(".").split(", ")
-    assert "model family 'gpt2'" in str(caught.value) and {"llama", "qwen2", "qwen3"} <= set(promised)
+    promised = str(caught.value).split("possible: ")[1].split(".")[0].split(", ")
+    assert "model family 'gpt2'" in str(caught.value) and str(caught.value).endswith(HOW_TO_ADD)
+    assert (ROOT / HOW_TO_ADD.split()[0]).is_file()
+    assert {"llama", "qwen2", "qwen3"} <= set(promised)
     for family in promised:
         sizes = {"num_hidden_layers": 1, "hidden_size": 8, "num_attention_heads": 2, "intermediate_size": 8, "vocab_size": 8}
         assert architecture({"model_type": family, "sliding_window": None, **sizes}).family == family

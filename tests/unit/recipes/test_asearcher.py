@@ -141,6 +141,18 @@ def test_evaluation_takes_four_attempts_at_temperature_six_tenths(asked, tmp_pat
     assert line.endswith(f"--samples=4 --temperature=0.6 --samples=2 --config {CONFIG}/demo.yaml --model Some/Model")
 
 
+def test_a_configuration_beside_the_script_is_chosen_by_its_name(asked) -> None:
+    searchr1 = RECIPE.parent / "searchr1"
+    for script in ("run_train.sh", "run_eval.sh"):
+        line = asked(searchr1 / script, "qwen2.5_3b", "--model", "Some/Model", "run.name=mine")
+        assert f"--config {searchr1}/config/qwen2.5_3b.yaml" in line and line.endswith("run.name=mine")
+    assert f"--config {CONFIG}/m2po_full.yaml" in asked("run_train.sh", "m2po_full.yaml")
+    done = subprocess.run(
+        ["bash", searchr1 / "run_train.sh", "qwen2.5_3"], env={"PATH": os.environ["PATH"]}, capture_output=True, text=True
+    )
+    assert done.returncode == 2 and "unexpected argument 'qwen2.5_3'" in done.stderr and " qwen2.5_3b " in done.stderr
+
+
 def test_another_recipe_is_refused_by_name() -> None:
     done = subprocess.run(
         ["bash", RECIPE / "run_train.sh", "--recipe", "m2p"],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -23,7 +24,8 @@ case "$*" in
 *urllib*) [ "$FAKE_NETWORK" = yes ] ;;
 *"pip install"*--index-url*) ;;
 *"pip install"*torch==*+cpu*) [ "$FAKE_CPU_BUILD" = yes ] || { echo "No matching distribution found"; exit 1; } ;;
-*"pip install -e"*) sleep "${FAKE_SECONDS:-0}"; [ "${FAKE_BROKEN:-}" != yes ] || { echo "ERROR: disk full"; exit 1; } ;;
+*"pip install -e"*) printf "${FAKE_SAYS:-}"; sleep "${FAKE_SECONDS:-0}"
+    [ "${FAKE_BROKEN:-}" != yes ] || { echo "ERROR: disk full"; exit 1; } ;;
 esac
 """
 
@@ -55,6 +57,21 @@ def installs(tmp_path: Path) -> list[str]:
     lines = (tmp_path / "log").read_text().splitlines()
     found = [re.search(r"(--index-url \S+ )?(torch==\S+|-e \S+)", line) for line in lines if "pip install" in line]
     return [match[0] for match in found if match]
+
+
+def test_a_set_up_says_package_and_size_while_it_goes_on(shell: Shell, tmp_path: Path) -> None:
+    downloading = "Collecting numpy>=1.26\\n  Downloading https://host/numpy-2.4.6-cp311-cp311-linux.whl (16.9 MB)\\n"
+    done = shell("rlflow_setup run", FAKE_SAYS=downloading, FAKE_SECONDS="3", RLFLOW_PROGRESS_S="1")
+    assert re.search(r"^\[rlflow\]   [1-3] s: downloading numpy 2\.4\.6 \(16\.9 MB\)$", done.stderr, flags=re.M), done.stderr
+    shutil.rmtree(tmp_path / "venv")
+    installing = "  Downloading a-1-b.whl (1 kB)\\nInstalling collected packages: a, b, c\\n"
+    done = shell("rlflow_setup run", FAKE_SAYS=installing, FAKE_SECONDS="3", RLFLOW_PROGRESS_S="1")
+    assert "s: installing packages: 0 of 3\n" in done.stderr
+    shutil.rmtree(tmp_path / "venv")
+    typed = f"script -qec 'bash -c \". {ROOT}/recipes/common.sh; rlflow_setup run\"' /dev/null"
+    done = shell(typed, FAKE_SAYS=downloading, FAKE_SECONDS="3")
+    lines = re.findall(r"\n\x1b\[K\[rlflow\]   \d s: (.+)", done.stdout)  # text mode reads \r as \n
+    assert "downloading numpy 2.4.6 (16.9 MB)" in lines, "in a terminal one line that moves"
 
 
 def test_cpu_build_comes_from_pips_configuration_first(shell: Shell, tmp_path: Path) -> None:

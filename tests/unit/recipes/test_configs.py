@@ -51,7 +51,10 @@ def test_qwen_recipe_has_the_values_of_the_published_one() -> None:
     rollout, algorithm, trainer = config.rollout, config.algorithm, config.trainer
     assert (rollout.prompts_per_step, rollout.samples_per_prompt, algorithm.minibatches_per_step) == (512, 4, 2)
     assert (rollout.max_total_tokens, config.data.max_prompt_tokens, rollout.max_response_tokens) == (7096, 4096, 3000)
-    assert (rollout.max_observation_tokens, config.environment["top_k"], rollout.temperature) == (500, 3, 1.0)
+    environment = config.environment
+    assert (environment["protocol"], environment["max_turns"], environment["top_k"]) == ("rlinf", 2, 3)
+    assert (rollout.max_observation_tokens, rollout.temperature, rollout.chat_template) == (None, 1.0, False)
+    assert trainer.recompute == "full"
     assert algorithm.losses[0]["anchor"] == "proximal"
     assert [loss["name"] for loss in algorithm.losses] == ["ppo_clip", "kl"]
     assert (algorithm.losses[0]["clip_low"], algorithm.losses[1]["coefficient"]) == (0.2, 0.001)

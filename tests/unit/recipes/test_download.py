@@ -33,8 +33,7 @@ def hub() -> Iterator[Hub]:
 
 def run(hub: Hub, *arguments: str, home: Path) -> subprocess.CompletedProcess[str]:
     hub_variables = {"HF_ENDPOINT": hub.endpoint, "HF_HUB_OFFLINE": "0", "HF_HOME": str(home), "HF_TOKEN": "hf_secret"}
-    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    variables = {**os.environ, **hub_variables, "PYTHONPATH": path}
+    variables = {**os.environ, **hub_variables, "PYTHONPATH": ""}  # as a script, which finds its modules by itself
     command = [sys.executable, str(ROOT / "recipes" / "searchr1" / "download.py"), *arguments]
     return subprocess.run(command, env=variables, capture_output=True, text=True, timeout=200)
 
@@ -49,6 +48,17 @@ def test_corpus_and_index_arrive_unpacked_joined_and_whole_and_are_not_fetched_t
     fetched = len(hub.sent)
     again = run(hub, "wiki-18", "wiki-18-e5", "--save_path", str(save), home=tmp_path)
     assert again.returncode == 0 and len(hub.sent) == fetched and "there and whole" in again.stdout
+
+
+def test_without_a_release_and_from_anywhere_it_fetches_what_rlinfs_script_does(hub, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    files = {name: name.encode() for name in ("wiki_corpus.jsonl", "wiki_webpages.jsonl", "wikilinks.jsonl")}
+    hub.files["inclusionAI/ASearcher-Local-Knowledge"] = files
+    done = run(hub, "--save_path", "wiki2018", home=tmp_path)
+    assert done.returncode == 0, done.stderr
+    for name in ("wiki_corpus.jsonl", "wiki_webpages.jsonl"):
+        assert (tmp_path / "wiki2018" / name).read_bytes() == files[name]
+    assert not (tmp_path / "wiki2018" / "wikilinks.jsonl").exists()
 
 
 def test_a_transfer_that_broke_off_goes_on_where_it_stopped(hub, tmp_path):

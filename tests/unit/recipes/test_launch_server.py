@@ -41,7 +41,7 @@ def launch(tmp_path):
         if done.returncode:
             return done
         gpus, *rest = (tmp_path / "log").read_text().splitlines()
-        assert rest[:3] == ["-m", "rlflow_environments.retrieval", "serve"]
+        assert rest[:3] == ["-m", "rlflow_environments.retrieval", "build" if script == "build_index.sh" else "serve"]
         return gpus, rest[3:]
 
     return run
@@ -82,6 +82,43 @@ def test_astraflows_variables_and_data_folder(launch, tmp_path):
         str(data / name) for name in ("e5.index/e5_Flat.index", "wiki_corpus.jsonl", "wiki_webpages.jsonl")
     )
     assert not parsed(launch("launch_server.sh", "2", DATA_DIR=str(data), USE_FAISS_GPU="0")[1]).faiss_gpu
+
+
+def test_astraflows_form_listens_at_its_port_and_the_others_at_theirs(launch, tmp_path):
+    wiki(tmp_path)
+    assert parsed(launch("launch_server.sh", "6,7")[1]).port == 7000
+    assert parsed(launch("launch_server.sh", "6,7", PORT="7001")[1]).port == 7001
+    assert parsed(launch("launch_server.sh")[1]).port == 8000
+
+
+@pytest.mark.parametrize("variables", [{}, {"WIKI2018_WORK_DIR": "elsewhere"}], ids=["default", "WIKI2018_WORK_DIR"])
+def test_what_build_index_builds_is_what_launch_server_serves(launch, tmp_path, variables):
+    data = Path(variables.get("WIKI2018_WORK_DIR", "data/wiki2018"))
+    (tmp_path / data).mkdir(parents=True)
+    failed = launch("build_index.sh", **variables)
+    assert failed.returncode == 2 and f"{data}/wiki_corpus.jsonl: no such file" in failed.stderr
+    (tmp_path / data / "wiki_corpus.jsonl").write_text("x")
+    built = launch("build_index.sh", "--use_fp16", "--device", "cpu", **variables)[1]
+    assert built[built.index("--corpus") + 1] == f"{data}/wiki_corpus.jsonl"
+    folder = Path(built[built.index("--out") + 1])
+    assert folder == tmp_path / data / "e5.index" / "e5_Flat"
+    folder.mkdir(parents=True)
+    (folder / "meta.json").write_text("{}")
+    args = parsed(launch("launch_server.sh", **variables)[1])
+    assert (args.index, args.corpus) == (f"{data}/e5.index/e5_Flat", None)  # a folder knows its corpus
+    (folder.parent / "e5_Flat.index").write_text("x")
+    args = parsed(launch("launch_server.sh", **variables)[1])
+    assert (args.index, args.corpus) == (f"{data}/e5.index/e5_Flat.index", f"{data}/wiki_corpus.jsonl")
+
+
+def test_an_index_of_a_named_corpus_is_found_where_it_was_built(launch, tmp_path):
+    (tmp_path / "c.jsonl").write_text("x")
+    built = launch("build_index.sh", "--corpus_path", "c.jsonl", "--device", "cpu")[1]
+    folder = Path(built[built.index("--out") + 1])
+    assert folder == tmp_path / "indexes" / "e5_Flat"
+    folder.mkdir(parents=True)
+    (folder / "meta.json").write_text("{}")
+    assert parsed(launch("launch_server.sh")[1]).index == "indexes/e5_Flat"
 
 
 def test_asearchers_port_and_address_folder(launch, tmp_path):

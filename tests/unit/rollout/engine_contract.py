@@ -87,6 +87,15 @@ class EngineContract:
         done = run(make().generate(PROMPT, Sampling(40, stop=("\x00never", string), seed=1)))
         assert (done.stop, done.tokens) == ("stop", free.tokens[: place + 1])
 
+    @pytest.mark.parametrize("count", [1, 12])
+    def test_a_stop_string_of_the_prompt_ends_nothing(self, make: Make, tokenizer: Tokenizer, count: int) -> None:
+        """Not behind half a character either, whose other half the completion may bring."""
+        whole = tokenizer.encode("a <stop> b 漢")
+        for prompt in (whole, whole[:-1], whole[:-2]):
+            done = run(make().generate(prompt, Sampling(count, seed=1, stop=("<stop>",))))
+            assert (done.stop, len(done.tokens)) == ("length", count)
+            assert len(done.logprobs) == len(done.versions) == count
+
     def test_a_stop_token_is_part_of_the_completion(self, make: Make) -> None:
         free = run(make().generate(PROMPT, Sampling(20, seed=1)))
         done = run(make().generate(PROMPT, Sampling(20, seed=1, stop_token_ids=(free.tokens[6],))))
@@ -222,6 +231,25 @@ class EngineContract:
             assert (await engine.generate(PROMPT, Sampling(2))).versions == [2, 2]
 
         run(fail(make()))
+
+    @pytest.mark.parametrize("fault", ["shape", "type", "twice"])
+    def test_a_tensor_that_is_not_the_models_is_refused_and_the_next_update_repairs_it(
+        self, make: Make, weights: Pairs, fault: str
+    ) -> None:
+        name, tensor = weights[-1]
+        spoiled = {
+            "shape": [*weights[:-1], (name, tensor[..., :-1].contiguous())],
+            "type": [*weights[:-1], (name, tensor.long())],
+            "twice": [*weights, weights[0]],
+        }[fault]
+
+        async def play(engine: Engine) -> list[int]:
+            with pytest.raises(RLFlowError, match=f"'{weights[0][0] if fault == 'twice' else name}'"):
+                await engine.load_weights(spoiled, version=1)
+            await engine.load_weights(weights, version=2)
+            return (await engine.generate(PROMPT, Sampling(2))).versions
+
+        assert run(play(make())) == [2, 2]
 
     def test_a_closed_engine_ends_what_is_in_flight_and_refuses_the_rest(self, make: Make) -> None:
         async def close() -> None:

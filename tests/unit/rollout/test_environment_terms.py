@@ -5,12 +5,17 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
+from rlflow.algorithms.advantages.gae import GAE
 from rlflow.algorithms.advantages.grpo import grpo
+from rlflow.algorithms.filters.overlong_filter import OverlongFilter
 from rlflow.batching import make_batch
 from rlflow.errors import ConfigError, EnvironmentContractError, ModelError
-from rlflow.rollout import Tokenizer
-from rlflow.types import Episode, Step, StopReason
+from rlflow.metrics.reductions import rollout_metrics
+from rlflow.rollout import Rollout, Tokenizer
+from rlflow.rollout.fake_engine import FakeEngine
+from rlflow.types import Episode, Group, Step, StopReason
 from tests.unit.rollout.asking import OBSERVATION, Asking, all_trajectories, make
 
 
@@ -151,3 +156,48 @@ def test_the_first_answer_has_nothing_to_replace(qwen: Path, tokenizer: Tokenize
         pytest.raises(EnvironmentContractError, match="expected none, as no turn was answered before, found 0"),
     ):
         rollout.collect(environment.tasks("train")[:1])
+
+
+class AnsweredOnce(Asking):
+    """Takes the first response as the answer, whole or not: a single turn, as of most tasks with a verifier."""
+
+    stop = ()
+
+    async def step(self, episode: Episode, response: str) -> Step:
+        return Step("", 1.0, True)
+
+
+@pytest.fixture
+def cut_and_whole(tokenizer: Tokenizer) -> list[Group]:
+    """A group of each task, in which some answers came to their end and some were cut."""
+    words = ["no", "so on and so on and so on and so on"]
+    with Rollout(FakeEngine(tokenizer, responses=words), AnsweredOnce(), tokenizer, max_response_tokens=6) as rollout:
+        groups = rollout.collect(rollout.environment.tasks("train"))
+    found = [one for group in groups for one in group.trajectories]
+    assert {one.metrics["responses_cut"] for one in found} == {0.0, 1.0} and {one.reward for one in found} == {1.0}
+    assert all((one.stop is StopReason.MAX_TOKENS) == bool(one.metrics["responses_cut"]) for one in found)
+    return groups
+
+
+def test_overlong_filter_masks_cut_answers_of_a_single_turn(cut_and_whole: list[Group]) -> None:
+    overlong = OverlongFilter()
+    for group in overlong(cut_and_whole):
+        for one in group.trajectories:
+            assert bool(one.segments[0].loss_mask.any()) != bool(one.metrics["responses_cut"])
+    cut = sum(one.metrics["responses_cut"] for group in cut_and_whole for one in group.trajectories)
+    assert overlong.report() == {"attempts_masked": cut}
+
+
+def test_the_share_of_cut_answers_of_a_single_turn_is_told(cut_and_whole: list[Group]) -> None:
+    found = [one for group in cut_and_whole for one in group.trajectories]
+    share = sum(one.metrics["responses_cut"] for one in found) / len(found)
+    assert rollout_metrics(found, {})["rollout/truncated_max_tokens"] == pytest.approx(share)
+
+
+def test_gae_goes_on_with_the_critics_value_after_a_cut_answer_of_a_single_turn(cut_and_whole: list[Group]) -> None:
+    found = [one for group in cut_and_whole for one in group.trajectories]
+    batch = make_batch(found)
+    batch = batch.replace(values=torch.zeros(batch.tokens.shape), final_values=torch.full((len(batch),), 5.0))
+    _, returns = GAE(bootstrap=True, whiten=False)(batch)
+    last = [float(row[mask][-1]) for row, mask in zip(returns, batch.loss_mask, strict=True)]
+    assert last == [6.0 if one.metrics["responses_cut"] else 1.0 for one in found]

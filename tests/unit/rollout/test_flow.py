@@ -221,3 +221,16 @@ def test_a_stop_string_is_found_on_both_sides_of_an_interruption(cut: int) -> No
     cuts = [12 + cut] if cut < 3 else []
     done = asyncio.run(Continued(Cutting(cuts, letters), letters.decode).generate(PROMPT, sampling, "a"))
     assert (letters.decode(done.tokens), done.stop) == (text[:15], "stop")
+    assert done.versions == [0] * (12 + cut) + [1] * (3 - cut)  # nothing was drawn twice
+    assert len(done.logprobs) == 15
+
+
+def test_what_only_looks_like_a_stop_string_stays_as_it_was_drawn() -> None:
+    letters: Any = Letters()
+    free = asyncio.run(FakeEngine().generate(PROMPT, Sampling(30, seed=2)))
+    text = letters.decode(free.tokens)
+    engine = Cutting([13], letters)
+    sampling = Sampling(30, stop=(text[12] + "\x00", text[11:13] + "\x00\x00"), seed=2)
+    done = asyncio.run(Continued(engine, letters.decode).generate(PROMPT, sampling, "a"))
+    assert (done.tokens, done.stop) == (free.tokens, "length") and engine.limits == [30, 4, 13]
+    assert done.versions == [0] * 13 + [1] * 17

@@ -209,3 +209,8 @@ def test_kills_at_many_moments_leave_whole_checkpoints(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) > 3
+
+
+def test_the_state_with_the_configuration_in_it_is_for_its_user_alone(tmp_path: Path) -> None:
+    RunState({"step": 1, "config": {}}).write(tmp_path)
+    assert (tmp_path / STATE).stat().st_mode & 0o777 == 0o600

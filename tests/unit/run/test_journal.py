@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from rlflow.errors import StorageError
+from rlflow.errors import DirectoryLostError, StorageError
 from rlflow.run.journal import AttemptJournal, IssuedAttempt
 from rlflow.run.pacing import GroupAge
 
@@ -23,7 +23,7 @@ def journal(tmp_path: Path) -> Iterator[AttemptJournal]:
 def finished(journal: AttemptJournal, task: str, versions: tuple[int, int] = (0, 0), samples: int = 1) -> int:
     number = journal.issue(task, 0, f"0:{task}", samples)
     for sample in range(samples):
-        journal.begin(number, sample, 1, versions[0], 100.0)
+        journal.begin(number, sample, 1, versions[0])
         assert journal.finish(number, sample, 1, f"{task}/{sample}".encode(), versions)
     return number
 
@@ -32,8 +32,8 @@ def test_an_attempt_goes_from_its_issue_to_the_checkpoint_that_holds_it(journal:
     number = journal.issue("a", 0, "0:a", 2)
     assert journal.waiting(number) == [IssuedAttempt(number, sample, 1, "a", "0:a") for sample in (0, 1)]
     assert journal.open_groups() == [GroupAge(number, None, False)]
-    journal.begin(number, 1, 1, 7, 100.0)
-    assert journal.open_groups() == [GroupAge(number, 7, False)] and journal.late(101.0) == [(number, 1)]
+    journal.begin(number, 1, 1, 7)
+    assert journal.open_groups() == [GroupAge(number, 7, False)]
     assert journal.finish(number, 0, 1, b"first", (7, 8)) and journal.finish(number, 1, 1, b"second", (8, 9))
     assert journal.open_groups() == [GroupAge(number, 7, True)] and journal.payloads(number) == [b"first", b"second"]
     journal.claim([number], 9)
@@ -59,7 +59,7 @@ def test_a_restart_takes_back_what_came_after_the_checkpoint_and_issues_again_wh
 ) -> None:
     before, after, dropped, done = (finished(journal, task) for task in "abcd")
     running, issued = journal.issue("e", 0, "0:e", 1), journal.issue("f", 0, "0:f", 1)
-    journal.begin(running, 0, 1, 0, 100.0)
+    journal.begin(running, 0, 1, 0)
     journal.claim([before], 1)
     journal.mark(1)  # a checkpoint of step 1 was written, and the process died before `settle`
     journal.claim([after, dropped], 2)
@@ -95,6 +95,32 @@ def test_what_is_written_in_a_transaction_is_there_whole_or_not_at_all(journal: 
         journal.issue("a", 0, "0:a", 1)
         raise KeyboardInterrupt
     assert journal.issued() == 0
+
+
+def test_nothing_is_committed_once_the_right_to_write_is_lost(tmp_path: Path) -> None:
+    lost: list[bool] = []
+
+    def confirm() -> None:
+        if lost:
+            raise DirectoryLostError("another one has it")
+
+    journal = AttemptJournal(tmp_path / "journal.sqlite", confirm=confirm)
+    number = journal.issue("a", 0, "0:a", 1)
+    lost.append(True)
+    for write in (
+        lambda: journal.begin(number, 0, 1, 0),
+        lambda: journal.finish(number, 0, 1, b"", (0, 0)),
+        lambda: journal.claim([number], 1),
+        lambda: journal.issue("b", 0, "0:b", 1),
+        lambda: journal.mark(1),
+        lambda: journal.settle(1),
+        lambda: journal.note_phases([("update", 0.0, 1.0)]),
+        lambda: journal.close_short(number, 1),
+    ):
+        with pytest.raises(DirectoryLostError):
+            write()
+    assert journal.counts() == {"issued": 1, "again": 0} and journal.phases() == [] and journal.issued(1) == 0
+    journal.close()
 
 
 def test_a_reader_sees_a_run_that_is_being_written(journal: AttemptJournal) -> None:

@@ -8,6 +8,7 @@ import logging
 import re
 import socket
 import threading
+import time
 import urllib.error
 import urllib.request
 from pathlib import Path
@@ -15,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from rlflow.metrics.names import Metric
-from rlflow.run import live_page
+from rlflow.run import live_page, page_server
 from rlflow.run.display import SeveralDisplays, make_display
 from rlflow.run.live_page import LivePage
 from rlflow.run.pace import Clock, Pace
@@ -184,6 +185,30 @@ def test_clients_that_hang_or_leave_cost_nothing(page: LivePage) -> None:
             continue
     else:
         pytest.fail("the page does not answer any more")
+
+
+def test_clients_that_are_slow_hold_no_place_that_another_one_needs(page: LivePage) -> None:
+    """Sixteen that sent a byte now and then kept everybody else out for ever."""
+    host, port = page.url.split("/")[2].split(":")
+    slow = [socket.create_connection((host, int(port))) for _ in range(page_server.MOST_CLIENTS + 4)]
+    for one in slow:
+        one.sendall(b"GET /")
+    page.step(1, STEP)
+    assert "step 1 of 10" in get(page.url)
+    for one in slow:
+        one.close()
+
+
+def test_a_request_that_trickles_is_over_at_its_deadline(page: LivePage, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(page_server, "REQUEST_S", 1.0)
+    host, port = page.url.split("/")[2].split(":")
+    slow = socket.create_connection((host, int(port)))
+    began = time.monotonic()
+    with pytest.raises(OSError):
+        for _ in range(100):
+            slow.sendall(b"x")
+            time.sleep(0.1)
+    assert time.monotonic() - began < 8
 
 
 def test_the_page_shows_the_last_episodes_of_different_tasks(page: LivePage) -> None:

@@ -11,7 +11,7 @@ import sys
 
 import pytest
 
-from rlflow.errors import ConfigError
+from rlflow.errors import ConfigError, command
 from rlflow.metrics.names import Metric
 from rlflow.run.display import make_progress
 from rlflow.run.lines import clock, evaluation_line, headline, next_commands, phase_seconds, sparkline, summary_text
@@ -108,7 +108,7 @@ def test_the_panel_of_a_resumed_run_starts_where_the_run_did() -> None:
 def test_an_interrupted_run_says_how_to_go_on() -> None:
     text = summary_text({"status": "interrupted by SIGINT", "steps": 1, "seconds": 3.0, "written": {"run": "my runs/r"}}, {})
     assert text.splitlines()[0] == "interrupted by SIGINT after 1 step and 3 s"
-    assert "  rlflow train --config 'my runs/r'/config.yaml --resume  # goes on" in text
+    assert f"  {command()} train --config 'my runs/r'/config.yaml --resume  # goes on" in text
 
 
 def test_sparklines_scale_to_their_range_and_average_to_their_width() -> None:
@@ -153,10 +153,10 @@ def test_an_evaluation_is_called_after_the_training_only_if_it_was_made_then() -
 
 
 def test_the_next_commands_are_those_that_can_be_given() -> None:
-    given = ["rlflow view runs/a --open", "rlflow show runs/a", "rlflow eval --model runs/a/export"]
-    assert [command for command, _ in next_commands({**SUMMARY, "takes_questions": False})] == given
-    asked = [command for command, _ in next_commands({**SUMMARY, "takes_questions": True})]
-    assert asked == ['rlflow ask runs/a "a question"', *given], "only where the environment makes a task of text"
+    given = [f"{command()} {words}" for words in ("view runs/a --open", "show runs/a", "eval --model runs/a/export")]
+    assert [line for line, _ in next_commands({**SUMMARY, "takes_questions": False})] == given
+    asked = [line for line, _ in next_commands({**SUMMARY, "takes_questions": True})]
+    assert asked == [f"{command()} ask runs/a", *given], "only where the environment makes a task of text"
     assert next_commands({**SUMMARY, "written": {}}) == []
     assert summary_text(SUMMARY, REGISTERED).splitlines()[-4] == "next"
 

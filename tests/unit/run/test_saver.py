@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from rlflow.errors import StorageError
+from rlflow.errors import DirectoryLostError, StorageError
 from rlflow.run.checkpoints import Checkpoints, read_state
 from rlflow.run.saver import Saver
 from rlflow.trainer.base import Trainer
@@ -18,8 +18,8 @@ from rlflow.trainer.base import Trainer
 class SlowDisk(Trainer):
     """A trainer whose background saves end when `ready` is set, and fail where `full` is."""
 
-    def __init__(self) -> None:
-        self.ready = threading.Event()
+    def __init__(self, meanwhile: Callable[[], object] = lambda: None) -> None:
+        self.ready, self.meanwhile = threading.Event(), meanwhile
         self.full = False
         self.writing: Path | None = None
 
@@ -38,9 +38,10 @@ class SlowDisk(Trainer):
             return False
         self.ready.wait()
         path, self.writing = self.writing, None
+        self.meanwhile()
         if self.full:
             raise StorageError(f"{path}: the checkpoint cannot be written (OSError: No space left on device).")
-        path.mkdir()
+        path.mkdir(parents=True)
         return True
 
     def load(self, path: str | Path) -> int: ...  # type: ignore[empty-body]
@@ -100,3 +101,31 @@ def test_a_full_disk_costs_no_checkpoint_gives_the_space_back_and_names_the_newe
         saver.poll()
     assert checkpoints.steps() == [2] and [path.name for path in checkpoints.folder.iterdir()] == ["step_000002"]
     saver.finish()  # what failed is not tried again
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_who_lost_the_directory_names_no_checkpoint_and_leaves_that_of_its_successor_alone(
+    asynchronous: bool, tmp_path: Path
+) -> None:
+    """While the trainer writes, another process takes the directory and begins the same step."""
+    lost: list[bool] = []
+
+    def confirm() -> None:
+        if lost:
+            raise DirectoryLostError("another one has it")
+
+    def steal() -> None:
+        (theirs.begin(1) / "weights").write_text("theirs")
+        lost.append(True)
+
+    ours, theirs = Checkpoints(tmp_path, confirm), Checkpoints(tmp_path)
+    saver = Saver(SlowDisk(steal), ours, keep=1, asynchronous=asynchronous)
+    with pytest.raises(DirectoryLostError):
+        saver.save(1, {"step": 1})
+        saver.trainer.ready.set()
+        saver.poll()
+    with pytest.raises(DirectoryLostError):
+        saver.update_state(1, {"step": 1})
+    assert theirs.steps() == [] and (theirs.partial / "weights").read_text() == "theirs"
+    theirs.commit(1)
+    assert sorted(path.name for path in (tmp_path / "step_000001").iterdir()) == ["weights"]

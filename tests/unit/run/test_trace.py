@@ -14,7 +14,7 @@ def test_phases_and_episodes_are_spans_in_microseconds_and_no_two_of_a_lane_over
     journal = AttemptJournal(tmp_path / "journal.sqlite")
     number = journal.issue("a", 0, "0:a", 4)
     for sample, (begun, ended) in enumerate([(100.0, 103.0), (101.0, 102.0), (102.5, 104.0), (103.5, 105.0)]):
-        journal.begin(number, sample, 1, 0, 900.0, begun)
+        journal.begin(number, sample, 1, 0, begun)
         journal.finish(number, sample, 1, b"", (0, sample), ended)
     journal.claim([number], 1)
     journal.note_phases([("rollout", 100.5, 105.0), ("update", 105.0, 106.25)])
@@ -39,7 +39,7 @@ def test_the_picture_says_who_waited(tmp_path: Path) -> None:
     journal = AttemptJournal(tmp_path / "journal.sqlite")
     number = journal.issue("a", 0, "0:a", 2)
     for sample in range(2):
-        journal.begin(number, sample, 1, 0, 900.0, 100.0, "0")
+        journal.begin(number, sample, 1, 0, 100.0, "0")
         journal.finish(number, sample, 1, b"", (0, 0), 105.0)
     journal.note_phases([("rollout", 100.0, 106.0), ("update", 106.0, 110.0)])
     assert write_trace(journal, tmp_path / "trace.svg") == 4

@@ -9,9 +9,11 @@ import zlib
 from pathlib import Path
 
 import pytest
+import xxhash
 
 from rlflow.errors import DamagedCheckpointError
 from rlflow.storage.integrity import (
+    FORGERIES,
     Fingerprint,
     error_reason,
     find_damage,
@@ -25,32 +27,45 @@ from rlflow.storage.integrity import (
 CONTENT = bytes(range(256)) * 20_000  # more than one block
 
 
-def test_a_fingerprint_is_what_zlib_and_hashlib_say_of_the_whole(tmp_path: Path) -> None:
+def test_a_fingerprint_is_what_the_libraries_say_of_the_whole(tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.write_bytes(CONTENT)
-    crc32 = f"{zlib.crc32(CONTENT):08x}"
-    assert fingerprint(file) == Fingerprint(len(CONTENT), crc32, None)
-    assert fingerprint(file, sha256=True) == Fingerprint(len(CONTENT), crc32, hashlib.sha256(CONTENT).hexdigest())
+    expected = {
+        "xxh3": xxhash.xxh3_128_hexdigest(CONTENT),
+        "sha256": hashlib.sha256(CONTENT).hexdigest(),
+        "crc32": f"{zlib.crc32(CONTENT):08x}",
+    }
+    for names in (("xxh3",), ("xxh3", "sha256"), ("crc32",)):
+        checksums = {name: expected[name] for name in names}
+        assert fingerprint(file, names) == Fingerprint(len(CONTENT), checksums)
 
 
-@pytest.mark.parametrize("sha256", [False, True])
-def test_a_manifest_comes_back_and_finds_each_kind_of_damage(tmp_path: Path, sha256: bool) -> None:
+@pytest.mark.parametrize("algorithms", [("xxh3",), ("xxh3", "sha256"), ("crc32",)])
+def test_a_manifest_comes_back_and_finds_each_kind_of_damage(
+    tmp_path: Path, algorithms: tuple[str, ...]
+) -> None:
+    """crc32: as earlier versions wrote them."""
     (tmp_path / "a").write_bytes(b"first")
     (tmp_path / "b").write_bytes(b"second")
-    files = {name: fingerprint(tmp_path / name, sha256=sha256) for name in ("b", "a")}
+    files = {name: fingerprint(tmp_path / name, algorithms) for name in ("b", "a")}
     written = write_manifest(tmp_path / "manifest.json", {"step": 3}, files)
     read = read_sealed(tmp_path / "manifest.json")
     assert read == written and read["step"] == 3 and read_fingerprints(read, tmp_path) == files
     assert find_damage(tmp_path, files) is None
-    for content, word in ((b"secont", "damaged, its checksum"), (b"sec", "3 bytes, 6 bytes expected"), (None, "missing")):
+    for content, word in (
+        (b"secont", "damaged, its checksum"),
+        (b"sec", "3 bytes, 6 bytes expected"),
+        (None, "missing"),
+    ):
         (tmp_path / "b").write_bytes(content) if content else (tmp_path / "b").unlink()
         assert word in (find_damage(tmp_path, files) or "")
         assert find_damage(tmp_path, files, ["a"]) is None
 
 
-def test_a_forged_crc32_does_not_pass_where_sha256_was_taken(tmp_path: Path) -> None:
+def test_a_forged_xxh3_does_not_pass_where_sha256_was_taken(tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes(b"first")
-    forged = fingerprint(tmp_path / "a", sha256=True)._replace(sha256="0" * 64)
+    found = fingerprint(tmp_path / "a", FORGERIES)
+    forged = Fingerprint(found.size, {**found.checksums, "sha256": "0" * 64})
     damage = find_damage(tmp_path, {"a": forged}) or ""
     assert "damaged, its checksum is" in damage and damage.endswith(f"{'0' * 64} was written")
 

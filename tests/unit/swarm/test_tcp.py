@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from rlflow.errors import ConfigError
-from rlflow.swarm.tcp import MOST_CONNECTIONS, TcpTransport
+from rlflow.swarm.tcp import MOST_UNPROVEN, TcpTransport
 
 KEY = b"sixteen bytes or more"
 Join = Callable[..., TcpTransport]
@@ -135,12 +135,25 @@ def test_garbage_and_silence_are_over_at_the_deadline_and_others_are_served_mean
         connection.close()
 
 
-def test_more_connections_than_are_served_are_closed_at_once(join: Join) -> None:
-    one = join(timeout_s=5.0)
-    held = [socket.create_connection(one.address, 5) for _ in range(MOST_CONNECTIONS + 3)]
-    assert refused(one, 3) == 3
+@pytest.mark.timeout(60)
+def test_peers_that_are_silent_hold_no_place_that_another_one_needs(join: Join) -> None:
+    one = join(timeout_s=30.0)
+    held = [socket.create_connection(one.address, 5) for _ in range(MOST_UNPROVEN + 3)]
+    assert refused(one, 3) == 3  # the oldest
+    friend = join(one)
+    friend.publish([b"1"])
+    assert waited(one) == [b"1"]
     for connection in held:
         connection.close()
+
+
+def test_an_end_beside_silent_peers_is_nothing_to_speak_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "key").write_bytes(KEY)
+    one = TcpTransport("me", "127.0.0.1:0", str(tmp_path / "key"))
+    with socket.create_connection(one.address, 5) as silent:
+        assert len(silent.recv(32, socket.MSG_WAITALL)) == 32
+        one.close()
+    assert not caplog.records
 
 
 def test_a_peer_that_is_gone_costs_no_time_and_gets_the_newest_when_it_is_back(join: Join) -> None:

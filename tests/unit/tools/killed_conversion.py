@@ -1,9 +1,10 @@
-"""Conversions that are killed by SIGKILL in the middle of a call that changes the disk. A program of its own, as it forks.
+"""Conversions that are killed by SIGKILL in the middle of a change of the disk. A program of its
+own, as it forks.
 
     python killed_conversion.py DIRECTORY-WITH-step-AND-hf PLACE KILLS SEED
 
-Converts to PLACE/whole, then to PLACE/out00, out01, ..., each killed at a random call; KILLS=0 kills one halfway. Prints
-{"calls": of the whole conversion, "killed_at": [...]}."""
+Converts to PLACE/whole, then to PLACE/out00, out01, ..., each killed at a random change. Prints
+{"changes": of the whole conversion, "killed_at": [...]}."""
 
 from __future__ import annotations
 
@@ -15,63 +16,73 @@ import sys
 from pathlib import Path
 from typing import Any
 
-BLOCK_BYTES = 4000
-CALLS = ("write", "pwrite", "fsync", "rename", "posix_fallocate", "unlink", "mkdir")
+CALLS = ("fsync", "rename", "replace", "unlink", "mkdir")
 
 
 class Disk:
-    """Counts the calls that change the disk; in the one with number `fatal` half of it is done and the process killed."""
+    """Counts the changes of the disk; at the one with number `fatal` the process is killed, with half
+    of it written where it is a write."""
 
     def __init__(self, fatal: int) -> None:
-        self.fatal = fatal
-        self.seen = 0
-        for name in CALLS:
-            setattr(os, name, self._counting(name, getattr(os, name)))
+        from rlflow_tools.ckpt_convert.writers.files import HashedFile
 
-    def _counting(self, name: str, real: Any) -> Any:
-        def called(*arguments: Any) -> Any:
+        self.fatal, self.seen = fatal, 0
+        for name in CALLS:
+            setattr(os, name, self._counting(getattr(os, name)))
+        write = HashedFile.write
+
+        def half(file: Any, data: Any) -> int:
             self.seen += 1
             if self.seen == self.fatal:
-                if name in ("write", "pwrite"):
-                    data = memoryview(arguments[1]).cast("B")
-                    real(arguments[0], data[: len(data) // 2], *arguments[2:])
+                write(file, memoryview(data).cast("B")[: memoryview(data).nbytes // 2])
+                file.flush()
                 os.kill(os.getpid(), signal.SIGKILL)
-            return real(*arguments)
+            return write(file, data)
+
+        HashedFile.write = half  # type: ignore[method-assign]
+
+    def _counting(self, real: Any) -> Any:
+        def called(*arguments: Any, **options: Any) -> Any:
+            self.seen += 1
+            if self.seen == self.fatal:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return real(*arguments, **options)
 
         return called
 
 
 def convert(made: Path, out: Path, fatal: int = 0) -> tuple[int, int]:
-    """(exit status, calls that change the disk) of a conversion in a process of its own."""
+    """(exit status, changes of the disk) of a conversion in a process of its own."""
+    from rlflow_tools.ckpt_convert import stream
     from rlflow_tools.ckpt_convert.export_model import Options, to_huggingface
-    from rlflow_tools.ckpt_convert.writers import output_files
 
-    output_files.BLOCK_BYTES = BLOCK_BYTES
+    stream.BLOCK_BYTES = 4000
     read, write = os.pipe()
     child = os.fork()
     if child == 0:
         disk = Disk(fatal)
-        to_huggingface(made / "step", out, made / "hf", Options(resume=True, shard_bytes=100_000))
+        to_huggingface(made / "step", out, made / "hf", Options(shard_bytes=100_000))
         os.writev(write, [str(disk.seen).encode()])
         os._exit(0)
     os.close(write)
     status = os.waitpid(child, 0)[1]
-    with os.fdopen(read) as stream:
-        return status, int(stream.read() or 0)
+    with os.fdopen(read) as stream_of_count:
+        return status, int(stream_of_count.read() or 0)
 
 
 def main() -> None:
-    made, place, kills, seed = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
-    status, calls = convert(made, place / "whole")
+    made, place = Path(sys.argv[1]), Path(sys.argv[2])
+    kills, seed = int(sys.argv[3]), int(sys.argv[4])
+    status, changes = convert(made, place / "whole")
     if status:
         sys.exit(f"the whole conversion ended with status {status}")
     draw = random.Random(seed)
-    fatal = [draw.randint(1, calls) for _ in range(kills)] or [calls // 2]
+    fatal = [draw.randint(1, changes) for _ in range(kills)]
     for number, event in enumerate(fatal):
         status, _ = convert(made, place / f"out{number:02}", event)
         if not os.WIFSIGNALED(status) or os.WTERMSIG(status) != signal.SIGKILL:
-            sys.exit(f"call {event} of {calls}: status {status}, not killed")
-    print(json.dumps({"calls": calls, "killed_at": fatal}))
+            sys.exit(f"change {event} of {changes}: status {status}, not killed")
+    print(json.dumps({"changes": changes, "killed_at": fatal}))
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.distributed import checkpoint as torch_checkpoint
 
 from rlflow.batching import token_batch
-from rlflow.errors import ConversionError
+from rlflow.errors import COMMAND_PLUG_INS, ConversionError
 from rlflow.models.architecture import architecture, placed_rules
 from rlflow.models.huggingface import WeightFiles, digest, iterate_weights, read_config
 from rlflow.models.sharding import shard
@@ -28,6 +28,7 @@ from rlflow.trainer.base import Trainer
 from tests import rounding
 from tests.unit.tools.spoiled import Payload, convert_with_changed_bytes
 from tools.ckpt_convert.command import main
+from tools.ckpt_convert.writers.files import HashedFile
 
 VOCAB = 301
 MODELS: dict[str, dict[str, Any]] = {
@@ -84,7 +85,7 @@ def test_export_has_the_trainers_weights_and_computes_what_it_does(name: str, ma
 
 def test_output_does_not_depend_on_workers(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # Blocks that begin within query groups.
-    monkeypatch.setattr("rlflow_tools.ckpt_convert.writers.output_files.BLOCK_BYTES", 1000)
+    monkeypatch.setattr("rlflow_tools.ckpt_convert.stream.BLOCK_BYTES", 1000)
     for workers in (1, 5):
         options = Options(workers=workers, shard_bytes=100_000, verify="full")
         to_huggingface(made / "qwen2" / "step", tmp_path / str(workers), made / "qwen2" / "hf", options)
@@ -234,7 +235,7 @@ def test_bad_input_is_one_line_with_its_code(name: str, case: Any, capsys: Any, 
     assert main(["to-hf", str(checkpoint), str(out), "--hf", str(reference)]) == code
     message = capsys.readouterr().err
     assert text in message and message.count("\n") == 1
-    assert not out.exists() and not (tmp_path / "out.partial").exists() and not (tmp_path / "witness").exists()
+    assert not out.exists() and not list(tmp_path.glob("out*")) and not (tmp_path / "witness").exists()
 
 
 def test_out_is_replaced_only_when_asked_and_never_the_checkpoint(case: Any, tmp_path: Path) -> None:
@@ -249,12 +250,12 @@ def test_out_is_replaced_only_when_asked_and_never_the_checkpoint(case: Any, tmp
     assert main([*call, str(reference), "--overwrite"]) == 9
     assert (out / "notes.txt").read_text() == "mine"
     (out / "config.json").write_text("{}")
-    (tmp_path / "out.partial").mkdir()  # what a killed conversion leaves
-    (tmp_path / "out.partial" / "half").write_text("")
-    (tmp_path / "out.partial" / "conversion.journal").write_text('{"source": {}, "plan": "", "files": ""}\n0 0 0\n')
+    killed = tmp_path / "out.17.42.partial"
+    killed.mkdir()
+    (killed / "half").write_text("")
     assert main([*call, str(out), "--overwrite"]) == 0
     assert digest(iterate_weights(out)) == digest(iterate_weights(reference))
-    assert not (out / "notes.txt").exists() and not (out / "half").exists() and not (tmp_path / "out.partial").exists()
+    assert not (out / "notes.txt").exists() and not (out / "half").exists() and not killed.exists()
 
 
 @pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata", "common.pt", "tokenizer.json"])
@@ -270,18 +271,18 @@ def test_a_source_that_was_saved_over_meanwhile_is_refused(name: str, case: Any,
 
     with pytest.raises(ConversionError, match=f"{name}: was written to while it was read") as caught:
         to_huggingface(checkpoint, out, reference, Options(check=save_over))
-    assert caught.value.exit_code == 4 and not out.exists() and not (tmp_path / "out.partial").exists()
+    assert caught.value.exit_code == 4 and not out.exists() and not list(tmp_path.glob("out*"))
 
 
 def test_full_disk_leaves_nothing(case: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     checkpoint, reference, out = case
-    usage = "rlflow_tools.ckpt_convert.writers.output_files.shutil.disk_usage"
+    usage = "rlflow_tools.ckpt_convert.writers.directory.shutil.disk_usage"
     monkeypatch.setattr(usage, lambda path: shutil._ntuple_diskusage(9, 9, 0))
     assert main(["to-hf", str(checkpoint), str(out), "--hf", str(reference)]) == 8
-    assert not out.exists() and not (tmp_path / "out.partial").exists()
+    assert not out.exists() and not list(tmp_path.glob("out*"))
 
 
-@pytest.mark.parametrize(("name", "number"), [("posix_fallocate", 28), ("pwrite", 28), ("fsync", 122), ("pwrite", 5)])
+@pytest.mark.parametrize(("name", "number"), [("write", 28), ("fsync", 122), ("write", 5)])
 def test_a_disk_that_fails_is_one_line(
     case: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any, name: str, number: int
 ) -> None:
@@ -290,13 +291,11 @@ def test_a_disk_that_fails_is_one_line(
     def refuse(*arguments: Any) -> None:
         raise OSError(number, os.strerror(number))
 
-    monkeypatch.setattr(os, name, refuse)
+    monkeypatch.setattr(HashedFile if name == "write" else os, name, refuse)
     assert main(["to-hf", str(checkpoint), str(out), "--hf", str(reference)]) == 8
     message = capsys.readouterr().err
     assert ("is full" in message) == (number != 5) and message.count("\n") == 1
-    assert not out.exists() and not (tmp_path / "out.partial").exists()
-    assert main(["to-hf", str(checkpoint), str(out), "--hf", str(reference), "--resume"]) == 8
-    assert not out.exists() and (tmp_path / "out.partial").is_dir()
+    assert not list(tmp_path.glob("out*"))
 
 
 def test_tied_output_layer_is_dropped_where_it_is_the_embedding(made: Path, tmp_path: Path) -> None:
@@ -364,8 +363,9 @@ def test_rlflow_convert_is_a_plugin(case: Any, capsys: Any, monkeypatch: pytest.
         def load() -> Any:
             return command.add
 
-    monkeypatch.setattr(cli.metadata, "entry_points", lambda group: [Entry] if group == cli.PLUGINS else [])
+    monkeypatch.setattr(cli.metadata, "entry_points", lambda group: [Entry] if group == COMMAND_PLUG_INS else [])
     checkpoint, reference, out = case
     out.mkdir()
+    (out / "notes.txt").write_text("mine")
     assert cli.main(["convert", "to-hf", str(checkpoint), str(out), "--hf", str(reference)]) == 9
     assert cli.main(["convert", "inspect", str(checkpoint)]) == 0

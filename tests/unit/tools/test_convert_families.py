@@ -13,6 +13,7 @@ from fixtures import tiny_model
 from rlflow_tools.ckpt_convert.export_model import Options, to_huggingface
 from rlflow_tools.ckpt_convert.import_model import ImportOptions, to_megatron
 from rlflow_tools.ckpt_convert.mapping.to_megatron import CheckpointLayout
+from rlflow_tools.ckpt_convert.writers import torch_dist
 
 from rlflow.models.huggingface import digest, iterate_weights, read_config
 from tests.dist.checkpoint_ranks import ITERATION, TOKENS, Job, run_alone
@@ -76,8 +77,9 @@ def test_export_computes_what_megatron_computes(name: str, made: dict[str, tuple
 
 @pytest.mark.parametrize("saved", ["torch_dist", "torch"])
 def test_import_loads_in_megatron_with_the_same_parameters(
-    saved: str, made: dict[str, tuple[Path, Job]], tmp_path: Path
+    saved: str, made: dict[str, tuple[Path, Job]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(torch_dist, "CHUNK_BYTES", 5000)  # most matrices in several chunks
     jobs = []
     for number, name in enumerate(CASES):
         reference, job = made[name]

@@ -14,6 +14,7 @@ from rlflow.config.schema import load_config
 from rlflow.errors import ConfigError, ConversionError
 from rlflow.models.huggingface import digest, iterate_weights
 from rlflow.run.model_directory import ModelDirectory, model_directory
+from rlflow.run.origin import mark_own
 from rlflow.trainer.base import Trainer
 
 
@@ -28,6 +29,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (root / "run" / "checkpoints" / f"step_{step:06d}" / "state.json").write_text(json.dumps({"step": step}))
     trainer.close()
     save_config(load_config(None, [f"model.path={model}"]), root / "run" / "config.yaml")
+    mark_own(root / "run" / "config.yaml")
     return root
 
 

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import shutil
-import subprocess
-import sys
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,7 +15,8 @@ from rlflow_tools.ckpt_convert.export_model import Options, to_huggingface
 from rlflow_tools.ckpt_convert.import_model import ImportOptions, to_megatron
 from rlflow_tools.ckpt_convert.mapping.to_megatron import CheckpointLayout
 from rlflow_tools.ckpt_convert.readers.arguments import flags_to_give
-from rlflow_tools.ckpt_convert.writers.direct import DirectFile
+from rlflow_tools.ckpt_convert.readers.torch_dist import TorchDist
+from rlflow_tools.ckpt_convert.writers import torch_dist
 from safetensors.torch import load_file, save_file
 
 from rlflow.errors import ConversionError
@@ -116,7 +115,7 @@ def test_bad_input_is_one_line_with_its_code(name: str, model: Path, tmp_path: P
     assert main(["to-megatron", str(model), str(tmp_path / "out"), *options]) == code
     message = capsys.readouterr().err
     assert text in message and message.count("\n") == 1, message
-    assert not (tmp_path / "out").exists() and not (tmp_path / "out.partial").exists()
+    assert not (tmp_path / "out").exists() and not list(tmp_path.glob("out*"))
 
 
 def test_missing_shard_is_named(tmp_path: Path, capsys: Any) -> None:
@@ -162,51 +161,42 @@ def test_output_does_not_depend_on_workers_and_block_size(
     saved: str, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for workers, block in ((1, 2 << 20), (5, 1000)):
-        monkeypatch.setattr("rlflow_tools.ckpt_convert.writers.output_files.BLOCK_BYTES", block)
-        options = ImportOptions(layout=CheckpointLayout(2), format=saved, workers=workers)
+        monkeypatch.setattr("rlflow_tools.ckpt_convert.stream.BLOCK_BYTES", block)
+        layout = CheckpointLayout(2)
+        options = ImportOptions(layout, saved, shard_bytes=50_000, workers=workers)
         to_megatron(model, tmp_path / str(workers), options)
     single, five = (
-        {file.relative_to(tmp_path / name).as_posix(): file.read_bytes() for file in (tmp_path / name).rglob("*.*")}
+        {file.relative_to(tmp_path / name): file.read_bytes() for file in (tmp_path / name).rglob("*.*")}
         for name in ("1", "5")
     )
     assert single == five and len(single) >= 4
 
 
+def test_large_tensors_are_cut_into_chunks(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether Megatron loads them: test_convert_families.py."""
+    to_megatron(model, tmp_path / "whole")
+    monkeypatch.setattr(torch_dist, "CHUNK_BYTES", 1000)
+    manifest = to_megatron(model, tmp_path / "out", ImportOptions(verify="full"))
+    chunks = TorchDist(tmp_path / "out").tensors["embedding.word_embeddings.weight"].chunks
+    assert len(chunks) > 20 and manifest["parameters"] > 0
+    sizes = {chunk.length for chunk in chunks}
+    assert max(sizes) < 1000 + 2000, "a chunk, and what torch.save adds"
+    to_huggingface(tmp_path / "out", tmp_path / "back", model)
+    assert digest(iterate_weights(tmp_path / "back")) == digest(iterate_weights(model))
+
+
 def test_existing_output_is_replaced_only_when_asked(model: Path, tmp_path: Path, capsys: Any) -> None:
     call = ["to-megatron", str(model), str(tmp_path / "out")]
     assert main([*call, "--dry-run", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["files"] == 5 and not (tmp_path / "out").exists()
+    assert json.loads(capsys.readouterr().out)["files"] == 1 and not (tmp_path / "out").exists()
     assert main(call) == 0
     assert main(call) == 9
     assert main([*call, "--overwrite", "--format", "torch", "--json"]) == 0
     assert not (tmp_path / "out" / "release" / ".metadata").exists(), "files of the first are still there"
     assert main(["verify", str(tmp_path / "out")]) == 0
     assert main(["to-megatron", str(model), str(model), "--overwrite"]) == 9
-
-
-@pytest.mark.slow
-def test_resume_gives_what_an_uninterrupted_run_gives(model: Path, tmp_path: Path) -> None:
-    program = (
-        "import os, signal, sys; from rlflow_tools.ckpt_convert.writers import output_files; output_files.BLOCK_BYTES = 1000\n"
-        "from rlflow_tools.ckpt_convert.import_model import ImportOptions, to_megatron\n"
-        "calls = []\n"
-        "def progress(count, total):\n"
-        "    calls.append(count)\n"
-        "    if len(calls) == int(sys.argv[3]): os.kill(os.getpid(), signal.SIGKILL)\n"
-        "to_megatron(*sys.argv[1:3], ImportOptions(resume=True, verify='full'), progress)\n"
-    )
-    root = Path(__file__).resolve().parents[3]
-
-    def run(out: str, kill_after: int) -> int:
-        command = [sys.executable, "-c", program, str(model), str(tmp_path / out), str(kill_after)]
-        return subprocess.run(command, cwd=root).returncode
-
-    assert run("out", 40) == -9 and not (tmp_path / "out").exists()
-    assert run("out", 0) == 0
-    assert run("whole", 0) == 0
-    for file in (tmp_path / "whole" / "release").iterdir():
-        assert file.read_bytes() == (tmp_path / "out" / "release" / file.name).read_bytes(), file.name
-    shutil.rmtree(tmp_path / "out")
 
 
 ROUTES: dict[str, tuple[dict[str, Any], tuple[str, bool, bool]]] = {
@@ -281,15 +271,21 @@ def test_weights_in_8_bits_without_scales_are_refused(tmp_path: Path, capsys: An
 
 
 @pytest.mark.parametrize("verify", ["fast", "none"])
-def test_a_block_that_reads_back_otherwise_is_refused(verify: str, model: Path, tmp_path: Path, monkeypatch: Any) -> None:
-    plain = DirectFile.write
+def test_a_file_that_reads_back_otherwise_is_refused(
+    verify: str, model: Path, tmp_path: Path, monkeypatch: Any
+) -> None:
+    real = os.fsync
 
-    def faulty(file: DirectFile, data: memoryview, offset: int) -> None:
-        data[len(data) // 2] ^= 1
-        plain(file, data, offset)
-        data[len(data) // 2] ^= 1
+    def faulty(descriptor: int) -> None:
+        """Changes a byte on its way to the disk."""
+        real(descriptor)
+        name = os.readlink(f"/proc/self/fd/{descriptor}")
+        if name.endswith(".distcp"):
+            with open(name, "r+b") as file:
+                file.seek(5000)
+                file.write(bytes([file.read(1)[0] ^ 1]))
 
-    monkeypatch.setattr(DirectFile, "write", faulty)
+    monkeypatch.setattr(os, "fsync", faulty)
     if verify == "none":
         to_megatron(model, tmp_path / "out", ImportOptions(verify=verify))
         return

@@ -84,7 +84,7 @@ def test_a_snapshot_in_host_memory_scores_as_the_policy_did(make: Any) -> None:
     ],
 )
 def test_offloading_is_refused_by_name_without_a_gpu(make: Any, key: str, options: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match=rf"trainer\.{key}: found true, but this process has no GPU"):
+    with pytest.raises(ConfigError, match=rf"trainer\.{key}: found true, but the trainer has no GPU"):
         make(**options)
 
 

@@ -109,6 +109,14 @@ def test_intervals_stand_where_they_were_measured_and_nowhere_else() -> None:
     assert measured.count('class="interval"') == measured.count("<circle") == 2 and "<polygon" not in measured
 
 
+def test_curves_that_coincide_are_all_seen() -> None:
+    """Each later one is drawn over the earlier ones in shorter dashes of the same period."""
+    same = curve([evaluated(0, 0.1), evaluated(5, 0.4)], "eval/exact_match")
+    dashes = re.findall(r'stroke-dasharray="(\S+) (\S+)"', chart({"a": same, "b": same, "c": same}))
+    assert [float(dash) for dash, _ in dashes] == [24, 16, 8]
+    assert {float(dash) + float(gap) for dash, gap in dashes} == {24}
+
+
 def test_names_are_escaped_and_told_apart(tmp_path: Path, tokenizer: Tokenizer) -> None:
     runs = [run_with(tmp_path / folder / "<b>x", tokenizer, [True] * 5) for folder in ("one", "two")]
     comparison = compare([RunFiles.open(run) for run in runs])

@@ -5,7 +5,6 @@ All tensors are matrices here: a vector of n elements is (n, 1), and a stack (la
 
 from __future__ import annotations
 
-import hashlib
 import math
 from dataclasses import dataclass
 from functools import cached_property
@@ -123,20 +122,6 @@ class Plan:
     @cached_property
     def nbytes(self) -> int:
         return sum(target.nbytes for target in self.targets)
-
-    @cached_property
-    def digest(self) -> str:
-        """A hash of everything that the output's bytes follow from, the bytes of the source apart."""
-        content = hashlib.sha256()
-        for target in self.targets:
-            content.update(f"{target.name}|{target.shape}|{target.dtype}|{target.columns}\n".encode())
-            for tile in target.tiles:
-                source = (
-                    None if tile.view is None else (tile.view.stored.name, tile.view.index, str(tile.view.stored.dtype))
-                )
-                place = (tile.row, tile.rows, tile.column, tile.columns, tile.source_row, tile.source_column)
-                content.update(f"{source}{place}\n".encode())
-        return content.hexdigest()
 
     def check(self) -> None:
         """Raises ConversionError (6) unless names are unique and each target is tiled by tiles that lie in their views.

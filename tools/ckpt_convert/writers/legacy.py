@@ -1,19 +1,26 @@
-"""The files of a legacy checkpoint: what legacy.py reads, laid out in the other direction. torch.load reads them."""
+"""The files of a legacy checkpoint, one per rank, as Megatron-LM writes them with torch.save."""
 
 from __future__ import annotations
 
 import argparse
+import tempfile
 from collections import OrderedDict
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
 
 from rlflow.models.rules import Rule
 from rlflow.models.tables import EMBEDDING
 
 from ..mapping.plan import Target
 from ..mapping.to_megatron import Import
-from .output_files import Literals, OutputFile
-from .torch_archive import TensorStandIn, lay_out_archive
+from ..stream import Copier
+from .checkpoint import as_tensor
+from .files import HashedFile, OutputFile
 
 FILE = "model_optim_rng.pt"
 
@@ -40,25 +47,37 @@ def _rank_file(
     work: Import, folder: str, common: dict[str, Any], tensor: int, pipeline: int, expert: int
 ) -> OutputFile:
     path = f"{folder}/{rank_directory(work, tensor, pipeline, expert)}/{FILE}"
-    targets: dict[str, Target] = {}
     value = {**common, "args": _args_of(work, common["args"], tensor, pipeline, expert)}
+    held: list[tuple[int, str, Target]] = []
     for chunk in range(work.layout.virtual):
-        state: OrderedDict[str, TensorStandIn | None] = OrderedDict()
         for name, rule, layer in _held_tensors(work, pipeline, chunk, expert):
             part = work.rank_slice(rule, layer, tensor)
             columns = part.shape[1] if len(part.shape) > 1 else 1
+            dtype = work.dtype_of(rule, layer)
             label = f"{path}:{chunk}:{name}"
-            targets[label] = Target(label, part.shape, work.dtype_of(rule, layer), columns, part.tiles)
-            state[name] = TensorStandIn(label, part.shape, targets[label].dtype)
-            state.update(_extra_state(work, name))
-        value["model" if work.layout.virtual == 1 else f"model{chunk}"] = state
-    archive = lay_out_archive(value)
-    places = tuple((targets[label], at) for label, at in archive.places().items())
+            held.append((chunk, name, Target(label, part.shape, dtype, columns, part.tiles)))
 
-    def seal(checksums: Any) -> Literals:
-        return archive.literals(checksums)
+    def write(file: HashedFile, copier: Copier) -> None:
+        states: list[OrderedDict[str, Tensor | None]] = [OrderedDict() for _ in range(work.layout.virtual)]
+        # torch.save wants all tensors of a file at once. They lie in a mapped file without a name,
+        # so that the system may write them out where a rank's weights are more than its memory.
+        memory = _mapped(file.directory, sum(target.nbytes for *_, target in held))
+        at = 0
+        for chunk, name, target in held:
+            data = memory[at : at + target.nbytes]
+            at += target.nbytes
+            copier.fill(target, data)
+            states[chunk][name] = as_tensor(data, target, target.shape)
+            states[chunk].update(_extra_state(work, name))
+        names = ["model"] if len(states) == 1 else [f"model{chunk}" for chunk in range(len(states))]
+        torch.save({**value, **dict(zip(names, states))}, file)  # type: ignore[arg-type]
 
-    return OutputFile(path, archive.size, places, (), seal)
+    return OutputFile(path, tuple(target for *_, target in held), write)
+
+
+def _mapped(directory: Path, nbytes: int) -> np.ndarray:
+    with tempfile.TemporaryFile(dir=directory) as file:
+        return np.memmap(file, np.uint8, "w+", shape=nbytes)
 
 
 def _args_of(work: Import, args: argparse.Namespace, tensor: int, pipeline: int, expert: int) -> argparse.Namespace:

@@ -1,15 +1,34 @@
-"""The files of a torch_dist checkpoint: what readers/torch_dist.py reads, laid out in the other direction.
+"""A torch_dist checkpoint, in the layout of torch.distributed.checkpoint.
 
-`__<number>_0.distcp` hold one archive per chunk and per extra state, `.metadata` says where they are, `metadata.json` names
-the format, `common.pt` has Megatron's arguments. megatron-core loads them in any layout."""
+`__<number>_0.distcp` hold one file of torch.save per chunk and per extra state, `.metadata` says
+where they are, `metadata.json` names the format, `common.pt` has Megatron's arguments.
+megatron-core loads them in any layout.
+
+torch's own FileSystemWriter is not used: it keeps the last tensor of each key until a file ends,
+which are all tensors of a model whose layers have keys of their own (torch 2.13,
+distributed/checkpoint/filesystem.py, _write_files_from_queue)."""
 
 from __future__ import annotations
 
 import dataclasses
+import io
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+import pickle
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
+
+import torch
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 
 from rlflow.models.architecture import Architecture
 from rlflow.models.rules import Rule, Split
@@ -17,65 +36,109 @@ from rlflow.models.rules import Rule, Split
 from ..mapping.plan import Target, Tile
 from ..mapping.rank_slices import RankSlice
 from ..mapping.to_megatron import Import
-from .output_files import Literals, OutputFile
-from .torch_archive import ArchiveLayout, TensorStandIn, archive_bytes, lay_out_archive
-from .torch_pickle import SIZE, Function, FunctionCall, dumps, object_of, size
+from ..stream import Copier
+from .checkpoint import Checkpoint, as_tensor
+from .files import HashedFile, OutputFile, in_groups
 
+CHUNK_BYTES = 16 << 20
+"""Of a chunk, or one row: a thread holds it in memory, and torch.save's copy of it."""
 FORMAT = {
     "sharded_backend": "torch_dist",
     "sharded_backend_version": 1,
     "common_backend": "torch",
     "common_backend_version": 1,
 }
-_METADATA = "torch.distributed.checkpoint.metadata"
-_Metadata = object_of(_METADATA, "Metadata")
-_TensorMetadata = object_of(_METADATA, "TensorStorageMetadata")
-_BytesMetadata = object_of(_METADATA, "BytesStorageMetadata")
-_ChunkMetadata = object_of(_METADATA, "ChunkStorageMetadata")
-_Properties = object_of(_METADATA, "TensorProperties")
-_Index = object_of(_METADATA, "MetadataIndex")
-_Place = object_of("torch.distributed.checkpoint.filesystem", "_StorageInfo")
-_MEMORY_FORMAT = Function(_METADATA, "_MEM_FORMAT_ENCODING")
-_LAYOUT = Function("torch.serialization", "_get_layout")
-_NAMES = (
-    *(_Metadata, _TensorMetadata, _BytesMetadata, _ChunkMetadata, _Properties, _Index, _Place),
-    *(_MEMORY_FORMAT, _LAYOUT, SIZE),
-)
 
 
 @dataclass(frozen=True)
 class OutputChunk:
-    """A box of a whole tensor: its key there, first element per axis, and what it is made of."""
+    """Rows [first, last) of a target, a box of a whole tensor: its key and shape there, and the
+    first element per axis."""
 
     key: str
     whole: tuple[int, ...]
     offsets: tuple[int, ...]
     target: Target
+    first: int
+    last: int
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return (self.last - self.first) * self.target.row_bytes
 
 
-def torch_dist_files(work: Import, folder: str, common: dict[str, Any], chunk_bytes: int) -> list[OutputFile]:
-    """All files of the checkpoint below `folder`; data files with at most `chunk_bytes` of tensors, or one tensor."""
-    chunks = [chunk for rule, layer in work.rules() for chunk in _chunks(work, rule, layer)]
-    groups: list[list[OutputChunk]] = [[]]
-    filled = 0
-    for chunk in chunks:
-        if groups[-1] and filled + chunk.target.nbytes > chunk_bytes:
-            groups.append([])
-            filled = 0
-        groups[-1].append(chunk)
-        filled += chunk.target.nbytes
-    states = _extra_states(work)
-    tables = _Tables()
-    files = []
-    for number, group in enumerate(groups):
-        files.append(_data_file(folder, f"__{number}_0.distcp", group, states if number == 0 else [], tables))
-    common = {**common, "content_metadata": {"non_homogeneous_layers": has_numbered_layers(work.model)}}
-    return [
-        *files,
-        _literal(f"{folder}/.metadata", tables.pickled()),
-        _literal(f"{folder}/metadata.json", json.dumps(FORMAT).encode()),
-        _literal(f"{folder}/common.pt", archive_bytes(common)),
+@dataclass
+class _DataFile:
+    """What is in a file, and, once it is written, where: (first byte, bytes) of each."""
+
+    name: str
+    chunks: Sequence[OutputChunk]
+    states: Sequence[str]
+    chunk_places: list[tuple[int, int]] = field(default_factory=list)
+    state_places: list[tuple[int, int]] = field(default_factory=list)
+
+    def write(self, file: HashedFile, copier: Copier) -> None:
+        for chunk in self.chunks:
+            start = file.tell()
+            data = copier.rows(chunk.target, chunk.first, chunk.last)
+            torch.save(as_tensor(data, chunk.target, chunk.shape), file)  # type: ignore[arg-type]
+            self.chunk_places.append((start, file.tell() - start))
+        nothing = io.BytesIO()
+        torch.save([None], nothing)
+        for _ in self.states:
+            self.state_places.append((file.tell(), nothing.getbuffer().nbytes))
+            file.write(nothing.getbuffer())
+
+
+def torch_dist_checkpoint(
+    work: Import, folder: str, common: dict[str, Any], file_bytes: int
+) -> Checkpoint:
+    """The checkpoint below `folder`; data files with at most `file_bytes` of tensors."""
+    chunks = [part for rule, layer in work.rules() for part in _chunks(work, rule, layer)]
+    groups = in_groups(chunks, lambda chunk: chunk.nbytes, file_bytes)
+    data = [
+        _DataFile(f"__{number}_0.distcp", group, _extra_states(work) if number == 0 else [])
+        for number, group in enumerate(groups)
     ]
+    numbered = has_numbered_layers(work.model)
+    common = {**common, "content_metadata": {"non_homogeneous_layers": numbered}}
+
+    def finish(directory: Path) -> None:
+        place = directory / folder
+        (place / "metadata.json").write_text(json.dumps(FORMAT))
+        torch.save(common, place / "common.pt")
+        (place / ".metadata").write_bytes(pickle.dumps(_tables(data)))
+
+    files = [
+        OutputFile(f"{folder}/{file.name}", _targets(file.chunks), file.write) for file in data
+    ]
+    return Checkpoint(tuple(files), finish)
+
+
+def _targets(chunks: Sequence[OutputChunk]) -> tuple[Target, ...]:
+    """Those that begin among the chunks."""
+    return tuple(chunk.target for chunk in chunks if chunk.first == 0)
+
+
+def _tables(files: Sequence[_DataFile]) -> Metadata:
+    tensors: dict[str, Any] = {}
+    places: dict[MetadataIndex, _StorageInfo] = {}
+    for file in files:
+        for chunk, (start, length) in zip(file.chunks, file.chunk_places):
+            if chunk.key not in tensors:
+                properties = TensorProperties(getattr(torch, chunk.target.dtype.name))
+                whole = torch.Size(chunk.whole)
+                tensors[chunk.key] = TensorStorageMetadata(properties, whole, [])
+            known = tensors[chunk.key].chunks
+            offsets = torch.Size(chunk.offsets)
+            index = MetadataIndex(chunk.key, offsets, len(known))
+            known.append(ChunkStorageMetadata(offsets, torch.Size(chunk.shape)))
+            places[index] = _StorageInfo(file.name, start, length)
+        for key, (start, length) in zip(file.states, file.state_places):
+            tensors[key] = BytesStorageMetadata()
+            places[MetadataIndex(key)] = _StorageInfo(file.name, start, length)
+    return Metadata(state_dict_metadata=tensors, storage_data=places)
 
 
 def has_numbered_layers(model: Architecture) -> bool:
@@ -98,11 +161,26 @@ def _chunks(work: Import, rule: Rule, layer: int) -> Iterator[OutputChunk]:
             # (megatron-core, transformer/mlp.py, apply_swiglu_sharded_factory).
             inner[axis] = (number * ranks + rank) * sizes[axis]
             whole = (*sizes[:axis], sizes[axis] * ranks * len(boxes), *sizes[axis + 1 :])
-            offsets = (*lead, *inner)
-            shape = (*(1 for _ in lead), *sizes)
             columns = sizes[1] if len(sizes) > 1 else 1
-            target = Target(f"{key}@{','.join(map(str, offsets))}", shape, dtype, columns, tiles)
-            yield OutputChunk(key, (*heights, *whole), offsets, target)
+            name = f"{key}@{','.join(map(str, (*lead, *inner)))}"
+            target = Target(name, sizes, dtype, columns, tiles)
+            yield from _cut(target, key, (*heights, *whole), lead, inner)
+
+
+def _cut(
+    target: Target,
+    key: str,
+    whole: tuple[int, ...],
+    lead: tuple[int, ...],
+    inner: Sequence[int],
+) -> Iterator[OutputChunk]:
+    """Chunks of at most CHUNK_BYTES, or one row. lead, inner: where the target begins."""
+    step = max(1, CHUNK_BYTES // target.row_bytes)
+    for first in range(0, target.rows, step):
+        last = min(first + step, target.rows)
+        offsets = (*lead, inner[0] + first, *inner[1:])
+        shape = (*(1 for _ in lead), last - first, *target.shape[1:])
+        yield OutputChunk(key, whole, offsets, target, first, last, shape)
 
 
 def _boxes(rule: Rule, part: RankSlice) -> list[tuple[tuple[int, ...], tuple[Tile, ...]]]:
@@ -149,63 +227,3 @@ def _extra_states(work: Import) -> list[str]:
         if rule.per_layer or "layernorm" in key:
             found.update({f"{module}._extra_state/{shard}": None for module in modules})
     return list(found)
-
-
-def _data_file(
-    folder: str, name: str, chunks: Sequence[OutputChunk], states: Sequence[str], tables: _Tables
-) -> OutputFile:
-    archives: list[tuple[int, ArchiveLayout]] = []
-    places: list[tuple[Target, int]] = []
-    literals: list[tuple[int, bytes]] = []
-    at = 0
-    for chunk in chunks:
-        target = chunk.target
-        archive = lay_out_archive(TensorStandIn(target.name, target.shape, target.dtype))
-        archives.append((at, archive))
-        places.append((target, at + archive.places()[target.name]))
-        tables.add(chunk, name, at, archive.size)
-        at += archive.size
-    nothing = archive_bytes([None])
-    for state in states:
-        literals.append((at, nothing))
-        tables.add_object(state, name, at, len(nothing))
-        at += len(nothing)
-
-    def seal(checksums: Mapping[str, int]) -> Literals:
-        return [(start + first, data) for start, archive in archives for first, data in archive.literals(checksums)]
-
-    return OutputFile(f"{folder}/{name}", at, tuple(places), tuple(literals), seal)
-
-
-def _literal(name: str, content: bytes) -> OutputFile:
-    return OutputFile(name, len(content), (), ((0, content),))
-
-
-class _Tables:
-    """The content of `.metadata`."""
-
-    def __init__(self) -> None:
-        self._tensors: dict[str, Any] = {}
-        self._chunks: dict[str, list[Any]] = {}
-        self._places: dict[Any, Any] = {}
-
-    def add(self, chunk: OutputChunk, file: str, start: int, length: int) -> None:
-        chunks = self._chunks.setdefault(chunk.key, [])
-        if not chunks:
-            # dtype, layout, requires_grad, memory format, pin_memory (metadata.py, TensorProperties.__getstate__)
-            layout, memory_format = FunctionCall(_LAYOUT, "torch.strided"), FunctionCall(_MEMORY_FORMAT, 0)
-            properties = _Properties((chunk.target.dtype, layout, False, memory_format, False))
-            self._tensors[chunk.key] = _TensorMetadata(properties=properties, size=size(chunk.whole), chunks=chunks)
-        index = _Index(fqn=chunk.key, offset=size(chunk.offsets), index=len(chunks))
-        self._places[index] = _Place(relative_path=file, offset=start, length=length)
-        chunks.append(_ChunkMetadata(offsets=size(chunk.offsets), sizes=size(chunk.target.shape)))
-
-    def add_object(self, key: str, file: str, start: int, length: int) -> None:
-        self._tensors[key] = _BytesMetadata()
-        index = _Index(fqn=key, offset=None, index=None)
-        self._places[index] = _Place(relative_path=file, offset=start, length=length)
-
-    def pickled(self) -> bytes:
-        absent = dict.fromkeys(("planner_data", "storage_meta", "version"))
-        content = _Metadata(state_dict_metadata=self._tensors, storage_data=self._places, **absent)
-        return dumps(content, *_NAMES)

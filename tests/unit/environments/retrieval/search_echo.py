@@ -10,6 +10,7 @@ import httpx
 from rlflow_environments.retrieval.corpus import Passage
 from rlflow_environments.retrieval.indices import Retriever
 from rlflow_environments.retrieval.server.index import ServedIndex
+from rlflow_environments.retrieval.server.service import SearchService
 from tests.unit.environments.retrieval.search_servers import search_server
 
 
@@ -48,6 +49,10 @@ def client() -> httpx.Client:
 
 def post(url: str, path: str = "/retrieve", **body):
     return client().post(url + path, json=body)
+
+
+def reload(url: str, service: SearchService, **changes):
+    return client().post(url + "/admin/reload", json=changes, headers={"Authorization": f"Bearer {service.admin_token}"})
 
 
 def get(url: str):

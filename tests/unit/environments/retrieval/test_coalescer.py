@@ -195,3 +195,66 @@ def test_short_searches_are_made_by_the_event_loop_and_long_ones_beside_it():
         assert threads[-1] != here
 
     asyncio.run(scenario())
+
+
+def test_a_small_request_waits_for_a_turn_of_greedy_ones_and_not_for_a_full_batch():
+    class Slow(Echo):
+        def search(self, queries, top_k):
+            time.sleep(0.01)  # longer than a client takes to ask again
+            return super().search(queries, top_k)
+
+    async def scenario(retriever):
+        """The sizes of the batches that each search of a small client waits for, its own included, beside three of 400."""
+        search = CoalescedSearch(retriever, max_batch=256)
+        calls = [search.submit(["first"], 1)]
+        await asyncio.to_thread(retriever.started.wait, 10)
+        calls += [search.submit([f"{name}{i}" for i in range(400)], 1) for name in "abc"]
+        waited = []
+        for number in range(10):
+            before = len(retriever.batches)
+            call = search.submit([f"small{number}"], 1)
+            retriever.open.set()
+            await call.done
+            batches = [queries for queries, _ in retriever.batches[before:]]
+            own = next(place for place, queries in enumerate(batches) if f"small{number}" in queries)
+            waited.append([len(queries) for queries in batches[: own + 1]])
+        await asyncio.gather(*(call.done for call in calls))
+        return waited
+
+    waited = asyncio.run(scenario(Slow(gated=True)))
+    assert all(len(sizes) <= 3 and max(sizes) <= 3 * 8 + 1 for sizes in waited), waited
+
+
+def test_greedy_requests_alone_fill_their_batches():
+    async def scenario():
+        retriever = Echo(gated=True)
+        search = CoalescedSearch(retriever, max_batch=64)
+        calls = [search.submit([f"first{i}" for i in range(9)], 1)]
+        await asyncio.to_thread(retriever.started.wait, 10)
+        calls += [search.submit([f"{name}{i}" for i in range(64)], 1) for name in "ab"]
+        retriever.open.set()
+        await asyncio.gather(*(call.done for call in calls))
+        return [len(queries) for queries, _ in retriever.batches]
+
+    assert asyncio.run(scenario()) == [9, 64, 64]
+
+
+def test_a_queue_that_large_requests_fill_takes_a_small_one():
+    async def scenario(retriever):
+        search = CoalescedSearch(retriever, max_waiting=100)
+        calls = [search.submit(["first"], 1)]
+        await asyncio.to_thread(retriever.started.wait, 10)
+        calls.append(search.submit([f"a{i}" for i in range(100)], 1))
+        with pytest.raises(QueueFullError, match="96 searches are waiting and 90 more"):  # 12 turns of 8
+            search.submit([f"b{i}" for i in range(90)], 1)
+        calls += [search.submit([f"small{i}"], 1) for i in range(92)]  # with 8 of the large one, as many as may wait
+        with pytest.raises(QueueFullError, match="100 searches are waiting and 1 more"):
+            search.submit(["one more"], 1)
+        retriever.open.set()
+        return [len(await call.done) for call in calls], search.waiting
+
+    retriever = Echo(gated=True)
+    try:
+        assert asyncio.run(scenario(retriever)) == ([1, 100, *[1] * 92], 0)
+    finally:
+        retriever.open.set()

@@ -12,20 +12,20 @@ import pytest
 
 from rlflow.commands import cli
 from rlflow.commands.cli import metadata
-from rlflow.errors import ConfigError
+from rlflow.errors import COMMAND_PLUG_INS, ConfigError
 from rlflow_environments.retrieval.commands import source_arguments
 from rlflow_environments.retrieval.server.loading import ServedSource
 from rlflow_environments.search.__main__ import main
 from rlflow_environments.search.commands import COMMANDS
 from tests.unit.environments.retrieval.search_servers import search_server, write_corpus
 
-ENTRY = metadata.EntryPoint("search", "rlflow_environments.search.commands:add", cli.PLUGINS)
+ENTRY = metadata.EntryPoint("search", "rlflow_environments.search.commands:add", COMMAND_PLUG_INS)
 
 
 @pytest.fixture
 def installed(monkeypatch):
     """rlflow's command line with this plug-in, whatever was installed when the environment was made."""
-    monkeypatch.setattr(metadata, "entry_points", lambda group: [ENTRY] if group == cli.PLUGINS else [])
+    monkeypatch.setattr(metadata, "entry_points", lambda group: [ENTRY] if group == COMMAND_PLUG_INS else [])
 
 
 def test_help_lists_every_command_without_importing_one(installed, capsys):

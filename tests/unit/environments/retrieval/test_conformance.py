@@ -11,6 +11,7 @@ from rlflow_environments.retrieval.conformance import check_server
 from rlflow_environments.retrieval.server.listener import bind
 from rlflow_environments.retrieval.server.loading import ServedSource
 from tests.unit.environments.retrieval.faulty_server import FAULTS, FaultyServer
+from tests.unit.environments.retrieval.field_servers import rlinf, search_r1
 from tests.unit.environments.retrieval.search_servers import search_server, serving, write_corpus, write_pages
 
 
@@ -60,3 +61,10 @@ def test_a_server_that_finds_nothing_is_not_called_right(capsys):
     with serving(FaultyServer()) as url:
         assert check.run(argparse.Namespace(url=url, query=["xylophone"], timeout_s=5.0)) == 1
     assert "--query" in capsys.readouterr().err
+
+
+def test_the_servers_of_the_field_fail_for_what_they_do_and_not_for_what_was_asked_before():
+    with serving(search_r1()) as url:
+        assert failed(url) == {"no scores", "documents", "query", "bad topk", "no padding"}
+    with serving(rlinf()) as url:
+        assert failed(url) == {"default topk", "query", "bad topk", "no padding", "pages", "no pages"}

@@ -14,7 +14,10 @@ from rlflow_environments.retrieval.building.building import BuildRequest, build_
 from rlflow_environments.retrieval.commands import check
 from rlflow_environments.retrieval.commands.source_arguments import add_source_arguments, read_source
 from rlflow_environments.retrieval.corpus import Corpus, read_passages
+from rlflow_environments.retrieval.encoders import make_encoder
 from rlflow_environments.retrieval.indices import make_retriever
+from rlflow_environments.retrieval.indices.faiss_index import import_faiss
+from rlflow_environments.retrieval.server.index import DocumentSearch
 from rlflow_environments.retrieval.server.records import StoredCorpus
 
 ROWS = [
@@ -33,21 +36,58 @@ def write(path: Path, rows: list) -> Path:
     return path
 
 
-def test_rows_without_text_are_left_out_ids_keep_their_gaps_and_both_are_said_once(tmp_path, caplog):
+def test_rows_without_text_keep_their_number_are_never_found_and_said_once(tmp_path, caplog):
     path = write(tmp_path / "corpus.jsonl", ROWS)
     for read in (Corpus, read_passages, StoredCorpus):
         caplog.clear()
-        passages = list(read(path))
+        passages = [passage for passage in read(path) if passage.contents]
         assert [(passage.id, passage.title) for passage in passages] == [("0", "A"), ("3", "B"), ("x", "C"), ("x", "D")]
         lines = [record.message.partition(": ")[2] for record in caplog.records]
         assert lines == [
-            "3 of 7 rows have no text and are left out; the first is row 1",
+            "3 of 7 rows have no text and are never found; the first is row 1",
             "1 of 4 rows have the id of an earlier row; results tell them apart by their text only",
         ]
     again = StoredCorpus(path)  # from the offsets file
-    assert [json.loads(again.document(row))["id"] for row in range(4)] == ["0", "3", "x", "x"] and again[1].id == "3"
-    hits = make_retriever("bm25", again).search(["market"], 3)
-    assert [hit.id for hit in hits[0]] == ["3"]
+    assert again.empty == Corpus(path).empty == {1, 2, 4}
+    assert [json.loads(again.document(row))["id"] for row in (0, 3, 5, 6)] == ["0", "3", "x", "x"] and again[3].id == "3"
+    for name in ("bm25", "torch", "faiss", "random"):
+        hits = make_retriever(name, again).search(["market", "mill"], 4)
+        assert all(hit.contents for found in hits for hit in found) and hits[0][0].contents
+        assert name in ("bm25", "random") or sorted(hit.title for hit in hits[0]) == ["A", "B", "C", "D"]
+
+
+@pytest.mark.parametrize("name", ["faiss", "torch"])
+def test_an_index_of_search_r1_fits_a_corpus_with_empty_rows(tmp_path, name):
+    """It holds a vector for every row, the empty ones included; here these are the nearest to every question."""
+    faiss = import_faiss()
+    corpus = StoredCorpus(write(tmp_path / "corpus.jsonl", ROWS))
+    encoder = {"name": "hashed", "dimensions": 64}
+    vectors = make_encoder(encoder, corpus).encode_passages(list(corpus))
+    vectors[[1, 2, 4]] = make_encoder(encoder, corpus).encode_queries(["market"])
+    index = faiss.IndexFlatIP(64)
+    index.add(vectors)
+    faiss.write_index(index, str(tmp_path / "e5_Flat.index"))
+    retriever = make_retriever({"name": name, "path": str(tmp_path / "e5_Flat.index"), "encoder": encoder}, corpus)
+    (hits,) = retriever.search(["market"], 2)
+    assert hits[0].title == "B" and len(hits) == 2 and all(hit.contents for hit in hits)
+    (served,) = DocumentSearch(retriever).search(["market"], 1)
+    assert json.loads(served[0][0])["contents"] == '"B"\nmarket'
+
+
+def test_a_collection_has_a_point_for_each_row_with_text_under_its_number(tmp_path):
+    """As RLinf fills one."""
+    pytest.importorskip("qdrant_client")
+    from rlflow_environments.retrieval.indices import qdrant_build, qdrant_collections
+
+    corpus = Corpus(write(tmp_path / "corpus.jsonl", ROWS))
+    encoder = make_encoder({"name": "hashed", "dimensions": 64}, corpus)
+    collection = qdrant_collections.open_local(
+        None, "corpus", options=qdrant_collections.SearchOptions(), create=encoder.dimensions
+    )
+    for added in (4, 0):
+        assert qdrant_build.fill(collection, encoder, corpus, lambda *progress: None) == added
+    assert sorted(collection.existing(range(len(ROWS)))) == [0, 3, 5, 6]
+    collection.close()
 
 
 def test_a_corpus_without_any_text_is_refused(tmp_path):

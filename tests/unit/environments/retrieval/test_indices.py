@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from rlflow.errors import ConfigError, DataError
 from rlflow_environments.retrieval.indices.exact import rank_exactly
 from rlflow_environments.retrieval.indices.faiss_index import FaissIndex, import_faiss, new_index, read_index
-from rlflow_environments.retrieval.indices.inverted_lists import Int8Lists, ListAssignment
+from rlflow_environments.retrieval.indices.inverted_lists import ListAssignment
 from rlflow_environments.retrieval.indices.torch_index import TorchIndex
 from tests.unit.environments.retrieval.search_corpora import brute_force, clustered
 
@@ -21,7 +21,6 @@ QUERIES = clustered(70, 48, seed=1)
 QUERIES[:20] = VECTORS[:20]  # exact twins in the index: ties at the top
 EXACT = {
     "faiss Flat": lambda: FaissIndex(filled("Flat")),
-    "faiss IVF32,Flat in int8, every list": lambda: FaissIndex(filled("IVF32,Flat"), nprobe=32),
     "torch": lambda: TorchIndex(VECTORS),
     "torch bfloat16": lambda: TorchIndex(VECTORS, dtype="bfloat16"),
     "torch float16": lambda: TorchIndex(VECTORS, dtype="float16"),
@@ -30,8 +29,7 @@ APPROXIMATE = {
     # name -> (index, recall@10 that it must reach)
     "SQ8": (lambda: FaissIndex(filled("SQ8")), 0.9),
     "SQfp16": (lambda: FaissIndex(filled("SQfp16")), 0.98),
-    "IVF32,Flat": (lambda: FaissIndex(filled("IVF32,Flat"), nprobe=8, dtype="float32"), 0.9),
-    "IVF32,Flat in int8": (lambda: FaissIndex(filled("IVF32,Flat"), nprobe=8), 0.9),
+    "IVF32,Flat": (lambda: FaissIndex(filled("IVF32,Flat"), nprobe=8), 0.9),
     "IVF32,SQ8 refined": (lambda: FaissIndex(filled("IVF32,SQ8"), nprobe=32, refine=4, vectors=VECTORS), 0.999),
     "HNSW16": (lambda: FaissIndex(filled("HNSW16"), ef_search=128), 0.9),
     "PCA32,SQ8 refined": (lambda: FaissIndex(filled("PCA32,SQ8"), refine=20, vectors=VECTORS), 0.9),
@@ -120,64 +118,6 @@ def test_the_error_bound_of_the_scan_holds_and_is_not_idle(dtype):
     for query, found, order, bound in zip(QUERIES, scores, rows, scan.error_bound(QUERIES)):
         error = np.abs(found - (VECTORS[order].astype(np.float64) * query).sum(axis=1)).max()
         assert error <= bound < 200 * max(error, 1e-8)
-
-
-def int8_lists(vectors, lists, nprobe):
-    index = new_index(f"IVF{lists},Flat", vectors.shape[1])
-    index.train(vectors)
-    index.add(vectors)
-    index.nprobe = nprobe
-    return Int8Lists(import_faiss(), index, ListAssignment(import_faiss(), index))
-
-
-@pytest.mark.parametrize("dimensions", [7, 16, 48, 50])
-def test_the_error_bound_of_the_scan_in_int8_holds_and_is_not_idle(dimensions):
-    """Dimensions for each way in which faiss may multiply; one of them a hundred times as large as the others."""
-    vectors, queries = VECTORS[:, :dimensions].copy(), QUERIES[:, :dimensions].copy()
-    vectors[:, 2] *= 100
-    scan = int8_lists(vectors, 16, 16)
-    scores, rows = scan.propose(queries, len(vectors))
-    assert (np.sort(rows, axis=1) == np.arange(len(vectors))).all()
-    exact = np.stack([vectors[order].astype(np.float64) @ query for query, order in zip(queries, rows)])
-    errors, bounds = np.abs(scores - exact).max(axis=1), scan.error_bound(queries)
-    assert (errors <= bounds).all() and bounds.max() < 20 * errors.max()
-
-
-def test_a_scan_in_int8_that_proposes_too_little_is_put_right(monkeypatch):
-    asked = []
-    at_least = Int8Lists.at_least
-    monkeypatch.setattr(Int8Lists, "overfetch", 0)
-    monkeypatch.setattr(Int8Lists, "at_least", lambda self, *request: asked.append(request) or at_least(self, *request))
-    found = rank_exactly(int8_lists(VECTORS, 16, 16), QUERIES, 10)
-    assert [[row for row, _ in ranking] for ranking in found] == [brute_force(VECTORS, q, 10) for q in QUERIES]
-    assert asked
-
-
-def test_a_faiss_that_multiplies_otherwise_is_found_out_when_the_index_is_loaded(monkeypatch):
-    """As it happens when a faiss takes the bytes of the copy for unsigned ones."""
-    faiss = import_faiss()
-    monkeypatch.setattr(faiss.ScalarQuantizer, "QT_8bit_direct_signed", faiss.ScalarQuantizer.QT_8bit_direct)
-    with pytest.raises(DataError, match="Set dtype: float32"):
-        int8_lists(VECTORS, 16, 16)
-
-
-def test_a_list_that_holds_nothing_proposes_nothing():
-    faiss = import_faiss()
-    quantizer = faiss.IndexFlatIP(48)
-    quantizer.add(np.concatenate([QUERIES[30:32], 50 * QUERIES[30:31]]))  # the last is nearest to the first one's vectors
-    index = faiss.IndexIVFFlat(quantizer, 48, 3, faiss.METRIC_INNER_PRODUCT)
-    index.nprobe = 1
-    lists = np.arange(len(VECTORS)) % 2
-    index.add_core(len(VECTORS), faiss.swig_ptr(VECTORS), None, faiss.swig_ptr(lists))
-    scan = Int8Lists(faiss, index, ListAssignment(faiss, index))
-    assert rank_exactly(scan, QUERIES[30:31], 3) == [[]]
-
-
-@pytest.mark.parametrize("vectors", [VECTORS, np.zeros((200, 48), np.float32), np.eye(48, dtype=np.float32)])
-def test_a_scan_in_int8_takes_vectors_of_any_kind(vectors):
-    found = rank_exactly(int8_lists(vectors, 4, 4), np.concatenate([QUERIES[:5], QUERIES[:1] * 0]), 3)
-    expected = [brute_force(vectors, query, 3) for query in [*QUERIES[:5], QUERIES[0] * 0]]
-    assert [[row for row, _ in ranking] for ranking in found] == expected
 
 
 def test_queries_search_the_lists_that_faiss_would_search():
@@ -282,8 +222,6 @@ def test_a_scan_that_proposes_wrongly_is_put_right():
         (lambda: FaissIndex(filled("SQ8"), ef_search=4), "only an HNSW index has it"),
         (lambda: FaissIndex(filled("IVF32,Flat"), nprobe=0), "at least 1"),
         (lambda: FaissIndex(filled("Flat"), refine=4), "keep-embeddings"),
-        (lambda: FaissIndex(filled("IVF32,SQ8"), dtype="int8"), r"int8 is for IVF\.\.\.,Flat"),
-        (lambda: FaissIndex(filled("IVF32,Flat"), dtype="int9"), "Did you mean 'int8'"),
         (lambda: FaissIndex(filled("Flat"), gpu=True), "no GPU support|no GPU here"),
         (lambda: TorchIndex(VECTORS, dtype="float61"), "Did you mean 'float16'"),
         (lambda: TorchIndex(VECTORS, device="tpu"), "expected cpu, cuda"),

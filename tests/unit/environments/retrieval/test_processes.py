@@ -49,6 +49,10 @@ class Running:
         assert match, f"{said}{self.errors.read_text()}"
         self.port = int(match[1])
         self.url = match[0]
+        token = re.search(r"admin token in (\S+)\)", said)
+        assert token
+        self.token_file = Path(token[1])
+        self.admin = {"Authorization": f"Bearer {self.token_file.read_text()}"}
 
     def wait(self) -> None:
         assert self.process.stdout is not None and self.process.stdout.readline().startswith("ready"), self.errors.read_text()
@@ -154,8 +158,9 @@ def test_two_processes_answer_as_one_and_count_together_and_end_together(tmp_pat
         page = clients[0].post("/access", json={"urls": ["https://w/index.php?title=Alder_0", "none"]}).json()["result"]
         assert page[0]["contents"] == "page 0" and page[1] is None
         assert clients[0].get("/none").status_code == 404
-        assert clients[0].post("/admin/reload", json={"corpus": 3}).status_code == 422
-        assert clients[0].post("/admin/reload", headers={"x-forwarded-for": "1.2.3.4"}).status_code == 403
+        assert server.token_file.stat().st_mode & 0o777 == 0o600
+        assert clients[0].post("/admin/reload", json={"corpus": 3}, headers=server.admin).status_code == 422
+        assert clients[0].post("/admin/reload").status_code == 401
         metrics = clients[1].get("/metrics").text
         assert "rlflow_search_queries_total 60.0" in metrics and "rlflow_search_ready 1.0" in metrics
         busy = until(lambda: [one for one in server.get("/status")["processes"] if one["connections"] >= 3])
@@ -199,18 +204,17 @@ def test_a_reload_switches_all_processes_and_loses_nothing(tmp_path):
         old = server.get("/info")["identity"]
         clients = Clients(server, 16, queries=40)
         until(lambda: clients.answered > 300)
-        # The same passages for all that is asked, and further ones.
-        (tmp_path / "more").mkdir()
-        more = write_corpus(tmp_path / "more", 61)
         kept = httpx.Client(base_url=server.url, timeout=120)
         kept.post("/retrieve", json={"query": "number1"})
-        refused = kept.post("/admin/reload", json={"corpus": str(tmp_path / "none.jsonl")})
+        server.corpus.rename(tmp_path / "away.jsonl")
+        refused = kept.post("/admin/reload", headers=server.admin)
         assert refused.status_code == 422 and refused.json()["kept"]["identity"] == old
         assert kept.post("/retrieve", json={"query": "number1"}).headers["x-index"] == old
         others = [httpx.Client(base_url=server.url) for _ in range(8)]
         for other in others:
             other.post("/retrieve", json={"query": "number1"})
-        answer = kept.post("/admin/reload", json={"corpus": str(more)}).json()
+        write_corpus(tmp_path, 61)  # the same passages for all that is asked, and a further one
+        answer = kept.post("/admin/reload", headers=server.admin).json()
         new = answer["identity"]
         assert new != old
         for client in (kept, *others):  # connections from before the reload

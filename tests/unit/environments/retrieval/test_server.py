@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import threading
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 from rlflow.errors import DataError
 from rlflow_environments.retrieval.server.index import ServedIndex
 from rlflow_environments.retrieval.server.loading import ServedSource
-from tests.unit.environments.retrieval.search_echo import Echo, client, echo_server, get, post
+from tests.unit.environments.retrieval.search_echo import Echo, client, echo_server, get, post, reload
 from tests.unit.environments.retrieval.search_servers import search_server, write_corpus, write_pages
 
 
@@ -179,7 +180,7 @@ def test_an_index_is_exchanged_while_requests_are_answered(tmp_path):
         folder.mkdir()
         write_corpus(folder, size)
     source = ServedSource({"name": "bm25"}, str(first / "corpus.jsonl"))
-    with search_server(source.load) as (url, _):
+    with search_server(source.load) as (url, service):
         before, sizes, stop = get(url + "/info").json(), [], threading.Event()
 
         def ask() -> None:
@@ -190,7 +191,8 @@ def test_an_index_is_exchanged_while_requests_are_answered(tmp_path):
 
         asking = threading.Thread(target=ask)
         asking.start()
-        after = post(url, "/admin/reload", corpus=str(second / "corpus.jsonl")).json()
+        os.replace(second / "corpus.jsonl", first / "corpus.jsonl")
+        after = reload(url, service).json()
         last = len(post(url, query="harbour", topk=100).json()["result"][0])
         stop.set()
         asking.join()
@@ -199,20 +201,25 @@ def test_an_index_is_exchanged_while_requests_are_answered(tmp_path):
 
 
 def test_a_reload_that_fails_changes_nothing(tmp_path):
-    source = ServedSource({"name": "bm25"}, str(write_corpus(tmp_path, 20)))
-    with search_server(source.load) as (url, _):
+    corpus = write_corpus(tmp_path, 20)
+    source = ServedSource({"name": "bm25"}, str(corpus))
+    with search_server(source.load) as (url, service):
         before = get(url + "/info").json()
-        refused = post(url, "/admin/reload", corpus=str(tmp_path / "none.jsonl"))
-        assert refused.status_code == 422 and "none.jsonl" in refused.json()["detail"]
-        assert "Did you mean 'corpus'" in post(url, "/admin/reload", corpora="x").json()["detail"]
+        corpus.rename(tmp_path / "away.jsonl")
+        refused = reload(url, service)
+        assert refused.status_code == 422 and "corpus.jsonl" in refused.json()["detail"]
         assert get(url + "/info").json() == before
         assert len(post(url, query="harbour", topk=100).json()["result"][0]) == 20
 
 
-def test_reload_is_for_programs_of_this_machine_only():
-    with echo_server() as (url, _):
-        for header in ({"X-Forwarded-For": "10.0.0.1"}, {"Origin": "http://evil.example"}):
-            assert client().post(url + "/admin/reload", headers=header).status_code == 403
+@pytest.mark.parametrize("header", [{}, {"Authorization": "Bearer"}, {"Authorization": b"Bearer \xff"}, {"X-Token": "x"}])
+def test_what_changes_the_server_or_tells_of_others_needs_the_token_from_this_machine_too(header):
+    with echo_server() as (url, service):
+        for method, path in (("POST", "/admin/reload"), ("GET", "/recent")):
+            refused = client().request(method, url + path, headers=header)
+            assert refused.status_code == 401 and "Bearer TOKEN" in refused.json()["detail"]
+            known = {"Authorization": f"Bearer {service.admin_token}"}
+            assert client().request(method, url + path, headers=known).status_code == 200
 
 
 def test_metrics_and_status_count_what_happened(served):
@@ -283,15 +290,16 @@ def test_records_that_no_client_could_read_are_refused_by_number(tmp_path):
     assert not list(tmp_path.glob("*.partial"))
 
 
-def test_recent_searches_are_shown_to_this_machine_only(tmp_path):
+def test_recent_searches_are_shown_to_who_has_the_token(tmp_path):
     source = ServedSource({"name": "bm25"}, str(write_corpus(tmp_path, 20)))
-    with search_server(source.load) as (url, _):
+    with search_server(source.load) as (url, service):
+        token = {"Authorization": f"Bearer {service.admin_token}"}
         post(url, queries=["harbour", "x" * 1000], topk=2)
         post(url, query="nowhere to be found at all")
-        last, long, first = get(url + "/recent").json()
+        last, long, first = client().get(url + "/recent", headers=token).json()
         assert (first["query"], first["found"], last["found"], long["query"]) == ("harbour", 2, 0, "x" * 300)
         assert last["query"] == "nowhere to be found at all" and 0 < last["seconds"] < 60
-        assert client().get(url + "/recent", headers={"X-Forwarded-For": "10.0.0.1"}).status_code == 403
         for number in range(30):
             post(url, query=f"harbour {number}")
-        assert [one["query"] for one in get(url + "/recent").json()] == [f"harbour {number}" for number in range(29, 9, -1)]
+        latest = client().get(url + "/recent", headers=token).json()
+        assert [one["query"] for one in latest] == [f"harbour {number}" for number in range(29, 9, -1)]

@@ -25,7 +25,7 @@ from rlflow_environments.retrieval.server.loading import ServedSource
 from rlflow_environments.retrieval.server.process import serve
 from rlflow_environments.retrieval.server.query_log import QueryLog
 from rlflow_environments.retrieval.server.service import SearchService
-from tests.unit.environments.retrieval.search_echo import Echo, client, echo_server, get, post
+from tests.unit.environments.retrieval.search_echo import Echo, client, echo_server, get, post, reload
 from tests.unit.environments.retrieval.search_servers import search_server, write_corpus
 
 
@@ -89,21 +89,52 @@ def test_long_queries_do_not_share_a_batch():
     "changes",
     [
         {"corpus": 5}, {"pages": ["x"]}, {"retriever": 7}, {"retriever": {"options": 1}}, {"retriever": None},
-        {"corpus": "x" * 5000},
+        {"corpus": "x" * 5000}, {"corpus": "/etc/passwd"}, {"pages": None}, {"retriever": "bm25"},
+        {"retriever": {"k1": "1"}}, {"retriever": {"path": 3}}, {"retriever": {"path": "/etc"}},
+        {"retriever": {"name": "dense"}}, {"retriever": {"name": ["bm25"]}},
+        {"retriever": {"name": "subprocess:getoutput", "cmd": "true"}}, {"retriever": {"b": {"name": "os:system"}}},
     ],
-)
-def test_a_reload_of_wrong_types_is_refused_and_changes_nothing(tmp_path, changes):
+)  # fmt: skip
+def test_a_reload_takes_no_text_and_no_other_kind_and_changes_nothing_then(tmp_path, changes):
+    """Each of these was taken, or would be where only some forms of code were looked for."""
     source = ServedSource({"name": "bm25"}, str(write_corpus(tmp_path, 5)))
-    with search_server(source.load) as (url, _):
-        refused = post(url, "/admin/reload", **changes)
-        assert refused.status_code == 422 and (next(iter(changes)) in refused.json()["detail"] or "too long" in refused.text)
+    with search_server(source.load) as (url, service):
+        refused = reload(url, service, **changes)
+        assert refused.status_code == 422 and next(iter(changes)) in refused.json()["detail"]
         assert post(url, query="harbour").status_code == 200
+
+
+def test_a_reload_runs_nothing_that_its_sender_names(tmp_path):
+    source = ServedSource({"name": "bm25"}, str(write_corpus(tmp_path, 5)))
+    asked = {"name": "subprocess:getoutput", "cmd": f"touch {tmp_path / 'ran'}"}
+    with search_server(source.load) as (url, service):
+        assert post(url, "/admin/reload", retriever=asked).status_code == 401
+        assert reload(url, service, retriever=asked).status_code == 422
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_reload_nested_too_deeply_is_refused(tmp_path):
+    source = ServedSource({"name": "bm25"}, str(write_corpus(tmp_path, 5)))
+    with search_server(source.load) as (url, service):
+        for place in ("retriever", "elsewhere"):
+            body = f'{{"{place}": {"[" * 1000}{"]" * 1000}}}'
+            headers = {"Authorization": f"Bearer {service.admin_token}"}
+            assert client().post(url + "/admin/reload", content=body, headers=headers).status_code == 422
+
+
+def test_a_reload_takes_other_numbers_for_options_of_the_configured_retriever(tmp_path):
+    source = ServedSource({"name": "bm25", "b": 0.5}, str(write_corpus(tmp_path, 5)))
+    with search_server(source.load) as (url, service):
+        found = reload(url, service, retriever={"name": "bm25", "k1": 1.25}).json()["index"]
+        assert (found["name"], found["k1"], found["b"]) == ("bm25", 1.25, 0.5)
+        assert reload(url, service, retriever={"k2": 1}).status_code == 422
 
 
 def test_a_reload_whose_client_goes_away_is_no_error_of_the_server():
     async def scenario() -> list[dict]:
         service = SearchService(lambda *_: ServedIndex(Echo()))
         await service.load()
+        token = [(b"authorization", f"Bearer {service.admin_token}".encode())]
         sent: list[dict] = []
         received = iter([{"type": "http.request", "body": b"{", "more_body": True}, {"type": "http.disconnect"}])
 
@@ -113,7 +144,8 @@ def test_a_reload_whose_client_goes_away_is_no_error_of_the_server():
         async def send(message: dict) -> None:
             sent.append(message)
 
-        scope = {"type": "http", "method": "POST", "path": "/admin/reload", "headers": [], "query_string": b"", "root_path": "",
+        scope = {"type": "http", "method": "POST", "path": "/admin/reload", "headers": token, "query_string": b"",
+                 "root_path": "",
                  "client": ("127.0.0.1", 1), "server": ("h", 1), "scheme": "http", "http_version": "1.1"}  # fmt: skip
         await SearchApp(service)(scope, receive, send)
         return sent
@@ -124,9 +156,9 @@ def test_a_reload_whose_client_goes_away_is_no_error_of_the_server():
 def test_what_is_said_of_an_index_can_be_written_whatever_it_holds():
     """Half of an emoji in a path made every later answer about the index a 500."""
     echo = ServedIndex(Echo(), info={"identity": "x", "corpus_path": "\ud83d.jsonl", "size": float("nan")})
-    with search_server(lambda *_: echo) as (url, _):
+    with search_server(lambda *_: echo) as (url, service):
         assert get(url + "/info").json()["corpus_path"] == "\ud83d.jsonl"
-        assert post(url, "/admin/reload").status_code == 200
+        assert reload(url, service).status_code == 200
 
 
 class _FullDisk:

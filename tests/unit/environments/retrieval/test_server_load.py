@@ -12,7 +12,7 @@ import pytest
 from rlflow_environments.retrieval.server.connections import JoiningTransport
 from rlflow_environments.retrieval.server.index import AnswerCache, ServedIndex
 from rlflow_environments.retrieval.server.listener import bind
-from tests.unit.environments.retrieval.search_echo import Echo, client, echo_server, post
+from tests.unit.environments.retrieval.search_echo import Echo, client, echo_server, post, reload
 from tests.unit.environments.retrieval.search_servers import search_server
 
 
@@ -109,7 +109,7 @@ def test_the_cache_answers_equal_queries_until_the_index_is_exchanged():
 
     with search_server(load) as (url, service):
         first = [post(url, query="same").text for _ in range(3)]
-        assert post(url, "/admin/reload").status_code == 200
+        assert reload(url, service).status_code == 200
         assert post(url, query="same").text == first[0] == first[1] == first[2]
         assert service.statistics.last_minute()["hit_rate"] == 0.5
     assert [len(retriever.batches) for retriever in used] == [1, 1]

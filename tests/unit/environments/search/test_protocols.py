@@ -166,6 +166,7 @@ def test_a_search_whose_result_nobody_would_read_is_not_sent(make, tokenizer):
 
 def test_rlinf_ends_without_a_search_and_scores_what_was_said(make):
     environment = make("rlinf")
+    assert environment.stop == ("</search>", "</answer>")
     (step,) = converse(environment, ["It is <answer>Paris</answer>. Bye."])
     assert step.terminated and step.reward == 1.0
     (step,) = converse(environment, ["Paris, I think."])

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Sequence
 
 from rlflow import Environment, Metric, Step, Task
-from rlflow.commands.check import _invoke
+from rlflow.rollout.calls import CallThreads, call
 from rlflow.types import Episode
 
 
@@ -44,16 +44,18 @@ class Rooms(Environment):
 async def play(environment: Environment, responses: Sequence[str], turns_left: int | None = None) -> list[Step]:
     """The steps of one episode; turns_left: after the last response."""
     task = environment.tasks("train")[0]
-    episode = await _invoke(environment.reset, (task,))
+    threads = CallThreads(1, "test")
+    episode = await call(threads, environment.reset, (task,), 60.0, "reset")
     steps = []
     try:
         for number, response in enumerate(responses, start=1):
             episode.turns += 1
             left = len(responses) - number
             episode.turns_left = left + turns_left if turns_left is not None else None
-            steps.append(await _invoke(environment.step, (episode, response)))
+            steps.append(await call(threads, environment.step, (episode, response), 60.0, "step"))
     finally:
-        await _invoke(environment.close, (episode,))
+        await call(threads, environment.close, (episode,), 60.0, "close")
+        threads.close()
     return steps
 
 

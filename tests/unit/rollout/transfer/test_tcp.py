@@ -21,7 +21,7 @@ from rlflow.rollout.transfer import tcp_reader
 from rlflow.rollout.transfer.base import WeightReader
 from rlflow.rollout.transfer.connection import Connection, host_and_port
 from rlflow.rollout.transfer.readers import open_reader
-from rlflow.rollout.transfer.tcp import MOST_REQUEST_BYTES, TcpPublisher
+from rlflow.rollout.transfer.tcp import MOST_CONNECTIONS, MOST_REQUEST_BYTES, MOST_UNPROVEN, TcpPublisher
 from tests.unit.rollout.transfer.pairs import Pairs, assert_same, made, trained
 
 Make = Callable[..., TcpPublisher]
@@ -126,6 +126,7 @@ def test_deltas_are_exact_and_small_and_every_third_version_comes_whole(make: Ma
         taken = reader.bytes_read - before
         assert taken == published.bytes or taken * 20 < published.bytes
         modes.append(taken == published.bytes)
+        assert reader.delta is not modes[-1]
     assert modes == [True, False, True, False, False, True, False]
 
 
@@ -360,6 +361,34 @@ def test_garbage_silence_and_hostile_requests_end_their_connection_and_others_ar
     assert not publisher._connections
     for one in (*silent, loud):
         one.close()
+
+
+@pytest.mark.timeout(60)
+def test_peers_that_are_silent_hold_no_place_that_a_reader_needs(make: Make) -> None:
+    """All places of the publisher were theirs for the time of a handshake, again and again."""
+    publisher = make(timeout_s=30.0)
+    publisher.publish(made(1), 1)
+    place = host_and_port(publisher.address.removeprefix("tcp://"), "")
+    silent = [socket.create_connection(place, 5) for _ in range(MOST_CONNECTIONS + MOST_UNPROVEN)]
+    began = time.monotonic()
+    assert_same(reader_of(publisher).read(), made(1))
+    assert time.monotonic() - began < 15
+    for one in silent:
+        one.close()
+
+
+@pytest.mark.timeout(60)
+def test_a_handshake_that_trickles_is_over_at_its_deadline(make: Make) -> None:
+    """Each byte came in time, and the deadline of the whole was never read."""
+    publisher = make(timeout_s=1.0)
+    slow = socket.create_connection(host_and_port(publisher.address.removeprefix("tcp://"), ""), 5)
+    slow.recv(32, socket.MSG_WAITALL)
+    began = time.monotonic()
+    with pytest.raises(OSError):
+        for _ in range(50):
+            slow.sendall(b"x")
+            time.sleep(0.25)
+    assert time.monotonic() - began < 10
 
 
 def test_a_publisher_that_has_ended_is_an_error_at_once(make: Make) -> None:

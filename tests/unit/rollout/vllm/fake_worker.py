@@ -9,6 +9,7 @@ import asyncio
 import json
 import os
 import random
+import signal
 import socket
 import struct
 import sys
@@ -30,6 +31,7 @@ class FakeServer:
         self.updating = False
         self.aborted: set[int] = set()
         self.fault = ""
+        self.vocab = 300
         self.tokenizer: Any = None
         self.tasks: set[asyncio.Task[None]] = set()
 
@@ -49,6 +51,8 @@ class FakeServer:
 
     async def start(self, job: dict[str, Any]) -> dict[str, Any]:
         self.fault, self.path = job["arguments"].get("fault", ""), job["model"]
+        with open(f"{self.path}/config.json") as file:
+            self.vocab = min(300, json.load(file)["vocab_size"])
         print("fake: the model is loaded", flush=True)
         if self.fault == "dies_at_start":
             print("ValueError: no such model\nbye", flush=True)
@@ -61,6 +65,8 @@ class FakeServer:
         if self.fault == "dies":
             print("torch.OutOfMemoryError: no memory", flush=True)
             os._exit(9)
+        if os.environ.get("RLFLOW_FAKE_IS_KILLED"):
+            os.kill(os.getpid(), signal.SIGKILL)
         if self.fault == "hangs":
             await asyncio.sleep(60)
         if self.fault == "garbage":
@@ -73,7 +79,7 @@ class FakeServer:
                 break
             if not self.paused and not self.updating:
                 place = len(message["tokens"]) + len(tokens)
-                tokens.append(random.Random(f"{key}/{place}").randrange(3, 300))
+                tokens.append(random.Random(f"{key}/{place}").randrange(3, self.vocab))
                 versions.append(self.version)
                 stop = self.ended(tokens, message)
             await asyncio.sleep(STEP_S)
@@ -89,7 +95,9 @@ class FakeServer:
                 from tokenizers import Tokenizer
 
                 self.tokenizer = Tokenizer.from_file(f"{self.path}/tokenizer.json")
-            text = self.tokenizer.decode(tokens)
+            text, prompt = self.tokenizer.decode(tokens), message["tokens"]
+            if self.tokenizer.decode(prompt).endswith("\ufffd"):  # as vLLM 0.32 does
+                text = self.tokenizer.decode(prompt + tokens)
             if any(string in text for string in message["stop"]):
                 return "stop"
         return "length" if len(tokens) >= message["max_tokens"] else ""

@@ -76,12 +76,11 @@ def test_what_is_sent_leaves_nothing_to_the_server_s_defaults(make: Make, serve:
     (body,) = served.bodies
     asked = body["sampling_params"]
     assert (body["token_ids"], body["model"], "priority" in body) == (PROMPT, "fake", False)
-    assert (asked["logprobs"], asked["ignore_eos"], asked["include_stop_str_in_output"], asked["seed"]) == (
-        0,
-        True,
-        True,
-        5,
-    )
+    assert (asked["logprobs"], asked["ignore_eos"], asked["include_stop_str_in_output"]) == (0, True, True)
+    run(make(served=served).generate([*PROMPT, 9], Sampling(3, 0.7, stop=("x",), seed=5)))
+    run(make(served=served).generate(PROMPT, Sampling(3, 0.7, stop=("x",), seed=5)))
+    longer, again = (body["sampling_params"]["seed"] for body in served.bodies[1:])
+    assert asked["seed"] == again != longer  # a part that goes on must not draw the numbers of the part before it
     assert body["cache_salt"].endswith("0")
 
 

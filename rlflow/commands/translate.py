@@ -1,0 +1,66 @@
+"""The report on another system's configuration, key by key, and ours as a file."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+from rlflow.config.foreign import ReadKey, Translation
+from rlflow.config.loading import config_text, differences
+from rlflow.errors import ConfigError
+from rlflow.run.preflight import run_path
+from rlflow.storage.files import write_text
+from rlflow.storage.redaction import redact
+
+WIDEST = 44  # columns of a value; longer ones are cut
+
+
+def report(source: str, translation: Translation) -> None:
+    """Prints every key of theirs under what became of it."""
+    total = sum(map(len, translation.outcomes.values()))
+    print(f"{source}: a configuration of {translation.system}, {total} keys")
+    for outcome, keys in translation.outcomes.items():
+        print(f"\n{outcome}: {len(keys)}")
+        if outcome.startswith("taken"):
+            for key in keys:
+                print(f"  {_shown(key)}  ->  {key.told}")
+            continue
+        for reason in dict.fromkeys(key.told for key in keys):
+            print(f"  {reason}:" if reason else "  by any rule:")
+            for key in keys:
+                if key.told == reason:
+                    print(f"    {_shown(key)}")
+
+
+def write(source: str, translation: Translation, given: str | None, overwrite: bool) -> None:
+    """Writes our configuration to the given path, else beside the run, and prints how to run it.
+
+    Raises ConfigError where another file is in the way.
+    """
+    path = Path(given) if given else Path(f"{run_path(translation.config)}.yaml")
+    origin = f"# Made from {source}, a configuration of {translation.system}, by rlflow train.\n"
+    text = origin + config_text(differences(translation.config))
+    if path.exists() and not overwrite and path.read_text(encoding="utf-8") != text:
+        raise ConfigError(
+            f"{path}: there already, with another content; --overwrite replaces it, --out FILE "
+            "writes elsewhere."
+        )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_text(path, text)
+    by_name = Path(sys.argv[0]).name == "rlflow"
+    program = "rlflow" if by_name else f"{sys.executable} -m rlflow"
+    command = f"train --config {path}"
+    if translation.evaluates:
+        asked = translation.config.evaluation
+        model = translation.config.model.path
+        command = f"eval --config {path} --model {model} --temperature {asked.temperature:g}"
+        command += f" --samples {asked.samples_per_prompt}"
+        command += f" --questions {asked.questions}" if asked.questions else ""
+    print(f"\nwritten: {path}. Nothing was started; run it with\n\n  {program} {command}")
+
+
+def _shown(key: ReadKey) -> str:
+    value = redact({key.name.rpartition(".")[2]: key.value}).popitem()[1]
+    text = json.dumps(value, ensure_ascii=False)
+    return f"{key.name}: {text if len(text) <= WIDEST else text[:WIDEST] + '...'}"

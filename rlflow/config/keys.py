@@ -1,0 +1,84 @@
+"""Every configuration key with its default, type and meaning, and what other libraries call it."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import re
+import typing
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from rlflow.components import Kind
+from rlflow.values import describe, is_component
+
+KL_LOSS = "algorithm.losses=[ppo_clip, {name: kl, coefficient: 0.01}]"
+_OTHERS = {
+    "algorithm.advantage": "adv_estimator",
+    "algorithm.epochs_per_step": "num_iterations ppo_epochs",
+    "algorithm.losses": "loss_type",
+    "algorithm.losses.0.clip_high": "epsilon_high",
+    "algorithm.losses.0.clip_low": "clip_eps cliprange epsilon",
+    KL_LOSS: "beta kl_coef kl_loss_coef",
+    "algorithm.minibatches_per_step": "ppo_mini_batch_size",
+    "checkpoint.every_steps": "save_steps",
+    "data.max_prompt_tokens": "max_prompt_length",
+    "evaluation.every_steps": "eval_steps",
+    "model.dtype=bfloat16": "bf16",
+    "model.path": "model_name_or_path",
+    "rollout.max_response_tokens": "max_completion_length max_new_tokens max_response_length",
+    "rollout.max_total_tokens": "max_seq_length",
+    "rollout.prompts_per_step": "batch_size rollout_batch_size train_batch_size",
+    "rollout.samples_per_prompt": "group_size n num_generations",
+    "run.directory": "output_dir",
+    "run.steps": "max_steps num_epochs num_train_epochs",
+    "trainer.lr": "learning_rate",
+    "trainer.max_gradient_norm": "grad_clip max_grad_norm",
+    "trainer.recompute=full": "gradient_checkpointing",
+    "trainer.tensor_parallel": "tensor_model_parallel_size",
+    "trainer.tokens_per_microbatch": "micro_batch_size per_device_train_batch_size",
+}
+FIELD_NAMES = {other: ours for ours, others in _OTHERS.items() for other in others.split()}
+"""Names in other libraries -> the key, or the assignment, that does the same here."""
+_COMMENT = re.compile(r"^    (\w+): .*?  # (.*)$", re.MULTILINE)
+
+
+def elsewhere(name: str) -> str:
+    """Returns `" Did you mean 'trainer.lr'?"` for a name that other libraries use, else `""`."""
+    return f" Did you mean '{FIELD_NAMES[name]}'?" if name in FIELD_NAMES else ""
+
+
+@dataclass(frozen=True)
+class Key:
+    """One dotted key. kind: of the components that it takes."""
+
+    name: str
+    default: Any
+    type: str
+    meaning: str
+    kind: Kind | None = None
+
+    @property
+    def others_names(self) -> list[str]:
+        """What other libraries call it."""
+        return [other for other, ours in FIELD_NAMES.items() if ours.partition("=")[0].startswith(self.name)]
+
+
+def described_keys(
+    schema: Any, within: Mapping[str, type] | None = None, prefix: str = ""
+) -> Iterator[Key]:
+    """The keys of a schema in its order. within: the schema of what is a mapping there, by key."""
+    hints = typing.get_type_hints(schema, include_extras=True)
+    meanings = dict(_COMMENT.findall(inspect.getsource(schema)))
+    for item in dataclasses.fields(schema):
+        name, hint = f"{prefix}{item.name}", hints[item.name]
+        section = hint if dataclasses.is_dataclass(hint) else (within or {}).get(name)
+        if section is not None:
+            yield from described_keys(section, within, f"{name}.")
+            continue
+        made: Any = item.default_factory
+        default = item.default if made is dataclasses.MISSING else made()
+        holder = hint if is_component(hint) else next(filter(is_component, typing.get_args(hint)), None)
+        kinds = [part for part in getattr(holder, "__metadata__", ()) if isinstance(part, Kind)]
+        yield Key(name, default, describe(hint), meanings.get(item.name, ""), kinds[0] if kinds else None)

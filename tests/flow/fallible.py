@@ -1,0 +1,49 @@
+"""The letters with tools that fail, take their time, or lose the run its directory: named as `<this file>:FallibleLetters`."""
+
+from __future__ import annotations
+
+import asyncio
+import sqlite3
+import time
+from pathlib import Path
+
+from rlflow.types import Episode, Step
+from tests.flow.letters import Letters
+
+REFERENCE = f"{Path(__file__).resolve()}:FallibleLetters"
+THEIRS = '{"process": 1, "host": "elsewhere", "epoch": 9, "token": "theirs"}'
+
+
+def journal_rows(journal: Path) -> list[tuple]:
+    """Every attempt, with all that is known of it."""
+    with sqlite3.connect(journal) as database:
+        rows = database.execute("SELECT * FROM attempts ORDER BY number, sample").fetchall()
+    database.close()
+    return rows
+
+
+def take_directory(run: Path) -> None:
+    """As another process does that finds no lock there."""
+    run.with_name("their.lock").write_text(THEIRS)
+    run.with_name("their.lock").replace(run / "run.lock")
+
+
+class FallibleLetters(Letters):
+    """out: while this file is there every tool fails. takes_s: of a step. steals: a run directory that another
+    process takes at the hundredth step; what its journal held then is noted beside it."""
+
+    def __init__(self, out: str = "", takes_s: float = 0.0, steals: str = "") -> None:
+        super().__init__()
+        self._out, self._takes_s, self._steals, self._steps = out, takes_s, steals, 0
+
+    async def step(self, episode: Episode, response: str) -> Step:
+        await asyncio.sleep(self._takes_s)
+        if self._out and Path(self._out).exists():
+            raise ConnectionError("the tool is out")
+        self._steps += 1
+        if self._steals and self._steps == 100:
+            take_directory(Path(self._steals))
+            time.sleep(0.2)  # for a commit that had asked before
+            rows = journal_rows(Path(self._steals) / "journal.sqlite")
+            Path(f"{self._steals}.rows").write_text(repr(rows))
+        return await super().step(episode, response)

@@ -1,0 +1,40 @@
+"""A checkpoint that is to be written, of either format, and the arguments of Megatron in it."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..dtypes import DType
+from ..mapping.plan import Target
+from .files import OutputFile
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """files: those with weights. finish: writes the others into a directory that has these."""
+
+    files: tuple[OutputFile, ...]
+    finish: Callable[[Path], None]
+
+
+def namespace(arguments: dict[str, Any]) -> argparse.Namespace:
+    """Megatron's arguments, with torch's dtypes."""
+    return argparse.Namespace(**{name: _plain(value) for name, value in arguments.items()})
+
+
+def _plain(value: Any) -> Any:
+    return getattr(torch, value.name) if isinstance(value, DType) else value
+
+
+def as_tensor(data: np.ndarray, target: Target, shape: tuple[int, ...]) -> Tensor:
+    """Rows of bytes of a target as a tensor, which shares their memory."""
+    flat = torch.from_numpy(data.reshape(-1))
+    return flat.view(getattr(torch, target.dtype.name)).view(shape)
