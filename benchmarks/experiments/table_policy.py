@@ -22,7 +22,7 @@ from torch import Tensor
 
 from rlflow.config.schema import load_config
 from rlflow.loop import training_step
-from rlflow.metrics.timer import PhaseTimer
+from rlflow.report.timer import PhaseTimer
 from rlflow.run.algorithm import Algorithm
 from rlflow.trainer.options import TrainerOptions
 from rlflow.trainer.reference import ReferenceTrainer

@@ -19,7 +19,7 @@ from rlflow.commands.cli import main
 from rlflow.config.schema import load_config
 from rlflow.errors import ConfigError
 from rlflow.loop import train, training_step
-from rlflow.metrics.sinks import read_metrics
+from rlflow.report.sinks import read_metrics
 from rlflow.run.directory import RunDirectory
 from rlflow.run.journal import AttemptJournal
 from rlflow.run.trajectories import read_trajectories

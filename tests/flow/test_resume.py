@@ -16,8 +16,8 @@ import torch
 
 from rlflow.errors import CheckpointError, ConfigError
 from rlflow.loop import train
-from rlflow.metrics.sinks import read_metrics
 from rlflow.models.huggingface import WeightFiles
+from rlflow.report.sinks import read_metrics
 from rlflow.run.directory import RunDirectory
 from rlflow.run.trajectories import read_trajectories
 from rlflow.storage.files import read_json

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from rlflow.loop import train
-from rlflow.metrics.sinks import read_metrics
+from rlflow.report.sinks import read_metrics
 from rlflow.run.trajectories import read_trajectories
 from tests.flow.letters import letters_config
 

@@ -12,7 +12,7 @@ from rlflow.algorithms.advantages.grpo import grpo
 from rlflow.algorithms.filters.overlong_filter import OverlongFilter
 from rlflow.batching import make_batch
 from rlflow.errors import ConfigError, EnvironmentContractError, ModelError
-from rlflow.metrics.reductions import rollout_metrics
+from rlflow.report.reductions import rollout_metrics
 from rlflow.rollout import Rollout, Tokenizer
 from rlflow.rollout.fake_engine import FakeEngine
 from rlflow.types import Episode, Group, Step, StopReason
