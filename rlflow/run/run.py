@@ -32,10 +32,10 @@ from rlflow.run.picture import render_picture
 from rlflow.run.progress import Progress
 from rlflow.run.recorder import Recorder
 from rlflow.run.saver import Saver
-from rlflow.run.state import load_states, states
 from rlflow.run.trajectories import write_trajectories
 from rlflow.storage.files import write_json
 from rlflow.storage.redaction import redact
+from rlflow.storage.states import load_states, states
 from rlflow.trainer.base import Trainer
 from rlflow.types import Batch, Group
 

@@ -34,16 +34,17 @@ ALLOWED: dict[str, set[str]] = {
     "teachers": {"rollout", "trainer", "batching", "models", "http", "values", *BASIS},
     "config": {"trainer", "storage", "components", "values", "errors"},
     "cluster": {"rollout", "trainer", "metrics", "components", "matmul", *BASIS},
+    "checks": {"algorithms", "rollout", "environment", "batching", "metrics", "storage", "components", *BASIS},
     # What surrounds the loop; the loop itself; the commands.
     "run": {"http", "places", "batching", "cluster", "config", "rollout", "trainer", "teachers", "algorithms", "environment",
             "models", "metrics", "storage", "components", "matmul", *BASIS},
     "view": {"run", "metrics", "storage", "errors"},
     "loop": {"run", "config", "rollout", "trainer", "algorithms", "batching", "metrics", *BASIS},
-    "commands": {"__init__", "loop", "run", "cluster", "view", "config", "rollout", "environment", "algorithms", "batching",
-                 "models", "metrics", "storage", "components", "matmul", *BASIS},
+    "commands": {"__init__", "checks", "loop", "run", "cluster", "view", "config", "rollout", "environment", "algorithms",
+                 "batching", "models", "metrics", "storage", "components", "matmul", *BASIS},
     "__main__": {"commands"},
     # under TYPE_CHECKING
-    "__init__": {"loop", "commands", "metrics", "config", "rollout", "trainer", "environment", "batching", *BASIS},
+    "__init__": {"loop", "checks", "metrics", "config", "rollout", "trainer", "environment", "batching", *BASIS},
 }  # fmt: skip
 
 # Heavy or optional packages, and the only places that may import them.

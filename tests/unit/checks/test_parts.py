@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from rlflow.algorithms.base import Advantage, Curator, Part, as_part
-from rlflow.commands.check_algorithm import check_algorithm, kind_of
+from rlflow.checks.parts import check_algorithm, kind_of
 from rlflow.commands.cli import main
 from rlflow.components import PARTS
 from rlflow.config.schema import load_config
