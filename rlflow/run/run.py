@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from rlflow.algorithms.algorithm import Algorithm
 from rlflow.algorithms.base import Curator
 from rlflow.config.loading import to_dict
 from rlflow.config.schema import RunConfig
@@ -18,7 +19,6 @@ from rlflow.metrics.sinks import MetricsLog
 from rlflow.metrics.timer import PhaseTimer
 from rlflow.metrics.warnings import Watch
 from rlflow.rollout import Rollout, WeightProbe
-from rlflow.run.algorithm import Algorithm
 from rlflow.run.asynchronous import GroupsAhead, staleness_metrics
 from rlflow.run.card import export_files
 from rlflow.run.directory import RunDirectory
