@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from rlflow.algorithms.algorithm import Algorithm
 from rlflow.algorithms.base import Curator
 from rlflow.config.loading import to_dict
 from rlflow.config.schema import RunConfig
@@ -22,7 +23,6 @@ from rlflow.report.sinks import MetricsLog
 from rlflow.report.timer import PhaseTimer
 from rlflow.report.warnings import Watch
 from rlflow.rollout import Rollout, WeightProbe
-from rlflow.run.algorithm import Algorithm
 from rlflow.run.asynchronous import GroupsAhead, staleness_metrics
 from rlflow.run.card import export_files
 from rlflow.run.directory import RunDirectory
@@ -32,10 +32,10 @@ from rlflow.run.export import export_adapter, export_policy
 from rlflow.run.interrupt import Interrupt
 from rlflow.run.recorder import Recorder
 from rlflow.run.saver import Saver
-from rlflow.run.state import load_states, states
 from rlflow.run.trajectories import write_trajectories
 from rlflow.storage.files import write_json
 from rlflow.storage.redaction import redact
+from rlflow.storage.states import load_states, states
 from rlflow.trainer.base import Trainer
 from rlflow.types import Batch, Group
 

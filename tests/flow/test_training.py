@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from rlflow.algorithms import token_weights
+from rlflow.algorithms.algorithm import Algorithm
 from rlflow.config.schema import RunConfig
 from rlflow.loop import train, training_step
 from rlflow.report.sinks import read_metrics
 from rlflow.report.timer import PhaseTimer
-from rlflow.run.algorithm import Algorithm
 from rlflow.run.assemble import make_rollout
 from rlflow.run.directory import RunDirectory
 from rlflow.run.evaluate import evaluation_metrics

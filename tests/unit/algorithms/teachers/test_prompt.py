@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 import torch
 
+from rlflow.algorithms.teachers.base import Classroom
+from rlflow.algorithms.teachers.policy import PolicyTeacher
+from rlflow.algorithms.teachers.prompt import PromptTemplate
 from rlflow.batching import make_batch
 from rlflow.errors import ConfigError, DataError, RLFlowError
 from rlflow.rollout import Tokenizer
-from rlflow.teachers.base import Classroom
-from rlflow.teachers.policy import PolicyTeacher
-from rlflow.teachers.prompt import PromptTemplate
 from rlflow.trainer.reference import ReferenceTrainer
 from rlflow.types import TEACHER_TOP_IDS, TEACHER_TOP_LOGPROBS, Batch, Segment, StopReason, Task, Trajectory
 from tests.fixtures import tiny_model

@@ -21,8 +21,12 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_model(tmp_path_factory.mktemp("models") / "qwen2", "qwen2")
 
 
+BACKEND = "benchmarks.sleeping:FakeTrainer"
+SLEEP = {"name": "benchmarks.sleeping:Sleep"}
+
+
 def made(path: Path, **sleep: float) -> Trainer:
-    return Trainer.from_pretrained(path, "fake", optimizer={"name": "sleep", **sleep}, lr=0.5)
+    return Trainer.from_pretrained(path, BACKEND, optimizer={**SLEEP, **sleep}, lr=0.5)
 
 
 def test_an_update_takes_as_long_as_it_is_told_and_by_its_tokens(path: Path) -> None:
@@ -52,8 +56,8 @@ def test_a_checkpoint_holds_step_and_updates(path: Path, tmp_path: Path) -> None
 
 def test_what_it_cannot_do_is_refused_in_one_line() -> None:
     with pytest.raises(ConfigError, match=r"trainer\.optimizer: the fake trainer has no optimizer; .*found 'adamw'"):
-        TrainerOptions.of({"backend": "fake"}).check()
+        TrainerOptions.of({"backend": BACKEND}).check()
     with pytest.raises(ConfigError, match="expected 0, found 2"):
-        TrainerOptions.of({"backend": "fake", "optimizer": {"name": "sleep"}}).check(ranks=2)
-    with pytest.raises(ConfigError, match="the trainers have adamw, found 'sleep'"):
-        TrainerOptions.of({"backend": "reference", "optimizer": {"name": "sleep"}}).check()
+        TrainerOptions.of({"backend": BACKEND, "optimizer": SLEEP}).check(ranks=2)
+    with pytest.raises(ConfigError, match=r"the trainers have adamw, found '.*Sleep'"):
+        TrainerOptions.of({"backend": "reference", "optimizer": SLEEP}).check()

@@ -15,8 +15,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from rlflow.commands.check_agents import Agent, answering_agent, player_agent, random_agent, scripted_agent
-from rlflow.commands.check_values import observation_problem, step_problem, timed_method
+from rlflow.checks.agents import Agent, answering_agent, player_agent, random_agent, scripted_agent
+from rlflow.checks.answers import observation_problem, step_problem, timed_method
 from rlflow.environment import Environment
 from rlflow.errors import RolloutError, described, did_you_mean, raised_at
 from rlflow.report.metrics import Metric, scores

@@ -58,7 +58,7 @@ def run_list(args: argparse.Namespace) -> int:
 
 def run_check(args: argparse.Namespace) -> int:
     """Prints the report; returns 1 where the contract is broken."""
-    from rlflow.commands.check_algorithm import check_algorithm
+    from rlflow.checks.parts import check_algorithm
 
     report = check_algorithm(args.name, args.kind, **dict(read_assignment(pair) for pair in args.set))
     print(report)

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from rlflow.algorithms.base import Advantage, Curator, Filter, Transform, as_part
-from rlflow.commands.check import ContractReport
-from rlflow.commands.sample_step import (
+from rlflow.checks.environments import ContractReport
+from rlflow.checks.sample_step import (
     FIELDS,
     disturbed,
     map_output,
@@ -29,7 +29,7 @@ from rlflow.commands.sample_step import (
 )
 from rlflow.components import ADVANTAGE, AGGREGATE, CURATOR, FILTER, LOSS, PARTS, TRANSFORM, Kind
 from rlflow.errors import ConfigError
-from rlflow.run.state import put_back, take_out
+from rlflow.storage.states import put_back, take_out
 from rlflow.types import Batch, Group, Loss, PolicyOutput, Task, as_loss
 
 _CLASSES = {Advantage: ADVANTAGE, Loss: LOSS, Transform: TRANSFORM, Filter: FILTER, Curator: CURATOR}

@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
+from rlflow.algorithms.teachers.base import NAME, Classroom, Teacher
 from rlflow.errors import ConfigError
-from rlflow.teachers.base import NAME, Classroom, Teacher
 from rlflow.types import Batch
 from rlflow.values import NonNegativeInt
 

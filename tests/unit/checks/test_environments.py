@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from rlflow import Environment, Episode, Metric, Step, Task
-from rlflow.commands import check
-from rlflow.commands.check import check_environment
+from rlflow.checks import environments
+from rlflow.checks.environments import check_environment
 from rlflow.commands.cli import main
 
 
@@ -279,8 +279,8 @@ def test_a_reset_that_waits_for_one_of_few_places_gets_it() -> None:
 def test_what_hangs_is_told_of_and_ends_the_check(
     environment: Environment, expected: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(check, "WORD_S", 1)
-    monkeypatch.setattr(check, "LIMIT_S", 2)
+    monkeypatch.setattr(environments, "WORD_S", 1)
+    monkeypatch.setattr(environments, "LIMIT_S", 2)
     if isinstance(environment, FewPlaces):
         environment.places.acquire()
     report = check_environment(environment, episodes=1)

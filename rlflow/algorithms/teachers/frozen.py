@@ -8,10 +8,10 @@ from typing import Any
 
 from torch import Tensor
 
+from rlflow.algorithms.teachers.base import NAME, Classroom, Teacher
+from rlflow.algorithms.teachers.vocabulary import check_tokenizers
 from rlflow.errors import CheckpointError
 from rlflow.models.huggingface import WeightFiles, digest, iterate_weights
-from rlflow.teachers.base import NAME, Classroom, Teacher
-from rlflow.teachers.vocabulary import check_tokenizers
 from rlflow.types import Batch
 from rlflow.values import NonNegativeInt
 

@@ -13,7 +13,7 @@ from rlflow.errors import DamagedCheckpointError
 from rlflow.report.pace import Clock
 from rlflow.run.checkpoints import read_state
 from rlflow.run.saver import RunState
-from rlflow.run.state import load_states, states
+from rlflow.storage.states import load_states, states
 
 
 class Counter:

@@ -11,11 +11,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from rlflow.algorithms.teachers.base import Classroom, Teacher
+from rlflow.algorithms.teachers.replies import Place, read_row
+from rlflow.algorithms.teachers.vocabulary import check_tokenizers
 from rlflow.errors import ConfigError, RLFlowError, needing
 from rlflow.http import GaveUp, Retryable, RetryPolicy, post
-from rlflow.teachers.base import Classroom, Teacher
-from rlflow.teachers.replies import Place, read_row
-from rlflow.teachers.vocabulary import check_tokenizers
 from rlflow.trainer.scoring import empty_scores
 from rlflow.types import Batch
 from rlflow.values import NonNegativeInt, PositiveFloat, PositiveInt

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
+from rlflow.algorithms.teachers.base import Classroom
+from rlflow.algorithms.teachers.frozen import ModelTeacher
+from rlflow.algorithms.teachers.vocabulary import check_tokenizers
 from rlflow.errors import CheckpointError, ConfigError, ModelError
 from rlflow.rollout import Tokenizer
-from rlflow.teachers.base import Classroom
-from rlflow.teachers.model import ModelTeacher
-from rlflow.teachers.vocabulary import check_tokenizers
 from rlflow.trainer.reference import ReferenceTrainer
 from tests.fixtures import tiny_model, tiny_tokenizer
 

@@ -10,16 +10,16 @@ from typing import Any
 import pytest
 import torch
 
+from rlflow.algorithms.teachers import completions as module
+from rlflow.algorithms.teachers.base import Classroom
+from rlflow.algorithms.teachers.completions import ServerTeacher
 from rlflow.batching import token_batch
 from rlflow.errors import ConfigError, RLFlowError
 from rlflow.rollout import Tokenizer
-from rlflow.teachers import server as module
-from rlflow.teachers.base import Classroom
-from rlflow.teachers.server import ServerTeacher
 from rlflow.trainer.reference import ReferenceTrainer
 from rlflow.types import Batch
 from tests.fixtures import tiny_model
-from tests.unit.teachers.completion_server import serve
+from tests.unit.algorithms.teachers.completion_server import serve
 
 
 @pytest.fixture(scope="module")

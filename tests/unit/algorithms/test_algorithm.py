@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from rlflow.algorithms import PPOClipLoss, SFTLoss, SumLoss, token_weights
+from rlflow.algorithms.algorithm import Algorithm
 from rlflow.algorithms.base import Filter, Transform, as_part
 from rlflow.batching import make_batch
 from rlflow.config.schema import load_config
 from rlflow.errors import CheckpointError, ConfigError
-from rlflow.run.algorithm import Algorithm
 from rlflow.types import Batch, Group, Segment, StopReason, Task, Trajectory
 
 
@@ -108,11 +108,11 @@ def test_a_configuration_names_parts_of_every_kind_and_functions_will_do():
     config = load_config(
         None,
         [
-            "algorithm.advantage=tests.unit.run.test_algorithm:mean_reward",
+            "algorithm.advantage=tests.unit.algorithms.test_algorithm:mean_reward",
             "algorithm.losses=[{name: ppo_clip, anchor: proximal}]",
-            "algorithm.filters=[{name: 'tests.unit.run.test_algorithm:kept_first', count: 2}, "
-            "'tests.unit.run.test_algorithm:Counting']",
-            "algorithm.transforms=['tests.unit.run.test_algorithm:Doubling']",
+            "algorithm.filters=[{name: 'tests.unit.algorithms.test_algorithm:kept_first', count: 2}, "
+            "'tests.unit.algorithms.test_algorithm:Counting']",
+            "algorithm.transforms=['tests.unit.algorithms.test_algorithm:Doubling']",
             "algorithm.aggregate=constant",
         ],
     )

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rlflow.algorithms.teachers.prompt import PromptTemplate, moved
 from rlflow.errors import ConfigError, RLFlowError
 from rlflow.rollout import Tokenizer
-from rlflow.teachers.prompt import PromptTemplate, moved
 from rlflow.trainer import Trainer
 from rlflow.types import TEACHER_TOP_IDS, TEACHER_TOP_LOGPROBS, Batch, Task
 

@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 import torch
 
+from rlflow.algorithms.algorithm import config_needs
 from rlflow.algorithms.base import Advantage, Curator, Part, as_part
-from rlflow.commands.check_algorithm import check_algorithm, kind_of
+from rlflow.checks.parts import check_algorithm, kind_of
 from rlflow.commands.cli import main
 from rlflow.components import PARTS
 from rlflow.config.schema import load_config
 from rlflow.errors import ConfigError
-from rlflow.run.algorithm import config_needs
 from rlflow.types import Batch, Loss, LossResult, PolicyOutput, Task, as_loss
 
 REQUIRED: dict[str, dict[str, Any]] = {
