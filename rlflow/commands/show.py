@@ -15,12 +15,12 @@ from rlflow.commands.options import Commands, add_command
 from rlflow.errors import ConfigError
 from rlflow.metrics.names import Metrics, label, leading_score, scores
 from rlflow.metrics.sinks import read_metrics
+from rlflow.report.records import answers_of, question_of, read_trajectories, solved, text_of
 from rlflow.run.curves import run_seconds
 from rlflow.run.directory import RunDirectory
 from rlflow.run.journal import AttemptJournal
 from rlflow.run.lines import clock, evaluation_line, headline, sparkline
 from rlflow.run.trace import write_trace
-from rlflow.run.trajectories import answers_of, question_of, read_trajectories, solved, text_of
 from rlflow.storage.files import read_json
 from rlflow.view.recorded import RunFiles, grouped
 

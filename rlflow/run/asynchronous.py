@@ -22,7 +22,7 @@ from rlflow.rollout.rollout import group_name
 from rlflow.rollout.source import TaskSource
 from rlflow.run.journal import AttemptJournal
 from rlflow.run.pacing import GroupAge, Pacing
-from rlflow.run.trajectory_bytes import mirrored, read_trajectory, trained_versions, trajectory_bytes
+from rlflow.run.versions import mirrored, read_trajectory, trained_versions, trajectory_bytes
 from rlflow.types import Group, Task, stamp
 
 logger = logging.getLogger(__name__)

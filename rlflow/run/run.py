@@ -17,6 +17,7 @@ from rlflow.metrics.reductions import rollout_metrics, scores_by_set, step_share
 from rlflow.metrics.sinks import MetricsLog
 from rlflow.metrics.timer import PhaseTimer
 from rlflow.metrics.warnings import Watch
+from rlflow.report.records import write_trajectories
 from rlflow.rollout import Rollout, WeightProbe
 from rlflow.run.algorithm import Algorithm
 from rlflow.run.asynchronous import GroupsAhead, staleness_metrics
@@ -33,7 +34,6 @@ from rlflow.run.progress import Progress
 from rlflow.run.recorder import Recorder
 from rlflow.run.saver import Saver
 from rlflow.run.state import load_states, states
-from rlflow.run.trajectories import write_trajectories
 from rlflow.storage.files import write_json
 from rlflow.storage.redaction import redact
 from rlflow.trainer.base import Trainer

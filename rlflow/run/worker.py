@@ -28,7 +28,7 @@ from rlflow.rollout.transfer.readers import open_reader
 from rlflow.rollout.workers import Loaded, PlayedAttempt, PlayOrder, Update, WorkerFacts, WorkerNews
 from rlflow.run.assemble import make_rollout
 from rlflow.run.probe import trainable
-from rlflow.run.trajectory_bytes import trajectory_bytes
+from rlflow.run.versions import trajectory_bytes
 from rlflow.types import Trajectory
 
 LOOK_S = 0.25

@@ -30,7 +30,7 @@ from rlflow.rollout.submission import OnEpisode, Submission
 from rlflow.rollout.transfer.base import Publisher
 from rlflow.rollout.workers import Update
 from rlflow.run.assemble import make_environment, make_rollout, rollout_options
-from rlflow.run.trajectory_bytes import read_trajectory
+from rlflow.run.versions import read_trajectory
 from rlflow.run.worker import RolloutWorker
 from rlflow.types import Trajectory
 

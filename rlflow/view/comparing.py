@@ -10,7 +10,7 @@ from typing import Any
 from rlflow.errors import ConfigError
 from rlflow.metrics.names import Metrics, scores
 from rlflow.metrics.warnings import Fault
-from rlflow.run.trajectories import question_of
+from rlflow.report.records import question_of
 from rlflow.storage.files import leaves
 from rlflow.view.findings import findings
 from rlflow.view.recorded import RunFiles, grouped

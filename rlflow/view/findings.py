@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 
 from rlflow.metrics.warnings import NEVER_STOPPING, Fault, faults_of
-from rlflow.run.trajectories import answers_of, text_of
+from rlflow.report.records import answers_of, text_of
 from rlflow.view.recorded import Record, RunFiles
 
 RECENT = 3

@@ -21,8 +21,8 @@ from typing import Any
 from rlflow.errors import ConfigError
 from rlflow.metrics.names import label
 from rlflow.metrics.warnings import Fault
-from rlflow.run.tokens import EpisodeTokens
-from rlflow.run.trajectories import answers_of, question_of, solved
+from rlflow.report.records import answers_of, question_of, solved
+from rlflow.report.tokens import EpisodeTokens
 from rlflow.storage.files import plain, replacing
 from rlflow.view.findings import findings
 from rlflow.view.recorded import Record, RunFiles, grouped

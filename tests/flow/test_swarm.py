@@ -11,7 +11,7 @@ import pytest
 
 from rlflow.loop import train
 from rlflow.metrics.sinks import read_metrics
-from rlflow.run.trajectories import read_trajectories
+from rlflow.report.records import read_trajectories
 from rlflow.storage.files import read_json
 from rlflow.swarm.directory import DirectoryTransport
 from rlflow.swarm.messages import dump

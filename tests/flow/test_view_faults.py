@@ -11,8 +11,8 @@ import torch
 from rlflow.environment import Environment
 from rlflow.loop import train
 from rlflow.metrics.names import Metric
+from rlflow.report.tokens import read_tokens
 from rlflow.rollout import Rollout
-from rlflow.run.tokens import read_tokens
 from rlflow.types import Episode, Step, Task
 from rlflow.view.comparing import compare
 from rlflow.view.comparison_text import comparison_text

@@ -9,7 +9,7 @@ from typing import Any
 
 from rlflow.algorithms.base import Filter
 from rlflow.algorithms.filters.dynamic_sampling import scores_alike
-from rlflow.algorithms.remembered import groups_state, remembered_groups
+from rlflow.codec import groups_state, remembered_groups
 from rlflow.types import Group
 from rlflow.values import NonNegativeInt, PositiveInt
 

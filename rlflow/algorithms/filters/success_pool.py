@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from rlflow.algorithms.base import Filter
-from rlflow.algorithms.remembered import remembered_trajectories, trajectories_state
+from rlflow.codec import remembered_trajectories, trajectories_state
 from rlflow.types import Group, Trajectory, stamp
 from rlflow.values import PositiveInt
 

@@ -16,8 +16,8 @@ from rlflow.algorithms.filters.overlong_filter import OverlongFilter
 from rlflow.algorithms.filters.replay import Replay
 from rlflow.algorithms.filters.success_pool import SuccessPool
 from rlflow.algorithms.filters.zero_advantage import ZeroAdvantage
-from rlflow.algorithms.remembered import groups_state, remembered_groups, remembered_trajectories, trajectories_state
 from rlflow.batching import make_batch
+from rlflow.codec import groups_state, remembered_groups, remembered_trajectories, trajectories_state
 from rlflow.run.checkpoints import read_state
 from rlflow.run.saver import RunState
 from rlflow.types import Group, StopReason, Task

@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 from safetensors.torch import load, save
 
-from rlflow.algorithms.remembered import remembered_trajectories, trajectories_state
+from rlflow.codec import remembered_trajectories, trajectories_state
 from rlflow.types import Segment, Trajectory
 
 _ROW = "trajectory"

@@ -7,7 +7,7 @@ import math
 
 import torch
 
-from rlflow.run.trajectory_bytes import mirrored, read_trajectory, trained_versions, trajectory_bytes
+from rlflow.run.versions import mirrored, read_trajectory, trained_versions, trajectory_bytes
 from rlflow.types import Segment, StopReason, Trajectory, Turn
 
 
