@@ -1,4 +1,4 @@
-"""Metrics: names with units, reductions, phase timers, peak memory, and the sinks that a run writes to."""
+"""Metrics, episodes and pages for people: names with units, reductions, phase timers, peak memory, and the sinks that a run writes to."""
 
 from __future__ import annotations
 

@@ -11,8 +11,8 @@ from rlflow.errors import ConfigError
 from rlflow.report.findings import findings
 from rlflow.report.metrics import Metrics, scores
 from rlflow.report.recorded import RunFiles, grouped
+from rlflow.report.records import question_of
 from rlflow.report.warnings import Fault
-from rlflow.run.trajectories import question_of
 from rlflow.storage.files import leaves
 
 UNCOMPARED = ("run.name", "run.directory", "run.resume", "run.overwrite", "metrics.progress")

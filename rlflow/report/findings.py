@@ -7,8 +7,8 @@ import re
 from collections.abc import Sequence
 
 from rlflow.report.recorded import Record, RunFiles
+from rlflow.report.records import answers_of, text_of
 from rlflow.report.warnings import NEVER_STOPPING, Fault, faults_of
-from rlflow.run.trajectories import answers_of, text_of
 
 RECENT = 3
 """Of the training steps and of the evaluations, the last so many are read."""

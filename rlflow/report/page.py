@@ -22,9 +22,9 @@ from rlflow.errors import ConfigError
 from rlflow.report.findings import findings
 from rlflow.report.metrics import label
 from rlflow.report.recorded import Record, RunFiles, grouped
+from rlflow.report.records import answers_of, question_of, solved
+from rlflow.report.tokens import EpisodeTokens
 from rlflow.report.warnings import Fault
-from rlflow.run.tokens import EpisodeTokens
-from rlflow.run.trajectories import answers_of, question_of, solved
 from rlflow.storage.files import plain, replacing
 
 CHUNK_EPISODES = 96

@@ -10,10 +10,10 @@ from typing import Any
 
 from rlflow.errors import CheckpointError, ConfigError
 from rlflow.report.metrics import Metrics, load_registered
+from rlflow.report.records import read_trajectories, solved
 from rlflow.report.sinks import read_metrics
+from rlflow.report.tokens import EpisodeTokens, read_tokens
 from rlflow.run.directory import RunDirectory
-from rlflow.run.tokens import EpisodeTokens, read_tokens
-from rlflow.run.trajectories import read_trajectories, solved
 from rlflow.storage.files import read_json
 
 Record = dict[str, Any]

@@ -14,9 +14,9 @@ from rlflow.report.curves import CURVE_COLORS, drawn_score, headline, run_second
 from rlflow.report.lines import clock, evaluation_line, next_commands, phase_seconds
 from rlflow.report.lines import headline as numbers
 from rlflow.report.metrics import Metrics
+from rlflow.report.records import text_of
 from rlflow.report.svg import CHART_STYLE, learning_curves, markup, time_bars
 from rlflow.report.warnings import Fault, faults_of
-from rlflow.run.trajectories import text_of
 
 LONGEST_TEXT = 4000  # characters of one prompt, response or observation
 MOST_TURNS = 12
@@ -24,7 +24,7 @@ MOST_TURNS = 12
 
 @dataclass
 class PageState:
-    """What the page shows. records: by ascending step. episodes: as `rlflow.run.trajectories.trajectory_record` has them.
+    """What the page shows. records: by ascending step. episodes: as `rlflow.report.records.trajectory_record` has them.
     summary: once the run has ended."""
 
     title: str

@@ -18,6 +18,7 @@ from rlflow.report.memory import GIB, highest
 from rlflow.report.metrics import Metrics, leading_score
 from rlflow.report.pace import Clock
 from rlflow.report.progress import Progress
+from rlflow.report.records import write_trajectories
 from rlflow.report.reductions import rollout_metrics, scores_by_set, step_shares
 from rlflow.report.sinks import MetricsLog
 from rlflow.report.timer import PhaseTimer
@@ -32,7 +33,6 @@ from rlflow.run.export import export_adapter, export_policy
 from rlflow.run.interrupt import Interrupt
 from rlflow.run.recorder import Recorder
 from rlflow.run.saver import Saver
-from rlflow.run.trajectories import write_trajectories
 from rlflow.storage.files import write_json
 from rlflow.storage.redaction import redact
 from rlflow.storage.states import load_states, states

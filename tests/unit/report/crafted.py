@@ -11,10 +11,10 @@ import numpy as np
 import torch
 
 from rlflow.report.metrics import Metric, save_registered
+from rlflow.report.records import trajectory_record, write_records, write_trajectories
+from rlflow.report.tokens import SegmentTokens, TokenTexts, mean_advantage, segment_tokens, write_tokens
 from rlflow.rollout import Tokenizer
 from rlflow.run.directory import RunDirectory
-from rlflow.run.tokens import SegmentTokens, TokenTexts, mean_advantage, segment_tokens, write_tokens
-from rlflow.run.trajectories import trajectory_record, write_records, write_trajectories
 from rlflow.types import Group, Segment, StopReason, Task, Trajectory, Turn, stamp
 
 REGISTERED = {"exact_match": Metric("share", "of questions answered", score=True, shown="EM {:.3f}")}

@@ -1,32 +1,12 @@
-"""One trajectory as bytes: safetensors with JSON beside them. Nothing in them is code."""
+"""Weight versions of a trajectory's tokens."""
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 
 import torch
-from safetensors.torch import load, save
 
-from rlflow.algorithms.remembered import remembered_trajectories, trajectories_state
 from rlflow.types import Segment, Trajectory
-
-_ROW = "trajectory"
-
-
-def trajectory_bytes(trajectory: Trajectory) -> bytes:
-    """The trajectory; `read_trajectory` gives it back bit for bit."""
-    state = trajectories_state([trajectory])
-    (row,) = state.pop("trajectories")
-    text = torch.frombuffer(bytearray(json.dumps(row), "ascii"), dtype=torch.uint8)
-    return save({**state, _ROW: text})
-
-
-def read_trajectory(payload: bytes) -> Trajectory:
-    """The trajectory of `trajectory_bytes`."""
-    tensors = load(payload)
-    row = json.loads(tensors.pop(_ROW).numpy().tobytes())
-    return remembered_trajectories({**tensors, "trajectories": [row]})[0]
 
 
 def trained_versions(trajectory: Trajectory) -> tuple[int, int] | None:

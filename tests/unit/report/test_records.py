@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from rlflow.run.trajectories import read_trajectories, write_trajectories
+from rlflow.report.records import read_trajectories, write_trajectories
 from rlflow.types import Group, StopReason, Task, Trajectory
 
 
