@@ -118,3 +118,18 @@ def rollout_metrics(trajectories: Sequence[Any], registered: Metrics) -> dict[st
         "rollout/truncated_max_tokens": share("max_tokens"),
         "rollout/aborted": share("aborted"),
     }
+
+
+def staleness_metrics(groups: Sequence[Any], version: int) -> dict[str, float]:
+    """How many versions the tokens of the groups' usable attempts lag behind the weights that train on them."""
+    segments = [segment for group in groups for one in group.usable for segment in one.segments]
+    lags = [version - one.versions[one.loss_mask & (one.versions >= 0)] for one in segments]
+    lags = [one for one in lags if len(one)]
+    tokens = sum(map(len, lags))
+    if not tokens:
+        return {}
+    return {
+        "rollout/staleness": sum(int(one.sum()) for one in lags) / tokens,
+        "rollout/staleness_max": float(max(int(one.max()) for one in lags)),
+        "rollout/on_policy": sum(int((one == 0).sum()) for one in lags) / tokens,
+    }

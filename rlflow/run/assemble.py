@@ -19,12 +19,10 @@ from rlflow.matmul import PRODUCTS
 from rlflow.report.sinks import MetricsLog, make_sinks
 from rlflow.rollout import Engine, Rollout, Tokenizer
 from rlflow.rollout.environment_calls import tasks_of
-from rlflow.rollout.source import TaskSource
-from rlflow.run.asynchronous import GroupsAhead, Terms
+from rlflow.rollout.groups import Groups, TaskSource, Terms
+from rlflow.rollout.pacing import Pacing
 from rlflow.run.directory import RunDirectory
-from rlflow.run.journal import AttemptJournal
 from rlflow.run.origin import mark_own
-from rlflow.run.pacing import Pacing
 from rlflow.run.preflight import run_path
 from rlflow.storage.redaction import redact
 from rlflow.trainer.base import Trainer
@@ -187,29 +185,18 @@ def make_metrics(config: RunConfig, directory: RunDirectory, resumed_step: int, 
     return MetricsLog(directory.path, sinks, resumed_step, evaluations, directory.confirm)
 
 
-@contextmanager
-def open_ahead(
-    config: RunConfig, directory: RunDirectory, rollout: Rollout, source: TaskSource, tasks: Sequence[Task], max_rounds: int
-) -> Iterator[GroupsAhead | None]:
-    """What samples ahead of training; None where every step is sampled when the one before is over, and always was in this
-    run: attempts that its journal still holds are not lost when it goes on in step."""
-    asynchrony = config.asynchrony
-    if not asynchrony.on and not (directory.journal.is_file() and config.run.resume):
-        yield None
-        return
-    section, faults = config.rollout, Faults(**config.rollout.faults)
+def make_groups(
+    config: RunConfig, rollout: Rollout, source: TaskSource, tasks: Sequence[Task], max_rounds: int
+) -> Groups:
+    """What gives a run's steps their groups, of tasks from the source. tasks: all that it may name. The caller closes it."""
+    asynchrony, section, faults = config.asynchrony, config.rollout, Faults(**config.rollout.faults)
     pacing = Pacing(section.prompts_per_step, asynchrony.max_staleness, asynchrony.ahead, asynchrony.when_stale)
     terms = Terms(
         section.samples_per_prompt,
-        config.run.steps,
+        faults.max_aborted_share,
         lease_s=faults.episode_s + faults.call_s,
-        group_s=asynchrony.group_s,
-        max_aborted_share=faults.max_aborted_share,
         max_rounds=max_rounds,
+        group_s=asynchrony.group_s,
+        steps=config.run.steps,
     )
-    journal = AttemptJournal(directory.journal, confirm=directory.confirm)
-    ahead = GroupsAhead(journal, rollout.flow(), rollout.attempt, source, tasks, pacing, terms)
-    try:
-        yield ahead
-    finally:
-        ahead.close()
+    return rollout.groups(source.take, pacing, terms, tasks=tasks)

@@ -9,7 +9,6 @@ adapter/                         with trainer.lora: the adapters as the package 
 trajectories/step_000010.jsonl   sampled training episodes, in whole groups
 tokens/step_000010.npz           the same ones, token by token: see `rlflow.report.tokens`
 evaluations/step_000010.jsonl    every evaluated episode
-journal.sqlite                   every attempt of an asynchronous run, see `rlflow.run.journal`
 progress.png  report.html  summary.json  log.txt
 """
 
@@ -31,9 +30,8 @@ logger = logging.getLogger(__name__)
 
 LAYOUT = ("config.yaml", "config.origin", "metrics.jsonl", "environment_metrics.json", "checkpoints", "export", "adapter",
           "trajectories", "tokens", "evaluations", "progress.png", "report.html", "summary.json", "log.txt",
-          "tensorboard", "wandb", "journal.sqlite", "journal.sqlite-wal", "journal.sqlite-shm")  # fmt: skip
-STARTED = {"config.yaml", "config.origin", "log.txt", "metrics.jsonl", "environment_metrics.json", "tensorboard", "wandb",
-           "journal.sqlite", "journal.sqlite-wal", "journal.sqlite-shm"}  # fmt: skip
+          "tensorboard", "wandb")  # fmt: skip
+STARTED = {"config.yaml", "config.origin", "log.txt", "metrics.jsonl", "environment_metrics.json", "tensorboard", "wandb"}
 """What a run may have written before its first metrics."""
 
 
@@ -46,7 +44,6 @@ class RunDirectory:
         self.environment_metrics, self.summary = self.path / "environment_metrics.json", self.path / "summary.json"
         self.checkpoints, self.export, self.adapter = self.path / "checkpoints", self.path / "export", self.path / "adapter"
         self.picture, self.report = self.path / "progress.png", self.path / "report.html"
-        self.journal = self.path / "journal.sqlite"
         self.saved = Checkpoints(self.checkpoints, self.confirm)
         self._lock: DirectoryLock | None = None
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 
 from rlflow.algorithms.algorithm import Algorithm
 from rlflow.algorithms.teachers.base import Classroom
@@ -17,7 +17,7 @@ from rlflow.report.pace import Clock
 from rlflow.report.sinks import read_metrics
 from rlflow.report.timer import PhaseTimer
 from rlflow.report.warnings import Watch
-from rlflow.run.assemble import fitting_tasks, make_metrics, make_trainer, open_ahead, open_directory
+from rlflow.run.assemble import fitting_tasks, make_groups, make_metrics, make_trainer, open_directory
 from rlflow.run.early_scores import EarlyScores, Stage
 from rlflow.run.evaluation_schedule import EvaluationSchedule
 from rlflow.run.interpreter_watch import InterpreterWatch
@@ -116,7 +116,7 @@ def _start(config: RunConfig, stack: ExitStack) -> Run:
         clock=clock,
         timer=timer,
         probe=make_probe(rollout, trainer, train_tasks, config.model.dtype),
-        ahead=stack.enter_context(open_ahead(config, directory, rollout, source, train_tasks, algorithm.max_rounds)),
+        upcoming=stack.enter_context(closing(make_groups(config, rollout, source, train_tasks, algorithm.max_rounds))),
         watch=Watch(rollout.environment.metrics),
         prompts_dropped=dropped,
     )
@@ -151,8 +151,6 @@ def _score_early(run: Run) -> None:
         return
     algorithm.early = EarlyScores(stages)
     run.rollout.on_group = algorithm.early.take
-    if run.ahead is not None:
-        run.ahead.on_group = algorithm.early.take
 
 
 def _open_teacher(algorithm: Algorithm, classroom: Classroom, stack: ExitStack) -> None:

@@ -63,7 +63,6 @@ def resume(run: Run) -> None:
     Raises DamagedCheckpointError with the newest whole checkpoint in its text; CheckpointError for another format."""
     chosen = chosen_checkpoint(run.config)
     if chosen is None:
-        _recover(run, 0)
         return
     saved, (step, path) = run.directory.saved, chosen
     state = _read_state(saved, step)
@@ -82,13 +81,6 @@ def resume(run: Run) -> None:
     for aside in saved.set_aside_after(step):
         logger.warning("resume: the newer checkpoint is set aside as %s; remove it when it is not needed", aside)
     logger.info("resumed after step %d from %s", step, path)
-    _recover(run, step)
-
-
-def _recover(run: Run, step: int) -> None:
-    """Takes what ran ahead of training back to the checkpoint of a step, 0 for the beginning."""
-    if run.ahead is not None:
-        run.ahead.recover(step)
 
 
 def _read_state(saved: Checkpoints, step: int) -> dict[str, Any]:

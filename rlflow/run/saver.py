@@ -30,7 +30,6 @@ class Saver:
         self.checkpoints = checkpoints
         self.keep = keep
         self.asynchronous = asynchronous
-        self.committed = -1  # step of the last checkpoint that was completed
         self._pending: tuple[int, RunState] | None = None
 
     def save(self, step: int, state: dict[str, Any]) -> None:
@@ -74,7 +73,6 @@ class Saver:
         state.write(self.checkpoints.partial)
         self.checkpoints.commit(step, self.keep)
         self._pending = None
-        self.committed = step
 
     @contextmanager
     def _explained(self, step: int) -> Iterator[None]:
