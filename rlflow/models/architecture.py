@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -144,7 +144,7 @@ def architecture(config: dict[str, Any]) -> Architecture:
     kinds = config.get("layer_types") or ()
     if windowed or (isinstance(kinds, list | tuple | str) and "sliding_attention" in kinds):
         raise ModelError("config.json: sliding-window attention is not supported; expected sliding_window null.")
-    _check_rope(_rope(config))
+    _check_rope(rope_of(config))
     return model
 
 
@@ -165,8 +165,7 @@ def stored_architecture(config: dict[str, Any]) -> Architecture:
     groups = _entry(config, "num_key_value_heads", default=heads)
     if heads % groups:
         raise ModelError(f"config.json: num_attention_heads {heads} is not a multiple of num_key_value_heads {groups}.")
-    rope = _rope(config)
-    scaled = (rope.get("rope_type") or rope.get("type")) == "llama3"
+    rope = rope_of(config)
     return Architecture(
         family=family,
         layers=_entry(config, "num_hidden_layers", most=MOST_LAYERS),
@@ -179,7 +178,7 @@ def stored_architecture(config: dict[str, Any]) -> Architecture:
         tied=_flag(config, "tie_word_embeddings"),
         norm_eps=_number(config, "rms_norm_eps", 1e-6),
         rope_theta=_number(rope, "rope_theta", _number(config, "rope_theta", 10000.0)),
-        rope_factor=_number(rope, "factor") if scaled else None,
+        rope_factor=_number(rope, "factor") if rope_kind(rope) == "llama3" else None,
         max_positions=_entry(config, "max_position_embeddings", default=32768),
         experts=_experts(config) if any(rule.where is Where.SPARSE for rule in FAMILIES[family]) else None,
         latent=_latent(config) if LATENT_ATTENTION[-1] in FAMILIES[family] else None,
@@ -344,17 +343,25 @@ def _scaled_by_block(quantized: Any) -> bool:
     )
 
 
-def _rope(config: dict[str, Any]) -> dict[str, Any]:
-    """The entry for rotary embeddings, in the spelling of transformers 5 or 4. Raises ModelError unless it is an object."""
+def rope_of(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The entry for rotary embeddings, in the spelling of transformers 5 or 4. Raises ModelError
+    unless it is an object."""
     found = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if not isinstance(found, dict):
-        raise ModelError(f"config.json: 'rope_parameters' is {_short(found)}; expected an object or null.")
+        raise ModelError(
+            f"config.json: 'rope_parameters' is {_short(found)}; expected an object or null."
+        )
     return found
+
+
+def rope_kind(rope: Mapping[str, Any]) -> str:
+    """How rotary embeddings are scaled: `default`, `linear`, `llama3`, `yarn`, ..."""
+    return str(rope.get("rope_type") or rope.get("type") or "default")
 
 
 def _check_rope(rope: dict[str, Any]) -> None:
     """Raises ModelError for scaling other than Llama 3's with the constants that Megatron fixes."""
-    kind = rope.get("rope_type") or rope.get("type") or "default"
+    kind = rope_kind(rope)
     if kind == "default":
         return
     fixed = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}

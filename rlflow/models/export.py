@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import math
-import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain
 from pathlib import Path
@@ -16,13 +14,13 @@ from torch import Tensor
 from rlflow.errors import ModelError, StorageError
 from rlflow.models.architecture import huggingface_shapes, stored_architecture
 from rlflow.models.huggingface import (
-    INDEX_FILE,
-    SINGLE_FILE,
     companions_digest,
-    copy_files,
+    copy_companions,
+    file_names,
     read_config,
+    why_no_room,
     why_occupied,
-    with_dtype,
+    write_index,
 )
 from rlflow.storage.files import replacing_directory
 from rlflow.storage.integrity import EXPORT_MANIFEST, fingerprint, write_manifest
@@ -75,11 +73,14 @@ def write_model(
         "verified": "fast",
     }
     try:
-        _check_room(path, manifest["weight_bytes"])
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # Before a trainer gathers the first tensor.
+        problem = why_no_room(path.parent, manifest["weight_bytes"])
+        if problem is not None:
+            raise StorageError(problem)
         with replacing_directory(path) as partial:
             _write_shards(partial, _checked(stream, shapes, dtype, path), shard_bytes)
-            copy_files(reference, partial)
-            (partial / "config.json").write_text(json.dumps(with_dtype(config, dtype), indent=2) + "\n")
+            copy_companions(reference, partial, config, dtype)
             for name, text in (texts or {}).items():
                 (partial / name).write_text(text, encoding="utf-8")
             files = {file.name: fingerprint(file) for file in partial.iterdir()}
@@ -98,16 +99,6 @@ def _check_replaceable(path: Path, reference: Path, overwrite: bool) -> None:
     reason = why_occupied(path, overwrite)
     if reason is not None:
         raise StorageError(reason)
-
-
-def _check_room(path: Path, needed: int) -> None:
-    """Raises StorageError where the disk has less than `needed` bytes left: before a trainer gathers the first tensor."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    free = shutil.disk_usage(path.parent).free
-    if free < needed:
-        raise StorageError(
-            f"{path}: {needed / 1e9:.2f} GB needed, {free / 1e9:.2f} GB free; make room or choose another disk."
-        )
 
 
 def _checked(
@@ -147,15 +138,11 @@ def _write_shards(directory: Path, weights: Iterable[tuple[str, Tensor]], shard_
         except SafetensorError as error:
             raise OSError(str(error)) from error
         shard.clear()  # before the next one is gathered, while this name still holds the dictionary
-    if len(written) == 1:
-        written[0][0].rename(directory / SINGLE_FILE)
-        return
     weight_map = {}
-    for number, (file, names) in enumerate(written, start=1):
-        named = file.rename(directory / f"model-{number:05d}-of-{len(written):05d}.safetensors")
-        weight_map.update(dict.fromkeys(names, named.name))
-    index = {"metadata": {"total_size": total_size}, "weight_map": dict(sorted(weight_map.items()))}
-    (directory / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n")
+    for (file, names), name in zip(written, file_names(len(written))):
+        file.rename(directory / name)
+        weight_map.update(dict.fromkeys(names, name))
+    write_index(directory, weight_map, total_size)
 
 
 def _shards(weights: Iterable[tuple[str, Tensor]], shard_bytes: int) -> Iterator[dict[str, Tensor]]:

@@ -262,10 +262,42 @@ def why_occupied(path: Path, overwrite: bool) -> str | None:
     return f"{path}: is not a model directory (no config.json), so --overwrite does not replace it; choose another."
 
 
-def copy_files(reference: Path, directory: Path) -> None:
-    """Copies what goes with the weights from a model directory; never weights."""
+def why_no_room(place: Path, needed: int) -> str | None:
+    """Why a disk cannot take `needed` bytes more; None where it can."""
+    free = shutil.disk_usage(place).free
+    if free >= needed:
+        return None
+    return (
+        f"{place.parent}: {needed / 1e9:.2f} GB needed, {free / 1e9:.2f} GB free; make room or "
+        "choose another disk."
+    )
+
+
+def copy_companions(
+    reference: Path, directory: Path, config: dict[str, Any], dtype: object
+) -> None:
+    """Writes what goes with weights of a dtype: config.json, and copies of the reference's files;
+    never weights."""
     for name in companions(reference):
         shutil.copyfile(reference / name, directory / name)
+    text = json.dumps(with_dtype(config, dtype), indent=2)
+    (directory / "config.json").write_text(text + "\n")
+
+
+def file_names(count: int) -> list[str]:
+    """Of the files that the weights of a model are in."""
+    if count == 1:
+        return [SINGLE_FILE]
+    return [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
+
+
+def write_index(directory: Path, weight_map: Mapping[str, str], total_size: int) -> None:
+    """Writes which of several files holds which tensor; nothing for a single file."""
+    if set(weight_map.values()) == {SINGLE_FILE}:
+        return
+    ordered = dict(sorted(weight_map.items()))
+    index = {"metadata": {"total_size": total_size}, "weight_map": ordered}
+    (directory / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n")
 
 
 def companions_digest(reference: str | Path) -> str:

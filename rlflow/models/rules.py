@@ -66,6 +66,14 @@ class Rule:
     def per_expert(self) -> bool:
         return "{e}" in self.megatron
 
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """The names that a torch_dist checkpoint may keep it under; the first is that of
+        Transformer Engine's layers."""
+        if self.per_expert:
+            return (self.megatron,)
+        return tuple(filter(None, (self.fused, self.megatron, self.local_key)))
+
     def of_expert(self, expert: int) -> Rule:
         """This rule for one expert: its sources are that expert's."""
         sources = tuple((name.replace("{e}", str(expert)), shape) for name, shape in self.sources)

@@ -1,8 +1,7 @@
-"""Checks of what was written, against its manifest, and of what is read, against its own checksums."""
+"""Checks of what was written, against its manifest."""
 
 from __future__ import annotations
 
-import zlib
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -10,10 +9,6 @@ from typing import Any
 from rlflow.errors import ConversionError, DamagedCheckpointError, ExitCode, ModelError
 from rlflow.models.huggingface import check_tensors
 from rlflow.storage.integrity import EXPORT_MANIFEST, Fingerprint, find_damage, read_fingerprints, read_sealed
-
-from .readers.source import TensorSource
-
-READ_BYTES = 4 << 20
 
 
 def read_manifest(path: Path) -> tuple[dict[str, Any], dict[str, Fingerprint]]:
@@ -49,19 +44,3 @@ def verify_export(path: str | Path, workers: int = 2) -> dict[str, Any]:
         except ModelError as error:
             raise ConversionError(str(error), ExitCode.DAMAGED) from None
     return manifest
-
-
-def check_records(source: TensorSource) -> None:
-    """Raises ConversionError (4) where bytes of a source are not what its checksums say, those of single chunks apart."""
-    for name, record in source.records():
-        found = 0
-        with (source.path / name).open("rb") as stream:
-            stream.seek(record.start)
-            for start in range(0, record.bytes, READ_BYTES):
-                found = zlib.crc32(stream.read(min(READ_BYTES, record.bytes - start)), found)
-        if found != record.crc32:
-            raise ConversionError(
-                f"{source.path / name}: {record.bytes} bytes at byte {record.start} are damaged (checksum); copy it again "
-                "or use an earlier checkpoint.",
-                ExitCode.DAMAGED,
-            )

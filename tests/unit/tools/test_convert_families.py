@@ -11,8 +11,8 @@ import pytest
 import torch
 from fixtures import tiny_model
 from rlflow_tools.ckpt_convert.export_model import Options, to_huggingface
-from rlflow_tools.ckpt_convert.import_model import ImportOptions, to_megatron
-from rlflow_tools.ckpt_convert.mapping.to_megatron import CheckpointLayout
+from rlflow_tools.ckpt_convert.import_model import to_megatron
+from rlflow_tools.ckpt_convert.mapping.layout import CheckpointLayout
 from rlflow_tools.ckpt_convert.writers import torch_dist
 
 from rlflow.models.huggingface import digest, iterate_weights, read_config
@@ -88,7 +88,7 @@ def test_import_loads_in_megatron_with_the_same_parameters(
         to_huggingface(job.save_to / "torch", model, reference, Options(verify="none"))
         # torch_dist is cut for other ranks than those that load it; legacy files are for the ranks that they name.
         layout = CheckpointLayout(tensor=2 if saved == "torch_dist" else 1, vocab_multiple=8, fused=False)
-        to_megatron(model, out, ImportOptions(layout=layout, format=saved, verify="full"))
+        to_megatron(model, out, Options(layout=layout, format=saved, verify="full"))
         options = {
             "dtype": job.dtype,
             "numbered": "numbered" in name,
