@@ -6,10 +6,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlflow.errors import ConversionError, ExitCode, ModelError
+from rlflow.errors import ModelError
 
 from .dtypes import NAMED
 from .mapping.plan import View
+from .problems import damaged, other_model
 from .readers.source import TensorSource
 from .stream import Reader, check_records
 
@@ -34,8 +35,9 @@ def description(source: TensorSource) -> dict[str, Any] | None:
             "dtype": NAMED[source.manifest["dtype"]].name,
         }
     except (KeyError, TypeError, ValueError):
-        text = f"{source.path}: damaged; its manifest does not describe its adapters."
-        raise ConversionError(text, ExitCode.DAMAGED) from None
+        raise damaged(
+            f"{source.path}: damaged; its manifest does not describe its adapters."
+        ) from None
 
 
 def merge(
@@ -54,10 +56,9 @@ def merge(
     lora = description(source)
     assert lora is not None, "it holds whole weights"
     if digest(iterate_weights(reference)) != lora["base"]:
-        raise ConversionError(
+        raise other_model(
             f"{source.path}: holds LoRA adapters of other weights than those of {reference}; give "
-            "the model directory that the training began from.",
-            ExitCode.OTHER_MODEL,
+            "the model directory that the training began from."
         )
     scale, dtype = lora["alpha"] / lora["rank"], getattr(torch, lora["dtype"])
     try:
@@ -65,7 +66,7 @@ def merge(
         weights = merged_model(adapter, reference, dtype)
         return write_model(out, weights, reference, overwrite=overwrite, source=origin)
     except ModelError as error:
-        raise ConversionError(str(error), ExitCode.OTHER_MODEL) from None
+        raise other_model(str(error)) from None
 
 
 def _factors(source: TensorSource) -> list[tuple[str, Tensor]]:

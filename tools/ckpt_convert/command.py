@@ -162,8 +162,9 @@ def _add_to_megatron(actions: argparse._SubParsersAction) -> None:
     for end in ("first", "last"):
         what = f"layers of the {end} pipeline rank, where not as many as the others'"
         layout.add_argument(f"--{end}-stage-layers", type=parse_positive, metavar="N", help=what)
-    multiple = "pad the vocabulary to a multiple of N x TP (default 128, as " \
-        "make_vocab_size_divisible_by)"
+    multiple = (
+        "pad the vocabulary to a multiple of N x TP (default 128, as make_vocab_size_divisible_by)"
+    )
     layout.add_argument(
         "--vocab-multiple", type=parse_positive, default=128, metavar="N", help=multiple
     )
@@ -185,7 +186,10 @@ def _add_to_megatron(actions: argparse._SubParsersAction) -> None:
 
 def _add_writing_options(parser: argparse.ArgumentParser, shards: str) -> None:
     """Adds what both directions take; shards: what --shard-size is of."""
-    words = {"dtype": ("keep", "bf16", "fp16", "fp32"), "verify": ("fast", "full", "logits", "none")}
+    words = {
+        "dtype": ("keep", "bf16", "fp16", "fp32"),
+        "verify": ("fast", "full", "logits", "none"),
+    }
     for name, default, text in (
         ("dtype", "keep", "default: keep"),
         ("verify", "fast", "default: fast; see below"),
@@ -208,9 +212,7 @@ def parse_size(text: str) -> int:
     """Bytes of `4GB`, `500MB`, `2GiB` or a plain number."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", text)
     if not match or match[2].upper() not in UNITS or float(match[1]) <= 0:
-        raise argparse.ArgumentTypeError(
-            f"expected a size such as 4GB or 500MB, found '{text}'"
-        )
+        raise argparse.ArgumentTypeError(f"expected a size such as 4GB or 500MB, found '{text}'")
     return max(1, int(float(match[1]) * UNITS[match[2].upper()]))
 
 

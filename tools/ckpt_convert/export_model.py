@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from rlflow.errors import ConversionError, ExitCode, ModelError
+from rlflow.errors import ConversionError, ModelError
 from rlflow.models.architecture import Architecture, stored_architecture
 from rlflow.models.huggingface import companions, companions_digest, copy_companions, read_config
 from rlflow.storage.integrity import EXPORT_MANIFEST
@@ -14,6 +14,7 @@ from . import adapters
 from .dtypes import OPTIONS
 from .mapping.to_huggingface import Export, make_export
 from .options import Options
+from .problems import other_layout, other_model, unknown_model, unsupported
 from .readers.arguments import contradictions
 from .readers.formats import open_source
 from .readers.safetensors_files import read_huggingface
@@ -27,18 +28,16 @@ from .writers.safetensors import safetensors_files, write_index_of
 def prepare(source: TensorSource, reference: str | Path, options: Options) -> Export:
     """The plan of a checked checkpoint's export; nothing is written. Raises ConversionError."""
     if adapters.description(source) is not None:
-        raise ConversionError(
+        raise unsupported(
             f"{source.path}: holds LoRA adapters alone, which are merged into the weights of "
-            f"{reference}: there is no plan to show.",
-            ExitCode.UNSUPPORTED,
+            f"{reference}: there is no plan to show."
         )
     model, config = architecture_of(reference), read_config(reference)
     check_sizes(source, model, options.expected)
     for name, claimed, present in contradictions(source.arguments, config, model):
-        raise ConversionError(
+        raise other_model(
             f"{source.path}: was trained with {name}={claimed}, but by config.json of the "
-            f"reference {present}; give the reference that the training began from.",
-            ExitCode.OTHER_MODEL,
+            f"reference {present}; give the reference that the training began from."
         )
     export = make_export(source, model, OPTIONS[options.dtype])
     check_equal(source, export.plan.equal)
@@ -51,7 +50,7 @@ def architecture_of(path: str | Path) -> Architecture:
     try:
         return stored_architecture(config)
     except ModelError as error:
-        raise ConversionError(f"{path}: {error}", ExitCode.UNKNOWN_MODEL) from None
+        raise unknown_model(f"{path}: {error}") from None
 
 
 def check_sizes(source: TensorSource, model: Architecture, expected: dict[str, int]) -> None:
@@ -60,16 +59,14 @@ def check_sizes(source: TensorSource, model: Architecture, expected: dict[str, i
     for name, value in expected.items():
         words, found = name.replace("_", " "), known.get(name)
         if found is None:
-            raise ConversionError(
+            raise other_layout(
                 f"{source.path}: does not say its {words}, so {value} cannot be checked; leave the "
-                "option out.",
-                ExitCode.OTHER_LAYOUT,
+                "option out."
             )
         if found != value:
-            raise ConversionError(
+            raise other_layout(
                 f"{source.path}: {words} {value} was expected, {found} found; correct the option "
-                "or leave it out.",
-                ExitCode.OTHER_LAYOUT,
+                "or leave it out."
             )
 
 
@@ -89,10 +86,9 @@ def to_huggingface(
     source = open_source(path)
     if adapters.description(source) is not None:
         if options.dtype != "keep":
-            raise ConversionError(
+            raise unsupported(
                 f"{path}: adapters are merged in the dtype that they were trained in; leave "
-                "--dtype out.",
-                ExitCode.UNSUPPORTED,
+                "--dtype out."
             )
         return adapters.merge(source, out, reference, _origin(source), options.overwrite)
     described = Stamps(reference)

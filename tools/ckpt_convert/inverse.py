@@ -8,12 +8,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rlflow.errors import ConversionError, ExitCode
 from rlflow.models.sharding import shard
 
 from .dtypes import DType
 from .mapping.plan import View
 from .mapping.to_huggingface import Export
+from .problems import damaged
 from .readers.source import TensorSource
 from .stream import Reader, check_records
 
@@ -36,10 +36,9 @@ def check_inverse(
             expected = shard(rule, tensors, export.model, 0, 1)
             found = _tensor(stored, view, dtype)[: len(expected)]  # without rows of padding
             if not torch.equal(expected.flatten(), found.flatten()):
-                raise ConversionError(
+                raise damaged(
                     f"{written.path}: '{names[0]}' and '{view.stored.name}' do not map to each "
-                    "other; what was read changed meanwhile, or this is a bug.",
-                    ExitCode.DAMAGED,
+                    "other; what was read changed meanwhile, or this is a bug."
                 )
 
 

@@ -46,9 +46,7 @@ class Meter:
         rate = self._done / max(now - self._start, 1e-6)
         left = (total - self._done) / max(rate, 1.0)
         share = 100 * self._done / max(total, 1)
-        text = (
-            f"{share:3.0f}%  {self._done / 1e9:.2f} GB  {rate / 1e9:.2f} GB/s  {left:.0f} s left"
-        )
+        text = f"{share:3.0f}%  {self._done / 1e9:.2f} GB  {rate / 1e9:.2f} GB/s  {left:.0f} s left"
         if self._terminal:
             end = "\n" if finished else ""
             print(f"\r{text} ", end=end, file=sys.stderr, flush=True)

@@ -11,11 +11,11 @@ from contextlib import ExitStack
 
 import numpy as np
 
-from rlflow.errors import ConversionError, ExitCode
 from rlflow.storage.pickles import Chunk
 
 from .dtypes import BFLOAT16, FLOAT8, FLOAT16, FLOAT32, FLOAT64, DType, cast
 from .mapping.plan import Equal, Rectangle, Target, View
+from .problems import damaged
 from .readers.source import SCALED, Content, Record, StoredTensor, TensorSource, unreadable
 
 Progress = Callable[[int, int], None]
@@ -102,10 +102,9 @@ def check_finite(data: np.ndarray, target: Target, first: int, origin: str) -> N
     signed, high, unsigned, low = INFINITE[target.dtype]
     flat = data.reshape(-1)
     if flat.view(signed).max() >= high or flat.view(unsigned).max() >= low:
-        raise ConversionError(
+        raise damaged(
             f"{origin}: '{target.name}' holds NaN or Inf as {target.dtype} "
-            f"(rows {first} to {first + len(data)}).",
-            ExitCode.DAMAGED,
+            f"(rows {first} to {first + len(data)})."
         )
 
 
@@ -121,7 +120,7 @@ def check_equal(source: TensorSource, pairs: Iterable[Equal]) -> None:
                 reader.read(pair.first, row, found[0], dtype)
                 reader.read(pair.second, row, found[1], dtype)
                 if not np.array_equal(*found):
-                    raise ConversionError(pair.problem, pair.exit_code)
+                    raise pair.problem
 
 
 def check_records(source: TensorSource, tensors: Iterable[StoredTensor]) -> None:
@@ -132,10 +131,9 @@ def check_records(source: TensorSource, tensors: Iterable[StoredTensor]) -> None
     records = {content.record for content in contents if content.record is not None}
     for record in sorted(records, key=lambda record: (record.file, record.start)):
         if _checksum(source, record) != record.crc32:
-            raise ConversionError(
+            raise damaged(
                 f"{source.path / record.file}: {record.length} bytes at byte {record.start} are "
-                "damaged (checksum); copy it again or use an earlier checkpoint.",
-                ExitCode.DAMAGED,
+                "damaged (checksum); copy it again or use an earlier checkpoint."
             )
 
 
@@ -188,9 +186,7 @@ class Reader:
             self.read(view, row, out[row : row + step], dtype)
         return out
 
-    def read(
-        self, view: View, row: int, out: np.ndarray, dtype: DType, column: int = 0
-    ) -> None:
+    def read(self, view: View, row: int, out: np.ndarray, dtype: DType, column: int = 0) -> None:
         """Writes the view's elements from (row, column) on into `out`, cast to `dtype`: (rows,
         bytes of a row). Whole rows are read, as rows of a matrix lie side by side."""
         stored, kind = view.stored, view.stored.dtype
@@ -246,9 +242,7 @@ class Reader:
         end = bisect_right(found, last - 1, key=lambda rectangle: rectangle.row)
         return (one for one in found[:end] if one.row + one.rows > first)
 
-    def _read_all(
-        self, stored: StoredTensor, chunk: Chunk, skipped: int, out: np.ndarray
-    ) -> None:
+    def _read_all(self, stored: StoredTensor, chunk: Chunk, skipped: int, out: np.ndarray) -> None:
         """Fills `out` with a chunk's bytes after the first `skipped`."""
         key, file = (stored.name, chunk), str(self._source.path / chunk.file)
         # Outside the lock, as it reads.
@@ -277,7 +271,5 @@ def read_all(descriptor: int, out: np.ndarray, offset: int, file: str) -> None:
         except OSError as error:
             raise unreadable(error, file) from error
         if count == 0:
-            raise ConversionError(
-                f"{file}: ends at byte {offset}; it shrank while being read.", ExitCode.DAMAGED
-            )
+            raise damaged(f"{file}: ends at byte {offset}; it shrank while being read.")
         left, offset = left[count:], offset + count

@@ -6,9 +6,17 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from rlflow.errors import ConversionError, DamagedCheckpointError, ExitCode, ModelError
+from rlflow.errors import DamagedCheckpointError, ModelError
 from rlflow.models.huggingface import check_tensors
-from rlflow.storage.integrity import EXPORT_MANIFEST, Fingerprint, find_damage, read_fingerprints, read_sealed
+from rlflow.storage.integrity import (
+    EXPORT_MANIFEST,
+    Fingerprint,
+    find_damage,
+    read_fingerprints,
+    read_sealed,
+)
+
+from .problems import damaged, missing
 
 
 def read_manifest(path: Path) -> tuple[dict[str, Any], dict[str, Fingerprint]]:
@@ -16,14 +24,12 @@ def read_manifest(path: Path) -> tuple[dict[str, Any], dict[str, Fingerprint]]:
     ConversionError (3: none, 4: damaged)."""
     file = path / EXPORT_MANIFEST
     if not file.is_file():
-        raise ConversionError(
-            f"{file}: missing; only directories written by a conversion can be verified.", ExitCode.MISSING
-        )
+        raise missing(f"{file}: missing; only directories written by a conversion can be verified.")
     try:
         manifest = read_sealed(file)
         return manifest, read_fingerprints(manifest, file)
     except DamagedCheckpointError as error:
-        raise ConversionError(f"{str(error).removesuffix('.')}; export again.", ExitCode.DAMAGED) from None
+        raise damaged(f"{str(error).removesuffix('.')}; export again.") from None
 
 
 def verify_export(path: str | Path, workers: int = 2) -> dict[str, Any]:
@@ -32,15 +38,17 @@ def verify_export(path: str | Path, workers: int = 2) -> dict[str, Any]:
     path = Path(path)
     manifest, expected = read_manifest(path)
     with ThreadPoolExecutor(workers) as pool:
-        for damage in filter(None, pool.map(lambda name: find_damage(path, expected, [name]), expected)):
+        for damage in filter(
+            None, pool.map(lambda name: find_damage(path, expected, [name]), expected)
+        ):
             gone = any(not (path / name).is_file() for name in expected)
-            raise ConversionError(f"{damage}; export again.", ExitCode.MISSING if gone else ExitCode.DAMAGED)
+            raise (missing if gone else damaged)(f"{damage}; export again.")
     foreign = sorted(file.name for file in path.glob("*.safetensors") if file.name not in expected)
     if foreign:
-        raise ConversionError(f"{path / foreign[0]}: not part of the export; remove it.", ExitCode.DAMAGED)
+        raise damaged(f"{path / foreign[0]}: not part of the export; remove it.")
     if (path / "config.json").is_file():
         try:
             check_tensors(path)
         except ModelError as error:
-            raise ConversionError(str(error), ExitCode.DAMAGED) from None
+            raise damaged(str(error)) from None
     return manifest

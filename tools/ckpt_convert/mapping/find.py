@@ -9,11 +9,11 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Mapping
 
-from rlflow.errors import ConversionError, ExitCode
 from rlflow.models.architecture import Architecture
 from rlflow.models.rules import Rule
 from rlflow.models.tables import OUTPUT
 
+from ..problems import other_model
 from ..readers.source import StoredTensor, TensorSource
 from .plan import View
 
@@ -53,18 +53,14 @@ def find_view(
             continue
         if tensors[key].shape[: len(index)] != heights:
             experts = f" and {heights[-1]} experts" if rule.expert is not None else ""
-            raise ConversionError(
+            raise other_model(
                 f"{source.path}: '{key}' has shape {tensors[key].shape}, config.json implies "
-                f"{heights[0]} layers{experts}.",
-                ExitCode.OTHER_MODEL,
+                f"{heights[0]} layers{experts}."
             )
         return View(tensors[key], index)
     expected = stacked_place(rule.keys[0], rule, layer, model, False)[0]
     why = " (the checkpoint is of a tied model?)" if rule is OUTPUT else ""
-    raise ConversionError(
-        f"{source.path}: '{expected}' is missing, which config.json implies{why}.",
-        ExitCode.OTHER_MODEL,
-    )
+    raise other_model(f"{source.path}: '{expected}' is missing, which config.json implies{why}.")
 
 
 def _places(rule: Rule, layer: int, model: Architecture) -> Iterator[Place]:
@@ -75,7 +71,10 @@ def _places(rule: Rule, layer: int, model: Architecture) -> Iterator[Place]:
         if rule.expert is None:
             continue
         before, after = name.split("local_experts.{e}.")
-        for numbered in (f"{before}experts.{rule.expert}.", f"{before}local_experts.{rule.expert}."):
+        for numbered in (
+            f"{before}experts.{rule.expert}.",
+            f"{before}local_experts.{rule.expert}.",
+        ):
             yield (numbered + after).format(i=layer), (), ()
             stacked = (numbered + after).replace("{i}.", "")
             yield stacked, (layer,), (model.layers,)

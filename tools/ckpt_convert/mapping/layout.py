@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from rlflow.errors import ConversionError, ExitCode
+from rlflow.errors import ConversionError
 from rlflow.models.architecture import Architecture
+
+from ..problems import other_layout
 
 
 @dataclass(frozen=True)
@@ -103,4 +105,4 @@ def _divisions(
 
 
 def _refused(text: str) -> ConversionError:
-    return ConversionError(text, ExitCode.OTHER_LAYOUT)
+    return other_layout(text)

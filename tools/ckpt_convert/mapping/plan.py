@@ -9,10 +9,11 @@ import math
 from dataclasses import dataclass
 from functools import cached_property
 
-from rlflow.errors import ConversionError, ExitCode
+from rlflow.errors import ConversionError
 from rlflow.storage.pickles import Chunk
 
 from ..dtypes import DType
+from ..problems import unknown_model
 from ..readers.source import StoredTensor
 
 
@@ -114,14 +115,12 @@ class Target:
 
 @dataclass(frozen=True)
 class Equal:
-    """The first `rows` rows of two views must be the same bytes; else `problem` is what is wrong
-    with the source."""
+    """The first `rows` rows of two views must be the same bytes; else `problem` is raised."""
 
     first: View
     second: View
     rows: int
-    problem: str
-    exit_code: ExitCode
+    problem: ConversionError
 
 
 @dataclass(frozen=True)
@@ -144,12 +143,10 @@ class Plan:
 
         Such a plan is a mistake in a table of families, found before a byte is written."""
         if len({target.name for target in self.targets}) != len(self.targets):
-            text = "the plan makes a tensor twice; this is a bug."
-            raise ConversionError(text, ExitCode.UNKNOWN_MODEL)
+            raise unknown_model("the plan makes a tensor twice; this is a bug.")
         for target in self.targets:
             if not target.is_whole:
-                raise ConversionError(
+                raise unknown_model(
                     f"'{target.name}' {target.shape} would not be made of its sources exactly "
-                    "once; this is a bug.",
-                    ExitCode.UNKNOWN_MODEL,
+                    "once; this is a bug."
                 )

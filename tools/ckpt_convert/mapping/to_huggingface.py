@@ -7,12 +7,12 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from rlflow.errors import ConversionError, ExitCode
 from rlflow.models.architecture import Architecture, placed_rules
 from rlflow.models.rules import Rule, Split
 from rlflow.models.tables import OUTPUT
 
 from ..dtypes import DType
+from ..problems import other_layout, other_model, unknown_model, unsupported
 from ..readers.source import StoredTensor, TensorSource
 from .find import find_view, join_gate_up
 from .pieces import pieces, whole_shape
@@ -48,9 +48,7 @@ def weights_of(source: TensorSource) -> dict[str, StoredTensor]:
     return {name: stored[name] for name in stored if not name.startswith(OTHER_STATE)}
 
 
-def make_export(
-    source: TensorSource, model: Architecture, dtype: DType | None = None
-) -> Export:
+def make_export(source: TensorSource, model: Architecture, dtype: DType | None = None) -> Export:
     """The export of a checkpoint as a model of this architecture. dtype: of the output; None keeps
     each tensor's.
 
@@ -60,10 +58,9 @@ def make_export(
     _check_described(source, model)
     left = join_gate_up(weights_of(source))
     if not left:
-        raise ConversionError(
+        raise unsupported(
             f"{source.path}: holds no weights, only {len(source.tensors)} tensors of optimizer "
-            "state.",
-            ExitCode.UNSUPPORTED,
+            "state."
         )
     sources = []
     targets: list[Target] = []
@@ -93,10 +90,9 @@ def _check_described(source: TensorSource, model: Architecture) -> None:
     for key, claimed in source.described.items():
         present = vars(model).get(key, claimed)
         if key not in meaningless and claimed != present:
-            raise ConversionError(
+            raise other_model(
                 f"{source.path}: belongs to another model; its {key} is {claimed}, config.json of "
-                f"the reference has {present}.",
-                ExitCode.OTHER_MODEL,
+                f"the reference has {present}."
             )
 
 
@@ -114,16 +110,14 @@ def _check_use(
     kind = f"a model of family '{model.family}' with {model.layers} layers"
     unused = sorted(set(tensors) - set(used))
     if unused:
-        raise ConversionError(
-            f"{source.path}: {len(unused)} tensors have no place in {kind}: {some_of(unused)}.",
-            ExitCode.UNKNOWN_MODEL,
+        raise unknown_model(
+            f"{source.path}: {len(unused)} tensors have no place in {kind}: {some_of(unused)}."
         )
     for name, elements in used.items():
         found = math.prod(tensors[name].shape)
         if elements != found:
-            raise ConversionError(
-                f"{source.path}: '{name}' has {found:,} elements, {kind} takes {elements:,}.",
-                ExitCode.OTHER_MODEL,
+            raise other_model(
+                f"{source.path}: '{name}' has {found:,} elements, {kind} takes {elements:,}."
             )
 
 
@@ -133,11 +127,11 @@ def some_of(names: list[str]) -> str:
 
 
 def _copy(source: TensorSource, first: StoredTensor, second: StoredTensor) -> Equal:
-    problem = (
+    problem = other_layout(
         f"{source.path}: '{second.name}' is not what another rank has; the files are of two "
         "checkpoints."
     )
-    return Equal(View(first), View(second), first.shape[0], problem, ExitCode.OTHER_LAYOUT)
+    return Equal(View(first), View(second), first.shape[0], problem)
 
 
 def _tied_output(
@@ -157,14 +151,14 @@ def same_as_embedding(
 ) -> Equal:
     """The comparison of a tied model's output layer. Raises ConversionError (7) where the two
     differ in shape or dtype."""
-    problem = (
+    problem = other_model(
         f"{source.path}: '{output.name}' is not the embedding, but config.json says "
         f"tie_word_embeddings is true{hint}."
     )
     alike = output.dtype is embedding.stored.dtype and output.shape[1:] == embedding.shape[1:]
     if not alike or output.shape[0] < model.vocab:
-        raise ConversionError(problem, ExitCode.OTHER_MODEL)
-    return Equal(embedding, View(output), model.vocab, problem, ExitCode.OTHER_MODEL)
+        raise problem
+    return Equal(embedding, View(output), model.vocab, problem)
 
 
 def _check_shape(source: TensorSource, rule: Rule, view: View, model: Architecture) -> None:
@@ -173,16 +167,14 @@ def _check_shape(source: TensorSource, rule: Rule, view: View, model: Architectu
     allowed = MOST_PADDING if rule.split is Split.VOCAB else 0
     if not 0 <= padding <= allowed:
         more = f" and at most {MOST_PADDING} rows of padding" if allowed else ""
-        raise ConversionError(
+        raise other_model(
             f"{source.path}: '{view.stored.name}' has shape {found}, config.json implies "
-            f"{expected}{more}.",
-            ExitCode.OTHER_MODEL,
+            f"{expected}{more}."
         )
     if not view.stored.dtype.is_floating_point:
-        raise ConversionError(
+        raise unknown_model(
             f"{source.path}: '{view.stored.name}' holds {view.stored.dtype}, floating point "
-            "expected.",
-            ExitCode.UNKNOWN_MODEL,
+            "expected."
         )
 
 

@@ -10,13 +10,13 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from rlflow.errors import ConversionError, ExitCode
 from rlflow.models.architecture import Architecture, placed_rules
 from rlflow.models.huggingface import IGNORED_SUFFIXES
 from rlflow.models.rules import Rule, Split
 from rlflow.models.tables import OUTPUT, TIED_OUTPUT
 
 from ..dtypes import BFLOAT16, FLOAT8, DType
+from ..problems import other_model, unknown_model
 from ..readers.source import StoredTensor, TensorSource
 from .layout import CheckpointLayout, check_divides
 from .pieces import boxes_of, cropped, whole_tiles
@@ -105,10 +105,9 @@ def make_import(
         sources = zip(rule.names(layer), rule.shapes(model))
         kinds = {_take(source, left, name, shape).dtype for name, shape in sources}
         if len(kinds) > 1:
-            raise ConversionError(
+            raise other_model(
                 f"{source.path}: {' and '.join(rule.names(layer))} become one tensor, but are of "
-                f"{len(kinds)} dtypes; expected one.",
-                ExitCode.OTHER_MODEL,
+                f"{len(kinds)} dtypes; expected one."
             )
     output = left.pop(OUTPUT.names()[0], None) if model.tied else None
     equal: tuple[Equal, ...] = ()
@@ -116,10 +115,9 @@ def make_import(
         embedding = View(source.tensors[TIED_OUTPUT.names()[0]])
         equal = (same_as_embedding(source, embedding, output, model),)
     if left:
-        raise ConversionError(
+        raise unknown_model(
             f"{source.path}: {len(left)} tensors have no place in a model of family "
-            f"'{model.family}' with {model.layers} layers: {some_of(sorted(left))}.",
-            ExitCode.UNKNOWN_MODEL,
+            f"'{model.family}' with {model.layers} layers: {some_of(sorted(left))}."
         )
     return Import(source, model, layout, dtype, equal, left_out)
 
@@ -129,14 +127,12 @@ def _take(
 ) -> StoredTensor:
     stored = left.pop(name, None)
     if stored is None:
-        raise ConversionError(
-            f"{source.path}: tensor '{name}' is missing, which config.json implies.",
-            ExitCode.UNKNOWN_MODEL,
+        raise unknown_model(
+            f"{source.path}: tensor '{name}' is missing, which config.json implies."
         )
     if stored.shape != shape:
-        raise ConversionError(
-            f"{source.path}: '{name}' has shape {stored.shape}, config.json implies {shape}.",
-            ExitCode.OTHER_MODEL,
+        raise other_model(
+            f"{source.path}: '{name}' has shape {stored.shape}, config.json implies {shape}."
         )
     return stored
 

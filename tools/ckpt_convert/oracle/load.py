@@ -12,13 +12,17 @@ from typing import IO, Any
 
 import torch
 from megatron.core import dist_checkpointing, parallel_state
-from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, ShardedTensorFactory
+from megatron.core.dist_checkpointing.mapping import (
+    ShardedObject,
+    ShardedTensor,
+    ShardedTensorFactory,
+)
 from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
-from rlflow.errors import ConversionError, ExitCode
 from rlflow.trainer.megatron.checkpoint import without_code
 
+from ..problems import damaged
 from ..readers.legacy import rank_files
 from ..readers.torch_archive import Window
 
@@ -81,10 +85,9 @@ def _load(chunk: GPTModel, state: Mapping[str, Any], origin: str) -> None:
     names = (*found.missing_keys, *found.unexpected_keys)
     wrong = [name for name in names if not name.endswith("_extra_state")]
     if wrong:
-        raise ConversionError(
+        raise damaged(
             f"{origin}: Megatron's model and the checkpoint differ in {len(wrong)} tensors, first "
-            f"'{wrong[0]}'.",
-            ExitCode.DAMAGED,
+            f"'{wrong[0]}'."
         )
 
 

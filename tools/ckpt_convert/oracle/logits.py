@@ -18,11 +18,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlflow.errors import ConversionError, ExitCode, needing
+from rlflow.errors import needing
 from rlflow.models.huggingface import quiet_transformers, read_config
 from rlflow.models.tables import EMBEDDING
 
 from ..mapping.layout import CheckpointLayout
+from ..problems import damaged
 from ..readers.formats import open_source
 from ..readers.source import TensorSource
 
@@ -47,10 +48,9 @@ def check_logits(checkpoint: Path, model: Path, dtype: str = "keep") -> float:
     difference = (found - expected).abs().max().item()
     limit = TOLERANCE * max(1.0, expected.abs().max().item())
     if not difference <= limit:
-        raise ConversionError(
+        raise damaged(
             f"{model}: transformers and Megatron do not compute the same; logits differ by "
-            f"{difference:.2g}, at most {limit:.2g} expected.",
-            ExitCode.DAMAGED,
+            f"{difference:.2g}, at most {limit:.2g} expected."
         )
     return difference
 
@@ -64,8 +64,9 @@ def _transformers(path: Path, tokens: Tensor, dtype: torch.dtype | None) -> Tens
                 str(path), dtype=torch.float32, local_files_only=True
             )
     except (OSError, ValueError, KeyError, RuntimeError) as error:
-        text = f"{path}: transformers cannot load it ({str(error).splitlines()[0]})."
-        raise ConversionError(text, ExitCode.DAMAGED) from error
+        raise damaged(
+            f"{path}: transformers cannot load it ({str(error).splitlines()[0]})."
+        ) from error
     with torch.no_grad():
         if dtype is not None:
             for parameter in model.parameters():
@@ -86,8 +87,7 @@ def _megatron(
             mp.spawn(_rank_main, args=args, nprocs=ranks)
         except mp.ProcessRaisedException as error:
             reason = [line for line in str(error).splitlines() if line.strip()][-1]
-            text = f"{checkpoint}: Megatron's model cannot be run ({reason})."
-            raise ConversionError(text, ExitCode.DAMAGED) from error
+            raise damaged(f"{checkpoint}: Megatron's model cannot be run ({reason}).") from error
         return torch.load(Path(folder) / "logits.pt", weights_only=True)
 
 

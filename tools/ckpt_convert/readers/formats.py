@@ -5,8 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from rlflow.errors import ConversionError, ExitCode
-
+from ..problems import missing, unsupported
 from .legacy import read_legacy
 from .source import TensorSource, unreadable
 from .torch_dist import read_torch_dist
@@ -31,7 +30,7 @@ def locate(path: Path) -> Path:
     """The directory with the checkpoint's files: `path`, its `trainer`, the iteration that
     Megatron's tracker names, or the only checkpoint that lies in it."""
     if not path.is_dir():
-        raise ConversionError(f"{path}: no such checkpoint directory.", ExitCode.MISSING)
+        raise missing(f"{path}: no such checkpoint directory.")
     if (path / TRACKER).is_file() and not (path / ".metadata").exists():
         path = _tracked(path / TRACKER)
     if (path / "trainer").is_dir() and not (path / ".metadata").exists():
@@ -39,19 +38,16 @@ def locate(path: Path) -> Path:
     if (path / ".metadata").is_file() or any(path.glob("mp_rank_*/")):
         return path
     if any(path.glob("*.distcp")) or (path / "metadata.json").exists():
-        text = f"{path}/.metadata: missing; it is written last, so the save was cut short."
-        raise ConversionError(text, ExitCode.MISSING)
+        raise missing(f"{path}/.metadata: missing; it is written last, so the save was cut short.")
     patterns = ("*/.metadata", "*/mp_rank_*", "*/trainer/.metadata")
     found = [file.relative_to(path) for pattern in patterns for file in path.glob(pattern)]
     inside = sorted({file.parts[0] for file in found})
     if len(inside) == 1:
         return locate(path / inside[0])
     if inside:
-        text = f"{path}: holds several checkpoints; name one: {', '.join(inside)}."
-        raise ConversionError(text, ExitCode.MISSING)
-    raise ConversionError(
-        f"{path}: no checkpoint; expected .metadata and *.distcp files, or mp_rank_* directories.",
-        ExitCode.UNSUPPORTED,
+        raise missing(f"{path}: holds several checkpoints; name one: {', '.join(inside)}.")
+    raise unsupported(
+        f"{path}: no checkpoint; expected .metadata and *.distcp files, or mp_rank_* directories."
     )
 
 
@@ -60,6 +56,5 @@ def _tracked(tracker: Path) -> Path:
     number = word.isascii() and word.isdigit()
     path = tracker.parent / (f"iter_{int(word):07d}" if number else word)
     if not re.fullmatch(r"\w+", word) or not path.is_dir():
-        text = f"{tracker}: names '{word}', but {path.name}/ is not there."
-        raise ConversionError(text, ExitCode.MISSING)
+        raise missing(f"{tracker}: names '{word}', but {path.name}/ is not there.")
     return path

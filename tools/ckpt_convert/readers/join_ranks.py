@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
-from rlflow.errors import ConversionError, ExitCode
 from rlflow.models.rules import Split
 from rlflow.models.tables import FAMILIES
 from rlflow.storage.pickles import Chunk
 
 from ..mapping.pieces import boxes_of
+from ..problems import other_layout
 from .source import Record, StoredTensor
 from .torch_archive import Window
 
@@ -68,10 +68,9 @@ def join_ranks(path: Path, parts: Sequence[RankTensor], expert_ranks: int) -> Jo
             held = [one_each[rank] for rank in sorted(one_each)]
             held = held[:1] if wanted == 1 else held
             if len(held) != wanted:
-                raise ConversionError(
+                raise other_layout(
                     f"{path}: '{name}' is in the files of {len(held)} of {ranks} tensor-parallel "
-                    "ranks; copy the whole checkpoint.",
-                    ExitCode.OTHER_LAYOUT,
+                    "ranks; copy the whole checkpoint."
                 )
             whole = _stored(joined, name, held, split)
         joined.tensors[name] = whole
@@ -82,16 +81,13 @@ def _check_alike(path: Path, name: str, parts: Sequence[RankTensor]) -> None:
     first = parts[0].window
     for part in parts:
         if (part.window.shape, part.window.dtype) != (first.shape, first.dtype):
-            raise ConversionError(
+            raise other_layout(
                 f"{path}: ranks disagree in '{name}', which is {first.shape} {first.dtype} in "
-                f"{first.record.file}; the files are of two checkpoints.",
-                ExitCode.OTHER_LAYOUT,
+                f"{first.record.file}; the files are of two checkpoints."
             )
 
 
-def _stored(
-    joined: Joined, name: str, parts: Sequence[RankTensor], split: Split
-) -> StoredTensor:
+def _stored(joined: Joined, name: str, parts: Sequence[RankTensor], split: Split) -> StoredTensor:
     """A tensor of which each rank, in order, has a part."""
     window = parts[0].window
     shape = list(window.shape)

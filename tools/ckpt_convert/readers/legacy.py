@@ -14,9 +14,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rlflow.errors import ConversionError, ExitCode
 from rlflow.storage.pickles import Chunk, Inert
 
+from ..problems import damaged, missing, other_layout, unsupported
 from .arguments import described_layout, described_model
 from .join_ranks import RankTensor, join_ranks
 from .ranks import RankFile, check_ranks
@@ -89,22 +89,18 @@ def _layout(ranks: Sequence[RankFile]) -> dict[str, int]:
 def _read(path: Path, directory: Path) -> RankFile:
     match = DIRECTORY.fullmatch(directory.name)
     if not match:
-        raise ConversionError(
+        raise unsupported(
             f"{directory}: not a rank of a checkpoint; expected "
-            "mp_rank_<tensor>[_<pipeline>][_<expert>].",
-            ExitCode.UNSUPPORTED,
+            "mp_rank_<tensor>[_<pipeline>][_<expert>]."
         )
     file = next((directory / name for name in FILES if (directory / name).is_file()), None)
     if file is None:
-        text = f"{directory / FILES[0]}: missing; copy the whole checkpoint."
-        raise ConversionError(text, ExitCode.MISSING)
+        raise missing(f"{directory / FILES[0]}: missing; copy the whole checkpoint.")
     name = file.relative_to(path).as_posix()
     with file.open("rb") as stream:
         if stream.read(4) != b"PK\x03\x04":
-            raise ConversionError(
-                f"{file}: damaged, or saved by torch before 1.6; expected an archive of "
-                "torch.save.",
-                ExitCode.DAMAGED,
+            raise damaged(
+                f"{file}: damaged, or saved by torch before 1.6; expected an archive of torch.save."
             )
         with explained(file):
             archive = Archive(stream, name)
@@ -135,25 +131,22 @@ def _models(file: Path, state: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     while f"model{len(found)}" in state:
         found.append(state[f"model{len(found)}"])
     if not found or not all(isinstance(chunk, dict) for chunk in found):
-        raise ConversionError(
+        raise unsupported(
             f"{file}: holds no weights ('model' or 'model0' expected, found: "
-            f"{', '.join(sorted(map(str, state)))[:200]}).",
-            ExitCode.UNSUPPORTED,
+            f"{', '.join(sorted(map(str, state)))[:200]})."
         )
     names = [str(name) for chunk in found for name in chunk]
     grouped = next((name for name in names if name.endswith("mlp.experts.weight1")), None)
     if grouped is not None:
-        raise ConversionError(
+        raise unsupported(
             f"{file}: '{grouped}' holds all experts transposed (moe_use_legacy_grouped_gemm), "
             "which is not read; save the checkpoint as torch_dist, where Megatron itself takes "
-            "them apart.",
-            ExitCode.UNSUPPORTED,
+            "them apart."
         )
     if "language_model" in names:
-        raise ConversionError(
+        raise unsupported(
             f"{file}: is of a model from before megatron-core ('language_model'); save it with "
-            "--use-mcore-models.",
-            ExitCode.UNSUPPORTED,
+            "--use-mcore-models."
         )
     return found
 
@@ -193,10 +186,9 @@ def _first_layers(path: Path, ranks: Sequence[RankFile]) -> dict[tuple[int, int]
             held = [rank.chunks[chunk] for rank in ranks if rank.pipeline == stage]
             heights = {_count(LAYER, names) for names in held}
             if len(heights) > 1:
-                raise ConversionError(
+                raise other_layout(
                     f"{path}: the ranks of pipeline rank {stage} have {sorted(heights)} layers; "
-                    "they are of two checkpoints.",
-                    ExitCode.OTHER_LAYOUT,
+                    "they are of two checkpoints."
                 )
             first[chunk, stage] = at
             at += heights.pop()

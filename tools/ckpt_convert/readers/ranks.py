@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rlflow.errors import ConversionError, ExitCode
-
+from ..problems import missing, other_layout
 from .arguments import described_layout
 from .torch_archive import Window
 
@@ -38,11 +37,10 @@ def check_ranks(path: Path, ranks: Sequence[RankFile]) -> None:
     for rank in ranks:
         _check_claims(path, rank, sizes)
         if (rank.iteration, len(rank.chunks)) != (first.iteration, len(first.chunks)):
-            raise ConversionError(
+            raise other_layout(
                 f"{path / rank.name}: is of iteration {rank.iteration} with {len(rank.chunks)} "
                 f"model chunks, {first.name} of {first.iteration} with {len(first.chunks)}; the "
-                "files are of two checkpoints.",
-                ExitCode.OTHER_LAYOUT,
+                "files are of two checkpoints."
             )
     _check_all_there(path, ranks, sizes)
     _check_places(path, ranks)
@@ -53,16 +51,14 @@ def _check_claims(path: Path, rank: RankFile, sizes: Mapping[str, int]) -> None:
     for kind, size in sizes.items():
         wanted = claimed.get(f"{kind}_parallel", size)
         if size < wanted:
-            raise ConversionError(
+            raise missing(
                 f"{path}: ranks are missing; {rank.name} is of {kind} parallel {wanted}, "
-                f"directories of {size} found.",
-                ExitCode.MISSING,
+                f"directories of {size} found."
             )
         if size > wanted:
-            raise ConversionError(
+            raise other_layout(
                 f"{path}: has directories of {kind} parallel {size}, but {rank.name} is of "
-                f"{wanted}; they are of two checkpoints.",
-                ExitCode.OTHER_LAYOUT,
+                f"{wanted}; they are of two checkpoints."
             )
 
 
@@ -74,11 +70,10 @@ def _check_all_there(path: Path, ranks: Sequence[RankFile], sizes: Mapping[str, 
             held = {getattr(rank, kind) for rank in ranks if rank.pipeline == stage}
             lacking = sorted(set(range(sizes[kind])) - held)
             if lacking:
-                raise ConversionError(
+                raise missing(
                     f"{path}: the file of {kind} rank {lacking[0]}, pipeline rank {stage} is "
                     f"missing; {len(ranks)} mp_rank_* found, tensor x pipeline x expert is "
-                    f"{' x '.join(map(str, sizes.values()))}. Copy the whole checkpoint.",
-                    ExitCode.MISSING,
+                    f"{' x '.join(map(str, sizes.values()))}. Copy the whole checkpoint."
                 )
 
 
@@ -91,20 +86,18 @@ def _check_places(path: Path, ranks: Sequence[RankFile]) -> None:
     for rank in ranks:
         for kind, number in _place(rank.args).items() if numbered else ():
             if getattr(rank, kind) != number:
-                raise ConversionError(
+                raise other_layout(
                     f"{path / rank.name}: was saved by rank {rank.args['rank']}, {kind} rank "
                     f"{number}, and lies in the directory of {kind} rank {getattr(rank, kind)}; "
-                    "files of ranks were exchanged. Copy the checkpoint again.",
-                    ExitCode.OTHER_LAYOUT,
+                    "files of ranks were exchanged. Copy the checkpoint again."
                 )
         windows = [window for chunk in rank.chunks for window in chunk.values()]
         checksums = tuple(window.record.crc32 for window in windows)
         other = seen.setdefault((rank.pipeline, rank.expert, checksums), rank)
         if other is not rank and any(checksums):  # torch can leave checksums out
-            raise ConversionError(
+            raise other_layout(
                 f"{path / rank.name}: has the weights of {other.name}; one is a copy of the other. "
-                "Copy the checkpoint again.",
-                ExitCode.OTHER_LAYOUT,
+                "Copy the checkpoint again."
             )
 
 

@@ -8,11 +8,12 @@ import math
 from pathlib import Path
 from typing import Any
 
-from rlflow.errors import ConversionError, ExitCode, ModelError
+from rlflow.errors import ModelError
 from rlflow.models.huggingface import INDEX_FILE, WeightFiles, header
 from rlflow.storage.pickles import Chunk
 
 from ..dtypes import FLOAT8, FLOAT32, WEIGHTS
+from ..problems import damaged, missing, unsupported
 from .source import SCALED, Content, Stamps, StoredTensor, TensorSource
 
 DTYPES = {dtype.safetensors: dtype for dtype in (*WEIGHTS, FLOAT8)}
@@ -31,16 +32,19 @@ def read_huggingface(path: Path) -> TensorSource:
     _check_files(path)
     try:
         weights = WeightFiles(path)
-        headers = {file: header(path / file) for file in {weights.file_of(name) for name in weights}}
+        headers = {
+            file: header(path / file) for file in {weights.file_of(name) for name in weights}
+        }
         stored = {}
         for name in weights:
             file = weights.file_of(name)
             stored[name] = _stored(path / file, name, headers[file][name])
     except ModelError as error:
-        raise ConversionError(str(error), ExitCode.DAMAGED) from None
+        raise damaged(str(error)) from None
     except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
-        text = f"{path}: a safetensors header is damaged ({error}); copy the model again."
-        raise ConversionError(text, ExitCode.DAMAGED) from None
+        raise damaged(
+            f"{path}: a safetensors header is damaged ({error}); copy the model again."
+        ) from None
     tensors = {
         name: _with_scales(path, tensor, stored)
         for name, tensor in stored.items()
@@ -63,24 +67,21 @@ def _check_files(path: Path) -> None:
         return
     try:
         names = set(json.loads(index.read_bytes())["weight_map"].values())
-        missing = sorted(name for name in names if not (path / name).is_file())
+        lacking = sorted(name for name in names if not (path / name).is_file())
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        text = f"{index}: damaged ({error}); copy the model again."
-        raise ConversionError(text, ExitCode.DAMAGED) from None
-    if missing:
-        raise ConversionError(
-            f"{path / missing[0]}: missing, though {INDEX_FILE} lists it "
-            f"({len(names) - len(missing)} of {len(names)} files found); copy the whole model.",
-            ExitCode.MISSING,
+        raise damaged(f"{index}: damaged ({error}); copy the model again.") from None
+    if lacking:
+        raise missing(
+            f"{path / lacking[0]}: missing, though {INDEX_FILE} lists it "
+            f"({len(names) - len(lacking)} of {len(names)} files found); copy the whole model."
         )
 
 
 def _stored(file: Path, name: str, entry: dict[str, Any]) -> StoredTensor:
     if entry["dtype"] not in DTYPES:
-        raise ConversionError(
+        raise unsupported(
             f"{file}: '{name}' is of dtype {entry['dtype']}, which is not supported; expected one "
-            f"of {', '.join(DTYPES)}.",
-            ExitCode.UNSUPPORTED,
+            f"of {', '.join(DTYPES)}."
         )
     dtype, shape = DTYPES[entry["dtype"]], tuple(int(size) for size in entry["shape"])
     first, last = entry["data_offsets"]
@@ -93,9 +94,7 @@ def _stored(file: Path, name: str, entry: dict[str, Any]) -> StoredTensor:
     return StoredTensor(name, shape, dtype, (chunk,))
 
 
-def _with_scales(
-    path: Path, tensor: StoredTensor, stored: dict[str, StoredTensor]
-) -> StoredTensor:
+def _with_scales(path: Path, tensor: StoredTensor, stored: dict[str, StoredTensor]) -> StoredTensor:
     """The tensor itself, or one in 8 bits with its scales."""
     if tensor.dtype is not FLOAT8:
         return tensor
@@ -103,9 +102,8 @@ def _with_scales(
     blocks = tuple(-(-size // SCALED) for size in tensor.shape)
     if scales is None or (scales.shape, scales.dtype) != (blocks, FLOAT32) or len(blocks) != 2:
         found = "none" if scales is None else f"{scales.dtype} {scales.shape}"
-        raise ConversionError(
+        raise unsupported(
             f"{path}: '{tensor.name}' is in 8 bits; expected scales in float32 {blocks} beside it, "
-            f"found {found}.",
-            ExitCode.UNSUPPORTED,
+            f"found {found}."
         )
     return dataclasses.replace(tensor, scales=scales)

@@ -17,10 +17,11 @@ from typing import Any
 
 import numpy as np
 
-from rlflow.errors import ConversionError, ExitCode
+from rlflow.errors import ConversionError
 from rlflow.storage.pickles import Chunk
 
 from ..dtypes import DType
+from ..problems import damaged
 
 SCALED = 128
 """Rows and columns of a block that has one scale."""
@@ -120,7 +121,7 @@ class TensorSource:
 def unreadable(error: OSError, path: str | Path) -> ConversionError:
     """The error (4) for a file that the operating system does not let us read."""
     reason = error.strerror or error
-    return ConversionError(f"{error.filename or path}: cannot be read ({reason}).", ExitCode.DAMAGED)
+    return damaged(f"{error.filename or path}: cannot be read ({reason}).")
 
 
 class Stamps:
@@ -137,10 +138,9 @@ class Stamps:
         for name in sorted(names):
             file = self._path / name
             if not file.is_file() or self._seen.get(name) != _stamp(file):
-                raise ConversionError(
+                raise damaged(
                     f"{file}: was written to while it was read, so that what was read may be of "
-                    "two models; convert again when nothing writes there.",
-                    ExitCode.DAMAGED,
+                    "two models; convert again when nothing writes there."
                 )
 
 
@@ -161,7 +161,9 @@ def covers_once(boxes: Sequence[Box], shape: Sequence[int]) -> bool:
     ranks, layers and experts were cut alike."""
     if not shape:
         return list(boxes) == [()]
-    if not boxes or any(len(box) != len(shape) or min(size for _, size in box) < 1 for box in boxes):
+    if not boxes or any(
+        len(box) != len(shape) or min(size for _, size in box) < 1 for box in boxes
+    ):
         return False
     edges = []
     for axis, full in enumerate(shape):

@@ -18,10 +18,11 @@ from functools import cache, cached_property
 from pathlib import Path
 from typing import IO, Any
 
-from rlflow.errors import ConversionError, ExitCode
+from rlflow.errors import ConversionError
 from rlflow.storage.pickles import DAMAGE, ForbiddenName, Inert, InertUnpickler, Storage
 
 from ..dtypes import NAMED, DType
+from ..problems import damaged, hostile
 from .source import Record
 
 STORAGES = {dtype.storage: dtype for dtype in NAMED.values()}
@@ -115,19 +116,18 @@ def explained(file: Path, where: str = "") -> Iterator[None]:
     try:
         yield
     except ForbiddenName as error:
-        raise ConversionError(f"{file}: {error}.", ExitCode.HOSTILE) from None
+        raise hostile(f"{file}: {error}.") from None
     except (*DAMAGE, zipfile.BadZipFile, StopIteration) as error:
-        raise damaged(file, error, where) from None
+        raise unreadable_archive(file, error, where) from None
 
 
-def damaged(file: Path, error: BaseException, where: str = "") -> ConversionError:
+def unreadable_archive(file: Path, error: BaseException, where: str = "") -> ConversionError:
     """The error (4) for a file that cannot be read, with the reason in one line."""
     reason = (str(error).strip().splitlines() or ["no reason given"])[0][:200]
     place = f", {where}" if where else ""
-    return ConversionError(
+    return damaged(
         f"{file}{place}: damaged ({type(error).__name__}: {reason}); copy it again or use an "
-        "earlier checkpoint.",
-        ExitCode.DAMAGED,
+        "earlier checkpoint."
     )
 
 

@@ -12,14 +12,15 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from rlflow.errors import ConversionError, DamagedCheckpointError, ExitCode
+from rlflow.errors import DamagedCheckpointError
 from rlflow.storage.integrity import TRAINER_MANIFEST, read_fingerprints, read_sealed
 from rlflow.storage.pickles import DAMAGE, Chunk, ForbiddenName, Inert, Table, read_metadata
 
 from ..dtypes import NAMED
+from ..problems import damaged, hostile, missing, unsupported
 from .arguments import described_layout, described_model
 from .source import Content, Stamps, StoredTensor, TensorSource, covers_once
-from .torch_archive import Archive, damaged, explained
+from .torch_archive import Archive, explained, unreadable_archive
 
 COMMON = "common_state/shard_0_1"
 """The object that holds what common.pt held (megatron-core, dist_checkpointing/serialization.py,
@@ -72,9 +73,9 @@ def _read_tables(file: Path) -> tuple[Table, dict[str, StoredTensor]]:
         if unknown:
             raise ValueError(f"unknown dtype {unknown[0]!r}")
     except ForbiddenName as error:
-        raise ConversionError(f"{file.parent}: {error}.", ExitCode.HOSTILE) from None
+        raise hostile(f"{file.parent}: {error}.") from None
     except DAMAGE as error:
-        raise damaged(file, error) from None
+        raise unreadable_archive(file, error) from None
     return tables, {
         name: StoredTensor(name, shape, NAMED[kind], chunks)
         for name, (shape, kind, chunks) in tables.tensors.items()
@@ -93,9 +94,9 @@ def _manifest(path: Path) -> dict[str, Any]:
         if not isinstance(value["model"], dict) or not isinstance(value["layout"], dict):
             raise ValueError("model and layout are objects there")
     except DamagedCheckpointError as error:
-        raise ConversionError(str(error), ExitCode.DAMAGED) from None
+        raise damaged(str(error)) from None
     except DAMAGE as error:
-        raise damaged(file, error) from None
+        raise unreadable_archive(file, error) from None
     for name, wanted in files.items():
         _check_size(path / name, wanted.size, exact=True)
     return value
@@ -130,16 +131,14 @@ def _content(archive: Archive, stored: StoredTensor, chunk: Chunk) -> Content:
 
 def _check_backend(file: Path) -> None:
     if not file.is_file():
-        text = f"{file}: missing; a torch_dist checkpoint has it."
-        raise ConversionError(text, ExitCode.MISSING)
+        raise missing(f"{file}: missing; a torch_dist checkpoint has it.")
     try:
         backend = json.loads(file.read_text())["sharded_backend"]
     except DAMAGE as error:
-        raise damaged(file, error) from None
+        raise unreadable_archive(file, error) from None
     if backend != "torch_dist":
-        raise ConversionError(
-            f"{file}: checkpoint format '{backend}' is not supported; expected 'torch_dist'.",
-            ExitCode.UNSUPPORTED,
+        raise unsupported(
+            f"{file}: checkpoint format '{backend}' is not supported; expected 'torch_dist'."
         )
 
 
@@ -147,9 +146,8 @@ def _check_extents(path: Path, extents: Iterable[tuple[str, int, int]]) -> None:
     end: dict[str, int] = {}
     for name, start, length in sorted(extents):
         if start < end.get(name, 0) or length <= 0 or not re.fullmatch(r"[\w.-]+", name):
-            raise ConversionError(
-                f"{path}/.metadata: damaged; the entries of {name!r} overlap at byte {start}.",
-                ExitCode.DAMAGED,
+            raise damaged(
+                f"{path}/.metadata: damaged; the entries of {name!r} overlap at byte {start}."
             )
         end[name] = start + length
     for name, size in end.items():
@@ -159,22 +157,17 @@ def _check_extents(path: Path, extents: Iterable[tuple[str, int, int]]) -> None:
 def _check_size(file: Path, size: int, exact: bool = False) -> None:
     if not file.is_file():
         there = len(list(file.parent.glob("*.distcp")))
-        raise ConversionError(
-            f"{file}: missing ({there} *.distcp files found); copy the whole checkpoint.",
-            ExitCode.MISSING,
-        )
+        raise missing(f"{file}: missing ({there} *.distcp files found); copy the whole checkpoint.")
     found = file.stat().st_size
     if found < size or (exact and found != size):
-        text = f"{file}: {found} bytes found, {size} expected; copy it again."
-        raise ConversionError(text, ExitCode.DAMAGED)
+        raise damaged(f"{file}: {found} bytes found, {size} expected; copy it again.")
 
 
 def _check_cover(path: Path, stored: StoredTensor) -> None:
     """Chunks lie inside the tensor, do not overlap, and make up the whole of it."""
     boxes = [tuple(zip(chunk.offsets, chunk.sizes)) for chunk in stored.chunks]
     if not covers_once(boxes, stored.shape):
-        raise ConversionError(
+        raise damaged(
             f"{path}/.metadata: damaged; the chunks of '{stored.name}' do not make up its shape "
-            f"{stored.shape}.",
-            ExitCode.DAMAGED,
+            f"{stored.shape}."
         )

@@ -9,7 +9,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from rlflow.errors import ConversionError, ExitCode
 from rlflow.models.huggingface import why_no_room, why_occupied
 from rlflow.storage.files import replacing_directory
 from rlflow.storage.integrity import (
@@ -22,6 +21,7 @@ from rlflow.storage.integrity import (
 )
 
 from ..options import Options
+from ..problems import disk_full, output_exists
 from ..stream import Copier
 from .files import OutputFile, reads_back_differently, write_files
 
@@ -36,8 +36,7 @@ def check_output(out: Path, source: Path | None, reference: Path, overwrite: boo
     if source is not None and source.resolve() in (place, *place.parents):
         problem = "lies in the checkpoint"
     if problem is not None:
-        text = f"{out}: {problem}; choose another directory."
-        raise ConversionError(text, ExitCode.OUTPUT_EXISTS)
+        raise output_exists(f"{out}: {problem}; choose another directory.")
     check_replaceable(out, overwrite)
 
 
@@ -45,7 +44,7 @@ def check_replaceable(out: Path, overwrite: bool) -> None:
     """Raises ConversionError (9) where something stands at `out` that may not be replaced."""
     reason = why_occupied(out, overwrite)
     if reason is not None:
-        raise ConversionError(reason, ExitCode.OUTPUT_EXISTS)
+        raise output_exists(reason)
 
 
 def write_directory(
@@ -67,7 +66,7 @@ def write_directory(
         needed = sum(target.nbytes for file in files for target in file.targets)
         problem = why_no_room(partial, needed)
         if problem is not None:
-            raise ConversionError(problem, ExitCode.DISK_FULL)
+            raise disk_full(problem)
         with copier:
             written = write_files(partial, files, copier, options.workers, check)
         complete(partial)
@@ -91,9 +90,7 @@ def _explained(out: Path) -> Iterator[None]:
         what = f"{error.filename or out}: {(error.strerror or str(error)).lower()}"
         full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
         text = "the disk is full" if full else "cannot be written"
-        raise ConversionError(
-            f"{out}: {text} ({what}); make room or choose another place.", ExitCode.DISK_FULL
-        ) from error
+        raise disk_full(f"{out}: {text} ({what}); make room or choose another place.") from error
 
 
 def _fingerprints(

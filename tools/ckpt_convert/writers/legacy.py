@@ -31,9 +31,7 @@ COUNTED = {"num_floating_point_operations_so_far": 0}
 def legacy_checkpoint(work: Import, folder: str, args: argparse.Namespace) -> Checkpoint:
     """One file per tensor, pipeline and expert rank below `folder`."""
     layout = work.layout
-    places = itertools.product(
-        range(layout.pipeline), range(layout.expert), range(layout.tensor)
-    )
+    places = itertools.product(range(layout.pipeline), range(layout.expert), range(layout.tensor))
     files = [
         _rank_file(work, folder, args, tensor, pipeline, expert)
         for pipeline, expert, tensor in places
