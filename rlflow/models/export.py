@@ -39,15 +39,18 @@ def write_model(
     source: Mapping[str, Any] | None = None,
     texts: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
-    """Writes a model directory from (HuggingFace name, tensor) pairs in any order, such as a trainer's weights, and returns
-    its manifest. Config, tokenizer and what else goes with the weights come from the directory `reference`.
+    """Writes a model directory from (HuggingFace name, tensor) pairs in any order, such as a
+    trainer's weights, and returns its manifest. Config, tokenizer and what else goes with the
+    weights come from the directory `reference`.
 
-    shard_bytes: tensor bytes per file, more only where one tensor alone has more; as many are in memory at a time. All
-    tensors have the dtype of the first. overwrite: replaces a model directory once the new one is on disk. source: what the
-    manifest says that it was made of. texts: {name: text} of files to add, in place of the reference's.
+    shard_bytes: tensor bytes per file, more only where one tensor alone has more; as many are in
+    memory at a time. All tensors have the dtype of the first. overwrite: replaces a model directory
+    once the new one is on disk. source: what the manifest says that it was made of. texts: {name:
+    text} of files to add, in place of the reference's.
 
-    Raises ModelError for weights that are not those which config.json implies, or not finite; StorageError where `path`
-    may not be replaced or the disk is full. On failure `path` is as it was."""
+    Raises ModelError for weights that are not those which config.json implies, or not finite;
+    StorageError where `path` may not be replaced or the disk is full. On failure `path` is as it
+    was."""
     path, reference = Path(path), Path(reference)
     _check_replaceable(path, reference, overwrite)
     config, stream = read_config(reference), iter(weights)
@@ -59,7 +62,9 @@ def write_model(
     if first is None:
         raise ModelError(f"{path}: there are no weights to write.")
     dtype, shapes = first[1].dtype, huggingface_shapes(model)
-    stream = chain(iter([first]), stream)  # iter: chain would keep a list, and the tensor in it, to the end
+    stream = chain(
+        iter([first]), stream
+    )  # iter: chain would keep a list, and the tensor in it, to the end
     del first
     parameters = sum(map(math.prod, shapes.values()))
     manifest: dict[str, Any] = {
@@ -75,7 +80,7 @@ def write_model(
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         # Before a trainer gathers the first tensor.
-        problem = why_no_room(path.parent, manifest["weight_bytes"])
+        problem = why_no_room(path, manifest["weight_bytes"])
         if problem is not None:
             raise StorageError(problem)
         with replacing_directory(path) as partial:
@@ -87,12 +92,14 @@ def write_model(
             return write_manifest(partial / EXPORT_MANIFEST, manifest, files)
     except OSError as error:
         raise StorageError(
-            f"{path}: the model cannot be written ({error.strerror or error}); make room or choose another place."
+            f"{path}: the model cannot be written ({error.strerror or error}); make room or "
+            "choose another place."
         ) from error
 
 
 def _check_replaceable(path: Path, reference: Path, overwrite: bool) -> None:
-    """Raises StorageError unless a model directory may be written at `path`, which does not hold the reference."""
+    """Raises StorageError unless a model directory may be written at `path`, which does not hold
+    the reference."""
     place, origin = path.resolve(), reference.resolve()
     if place == origin or place in origin.parents:
         raise StorageError(f"{path}: holds the reference; choose another directory.")
@@ -104,27 +111,37 @@ def _check_replaceable(path: Path, reference: Path, overwrite: bool) -> None:
 def _checked(
     weights: Iterable[tuple[str, Tensor]], shapes: Shapes, dtype: torch.dtype, path: Path
 ) -> Iterator[tuple[str, Tensor]]:
-    """The weights on the CPU, each of which must come once, in its shape and dtype, and be finite."""
+    """The weights on the CPU, each of which must come once, in its shape and dtype, and be
+    finite."""
     left = dict(shapes)
     for name, tensor in weights:
         shape = left.pop(name, None)
         if shape is None:
             raise ModelError(
-                f"{path}: tensor '{name}' is not part of the model that config.json describes, or comes twice."
+                f"{path}: tensor '{name}' is not part of the model that config.json describes, or "
+                "comes twice."
             )
         if tuple(tensor.shape) != shape:
-            raise ModelError(f"{path}: '{name}' has shape {tuple(tensor.shape)}, config.json implies {shape}.")
+            raise ModelError(
+                f"{path}: '{name}' has shape {tuple(tensor.shape)}, config.json implies {shape}."
+            )
         if tensor.dtype is not dtype:
-            raise ModelError(f"{path}: '{name}' has dtype {tensor.dtype}, {dtype} expected as of the first tensor.")
+            raise ModelError(
+                f"{path}: '{name}' has dtype {tensor.dtype}, {dtype} expected as of the first "
+                "tensor."
+            )
         if not torch.stack(tensor.aminmax()).isfinite().all():  # NaN included; no temporary tensor
             raise ModelError(f"{path}: '{name}' holds NaN or Inf as {dtype}.")
         yield name, tensor.detach().cpu().contiguous()
     if left:
-        raise ModelError(f"{path}: tensor '{next(iter(left))}' is missing, which config.json implies.")
+        raise ModelError(
+            f"{path}: tensor '{next(iter(left))}' is missing, which config.json implies."
+        )
 
 
 def _write_shards(directory: Path, weights: Iterable[tuple[str, Tensor]], shard_bytes: int) -> None:
-    """Writes files of tensors, with an index if there are several. They are named at the end, as names hold their number."""
+    """Writes files of tensors, with an index if there are several. They are named at the end, as
+    names hold their number."""
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 

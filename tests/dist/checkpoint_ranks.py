@@ -283,6 +283,7 @@ def _load_and_compare(job: Job, chunks: list[Any]) -> list[str]:
     """Loads a converted checkpoint; returns the keys of all ranks whose data are not what `expected` says."""
     from megatron.core import dist_checkpointing
     from megatron.core import parallel_state as state
+    from megatron.core.dist_checkpointing.validation import StrictHandling
 
     with torch.no_grad():
         for chunk in chunks:
@@ -290,7 +291,10 @@ def _load_and_compare(job: Job, chunks: list[Any]) -> list[str]:
                 parameter.fill_(float("nan"))
     if (job.load_from / ".metadata").is_file():
         content = {f"model{number}": sharded(chunk, job) for number, chunk in enumerate(chunks)}
-        loaded = dist_checkpointing.load(content, str(job.load_from))
+        strict = StrictHandling.RETURN_ALL
+        loaded, lacking, more = dist_checkpointing.load(content, str(job.load_from), strict=strict)
+        assert not lacking, f"Megatron misses {sorted(lacking)[:4]}"
+        assert all("_extra_state" in key for key in more), f"Megatron does not know {sorted(more)[:4]}"
         for number, chunk in enumerate(chunks):
             chunk.load_state_dict(loaded[f"model{number}"])
     else:

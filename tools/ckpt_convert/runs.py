@@ -1,4 +1,5 @@
-"""The checkpoint and the reference that CKPT means, where it is a run of rlflow or a save directory of many iterations."""
+"""The checkpoint and the reference that CKPT means, where it is a run of rlflow or a save directory
+of many iterations."""
 
 from __future__ import annotations
 
@@ -11,7 +12,8 @@ from .problems import missing
 
 
 def chosen_checkpoint(path: Path, iteration: int | None = None) -> Path:
-    """That of the iteration, whatever a tracker file names; of a run the newest one; else `path` as it is.
+    """That of the iteration, whatever a tracker file names; of a run the newest one; else `path` as
+    it is.
 
     Raises ConversionError (3) for a run without a checkpoint."""
     for pattern in ("iter_{:07d}", "step_{:06d}", "checkpoints/step_{:06d}"):
@@ -26,7 +28,8 @@ def chosen_checkpoint(path: Path, iteration: int | None = None) -> Path:
 
 
 def reference_of(checkpoint: Path) -> Path:
-    """The model directory that the run of a checkpoint began from. Raises ConversionError (3) where none is known."""
+    """The model directory that the run of a checkpoint began from. Raises ConversionError (3) where
+    none is known."""
     import yaml
 
     known = [folder / "config.yaml" for folder in checkpoint.resolve().parents[:3]]

@@ -20,8 +20,8 @@ from .problems import damaged, missing
 
 
 def read_manifest(path: Path) -> tuple[dict[str, Any], dict[str, Fingerprint]]:
-    """(manifest, what its files must look like) of a directory that an export or a conversion wrote. Raises
-    ConversionError (3: none, 4: damaged)."""
+    """(manifest, what its files must look like) of a directory that an export or a conversion
+    wrote. Raises ConversionError (3: none, 4: damaged)."""
     file = path / EXPORT_MANIFEST
     if not file.is_file():
         raise missing(f"{file}: missing; only directories written by a conversion can be verified.")
@@ -33,8 +33,9 @@ def read_manifest(path: Path) -> tuple[dict[str, Any], dict[str, Fingerprint]]:
 
 
 def verify_export(path: str | Path, workers: int = 2) -> dict[str, Any]:
-    """The manifest of an export, every file of which has the size and checksums that it says, and whose tensors are those
-    that config.json implies. Raises ConversionError (3: a file is missing, 4: another content)."""
+    """The manifest of an export, every file of which has the size and checksums that it says, and
+    whose tensors are those that config.json implies. Raises ConversionError (3: a file is missing,
+    4: another content)."""
     path = Path(path)
     manifest, expected = read_manifest(path)
     with ThreadPoolExecutor(workers) as pool:

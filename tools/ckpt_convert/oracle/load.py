@@ -1,4 +1,5 @@
-"""Loads a checkpoint into the oracle's model by megatron-core's own code, without the converter's mapping tables.
+"""Loads a checkpoint into the oracle's model by megatron-core's own code, without the converter's
+mapping tables.
 
 The model has Megatron's local layers, so that it can be built on a CPU. What Transformer Engine's
 layers name otherwise is renamed here, by a list of its own."""
@@ -105,7 +106,8 @@ def _shards(value: Any) -> Iterator[ShardedTensor | ShardedTensorFactory]:
 
 
 def _key(key: str, keys: Collection[str]) -> str:
-    """The key that the checkpoint has a tensor under: as local layers say, or as Transformer Engine's do."""
+    """The key that the checkpoint has a tensor under: as local layers say, or as Transformer
+    Engine's do."""
     if key in keys:
         return key
     for fused, local in NORMS:
@@ -132,7 +134,8 @@ def _part(value: Tensor, parameter: Tensor | None) -> Tensor:
 
 @torch.no_grad()
 def round_weights(chunks: Sequence[GPTModel], dtype: torch.dtype) -> None:
-    """Rounds the weights to a dtype, as a conversion with `--dtype` does; routers' biases excepted."""
+    """Rounds the weights to a dtype, as a conversion with `--dtype` does; routers' biases
+    excepted."""
     for chunk in chunks:
         for parameter in chunk.parameters():
             parameter.copy_(parameter.to(dtype))

@@ -1,5 +1,5 @@
-"""megatron-core's own model of every family that can be converted, plain and slow: what a conversion
-is compared with.
+"""megatron-core's own model of every family that can be converted, plain and slow: what a
+conversion is compared with.
 
 The model is built from the arguments that the converter writes; its parameters are named and loaded
 by megatron-core, so that an error in a mapping table or an argument shows as other logits."""

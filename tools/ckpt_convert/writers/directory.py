@@ -64,7 +64,7 @@ def write_directory(
     with _explained(out), replacing_directory(out, keep_existing=keep) as partial:
         check_replaceable(out, options.overwrite)  # it may have been put back just now
         needed = sum(target.nbytes for file in files for target in file.targets)
-        problem = why_no_room(partial, needed)
+        problem = why_no_room(out, needed)
         if problem is not None:
             raise disk_full(problem)
         with copier:
