@@ -225,24 +225,32 @@ def read_object(file: Path) -> dict[str, Any]:
     return value
 
 
+def weight_files(folder: Path) -> list[str]:
+    """The names of a model's safetensors files, by its index where it has one. Raises ModelError."""
+    if not (folder / INDEX_FILE).is_file():
+        return [SINGLE_FILE]
+    return sorted(set(_weight_map(folder / INDEX_FILE).values()))
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    """{tensor: file}. Raises ModelError."""
+    found = read_object(index).get("weight_map")
+    if not isinstance(found, dict) or not found:
+        raise ModelError(f"{index}: has no weight_map.")
+    for name, file in found.items():
+        parts = Path(file).parts if isinstance(file, str) else ()
+        if not parts or Path(file).is_absolute() or ".." in parts:
+            raise ModelError(
+                f"{index}: places '{name}' in {file!r}; expected the name of a file in the same "
+                "directory."
+            )
+    return found
+
+
 def _locate(path: Path) -> dict[str, str]:
     """The file name of every tensor, in file order."""
     if (path / INDEX_FILE).is_file():
-        weight_map = read_object(path / INDEX_FILE).get("weight_map")
-        if not isinstance(weight_map, dict) or not weight_map:
-            raise ModelError(f"{path / INDEX_FILE}: has no weight_map.")
-        for name, file in weight_map.items():
-            if (
-                not isinstance(file, str)
-                or not file
-                or file.startswith("/")
-                or ".." in Path(file).parts
-            ):
-                raise ModelError(
-                    f"{path / INDEX_FILE}: places '{name}' in {file!r}; expected the name of a "
-                    "file in the same directory."
-                )
-        return dict(sorted(weight_map.items(), key=lambda item: item[1]))
+        return dict(sorted(_weight_map(path / INDEX_FILE).items(), key=lambda item: item[1]))
     if (path / SINGLE_FILE).is_file():
         return dict.fromkeys(header(path / SINGLE_FILE), SINGLE_FILE)
     if not path.is_dir():
