@@ -264,6 +264,8 @@ def run_to_hf(args: argparse.Namespace) -> int:
 def run_to_megatron(args: argparse.Namespace) -> int:
     if not args.dry_run:
         read_ahead(args.model)
+    from rlflow.models.architecture import huggingface_shapes
+
     from .import_model import prepare_import, to_megatron
     from .mapping.layout import CheckpointLayout
     from .options import Options
@@ -279,9 +281,10 @@ def run_to_megatron(args: argparse.Namespace) -> int:
     )
     if args.dry_run:
         check_output(args.out, None, args.model, args.overwrite)
-        _, checkpoint, plan = prepare_import(args.model, options)
+        work, checkpoint, plan = prepare_import(args.model, options)
         files, weights = len(checkpoint.files), plan.nbytes
-        report = {"files": files, "tensors": len(plan.targets), "weight_bytes": weights}
+        tensors = len(huggingface_shapes(work.model))
+        report = {"files": files, "tensors": tensors, "weight_bytes": weights}
         text = f"would write {weights / 1e9:.3f} GB of weights in {files} files to {args.out}"
         return _say(args, report, text)
     report = timed(lambda meter: to_megatron(args.model, args.out, options, meter))

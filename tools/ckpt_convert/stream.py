@@ -60,12 +60,6 @@ class Copier:
         """Ends what other threads still read, after a failure in one of them."""
         self._stopped.set()
 
-    def rows(self, target: Target, first: int, last: int) -> np.ndarray:
-        """Rows [first, last): (rows, bytes of a row)."""
-        data = np.empty((last - first, target.row_bytes), np.uint8)
-        self._fill(target, first, data)
-        return data
-
     def blocks(self, target: Target) -> Iterator[np.ndarray]:
         """All rows in order, at most BLOCK_BYTES or one row at a time, in memory that the next
         block takes again."""
