@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from rlflow.models.architecture import Architecture, rope_kind, rope_of
+from rlflow.models.architecture import Architecture
+from rlflow.models.entries import rope_kind, rope_of
 
 from ..dtypes import BFLOAT16, FLOAT16, DType
 
