@@ -21,7 +21,7 @@ from typing import Any
 from rlflow.config.loading import config_text
 from rlflow.config.schema import load_config
 from rlflow.environment import Environment
-from rlflow.metrics.names import Metric
+from rlflow.report.metrics import Metric
 from rlflow.report.records import read_trajectories
 from rlflow.run.directory import RunDirectory
 from rlflow.storage.files import read_json

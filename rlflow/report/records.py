@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlflow.errors import CheckpointError
-from rlflow.metrics.names import Metrics, scores
+from rlflow.report.metrics import Metrics, scores
 from rlflow.storage.files import plain, write_text
 
 if TYPE_CHECKING:  # `rlflow show` reads episodes without torch

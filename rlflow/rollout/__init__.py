@@ -14,7 +14,6 @@ __all__ = ["Completion", "Engine", "Response", "Rollout", "Sampling", "TaskSourc
 
 BUILT_IN = {
     "embedded": "rlflow.rollout.embedded.engine:EmbeddedEngine",
-    "fake": "rlflow.rollout.fake_engine:FakeEngine",
     "vllm": "rlflow.rollout.vllm.engine:make_vllm_engines",
     "vllm_server": "rlflow.rollout.vllm.server_engines:make_vllm_server_engines",
 }

@@ -21,7 +21,7 @@ from rlflow.config.schema import Faults, RunConfig
 from rlflow.environment import Environment
 from rlflow.http import own_address
 from rlflow.matmul import PRODUCTS, Library
-from rlflow.metrics.reductions import reduced
+from rlflow.report.reductions import reduced
 from rlflow.rollout import Rollout, Tokenizer, WeightProbe
 from rlflow.rollout.engine import PauseMode
 from rlflow.rollout.episodes import Attempt
