@@ -29,7 +29,7 @@ from rlflow_environments.retrieval.server.shared import SharedState
 from rlflow_environments.retrieval.server.statistics import ServerStatistics, shared_table
 from rlflow_environments.retrieval.server.threads import own_threads
 
-HUNG_S = 30  # without an answer to uvicorn's ping, which a thread of its own gives
+HUNG_S = 10  # without an answer to uvicorn's ping, which a thread of its own gives
 AGAIN_S = 3.0  # before a process that cannot load what the others have is started again
 PROBLEM = "problem"
 UNSHARED = ("qdrant", "http")
@@ -91,6 +91,8 @@ class _Supervisor(Multiprocess):
     def keep_subprocess_alive(self) -> None:
         if self._parent is not None and os.getppid() != self._parent:
             self.should_exit.set()
+        for process in self.processes:
+            process.child_conn.close()  # ours: else a ping to a process that dies waits in vain
         before = {process.pid for process in self.processes}
         super().keep_subprocess_alive()
         for pid in before - {process.pid for process in self.processes}:
