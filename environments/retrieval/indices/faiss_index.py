@@ -255,8 +255,6 @@ def _set_parameters(faiss: ModuleType, index: Any, nprobe: int | None, ef_search
     for name, value, kind in (("nprobe", nprobe, "IVF"), ("ef_search", ef_search, "HNSW")):
         if value is None:
             continue
-        if value < 1:
-            raise ConfigError(f"retriever faiss.{name}: expected at least 1, found {value}.")
         if knob is None or knob.name != name:
             raise ConfigError(
                 f"retriever faiss.{name}: only an {kind} index has it; this one is {type(index).__name__}. Remove it."
