@@ -15,8 +15,8 @@ from rlflow.algorithms.statistics import first_rows
 from rlflow.batching import lengthened, make_batch, rows_with_advantage, split_minibatches
 from rlflow.config.schema import RunConfig
 from rlflow.errors import RolloutError
-from rlflow.metrics.reductions import update_metrics
-from rlflow.metrics.timer import PhaseTimer
+from rlflow.report.reductions import update_metrics
+from rlflow.report.timer import PhaseTimer
 from rlflow.run.open import open_run
 from rlflow.run.preflight import finished_summary, run_path
 from rlflow.trainer.base import Trainer

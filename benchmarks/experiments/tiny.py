@@ -32,8 +32,8 @@ from rlflow.config.schema import RunConfig, load_config
 from rlflow.environment import Environment
 from rlflow.errors import RLFlowError
 from rlflow.loop import training_step
-from rlflow.metrics.names import Metric
-from rlflow.metrics.timer import PhaseTimer
+from rlflow.report.metrics import Metric
+from rlflow.report.timer import PhaseTimer
 from rlflow.rollout import Rollout
 from rlflow.run.assemble import make_rollout, make_trainer
 from rlflow.trainer.base import Trainer

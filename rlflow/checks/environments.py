@@ -19,7 +19,7 @@ from rlflow.checks.agents import Agent, answering_agent, player_agent, random_ag
 from rlflow.checks.answers import observation_problem, step_problem, timed_method
 from rlflow.environment import Environment
 from rlflow.errors import RolloutError, described, did_you_mean, raised_at
-from rlflow.metrics.names import Metric, scores
+from rlflow.report.metrics import Metric, scores
 from rlflow.rollout.calls import THREADS, CallThreads, call
 from rlflow.rollout.environment_calls import repeated_id
 from rlflow.rollout.event_loop import LoopThread

@@ -1,4 +1,5 @@
-"""The states of a run's parts, as a checkpoint holds them: what JSON can say in state.json, tensors in a file beside it."""
+"""The states of a run's parts, as a checkpoint holds them: what JSON can say in state.json, tensors and bytes in a
+file beside it."""
 
 from __future__ import annotations
 
@@ -10,11 +11,14 @@ if TYPE_CHECKING:
 
 TENSOR = "__tensor__"
 """Key of the mapping that stands in state.json in a tensor's place: {TENSOR: its name in the tensors' file}."""
+BYTES = "__bytes__"
+"""The same for bytes."""
 
 
 @runtime_checkable
 class Stateful(Protocol):
-    """A part of a run that remembers something from step to step. A state is made of what JSON can say, and of tensors."""
+    """A part of a run that remembers something from step to step. A state is made of what JSON can say, of tensors
+    and of bytes."""
 
     def state_dict(self) -> dict[str, Any]: ...
 
@@ -34,13 +38,17 @@ def load_states(parts: Mapping[str, object], saved: Mapping[str, Any]) -> None:
 
 
 def take_out(state: Any, tensors: dict[str, Tensor]) -> Any:
-    """The state with its tensors exchanged for their names, and copies of them in `tensors`."""
-    from torch import Tensor  # not with the module: every command reads run directories, few need tensors
+    """The state with its tensors and bytes exchanged for names, and copies of them in `tensors`."""
+    import numpy
+    import torch  # not with the module: every command reads run directories, few need tensors
 
-    if isinstance(state, Tensor):
-        name = str(len(tensors))
+    name = str(len(tensors))
+    if isinstance(state, torch.Tensor):
         tensors[name] = state.detach().cpu().clone().contiguous()
         return {TENSOR: name}
+    if isinstance(state, bytes):
+        tensors[name] = torch.from_numpy(numpy.frombuffer(state, numpy.uint8).copy())
+        return {BYTES: name}
     if isinstance(state, Mapping):
         return {key: take_out(value, tensors) for key, value in state.items()}
     if isinstance(state, (list, tuple)):
@@ -53,5 +61,7 @@ def put_back(state: Any, tensors: Mapping[str, Tensor]) -> Any:
     if isinstance(state, Mapping):
         if set(state) == {TENSOR}:
             return tensors[state[TENSOR]]
+        if set(state) == {BYTES}:
+            return tensors[state[BYTES]].numpy().tobytes()
         return {key: put_back(value, tensors) for key, value in state.items()}
     return [put_back(value, tensors) for value in state] if isinstance(state, list) else state

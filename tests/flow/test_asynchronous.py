@@ -19,10 +19,10 @@ from rlflow.commands.cli import main
 from rlflow.config.schema import load_config
 from rlflow.errors import ConfigError
 from rlflow.loop import train, training_step
-from rlflow.metrics.sinks import read_metrics
+from rlflow.report.records import read_trajectories
+from rlflow.report.sinks import read_metrics
 from rlflow.run.directory import RunDirectory
 from rlflow.run.journal import AttemptJournal
-from rlflow.run.trajectories import read_trajectories
 from rlflow.storage.files import read_json
 from tests.flow.letters import letters_config, write_config, write_letters_model
 from tests.flow.test_resume import finish, reached, start, wait_for

@@ -16,7 +16,7 @@ from rlflow.algorithms.transforms.decoupled import Decoupled
 from rlflow.algorithms.transforms.sequence_mask import SequenceMask
 from rlflow.algorithms.transforms.tis import TruncatedImportance
 from rlflow.loop import training_step
-from rlflow.metrics.timer import PhaseTimer
+from rlflow.report.timer import PhaseTimer
 from rlflow.types import Batch, Group, Segment, StopReason, Task, Trajectory
 
 

@@ -22,7 +22,7 @@ from rlflow.config.loading import PRESETS, presets
 from rlflow.config.schema import RunConfig, load_config
 from rlflow.errors import ConfigError
 from rlflow.loop import training_step
-from rlflow.metrics.timer import PhaseTimer
+from rlflow.report.timer import PhaseTimer
 from rlflow.rollout import Tokenizer
 from rlflow.run.assemble import make_trainer
 from rlflow.trainer.base import Trainer

@@ -13,7 +13,7 @@ from rlflow.algorithms.advantages.grpo import grpo
 from rlflow.algorithms.filters.overlong_filter import OverlongFilter
 from rlflow.batching import make_batch
 from rlflow.errors import ConfigError, EnvironmentContractError, ModelError
-from rlflow.metrics.reductions import rollout_metrics
+from rlflow.report.reductions import rollout_metrics
 from rlflow.rollout import Rollout, Tokenizer
 from rlflow.types import Episode, Group, Step, StopReason
 from tests.unit.rollout.asking import OBSERVATION, Asking, all_trajectories, make

@@ -20,7 +20,7 @@ from rlflow.algorithms.curators.epochs import Epochs
 from rlflow.config.schema import load_config
 from rlflow.errors import CheckpointError, ConfigError, MissingPackageError, RolloutError, StorageError
 from rlflow.loop import training_step
-from rlflow.metrics.sinks import read_metrics
+from rlflow.report.sinks import read_metrics
 from rlflow.run.checkpoints import read_state
 from rlflow.run.export import EXPORT_TOLERANCE
 from rlflow.run.open import open_run
