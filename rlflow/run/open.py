@@ -9,7 +9,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from rlflow.algorithms.algorithm import Algorithm
 from rlflow.algorithms.teachers.base import Classroom
 from rlflow.components import CURATOR
-from rlflow.config.schema import Faults, RunConfig
+from rlflow.config.schema import RunConfig
 from rlflow.errors import RLFlowError
 from rlflow.report.display import make_display
 from rlflow.report.metrics import save_registered
@@ -71,7 +71,7 @@ def _start(config: RunConfig, stack: ExitStack) -> Run:
     check_start(config)
     interrupt = stack.enter_context(Interrupt())  # first: a signal while ranks start must end them too
     log = stack.enter_context(RunLog())
-    stack.enter_context(InterpreterWatch(Faults(**config.rollout.faults).call_s))
+    stack.enter_context(InterpreterWatch(config.rollout.faults.call_s))
     check_continuation(config)
     progress, page = make_display(
         config.metrics.progress, page=config.metrics.page, steps=config.run.steps, title=config.run.name,
