@@ -193,7 +193,7 @@ def _child(pipe: Connection, case: Case, path: Path, rank: int, meeting: str) ->
 def _update(case: Case, config: Any) -> None:
     import dataclasses
 
-    from rlflow.run.algorithm import config_needs
+    from rlflow.algorithms.algorithm import config_needs
     from rlflow.trainer.base import Trainer
 
     options: dict[str, Any] = {**dataclasses.asdict(config.trainer), "dtype": config.model.dtype}
@@ -208,7 +208,7 @@ def _update(case: Case, config: Any) -> None:
         trainer.snapshot("reference")
     loss: Any = policy_gradient
     if config.algorithm.critic is not None:
-        from rlflow.run.algorithm import make_loss
+        from rlflow.algorithms.algorithm import make_loss
 
         loss = make_loss(config.algorithm.losses)
         batch = batch.replace(values=batch.advantages, returns=batch.advantages, proximal_logprobs=batch.logprobs)

@@ -14,10 +14,10 @@ from pathlib import Path
 
 from PIL import Image
 
-from rlflow.run.page import PageState, render_content, render_page
-from rlflow.run.page_server import PageServer
-from rlflow.view.page import write_page
-from rlflow.view.recorded import RunFiles
+from rlflow.report.page import write_page
+from rlflow.report.page_server import PageServer
+from rlflow.report.recorded import RunFiles
+from rlflow.report.run_page import PageState, render_content, render_page
 
 IMAGES = Path(__file__).parent / "images"
 FLAGS = ("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",

@@ -32,8 +32,8 @@ class Peers:
     def prepare(self, folder: Path) -> None:
         import torch
 
+        from rlflow.report.page_server import PageServer
         from rlflow.rollout.transfer.tcp import TcpPublisher
-        from rlflow.run.page_server import PageServer
         from rlflow.swarm.tcp import TcpTransport
 
         self._question = write_corpus(folder / "corpus.jsonl")[0]

@@ -16,7 +16,7 @@ from rlflow.config.schema import Faults, RunConfig
 from rlflow.environment import Environment
 from rlflow.errors import ConfigError, DataError
 from rlflow.matmul import PRODUCTS
-from rlflow.metrics.sinks import MetricsLog, make_sinks
+from rlflow.report.sinks import MetricsLog, make_sinks
 from rlflow.rollout import Engine, Rollout, Tokenizer
 from rlflow.rollout.environment_calls import tasks_of
 from rlflow.rollout.source import TaskSource

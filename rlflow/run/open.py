@@ -6,23 +6,24 @@ import logging
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 
+from rlflow.algorithms.algorithm import Algorithm
+from rlflow.algorithms.teachers.base import Classroom
 from rlflow.components import CURATOR
 from rlflow.config.schema import Faults, RunConfig
 from rlflow.errors import RLFlowError
-from rlflow.metrics.names import save_registered
-from rlflow.metrics.sinks import read_metrics
-from rlflow.metrics.timer import PhaseTimer
-from rlflow.metrics.warnings import Watch
-from rlflow.run.algorithm import Algorithm
+from rlflow.report.display import make_display
+from rlflow.report.metrics import save_registered
+from rlflow.report.pace import Clock
+from rlflow.report.sinks import read_metrics
+from rlflow.report.timer import PhaseTimer
+from rlflow.report.warnings import Watch
 from rlflow.run.assemble import fitting_tasks, make_metrics, make_trainer, open_ahead, open_directory
-from rlflow.run.display import make_display
 from rlflow.run.early_scores import EarlyScores, Stage
 from rlflow.run.evaluation_schedule import EvaluationSchedule
 from rlflow.run.interpreter_watch import InterpreterWatch
 from rlflow.run.interrupt import Interrupt
 from rlflow.run.log import RunLog
 from rlflow.run.model_directory import fetch_models
-from rlflow.run.pace import Clock
 from rlflow.run.preflight import check_start
 from rlflow.run.probe import make_probe, trainable
 from rlflow.run.recorder import Recorder
@@ -32,7 +33,6 @@ from rlflow.run.saver import Saver
 from rlflow.run.unwritable import explain_unwritable
 from rlflow.run.watchdog import Watchdog
 from rlflow.run.workers import make_run_rollout
-from rlflow.teachers.base import Classroom
 from rlflow.types import Task
 
 logger = logging.getLogger(__name__)

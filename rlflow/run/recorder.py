@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import pairwise
 
+from rlflow.report.records import trajectory_record, write_records
+from rlflow.report.tokens import SegmentTokens, TokenTexts, mean_advantage, score_tokens, segment_tokens, write_tokens
 from rlflow.rollout import Tokenizer
 from rlflow.run.directory import RunDirectory
-from rlflow.run.tokens import SegmentTokens, TokenTexts, mean_advantage, score_tokens, segment_tokens, write_tokens
-from rlflow.run.trajectories import trajectory_record, write_records
 from rlflow.trainer.base import Trainer
 from rlflow.types import Batch, Group, Trajectory
 

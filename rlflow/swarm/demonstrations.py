@@ -10,8 +10,8 @@ from functools import cached_property
 from pathlib import Path
 
 from rlflow.algorithms.base import Filter
+from rlflow.codec import Response, Transcripts
 from rlflow.errors import DataError
-from rlflow.rollout.replay import Response, Transcripts
 from rlflow.rollout.rollout import Rollout
 from rlflow.types import Group
 from rlflow.values import PositiveInt

@@ -8,15 +8,15 @@ from typing import Any
 
 import pytest
 
-from rlflow.metrics.names import Metric
+from rlflow.report.live_page import LivePage
+from rlflow.report.metrics import Metric
+from rlflow.report.pace import Pace
 from rlflow.rollout import Tokenizer
-from rlflow.run.live_page import LivePage
-from rlflow.run.pace import Pace
 from rlflow_environments.retrieval.server.loading import ServedSource
 from tests.fixtures import tiny_tokenizer
 from tests.flow.chromium import browser, texts, wait
 from tests.unit.environments.retrieval.search_servers import search_server, write_corpus
-from tests.unit.view.crafted import SEARCHED, attempt, evaluated, task, trained
+from tests.unit.report.crafted import SEARCHED, attempt, evaluated, task, trained
 
 __all__ = ["browser"]  # a fixture
 

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
+from rlflow.report.page import write_page
+from rlflow.report.recorded import RunFiles
 from rlflow.rollout import Tokenizer
-from rlflow.view.page import write_page
-from rlflow.view.recorded import RunFiles
 from tests.fixtures import tiny_tokenizer
 from tests.flow.chromium import browser, texts, wait
-from tests.unit.view.crafted import (
+from tests.unit.report.crafted import (
     SEARCHED,
     attempt,
     group_of,

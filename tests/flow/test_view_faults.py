@@ -10,14 +10,14 @@ import torch
 
 from rlflow.environment import Environment
 from rlflow.loop import train
-from rlflow.metrics.names import Metric
+from rlflow.report.comparison import compare
+from rlflow.report.comparison_text import comparison_text
+from rlflow.report.metrics import Metric
+from rlflow.report.page import write_page
+from rlflow.report.recorded import RunFiles
+from rlflow.report.tokens import read_tokens
 from rlflow.rollout import Rollout
-from rlflow.run.tokens import read_tokens
 from rlflow.types import Episode, Step, Task
-from rlflow.view.comparing import compare
-from rlflow.view.comparison_text import comparison_text
-from rlflow.view.page import write_page
-from rlflow.view.recorded import RunFiles
 from tests.flow.letters import DEMAND, LETTERS, letters_config
 
 SMALL = ("run.steps=5", "rollout.prompts_per_step=4", "rollout.samples_per_prompt=4", "metrics.trajectories_per_step=16",

@@ -77,7 +77,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Prints the plan, builds, prints what it took; returns 0."""
-    from rlflow_environments.retrieval.building.building import BuildRequest, build_index
+    from rlflow_environments.retrieval.building import BuildRequest, build_index
     from rlflow_environments.retrieval.corpus import Corpus
     from rlflow_environments.retrieval.indices.recall import describe_recall
 

@@ -47,17 +47,14 @@ class TorchIndex:
 
     def propose(self, vectors: np.ndarray, depth: int) -> tuple[np.ndarray, np.ndarray]:
         """See Scan."""
-        scores = rows = None
-        for start, found in self._scan(vectors):
-            found, places = torch.topk(found, min(depth, found.shape[1]), dim=1)
-            places += start
-            if scores is not None and rows is not None:
-                found, places = torch.cat([scores, found], dim=1), torch.cat([rows, places], dim=1)
-                found, order = torch.topk(found, min(depth, found.shape[1]), dim=1)
-                places = places.gather(1, order)
-            scores, rows = found, places
-        assert scores is not None and rows is not None  # an index is never empty
-        return scores.float().cpu().numpy(), rows.cpu().numpy()
+        found = [
+            (scores.topk(min(depth, scores.shape[1]), dim=1), start)
+            for start, scores in self._scan(vectors)
+        ]
+        scores = torch.cat([top.values for top, _ in found], dim=1)
+        rows = torch.cat([top.indices + start for top, start in found], dim=1)
+        scores, order = scores.topk(depth, dim=1)
+        return scores.float().cpu().numpy(), rows.gather(1, order).cpu().numpy()
 
     def at_least(self, vector: np.ndarray, score: float) -> np.ndarray:
         """See Scan."""

@@ -11,10 +11,8 @@ import pytest
 import torch
 
 from rlflow.batching import make_batch
-from rlflow.rollout import Tokenizer
-from rlflow.run.directory import RunDirectory
-from rlflow.run.recorder import Recorder, whole_groups
-from rlflow.run.tokens import (
+from rlflow.report.records import read_trajectories
+from rlflow.report.tokens import (
     FLOATS,
     TokenTexts,
     mean_advantage,
@@ -23,7 +21,9 @@ from rlflow.run.tokens import (
     segment_tokens,
     write_tokens,
 )
-from rlflow.run.trajectories import read_trajectories
+from rlflow.rollout import Tokenizer
+from rlflow.run.directory import RunDirectory
+from rlflow.run.recorder import Recorder, whole_groups
 from rlflow.types import Batch, Group, Segment, StopReason, Task, Trajectory, Turn, stamp
 from tests.fixtures import tiny_tokenizer
 

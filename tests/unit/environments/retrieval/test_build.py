@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from rlflow.errors import ConfigError, DataError
-from rlflow_environments.retrieval.building import building
-from rlflow_environments.retrieval.building.building import BuildRequest, build_index
+from rlflow_environments.retrieval import building
+from rlflow_environments.retrieval.building import BuildRequest, build_index
 from rlflow_environments.retrieval.corpus import Corpus, write_corpus
 from rlflow_environments.retrieval.encoders import NgramEncoder
 from rlflow_environments.retrieval.indices import make_retriever

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from transformers import AutoModel, AutoTokenizer
 
 from rlflow.errors import ConfigError, ModelError
-from rlflow_environments.retrieval.building.building import BuildRequest, build_index
+from rlflow_environments.retrieval.building import BuildRequest, build_index
 from rlflow_environments.retrieval.corpus import Corpus, Passage, write_corpus
 from rlflow_environments.retrieval.encoders import encoder_family, make_encoder
 from rlflow_environments.retrieval.encoders.rules import FAMILIES

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from rlflow.errors import DataError
-from rlflow_environments.retrieval.building.building import BuildRequest, build_index
+from rlflow_environments.retrieval.building import BuildRequest, build_index
 from rlflow_environments.retrieval.commands import check
 from rlflow_environments.retrieval.commands.source_arguments import add_source_arguments, read_source
 from rlflow_environments.retrieval.corpus import Corpus, read_passages

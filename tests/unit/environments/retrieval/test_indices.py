@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from rlflow.errors import ConfigError, DataError
 from rlflow_environments.retrieval.indices.exact import rank_exactly
 from rlflow_environments.retrieval.indices.faiss_index import FaissIndex, import_faiss, new_index, read_index
-from rlflow_environments.retrieval.indices.inverted_lists import ListAssignment
 from rlflow_environments.retrieval.indices.torch_index import TorchIndex
 from tests.unit.environments.retrieval.search_corpora import brute_force, clustered
 
@@ -118,27 +117,6 @@ def test_the_error_bound_of_the_scan_holds_and_is_not_idle(dtype):
     for query, found, order, bound in zip(QUERIES, scores, rows, scan.error_bound(QUERIES)):
         error = np.abs(found - (VECTORS[order].astype(np.float64) * query).sum(axis=1)).max()
         assert error <= bound < 200 * max(error, 1e-8)
-
-
-def test_queries_search_the_lists_that_faiss_would_search():
-    faiss, index = import_faiss(), filled("IVF32,Flat")
-    index.nprobe = 5
-    lists, _ = ListAssignment(faiss, index)(QUERIES)
-    _, expected = index.quantizer.search(QUERIES, 5)
-    assert (lists == np.sort(expected, axis=1)).all()
-
-
-def test_lists_that_are_equally_near_are_taken_in_their_order_whatever_the_batch():
-    faiss = import_faiss()
-    quantizer = faiss.IndexFlatIP(48)
-    quantizer.add(np.repeat(QUERIES[:4], 8, axis=0))  # lists 0 to 7 are the same, and so on
-    index = faiss.IndexIVFFlat(quantizer, 48, 32, faiss.METRIC_INNER_PRODUCT)
-    index.add(VECTORS)
-    index.nprobe = 11
-    assign = ListAssignment(faiss, index)
-    together, _ = assign(QUERIES)
-    assert (together == np.concatenate([assign(query[None])[0] for query in QUERIES])).all()
-    assert together[0, :8].tolist() == list(range(8)) and set(together[0, 8:] % 8) == {0, 1, 2}
 
 
 @pytest.mark.parametrize(("available", "threads"), [(1 << 40, 0), (0, 32)])

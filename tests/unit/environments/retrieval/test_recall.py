@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from rlflow.errors import ConfigError, DataError
-from rlflow_environments.retrieval.building.building import BuildRequest, build_index
+from rlflow_environments.retrieval.building import BuildRequest, build_index
 from rlflow_environments.retrieval.commands.serve import add_arguments, make_source
 from rlflow_environments.retrieval.corpus import Corpus, write_corpus
 from rlflow_environments.retrieval.indices import make_retriever
