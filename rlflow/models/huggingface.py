@@ -226,7 +226,8 @@ def read_object(file: Path) -> dict[str, Any]:
 
 
 def weight_files(folder: Path) -> list[str]:
-    """The names of a model's safetensors files, by its index where it has one. Raises ModelError."""
+    """The names of a model's safetensors files, by its index where it has one. Raises
+    ModelError."""
     if not (folder / INDEX_FILE).is_file():
         return [SINGLE_FILE]
     return sorted(set(_weight_map(folder / INDEX_FILE).values()))
@@ -318,7 +319,10 @@ def why_occupied(path: Path, overwrite: bool) -> str | None:
         return f"{path}: exists; choose another directory or pass --overwrite."
     if whole and any((path / name).is_file() for name in ("config.json", EXPORT_MANIFEST)):
         return None
-    return f"{path}: is not a model directory (no config.json), so --overwrite does not replace it; choose another."
+    return (
+        f"{path}: is not a model directory (no config.json), so --overwrite does not replace it; "
+        "choose another."
+    )
 
 
 def why_no_room(path: Path, needed: int) -> str | None:

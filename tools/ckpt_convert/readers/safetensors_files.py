@@ -34,7 +34,8 @@ def read_huggingface(path: Path) -> TensorSource:
         if lacking:
             raise missing(
                 f"{path / lacking[0]}: missing, though {INDEX_FILE} lists it "
-                f"({len(listed) - len(lacking)} of {len(listed)} files found); copy the whole model."
+                f"({len(listed) - len(lacking)} of {len(listed)} files found); copy the whole "
+                "model."
             )
         weights = WeightFiles(path)
         headers = {
@@ -69,8 +70,8 @@ def read_huggingface(path: Path) -> TensorSource:
 def _stored(path: Path, file: str, name: str, entry: dict[str, Any]) -> StoredTensor:
     if entry["dtype"] not in DTYPES:
         raise unsupported(
-            f"{path / file}: '{name}' is of dtype {entry['dtype']}, which is not supported; expected one "
-            f"of {', '.join(DTYPES)}."
+            f"{path / file}: '{name}' is of dtype {entry['dtype']}, which is not supported; "
+            f"expected one of {', '.join(DTYPES)}."
         )
     dtype, shape = DTYPES[entry["dtype"]], tuple(int(size) for size in entry["shape"])
     first, last = entry["data_offsets"]
