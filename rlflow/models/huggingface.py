@@ -7,10 +7,10 @@ import json
 import os
 import shutil
 import struct
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from rlflow.errors import ModelError
 from rlflow.models.architecture import huggingface_shapes, stored_architecture
@@ -19,6 +19,7 @@ from rlflow.storage.integrity import EXPORT_MANIFEST
 if TYPE_CHECKING:
     from torch import Tensor
 
+T = TypeVar("T")
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 ADAPTER_CONFIG = "adapter_config.json"
@@ -350,6 +351,19 @@ def file_names(count: int) -> list[str]:
     if count == 1:
         return [SINGLE_FILE]
     return [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
+
+
+def in_groups(items: Iterable[T], nbytes: Callable[[T], int], most: int) -> Iterator[list[T]]:
+    """The items in order, in groups of at most `most` bytes, or of one item that has more."""
+    group: list[T] = []
+    filled = 0
+    for item in items:
+        if group and filled + nbytes(item) > most:
+            yield group
+            group, filled = [], 0
+        group.append(item)
+        filled += nbytes(item)
+    yield group
 
 
 def write_index(directory: Path, weight_map: Mapping[str, str], total_size: int) -> None:

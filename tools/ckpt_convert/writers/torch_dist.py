@@ -32,6 +32,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from rlflow.models.architecture import Architecture
+from rlflow.models.huggingface import in_groups
 from rlflow.models.rules import Rule, Split
 
 from ..mapping.find import Place, stacked_place
@@ -39,7 +40,7 @@ from ..mapping.plan import Target
 from ..mapping.to_megatron import Import
 from ..stream import Copier
 from .checkpoint import Checkpoint, as_tensor, common_state
-from .files import HashedFile, OutputFile, in_groups
+from .files import HashedFile, OutputFile
 
 CHUNK_BYTES = 16 << 20
 """Of a chunk, or one row: a thread holds it in memory, and torch.save's copy of it."""
