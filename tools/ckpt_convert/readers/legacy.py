@@ -46,7 +46,7 @@ def read_legacy(path: Path) -> TensorSource:
     joined = join_ranks(path, list(_parts(path, ranks)), experts)
 
     def content(stored: StoredTensor, chunk: Chunk) -> Content:
-        return Content(chunk.start, joined.records[chunk])
+        return Content(chunk.start, joined.records.get(chunk))
 
     return TensorSource(
         path=path,
