@@ -6,7 +6,6 @@ import hashlib
 import json
 import os
 import shutil
-import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -274,7 +273,7 @@ def header(file: Path) -> dict[str, Any]:
         size = file.stat().st_size
         with file.open("rb") as stream:
             start = stream.read(8)
-            length = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
+            length = int.from_bytes(start, "little")
             if not 0 < length <= size - 8:
                 raise ModelError(f"{file}: truncated or not a safetensors file ({size} bytes).")
             entries = json.loads(stream.read(length))

@@ -16,7 +16,7 @@ from rlflow.storage.pickles import Chunk
 from .dtypes import BFLOAT16, FLOAT8, FLOAT16, FLOAT32, FLOAT64, DType, cast
 from .mapping.plan import Equal, Rectangle, Target, View
 from .problems import damaged
-from .readers.source import SCALED, Content, Record, StoredTensor, TensorSource, unreadable
+from .readers.source import SCALED, ChunkPlace, Record, StoredTensor, TensorSource, unreadable
 
 Progress = Callable[[int, int], None]
 """Called with the bytes that were read since the last call, and those of the whole."""
@@ -149,7 +149,7 @@ class Reader:
         self._source = source
         self._lock, self._opened = threading.Lock(), ExitStack()
         self._files: dict[str, int] = {}
-        self._contents: dict[tuple[str, Chunk], Content] = {}
+        self._contents: dict[tuple[str, Chunk], ChunkPlace] = {}
         self._rectangles: dict[tuple[str, tuple[int, ...]], list[Rectangle]] = {}
 
     def __enter__(self) -> Reader:

@@ -24,7 +24,7 @@ from .to_huggingface import same_as_embedding, some_of
 
 
 @dataclass(frozen=True)
-class Part:
+class RankPart:
     """A box of a whole Megatron tensor, and its rows."""
 
     offsets: tuple[int, ...]
@@ -59,13 +59,13 @@ class Import:
         """Of the whole tensor, padding included."""
         return self._whole(rule, layer)[0]
 
-    def parts(self, rule: Rule, layer: int, rank: int, most: int = 2**63) -> list[Part]:
+    def parts(self, rule: Rule, layer: int, rank: int, most: int = 2**63) -> list[RankPart]:
         """What a tensor-parallel rank has of a tensor, in the order in which it has it; of at most
         `most` elements each, or one row."""
         shape, tiles = self._whole(rule, layer)
         found = boxes_of(rule.split, shape, rank, self.layout.tensor)
         boxes = [band for box in found for band in bands(*box, most)]
-        return [Part(*box, cropped(tiles, *box)) for box in boxes]
+        return [RankPart(*box, cropped(tiles, *box)) for box in boxes]
 
     def dtype_of(self, rule: Rule, layer: int) -> DType:
         stored = self._views(rule, layer)[0].stored.dtype

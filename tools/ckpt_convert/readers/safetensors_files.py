@@ -13,7 +13,7 @@ from rlflow.storage.pickles import Chunk
 
 from ..dtypes import FLOAT8, FLOAT32, WEIGHTS
 from ..problems import damaged, missing, unsupported
-from .source import SCALED, Content, Stamps, StoredTensor, TensorSource
+from .source import SCALED, ChunkPlace, Stamps, StoredTensor, TensorSource
 
 DTYPES = {dtype.safetensors: dtype for dtype in (*WEIGHTS, FLOAT8)}
 """Of a safetensors header."""
@@ -61,7 +61,7 @@ def read_huggingface(path: Path) -> TensorSource:
         path=path,
         format="huggingface",
         tensors=tensors,
-        content=lambda stored, chunk: Content(chunk.start),
+        content=lambda stored, chunk: ChunkPlace(chunk.start),
         stamps=stamps,
         tables=tuple(tables),
     )
