@@ -61,9 +61,10 @@ PLACES: dict[str, tuple[str, ...]] = {
     "markdown_it": ("environments/search/own_documents/",),
     "huggingface_hub": ("environments/retrieval/", "recipes/searchr1/", "rlflow/models/"),
     "onnxruntime": ("environments/retrieval/encoders/",),
-    "fastapi": ("environments/retrieval/server/",),
+    "fastapi": (),
     "uvicorn": ("environments/retrieval/server/",),
-    "aiohttp": ("environments/", "rlflow/rollout/vllm/"),
+    "aiohttp": ("environments/adapters/", "rlflow/http.py"),
+    "httpx": (),
 }
 OUTSIDE_THE_CORE = {"rlflow_environments", "rlflow_tools", "environments", "recipes", "tools", "tests", "fixtures", "benchmarks"}
 
