@@ -38,7 +38,7 @@ SHARES = {"server": 0.15, "indices": 0.15, "corpora": 0.1, "checkpoints": 0.25, 
 SEARCH = (
     "faiss",
     "bm25s",
-    "rlflow_environments.retrieval.building.building",
+    "rlflow_environments.retrieval.building",
     "rlflow_environments.retrieval.server.loading",
 )
 TRAINING = ("transformers", "rlflow.loop", "rlflow.rollout.embedded.engine", "rlflow.trainer.megatron")
@@ -49,7 +49,7 @@ IMPORTED = {
     "checkpoints": (*TRAINING, "rlflow_tools.ckpt_convert.export_model", "rlflow_tools.ckpt_convert.import_model"),
     "configurations": TRAINING,
     "environments": TRAINING,
-    "peers": ("rlflow.rollout.transfer.tcp", "rlflow.run.page_server", "rlflow.swarm.tcp"),
+    "peers": ("rlflow.rollout.transfer.tcp", "rlflow.report.page_server", "rlflow.swarm.tcp"),
     "faults": TRAINING,
 }
 """By target: once here, so that a case's fork has it."""

@@ -43,7 +43,8 @@ class Probe:
 
     async def post(self, path: str, body: Any) -> Reply:
         """The reply to a JSON body, or to raw bytes. Raises Broken where there is none."""
-        return await self._ask("POST", path, body if isinstance(body, bytes) else json.dumps(body).encode())
+        content = body if isinstance(body, bytes) else json.dumps(body).encode()
+        return await self._ask("POST", path, content)
 
     async def get(self, path: str) -> Reply:
         """The reply to a GET. Raises Broken where there is none."""
@@ -54,7 +55,11 @@ class Probe:
             reply = await self.session.ask(method, self.url + path, body, where=f"{method} {path}: ")
         except Retryable as problem:
             raise Broken(str(problem)) from None
-        return _reply(reply.status, reply.content)
+        try:
+            found = reply.json()
+        except ValueError:
+            found = None
+        return Reply(reply.status, found, reply.text)
 
     async def retrieve(self, queries: Sequence[str], scores: bool = True, **body: Any) -> list[list[Any]]:
         """The lists of `result`. Raises Broken unless there is one per query."""
@@ -88,11 +93,3 @@ def document_of(element: Any) -> Document:
 def key_of(document: Document) -> str:
     """What tells documents apart: the id, or all of it where there is none."""
     return str(document["id"]) if "id" in document else json.dumps(document, sort_keys=True)
-
-
-def _reply(status: int, content: bytes) -> Reply:
-    try:
-        body = json.loads(content)
-    except ValueError:
-        body = None
-    return Reply(status, body, content.decode("utf-8", "replace"))

@@ -75,13 +75,8 @@ async def _sample(probe: Probe, seeds: Sequence[str]) -> None:
             found.setdefault(seed)
         for document in documents:
             probe.sample.append(document)
-            found.setdefault(_first_line(str(document.get("contents") or "")))
+            first_line = str(document.get("contents") or "").partition("\n")[0]
+            found.setdefault(first_line.strip().strip('"')[:TITLE_CHARACTERS])
     probe.queries = [query for query in found if query.strip()][:QUERIES]
     if not probe.queries:
         raise Broken(f"finds nothing for any of {', '.join(map(repr, seeds))}; name a query that finds something with --query")
-
-
-def _first_line(contents: str) -> str:
-    return contents.partition("\n")[0].strip().strip('"')[:TITLE_CHARACTERS]
-
-
