@@ -65,9 +65,10 @@ PLACES: dict[str, tuple[str, ...]] = {
     "markdown_it": ("environments/search/own_documents/",),
     "huggingface_hub": ("environments/retrieval/", "recipes/searchr1/", "rlflow/models/"),
     "onnxruntime": ("environments/retrieval/encoders/",),
-    "fastapi": ("environments/retrieval/server/",),
+    "fastapi": (),
     "uvicorn": ("environments/retrieval/server/",),
-    "aiohttp": ("environments/", "rlflow/rollout/vllm/"),
+    "aiohttp": ("environments/adapters/", "rlflow/http.py"),
+    "httpx": (),
 }
 # What else parts of the core may know of a room than the table says: modules that know little themselves.
 LEAVES: dict[tuple[str, str], set[str]] = {
