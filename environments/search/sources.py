@@ -49,8 +49,6 @@ def load_tasks(
 ) -> dict[str, list[Task]]:
     """Split -> the questions of its file in the protocol's prompts. template: in place of the protocol's. valid_ratio: see
     `with_validity`; in "val" every question is taken to have an answer. Raises ConfigError, DataError."""
-    if not 0 <= valid_ratio <= 1:
-        raise ConfigError(f"environment.valid_inst_ratio: expected a share from 0 to 1, found {valid_ratio}.")
     template = protocol.prompt_template if template is None else template
     loaded = {}
     for split, path in questions.items():
