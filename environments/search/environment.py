@@ -12,6 +12,7 @@ from rlflow.errors import ConfigError, RLFlowError, did_you_mean
 from rlflow.types import Episode, Observation, Step, Task
 from rlflow.values import NonNegativeInt, PositiveInt, Share
 from rlflow_environments.common.threads import beside_the_loop
+from rlflow_environments.common.transcript import as_text
 from rlflow_environments.retrieval.client.asynchronous import AsyncRetriever
 from rlflow_environments.retrieval.indices import Retriever
 from rlflow_environments.search.disturbances import make_disturbances
@@ -246,7 +247,7 @@ class SearchEnvironment(Environment):
             state["shown"] = (episode.turns - 1, shown)
             step.observation, step.stop = shown.full, self._protocol.reading_stop
         state["stop"] = self.stop if step.stop is None else step.stop
-        state["observations"].append(_as_text(step.observation))
+        state["observations"].append(as_text(step.observation))
         return step
 
     async def _finish(self, episode: Episode, terminated: bool = True) -> Step:
@@ -272,7 +273,3 @@ def _scores(transcript: Transcript) -> dict[str, float]:
     answer, golds = scoring.extract_answer(transcript.model_text), transcript.golds
     matches = {"exact_match": scoring.exact_match(answer, golds), "f1": scoring.f1(answer, golds)}
     return {**matches, "answered": float(answer is not None), **rule_scores(transcript)}
-
-
-def _as_text(observation: Observation) -> str:
-    return observation if isinstance(observation, str) else "\n".join(message["content"] for message in observation)
