@@ -92,7 +92,7 @@ setup(
     packages=packages(),
     package_dir={"rlflow": "rlflow", "rlflow_environments": "environments", "rlflow_tools": "tools"},
     package_data={
-        "rlflow": ["py.typed", "algorithms/presets/*.yaml", "commands/templates/*", "view/templates/*"],
+        "rlflow": ["py.typed", "algorithms/presets/*.yaml", "commands/templates/*", "report/templates/*"],
         "rlflow_environments": ["**/*.yaml", "**/*.json", "**/*.txt"],
     },
     install_requires=BASE,

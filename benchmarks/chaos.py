@@ -42,7 +42,7 @@ from chaos_harms import CABLE, HARMS, Harm, command_of, crowd, session_of, suspe
 from chaos_runs import LIMITS_S, OUT, compared, witnesses, write_run
 from chaos_witness import FOLDER, SESSION
 
-from rlflow.metrics.sinks import read_metrics
+from rlflow.report.sinks import read_metrics
 from rlflow.run.directory import RunDirectory
 
 if TYPE_CHECKING:

@@ -21,9 +21,9 @@ from typing import Any
 from rlflow.config.loading import config_text
 from rlflow.config.schema import load_config
 from rlflow.environment import Environment
-from rlflow.metrics.names import Metric
+from rlflow.report.metrics import Metric
+from rlflow.report.records import read_trajectories
 from rlflow.run.directory import RunDirectory
-from rlflow.run.trajectories import read_trajectories
 from rlflow.storage.files import read_json
 from rlflow.types import Episode, Step, Task
 from rlflow_environments.search.environment import SearchEnvironment

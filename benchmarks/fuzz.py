@@ -49,7 +49,7 @@ IMPORTED = {
     "checkpoints": (*TRAINING, "rlflow_tools.ckpt_convert.export_model", "rlflow_tools.ckpt_convert.import_model"),
     "configurations": TRAINING,
     "environments": TRAINING,
-    "peers": ("rlflow.rollout.transfer.tcp", "rlflow.run.page_server", "rlflow.swarm.tcp"),
+    "peers": ("rlflow.rollout.transfer.tcp", "rlflow.report.page_server", "rlflow.swarm.tcp"),
     "faults": TRAINING,
 }
 """By target: once here, so that a case's fork has it."""

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rlflow.batching import make_batch
-    from rlflow.commands.check import check_environment
+    from rlflow.checks.environments import check_environment
     from rlflow.config.schema import RunConfig, load_config
     from rlflow.environment import Environment
     from rlflow.loop import train
-    from rlflow.metrics.names import Metric
+    from rlflow.report.metrics import Metric
     from rlflow.rollout import Rollout
     from rlflow.trainer.base import Trainer
     from rlflow.types import Batch, Episode, Group, PolicyOutput, Segment, Step, StopReason, Task, Trajectory
@@ -20,11 +20,11 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "Environment": "rlflow.environment",
-    "Metric": "rlflow.metrics.names",
+    "Metric": "rlflow.report.metrics",
     "Rollout": "rlflow.rollout",
     "RunConfig": "rlflow.config.schema",
     "Trainer": "rlflow.trainer.base",
-    "check_environment": "rlflow.commands.check",
+    "check_environment": "rlflow.checks.environments",
     "load_config": "rlflow.config.schema",
     "make_batch": "rlflow.batching",
     "train": "rlflow.loop",

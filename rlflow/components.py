@@ -166,12 +166,12 @@ ADVANTAGE = Kind("advantage", "rlflow.algorithms.advantages", call=1)
 LOSS = Kind("loss", "rlflow.algorithms.losses", call=2)
 TRANSFORM = Kind("transform", "rlflow.algorithms.transforms", call=1)
 FILTER = Kind("filter", "rlflow.algorithms.filters", call=1, reserved=("rollout", "seed"))
-TEACHER = Kind("teacher", "rlflow.teachers")
+TEACHER = Kind("teacher", "rlflow.algorithms.teachers")
 AGGREGATE = Kind("aggregate", "rlflow.algorithms.aggregates", call=1)
 CURATOR = Kind("curator", "rlflow.algorithms.curators", reserved=("tasks", "seed"))
 TRANSPORT = Kind("transport", "rlflow.swarm", reserved=("peer",))
 WEIGHT_TRANSFER = Kind("weight_transfer", "rlflow.rollout.transfer")
-SINK = Kind("sink", "rlflow.metrics", reserved=("directory", "run_name", "config", "resumed_step"))
+SINK = Kind("sink", "rlflow.report", reserved=("directory", "run_name", "config", "resumed_step"))
 """The kinds of the core. A plug-in declares its own with the same class."""
 
 PARTS = {kind.name: kind for kind in (ADVANTAGE, LOSS, AGGREGATE, TRANSFORM, FILTER, CURATOR)}

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rlflow.errors import ConfigError, RLFlowError
-from rlflow.metrics.names import Metric
+from rlflow.report.metrics import Metric
 from rlflow.types import Episode, Step, Task
 
 MAX_REWARD = 1e18

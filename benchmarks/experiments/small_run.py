@@ -19,8 +19,8 @@ from rlflow.algorithms.aggregates.means import token_mean
 from rlflow.algorithms.losses.sft import SFTLoss
 from rlflow.batching import make_batch
 from rlflow.loop import training_step
-from rlflow.metrics.reductions import rollout_metrics
-from rlflow.metrics.timer import PhaseTimer
+from rlflow.report.reductions import rollout_metrics
+from rlflow.report.timer import PhaseTimer
 from rlflow.rollout import Tokenizer
 from rlflow.run.export import export_policy
 from rlflow.types import Group, Segment, StopReason, Trajectory, Turn

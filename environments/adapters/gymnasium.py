@@ -8,7 +8,7 @@ from typing import Any
 
 from rlflow.environment import Environment
 from rlflow.errors import ConfigError, needing
-from rlflow.metrics.names import Metric
+from rlflow.report.metrics import Metric
 from rlflow.types import Episode, Step, Task
 from rlflow.values import PositiveInt
 from rlflow_environments.adapters.text import beginning_with, formatted, seeded_tasks

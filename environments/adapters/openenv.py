@@ -18,7 +18,7 @@ from typing import Any
 from rlflow.environment import Environment
 from rlflow.errors import ConfigError, RLFlowError, described, needing
 from rlflow.http import GaveUp, Retryable, RetryPolicy
-from rlflow.metrics.names import Metric
+from rlflow.report.metrics import Metric
 from rlflow.types import Episode, Step, Task
 from rlflow.values import PositiveFloat, PositiveInt
 from rlflow_environments.adapters.text import beginning_with, formatted, seeded_tasks

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rlflow.metrics.names import Metric
+from rlflow.report.metrics import Metric
 from rlflow_environments.search.rewards import RULE_SCORES
 
 METRICS = {

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Coroutine
 from typing import Any
 
-from rlflow.metrics.names import Metric
+from rlflow.report.metrics import Metric
 from rlflow.types import Episode, Observation, Step, Task
 from rlflow.values import Share
 from rlflow_environments.wrappers.wrapper import Base, Seen, Wrapper, over

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rlflow.components import check_options
-from rlflow.metrics.names import Metric
+from rlflow.report.metrics import Metric
 from rlflow.types import Episode, Step
 from rlflow.values import Component, NonNegativeFloat, PositiveFloat, PositiveInt
 from rlflow_environments.common.endpoint import ChatEndpoint

@@ -6,7 +6,7 @@ import dataclasses
 from typing import Any
 
 from rlflow.environment import awaited
-from rlflow.metrics.names import Metric
+from rlflow.report.metrics import Metric
 from rlflow.types import Episode, Step
 from rlflow.values import Component
 from rlflow_environments.common.threads import beside_the_loop

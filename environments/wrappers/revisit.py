@@ -10,7 +10,7 @@ from collections.abc import Coroutine
 from typing import Any
 
 from rlflow.environment import awaited
-from rlflow.metrics.names import Metric
+from rlflow.report.metrics import Metric
 from rlflow.types import Episode, Step, Task
 from rlflow.values import Share
 from rlflow_environments.wrappers.wrapper import Base, Seen, Wrapper, over

@@ -11,7 +11,7 @@ from typing import Any
 
 from rlflow.environment import awaited
 from rlflow.errors import ConfigError, EnvironmentContractError
-from rlflow.metrics.names import Metric
+from rlflow.report.metrics import Metric
 from rlflow.types import Episode, Step
 from rlflow.values import checked
 from rlflow_environments.common.judge import make_judge

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rlflow.errors import ConfigError, did_you_mean
-from rlflow.metrics.names import Metric
+from rlflow.report.metrics import Metric
 from rlflow.types import Episode, Step
 from rlflow_environments.common.endpoint import UnreadableReply, UnreadableReplyError
 from rlflow_environments.common.judge import JudgeError, make_judge

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rlflow import Environment, Episode, Step, Task
-from rlflow.metrics.names import Metric
+from rlflow.report.metrics import Metric
 
 LETTERS = "abcdefghijkl"
 

@@ -29,10 +29,8 @@ def add(commands: Commands) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Prints the comparison, and writes the page that was asked for."""
-    from rlflow.view.comparing import compare
-    from rlflow.view.comparison_page import write_comparison
-    from rlflow.view.comparison_text import comparison_text
-    from rlflow.view.recorded import RunFiles
+    from rlflow.report.comparison import compare, comparison_text, write_comparison
+    from rlflow.report.recorded import RunFiles
 
     comparison = compare([RunFiles.open(path) for path in args.runs], args.target)
     print(comparison_text(comparison))

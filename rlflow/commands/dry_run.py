@@ -82,7 +82,7 @@ def print_memory(config: RunConfig, model: Architecture) -> None:
 
 def print_time(config: RunConfig, model: Architecture) -> None:
     """Prints about how long the run and a step take."""
-    from rlflow.run.lines import clock
+    from rlflow.report.lines import clock
     from rlflow.run.step_time import estimate_step, this_device
 
     print("\n# time (a rough estimate; without evaluations and the environment's own time)")

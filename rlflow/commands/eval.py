@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlflow.commands.options import Commands, add_command, add_model_options, add_options, check_least, option_overrides
 from rlflow.errors import ConfigError
-from rlflow.metrics.names import Metrics, label, scores, shown
+from rlflow.report.metrics import Metrics, label, scores, shown
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
@@ -65,11 +65,11 @@ def add(commands: Commands) -> None:
 def run(args: argparse.Namespace) -> int:
     """Prints the scores of a model directory and writes summary.json and trajectories.jsonl."""
     from rlflow.config.checks import check_config
-    from rlflow.metrics.names import save_registered
+    from rlflow.report.metrics import save_registered
+    from rlflow.report.records import write_trajectories
     from rlflow.run.assemble import fitting_tasks
     from rlflow.run.directory import RunDirectory
     from rlflow.run.evaluate import evaluate, metrics_by_set
-    from rlflow.run.trajectories import write_trajectories
     from rlflow.storage.files import write_json
 
     check_least(args, questions=1, samples=1, temperature=0)
@@ -157,7 +157,7 @@ def _print_scores(
     means: Mapping[str, float],
     registered: Metrics,
 ) -> None:
-    from rlflow.run.lines import evaluation_line, shown_names
+    from rlflow.report.lines import evaluation_line, shown_names
 
     for name, values in by_set.items():
         print(f"{name + ':':17}{evaluation_line(values, registered)}")

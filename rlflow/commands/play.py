@@ -11,8 +11,8 @@ from typing import TextIO
 from rlflow.commands.show import Paint, printable
 from rlflow.environment import Environment, awaited
 from rlflow.errors import ConfigError, EnvironmentContractError, did_you_mean
+from rlflow.report.records import text_of
 from rlflow.rollout.environment_calls import tasks_of
-from rlflow.run.trajectories import text_of
 from rlflow.types import Observation, Step, Task
 
 

@@ -13,16 +13,16 @@ from typing import Any, TextIO
 
 from rlflow.commands.options import Commands, add_command
 from rlflow.errors import ConfigError
-from rlflow.metrics.names import Metrics, label, leading_score, scores
-from rlflow.metrics.sinks import read_metrics
-from rlflow.run.curves import run_seconds
+from rlflow.report.charts import run_seconds
+from rlflow.report.lines import clock, evaluation_line, numbers, sparkline
+from rlflow.report.metrics import Metrics, label, leading_score, scores
+from rlflow.report.recorded import RunFiles, grouped
+from rlflow.report.records import answers_of, question_of, read_trajectories, solved, text_of
+from rlflow.report.sinks import read_metrics
 from rlflow.run.directory import RunDirectory
 from rlflow.run.journal import AttemptJournal
-from rlflow.run.lines import clock, evaluation_line, headline, sparkline
 from rlflow.run.trace import write_trace
-from rlflow.run.trajectories import answers_of, question_of, read_trajectories, solved, text_of
 from rlflow.storage.files import read_json
-from rlflow.view.recorded import RunFiles, grouped
 
 _CODES = {"bold": "1", "dim": "2", "policy": "36", "good": "32", "bad": "31", "warn": "33", "marked": "30;43"}
 
@@ -189,7 +189,7 @@ def summary_text(run: RunDirectory, registered: Metrics, paint: Paint) -> str:
     evaluated = [record for record in records if f"eval/{leading_score(registered, record, 'eval')}" in record]
     if trained:
         lines.append(f"step {int(trained[-1]['step'])} after {clock(run_seconds(trained))} from the start, evaluations included")
-        lines.append("  ".join(headline(trained[-1], registered)))
+        lines.append("  ".join(numbers(trained[-1], registered)))
         for name in ("reward", *scores(registered)[:1]):
             values = [record[f"train/{name}"] for record in trained if f"train/{name}" in record]
             if values and (spark := sparkline(values)):

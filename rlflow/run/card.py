@@ -10,9 +10,9 @@ from typing import Any
 
 from rlflow.config.schema import RunConfig
 from rlflow.models.huggingface import read_object
+from rlflow.report.lines import evaluation_line
 from rlflow.rollout import Rollout
 from rlflow.run.evaluation_schedule import EvaluationSchedule
-from rlflow.run.lines import evaluation_line
 
 _CACHED = re.compile(r"models--([^/]+)--([^/]+)/snapshots/")  # where huggingface_hub keeps a model
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from rlflow.metrics.names import Metrics, scores
-from rlflow.metrics.reductions import episode_records, interval95, mean, named_reward_means, reduced
+from rlflow.report.metrics import Metrics, scores
+from rlflow.report.reductions import episode_records, interval95, mean, named_reward_means, reduced
 from rlflow.rollout import Rollout
 from rlflow.types import Group, Task, Trajectory
 

@@ -6,23 +6,24 @@ import logging
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 
+from rlflow.algorithms.algorithm import Algorithm
+from rlflow.algorithms.teachers.base import Classroom
 from rlflow.components import CURATOR
-from rlflow.config.schema import Faults, RunConfig
+from rlflow.config.schema import RunConfig
 from rlflow.errors import RLFlowError
-from rlflow.metrics.names import save_registered
-from rlflow.metrics.sinks import read_metrics
-from rlflow.metrics.timer import PhaseTimer
-from rlflow.metrics.warnings import Watch
-from rlflow.run.algorithm import Algorithm
+from rlflow.report.findings import Watch
+from rlflow.report.live import LivePage
+from rlflow.report.metrics import save_registered
+from rlflow.report.sinks import read_metrics
+from rlflow.report.terminal import Progress
+from rlflow.report.timer import Clock, PhaseTimer
 from rlflow.run.assemble import fitting_tasks, make_metrics, make_trainer, open_ahead, open_directory
-from rlflow.run.display import make_display
 from rlflow.run.early_scores import EarlyScores, Stage
 from rlflow.run.evaluation_schedule import EvaluationSchedule
 from rlflow.run.interpreter_watch import InterpreterWatch
 from rlflow.run.interrupt import Interrupt
 from rlflow.run.log import RunLog
 from rlflow.run.model_directory import fetch_models
-from rlflow.run.pace import Clock
 from rlflow.run.preflight import check_start
 from rlflow.run.probe import make_probe, trainable
 from rlflow.run.recorder import Recorder
@@ -32,7 +33,6 @@ from rlflow.run.saver import Saver
 from rlflow.run.unwritable import explain_unwritable
 from rlflow.run.watchdog import Watchdog
 from rlflow.run.workers import make_run_rollout
-from rlflow.teachers.base import Classroom
 from rlflow.types import Task
 
 logger = logging.getLogger(__name__)
@@ -71,13 +71,19 @@ def _start(config: RunConfig, stack: ExitStack) -> Run:
     check_start(config)
     interrupt = stack.enter_context(Interrupt())  # first: a signal while ranks start must end them too
     log = stack.enter_context(RunLog())
-    stack.enter_context(InterpreterWatch(Faults(**config.rollout.faults).call_s))
+    stack.enter_context(InterpreterWatch(config.rollout.faults.call_s))
     check_continuation(config)
-    progress, page = make_display(
-        config.metrics.progress, page=config.metrics.page, steps=config.run.steps, title=config.run.name,
-        first_step=(chosen_checkpoint(config) or (0, None))[0], clock=clock,
-    )  # fmt: skip
+    progress = Progress(
+        config.metrics.progress,
+        steps=config.run.steps,
+        title=config.run.name,
+        first_step=(chosen_checkpoint(config) or (0, None))[0],
+        clock=clock,
+    )
     stack.callback(progress.close)
+    page = LivePage(progress) if config.metrics.page else None
+    if page is not None:
+        stack.callback(page.close)
     timer.on_enter = progress.phase
     progress.phase("preparing", "environment and engine")
     rollout = trainable(stack.enter_context(make_run_rollout(config)))
@@ -96,7 +102,8 @@ def _start(config: RunConfig, stack: ExitStack) -> Run:
     directory = stack.enter_context(open_directory(config))
     log.write_to(directory.log)
     if page is not None:
-        page.report = directory.report
+        page.run = directory.path
+        stack.callback(page.write, directory.report)
     told = "run %s: model %s, environment %s, %d steps"
     logger.info(told, config.run.name, config.model.path, config.environment["name"], config.run.steps)
     save_registered(directory.environment_metrics, rollout.environment.metrics)

@@ -7,18 +7,21 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from rlflow.algorithms.algorithm import Algorithm
 from rlflow.algorithms.base import Curator
 from rlflow.config.loading import to_dict
 from rlflow.config.schema import RunConfig
 from rlflow.errors import RolloutError
-from rlflow.metrics.memory import GIB, highest
-from rlflow.metrics.names import Metrics, leading_score
-from rlflow.metrics.reductions import rollout_metrics, scores_by_set, step_shares
-from rlflow.metrics.sinks import MetricsLog
-from rlflow.metrics.timer import PhaseTimer
-from rlflow.metrics.warnings import Watch
+from rlflow.report.charts import run_png
+from rlflow.report.findings import Watch
+from rlflow.report.lines import evaluated_line, step_line, summary_text
+from rlflow.report.metrics import Metrics, leading_score
+from rlflow.report.records import write_trajectories
+from rlflow.report.reductions import rollout_metrics, scores_by_set, step_shares
+from rlflow.report.sinks import MetricsLog
+from rlflow.report.terminal import Progress
+from rlflow.report.timer import GIB, Clock, PhaseTimer, highest
 from rlflow.rollout import Rollout, WeightProbe
-from rlflow.run.algorithm import Algorithm
 from rlflow.run.asynchronous import GroupsAhead, staleness_metrics
 from rlflow.run.card import export_files
 from rlflow.run.directory import RunDirectory
@@ -26,16 +29,11 @@ from rlflow.run.evaluate import evaluate
 from rlflow.run.evaluation_schedule import EvaluationSchedule
 from rlflow.run.export import export_adapter, export_policy
 from rlflow.run.interrupt import Interrupt
-from rlflow.run.lines import evaluated_line, step_line, summary_text
-from rlflow.run.pace import Clock
-from rlflow.run.picture import render_picture
-from rlflow.run.progress import Progress
 from rlflow.run.recorder import Recorder
 from rlflow.run.saver import Saver
-from rlflow.run.state import load_states, states
-from rlflow.run.trajectories import write_trajectories
 from rlflow.storage.files import write_json
 from rlflow.storage.redaction import redact
+from rlflow.storage.states import load_states, states
 from rlflow.trainer.base import Trainer
 from rlflow.types import Batch, Group
 
@@ -346,4 +344,4 @@ class Run:
     def _draw(self) -> bool:
         """Draws the picture where the configuration wants one; returns whether there was anything to draw."""
         path, title = self.directory.picture, self.config.run.name
-        return self.config.metrics.picture and render_picture(self.directory.metrics, path, title, self.registered)
+        return self.config.metrics.picture and run_png(self.directory.metrics, path, title, self.registered)

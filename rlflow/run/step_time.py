@@ -7,10 +7,10 @@ import math
 import os
 from dataclasses import dataclass
 
+from rlflow.algorithms.algorithm import config_needs
 from rlflow.config.schema import RunConfig
 from rlflow.models.architecture import Architecture
 from rlflow.models.flops import forward_flops, training_flops
-from rlflow.run.algorithm import config_needs
 from rlflow.run.device_speeds import CPU_CORE, Device, find_device
 from rlflow.run.memory_estimate import DTYPE_BYTES, is_embedded, stage_parameters
 from rlflow.trainer.layout import ParallelLayout

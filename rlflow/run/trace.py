@@ -6,8 +6,8 @@ import heapq
 from pathlib import Path
 from typing import Any
 
+from rlflow.report.charts import timeline_svg
 from rlflow.run.journal import AttemptJournal
-from rlflow.run.timeline import timeline_svg
 from rlflow.storage.files import write_json, write_text
 
 TRAINER, EPISODES = 1, 2  # the processes of workers come behind

@@ -8,7 +8,7 @@ import threading
 import time
 
 from rlflow.cluster.watching import StallLimits, Stillness, Work, native_stack
-from rlflow.metrics.timer import PhaseTimer
+from rlflow.report.timer import PhaseTimer
 
 logger = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from rlflow.metrics.sinks import read_metrics
+from rlflow.report.sinks import read_metrics
 from rlflow.run.directory import RunDirectory
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))  # scripts, no package

@@ -18,7 +18,7 @@ import pytest
 
 from rlflow.cluster.services import serve
 from rlflow.errors import ConfigError
-from rlflow.metrics.sinks import read_metrics
+from rlflow.report.sinks import read_metrics
 
 pytestmark = [
     pytest.mark.dist,

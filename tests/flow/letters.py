@@ -13,7 +13,7 @@ from typing import Any
 from rlflow.config.loading import config_text
 from rlflow.config.schema import RunConfig, load_config
 from rlflow.environment import Environment
-from rlflow.metrics.names import Metric
+from rlflow.report.metrics import Metric
 from rlflow.types import Episode, Step, Task
 from tests.fixtures import tiny_model
 

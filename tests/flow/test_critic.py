@@ -15,7 +15,7 @@ from rlflow.batching import make_batch
 from rlflow.config.schema import RunConfig
 from rlflow.errors import ConfigError
 from rlflow.loop import score_step, train
-from rlflow.metrics.sinks import read_metrics
+from rlflow.report.sinks import read_metrics
 from rlflow.run.directory import RunDirectory
 from rlflow.types import Batch, Segment, StopReason, Trajectory
 from tests.flow.letters import letters_config

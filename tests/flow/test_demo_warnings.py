@@ -10,10 +10,9 @@ import pytest
 
 from rlflow.config.schema import load_config
 from rlflow.loop import train
-from rlflow.metrics.warnings import DRIFT, NEVER_STOPPING, NO_DIFFERENCE, faults_of
+from rlflow.report.findings import DRIFT, NEVER_STOPPING, NO_DIFFERENCE, faults_of, findings
+from rlflow.report.recorded import RunFiles
 from rlflow.rollout import Rollout
-from rlflow.view.findings import findings
-from rlflow.view.recorded import RunFiles
 from rlflow_environments.common.transcript import Transcript
 from rlflow_environments.search import SearchEnvironment
 

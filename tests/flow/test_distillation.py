@@ -13,7 +13,7 @@ import rlflow.algorithms
 from rlflow.config.schema import RunConfig
 from rlflow.errors import CheckpointError, ConfigError
 from rlflow.loop import train
-from rlflow.metrics.sinks import read_metrics
+from rlflow.report.sinks import read_metrics
 from rlflow.run.directory import RunDirectory
 from tests.fixtures import tiny_model
 from tests.flow.letters import letters_config, write_letters_model

@@ -16,8 +16,8 @@ import pytest
 
 from rlflow.config.schema import load_config
 from rlflow.loop import train
-from rlflow.metrics.sinks import read_metrics
 from rlflow.models.huggingface import WeightFiles
+from rlflow.report.sinks import read_metrics
 from rlflow.run.directory import RunDirectory
 from rlflow.storage.files import read_json
 from tests.flow.letters import letters_config, write_config

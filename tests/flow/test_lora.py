@@ -11,8 +11,8 @@ import torch
 from rlflow.commands.cli import main
 from rlflow.errors import ModelError
 from rlflow.loop import train
-from rlflow.metrics.sinks import read_metrics
 from rlflow.models.huggingface import digest, iterate_weights
+from rlflow.report.sinks import read_metrics
 from rlflow.run.directory import RunDirectory
 from rlflow.run.model_directory import model_directory
 from tests.flow.letters import letters_config

@@ -32,7 +32,7 @@ def test_a_loss_in_a_file_is_what_is_trained_with(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """At scale 1 the weights are those of the built-in loss, bit for bit; at scale 0 they stay what they were."""
-    from rlflow.metrics.sinks import read_metrics
+    from rlflow.report.sinks import read_metrics
 
     (tmp_path / "my_loss.py").write_text(SOURCE)
     monkeypatch.chdir(tmp_path)

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from rlflow.config.loading import presets
 from rlflow.config.schema import load_config
 from rlflow.loop import train
-from rlflow.metrics.sinks import read_metrics
+from rlflow.report.sinks import read_metrics
 from tests.flow.letters import asked_of_the_user
 
 DEMO = Path("recipes/searchr1")

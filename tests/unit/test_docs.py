@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from rlflow.config.schema import RunConfig
-from rlflow.metrics.names import installed_metrics, metrics_table
+from rlflow.report.metrics import installed_metrics, metrics_table
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -23,6 +23,8 @@ def documented_default(value: Any) -> str:
         return "none"
     if isinstance(value, bool):
         return str(value).lower()
+    if dataclasses.is_dataclass(value):
+        value = dataclasses.asdict(value)
     if isinstance(value, (dict, list)):
         return json.dumps(value).replace('"', "")
     return str(value) if value != "" else '""'

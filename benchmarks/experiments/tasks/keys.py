@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from experiments.small_run import SmallTask
 from rlflow import Episode, Step, Task
-from rlflow.metrics.names import Metric
+from rlflow.report.metrics import Metric
 
 REFERENCE = f"{__name__}:Keys"
 NAMES = "ABCDEFGHIJKLMNOPQRSTUVWX"

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from experiments.small_run import SmallTask
 from rlflow import Episode, Step, Task
-from rlflow.metrics.names import Metric
+from rlflow.report.metrics import Metric
 
 CHOICE, SCRIPT = f"{__name__}:Choice", f"{__name__}:Script"
 FAILURE = -10.0

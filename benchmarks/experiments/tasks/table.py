@@ -13,7 +13,7 @@ from torch import Tensor
 
 from experiments.small_run import SmallTask
 from rlflow import Episode, Step, Task
-from rlflow.metrics.names import Metric
+from rlflow.report.metrics import Metric
 from rlflow_environments.wrappers.progress_values import pair_label
 
 REFERENCE = f"{__name__}:Carrying"

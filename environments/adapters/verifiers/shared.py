@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rlflow.errors import RLFlowError
-from rlflow.metrics.names import Metric
+from rlflow.report.metrics import Metric
 
 HELD_OUT = 10  # every tenth task is for validation, where the environment has none of its own
 METRICS = {"rubric": Metric("points", "what the environment's rubric gives, weighted", score=True)}

@@ -14,7 +14,7 @@ import pytest
 from rlflow import errors
 from rlflow.commands import cli
 from rlflow.errors import CALLED_IN, as_called, command
-from rlflow.run.lines import next_commands
+from rlflow.report.lines import next_commands
 
 ROOT = Path(__file__).resolve().parents[3]
 NOWHERE = "/usr/bin:/bin"

@@ -11,7 +11,7 @@ from rlflow.commands.show import Paint, marked, times_text
 from rlflow.rollout import Tokenizer
 from rlflow.storage.files import write_json
 from tests.fixtures import tiny_tokenizer
-from tests.unit.view.crafted import REGISTERED, evaluated, small_run
+from tests.unit.report.crafted import REGISTERED, evaluated, small_run
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +60,7 @@ def test_a_run_with_one_evaluation_has_nothing_to_compare(tmp_path: Path, capsys
 
 
 def test_the_folder_of_an_evaluation_is_shown(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from rlflow.metrics.names import save_registered
+    from rlflow.report.metrics import save_registered
 
     (tmp_path / "trajectories.jsonl").write_bytes((run / "evaluations" / "step_000002.jsonl").read_bytes())
     save_registered(tmp_path / "environment_metrics.json", REGISTERED)

@@ -13,7 +13,7 @@ import pytest
 from rlflow.config.schema import RunConfig
 from rlflow.errors import RolloutError
 from rlflow.loop import training_step
-from rlflow.metrics.sinks import read_metrics
+from rlflow.report.sinks import read_metrics
 from rlflow.rollout.vllm import process
 from rlflow.rollout.vllm.engine import VLLMEngine
 from rlflow.run.open import open_run

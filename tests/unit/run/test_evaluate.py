@@ -11,8 +11,8 @@ from rlflow.commands.eval import evaluation_config, new_directory
 from rlflow.config.loading import save_config
 from rlflow.config.schema import RunConfig, load_config
 from rlflow.errors import ConfigError
-from rlflow.metrics.names import Metric
-from rlflow.metrics.reductions import interval95
+from rlflow.report.metrics import Metric
+from rlflow.report.reductions import interval95
 from rlflow.rollout import Rollout
 from rlflow.run import evaluate as evaluation
 from rlflow.run.evaluate import evaluate, mean_over_sets, metrics_by_set

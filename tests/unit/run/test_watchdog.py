@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from rlflow.metrics.timer import PhaseTimer
+from rlflow.report.timer import PhaseTimer
 from rlflow.run.watchdog import Watchdog
 
 

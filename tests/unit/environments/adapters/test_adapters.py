@@ -27,7 +27,7 @@ HERE = Path(__file__).parent
 
 def one_step(tmp_path: Path, environment: str, *values: str) -> float:
     """The number of episodes of a training step of a random model."""
-    from rlflow.metrics.sinks import read_metrics
+    from rlflow.report.sinks import read_metrics
 
     model = tiny_model(tmp_path / "model")
     values = ("rollout.max_total_tokens=900", "rollout.max_response_tokens=4", "rollout.prompts_per_step=2",

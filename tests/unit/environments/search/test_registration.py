@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from rlflow.metrics.names import scores
+from rlflow.report.metrics import scores
 from rlflow_environments.retrieval.corpus import Passage, make_contents, write_corpus, write_rows
 from rlflow_environments.search import SearchEnvironment
 

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from rlflow.commands.check import check_environment
+from rlflow.checks.environments import check_environment
 from rlflow.errors import ConfigError, EnvironmentContractError
 from rlflow_environments.common import judge as judging
 from rlflow_environments.common.judge import JudgeError

@@ -1,6 +1,0 @@
-"""Metrics: names with units, reductions, phase timers, peak memory, and the sinks that a run writes to."""
-
-from __future__ import annotations
-
-BUILT_IN = {"tensorboard": "rlflow.metrics.sinks:TensorBoardSink", "wandb": "rlflow.metrics.sinks:WandbSink"}
-"""Sinks: name -> `module:Name`."""
