@@ -42,6 +42,11 @@ class Passage:
         """The contents without their title line."""
         return self.contents.partition("\n")[2]
 
+    @property
+    def fields(self) -> dict[str, str]:
+        """Its record in a corpus.jsonl."""
+        return {"id": self.id, "title": self.title, "contents": self.contents, "url": self.url}
+
 
 class PassageSequence(Sequence[Passage]):
     """Passages by row, from the end and by slice, for a class that has `__len__` and `passage`."""
@@ -213,7 +218,7 @@ def write_rows(path: str | Path, rows: Iterable[Mapping[str, Any]]) -> Path:
 
 def write_corpus(path: str | Path, passages: Iterable[Passage]) -> Path:
     """Writes passages as a corpus.jsonl {id, title, contents, url}."""
-    return write_rows(path, ({"id": p.id, "title": p.title, "contents": p.contents, "url": p.url} for p in passages))
+    return write_rows(path, (passage.fields for passage in passages))
 
 
 def write_pages(path: str | Path, pages: Mapping[str, str]) -> Path:

@@ -1,9 +1,10 @@
-"""The architecture of a model, read from config.json, and which rules of its family's table (tables.py) apply to it."""
+"""The architecture of a model, read from config.json, and which rules of its family's table
+(tables.py) apply to it."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,8 +21,8 @@ MOST, MOST_LAYERS, MOST_FLOAT = 2**31 - 1, 2**16, 1e30
 
 @dataclass(frozen=True)
 class Experts:
-    """Mixture of experts. ffn: width of one expert. shared_ffn: of the MLP that every token passes through, 0 without.
-    sparse: for each layer, whether it has experts."""
+    """Mixture of experts. ffn: width of one expert. shared_ffn: of the MLP that every token passes
+    through, 0 without. sparse: for each layer, whether it has experts."""
 
     count: int
     ffn: int
@@ -31,8 +32,9 @@ class Experts:
 
 @dataclass(frozen=True)
 class Latent:
-    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1): ranks of the compressed queries and keys,
-    and sizes per head: of what has no position, of what rotates, and of the values."""
+    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1): ranks of the
+    compressed queries and keys, and sizes per head: of what has no position, of what rotates, and
+    of the values."""
 
     query_rank: int | None
     key_rank: int
@@ -61,7 +63,9 @@ class Architecture:
     experts: Experts | None = None
     latent: Latent | None = None
     biases: bool = False  # on every projection of attention and MLP
-    qkv_biases: bool = False  # on queries, keys and values, where that depends on the model and not on its family
+    qkv_biases: bool = (
+        False  # on queries, keys and values, where that depends on the model and not on its family
+    )
     head_norms: bool = False  # of queries and keys, likewise
     rotary_share: float = 1.0  # of a head's dimensions, those that rotate
 
@@ -77,7 +81,11 @@ class Architecture:
             "head": self.head_dim,
         }
         if self.experts is not None:
-            sizes |= {"experts": self.experts.count, "expert": self.experts.ffn, "shared": self.experts.shared_ffn}
+            sizes |= {
+                "experts": self.experts.count,
+                "expert": self.experts.ffn,
+                "shared": self.experts.shared_ffn,
+            }
         if self.latent is not None:
             sizes |= {
                 "query_rank": self.latent.query_rank or 0,
@@ -117,41 +125,58 @@ class Architecture:
 
 
 def architecture(config: dict[str, Any]) -> Architecture:
-    """Reads config.json (transformers 4 or 5 spelling) of a model that is to be computed by the trainer or the embedded
-    engine. Raises ModelError for an unknown family, a missing entry, or a feature that they do not have."""
+    """Reads config.json (transformers 4 or 5 spelling) of a model that is to be computed by the
+    trainer or the embedded engine. Raises ModelError for an unknown family, a missing entry, or a
+    feature that they do not have."""
     family = str(config.get("model_type"))[:100]
     trained = [name for name in sorted(FAMILIES) if _dense(name)]
     if family not in FAMILIES:
         raise ModelError(
-            f"config.json: model family '{family}' cannot be trained or sampled from here; possible: {', '.join(trained)}."
-            f"{did_you_mean(family, trained)} {HOW_TO_ADD}"
+            f"config.json: model family '{family}' cannot be trained or sampled from here; "
+            f"possible: {', '.join(trained)}.{did_you_mean(family, trained)} {HOW_TO_ADD}"
         )
     model = stored_architecture(config)
     if model.experts is not None or model.latent is not None:
         what = "latent attention" if model.latent is not None else "mixture-of-experts layers"
         raise ModelError(
-            f"config.json: {what} (model family '{model.family}') can be converted, but not trained or sampled from here; "
-            f"possible: {', '.join(trained)}."
+            f"config.json: {what} (model family '{model.family}') can be converted, but not "
+            f"trained or sampled from here; possible: {', '.join(trained)}."
         )
     if config.get("quantization_config"):
-        raise ModelError("config.json: weights in fp8 can be converted, but not trained or sampled from here.")
+        raise ModelError(
+            "config.json: weights in fp8 can be converted, but not trained or sampled from here."
+        )
     if model.biases or model.rotary_share != 1:
-        what = "biases on every projection" if model.biases else "rotary embedding of a part of each head"
-        raise ModelError(f"config.json: {what} can be converted, but not trained or sampled from here.")
+        what = (
+            "biases on every projection"
+            if model.biases
+            else "rotary embedding of a part of each head"
+        )
+        raise ModelError(
+            f"config.json: {what} can be converted, but not trained or sampled from here."
+        )
     if config.get("hidden_act", "silu") != "silu":
-        raise ModelError(f"config.json: hidden_act '{config['hidden_act']}' is not supported; expected 'silu'.")
-    windowed = config.get("use_sliding_window", model.family == "mistral" and config.get("sliding_window") is not None)
+        raise ModelError(
+            f"config.json: hidden_act '{config['hidden_act']}' is not supported; expected 'silu'."
+        )
+    windowed = config.get(
+        "use_sliding_window", model.family == "mistral" and config.get("sliding_window") is not None
+    )
     kinds = config.get("layer_types") or ()
     if windowed or (isinstance(kinds, list | tuple | str) and "sliding_attention" in kinds):
-        raise ModelError("config.json: sliding-window attention is not supported; expected sliding_window null.")
-    _check_rope(_rope(config))
+        raise ModelError(
+            "config.json: sliding-window attention is not supported; expected sliding_window null."
+        )
+    _check_rope(rope_of(config))
     return model
 
 
 def stored_architecture(config: dict[str, Any]) -> Architecture:
-    """Reads config.json of a model that is to be converted: what its files hold, whether or not it can be computed here.
+    """Reads config.json of a model that is to be converted: what its files hold, whether or not it
+    can be computed here.
 
-    Raises ModelError for an unknown family, a missing entry, or tensors that the family's table does not have."""
+    Raises ModelError for an unknown family, a missing entry, or tensors that the family's table
+    does not have."""
     family = str(config.get("model_type"))[:100]
     if family not in FAMILIES:
         known = ", ".join(sorted(FAMILIES))
@@ -164,9 +189,11 @@ def stored_architecture(config: dict[str, Any]) -> Architecture:
     hidden = _entry(config, "hidden_size")
     groups = _entry(config, "num_key_value_heads", default=heads)
     if heads % groups:
-        raise ModelError(f"config.json: num_attention_heads {heads} is not a multiple of num_key_value_heads {groups}.")
-    rope = _rope(config)
-    scaled = (rope.get("rope_type") or rope.get("type")) == "llama3"
+        raise ModelError(
+            f"config.json: num_attention_heads {heads} is not a multiple of num_key_value_heads "
+            f"{groups}."
+        )
+    rope = rope_of(config)
     return Architecture(
         family=family,
         layers=_entry(config, "num_hidden_layers", most=MOST_LAYERS),
@@ -179,33 +206,41 @@ def stored_architecture(config: dict[str, Any]) -> Architecture:
         tied=_flag(config, "tie_word_embeddings"),
         norm_eps=_number(config, "rms_norm_eps", 1e-6),
         rope_theta=_number(rope, "rope_theta", _number(config, "rope_theta", 10000.0)),
-        rope_factor=_number(rope, "factor") if scaled else None,
+        rope_factor=_number(rope, "factor") if rope_kind(rope) == "llama3" else None,
         max_positions=_entry(config, "max_position_embeddings", default=32768),
-        experts=_experts(config) if any(rule.where is Where.SPARSE for rule in FAMILIES[family]) else None,
+        experts=_experts(config)
+        if any(rule.where is Where.SPARSE for rule in FAMILIES[family])
+        else None,
         latent=_latent(config) if LATENT_ATTENTION[-1] in FAMILIES[family] else None,
         biases=Where.BIASES in switched_on,
         qkv_biases=Where.QKV_BIAS in switched_on,
         head_norms=Where.QK_NORM in switched_on,
-        rotary_share=_number(rope, "partial_rotary_factor", _number(config, "partial_rotary_factor", 1.0)),
+        rotary_share=_number(
+            rope, "partial_rotary_factor", _number(config, "partial_rotary_factor", 1.0)
+        ),
     )
 
 
 def rules_of(model: Architecture) -> tuple[Rule, ...]:
     """The rules of a model's family that apply to at least one of its layers."""
     return tuple(
-        rule for rule in FAMILIES[model.family] if any(model.has(rule.where, layer) for layer in range(model.layers))
+        rule
+        for rule in FAMILIES[model.family]
+        if any(model.has(rule.where, layer) for layer in range(model.layers))
     )
 
 
 def placed_rules(model: Architecture) -> Iterator[tuple[Rule, int]]:
-    """(rule, layer) in the order of a forward pass; layer is 0 for rules that are not per layer. A rule of experts comes
-    once for each of them."""
+    """(rule, layer) in the order of a forward pass; layer is 0 for rules that are not per layer. A
+    rule of experts comes once for each of them."""
     rules = rules_of(model)
     yield EMBEDDING, 0
     for layer in range(model.layers):
         for rule in rules:
             if rule.per_expert and model.experts is not None and model.has(rule.where, layer):
-                yield from ((rule.of_expert(expert), layer) for expert in range(model.experts.count))
+                yield from (
+                    (rule.of_expert(expert), layer) for expert in range(model.experts.count)
+                )
             elif rule.per_layer and model.has(rule.where, layer):
                 yield rule, layer
     for rule in rules:
@@ -229,12 +264,19 @@ def padded_vocab(vocab: int, tensor_parallel: int) -> int:
 def _entry(
     config: dict[str, Any], *keys: str, default: int | None = None, least: int = 1, most: int = MOST
 ) -> int:
-    """The first of these entries that is there. Raises ModelError unless it is a whole number from `least` to `most`."""
-    key, found = next(((key, config[key]) for key in keys if config.get(key) is not None), (keys[0], default))
+    """The first of these entries that is there. Raises ModelError unless it is a whole number from
+    `least` to `most`."""
+    key, found = next(
+        ((key, config[key]) for key in keys if config.get(key) is not None), (keys[0], default)
+    )
     if found is None or not _is_number(found) or found != int(found) or isinstance(found, float):
-        raise ModelError(f"config.json: '{key}' is missing or not a whole number (found {_short(found)}).")
+        raise ModelError(
+            f"config.json: '{key}' is missing or not a whole number (found {_short(found)})."
+        )
     if not least <= found <= most:
-        raise ModelError(f"config.json: '{key}' is {_short(found)}; expected a number from {least} to {most}.")
+        raise ModelError(
+            f"config.json: '{key}' is {_short(found)}; expected a number from {least} to {most}."
+        )
     return int(found)
 
 
@@ -254,7 +296,11 @@ def _flag(config: dict[str, Any], key: str) -> bool:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(min(value, MOST_FLOAT))
+    return (
+        isinstance(value, int | float)
+        and not isinstance(value, bool)
+        and math.isfinite(min(value, MOST_FLOAT))
+    )
 
 
 def _short(value: Any) -> str:
@@ -271,13 +317,20 @@ def _experts(config: dict[str, Any]) -> Experts:
     every = _entry(config, "decoder_sparse_step", default=1)
     dense = config.get("mlp_only_layers") or ()
     if not isinstance(dense, list | tuple):
-        raise ModelError(f"config.json: 'mlp_only_layers' is {_short(dense)}; expected a list of layers.")
+        raise ModelError(
+            f"config.json: 'mlp_only_layers' is {_short(dense)}; expected a list of layers."
+        )
     shared = _entry(config, "n_shared_experts", default=0, least=0) * ffn
     return Experts(
-        count=_entry(config, "num_experts", "num_local_experts", "n_routed_experts", most=MOST_LAYERS),
+        count=_entry(
+            config, "num_experts", "num_local_experts", "n_routed_experts", most=MOST_LAYERS
+        ),
         ffn=ffn,
         shared_ffn=_entry(config, "shared_expert_intermediate_size", default=0, least=0) or shared,
-        sparse=tuple(layer >= first and layer not in dense and (layer + 1) % every == 0 for layer in range(layers)),
+        sparse=tuple(
+            layer >= first and layer not in dense and (layer + 1) % every == 0
+            for layer in range(layers)
+        ),
     )
 
 
@@ -296,24 +349,28 @@ def _dense(family: str) -> bool:
 
 
 def _switched_on(config: dict[str, Any], family: str) -> set[Where]:
-    """Of SWITCHES, what the family's table has and config.json says. Raises ModelError for entries that mean tensors which the
-    table does not have."""
+    """Of SWITCHES, what the family's table has and config.json says. Raises ModelError for entries
+    that mean tensors which the table does not have."""
     switches = {rule.where for rule in FAMILIES[family]} & SWITCHES
     attention, mlp = _flag(config, "attention_bias"), _flag(config, "mlp_bias")
     on: set[Where] = set()
     if Where.BIASES in switches:
         if attention != mlp:
             raise ModelError(
-                f"config.json: attention_bias={attention} with mlp_bias={mlp} is not supported; Megatron has both or neither "
-                "(add_bias_linear)."
+                f"config.json: attention_bias={attention} with mlp_bias={mlp} is not supported; "
+                "Megatron has both or neither (add_bias_linear)."
             )
         on |= {Where.BIASES} if mlp else set()
     elif Where.QKV_BIAS in switches and attention:
         on.add(Where.QKV_BIAS)
     elif attention and QKV_BIAS not in FAMILIES[family]:
-        raise ModelError(f"config.json: attention_bias=true is not supported for model family '{family}'.")
+        raise ModelError(
+            f"config.json: attention_bias=true is not supported for model family '{family}'."
+        )
     if mlp and Where.BIASES not in on:
-        raise ModelError(f"config.json: mlp_bias=true is not supported for model family '{family}'.")
+        raise ModelError(
+            f"config.json: mlp_bias=true is not supported for model family '{family}'."
+        )
     if Where.QK_NORM in switches and _flag(config, "use_qk_norm"):
         on.add(Where.QK_NORM)
     _refuse_other_tensors(config, family)
@@ -322,15 +379,23 @@ def _switched_on(config: dict[str, Any], family: str) -> set[Where]:
 
 def _refuse_other_tensors(config: dict[str, Any], family: str) -> None:
     if not config.get("qkv_bias", True):
-        raise ModelError(f"config.json: qkv_bias=false is not supported for model family '{family}'.")
+        raise ModelError(
+            f"config.json: qkv_bias=false is not supported for model family '{family}'."
+        )
     if config.get("moe_layer_freq", 1) != 1:
-        raise ModelError(f"config.json: moe_layer_freq={config['moe_layer_freq']} is not supported; expected 1.")
+        raise ModelError(
+            f"config.json: moe_layer_freq={config['moe_layer_freq']} is not supported; expected 1."
+        )
     quantized = config.get("quantization_config")
     if quantized and not _scaled_by_block(quantized):
-        method = quantized.get("quant_method", "unknown") if isinstance(quantized, dict) else _short(quantized)
+        method = (
+            quantized.get("quant_method", "unknown")
+            if isinstance(quantized, dict)
+            else _short(quantized)
+        )
         raise ModelError(
-            f"config.json: weights quantized by '{method}' are not supported; expected 16 or 32-bit floats, or fp8 with "
-            "weight_block_size [128, 128]."
+            f"config.json: weights quantized by '{method}' are not supported; expected 16 or "
+            "32-bit floats, or fp8 with weight_block_size [128, 128]."
         )
 
 
@@ -344,22 +409,35 @@ def _scaled_by_block(quantized: Any) -> bool:
     )
 
 
-def _rope(config: dict[str, Any]) -> dict[str, Any]:
-    """The entry for rotary embeddings, in the spelling of transformers 5 or 4. Raises ModelError unless it is an object."""
+def rope_of(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The entry for rotary embeddings, in the spelling of transformers 5 or 4. Raises ModelError
+    unless it is an object."""
     found = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if not isinstance(found, dict):
-        raise ModelError(f"config.json: 'rope_parameters' is {_short(found)}; expected an object or null.")
+        raise ModelError(
+            f"config.json: 'rope_parameters' is {_short(found)}; expected an object or null."
+        )
     return found
+
+
+def rope_kind(rope: Mapping[str, Any]) -> str:
+    """How rotary embeddings are scaled: `default`, `linear`, `llama3`, `yarn`, ..."""
+    return str(rope.get("rope_type") or rope.get("type") or "default")
 
 
 def _check_rope(rope: dict[str, Any]) -> None:
     """Raises ModelError for scaling other than Llama 3's with the constants that Megatron fixes."""
-    kind = rope.get("rope_type") or rope.get("type") or "default"
+    kind = rope_kind(rope)
     if kind == "default":
         return
-    fixed = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+    fixed = {
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }
     found = {key: rope.get(key) for key in fixed}
     if kind != "llama3" or found != fixed:
         raise ModelError(
-            f"config.json: rope scaling '{kind}' with {found} is not supported; default, or llama3 with {fixed}."
+            f"config.json: rope scaling '{kind}' with {found} is not supported; default, or "
+            f"llama3 with {fixed}."
         )

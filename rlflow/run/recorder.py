@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import pairwise
 
-from rlflow.report.records import trajectory_record, write_records
+from rlflow.report.records import trajectory_record
 from rlflow.report.tokens import SegmentTokens, TokenTexts, mean_advantage, score_tokens, segment_tokens, write_tokens
 from rlflow.rollout import Tokenizer
 from rlflow.run.directory import RunDirectory
+from rlflow.storage.files import write_json_lines
 from rlflow.trainer.base import Trainer
 from rlflow.types import Batch, Group, Trajectory
 
@@ -46,7 +47,7 @@ class Recorder:
         for record, advantage in zip(records, advantages, strict=True):
             record["advantage"] = advantage
         self._directory.confirm()
-        write_records(self._directory.trajectories(step), records)
+        write_json_lines(self._directory.trajectories(step), records)
         if segments:
             rows = [
                 (own, segments.get(place) or [segment_tokens(one) for one in own.segments])

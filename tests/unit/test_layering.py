@@ -72,7 +72,7 @@ PLACES: dict[str, tuple[str, ...]] = {
 # What else parts of the core may know of a room than the table says: modules that know little themselves.
 LEAVES: dict[tuple[str, str], set[str]] = {
     ("environment", "report"): {"metrics"},
-    ("cluster", "report"): {"memory"},
+    ("cluster", "report"): {"timer"},
     ("report", "run"): {"directory", "trajectories", "tokens"},
 }
 OUTSIDE_THE_CORE = {"rlflow_environments", "rlflow_tools", "environments", "recipes", "tools", "tests", "fixtures", "benchmarks"}

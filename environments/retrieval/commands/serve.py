@@ -12,12 +12,11 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import functools
 import logging
 import os
 import secrets
+import socket
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +28,8 @@ from rlflow_environments.retrieval.server.discovery import DiscoveryFile
 from rlflow_environments.retrieval.server.listener import bind
 
 if TYPE_CHECKING:
-    from rlflow_environments.retrieval.server.service import SearchService, ServiceLimits
+    from rlflow_environments.retrieval.server.loading import ServedSource
+    from rlflow_environments.retrieval.server.workers import WorkerSetup
 
 DEFAULT_PORT = 8000
 LEAST_TOKEN = 16  # characters
@@ -83,23 +83,31 @@ def run(args: argparse.Namespace) -> int:
         os.environ["PROMETHEUS_MULTIPROC_DIR"] = str(folder.path)
     token_file, token = _admin_token(args.admin_token, folder)
     with needing("rlflow search serve", install_command("search")):
-        from rlflow_environments.retrieval.server import process
         from rlflow_environments.retrieval.server.service import ServiceLimits
+        from rlflow_environments.retrieval.server.workers import WorkerSetup, serve_by_workers
     host, port = listener.getsockname()[:2]
     discovery = DiscoveryFile(args.save_address_to, host, port) if args.save_address_to else None
-    limits = ServiceLimits(top_k=args.topk, max_wait_s=args.max_wait_s)
     url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
     print(f"serving on {url} (loading; progress: {url}/health; admin token in {token_file})", flush=True)
-    with _service(args, limits, folder, token) as (served, protocol):
-        process.serve(
-            served,
-            listener,
-            discovery=discovery,
-            parent=args.parent,
-            on_ready=lambda: print(f"ready: {url}", flush=True),
-            last_resort=True,
-            protocol=protocol,
-        )
+
+    def on_ready() -> None:
+        if discovery is not None:
+            discovery.write()
+        print(f"ready: {url}", flush=True)
+
+    def on_stop() -> None:
+        if discovery is not None:
+            discovery.remove()
+
+    with contextlib.closing(folder):
+        limits = ServiceLimits(top_k=args.topk, max_wait_s=args.max_wait_s)
+        source = make_source(args)
+        setup = WorkerSetup(source, limits, args.query_log, token, folder.path, args.processes)
+        told = {"parent": args.parent, "on_ready": on_ready, "on_stop": on_stop}
+        if args.processes > 1:
+            serve_by_workers(setup, listener, **told)
+        else:
+            serve_alone(setup, listener, **told)
     sys.stdout.flush()
     logging.shutdown()
     os._exit(0)  # a search that cannot be interrupted must not keep the process
@@ -121,41 +129,28 @@ def _admin_token(given: str | None, folder: OwnedFolder) -> tuple[Path, str]:
     return Path(given), token
 
 
-@contextlib.contextmanager
-def _service(
-    args: argparse.Namespace, limits: ServiceLimits, folder: OwnedFolder, token: str
-) -> Iterator[tuple[SearchService, Any]]:
-    """What answers, and the protocol of its connections: in this process, or in several others."""
-    from rlflow_environments.retrieval.server.connections import ImpatientProtocol
+def make_source(args: argparse.Namespace) -> ServedSource:
+    """What the flags say is to be served. What waits and what is cached is shared out among the processes."""
+    from rlflow_environments.retrieval.server.loading import ServedSource
+
+    options = {
+        "max_batch": args.max_batch,
+        "max_waiting": -(-args.max_queue // args.processes),
+        "cache_bytes": -(-(args.cache_mb << 20) // args.processes),
+    }
+    component, corpus = read_source(args)
+    return ServedSource(component, corpus, args.pages, options)
+
+
+def serve_alone(setup: WorkerSetup, listener: socket.socket, **told: Any) -> None:
+    """Serves in this process."""
+    from rlflow_environments.retrieval.server.process import serve
     from rlflow_environments.retrieval.server.query_log import QueryLog
     from rlflow_environments.retrieval.server.service import SearchService
 
-    source = make_source(args)
-    with contextlib.closing(folder):
-        if args.processes == 1:
-            log = QueryLog(args.query_log) if args.query_log else None
-            yield SearchService(source.load, limits, log, admin_token=token), ImpatientProtocol
-            return
-        from rlflow_environments.retrieval.server.fleet import Fleet
-        from rlflow_environments.retrieval.server.moving import MovingProtocol
-        from rlflow_environments.retrieval.server.statistics import ServerStatistics, shared_table
-
-        fleet = Fleet(source, limits, args.query_log, args.processes, folder.path)
-        statistics = ServerStatistics(shared_table(folder.path, args.processes))
-        fleet.service = SearchService(fleet.load, limits, None, statistics, token)
-        try:
-            yield fleet.service, functools.partial(MovingProtocol, movers=fleet.movers)
-        finally:
-            fleet.end()
-
-
-def make_source(args: argparse.Namespace) -> Any:
-    """What the flags say is to be served."""
-    from rlflow_environments.retrieval.server.loading import ServedSource
-
-    options = {"max_batch": args.max_batch, "max_waiting": args.max_queue, "cache_bytes": args.cache_mb << 20}
-    component, corpus = read_source(args)
-    return ServedSource(component, corpus, args.pages, options)
+    log = QueryLog(setup.query_log) if setup.query_log else None
+    service = SearchService(setup.source.load, setup.limits, log, admin_token=setup.token)
+    serve(service, listener, last_resort=True, **told)
 
 
 def _check(args: argparse.Namespace) -> None:

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import aiohttp
+import httpx
 
 from rlflow_environments.retrieval.client.servers import server_url
 from rlflow_environments.retrieval.conformance.checks import CHECKS, Check
@@ -44,8 +44,8 @@ def check_server(
 async def _check(url: str, seeds: Sequence[str], timeout_s: float, on_verdict: Callable[[Verdict], None]) -> list[Verdict]:
     verdicts = []
     # A connection per request: uvicorn closes one on which a request failed, and the check after it would be blamed.
-    connector = aiohttp.TCPConnector(force_close=True)
-    async with aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=timeout_s)) as session:
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
+    async with httpx.AsyncClient(limits=limits, timeout=timeout_s, trust_env=False) as session:
         probe = Probe(session, url)
         await _sample(probe, seeds)
         for check in CHECKS:
@@ -74,13 +74,8 @@ async def _sample(probe: Probe, seeds: Sequence[str]) -> None:
             found.setdefault(seed)
         for document in documents:
             probe.sample.append(document)
-            found.setdefault(_first_line(str(document.get("contents") or "")))
+            first_line = str(document.get("contents") or "").partition("\n")[0]
+            found.setdefault(first_line.strip().strip('"')[:TITLE_CHARACTERS])
     probe.queries = [query for query in found if query.strip()][:QUERIES]
     if not probe.queries:
         raise Broken(f"finds nothing for any of {', '.join(map(repr, seeds))}; name a query that finds something with --query")
-
-
-def _first_line(contents: str) -> str:
-    return contents.partition("\n")[0].strip().strip('"')[:TITLE_CHARACTERS]
-
-

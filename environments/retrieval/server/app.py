@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hmac
 import logging
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Awaitable, Callable, Collection, MutableMapping
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
-Application = Callable[[Scope, Receive, Send], Awaitable[None]]
+Lifespan = Callable[[Receive, Send], Awaitable[None]]
 Headers = list[tuple[bytes, bytes]]
 
 MAX_BODY_BYTES = 64 << 20
@@ -50,20 +50,32 @@ class Gone(Exception):
 class SearchApp:
     """The ASGI application."""
 
-    def __init__(self, service: SearchService, other: Application | None = None) -> None:
-        """other: for what is not a search (None: answered here)."""
+    connections: Collection[Any] = ()
+    """The server's open ones: the first of them tells."""
+    excess = 0
+    """How many are to leave for another process, each after an answer."""
+
+    def __init__(self, service: SearchService, lifespan: Lifespan | None = None) -> None:
+        """lifespan: what happens from uvicorn's start to its end."""
         self._service = service
-        self._other: Application = other or make_api(service)
+        self._lifespan = lifespan
+        self._api = make_api(service)
         self._routes = {"/retrieve": self._retrieve, "/access": self._access}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan" and self._lifespan is not None:
+            await self._lifespan(receive, send)
+            return
         handler = self._routes.get(scope["path"]) if scope["type"] == "http" else None
         if handler is None:
-            await self._other(scope, receive, send)
+            await self._api(scope, receive, send)
             return
         status, headers, body = await self._guarded(handler, scope, receive)
         self._service.statistics.requests.labels(scope["path"], status).inc()
         headers = [_JSON, (b"content-length", b"%d" % len(body)), *headers]
+        if self.excess > 0:
+            self.excess -= 1
+            headers.append((b"connection", b"close"))
         await send({"type": "http.response.start", "status": status, "headers": headers})
         await send({"type": "http.response.body", "body": body})
 
@@ -108,7 +120,7 @@ def make_api(service: SearchService) -> FastAPI:
 
     @api.get("/ready")
     async def ready() -> Response:
-        return _Answer(service.health(), status_code=200 if service.state == "ready" else 503)
+        return _Answer(service.health(), status_code=200 if service.state_of_all == "ready" else 503)
 
     @api.get("/info")
     async def info() -> Response:

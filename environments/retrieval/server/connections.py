@@ -49,11 +49,10 @@ class ImpatientProtocol(HttpToolsProtocol):
     after the connection was made. uvicorn itself has a limit only between an answer and the next byte."""
 
     _deadline: asyncio.TimerHandle | None = None
-    begun = False
-    """Whether a part of the next request is here."""
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(JoiningTransport(transport, self.loop))  # type: ignore[arg-type]
+        self.app.connections = self.connections  # type: ignore[attr-defined]
         self._await_request()
 
     def data_received(self, data: bytes) -> None:
@@ -61,7 +60,6 @@ class ImpatientProtocol(HttpToolsProtocol):
         if self.parser is None or (self.cycle is not None and not self.cycle.response_complete and not self.cycle.more_body):
             self._forget()  # whole, and being answered
         else:
-            self.begun = True
             self._await_request()
 
     def on_message_complete(self) -> None:
@@ -81,7 +79,6 @@ class ImpatientProtocol(HttpToolsProtocol):
             self._deadline = self.loop.call_later(WHOLE_REQUEST_S, self._expire)
 
     def _forget(self) -> None:
-        self.begun = False
         if self._deadline is not None:
             self._deadline.cancel()
             self._deadline = None

@@ -124,19 +124,6 @@ class ServedIndex:
         """The page of a URL; None for an unknown one, and where no pages are loaded."""
         return self._pages.page(url) if self._pages is not None else None
 
-    def report(self) -> dict[str, Any]:
-        """See Served."""
-        return {}
-
-    def begin(self) -> None:
-        """See Served."""
-
-    async def retire(self) -> None:
-        """See Served. What is under way keeps this index until it is answered."""
-
-    async def close(self) -> None:
-        """See Served."""
-
     async def answer(self, queries: Sequence[str], top_k: int, wait_s: float = math.inf) -> Answer:
         """The hits of every query, within `wait_s` seconds. Raises QueueFullError, TimeoutError, what the retriever raises."""
         results = [self._cache.get((query, top_k)) for query in queries]

@@ -5,11 +5,13 @@ A record ends at a newline byte and nowhere else; blank lines do not count.
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import logging
 import mmap
 import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
 
@@ -70,9 +72,15 @@ def map_offsets(
     status = path.stat()
     header = np.array([(_MAGIC, status.st_size, status.st_mtime_ns, 0, 0, sample_digest(path).encode(), b"", b"")], _HEADER)
     kept = path.with_name(f"{path.name}.offsets")
-    known = _read(kept, header)
-    if known is not None:
-        return known
+    with path.open("rb") as turn:
+        with suppress(OSError):  # not every file system has locks
+            fcntl.flock(turn, fcntl.LOCK_EX)  # of the processes that start together one makes them
+        return _read(kept, header) or _make(kept, path, data, header, check, progress)
+
+
+def _make(
+    kept: Path, path: Path, data: mmap.mmap, header: np.ndarray, check: Check, progress: ShareProgress
+) -> tuple[np.ndarray, np.ndarray, str]:
     try:
         with replacing(kept, durable=False) as aside, aside.open("wb") as file:
             _write(file, path, data, header, check, progress)

@@ -62,11 +62,10 @@ class ServerStatistics:
         self.waited = Histogram("queue_seconds", "from the request to its first batch", buckets=SECONDS, **made)
         self.searched = Histogram("search_seconds", "of one batch", buckets=SECONDS, **made)
         self.batches = Histogram("batch_size", "queries searched together", buckets=SIZES, **made)
-        made["multiprocess_mode"] = "livemax"
-        self.waiting = Gauge("queue_length", "searches that wait for their batch", **made)
-        self.ready = Gauge("ready", "1 when the server can answer", **made)
-        self.loaded = Gauge("loading_progress", "share of the loading that is done", **made)
-        del made["multiprocess_mode"]
+        least = {"multiprocess_mode": "livemin", **made}
+        self.waiting = Gauge("queue_length", "searches that wait for their batch", multiprocess_mode="livesum", **made)
+        self.ready = Gauge("ready", "1 when the server can answer", **least)
+        self.loaded = Gauge("loading_progress", "share of the loading that is done", **least)
         self.reloads = Counter("reloads", "index reloads", ["outcome"], **made)
         self._recent = np.zeros((1, KEPT, FIELDS)) if recent is None else recent
         self._mine = self._recent[place]

@@ -58,7 +58,7 @@ def _passages(path: Path, args: argparse.Namespace) -> list[dict[str, Any]]:
     synthesised = sum(passage.url.startswith("doc://") for passage in passages)
     print(f"{path}: a corpus of {len(passages):,} passages, {synthesised:,} of them without a url")
     _show({"id": passages[0].id, "contents": passages[0].contents, "url": passages[0].url})
-    return [{"id": passage.id, "title": passage.title, "contents": passage.contents, "url": passage.url} for passage in passages]
+    return [passage.fields for passage in passages]
 
 
 def _questions(path: Path, args: argparse.Namespace) -> list[dict[str, Any]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 from rlflow.batching import make_batch
+from rlflow.errors import CheckpointError
 from rlflow.report.records import read_trajectories
 from rlflow.report.tokens import (
     FLOATS,
@@ -140,6 +142,22 @@ def test_tokens_are_compact(tmp_path: Path, tokenizer: Tokenizer) -> None:
         rows.append((trajectory(number, [one]), [segment_tokens(one, columns, mask)]))
     write_tokens(tmp_path / "t.npz", rows, TokenTexts(tokenizer))
     assert (tmp_path / "t.npz").stat().st_size < 6 * 8 * 600
+
+
+def test_a_damaged_file_is_told_or_reads_as_before(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    path, draw = tmp_path / "t.npz", random.Random(0)
+    rows = [(one, [segment_tokens(own) for own in one.segments]) for one in groups()[0].trajectories]
+    write_tokens(path, rows, TokenTexts(tokenizer))
+    content, names = path.read_bytes(), list(read_tokens(path))
+    for place in draw.sample(range(len(content)), 200):
+        changed = bytearray(content)
+        changed[place] ^= 1 << draw.randrange(8)
+        for damaged in (bytes(changed), content[:place]):
+            path.write_bytes(damaged)
+            try:
+                assert list(read_tokens(path)) == names  # of a date or a flag in the archive
+            except CheckpointError as error:
+                assert str(error).startswith(f"{path}: damaged")
 
 
 def test_the_mean_advantage_is_over_trained_tokens() -> None:

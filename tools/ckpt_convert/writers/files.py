@@ -9,10 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from rlflow.errors import ConversionError, ExitCode
+from rlflow.errors import ConversionError
 from rlflow.storage.integrity import Fingerprint, Hasher, fingerprint
 
 from ..mapping.plan import Target
+from ..problems import damaged
 from ..stream import Copier, OtherFailed
 
 T = TypeVar("T")
@@ -58,9 +59,8 @@ class HashedFile:
 
 def reads_back_differently(path: Path) -> ConversionError:
     """The error (4) for a file that is not what was written."""
-    return ConversionError(
-        f"{path}: reads back differently than it was written; the disk or the memory is faulty.",
-        ExitCode.DAMAGED,
+    return damaged(
+        f"{path}: reads back differently than it was written; the disk or the memory is faulty."
     )
 
 

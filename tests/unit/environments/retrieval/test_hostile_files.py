@@ -81,12 +81,10 @@ def test_a_collection_has_a_point_for_each_row_with_text_under_its_number(tmp_pa
 
     corpus = Corpus(write(tmp_path / "corpus.jsonl", ROWS))
     encoder = make_encoder({"name": "hashed", "dimensions": 64}, corpus)
-    collection = qdrant_collections.open_local(
-        None, "corpus", options=qdrant_collections.SearchOptions(), create=encoder.dimensions
-    )
+    collection = qdrant_collections.open_embedded("local", None, encoder.dimensions, create=True)
     for added in (4, 0):
         assert qdrant_build.fill(collection, encoder, corpus, lambda *progress: None) == added
-    assert sorted(collection.existing(range(len(ROWS)))) == [0, 3, 5, 6]
+    assert sorted(point.id for point in collection.points(range(len(ROWS)))) == [0, 3, 5, 6]
     collection.close()
 
 
