@@ -199,9 +199,7 @@ def _update(case: Case, config: Any) -> None:
     options: dict[str, Any] = {**dataclasses.asdict(config.trainer), "dtype": config.model.dtype}
     needs = config_needs(config)
     if config.algorithm.critic is not None:
-        from rlflow.trainer.options import CriticOptions
-
-        options["critic"] = dataclasses.asdict(CriticOptions.of(config.algorithm.critic))
+        options["critic"] = dataclasses.asdict(config.algorithm.critic)
     trainer = Trainer.from_pretrained(config.model.path, **options)
     batch = make_batch((case.length,) * case.rows, SHAPES[case.model].vocab)
     if "reference" in needs:

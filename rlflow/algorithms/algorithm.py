@@ -17,6 +17,7 @@ from rlflow.algorithms.teachers.base import Teacher, check_teacher
 from rlflow.components import ADVANTAGE, AGGREGATE, FILTER, LOSS, TEACHER, TRANSFORM
 from rlflow.config.schema import RunConfig
 from rlflow.errors import CheckpointError, ConfigError, did_you_mean
+from rlflow.trainer.options import CriticOptions
 from rlflow.trainer.reducing import finish_metrics, reduce_tokens
 from rlflow.types import Batch, Group, Loss, Task, Trajectory, as_loss
 
@@ -223,14 +224,14 @@ def _transforms(config: RunConfig) -> list[Any]:
     return [as_part(made) for made in _all(TRANSFORM, config.algorithm.transforms, "algorithm.transforms", tokens=budget)]
 
 
-def check_critic(needs: frozenset[str], critic: Mapping[str, Any] | None) -> None:
+def check_critic(needs: frozenset[str], critic: CriticOptions | None) -> None:
     """Raises ConfigError where the parts need a critic and there is none, or the other way round."""
     if ("values" in needs) == (critic is not None):
         return
     expected = "null, as none of them needs values" if critic is not None else "a critic, as one of them needs values"
     hint = "remove it, or set algorithm.advantage=gae" if critic is not None else "set algorithm.critic={lr: 1e-5}"
     raise ConfigError(
-        f"algorithm.critic: the other parts expect {expected}; found {'none' if critic is None else critic}: {hint}."
+        f"algorithm.critic: the other parts expect {expected}; found {'none' if critic is None else 'one'}: {hint}."
     )
 
 

@@ -9,14 +9,14 @@ from contextlib import ExitStack, closing, contextmanager, suppress
 from rlflow.algorithms.algorithm import Algorithm
 from rlflow.algorithms.teachers.base import Classroom
 from rlflow.components import CURATOR
-from rlflow.config.schema import Faults, RunConfig
+from rlflow.config.schema import RunConfig
 from rlflow.errors import RLFlowError
-from rlflow.report.display import make_display
+from rlflow.report.findings import Watch
+from rlflow.report.live import LivePage
 from rlflow.report.metrics import save_registered
-from rlflow.report.pace import Clock
 from rlflow.report.sinks import read_metrics
-from rlflow.report.timer import PhaseTimer
-from rlflow.report.warnings import Watch
+from rlflow.report.terminal import Progress
+from rlflow.report.timer import Clock, PhaseTimer
 from rlflow.run.assemble import fitting_tasks, make_groups, make_metrics, make_trainer, open_directory
 from rlflow.run.early_scores import EarlyScores, Stage
 from rlflow.run.evaluation_schedule import EvaluationSchedule
@@ -71,13 +71,19 @@ def _start(config: RunConfig, stack: ExitStack) -> Run:
     check_start(config)
     interrupt = stack.enter_context(Interrupt())  # first: a signal while ranks start must end them too
     log = stack.enter_context(RunLog())
-    stack.enter_context(InterpreterWatch(Faults(**config.rollout.faults).call_s))
+    stack.enter_context(InterpreterWatch(config.rollout.faults.call_s))
     check_continuation(config)
-    progress, page = make_display(
-        config.metrics.progress, page=config.metrics.page, steps=config.run.steps, title=config.run.name,
-        first_step=(chosen_checkpoint(config) or (0, None))[0], clock=clock,
-    )  # fmt: skip
+    progress = Progress(
+        config.metrics.progress,
+        steps=config.run.steps,
+        title=config.run.name,
+        first_step=(chosen_checkpoint(config) or (0, None))[0],
+        clock=clock,
+    )
     stack.callback(progress.close)
+    page = LivePage(progress) if config.metrics.page else None
+    if page is not None:
+        stack.callback(page.close)
     timer.on_enter = progress.phase
     progress.phase("preparing", "environment and engine")
     rollout = trainable(stack.enter_context(make_run_rollout(config)))
@@ -96,7 +102,8 @@ def _start(config: RunConfig, stack: ExitStack) -> Run:
     directory = stack.enter_context(open_directory(config))
     log.write_to(directory.log)
     if page is not None:
-        page.report = directory.report
+        page.run = directory.path
+        stack.callback(page.write, directory.report)
     told = "run %s: model %s, environment %s, %d steps"
     logger.info(told, config.run.name, config.model.path, config.environment["name"], config.run.steps)
     save_registered(directory.environment_metrics, rollout.environment.metrics)

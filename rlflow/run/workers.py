@@ -17,7 +17,7 @@ from rlflow.cluster.slots import PoolLimits
 from rlflow.cluster.workers import RayWorkers
 from rlflow.codec import from_bytes
 from rlflow.components import WEIGHT_TRANSFER
-from rlflow.config.schema import Faults, RunConfig
+from rlflow.config.schema import RunConfig
 from rlflow.environment import Environment
 from rlflow.http import own_address
 from rlflow.matmul import PRODUCTS, Library
@@ -119,7 +119,7 @@ def make_worker_rollout(config: RunConfig) -> WorkerRollout:
     """The rollout of a configuration over `cluster.rollout_workers` workers; the caller closes it."""
     if config.run.deterministic:
         PRODUCTS.fix()
-    section, faults = config.cluster, Faults(**config.rollout.faults)
+    section, faults = config.cluster, config.rollout.faults
     host = own_address(section.address) if section.address else LOOPBACK
     here = {} if host == LOOPBACK else {"host": host}  # else everybody is on this machine
     environment = make_environment(config, **({"network_host": host} if here else {}))
