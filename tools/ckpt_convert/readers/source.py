@@ -107,15 +107,20 @@ class TensorSource:
     def identity(self) -> dict[str, Any]:
         """`files`: {relative name: [bytes, mtime in ns]}, `headers`: hash of the tables. Equal
         means: nothing changed."""
-        names = {chunk.file for stored in self.tensors.values() for chunk in stored.chunks}
-        found = {name: (self.path / name).stat() for name in sorted({*names, *self.tables})}
-        headers = self.headers or hashlib.sha256(
-            b"".join((self.path / name).read_bytes() for name in sorted(self.tables))
-        )
+        scales = [stored.scales for stored in self.tensors.values() if stored.scales is not None]
+        stored = [*self.tensors.values(), *scales]
+        files = {*self.tables, *(chunk.file for tensor in stored for chunk in tensor.chunks)}
+        found = {name: (self.path / name).stat() for name in sorted(files)}
         return {
             "files": {name: [status.st_size, status.st_mtime_ns] for name, status in found.items()},
-            "headers": headers if isinstance(headers, str) else headers.hexdigest(),
+            "headers": self.headers or self._hash_of_tables(),
         }
+
+    def _hash_of_tables(self) -> str:
+        content = hashlib.sha256()
+        for name in sorted(self.tables):
+            content.update((self.path / name).read_bytes())
+        return content.hexdigest()
 
 
 def unreadable(error: OSError, path: str | Path) -> ConversionError:
