@@ -166,9 +166,9 @@ def covers_once(boxes: Sequence[Box], shape: Sequence[int]) -> bool:
     ranks, layers and experts were cut alike."""
     if not shape:
         return list(boxes) == [()]
-    if not boxes or any(
-        len(box) != len(shape) or min(size for _, size in box) < 1 for box in boxes
-    ):
+    if not boxes:
+        return 0 in shape
+    if any(len(box) != len(shape) or min(size for _, size in box) < 1 for box in boxes):
         return False
     edges = []
     for axis, full in enumerate(shape):
