@@ -83,7 +83,7 @@ class StoredTensor:
 class TensorSource:
     """A checkpoint or model directory whose tables have been read and checked; no weights.
 
-    content: where a chunk's elements are; called from several threads, raises ConversionError (4)
+    place_of: where a chunk's elements are; called from several threads, raises ConversionError (4)
     for damage. tables: the files that describe the others, and `headers` their hash where that is
     not of their bytes. copies: pairs that must hold the same bytes, because ranks have the tensor
     more than once. The rest, as far as the files tell: the training step, `tensor_parallel` and
@@ -93,7 +93,7 @@ class TensorSource:
     path: Path
     format: str
     tensors: dict[str, StoredTensor]
-    content: Callable[[StoredTensor, Chunk], ChunkPlace]
+    place_of: Callable[[StoredTensor, Chunk], ChunkPlace]
     stamps: Stamps
     tables: tuple[str, ...]
     headers: str = ""
