@@ -1,5 +1,5 @@
-"""What the search plug-in adds to the core's commands: options of train and eval, jobs of doctor, and tables
-of the field's configurations. Imports nothing heavy."""
+"""What the search plug-in adds to the core's commands: options of train and eval, jobs of doctor,
+and tables of the field's configurations. Imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -25,7 +25,16 @@ JOBS = (
     ),
     Job(
         "retrieval server",
-        ("faiss-cpu|faiss-gpu", "bm25s", "aiohttp", "fastapi", "uvicorn", "uvloop", "orjson", "prometheus-client"),
+        (
+            "faiss-cpu|faiss-gpu",
+            "bm25s",
+            "aiohttp",
+            "fastapi",
+            "uvicorn",
+            "uvloop",
+            "orjson",
+            "prometheus-client",
+        ),
         install_command("search"),
         tested={"aiohttp": "3.14.5", "fastapi": "0.165.0", "uvicorn": "0.54.0"},
     ),

@@ -1,8 +1,8 @@
 """Builds an index from a corpus.
 
-A build that is killed resumes where it stopped when the same command is given again. Before it starts
-it prints the memory and the disk that it will need; flat and torch indices are built from corpora of
-any size in a few hundred megabytes.
+A build that is killed resumes where it stopped when the same command is given again. Before it
+starts it prints the memory and the disk that it will need; flat and torch indices are built from
+corpora of any size in a few hundred megabytes.
 """
 
 from __future__ import annotations
@@ -169,7 +169,8 @@ def _build_collection(
         )
         added = fill(collection, encoder, corpus, progress)
         print(
-            f"{args.url}: collection {args.collection}, {len(corpus):,} points, {added:,} of them new"
+            f"{args.url}: collection {args.collection}, {len(corpus):,} points, {added:,} of them "
+            "new"
         )
         where = f"url: {args.url}, collection: {args.collection}"
         if component["name"] != "hashed":
@@ -203,7 +204,8 @@ def _print_plan(kind: str, corpus: Any, encoder: dict[str, Any]) -> None:
     free = psutil.virtual_memory().available
     print(
         f"{len(corpus):,} passages, index {kind}: will need about {memory / 1e9:.2f} GB of memory "
-        f"beside the encoder's ({free / 1e9:.2f} GB are free) and {disk / 1e9:.2f} GB of disk while "
+        f"beside the encoder's ({free / 1e9:.2f} GB are free) and {disk / 1e9:.2f} GB of disk "
+        "while "
         "it builds",
         file=sys.stderr,
     )

@@ -44,7 +44,9 @@ class Probe:
     async def post(self, path: str, body: Any) -> Reply:
         """The reply to a JSON body, or to raw bytes. Raises Broken where there is none."""
         content = body if isinstance(body, bytes) else json.dumps(body).encode()
-        return await self._ask("POST", path, content=content, headers={"Content-Type": "application/json"})
+        return await self._ask(
+            "POST", path, content=content, headers={"Content-Type": "application/json"}
+        )
 
     async def get(self, path: str) -> Reply:
         """The reply to a GET. Raises Broken where there is none."""
@@ -62,9 +64,13 @@ class Probe:
             body = None
         return Reply(response.status_code, body, response.content.decode("utf-8", "replace"))
 
-    async def retrieve(self, queries: Sequence[str], scores: bool = True, **body: Any) -> list[list[Any]]:
+    async def retrieve(
+        self, queries: Sequence[str], scores: bool = True, **body: Any
+    ) -> list[list[Any]]:
         """The lists of `result`. Raises Broken unless there is one per query."""
-        reply = await self.post("/retrieve", {"queries": list(queries), "return_scores": scores, **body})
+        reply = await self.post(
+            "/retrieve", {"queries": list(queries), "return_scores": scores, **body}
+        )
         return results_of(reply, len(queries))
 
     async def documents(self, query: str, top_k: int) -> list[Document]:
@@ -78,7 +84,11 @@ def results_of(reply: Reply, count: int) -> list[list[Any]]:
     if reply.status != 200:
         raise Broken(f"expected status 200, found {reply}")
     results = reply.body.get("result") if isinstance(reply.body, dict) else None
-    if not isinstance(results, list) or len(results) != count or not all(isinstance(hits, list) for hits in results):
+    if (
+        not isinstance(results, list)
+        or len(results) != count
+        or not all(isinstance(hits, list) for hits in results)
+    ):
         raise Broken(f"expected 'result' with {count} lists, found {reply.text[:160]}")
     return results
 
