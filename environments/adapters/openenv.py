@@ -202,8 +202,7 @@ class _Sessions:
         except GaveUp as end:
             raise OpenEnvError(
                 f"{self._url}: no session within {self._patience.timeout_s:g} s ({end.last}); let "
-                "the server hold more "
-                "(max_concurrent_envs), or set environment.wait_s."
+                "the server hold more (max_concurrent_envs), or set environment.wait_s."
             ) from None
 
     async def _attempt(self, data: dict[str, Any]) -> tuple[_Session, dict[str, Any]]:
@@ -249,8 +248,7 @@ def _fields_of_an_action(url: str, headers: dict[str, str]) -> tuple[dict[str, A
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as failure:
         raise ConfigError(
             f"environment.url: expected an OpenEnv server, found none at {url}/schema "
-            f"({described(failure)}); start it, or fix "
-            "the address."
+            f"({described(failure)}); start it, or fix the address."
         ) from None
 
 

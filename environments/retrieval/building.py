@@ -310,8 +310,7 @@ def _check_space(path: Path, needed: int) -> None:
     if needed > free:
         raise DataError(
             f"{path}: needs {needed / 1e9:.1f} GB more, {free / 1e9:.1f} GB are free. Make room, "
-            "or "
-            "use dtype float16."
+            "or use dtype float16."
         )
 
 

@@ -192,8 +192,7 @@ class SearchEnvironment(Environment):
             given = ", ".join(self._tasks) or "none"
             raise ConfigError(
                 f"environment search: no questions for the split '{split}'; given: {given}. Set "
-                f"environment.{split} "
-                "(train: --train-data, val: --val-data) to a .jsonl file of "
+                f"environment.{split} (train: --train-data, val: --val-data) to a .jsonl file of "
                 f"questions.{did_you_mean(split, self._tasks)}"
             )
         return self._tasks[split]

@@ -62,8 +62,7 @@ class Lookups:
             if self._pages is not None:
                 logger.warning(
                     "environment.pages is given, but the policy is not offered the tool access: "
-                    "set "
-                    "environment.tools"
+                    "set environment.tools"
                 )
         elif self._pages is None and self._remote is None:
             raise ConfigError(

@@ -44,8 +44,7 @@ def open_retriever(
     if corpus is None:
         raise ConfigError(
             "environment search: no corpus. Set environment.corpus to a .jsonl file of passages, "
-            "or environment.world to the "
-            "embedded world's options."
+            "or environment.world to the embedded world's options."
         )
     return make_retriever(retriever, Corpus(corpus), where)
 

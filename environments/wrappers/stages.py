@@ -84,8 +84,8 @@ class StageRewards(Wrapper):
         ):
             raise ConfigError(
                 "environment.stages: expected name -> pattern, or a list of names and a labeller "
-                f"beside it, found {stages!r} "
-                f"with {'a' if labeller is not None else 'no'} labeller."
+                f"beside it, found {stages!r} with {'a' if labeller is not None else 'no'} "
+                "labeller."
             )
         self._valid, self._failure, self._per_stage = valid, failure, per_stage
         self._names = [str(name) for name in stages]

@@ -102,8 +102,8 @@ class Wrapper(Environment):
         if taken := sorted(set(own) & set(self.metrics)):
             raise ConfigError(
                 f"environment: {type(self).__name__} reports {', '.join(taken)}, and so does its "
-                "base "
-                f"{type(self.base).__name__}; expected names of its own, or one such wrapper only."
+                f"base {type(self.base).__name__}; expected names of its own, or one such wrapper "
+                "only."
             )
         self.metrics = {**self.metrics, **own}
 

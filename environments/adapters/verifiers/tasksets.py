@@ -42,8 +42,7 @@ class VerifiersTaskset(Environment):
         except Exception as problem:  # noqa: BLE001 -- theirs may raise anything
             raise ConfigError(
                 f"environment.environment: '{name}' cannot be made: {described(problem)} (a "
-                "package with "
-                "load_environment needs a verifiers before 0.4)"
+                "package with load_environment needs a verifiers before 0.4)"
             ) from None
         problem = (
             f"is played by a {played_by.__name__}" if played_by is not v1.SingleAgentEnv else ""

@@ -205,8 +205,7 @@ def _print_plan(kind: str, corpus: Any, encoder: dict[str, Any]) -> None:
     print(
         f"{len(corpus):,} passages, index {kind}: will need about {memory / 1e9:.2f} GB of memory "
         f"beside the encoder's ({free / 1e9:.2f} GB are free) and {disk / 1e9:.2f} GB of disk "
-        "while "
-        "it builds",
+        "while it builds",
         file=sys.stderr,
     )
     if memory > free:

@@ -62,16 +62,14 @@ class OnnxBackend:
         if path is None:
             raise ModelError(
                 f"{folder}: expected {' or '.join(_ONNX_FILES)}, found neither. Export the model, "
-                "or "
-                "set backend: torch."
+                "or set backend: torch."
             )
         cuda = self.device.type == "cuda"
         provider = "CUDAExecutionProvider" if cuda else "CPUExecutionProvider"
         if provider not in onnxruntime.get_available_providers():
             raise ModelError(
                 f"{path}: this onnxruntime has no {provider}. Install onnxruntime-gpu, or set "
-                "device: "
-                "cpu."
+                "device: cpu."
             )
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads = torch.get_num_threads()

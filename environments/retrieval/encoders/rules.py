@@ -142,8 +142,7 @@ def _from_modules(folder: Path, rules: EncoderRules) -> EncoderRules:
         elif kind != "Transformer":
             raise ModelError(
                 f"{folder}/modules.json: module '{module['type']}' is not supported; supported: "
-                "Transformer, Pooling, Dense, "
-                "Normalize."
+                "Transformer, Pooling, Dense, Normalize."
             )
     prompts = _read(folder / "config_sentence_transformers.json", {}).get("prompts") or {}
     length = _read(folder / "sentence_bert_config.json", {}).get("max_seq_length")

@@ -52,6 +52,5 @@ def check_files(folder: Path, files: Mapping[str, Any], *, deep: bool = False) -
             if stamp.get(key) != value:
                 raise DataError(
                     f"{path}: is not what the build wrote ({key} {str(stamp.get(key))[:12]} then, "
-                    f"{str(value)[:12]} now). Build "
-                    "the index again, or copy it again."
+                    f"{str(value)[:12]} now). Build the index again, or copy it again."
                 )

@@ -161,8 +161,7 @@ def torch_retriever(
     if kept is None:
         raise DataError(
             f"{path}: holds no embeddings for the retriever torch. Build with --index torch, or "
-            "with "
-            "--keep-embeddings."
+            "with --keep-embeddings."
         )
     check_count(Path(path), len(kept), corpus)
     index = TorchIndex(kept, dtype=dtype, device=device)

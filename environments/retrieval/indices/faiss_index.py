@@ -180,8 +180,8 @@ def new_index(factory: str, dimensions: int) -> Any:
         reason = str(problem).rpartition(": ")[2].partition("\n")[0][:200]
         raise ConfigError(
             f"index: '{factory}' is not an index_factory string that faiss takes for {dimensions} "
-            f"dimensions ({reason}). "
-            "Examples: Flat, SQ8, SQfp16, HNSW32, IVF1024,Flat, IVF4096,SQ8."
+            f"dimensions ({reason}). Examples: Flat, SQ8, SQfp16, HNSW32, IVF1024,Flat, "
+            "IVF4096,SQ8."
         ) from None
 
 
@@ -291,8 +291,7 @@ def _to_gpus(faiss: ModuleType, index: Any) -> Any:
     if not hasattr(faiss, "GpuMultipleClonerOptions"):
         raise ConfigError(
             "retriever faiss.gpu: this faiss has no GPU support. Replace it: pip uninstall "
-            "faiss-cpu, then "
-            f"{install_command('search-gpu')}"
+            f"faiss-cpu, then {install_command('search-gpu')}"
         )
     if not faiss.get_num_gpus():
         raise ConfigError("retriever faiss.gpu: faiss sees no GPU here. Remove the option.")

@@ -192,8 +192,7 @@ def check_corpus(folder: Path, meta: IndexMeta, corpus: Sequence[Passage]) -> No
     if len(corpus) != meta.count:
         raise DataError(
             f"{folder}: the index holds {meta.count} passages, the corpus {len(corpus)}. It was "
-            "built "
-            f"on another corpus ({built['path']}); build it again."
+            f"built on another corpus ({built['path']}); build it again."
         )
     path = getattr(corpus, "path", None)
     if path is None:
@@ -224,8 +223,7 @@ def check_encoder(folder: Path, meta: IndexMeta, description: Mapping[str, Any])
     differs = "; ".join(f"{key}: {built[key]!r} then, {description.get(key)!r} now" for key in keys)
     raise DataError(
         f"{folder}: built with another encoder ({differs or 'the same rules, other weights'}; "
-        "family "
-        f"{built.get('family')}, SHA-256 {str(built.get('sha256'))[:12]}... then, "
+        f"family {built.get('family')}, SHA-256 {str(built.get('sha256'))[:12]}... then, "
         f"{description['sha256'][:12]}... now). Give that encoder, or build the index again."
     )
 

@@ -105,16 +105,14 @@ def bm25_retriever(
     if given:
         raise ConfigError(
             f"retriever.{next(iter(given))}: decided when the index was built; remove it, or "
-            "remove "
-            "retriever.path."
+            "remove retriever.path."
         )
     folder = Path(path).expanduser()
     meta = open_folder(folder, corpus)
     if meta.kind != "bm25":
         raise ConfigError(
             f"{folder}: an index of kind {meta.kind}, expected bm25. Set retriever.name to faiss "
-            "or "
-            "torch."
+            "or torch."
         )
     return CorpusRetriever(corpus, BM25Index.load(folder / BM25, mmap=mmap))
 

@@ -106,8 +106,7 @@ def _part(key: str, component: Mapping[str, Any], corpus: Sequence[Passage]) -> 
     if not isinstance(made, CorpusRetriever):
         raise ConfigError(
             f"retriever hybrid.{key}: '{component['name']}' does not rank the corpus; expected "
-            "faiss "
-            "or torch."
+            "faiss or torch."
         )
     return made.index
 

@@ -154,8 +154,7 @@ def verify_encoder(
         if found.shape != vector.shape:
             raise DataError(
                 f"{where}: vectors of {len(found)} dimensions; the encoder makes {len(vector)}. "
-                "Give "
-                "the encoder it has."
+                "Give the encoder it has."
             )
         cosine = 0.0 if held is None else _cosine(found, vector)
         expected = _SAME_TEXT
@@ -164,8 +163,7 @@ def verify_encoder(
         if cosine < expected or held is None:
             missed.append(
                 f"passage {row} of this corpus, encoded here, has cosine {cosine:.3f} to the "
-                "stored "
-                f"vector; expected at least {expected:.3f}"
+                f"stored vector; expected at least {expected:.3f}"
             )
     if len(missed) > (0 if exact else len(rows) // 2):
         raise DataError(
@@ -184,6 +182,5 @@ def check_count(path: Path, found: int, corpus: Sequence[Passage]) -> None:
     if found != len(corpus):
         raise DataError(
             f"{path}: holds {found} vectors, the corpus {len(corpus)} passages. Give the corpus "
-            "that "
-            "it was built on."
+            "that it was built on."
         )

@@ -48,8 +48,8 @@ class QdrantRetriever(Retriever):
         if encoder.dimensions != collection.dimensions:
             raise DataError(
                 f"retriever qdrant: the encoder makes {encoder.dimensions} dimensions, the "
-                "collection "
-                f"holds {collection.dimensions}. Give the encoder that it was built with."
+                f"collection holds {collection.dimensions}. Give the encoder that it was built "
+                "with."
             )
         self.encoder = encoder
         self.collection = collection
@@ -152,8 +152,7 @@ def _embedded(
         if corpus is None:
             raise ConfigError(
                 "retriever qdrant: give url, a path that `rlflow search build --index qdrant` "
-                "made, "
-                "or a corpus."
+                "made, or a corpus."
             )
         made = encoder_of(encoder, hashed, corpus)
         if folder is None:

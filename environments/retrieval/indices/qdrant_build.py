@@ -113,7 +113,6 @@ def _compare(collection: Collection, encoder: Encoder, corpus: Sequence[Passage]
     if dict(point.payload) != record_of(corpus, row):
         raise DataError(
             f"point {row} of the collection is not row {row} of the corpus: it holds another "
-            "corpus. "
-            "Use another name."
+            "corpus. Use another name."
         )
     verify_points(f"point {row} of the collection", encoder, [point])

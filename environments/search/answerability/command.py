@@ -91,11 +91,9 @@ def _line(name: str, findings: Sequence[Finding]) -> str:
     if titled:
         text += (
             f"; gold answer in the corpus {_share([finding.answer for finding in findings])}; of "
-            f"{len(titled):,} with supporting "
-            "articles, all there "
+            f"{len(titled):,} with supporting articles, all there "
             f"{_share([finding.found == finding.titles for finding in titled])}, gold answer in "
-            "one of them "
-            f"{_share([finding.supported for finding in titled])}"
+            f"one of them {_share([finding.supported for finding in titled])}"
         )
     return text
 

@@ -105,10 +105,9 @@ class QuestionReport:
         if self.by_rule and (made < 0.5 * asked or self.blanks > 0.5 * made):
             told.append(
                 f"NOTE: {made:,} of {asked:,} questions that were asked for, {self.blanks:,} of "
-                "them blanks in sentences. "
-                "The rules read plain statements in English (born in, wrote, capital of, ...). A "
-                "model asks better about "
-                "other prose: --endpoint URL --model NAME."
+                "them blanks in sentences. The rules read plain statements in English (born in, "
+                "wrote, capital of, ...). A model asks better about other prose: --endpoint URL "
+                "--model NAME."
             )
         return told
 
@@ -230,7 +229,6 @@ def _check_enough(report: QuestionReport, folder: Path) -> None:
             why = f"; most were left out for {most}: {REASONS.get(most, '')}" if most else ""
             raise DataError(
                 f"{folder}: no {name} question is left of {report.candidates} candidates from "
-                f"{report.documents} documents{why}. "
-                "Give more documents, another --seed or --val-share, or let a model write the "
-                "questions (--endpoint)."
+                f"{report.documents} documents{why}. Give more documents, another --seed or "
+                "--val-share, or let a model write the questions (--endpoint)."
             )

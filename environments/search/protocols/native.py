@@ -20,10 +20,8 @@ from rlflow_environments.search.protocols.text import neutralize_tags
 PAGE_CHARACTERS = 25_000
 PROMPT = (
     "Answer the question. Think it over first, look up what you do not know with the tools, and "
-    "write only the answer, without "
-    "an explanation, between <answer> and </answer> as soon as nothing is missing, for example "
-    "<answer> Beijing </answer>. "
-    "Question: {question}"
+    "write only the answer, without an explanation, between <answer> and </answer> as soon as "
+    "nothing is missing, for example <answer> Beijing </answer>. Question: {question}"
 )
 
 

@@ -31,8 +31,7 @@ _BY_SEARCH = (
 PROMPT_TEMPLATES: dict[str, str] = {
     "searchr1": (
         "Answer the question at the end. Each time you are given something new, first think it "
-        "over between <think> and "
-        "</think>. "
+        "over between <think> and </think>. "
     )
     + _BY_SEARCH,
     "direct": "Answer the question at the end. " + _BY_SEARCH,

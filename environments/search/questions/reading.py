@@ -84,8 +84,7 @@ def read_files(
     if layout is not None and layout not in ROW_FORMATS:
         raise ConfigError(
             f"environment.{split}.layout: expected one of {', '.join(ROW_FORMATS)}, found "
-            f"'{layout}'."
-            f"{did_you_mean(layout, ROW_FORMATS)}"
+            f"'{layout}'.{did_you_mean(layout, ROW_FORMATS)}"
         )
     if first is not None and first < 1:
         raise ConfigError(f"environment.{split}.first: expected at least 1, found {first}.")
@@ -137,8 +136,8 @@ def _answerable(tasks: Sequence[Task], split: str) -> list[Task]:
         missing = sum(not isinstance(mark, bool) for mark in marks)
         raise ConfigError(
             f"environment.{split}.skip_unanswerable: {missing} of {len(tasks)} questions have no "
-            f"mark '{MARK}', true or false. "
-            "Make the file with `rlflow search check-questions ... --out FILE`."
+            f"mark '{MARK}', true or false. Make the file with `rlflow search check-questions ... "
+            "--out FILE`."
         )
     kept = [task for task, mark in zip(tasks, marks, strict=True) if mark]
     logger.info(
@@ -242,6 +241,5 @@ def _detect(path: Path, what: str, rows: Sequence[Mapping[str, Any]]) -> RowForm
     found = ", ".join(f"{key} ({kind_of(value)})" for key, value in rows[0].items()) or "nothing"
     raise DataError(
         f"{path}: expected the {what}, found no gold answer in any of {len(rows)} rows. Looked for "
-        f"{looked_for}. The first row "
-        f"has {found}. Rename the key or convert the file."
+        f"{looked_for}. The first row has {found}. Rename the key or convert the file."
     )

@@ -61,9 +61,8 @@ def find_sets(folder: str | Path, split: str = "val") -> dict[str, Path]:
     if not found:
         raise DataError(
             f"{folder}: expected a file of questions or a folder of sets, found a directory there "
-            "without any. Looked for "
-            f"SET/test, dev, val or train, SET and SET_test, each as {', '.join(SUFFIXES)}; SET is "
-            f"{', '.join(EVALUATION_SETS)}."
+            "without any. Looked for SET/test, dev, val or train, SET and SET_test, each as "
+            f"{', '.join(SUFFIXES)}; SET is {', '.join(EVALUATION_SETS)}."
         )
     order = {name: place for place, name in enumerate(EVALUATION_SETS)}
     return dict(sorted(found.items(), key=lambda item: (order.get(item[0], len(order)), item[0])))
