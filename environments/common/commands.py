@@ -10,7 +10,7 @@ import argparse
 import importlib
 import logging
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rlflow.errors import RLFlowError, as_called, described
@@ -43,6 +43,25 @@ def run_group(
     except (RLFlowError, OSError) as problem:
         print(f"rlflow: {as_called(described(problem))}", file=sys.stderr)
         return getattr(problem, "exit_code", RLFlowError.exit_code)
+
+
+def add_option(
+    parser: argparse._ActionsContainer,
+    flags: str,
+    help: str,
+    default: Any = None,
+    kind: Callable[[str], Any] | None = None,
+) -> None:
+    """Adds `--flag PLACE`, with further names of the flag in front of the place, or a switch: a flag
+    without one. kind: makes its value from text (None: the default's type)."""
+    *names, place = flags.split()
+    if not names:
+        parser.add_argument(place, action="store_true", help=help)
+        return
+    if default is not None:
+        help = f"{help} (default {default})"
+        kind = kind or type(default)
+    parser.add_argument(*names, metavar=place, type=kind or str, default=default, help=help)
 
 
 def log_to_stderr() -> None:

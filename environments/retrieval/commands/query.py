@@ -12,8 +12,10 @@ import argparse
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 from rlflow.errors import ConfigError, RLFlowError
+from rlflow_environments.common.commands import add_option
 from rlflow_environments.retrieval.commands.source_arguments import (
     add_source_arguments,
     read_source,
@@ -29,13 +31,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "text", nargs="*", metavar="QUERY", help="without one, queries are read from the terminal"
     )
-    parser.add_argument(
-        "--top-k", "--topk", type=int, default=3, metavar="N", help="passages per query (default 3)"
-    )
-    parser.add_argument("--full", action="store_true", help="print whole passages")
-    parser.add_argument(
-        "--url", metavar="URL", help="a running server, ours or any that speaks the wire format"
-    )
+    add = partial(add_option, parser)
+    add("--top-k --topk N", "passages per query", 3)
+    add("--full", "print whole passages")
+    add("--url URL", "a running server, ours or any that speaks the wire format")
     add_source_arguments(parser)
 
 

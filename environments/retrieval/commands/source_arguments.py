@@ -5,10 +5,12 @@ from __future__ import annotations
 
 import argparse
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from rlflow.errors import ConfigError, did_you_mean
+from rlflow_environments.common.commands import add_option
 from rlflow_environments.retrieval.encoders.rules import FAMILIES
 from rlflow_environments.retrieval.indices.folder import read_meta
 
@@ -18,52 +20,32 @@ _QDRANT_PARAMS = ("hnsw_ef", "exact", "quantization")
 
 def add_source_arguments(parser: argparse._ActionsContainer) -> None:
     """What `read_source` reads."""
-    parser.add_argument(
-        "--corpus", "--corpus_path", metavar="FILE", help="passages, one JSON object per line"
+    add = partial(add_option, parser)
+    add("--corpus --corpus_path FILE", "passages, one JSON object per line")
+    add(
+        "--index --index_path PATH",
+        "an index folder of `rlflow search build`, or a faiss file as Search-R1 builds it",
     )
-    parser.add_argument(
-        "--index",
-        "--index_path",
-        metavar="PATH",
-        help="an index folder of `rlflow search build`, or a faiss file as Search-R1 builds it",
+    add(
+        "--retriever NAME|{...}",
+        "bm25, faiss, torch, hybrid, qdrant, ..., or {name: ..., option: ...} (YAML), or @FILE "
+        "with that",
     )
-    parser.add_argument(
-        "--retriever",
-        metavar="NAME|{...}",
-        help="bm25, faiss, torch, hybrid, qdrant, ..., or {name: ..., option: ...} (YAML), or @FILE with that",
+    add(
+        "--retriever_name NAME",
+        "of a faiss file: the encoder's family (e5, bge, ...); or bm25 (default e5)",
     )
-    parser.add_argument(
-        "--retriever_name",
-        metavar="NAME",
-        help="of a faiss file: the encoder's family (e5, bge, ...); or bm25 (default e5)",
-    )
-    parser.add_argument(
-        "--retriever_model",
-        metavar="PATH",
-        help=f"of a faiss file or Qdrant: the encoder (default {FIELD_ENCODER})",
-    )
-    parser.add_argument(
-        "--faiss_gpu", action="store_true", help="copy the index to all visible GPUs, in float16"
-    )
-    parser.add_argument(
-        "--nprobe",
-        type=int,
-        metavar="N",
-        help="of an IVF index: lists to search (default: what the build measured)",
-    )
-    qdrant = (
-        parser.add_argument_group("Qdrant")
-        if isinstance(parser, argparse.ArgumentParser)
-        else parser
-    )
-    qdrant.add_argument("--qdrant_url", metavar="URL", help="e.g. http://localhost:6333")
-    qdrant.add_argument("--qdrant_collection_name", metavar="NAME")
-    qdrant.add_argument(
-        "--qdrant_search_param", type=_json, metavar="JSON", help='e.g. {"hnsw_ef": 256}'
-    )
-    qdrant.add_argument(
-        "--qdrant_search_quant_param", type=_json, metavar="JSON", help='e.g. {"rescore": true}'
-    )
+    encoder = f"of a faiss file or Qdrant: the encoder (default {FIELD_ENCODER})"
+    add("--retriever_model PATH", encoder)
+    add("--faiss_gpu", "copy the index to all visible GPUs, in float16")
+    lists = "of an IVF index: lists to search (default: what the build measured)"
+    add("--nprobe N", lists, kind=int)
+    if isinstance(parser, argparse.ArgumentParser):
+        add = partial(add_option, parser.add_argument_group("Qdrant"))
+    add("--qdrant_url URL", "e.g. http://localhost:6333")
+    add("--qdrant_collection_name NAME", "the collection to search")
+    add("--qdrant_search_param JSON", 'e.g. {"hnsw_ef": 256}', kind=_json)
+    add("--qdrant_search_quant_param JSON", 'e.g. {"rescore": true}', kind=_json)
 
 
 def read_source(args: argparse.Namespace) -> tuple[dict[str, Any], str | None]:
