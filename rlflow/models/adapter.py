@@ -182,7 +182,8 @@ def read_adapter(path: str | Path) -> tuple[Adapter, dict[str, Any]]:
             raise ModelError(
                 f"{folder / ADAPTER_CONFIG}: {key} is {str(config[key])[:60]}, which is not "
                 "supported; merge it with peft: "
-                "AutoPeftModelForCausalLM.from_pretrained(FOLDER).merge_and_unload().save_pretrained(OUT)."
+                "AutoPeftModelForCausalLM.from_pretrained(FOLDER).merge_and_unload()"
+                ".save_pretrained(OUT)."
             )
     rank, alpha = config.get("r"), config.get("lora_alpha")
     if (

@@ -17,6 +17,7 @@ from rlflow.models.huggingface import (
     companions_digest,
     copy_companions,
     file_names,
+    in_groups,
     read_config,
     why_no_room,
     why_occupied,
@@ -147,7 +148,9 @@ def _write_shards(directory: Path, weights: Iterable[tuple[str, Tensor]], shard_
 
     written: list[tuple[Path, list[str]]] = []
     total_size = 0
-    for shard in _shards(weights, shard_bytes):
+    for pairs in in_groups(weights, lambda pair: pair[1].nbytes, shard_bytes):
+        shard = dict(pairs)
+        pairs.clear()
         total_size += sum(tensor.nbytes for tensor in shard.values())
         written.append((directory / f"{len(written)}.safetensors", list(shard)))
         try:
@@ -160,15 +163,3 @@ def _write_shards(directory: Path, weights: Iterable[tuple[str, Tensor]], shard_
         file.rename(directory / name)
         weight_map.update(dict.fromkeys(names, name))
     write_index(directory, weight_map, total_size)
-
-
-def _shards(weights: Iterable[tuple[str, Tensor]], shard_bytes: int) -> Iterator[dict[str, Tensor]]:
-    shard: dict[str, Tensor] = {}
-    filled = 0
-    for name, tensor in weights:
-        if shard and filled + tensor.nbytes > shard_bytes:
-            yield shard
-            shard, filled = {}, 0
-        shard[name] = tensor
-        filled += tensor.nbytes
-    yield shard

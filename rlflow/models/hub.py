@@ -4,7 +4,6 @@ that are needed."""
 from __future__ import annotations
 
 import importlib
-import json
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -12,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from rlflow.errors import ModelError
-from rlflow.models.huggingface import COPIED_FILES, INDEX_FILE, SINGLE_FILE
+from rlflow.models.huggingface import COPIED_FILES, INDEX_FILE, weight_files
 
 HUB_NAME = re.compile(r"(?P<name>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(@(?P<revision>[\w.-]+))?")
 """OWNER/NAME, or OWNER/NAME@REVISION: a branch, a tag or a commit."""
@@ -67,19 +66,6 @@ def local_model(
         else []
     )
     return LocalModel(str(folder), notes)
-
-
-def weight_files(folder: Path) -> list[str]:
-    """The names of a model's safetensors files, by its index where it has one."""
-    index = folder / INDEX_FILE
-    if not index.is_file():
-        return [SINGLE_FILE]
-    try:
-        return sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
-    except (ValueError, KeyError, TypeError, AttributeError) as problem:
-        raise ModelError(
-            f"{index}: no index of weights ({type(problem).__name__}: {problem})."
-        ) from None
 
 
 def _fetched(key: str, name: str, revision: str | None, files: list[str]) -> Path:

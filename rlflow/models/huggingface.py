@@ -6,11 +6,10 @@ import hashlib
 import json
 import os
 import shutil
-import struct
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from rlflow.errors import ModelError
 from rlflow.models.architecture import huggingface_shapes, stored_architecture
@@ -19,6 +18,7 @@ from rlflow.storage.integrity import EXPORT_MANIFEST
 if TYPE_CHECKING:
     from torch import Tensor
 
+T = TypeVar("T")
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 ADAPTER_CONFIG = "adapter_config.json"
@@ -225,24 +225,33 @@ def read_object(file: Path) -> dict[str, Any]:
     return value
 
 
+def weight_files(folder: Path) -> list[str]:
+    """The names of a model's safetensors files, by its index where it has one. Raises
+    ModelError."""
+    if not (folder / INDEX_FILE).is_file():
+        return [SINGLE_FILE]
+    return sorted(set(_weight_map(folder / INDEX_FILE).values()))
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    """{tensor: file}. Raises ModelError."""
+    found = read_object(index).get("weight_map")
+    if not isinstance(found, dict) or not found:
+        raise ModelError(f"{index}: has no weight_map.")
+    for name, file in found.items():
+        parts = Path(file).parts if isinstance(file, str) else ()
+        if not parts or Path(file).is_absolute() or ".." in parts:
+            raise ModelError(
+                f"{index}: places '{name}' in {file!r}; expected the name of a file in the same "
+                "directory."
+            )
+    return found
+
+
 def _locate(path: Path) -> dict[str, str]:
     """The file name of every tensor, in file order."""
     if (path / INDEX_FILE).is_file():
-        weight_map = read_object(path / INDEX_FILE).get("weight_map")
-        if not isinstance(weight_map, dict) or not weight_map:
-            raise ModelError(f"{path / INDEX_FILE}: has no weight_map.")
-        for name, file in weight_map.items():
-            if (
-                not isinstance(file, str)
-                or not file
-                or file.startswith("/")
-                or ".." in Path(file).parts
-            ):
-                raise ModelError(
-                    f"{path / INDEX_FILE}: places '{name}' in {file!r}; expected the name of a "
-                    "file in the same directory."
-                )
-        return dict(sorted(weight_map.items(), key=lambda item: item[1]))
+        return dict(sorted(_weight_map(path / INDEX_FILE).items(), key=lambda item: item[1]))
     if (path / SINGLE_FILE).is_file():
         return dict.fromkeys(header(path / SINGLE_FILE), SINGLE_FILE)
     if not path.is_dir():
@@ -264,7 +273,7 @@ def header(file: Path) -> dict[str, Any]:
         size = file.stat().st_size
         with file.open("rb") as stream:
             start = stream.read(8)
-            length = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
+            length = int.from_bytes(start, "little")
             if not 0 < length <= size - 8:
                 raise ModelError(f"{file}: truncated or not a safetensors file ({size} bytes).")
             entries = json.loads(stream.read(length))
@@ -310,7 +319,10 @@ def why_occupied(path: Path, overwrite: bool) -> str | None:
         return f"{path}: exists; choose another directory or pass --overwrite."
     if whole and any((path / name).is_file() for name in ("config.json", EXPORT_MANIFEST)):
         return None
-    return f"{path}: is not a model directory (no config.json), so --overwrite does not replace it; choose another."
+    return (
+        f"{path}: is not a model directory (no config.json), so --overwrite does not replace it; "
+        "choose another."
+    )
 
 
 def why_no_room(path: Path, needed: int) -> str | None:
@@ -338,6 +350,19 @@ def file_names(count: int) -> list[str]:
     if count == 1:
         return [SINGLE_FILE]
     return [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
+
+
+def in_groups(items: Iterable[T], nbytes: Callable[[T], int], most: int) -> Iterator[list[T]]:
+    """The items in order, in groups of at most `most` bytes, or of one item that has more."""
+    group: list[T] = []
+    filled = 0
+    for item in items:
+        if group and filled + nbytes(item) > most:
+            yield group
+            group, filled = [], 0
+        group.append(item)
+        filled += nbytes(item)
+    yield group
 
 
 def write_index(directory: Path, weight_map: Mapping[str, str], total_size: int) -> None:

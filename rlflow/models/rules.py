@@ -18,7 +18,7 @@ class Split(enum.Enum):
     QKV = "qkv"  # dimension 0 by query group: [queries of the group | key | value] per group
     GATE_UP = "gate_up"  # each rank holds [its gate rows | its up rows]
     VOCAB = "vocab"  # dimension 0, padded with zero rows to a multiple of the ranks
-    LATENT = "latent"  # whole on every rank in Transformer Engine's layers, dimension 0 in the local ones
+    LATENT = "latent"  # whole on every rank of Transformer Engine, dimension 0 in local layers
 
 
 class Where(enum.Enum):
@@ -59,7 +59,8 @@ class Rule:
     fused: str = ""
     local_key: str = ""  # a third name: the one that local layers give a torch_dist checkpoint
     expert: int | None = None
-    exact: bool = False  # keeps its dtype when the model is cast: a router's bias orders experts by tiny differences
+    # Keeps its dtype when the model is cast: a router's bias orders experts by tiny differences.
+    exact: bool = False
 
     @property
     def per_layer(self) -> bool:

@@ -12,7 +12,10 @@ from rlflow.models.huggingface import quiet_transformers
 
 ROPE_THETA = 1e6  # as Qwen2.5
 END = "<|endoftext|>"
-QWEN2 = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+QWEN2 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 """How Qwen2 splits text before pairs are merged; transformers puts it into any tokenizer of that
 family anyway."""
 
@@ -61,13 +64,26 @@ def write_tokenizer(
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(directory / "tokenizer.json"))
-    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END, "pad_token": END, "model_max_length": max_length,
-              "clean_up_tokenization_spaces": False}  # fmt: skip
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": END,
+        "pad_token": END,
+        "model_max_length": max_length,
+        "clean_up_tokenization_spaces": False,
+    }
     (directory / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
-def write_random_model(directory: str | Path, *, hidden: int = 128, layers: int = 4, heads: int = 4, kv_heads: int = 2,
-                       ffn: int = 320, seed: int = 0) -> None:  # fmt: skip
+def write_random_model(
+    directory: str | Path,
+    *,
+    hidden: int = 128,
+    layers: int = 4,
+    heads: int = 4,
+    kv_heads: int = 2,
+    ffn: int = 320,
+    seed: int = 0,
+) -> None:
     """Adds a randomly initialised Qwen2 model that fits the tokenizer in `directory` and can copy
     (see `_teach_copying`)."""
     import torch
@@ -76,12 +92,21 @@ def write_random_model(directory: str | Path, *, hidden: int = 128, layers: int 
     tokenizer = AutoTokenizer.from_pretrained(directory)
     vocabulary = -(-len(tokenizer) // 64) * 64
     config = Qwen2Config(
-        vocab_size=vocabulary, hidden_size=hidden, intermediate_size=ffn, num_hidden_layers=layers,
-        num_attention_heads=heads, num_key_value_heads=kv_heads, max_position_embeddings=2048,
-        tie_word_embeddings=True, rms_norm_eps=1e-6,
-        rope_parameters={"rope_type": "default", "rope_theta": ROPE_THETA}, eos_token_id=tokenizer.eos_token_id,
-        bos_token_id=None, pad_token_id=tokenizer.pad_token_id, dtype="float32",
-    )  # fmt: skip
+        vocab_size=vocabulary,
+        hidden_size=hidden,
+        intermediate_size=ffn,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        max_position_embeddings=2048,
+        tie_word_embeddings=True,
+        rms_norm_eps=1e-6,
+        rope_parameters={"rope_type": "default", "rope_theta": ROPE_THETA},
+        eos_token_id=tokenizer.eos_token_id,
+        bos_token_id=None,
+        pad_token_id=tokenizer.pad_token_id,
+        dtype="float32",
+    )
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config)
     _teach_copying(model, torch.Generator().manual_seed(seed))

@@ -17,7 +17,7 @@ import itertools
 import json
 import zipfile
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,20 +27,14 @@ from rlflow.storage.files import replacing
 
 if TYPE_CHECKING:  # files of tokens are read without torch, and numpy is loaded when there is one
     import numpy
-    from torch import Tensor
 
-    from rlflow.rollout import Tokenizer
-    from rlflow.trainer.base import Trainer
-    from rlflow.types import Batch, Segment, Trajectory
+    from rlflow.types import Trajectory
 
 FLOATS = ("logprobs", "trainer_logprobs", "entropy", "advantages")
 DAMAGE = (
     ValueError, LookupError, TypeError, AttributeError, RuntimeError, EOFError, OSError,
     zipfile.BadZipFile, zlib.error,
 )  # fmt: skip
-UNREADABLE = "\ufffd"
-SCORED_SHARE = 1 / 24
-"""Of a step's tokens. A forward pass over all of them takes about a fifth of a step, so this takes less than a hundredth."""
 
 
 @dataclass
@@ -67,111 +61,26 @@ class EpisodeTokens:
     turns: list[tuple[int, int, int]]
 
 
-def score_tokens(
-    batch: Batch, owners: Sequence[Trajectory], kept: Sequence[Trajectory], trainer: Trainer, always: int
-) -> dict[int, list[SegmentTokens]]:
-    """{place in `kept`: its segments} of all that have rows in the batch, before the step's first update. owners: the
-    trajectories that `Batch.trajectory` counts. One forward pass gives the trainer's log-probs and entropy: over the first
-    `always` of `kept`, and over further ones as long as all together are at most SCORED_SHARE of the batch's tokens."""
-    places = {id(trajectory): place for place, trajectory in enumerate(kept)}
-    indices = batch.require("trajectory", "tokens").tolist()
-    known, parts = batch.require("logprobs_known", "tokens"), batch.require("segment", "tokens")
-    rows = [(places[id(owners[index])], row) for row, index in enumerate(indices) if id(owners[index]) in places]
-    scored, room = [], SCORED_SHARE * float(batch.lengths.sum())
-    for place, row in rows:
-        room -= float(batch.lengths[row])
-        if place < always or room >= 0:
-            scored.append(row)
-    scores = trainer.score(batch.select(scored), want=("logprobs", "entropy")) if scored else {}
-    found: dict[int, list[SegmentTokens]] = {}
-    for place, row in rows:
-        at = scored.index(row) if row in scored else None
-        columns: dict[str, Tensor | None] = {
-            "logprobs": batch.logprobs[row] if bool(known[row]) else None,
-            "trainer_logprobs": None if at is None else scores["logprobs"][at],
-            "entropy": None if at is None else scores["entropy"][at],
-            "advantages": batch.advantages[row],
-        }
-        segment = kept[place].segments[int(parts[row])]
-        found.setdefault(place, []).append(segment_tokens(segment, columns, batch.loss_mask[row]))
-    return found
-
-
-def segment_tokens(
-    segment: Segment,
-    columns: Mapping[str, Tensor | None] | None = None,
-    trained: Tensor | None = None,
-) -> SegmentTokens:
-    """The segment's columns; without any (an aborted attempt) those that itself knows. trained:
-    (T,) or longer, bool."""
-    import numpy as np
-
-    sampled = segment.loss_mask.numpy()
-    known = {"logprobs": segment.logprobs} if columns is None else columns
-    floats = {name: np.full(sampled.sum(), np.nan, np.float32) for name in FLOATS}
-    for name, column in known.items():
-        if column is not None:
-            floats[name] = column[: len(segment)].float().numpy()[sampled]
-    if trained is not None:
-        at = trained[: len(segment)].numpy()[sampled]
-        floats["advantages"] = np.where(at, floats["advantages"], np.float32(np.nan))
-    tokens, versions = (one.numpy().astype(np.int32) for one in (segment.tokens, segment.versions))
-    return SegmentTokens(tokens, sampled, versions[sampled], **floats)
-
-
-def mean_advantage(segments: Sequence[SegmentTokens]) -> float | None:
-    """The mean over the trained tokens; None where nothing was trained."""
-    import numpy as np
-
-    values = np.concatenate([np.zeros(0), *(segment.advantages for segment in segments)])
-    values = values[np.isfinite(values)]
-    return float(values.mean()) if len(values) else None
-
-
-class TokenTexts:
-    """The text of single tokens, remembered by id over the steps of a run."""
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
-        self._texts: dict[int, str] = {}
-
-    def of(self, token: int) -> str:
-        """The token's own text, special tokens included, a leading blank too where the vocabulary marks it by U+2581."""
-        if token not in self._texts:
-            text = self._tokenizer.decode([token], skip_special_tokens=False)
-            named = self._tokenizer.inner.convert_ids_to_tokens(token)
-            blank = isinstance(named, str) and named.startswith("\u2581") and not text.startswith(" ")
-            self._texts[token] = f" {text}" if blank else text
-        return self._texts[token]
-
-    def spelled(self, tokens: Sequence[int]) -> dict[int, str]:
-        """{place: text} where a character is spelled by several tokens: it stands at the first of them, the others have none."""
-        found: dict[int, str] = {}
-        place = 0
-        while place < len(tokens):
-            stop = place
-            while stop < len(tokens) and UNREADABLE in self.of(tokens[stop]):
-                stop += 1
-            if stop - place > 1:
-                found[place] = self._tokenizer.decode(tokens[place:stop], skip_special_tokens=False)
-                found |= dict.fromkeys(range(place + 1, stop), "")
-            place = max(stop, place + 1)
-        return found
-
-
 def write_tokens(
     path: str | Path,
     episodes: Sequence[tuple[Trajectory, Sequence[SegmentTokens]]],
-    texts: TokenTexts,
+    spell: Callable[[list[int]], list[str]],
 ) -> None:
     """Writes the columns of some episodes, whole or not at all; what can be made again is not
-    synced to the disk."""
+    synced to the disk. spell: the text of each token of a segment."""
     import numpy as np
 
     from rlflow.storage.columns import join
 
     segments = [segment for _, own in episodes for segment in own]
-    ids = [token for segment in segments for token in segment.tokens.tolist()]
+    texts: dict[int, str] = {}
+    exceptions: dict[int, str] = {}
+    places = itertools.count()
+    for segment in segments:
+        ids = segment.tokens.tolist()
+        for token, text, at in zip(ids, spell(ids), places):
+            if texts.setdefault(token, text) != text:
+                exceptions[at] = text
     arrays, lengths = join([vars(segment) for segment in segments])
     rows = [
         (one.id, len(own), [(turn.segment, turn.start, turn.stop) for turn in one.turns])
@@ -180,12 +89,12 @@ def write_tokens(
     about = {
         "episodes": rows,
         "lengths": lengths,
-        "texts": [(token, texts.of(token)) for token in sorted(set(ids))],
-        "spelled": list(texts.spelled(ids).items()),
+        "texts": list(texts.items()),
+        "exceptions": list(exceptions.items()),
     }
-    text = np.frombuffer(json.dumps(about).encode(), np.uint8)
+    document = np.frombuffer(json.dumps(about).encode(), np.uint8)
     with replacing(path, durable=False) as aside, aside.open("wb") as file:
-        np.savez_compressed(file, about=text, **arrays)  # type: ignore[arg-type]
+        np.savez_compressed(file, about=document, **arrays)  # type: ignore[arg-type]
 
 
 def read_tokens(path: str | Path) -> dict[str, EpisodeTokens]:
@@ -215,13 +124,13 @@ def _episodes(
     from rlflow.storage.columns import split
 
     texts: dict[int, str] = dict(about["texts"])
-    spelled: dict[int, str] = dict(about["spelled"])
+    exceptions: dict[int, str] = dict(about["exceptions"])
     segments = (SegmentTokens(**own) for own in split(arrays, about["lengths"]))
     places = itertools.count()
     for name, count, turns in about["episodes"]:
         own = list(itertools.islice(segments, count))
         said = [
-            [spelled.get(next(places), texts[token]) for token in segment.tokens.tolist()]
+            [exceptions.get(next(places), texts[token]) for token in segment.tokens.tolist()]
             for segment in own
         ]
         yield EpisodeTokens(name, own, said, [tuple(turn) for turn in turns])

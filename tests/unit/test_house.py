@@ -22,7 +22,7 @@ SLACK = 0.98
 TOKENS = {
     "rlflow": 258_000,
     "environments": 114_000,
-    "tools": 33_000,
+    "tools": 30_500,
     "recipes": 4_150,
 }
 MOST = {

@@ -18,17 +18,17 @@ from .read_ahead import read_ahead
 
 SCOPE = """\
 Megatron checkpoints are torch_dist directories or legacy mp_rank_* files of any layout, of Qwen2,
-Qwen2.5, Qwen3, Llama, Mistral, Mixtral, Qwen2-MoE, Qwen3-MoE, DeepSeek-V2, DeepSeek-V3 and GLM-4.5."""
+Qwen2.5, Qwen3, Llama, Mistral, Mixtral, Qwen2-MoE, Qwen3-MoE, DeepSeek-V2, DeepSeek-V3, GLM-4.5."""
 CODES = """\
-exit codes: 0 done, 2 wrong arguments, 3 missing file, 4 damaged file or failed verification, 5 another
-size than the options say, 6 unknown model or tensor, 7 checkpoint and reference disagree, 8 disk full,
-9 OUT exists, 10 unsupported format, 11 hostile file, 130 interrupted
+exit codes: 0 done, 2 wrong arguments, 3 missing file, 4 damaged file or failed verification,
+5 another size than the options say, 6 unknown model or tensor, 7 checkpoint and reference disagree,
+8 disk full, 9 OUT exists, 10 unsupported format, 11 hostile file, 130 interrupted
 """
 VERIFY_TO_HF = """\
 verification: fast checks sizes, counts, finite values, and that every file reads back as it was
-written (xxh3); it cannot see a changed byte in the checkpoint. full also checks the checkpoint's own
-checksums, maps the result back to compare every byte, and notes sha256; it takes a few times the
-memory of the largest tensor. logits runs the result in transformers and the checkpoint in
+written (xxh3); it cannot see a changed byte in the checkpoint. full also checks the checkpoint's
+own checksums, maps the result back to compare every byte, and notes sha256; it takes a few times
+the memory of the largest tensor. logits runs the result in transformers and the checkpoint in
 megatron-core, both on the CPU in float32, and compares; it needs both packages and memory for both
 models.
 """
@@ -264,6 +264,8 @@ def run_to_hf(args: argparse.Namespace) -> int:
 def run_to_megatron(args: argparse.Namespace) -> int:
     if not args.dry_run:
         read_ahead(args.model)
+    from rlflow.models.architecture import huggingface_shapes
+
     from .import_model import prepare_import, to_megatron
     from .mapping.layout import CheckpointLayout
     from .options import Options
@@ -279,9 +281,10 @@ def run_to_megatron(args: argparse.Namespace) -> int:
     )
     if args.dry_run:
         check_output(args.out, None, args.model, args.overwrite)
-        _, checkpoint, plan = prepare_import(args.model, options)
+        work, checkpoint, plan = prepare_import(args.model, options)
         files, weights = len(checkpoint.files), plan.nbytes
-        report = {"files": files, "tensors": len(plan.targets), "weight_bytes": weights}
+        tensors = len(huggingface_shapes(work.model))
+        report = {"files": files, "tensors": tensors, "weight_bytes": weights}
         text = f"would write {weights / 1e9:.3f} GB of weights in {files} files to {args.out}"
         return _say(args, report, text)
     report = timed(lambda meter: to_megatron(args.model, args.out, options, meter))

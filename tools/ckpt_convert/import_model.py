@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from rlflow.models.architecture import huggingface_shapes
 from rlflow.models.huggingface import read_config
 from rlflow.models.tables import EMBEDDING
 
@@ -13,7 +15,7 @@ from .dtypes import OPTIONS
 from .export_model import architecture_of
 from .mapping.plan import Plan
 from .mapping.to_huggingface import make_export
-from .mapping.to_megatron import Import, make_import, parameters
+from .mapping.to_megatron import Import, make_import
 from .options import Options
 from .readers.arguments import arguments_of, flags_to_give
 from .readers.formats import TRACKER, open_source
@@ -70,14 +72,14 @@ def to_megatron(
             result = open_source(partial)
             check_inverse(result, make_export(result, work.model), work.source, written=result)
 
-    origin = work.source.identity()
+    origin, shapes = work.source.identity(), huggingface_shapes(work.model)
     record = {
         "source": {"format": work.source.format, **origin},
         "family": work.model.family,
         "format": options.format,
         "layout": asdict(options.layout),
-        "tensors": len(plan.targets),
-        "parameters": parameters(work.model),
+        "tensors": len(shapes),
+        "parameters": sum(map(math.prod, shapes.values())),
         "weight_bytes": plan.nbytes,
         "dtype": options.dtype,
         "left_out": list(work.left_out),

@@ -35,8 +35,10 @@ def reference_of(checkpoint: Path) -> Path:
     known = [folder / "config.yaml" for folder in checkpoint.resolve().parents[:3]]
     file = next((file for file in known if file.is_file()), None)
     if file is None:
-        text = "is of no run of rlflow, which would say what it began from; pass --hf with the model directory"
-        raise missing(f"{checkpoint}: {text}.")
+        raise missing(
+            f"{checkpoint}: is of no run of rlflow, which would say what it began from; pass --hf "
+            "with the model directory."
+        )
     try:
         reference = Path(yaml.safe_load(file.read_text(encoding="utf-8"))["model"]["path"])
         (reference / "config.json").stat()

@@ -16,7 +16,7 @@ from rlflow.storage.pickles import Chunk
 from .dtypes import BFLOAT16, FLOAT8, FLOAT16, FLOAT32, FLOAT64, DType, cast
 from .mapping.plan import Equal, Rectangle, Target, View
 from .problems import damaged
-from .readers.source import SCALED, Content, Record, StoredTensor, TensorSource, unreadable
+from .readers.source import SCALED, ChunkPlace, Record, StoredTensor, TensorSource, unreadable
 
 Progress = Callable[[int, int], None]
 """Called with the bytes that were read since the last call, and those of the whole."""
@@ -59,12 +59,6 @@ class Copier:
     def stop(self) -> None:
         """Ends what other threads still read, after a failure in one of them."""
         self._stopped.set()
-
-    def rows(self, target: Target, first: int, last: int) -> np.ndarray:
-        """Rows [first, last): (rows, bytes of a row)."""
-        data = np.empty((last - first, target.row_bytes), np.uint8)
-        self._fill(target, first, data)
-        return data
 
     def blocks(self, target: Target) -> Iterator[np.ndarray]:
         """All rows in order, at most BLOCK_BYTES or one row at a time, in memory that the next
@@ -155,7 +149,7 @@ class Reader:
         self._source = source
         self._lock, self._opened = threading.Lock(), ExitStack()
         self._files: dict[str, int] = {}
-        self._contents: dict[tuple[str, Chunk], Content] = {}
+        self._contents: dict[tuple[str, Chunk], ChunkPlace] = {}
         self._rectangles: dict[tuple[str, tuple[int, ...]], list[Rectangle]] = {}
 
     def __enter__(self) -> Reader:

@@ -6,8 +6,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import httpx
-
+from rlflow.http import Session
 from rlflow_environments.retrieval.client.servers import server_url
 from rlflow_environments.retrieval.conformance.checks import CHECKS, Check
 from rlflow_environments.retrieval.conformance.probe import Broken, Probe, Skipped
@@ -44,14 +43,16 @@ def check_server(
 async def _check(url: str, seeds: Sequence[str], timeout_s: float, on_verdict: Callable[[Verdict], None]) -> list[Verdict]:
     verdicts = []
     # A connection per request: uvicorn closes one on which a request failed, and the check after it would be blamed.
-    limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
-    async with httpx.AsyncClient(limits=limits, timeout=timeout_s, trust_env=False) as session:
+    session = Session(keepalive_s=0, timeout_s=timeout_s)
+    try:
         probe = Probe(session, url)
         await _sample(probe, seeds)
         for check in CHECKS:
             verdict = await _verdict(check, probe)
             on_verdict(verdict)
             verdicts.append(verdict)
+    finally:
+        await session.close()
     return verdicts
 
 

@@ -1,4 +1,5 @@
-"""What the server knows and does, apart from HTTP: it loads an index, answers with it, and exchanges it for another."""
+"""What the server knows and does, apart from HTTP: it loads an index, answers with it, and
+exchanges it for another."""
 
 from __future__ import annotations
 
@@ -30,11 +31,13 @@ LoadProgress = Callable[[str, float], None]
 RECENT, RECENT_CHARACTERS = 20, 300
 """Searches that the status page shows, and how much of each query is kept."""
 Load = Callable[[Mapping[str, Any], LoadProgress, Callable[[int, float], None]], ServedIndex]
-"""(changes to what is served, report, on_batch) -> the index. Runs in a thread; raises RLFlowError."""
+"""(changes to what is served, report, on_batch) -> the index. Runs in a thread; raises
+RLFlowError."""
 
 
 class Unavailable(Exception):
-    """Nothing can be answered now; after `retry_after_s` perhaps. status: 503, or 429 where the queue is full."""
+    """Nothing can be answered now; after `retry_after_s` perhaps. status: 503, or 429 where the
+    queue is full."""
 
     def __init__(self, text: str, status: int, retry_after_s: int = 1) -> None:
         super().__init__(text)
@@ -44,7 +47,8 @@ class Unavailable(Exception):
 
 @dataclass(frozen=True)
 class ServiceLimits:
-    """top_k: where a request has none. max_top_k: the largest that is taken. max_wait_s: for an answer."""
+    """top_k: where a request has none. max_top_k: the largest that is taken. max_wait_s: for an
+    answer."""
 
     top_k: int = 3
     max_top_k: int = 10_000
@@ -52,7 +56,8 @@ class ServiceLimits:
 
 
 class SearchService:
-    """The state of one server process: loading, ready, failed or stopping. All methods belong to the event loop."""
+    """The state of one server process: loading, ready, failed or stopping. All methods belong to
+    the event loop."""
 
     def __init__(
         self,
@@ -63,8 +68,8 @@ class SearchService:
         admin_token: str | None = None,
         shared: SharedState | None = None,
     ) -> None:
-        """admin_token: of requests that change the server or tell what others asked; None: a new one. shared: with the
-        other processes of this server."""
+        """admin_token: of requests that change the server or tell what others asked; None: a new
+        one. shared: with the other processes of this server."""
         self.limits = limits or ServiceLimits()
         self.statistics = statistics or ServerStatistics()
         self.query_log = query_log
@@ -90,9 +95,11 @@ class SearchService:
         return index
 
     async def reload(self, changes: Mapping[str, Any]) -> ServedIndex:
-        """Loads the index anew, in all processes, while the present one goes on answering, and exchanges it in one step.
+        """Loads the index anew, in all processes, while the present one goes on answering, and
+        exchanges it in one step.
 
-        Raises RLFlowError: nothing changes then. Raises Unavailable while another reload is under way."""
+        Raises RLFlowError: nothing changes then. Raises Unavailable while another reload is under
+        way."""
         if self._reloading or self.state == "loading":
             raise Unavailable("an index is being loaded already.", status=409)
         self._reloading = True
@@ -124,7 +131,8 @@ class SearchService:
         return index
 
     async def follow(self, shared: SharedState) -> None:
-        """Does its part of another process's reload: loads what all are to load, answers with it when all have it."""
+        """Does its part of another process's reload: loads what all are to load, answers with it
+        when all have it."""
         number = shared.behind
         if number is not None and not self._reloading:
             self._reloading = True
@@ -155,7 +163,8 @@ class SearchService:
             except Exception as failure:  # noqa: BLE001 -- it is raised in the caller
                 loaded.set_exception(failure)
 
-        # A daemon thread: loading may take long and must not keep a server alive that is asked to stop.
+        # A daemon thread: loading may take long and must not keep a server alive that is asked to
+        # stop.
         threading.Thread(target=work, name="search-load", daemon=True).start()
         return await asyncio.wrap_future(loaded)
 
@@ -183,7 +192,9 @@ class SearchService:
 
     # ------------------------------------------------------------ answering
 
-    async def retrieve(self, request: RetrieveRequest, *, trace: str = "", wait_s: float | None = None) -> Answer:
+    async def retrieve(
+        self, request: RetrieveRequest, *, trace: str = "", wait_s: float | None = None
+    ) -> Answer:
         """The answer to a search request. wait_s: how long its client waits.
 
         Raises BadRequest, Unavailable, TimeoutError, and what the retriever raises.
@@ -208,13 +219,16 @@ class SearchService:
         )
         self.statistics.answered(observed)
         found = zip(request.queries[-RECENT:], answer.results[-RECENT:])
-        self._recent.extend((query[:RECENT_CHARACTERS], len(hits), observed.seconds) for query, hits in found)
+        self._recent.extend(
+            (query[:RECENT_CHARACTERS], len(hits), observed.seconds) for query, hits in found
+        )
         if self.query_log is not None:
             self.query_log.write(trace, request.queries, top_k, answer, observed.seconds)
         return answer
 
     def access(self, urls: list[str]) -> list[bytes | None]:
-        """The page of each URL, None for an unknown one; all None where no pages are loaded. Raises Unavailable."""
+        """The page of each URL, None for an unknown one; all None where no pages are loaded. Raises
+        Unavailable."""
         index = self._ready()
         return [index.page(url) for url in urls]
 
@@ -232,7 +246,8 @@ class SearchService:
         return top_k
 
     def _drain_s(self) -> int:
-        """Whole seconds after which the present queue should be answered, at the rate of the last minute."""
+        """Whole seconds after which the present queue should be answered, at the rate of the last
+        minute."""
         rate = self.statistics.last_minute()["queries_per_s"]
         return max(1, min(30, round(self._waiting() / rate))) if rate else 1
 
@@ -240,13 +255,18 @@ class SearchService:
 
     @property
     def state_of_all(self) -> str:
-        """The server's: it is ready when all of its processes are; later one of them may be replaced."""
+        """The server's: it is ready when all of its processes are; later one of them may be
+        replaced."""
         started = self.shared is None or self.shared.started()
         return self.state if started or self.state != "ready" else "loading"
 
     def health(self) -> dict[str, Any]:
         """What `GET /health` answers: always, at once."""
-        report: dict[str, Any] = {"status": self.state_of_all, "stage": self.stage, "progress": round(self.share, 3)}
+        report: dict[str, Any] = {
+            "status": self.state_of_all,
+            "stage": self.stage,
+            "progress": round(self.share, 3),
+        }
         report["pages"] = bool(self.index and self.index.has_pages)
         report["uptime_s"] = round(time.monotonic() - self.started, 1)
         if self.problem is not None:
@@ -265,11 +285,20 @@ class SearchService:
 
     def status(self) -> dict[str, Any]:
         """What the status page shows."""
-        return {**self.health(), "queue": self._waiting(), **self.statistics.last_minute(), "info": self.info()}
+        return {
+            **self.health(),
+            "queue": self._waiting(),
+            **self.statistics.last_minute(),
+            "info": self.info(),
+        }
 
     def recent(self) -> list[dict[str, Any]]:
-        """The latest queries of this process, newest first: what they found, and the seconds of their request."""
-        return [{"query": query, "found": found, "seconds": seconds} for query, found, seconds in reversed(self._recent)]
+        """The latest queries of this process, newest first: what they found, and the seconds of
+        their request."""
+        return [
+            {"query": query, "found": found, "seconds": seconds}
+            for query, found, seconds in reversed(self._recent)
+        ]
 
     def tell(self, connections: int) -> None:
         """Tells the other processes what this one does."""
@@ -282,4 +311,3 @@ class SearchService:
         if self.shared is not None:
             return self.shared.waiting()
         return self.index.waiting if self.index else 0
-

@@ -17,6 +17,7 @@ from prometheus_client.multiprocess import mark_process_dead
 
 from rlflow.errors import DataError
 from rlflow.storage.files import write_text
+from rlflow.storage.memory import lock
 
 LOOK_S = 0.1
 LOAD_S = 3600.0  # for the other processes to load what one of them could load
@@ -28,7 +29,8 @@ WORKER = np.dtype(
 """Of one process. loaded: the newest generation that it tried to load, negative where it could not.
 serving: the generation that it answers with."""
 SERVER = np.dtype([(name, "<i8") for name in ("issued", "asked", "serving", "restarts", "started")])
-"""Of all. asked: the generation that all are to load. serving: the one that all are to answer with."""
+"""Of all. asked: the generation that all are to load. serving: the one that all are to answer
+with."""
 TABLE = "processes"
 
 
@@ -55,7 +57,6 @@ class SharedState:
 
     def join(self) -> None:
         """Takes a row that no living process has: the kernel frees its lock with the process."""
-        self._locks = (self._folder / "places").open("ab")
         self.place = next(place for place in range(len(self._workers)) if self._take(place))
         self._row = self._workers[self.place : self.place + 1]
         if former := int(self._row["pid"][0]):
@@ -66,11 +67,8 @@ class SharedState:
         self._row["loaded"] = self._row["serving"] = self._all["serving"]
 
     def _take(self, place: int) -> bool:
-        try:
-            fcntl.lockf(self._locks, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, place)
-        except OSError:
-            return False
-        return True
+        self._lock = (self._folder / f"place-{place}").open("wb")
+        return lock(self._lock.fileno(), fcntl.LOCK_EX)
 
     def tell(self, **values: int) -> None:
         """Writes fields of this process's row."""
@@ -94,13 +92,14 @@ class SharedState:
         return int(self.ready()["waiting"].sum())
 
     def excess(self) -> int:
-        """Connections above this process's share, where that is more than a quarter."""
+        """Connections that are to leave this process: half of those above its share, where they are
+        more than a quarter of it."""
         ready = self.ready()
         if len(ready) < 2:
             return 0
         fair = -(-int(ready["connections"].sum()) // len(ready))
         above = int(self._row["connections"][0]) - fair
-        return above if above > fair // 4 else 0
+        return -(-above // 2) if above > fair // 4 else 0
 
     def report(self) -> dict[str, Any]:
         """What `/health` says of the processes."""
@@ -109,16 +108,14 @@ class SharedState:
         processes = [{**row, "ready": bool(row["ready"])} for row in rows]
         return {"processes": processes, "restarts": int(self._all["restarts"][0])}
 
-    # ------------------------------------------------------------ a reload, by the process asked for it
+    # ------------------------------------------------------------ a reload: by who is asked for it
 
     @contextlib.contextmanager
     def reloading(self, changes: Mapping[str, Any]) -> Iterator[int]:
         """The number of a new generation with these changes. Raises BusyError."""
         with (self._folder / "reload").open("wb") as turn:
-            try:
-                fcntl.flock(turn, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise BusyError from None
+            if not lock(turn.fileno(), fcntl.LOCK_EX):
+                raise BusyError
             self._all["issued"] += 1
             number = int(self._all["issued"][0])
             write_text(self._changes(number), json.dumps(changes), durable=False)
@@ -128,7 +125,8 @@ class SharedState:
                 self._all["asked"] = self._all["serving"]
 
     async def all_load(self, number: int) -> None:
-        """Returns when every process has loaded the generation. Raises DataError where one cannot."""
+        """Returns when every process has loaded the generation. Raises DataError where one
+        cannot."""
         self._row["loaded"] = number
         self._all["asked"] = number
         await self._until(lambda rows: (abs(rows["loaded"]) == number).all(), LOAD_S)
@@ -148,7 +146,7 @@ class SharedState:
                 raise DataError(f"other processes of this server did not follow in {seconds:g} s.")
             await asyncio.sleep(LOOK_S)
 
-    # ------------------------------------------------------------ a reload, by the others
+    # ------------------------------------------------------------ a reload: by the others
 
     @property
     def serving(self) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import os
 import signal
 import socket
@@ -67,7 +68,8 @@ def serve_by_workers(
     _Supervisor(config, listener, setup, parent, on_ready, on_stop).run()
     problem = setup.folder / PROBLEM
     if problem.exists():
-        raise DataError(problem.read_text())
+        config, text = json.loads(problem.read_text())
+        raise (ConfigError if config else DataError)(text)
 
 
 class _Supervisor(Multiprocess):
@@ -151,7 +153,8 @@ def make_worker(setup: WorkerSetup) -> SearchApp:
             logger.error("%s", service.problem)
             time.sleep(AGAIN_S)
             os._exit(1)
-        write_text(setup.folder / PROBLEM, str(service.problem), durable=False)
+        told = [isinstance(service.problem, ConfigError), str(service.problem)]
+        write_text(setup.folder / PROBLEM, json.dumps(told), durable=False)
         sys.stderr.flush()
         os._exit(STARTUP_FAILURE)
 
@@ -171,4 +174,9 @@ def check_sharable(retriever: Mapping[str, Any], processes: int) -> None:
             f"--processes {processes}: the retriever {retriever['name']} is a connection, or a "
             "folder that one process may open; several processes cannot share it. Use "
             "--processes 1, or several servers."
+        )
+    if retriever.get("gpu") or str(retriever.get("device", "cpu")) != "cpu":
+        raise ConfigError(
+            f"--processes {processes}: the index is on a GPU, and each process would put a copy "
+            "there. Use --processes 1."
         )

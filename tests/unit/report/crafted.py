@@ -12,9 +12,10 @@ import torch
 
 from rlflow.report.metrics import Metric, save_registered
 from rlflow.report.records import trajectory_record, write_trajectories
-from rlflow.report.tokens import SegmentTokens, TokenTexts, mean_advantage, segment_tokens, write_tokens
+from rlflow.report.tokens import SegmentTokens, write_tokens
 from rlflow.rollout import Tokenizer
 from rlflow.run.directory import RunDirectory
+from rlflow.run.recorder import TokenTexts, mean_advantage, segment_tokens
 from rlflow.storage.files import write_json_lines
 from rlflow.types import Group, Segment, StopReason, Task, Trajectory, Turn, stamp
 
@@ -93,7 +94,7 @@ def write_step(
             records.append({**trajectory_record(group, place), "advantage": mean_advantage(segments)})
     write_json_lines(directory.trajectories(step), records)
     if tokens:
-        write_tokens(directory.tokens(step), rows, TokenTexts(tokenizer))
+        write_tokens(directory.tokens(step), rows, TokenTexts(tokenizer).of)
 
 
 def write_evaluation(path: Path, step: int, groups: Sequence[Group]) -> None:

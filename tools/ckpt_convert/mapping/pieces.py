@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 
 from rlflow.models.architecture import Architecture
@@ -44,11 +45,13 @@ def whole_tiles(
     return (height, *rest), tiles
 
 
-def boxes_of(
-    split: Split, shape: Sequence[int], rank: int, ranks: int
-) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """(offsets, sizes) of the parts of a whole tensor that a tensor-parallel rank has, in the order
-    in which it has them.
+Box = tuple[tuple[int, ...], tuple[int, ...]]
+"""First element and size per axis."""
+
+
+def boxes_of(split: Split, shape: Sequence[int], rank: int, ranks: int) -> list[Box]:
+    """The parts of a whole tensor that a tensor-parallel rank has, in the order in which it has
+    them.
 
     Of GATE_UP, its gate rows and its up rows (megatron-core, transformer/mlp.py,
     apply_swiglu_sharded_factory). With more ranks than query groups a rank has rows of one group,
@@ -67,10 +70,18 @@ def boxes_of(
     return found
 
 
+def bands(offsets: tuple[int, ...], sizes: tuple[int, ...], most: int) -> Iterator[Box]:
+    """A box in bands of rows of at most `most` elements, or one row."""
+    step = max(1, most // math.prod(sizes[1:]))
+    for first in range(0, sizes[0], step):
+        rows = min(step, sizes[0] - first)
+        yield (offsets[0] + first, *offsets[1:]), (rows, *sizes[1:])
+
+
 def cropped(
-    tiles: Sequence[Tile], offsets: Sequence[int], sizes: Sequence[int], at: int = 0
+    tiles: Sequence[Tile], offsets: Sequence[int], sizes: Sequence[int]
 ) -> tuple[Tile, ...]:
-    """The rows of a box as those of a target from row `at` on."""
+    """The rows of a box as those of a target."""
     first, last = offsets[0], offsets[0] + sizes[0]
     column = offsets[1] if len(offsets) > 1 else 0
     found = []
@@ -78,5 +89,5 @@ def cropped(
         begin, end = max(first, tile.row), min(last, tile.row + tile.rows)
         if begin < end:
             row = tile.source_row + begin - tile.row
-            found.append(Tile(at + begin - first, end - begin, tile.view, row, column))
+            found.append(Tile(begin - first, end - begin, tile.view, row, column))
     return tuple(found)

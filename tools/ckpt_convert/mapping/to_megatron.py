@@ -6,7 +6,6 @@ whole tensors, legacy files (writers/legacy.py) as the tensors of one rank's mod
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -19,13 +18,13 @@ from ..dtypes import BFLOAT16, FLOAT8, DType
 from ..problems import other_model, unknown_model
 from ..readers.source import StoredTensor, TensorSource
 from .layout import CheckpointLayout, check_divides
-from .pieces import boxes_of, cropped, whole_tiles
+from .pieces import bands, boxes_of, cropped, whole_tiles
 from .plan import Equal, Tile, View
 from .to_huggingface import same_as_embedding, some_of
 
 
 @dataclass(frozen=True)
-class Part:
+class RankPart:
     """A box of a whole Megatron tensor, and its rows."""
 
     offsets: tuple[int, ...]
@@ -60,11 +59,13 @@ class Import:
         """Of the whole tensor, padding included."""
         return self._whole(rule, layer)[0]
 
-    def parts(self, rule: Rule, layer: int, rank: int) -> list[Part]:
-        """What a tensor-parallel rank has of a tensor, in the order in which it has it."""
+    def parts(self, rule: Rule, layer: int, rank: int, most: int = 2**63) -> list[RankPart]:
+        """What a tensor-parallel rank has of a tensor, in the order in which it has it; of at most
+        `most` elements each, or one row."""
         shape, tiles = self._whole(rule, layer)
-        boxes = boxes_of(rule.split, shape, rank, self.layout.tensor)
-        return [Part(*box, cropped(tiles, *box)) for box in boxes]
+        found = boxes_of(rule.split, shape, rank, self.layout.tensor)
+        boxes = [band for box in found for band in bands(*box, most)]
+        return [RankPart(*box, cropped(tiles, *box)) for box in boxes]
 
     def dtype_of(self, rule: Rule, layer: int) -> DType:
         stored = self._views(rule, layer)[0].stored.dtype
@@ -135,9 +136,3 @@ def _take(
             f"{source.path}: '{name}' has shape {stored.shape}, config.json implies {shape}."
         )
     return stored
-
-
-def parameters(model: Architecture) -> int:
-    """Of the model, without padding and copies."""
-    placed = placed_rules(model)
-    return sum(math.prod(shape) for rule, _ in placed for shape in rule.shapes(model))

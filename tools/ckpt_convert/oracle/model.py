@@ -21,8 +21,8 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
 
-from rlflow.errors import ModelError
-from rlflow.models.architecture import rope_kind, rope_of, stored_architecture
+from rlflow.models.architecture import stored_architecture
+from rlflow.models.entries import refused, rope_kind, rope_of
 
 from ..dtypes import NAMED
 from ..mapping.layout import CheckpointLayout
@@ -216,13 +216,10 @@ def _check_computed(config: dict[str, Any]) -> None:
     family, groups = config["model_type"], config.get("n_group") or 1
     grouped = config.get("topk_method", "greedy") != "greedy" and groups > 1
     if family == "deepseek_v2" and grouped:
-        raise ModelError(
-            "config.json: topk_method 'group_limited_greedy' is not what megatron-core computes."
-        )
+        raise refused("topk_method 'group_limited_greedy' is not what megatron-core computes.")
     if family in SIGMOID and not normalized(config):
-        raise ModelError(
-            "config.json: norm_topk_prob=false is not what megatron-core computes with sigmoid "
-            "scores."
+        raise refused(
+            "norm_topk_prob=false is not what megatron-core computes with sigmoid scores."
         )
 
 

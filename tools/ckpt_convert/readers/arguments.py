@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from rlflow.models.architecture import Architecture, rope_kind, rope_of
+from rlflow.models.architecture import Architecture
+from rlflow.models.entries import rope_kind, rope_of
 
 from ..dtypes import BFLOAT16, FLOAT16, DType
 
@@ -55,68 +56,46 @@ def described_model(args: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-Contradiction = tuple[str, Any, str]
-"""(argument, its value, what config.json says instead)."""
-
-
 def contradictions(
     args: Mapping[str, Any], config: Mapping[str, Any], model: Architecture
-) -> Iterator[Contradiction]:
-    """Arguments that change the computation and no shape, where config.json says otherwise."""
-    vocab = args.get("vocab_size")
-    if isinstance(vocab, int) and vocab > model.vocab:
-        yield "vocab_size", vocab, f"vocab_size {model.vocab}, which drops rows"
-    part = args.get("rotary_percent")
-    if part is not None and model.latent is None and part != model.rotary_share:
-        yield "rotary_percent", part, f"partial_rotary_factor {model.rotary_share}"
+) -> Iterator[tuple[str, Any, str]]:
+    """(argument, its value, what config.json says instead) of what changes the computation and no
+    shape."""
+    rope, given = rope_of(config), {name for name, value in args.items() if value is not None}
+    kind, factor = rope_kind(rope), rope.get("factor")
+    scaling, by = f"rope scaling '{kind}'", f"factor {factor}"
+    fits = {"vocab_size": (f"vocab_size {model.vocab}, which drops rows", _at_most(model.vocab))}
+    stretches = (1, factor) if kind == "linear" else (1,)
+    fits["rotary_seq_len_interpolation_factor"] = scaling, stretches.__contains__
     if model.latent is None:
-        yield from _rope_contradictions(args, rope_of(config), model)
-    else:
-        yield from _latent_rope_contradictions(args, rope_of(config))
-    yield from _stretch_contradictions(args, rope_of(config))
-    yield from _window_contradictions(args, window_of(config))
+        share = model.rotary_share
+        fits["rotary_percent"] = f"partial_rotary_factor {share}", (share,).__contains__
+        fits["use_rope_scaling"] = scaling, ((kind == "llama3"),).__contains__
+        if args.get("use_rope_scaling") and model.rope_factor is not None:
+            fits["rope_scaling_factor"] = by, (model.rope_factor,).__contains__
+    elif "rope_type" in given:
+        fits["rope_type"] = scaling, lambda found: (found == "yarn") == (kind == "yarn")
+        if kind == "yarn":
+            fits["rotary_scaling_factor"] = by, (factor,).__contains__
     if model.experts is not None:
         wanted = routing(config)
         if wanted["moe_router_score_function"] == "sigmoid":
             del wanted["moe_router_pre_softmax"]  # which Megatron does not combine with it
         for name, expected in wanted.items():
-            if args.get(name) is not None and args[name] != expected:
-                yield name, args[name], f"{expected} follows"
+            fits[name] = f"{expected} follows", (expected,).__contains__
+    for name, (present, fit) in fits.items():
+        if name in given and not fit(args[name]):
+            yield name, args[name], present
+    yield from _window_contradictions(args, window_of(config))
 
 
-def _rope_contradictions(
-    args: Mapping[str, Any], rope: Mapping[str, Any], model: Architecture
-) -> Iterator[Contradiction]:
-    scaled, factor = args.get("use_rope_scaling"), args.get("rope_scaling_factor")
-    kind = rope_kind(rope)
-    if scaled is not None and bool(scaled) != (kind == "llama3"):
-        yield "use_rope_scaling", scaled, f"rope scaling '{kind}'"
-    if scaled and model.rope_factor is not None and factor not in (None, model.rope_factor):
-        yield "rope_scaling_factor", factor, f"factor {model.rope_factor}"
+def _at_most(bound: int) -> Callable[[Any], bool]:
+    return lambda found: not isinstance(found, int) or found <= bound
 
 
-def _latent_rope_contradictions(
-    args: Mapping[str, Any], rope: Mapping[str, Any]
-) -> Iterator[Contradiction]:
-    kind, given, factor = rope_kind(rope), args.get("rope_type"), args.get("rotary_scaling_factor")
-    if given is None:
-        return
-    if (given == "yarn") != (kind == "yarn"):
-        yield "rope_type", given, f"rope scaling '{kind}'"
-    elif kind == "yarn" and factor not in (None, rope.get("factor")):
-        yield "rotary_scaling_factor", factor, f"factor {rope.get('factor')}"
-
-
-def _stretch_contradictions(
-    args: Mapping[str, Any], rope: Mapping[str, Any]
-) -> Iterator[Contradiction]:
-    name, kind = "rotary_seq_len_interpolation_factor", rope_kind(rope)
-    stretched = args.get(name)
-    if stretched not in (None, 1) and (kind != "linear" or stretched != rope.get("factor")):
-        yield name, stretched, f"rope scaling '{kind}'"
-
-
-def _window_contradictions(args: Mapping[str, Any], window: int | None) -> Iterator[Contradiction]:
+def _window_contradictions(
+    args: Mapping[str, Any], window: int | None
+) -> Iterator[tuple[str, Any, str]]:
     """Megatron's window counts the tokens before the current one, that of transformers also the
     token itself."""
     found, length = args.get("window_size"), args.get("seq_length")

@@ -20,7 +20,7 @@ from ..problems import damaged, missing, other_layout, unsupported
 from .arguments import described_layout, described_model
 from .join_ranks import RankTensor, join_ranks
 from .ranks import RankFile, check_ranks
-from .source import Content, Stamps, StoredTensor, TensorSource
+from .source import ChunkPlace, Stamps, StoredTensor, TensorSource
 from .torch_archive import Archive, Window, explained
 
 FILES = ("model_optim_rng.pt", "model_rng.pt")
@@ -45,8 +45,8 @@ def read_legacy(path: Path) -> TensorSource:
     experts = args.get("expert_tensor_parallel_size") or layout["tensor_parallel"]
     joined = join_ranks(path, list(_parts(path, ranks)), experts)
 
-    def content(stored: StoredTensor, chunk: Chunk) -> Content:
-        return Content(chunk.start, joined.records[chunk])
+    def content(stored: StoredTensor, chunk: Chunk) -> ChunkPlace:
+        return ChunkPlace(chunk.start, joined.records.get(chunk))
 
     return TensorSource(
         path=path,

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 from pathlib import Path
 from typing import Any
 
 from rlflow.errors import ModelError
-from rlflow.models.huggingface import INDEX_FILE, WeightFiles, header
+from rlflow.models.huggingface import INDEX_FILE, WeightFiles, header, weight_files
 from rlflow.storage.pickles import Chunk
 
 from ..dtypes import FLOAT8, FLOAT32, WEIGHTS
 from ..problems import damaged, missing, unsupported
-from .source import SCALED, Content, Stamps, StoredTensor, TensorSource
+from .source import SCALED, ChunkPlace, Stamps, StoredTensor, TensorSource
 
 DTYPES = {dtype.safetensors: dtype for dtype in (*WEIGHTS, FLOAT8)}
 """Of a safetensors header."""
@@ -29,8 +28,15 @@ def read_huggingface(path: Path) -> TensorSource:
     Raises ConversionError for a file that is missing (3) or damaged (4), and for a dtype that is
     not supported (10)."""
     stamps = Stamps(path)
-    _check_files(path)
     try:
+        listed = weight_files(path) if (path / INDEX_FILE).is_file() else []
+        lacking = [name for name in listed if not (path / name).is_file()]
+        if lacking:
+            raise missing(
+                f"{path / lacking[0]}: missing, though {INDEX_FILE} lists it "
+                f"({len(listed) - len(lacking)} of {len(listed)} files found); copy the whole "
+                "model."
+            )
         weights = WeightFiles(path)
         headers = {
             file: header(path / file) for file in {weights.file_of(name) for name in weights}
@@ -38,7 +44,7 @@ def read_huggingface(path: Path) -> TensorSource:
         stored = {}
         for name in weights:
             file = weights.file_of(name)
-            stored[name] = _stored(path / file, name, headers[file][name])
+            stored[name] = _stored(path, file, name, headers[file][name])
     except ModelError as error:
         raise damaged(str(error)) from None
     except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
@@ -55,42 +61,26 @@ def read_huggingface(path: Path) -> TensorSource:
         path=path,
         format="huggingface",
         tensors=tensors,
-        content=lambda stored, chunk: Content(chunk.start),
+        content=lambda stored, chunk: ChunkPlace(chunk.start),
         stamps=stamps,
         tables=tuple(tables),
     )
 
 
-def _check_files(path: Path) -> None:
-    index = path / INDEX_FILE
-    if not index.is_file():
-        return
-    try:
-        names = set(json.loads(index.read_bytes())["weight_map"].values())
-        lacking = sorted(name for name in names if not (path / name).is_file())
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise damaged(f"{index}: damaged ({error}); copy the model again.") from None
-    if lacking:
-        raise missing(
-            f"{path / lacking[0]}: missing, though {INDEX_FILE} lists it "
-            f"({len(names) - len(lacking)} of {len(names)} files found); copy the whole model."
-        )
-
-
-def _stored(file: Path, name: str, entry: dict[str, Any]) -> StoredTensor:
+def _stored(path: Path, file: str, name: str, entry: dict[str, Any]) -> StoredTensor:
     if entry["dtype"] not in DTYPES:
         raise unsupported(
-            f"{file}: '{name}' is of dtype {entry['dtype']}, which is not supported; expected one "
-            f"of {', '.join(DTYPES)}."
+            f"{path / file}: '{name}' is of dtype {entry['dtype']}, which is not supported; "
+            f"expected one of {', '.join(DTYPES)}."
         )
     dtype, shape = DTYPES[entry["dtype"]], tuple(int(size) for size in entry["shape"])
     first, last = entry["data_offsets"]
     nbytes = math.prod(shape) * dtype.itemsize
     if last - first != nbytes or min(shape, default=1) < 1 or first < 0:
         raise ValueError(f"'{name}' has {last - first} bytes and shape {shape}")
-    with file.open("rb") as stream:
+    with (path / file).open("rb") as stream:
         data = 8 + int.from_bytes(stream.read(8), "little")
-    chunk = Chunk((0,) * len(shape), shape, file.name, data + first, nbytes)
+    chunk = Chunk((0,) * len(shape), shape, file, data + first, nbytes)
     return StoredTensor(name, shape, dtype, (chunk,))
 
 

@@ -40,7 +40,7 @@ class Record:
 
 
 @dataclass(frozen=True)
-class Content:
+class ChunkPlace:
     """First byte of a chunk's elements, row after row. record: the bytes around them that have a
     checksum."""
 
@@ -93,7 +93,7 @@ class TensorSource:
     path: Path
     format: str
     tensors: dict[str, StoredTensor]
-    content: Callable[[StoredTensor, Chunk], Content]
+    content: Callable[[StoredTensor, Chunk], ChunkPlace]
     stamps: Stamps
     tables: tuple[str, ...]
     headers: str = ""

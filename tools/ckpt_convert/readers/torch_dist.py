@@ -19,7 +19,7 @@ from rlflow.storage.pickles import DAMAGE, Chunk, ForbiddenName, Inert, Table, r
 from ..dtypes import NAMED
 from ..problems import damaged, hostile, missing, unsupported
 from .arguments import described_layout, described_model
-from .source import Content, Stamps, StoredTensor, TensorSource, covers_once
+from .source import ChunkPlace, Stamps, StoredTensor, TensorSource, covers_once
 from .torch_archive import Archive, explained, unreadable_archive
 
 COMMON = "common_state/shard_0_1"
@@ -45,7 +45,7 @@ def read_torch_dist(path: Path) -> TensorSource:
     args = args.state if isinstance(args, Inert) and isinstance(args.state, dict) else {}
     iteration = manifest.get("step", common.get("iteration"))
 
-    def content(stored: StoredTensor, chunk: Chunk) -> Content:
+    def content(stored: StoredTensor, chunk: Chunk) -> ChunkPlace:
         file = path / chunk.file
         with explained(file, f"'{stored.name}' at byte {chunk.start}"), file.open("rb") as stream:
             return _content(Archive(stream, chunk.file, chunk.start, chunk.length), stored, chunk)
@@ -119,14 +119,14 @@ def _common(path: Path, tables: Table) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def _content(archive: Archive, stored: StoredTensor, chunk: Chunk) -> Content:
+def _content(archive: Archive, stored: StoredTensor, chunk: Chunk) -> ChunkPlace:
     """Where a chunk's elements are. Raises ValueError unless its archive holds just that chunk."""
     window = archive.window(archive.value)
     if window is None or (window.dtype, window.shape) != (stored.dtype, chunk.sizes):
         raise ValueError(f"expected {stored.dtype} {chunk.sizes}, found {window}")
     if window.nbytes != window.record.length:
         raise ValueError(f"{window.nbytes} bytes expected, {window.record.length} stored")
-    return Content(window.start, window.record)
+    return ChunkPlace(window.start, window.record)
 
 
 def _check_backend(file: Path) -> None:

@@ -66,7 +66,7 @@ def _rank_file(
         states: list[dict[str, Tensor | None]] = [OrderedDict() for _ in range(layout.virtual)]
         # torch.save wants all tensors of a file at once. They lie in a mapped file without a name,
         # so that the system may write them out where a rank's weights are more than its memory.
-        memory = _mapped(file.directory, sum(target.nbytes for *_, target in held))
+        memory = _mapped(file.path.parent, sum(target.nbytes for *_, target in held))
         at = 0
         for chunk, name, target in held:
             data = memory[at : at + target.nbytes]

@@ -6,11 +6,11 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from rlflow.models.huggingface import file_names, write_index
+from rlflow.models.huggingface import file_names, in_groups, write_index
 
 from ..mapping.plan import Target
 from ..stream import Copier
-from .files import HashedFile, OutputFile, in_groups
+from .files import HashedFile, OutputFile
 
 
 def safetensors_files(targets: Sequence[Target], shard_bytes: int) -> list[OutputFile]:

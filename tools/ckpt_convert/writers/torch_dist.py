@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
@@ -31,6 +32,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from rlflow.models.architecture import Architecture
+from rlflow.models.huggingface import in_groups
 from rlflow.models.rules import Rule, Split
 
 from ..mapping.find import Place, stacked_place
@@ -38,7 +40,7 @@ from ..mapping.plan import Target
 from ..mapping.to_megatron import Import
 from ..stream import Copier
 from .checkpoint import Checkpoint, as_tensor, common_state
-from .files import HashedFile, OutputFile, in_groups
+from .files import HashedFile, OutputFile
 
 CHUNK_BYTES = 16 << 20
 """Of a chunk, or one row: a thread holds it in memory, and torch.save's copy of it."""
@@ -52,20 +54,14 @@ FORMAT = {
 
 @dataclass(frozen=True)
 class OutputChunk:
-    """Rows [first, last) of a target, a box of a whole tensor: its key and shape there, and the
-    first element per axis."""
+    """A box of a whole tensor: its key and shape there, the first element per axis, and the size
+    per axis."""
 
     key: str
     whole: tuple[int, ...]
     offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
     target: Target
-    first: int
-    last: int
-    shape: tuple[int, ...]
-
-    @property
-    def nbytes(self) -> int:
-        return (self.last - self.first) * self.target.row_bytes
 
 
 @dataclass
@@ -81,8 +77,9 @@ class _DataFile:
     def write(self, file: HashedFile, copier: Copier) -> None:
         for chunk in self.chunks:
             start = file.tell()
-            data = copier.rows(chunk.target, chunk.first, chunk.last)
-            torch.save(as_tensor(data, chunk.target, chunk.shape), file)  # type: ignore[arg-type]
+            data = np.empty(chunk.target.nbytes, np.uint8)
+            copier.fill(chunk.target, data)
+            torch.save(as_tensor(data, chunk.target, chunk.sizes), file)  # type: ignore[arg-type]
             self.chunk_places.append((start, file.tell() - start))
         nothing = io.BytesIO()
         torch.save([None], nothing)
@@ -96,7 +93,7 @@ def torch_dist_checkpoint(
 ) -> Checkpoint:
     """The checkpoint below `folder`; data files with at most `file_bytes` of tensors."""
     chunks = [part for rule, layer in work.rules() for part in _chunks(work, rule, layer)]
-    groups = in_groups(chunks, lambda chunk: chunk.nbytes, file_bytes)
+    groups = in_groups(chunks, lambda chunk: chunk.target.nbytes, file_bytes)
     data = [
         _DataFile(f"__{number}_0.distcp", group, _extra_states(work) if number == 0 else [])
         for number, group in enumerate(groups)
@@ -111,15 +108,11 @@ def torch_dist_checkpoint(
         torch.save(common, place / "common.pt")
         (place / ".metadata").write_bytes(pickle.dumps(_tables(data)))
 
-    files = [
-        OutputFile(f"{folder}/{file.name}", _targets(file.chunks), file.write) for file in data
-    ]
+    files = []
+    for file in data:
+        targets = tuple(chunk.target for chunk in file.chunks)
+        files.append(OutputFile(f"{folder}/{file.name}", targets, file.write))
     return Checkpoint(tuple(files), finish)
-
-
-def _targets(chunks: Sequence[OutputChunk]) -> tuple[Target, ...]:
-    """Those that begin among the chunks."""
-    return tuple(chunk.target for chunk in chunks if chunk.first == 0)
 
 
 def _tables(files: Sequence[_DataFile]) -> Metadata:
@@ -134,7 +127,7 @@ def _tables(files: Sequence[_DataFile]) -> Metadata:
             known = tensors[chunk.key].chunks
             offsets = torch.Size(chunk.offsets)
             index = MetadataIndex(chunk.key, offsets, len(known))
-            known.append(ChunkStorageMetadata(offsets, torch.Size(chunk.shape)))
+            known.append(ChunkStorageMetadata(offsets, torch.Size(chunk.sizes)))
             places[index] = _StorageInfo(file.name, start, length)
         for key, (start, length) in zip(file.states, file.state_places):
             tensors[key] = BytesStorageMetadata()
@@ -155,16 +148,11 @@ def _chunks(work: Import, rule: Rule, layer: int) -> Iterator[OutputChunk]:
     dtype = work.dtype_of(rule, layer)
     alike = rule.split in (Split.REPLICATED, Split.LATENT)
     for rank in range(1 if alike else work.layout.tensor):
-        for part in work.parts(rule, layer, rank):
-            row, *columns = part.offsets
-            name = f"{key}@{','.join(map(str, (*lead, *part.offsets)))}"
+        for part in work.parts(rule, layer, rank, CHUNK_BYTES // dtype.itemsize):
+            offsets, sizes = (*lead, *part.offsets), (*(1 for _ in lead), *part.sizes)
+            name = f"{key}@{','.join(map(str, offsets))}"
             target = Target(name, part.sizes, dtype, part.tiles)
-            step = max(1, CHUNK_BYTES // target.row_bytes)
-            for first in range(0, target.rows, step):
-                last = min(first + step, target.rows)
-                offsets = (*lead, row + first, *columns)
-                shape = (*(1 for _ in lead), last - first, *part.sizes[1:])
-                yield OutputChunk(key, whole, offsets, target, first, last, shape)
+            yield OutputChunk(key, whole, offsets, sizes, target)
 
 
 def _place(work: Import, rule: Rule, layer: int) -> Place:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import http.client
 import json
 import os
@@ -20,9 +21,13 @@ import httpx
 import psutil
 import pytest
 
-from rlflow.errors import ConfigError
+from rlflow.errors import ConfigError, DataError
 from rlflow_environments.retrieval.__main__ import main
+from rlflow_environments.retrieval.server.index import ServedIndex
+from rlflow_environments.retrieval.server.service import SearchService
+from rlflow_environments.retrieval.server.shared import SharedState
 from rlflow_environments.retrieval.server.workers import check_sharable
+from tests.unit.environments.retrieval.search_echo import Echo
 from tests.unit.environments.retrieval.search_servers import write_corpus, write_pages
 from tests.waiting import until
 
@@ -124,8 +129,57 @@ class Clients:
 def test_what_processes_cannot_share_is_refused_in_one_line(name, tmp_path, capsys):
     with pytest.raises(ConfigError, match=f"--processes 2: the retriever {name} .* Use --processes 1"):
         check_sharable({"name": name}, 2)
+    with pytest.raises(ConfigError, match="on a GPU"):
+        check_sharable({"name": "faiss", "gpu": True}, 2)
     assert main(["serve", "--processes", "0", "--retriever", name]) == 2
     assert "--processes: expected at least 1, found 0" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_all_processes_change_over_or_none(tmp_path, fails):
+    broken: list[bool] = []
+
+    def sound(changes, report, on_batch):
+        return ServedIndex(Echo(), info={"identity": str(changes)})
+
+    def load(changes, report, on_batch):
+        if broken:
+            raise DataError("no memory")
+        return sound(changes, report, on_batch)
+
+    def service(load) -> SearchService:
+        shared = SharedState(tmp_path, 2)
+        shared.join()
+        return SearchService(load, shared=shared)
+
+    async def scenario() -> None:
+        asked, other = service(sound), service(load)
+
+        async def look() -> None:
+            while True:
+                for one in (asked, other):
+                    one.tell(connections=0)
+                await other.follow(other.shared)
+                await asyncio.sleep(0.01)
+
+        await asyncio.gather(asked.load(), other.load())
+        looking = asyncio.create_task(look())
+        await asyncio.sleep(0.05)
+        assert asked.state_of_all == other.state_of_all == "ready"
+        broken.extend([True] * fails)
+        if fails:
+            with pytest.raises(DataError, match="another process"):
+                await asked.reload({"b": 1})
+        else:
+            await asked.reload({"b": 1})
+        expected = str({} if fails else {"b": 1})
+        assert [one.index.info["identity"] for one in (asked, other)] == [expected] * 2
+        broken.clear()
+        await asked.reload({"b": 2})
+        assert [one.index.info["identity"] for one in (asked, other)] == [str({"b": 2})] * 2
+        looking.cancel()
+
+    asyncio.run(scenario())
 
 
 def test_two_processes_answer_as_one_and_count_together_and_end_together(tmp_path):
