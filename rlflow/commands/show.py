@@ -56,7 +56,7 @@ def add(commands: Commands) -> None:
     kind.add_argument("--failed", action="store_true", help="only episodes that did not solve their task")
     kind.add_argument("--solved", action="store_true", help=f"only episodes that did: the {solved}")
     parser.add_argument("--journal", action="store_true", help="attempts of an asynchronous run: states, staleness, steps")
-    parser.add_argument("--trace", metavar="FILE", help="write its timeline, for ui.perfetto.dev or (FILE.svg) as a picture")
+    parser.add_argument("--trace", metavar="FILE", help="write its timeline, for ui.perfetto.dev")
     parser.add_argument("--color", choices=("auto", "always", "never"), default="auto")
 
 

@@ -8,6 +8,7 @@ import os
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -27,8 +28,10 @@ class Sink(Protocol):
 class MetricsLog:
     """Writes each step's metrics to `<directory>/metrics.jsonl` and to further sinks.
 
-    On resume, records after `resumed_step` are dropped first, so that the file reads as if the run had never stopped.
-    """
+    A line of the file is a JSON object: step, time (Unix seconds), metrics; null for what is not
+    finite. On resume, records after `resumed_step` are dropped first, so that the file reads as if
+    the run had never stopped; `evaluations` of that step are kept (None: all). `confirm` is called
+    before each record."""
 
     def __init__(
         self,
@@ -38,49 +41,37 @@ class MetricsLog:
         evaluations: int | None = None,
         confirm: Callable[[], object] = lambda: None,
     ) -> None:
-        """evaluations: how many of the evaluations at `resumed_step` are kept; None for all. confirm: called
-        before each record."""
-        self._confirm = confirm
-        self._file = JsonlSink(Path(directory) / "metrics.jsonl", resumed_step, evaluations)
-        self.sinks: list[Sink] = [self._file, *sinks]
+        self.sinks, self._confirm = list(sinks), confirm
+        path = Path(directory) / "metrics.jsonl"
+        if path.exists():
+            _drop_records_after(path, resumed_step, evaluations)
+        self._file = path.open("a", encoding="utf-8")
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Writes one record. Values become plain floats; what is not finite is null in the file."""
+        """Writes one record; its line is flushed whole."""
         plain = {name: float(value) for name, value in values.items()}
+        finite = {name: value if math.isfinite(value) else None for name, value in plain.items()}
         self._confirm()
+        record = {"step": step, "time": round(time.time(), 3), **finite}
+        self._file.write(json.dumps(record) + "\n")
+        self._file.flush()
         for sink in self.sinks:
             sink.write(step, plain)
 
     def sync(self) -> None:
-        """Brings the file to disk: what a checkpoint follows on must survive a power cut if the checkpoint does."""
-        os.fsync(self._file.file.fileno())
+        """Brings the file to disk: it must survive a power cut if a checkpoint does."""
+        os.fsync(self._file.fileno())
 
     def close(self) -> None:
-        for sink in self.sinks:
-            sink.close()
+        with closing(self._file):
+            for sink in self.sinks:
+                sink.close()
 
     def __enter__(self) -> MetricsLog:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-class JsonlSink:
-    """One JSON object per line: step, time (Unix seconds), metrics. Each line is flushed whole."""
-
-    def __init__(self, path: Path, resumed_step: int | None = None, evaluations: int | None = None) -> None:
-        if path.exists():
-            _drop_records_after(path, resumed_step, evaluations)
-        self.file = path.open("a", encoding="utf-8")
-
-    def write(self, step: int, values: Mapping[str, float]) -> None:
-        finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
-        self.file.write(json.dumps({"step": step, "time": round(time.time(), 3), **finite}) + "\n")
-        self.file.flush()
-
-    def close(self) -> None:
-        self.file.close()
 
 
 class TensorBoardSink:

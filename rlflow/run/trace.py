@@ -6,21 +6,16 @@ import heapq
 from pathlib import Path
 from typing import Any
 
-from rlflow.report.charts import timeline_svg
 from rlflow.run.journal import AttemptJournal
-from rlflow.storage.files import write_json, write_text
+from rlflow.storage.files import write_json
 
 TRAINER, EPISODES = 1, 2  # the processes of workers come behind
 
 
 def write_trace(journal: AttemptJournal, path: str | Path) -> int:
-    """Writes the trace as JSON in Chrome's format, or as a picture where the name ends in .svg; returns the number of its spans.
-    Raises OSError."""
+    """Writes the trace as JSON in Chrome's format; returns the number of its spans. Raises OSError."""
     events = trace_events(journal)
-    if Path(path).suffix == ".svg":
-        write_text(path, timeline_svg(events))
-    else:
-        write_json(path, {"traceEvents": events, "displayTimeUnit": "ms"})
+    write_json(path, {"traceEvents": events, "displayTimeUnit": "ms"})
     return sum(event["ph"] == "X" for event in events)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from xml.etree import ElementTree
 
 from rlflow.run.journal import AttemptJournal
 from rlflow.run.trace import write_trace
@@ -32,23 +31,6 @@ def test_phases_and_episodes_are_spans_in_microseconds_and_no_two_of_a_lane_over
     ]
     facts = {"sample": 3, "oldest version": 0, "newest version": 3, "trained in step": 1}
     assert events[-1]["args"] == facts
-
-
-def test_the_picture_says_who_waited(tmp_path: Path) -> None:
-    """The trainer waits 6 of 10 s; the worker has 2 episodes for 5 s, then none."""
-    journal = AttemptJournal(tmp_path / "journal.sqlite")
-    number = journal.issue("a", 0, "0:a", 2)
-    for sample in range(2):
-        journal.begin(number, sample, 1, 0, 100.0, "0")
-        journal.finish(number, sample, 1, b"", (0, 0), 105.0)
-    journal.note_phases([("rollout", 100.0, 106.0), ("update", 106.0, 110.0)])
-    assert write_trace(journal, tmp_path / "trace.svg") == 4
-    journal.close()
-    drawn = ElementTree.parse(tmp_path / "trace.svg").getroot()
-    texts = [text.text for text in drawn.iter("{http://www.w3.org/2000/svg}text")]
-    assert texts[:4] == ["trainer", "waits 60%", "worker 0", "empty 50%"]
-    titles = [title.text for title in drawn.iter("{http://www.w3.org/2000/svg}title")]
-    assert titles == ["rollout 6.0 s", "update 4.0 s", "at most 2 episodes"]
 
 
 def test_a_run_that_has_done_nothing_has_an_empty_timeline(tmp_path: Path) -> None:
