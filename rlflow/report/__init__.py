@@ -1,6 +1,9 @@
-"""Metrics: names with units, reductions, phase timers, peak memory, and the sinks that a run writes to."""
+"""What a run reports, and to whom: metrics and sinks, charts, the page, the terminal, findings."""
 
 from __future__ import annotations
 
-BUILT_IN = {"tensorboard": "rlflow.report.sinks:TensorBoardSink", "wandb": "rlflow.report.sinks:WandbSink"}
+BUILT_IN = {
+    "tensorboard": "rlflow.report.sinks:TensorBoardSink",
+    "wandb": "rlflow.report.sinks:WandbSink",
+}
 """Sinks: name -> `module:Name`."""
