@@ -62,6 +62,7 @@ from rlflow.rollout.embedded.engine import EmbeddedEngine
 from rlflow.types import Episode, Step, Task, Trajectory
 
 HERE = Path(__file__).resolve()
+SLEEPING = HERE.with_name("sleeping.py")
 FAR = {"max_staleness": 8, "run_ahead": 4}
 WORKERS = max(1, len(os.sched_getaffinity(0)) - 1)  # of the side `separate`
 SIDES: dict[str, dict[str, Any]] = {
@@ -180,10 +181,11 @@ def configured(folder: str, told: Path, case: Case, options: dict[str, Any], alo
         token_s, update_s = case.fake_s
         tokens = case.prompts * case.samples * (24 + TURNS * case.response + case.observation * (TURNS - 1))
         score_s = update_s / 1.5 / tokens if case.reference else 0.0
-        chosen.append(f"rollout.engine={{name: fake, token_s: {token_s}, max_concurrency: 256}}")
+        chosen.append(f"rollout.engine={{name: '{SLEEPING}:FakeEngine', token_s: {token_s}, max_concurrency: 256}}")
     if alone or case.fake_s is not None:
         times = "" if alone else f", update_s: {update_s}, score_token_s: {score_s}"
-        chosen += ["trainer.backend=fake", f"trainer.optimizer={{name: sleep{times}}}"]
+        chosen.append(f"trainer.backend={SLEEPING}:FakeTrainer")
+        chosen.append(f"trainer.optimizer={{name: '{SLEEPING}:Sleep'{times}}}")
     losses = "{name: ppo_clip, anchor: proximal}" + ", {name: kl, coefficient: 0.01}" * case.reference
     tools = f"median_s: {case.median_s}, sigma: {case.sigma}, cap_s: {case.cap_s}, observation: {case.observation}"
     return [

@@ -22,8 +22,8 @@ from rlflow.config.loading import config_text
 from rlflow.config.schema import load_config
 from rlflow.environment import Environment
 from rlflow.report.metrics import Metric
+from rlflow.report.records import read_trajectories
 from rlflow.run.directory import RunDirectory
-from rlflow.run.trajectories import read_trajectories
 from rlflow.storage.files import read_json
 from rlflow.types import Episode, Step, Task
 from rlflow_environments.search.environment import SearchEnvironment

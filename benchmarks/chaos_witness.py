@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from rlflow.report.records import read_trajectories
 from rlflow.run.directory import RunDirectory
-from rlflow.run.trajectories import read_trajectories
 from rlflow.types import NAMED_REWARD, Batch, Episode, Loss, LossResult, PolicyOutput, Step
 
 FOLDER, SESSION = "CHAOS_WITNESS", "CHAOS_SESSION"

@@ -38,7 +38,7 @@ SHARES = {"server": 0.15, "indices": 0.15, "corpora": 0.1, "checkpoints": 0.25, 
 SEARCH = (
     "faiss",
     "bm25s",
-    "rlflow_environments.retrieval.building.building",
+    "rlflow_environments.retrieval.building",
     "rlflow_environments.retrieval.server.loading",
 )
 TRAINING = ("transformers", "rlflow.loop", "rlflow.rollout.embedded.engine", "rlflow.trainer.megatron")

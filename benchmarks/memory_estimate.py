@@ -192,22 +192,20 @@ def _child(pipe: Connection, case: Case, path: Path, rank: int, meeting: str) ->
 def _update(case: Case, config: Any) -> None:
     import dataclasses
 
-    from rlflow.run.algorithm import config_needs
+    from rlflow.algorithms.algorithm import config_needs
     from rlflow.trainer.base import Trainer
 
     options: dict[str, Any] = {**dataclasses.asdict(config.trainer), "dtype": config.model.dtype}
     needs = config_needs(config)
     if config.algorithm.critic is not None:
-        from rlflow.trainer.options import CriticOptions
-
-        options["critic"] = dataclasses.asdict(CriticOptions.of(config.algorithm.critic))
+        options["critic"] = dataclasses.asdict(config.algorithm.critic)
     trainer = Trainer.from_pretrained(config.model.path, **options)
     batch = make_batch((case.length,) * case.rows, SHAPES[case.model].vocab)
     if "reference" in needs:
         trainer.snapshot("reference")
     loss: Any = policy_gradient
     if config.algorithm.critic is not None:
-        from rlflow.run.algorithm import make_loss
+        from rlflow.algorithms.algorithm import make_loss
 
         loss = make_loss(config.algorithm.losses)
         batch = batch.replace(values=batch.advantages, returns=batch.advantages, proximal_logprobs=batch.logprobs)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rlflow.batching import make_batch
-    from rlflow.commands.check import check_environment
+    from rlflow.checks.environments import check_environment
     from rlflow.config.schema import RunConfig, load_config
     from rlflow.environment import Environment
     from rlflow.loop import train
@@ -24,7 +24,7 @@ _HOMES = {
     "Rollout": "rlflow.rollout",
     "RunConfig": "rlflow.config.schema",
     "Trainer": "rlflow.trainer.base",
-    "check_environment": "rlflow.commands.check",
+    "check_environment": "rlflow.checks.environments",
     "load_config": "rlflow.config.schema",
     "make_batch": "rlflow.batching",
     "train": "rlflow.loop",

@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rlflow.algorithms.algorithm import Algorithm
 from rlflow.algorithms.statistics import first_rows
 from rlflow.batching import lengthened, make_batch, rows_with_advantage, split_minibatches
 from rlflow.config.schema import RunConfig
 from rlflow.errors import RolloutError
 from rlflow.report.reductions import update_metrics
 from rlflow.report.timer import PhaseTimer
-from rlflow.run.algorithm import Algorithm
 from rlflow.run.open import open_run
 from rlflow.run.preflight import finished_summary, run_path
 from rlflow.trainer.base import Trainer

@@ -5,6 +5,7 @@ Ranges stand at the annotation: `lr: PositiveFloat`, `share: Annotated[float, Ra
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import types
 import typing
@@ -90,6 +91,12 @@ def hints_of(target: Callable[..., Any]) -> dict[str, Any]:
 
 def is_component(hint: Any) -> bool:
     return any(isinstance(item, Named) for item in getattr(hint, "__metadata__", ()))
+
+
+def section_of(hint: Any) -> type | None:
+    """The dataclass of a nested section, also of one that may be null; None for any other annotation."""
+    kinds = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
+    return next((kind for kind in kinds if isinstance(kind, type) and dataclasses.is_dataclass(kind)), None)
 
 
 def describe(hint: Any) -> str:

@@ -25,7 +25,7 @@ def run(arm: str, seed: int, quick: bool) -> Figures:
     """success: of all tasks, at the end; success_long: of the long ones; gap: of the engine's log-probs to the trainer's."""
     from experiments.small_run import small_run, some_demonstrations
     from experiments.tasks.keys import REFERENCE, Keys
-    from rlflow.algorithms.remembered import trajectories_state
+    from rlflow.codec import to_bytes
 
     task = Keys(LENGTHS, KEYS, seed=seed)
     environment = {"name": REFERENCE, "lengths": LENGTHS, "keys": KEYS, "seed": seed}
@@ -34,7 +34,7 @@ def run(arm: str, seed: int, quick: bool) -> Figures:
         some = some_demonstrations(small, task, task.press_any, seed, max(LENGTHS))
         small.warm_up(some, 4 if quick else 30)
         for pool in small.algorithm.filters:
-            pool.load_state_dict({"draws": 0, **trajectories_state(collected_before(small.tokenizer, task))})
+            pool.load_state_dict({"draws": 0, "pool": to_bytes(collected_before(small.tokenizer, task))})
         rows = [small.step() for _ in range(2 if quick else STEPS)]
     curve = [row["train/success"] for row in rows]
     return {

@@ -20,10 +20,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rlflow.algorithms.algorithm import Algorithm
 from rlflow.config.schema import load_config
 from rlflow.loop import training_step
 from rlflow.report.timer import PhaseTimer
-from rlflow.run.algorithm import Algorithm
 from rlflow.trainer.options import TrainerOptions
 from rlflow.trainer.reference import ReferenceTrainer
 from rlflow.types import Group, Segment, StopReason, Task, Trajectory, Turn, stamp

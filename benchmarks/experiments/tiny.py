@@ -23,7 +23,9 @@ import torch
 from torch import Tensor
 
 from experiments.base import Figures
+from rlflow.algorithms.algorithm import Algorithm
 from rlflow.algorithms.base import Curator
+from rlflow.algorithms.teachers.base import Classroom
 from rlflow.batching import token_batch
 from rlflow.components import CURATOR
 from rlflow.config.schema import RunConfig, load_config
@@ -33,9 +35,7 @@ from rlflow.loop import training_step
 from rlflow.report.metrics import Metric
 from rlflow.report.timer import PhaseTimer
 from rlflow.rollout import Rollout
-from rlflow.run.algorithm import Algorithm
 from rlflow.run.assemble import make_rollout, make_trainer
-from rlflow.teachers.base import Classroom
 from rlflow.trainer.base import Trainer
 from rlflow.types import Episode, Group, Step, Task
 

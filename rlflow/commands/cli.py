@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib import metadata
 
-from rlflow.commands import algorithm, ask, compare, config, doctor, env, eval, merge, serve, show, train, view
+from rlflow.commands import algorithm_parts, ask, compare, config, doctor, env, eval, merge, serve, show, train, view
 from rlflow.commands.options import CommandParser
 from rlflow.config.keys import elsewhere
 from rlflow.errors import COMMAND_PLUG_INS, RLFlowError, as_called, command, described, did_you_mean
@@ -109,7 +109,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"rlflow {_version()}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", dest="command")
-    for module in (train, serve, eval, env, algorithm, merge, show, view, compare, ask, config, doctor):
+    for module in (train, serve, eval, env, algorithm_parts, merge, show, view, compare, ask, config, doctor):
         module.add(commands)
     for entry in sorted(metadata.entry_points(group=COMMAND_PLUG_INS), key=lambda entry: entry.name):
         entry.load()(commands)

@@ -34,10 +34,10 @@ def add(commands: Commands) -> None:
 def run(args: argparse.Namespace) -> int:
     """Prints the keys. Raises ConfigError where none holds the word."""
     from rlflow.config.keys import described_keys
-    from rlflow.config.schema import MAPPINGS, RunConfig
+    from rlflow.config.schema import RunConfig
 
     word, count = args.word.lower(), 0
-    for key in described_keys(RunConfig, MAPPINGS):
+    for key in described_keys(RunConfig):
         options = _options(key, word) if word else []
         text = " ".join((key.name, key.meaning, key.type, *key.others_names, *options)).lower()
         if word in text:

@@ -156,7 +156,7 @@ def run_policy(args: argparse.Namespace) -> int:
 
 def run_check(args: argparse.Namespace) -> int:
     """Prints the report; returns 1 where the contract is broken."""
-    from rlflow.commands.check import LIMIT_S, check_environment
+    from rlflow.checks.environments import LIMIT_S, check_environment
     from rlflow.components import Kind
     from rlflow.run.interpreter_watch import InterpreterWatch
 

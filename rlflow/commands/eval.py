@@ -66,10 +66,10 @@ def run(args: argparse.Namespace) -> int:
     """Prints the scores of a model directory and writes summary.json and trajectories.jsonl."""
     from rlflow.config.checks import check_config
     from rlflow.report.metrics import save_registered
+    from rlflow.report.records import write_trajectories
     from rlflow.run.assemble import fitting_tasks
     from rlflow.run.directory import RunDirectory
     from rlflow.run.evaluate import evaluate, metrics_by_set
-    from rlflow.run.trajectories import write_trajectories
     from rlflow.storage.files import write_json
 
     check_least(args, questions=1, samples=1, temperature=0)

@@ -17,11 +17,11 @@ from rlflow.report.charts import printable, run_seconds
 from rlflow.report.lines import clock, evaluation_line, numbers, sparkline
 from rlflow.report.metrics import Metrics, label, leading_score, scores
 from rlflow.report.recorded import RunFiles, grouped
+from rlflow.report.records import answers_of, question_of, read_trajectories, solved, text_of
 from rlflow.report.sinks import read_metrics
 from rlflow.run.directory import RunDirectory
 from rlflow.run.journal import AttemptJournal
 from rlflow.run.trace import write_trace
-from rlflow.run.trajectories import answers_of, question_of, read_trajectories, solved, text_of
 from rlflow.storage.files import read_json
 
 _CODES = {"bold": "1", "dim": "2", "policy": "36", "good": "32", "bad": "31", "warn": "33", "marked": "30;43"}

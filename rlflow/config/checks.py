@@ -18,12 +18,10 @@ from rlflow.components import (
     TEACHER,
     TRANSFORM,
     WEIGHT_TRANSFER,
-    check_options,
 )
 from rlflow.config.loading import check_values
-from rlflow.config.schema import Asynchrony, Faults, RunConfig
+from rlflow.config.schema import RunConfig
 from rlflow.errors import ConfigError
-from rlflow.trainer.options import CriticOptions
 
 MOST_TRAJECTORIES = 1_000_000
 _NAME = re.compile(r"[\w][\w.+=-]*")
@@ -44,7 +42,7 @@ def check_config(config: RunConfig, components: bool = True) -> None:
 
 def config_checks(config: RunConfig, components: bool = True) -> Iterator[Callable[[], object]]:
     """What `check_config` looks at, one thing per call; the first one is what the others rely on: every value by itself."""
-    yield lambda: _check_values(config)
+    yield lambda: check_values(config)
     yield lambda: _check_asynchrony(config)
     yield lambda: _check_sampling(config)
     yield lambda: _check_batch(config)
@@ -69,15 +67,9 @@ def environment_name(config: RunConfig) -> str:
     return str(name)
 
 
-def _check_values(config: RunConfig) -> None:
-    check_values(config)
-    config.rollout.faults = check_options(config.rollout.faults, Faults, where="rollout.faults")
-    config.rollout.asynchronous = check_options(config.rollout.asynchronous, Asynchrony, where="rollout.asynchronous")
-
-
 def _check_critic(config: RunConfig) -> None:
     if config.algorithm.critic is not None:
-        CriticOptions.of(config.algorithm.critic).decaying_over(config.updates).check()
+        config.algorithm.critic.decaying_over(config.updates).check()
 
 
 def _check_name(config: RunConfig) -> None:

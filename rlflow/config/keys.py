@@ -6,12 +6,12 @@ import dataclasses
 import inspect
 import re
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from rlflow.components import Kind
-from rlflow.values import describe, is_component
+from rlflow.values import describe, is_component, section_of
 
 KL_LOSS = "algorithm.losses=[ppo_clip, {name: kl, coefficient: 0.01}]"
 _OTHERS = {
@@ -65,17 +65,15 @@ class Key:
         return [other for other, ours in FIELD_NAMES.items() if ours.partition("=")[0].startswith(self.name)]
 
 
-def described_keys(
-    schema: Any, within: Mapping[str, type] | None = None, prefix: str = ""
-) -> Iterator[Key]:
-    """The keys of a schema in its order. within: the schema of what is a mapping there, by key."""
+def described_keys(schema: Any, prefix: str = "") -> Iterator[Key]:
+    """The keys of a schema and of its nested sections, in its order."""
     hints = typing.get_type_hints(schema, include_extras=True)
     meanings = dict(_COMMENT.findall(inspect.getsource(schema)))
     for item in dataclasses.fields(schema):
         name, hint = f"{prefix}{item.name}", hints[item.name]
-        section = hint if dataclasses.is_dataclass(hint) else (within or {}).get(name)
+        section = section_of(hint)
         if section is not None:
-            yield from described_keys(section, within, f"{name}.")
+            yield from described_keys(section, f"{name}.")
             continue
         made: Any = item.default_factory
         default = item.default if made is dataclasses.MISSING else made()

@@ -19,7 +19,7 @@ from rlflow.config.keys import described_keys, elsewhere
 from rlflow.errors import ConfigError, RLFlowError, did_you_mean
 from rlflow.storage.files import write_text
 from rlflow.storage.redaction import redact
-from rlflow.values import checked, is_component, show
+from rlflow.values import checked, is_component, section_of, show
 
 T = TypeVar("T")
 COMMAND_LINE = "command line"
@@ -279,9 +279,15 @@ class _Draft:
         values = {}
         for key, value in raw.items():
             here = (*path, key)
-            section = dataclasses.is_dataclass(fields[key])
-            values[key] = self.build(fields[key], value, here) if section else checked(fields[key], value, self.where(here))
+            values[key] = self.value(fields[key], value, here)
         return cls(**values)
+
+    def value(self, hint: Any, raw: Any, path: tuple[str, ...]) -> Any:
+        """One value as its annotation says: a section, or what `checked` returns."""
+        section = section_of(hint)
+        if section is None or (raw is None and section is not hint):
+            return checked(hint, raw, self.where(path))
+        return self.build(section, raw, path)
 
     def where(self, path: tuple[str, ...]) -> str:
         """`file: section.key`, the file being the one that set the key or the nearest key above it."""
@@ -295,15 +301,15 @@ class _Draft:
 def _sections(schema: Any, path: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
     yield path
     for name, hint in typing.get_type_hints(schema).items():
-        if dataclasses.is_dataclass(hint):
-            yield from _sections(hint, (*path, name))
+        if section := section_of(hint):
+            yield from _sections(section, (*path, name))
 
 
 def _component_hints(schema: Any, path: tuple[str, ...]) -> Iterator[tuple[Any, tuple[str, ...]]]:
     """(annotation, key) of what holds a component or a list of them."""
     for name, hint in typing.get_type_hints(schema, include_extras=True).items():
-        if dataclasses.is_dataclass(hint):
-            yield from _component_hints(hint, (*path, name))
+        if section := section_of(hint):
+            yield from _component_hints(section, (*path, name))
         elif is_component(hint) or any(map(is_component, typing.get_args(hint))):
             yield hint, (*path, name)
 
@@ -331,16 +337,20 @@ def check_values(config: Any, path: str = "") -> None:
     hints = typing.get_type_hints(type(config), include_extras=True)
     for name, hint in hints.items():
         value, here = getattr(config, name), f"{path}.{name}" if path else name
-        if dataclasses.is_dataclass(hint):
+        section = section_of(hint)
+        if section is None or (value is None and section is not hint):
+            checked(hint, value, here)
+        elif isinstance(value, section):
             check_values(value, here)
         else:
-            checked(hint, value, here)
+            raise ConfigError(f"{here}: expected a {section.__name__} object, found {show(value)}.")
 
 
 def _suggest(path: tuple[str, ...], siblings: list[str], root: type) -> str:
     """The key that other libraries call so, else the sibling that was meant, else the option of a component of this
     section, else the key of that name in another section, else what is known here."""
-    if known := elsewhere(path[-1]):
+    in_a_section = len(path) <= 2  # what is nested deeper has few keys, which are told
+    if in_a_section and (known := elsewhere(path[-1])):
         return known
     close = [name for name in siblings if did_you_mean(path[-1], [name])]
     if close:
@@ -348,10 +358,11 @@ def _suggest(path: tuple[str, ...], siblings: list[str], root: type) -> str:
     option = _option_of_a_component(path, root)
     if option:
         return f" Did you mean '{option}'?"
-    everywhere = {key: key.split(".")[-1] for key in config_keys(root)}
+    shortest_first = sorted(config_keys(root), key=lambda key: key.count("."))
+    everywhere = {key: key.split(".")[-1] for key in shortest_first}
     same = [key for key, name in everywhere.items() if name == path[-1]]
     same = same or [key for key, name in everywhere.items() if did_you_mean(path[-1], [name])]
-    if same:
+    if same and in_a_section:
         return f" Did you mean '{same[0]}'?"
     section = f" of {'.'.join(path[:-1])}" if path[:-1] else ""
     return f" Known keys{section}: {', '.join(siblings)}; `rlflow config WORD` finds more."

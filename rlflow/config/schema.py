@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -21,7 +21,7 @@ from rlflow.components import (
     WEIGHT_TRANSFER,
 )
 from rlflow.config import loading as configuration
-from rlflow.trainer.options import CriticOptions, DType, LoraOptions, TrainerOptions
+from rlflow.trainer.options import CriticOptions, DType, TrainerOptions
 from rlflow.values import Component, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Range, Share
 
 
@@ -96,8 +96,8 @@ class RolloutSection:
     max_total_tokens: PositiveInt = 4096  # prompt, responses and observations of an episode together
     max_observation_tokens: PositiveInt | None = None  # text observations are cut to this; None: no limit
     temperature: PositiveFloat = 1.0  # of sampling in training
-    faults: dict[str, Any] = field(default_factory=lambda: asdict(Faults()))
-    asynchronous: dict[str, Any] = field(default_factory=lambda: asdict(Asynchrony()))
+    faults: Faults = field(default_factory=Faults)
+    asynchronous: Asynchrony = field(default_factory=Asynchrony)
     chat_template: bool = False  # put text prompts through the chat template as one user message
 
 
@@ -109,7 +109,7 @@ class AlgorithmSection:
     filters: list[Annotated[Component, FILTER]] = field(default_factory=list)  # of a step's groups, in order
     transforms: list[Annotated[Component, TRANSFORM]] = field(default_factory=list)  # of rewards, advantages, minibatches
     teacher: Annotated[Component, TEACHER] = field(default_factory=dict)  # whose log-probs are imitated; {}: nobody's
-    critic: dict[str, Any] | None = None  # CriticOptions of a second model that learns values; None: no critic
+    critic: CriticOptions | None = None  # a second model that learns values; None: no critic
     minibatches_per_step: PositiveInt = 1  # optimizer updates per pass over a step's episodes
     epochs_per_step: PositiveInt = 1  # passes over a step's episodes
 
@@ -175,16 +175,7 @@ class RunConfig:
     @property
     def asynchrony(self) -> Asynchrony:
         """The options of `rollout.asynchronous`."""
-        return Asynchrony(**self.rollout.asynchronous)
-
-
-MAPPINGS = {
-    "rollout.faults": Faults,
-    "rollout.asynchronous": Asynchrony,
-    "algorithm.critic": CriticOptions,
-    "trainer.lora": LoraOptions,
-}
-"""The keys of what is a mapping in a configuration."""
+        return self.rollout.asynchronous
 
 
 def load_config(

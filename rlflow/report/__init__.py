@@ -1,4 +1,4 @@
-"""What a run reports, and to whom: metrics and sinks, charts, the page, the terminal, findings."""
+"""What a run reports, and to whom: metrics, episodes, charts, the page, the terminal, findings."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from rlflow.report.lines import clock, interval_text, sparkline
 from rlflow.report.metrics import Metrics, label, scores
 from rlflow.report.page import filled, markup, picture, table, template
 from rlflow.report.recorded import RunFiles, grouped
-from rlflow.run.trajectories import question_of
+from rlflow.report.records import question_of
 from rlflow.storage.files import leaves, write_text
 
 UNCOMPARED = ("run.name", "run.directory", "run.resume", "run.overwrite", "metrics.progress")

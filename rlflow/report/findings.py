@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from rlflow.report.metrics import Metrics, label, leading_score, training_name
 from rlflow.report.recorded import Record, RunFiles
-from rlflow.run.trajectories import answers_of, text_of
+from rlflow.report.records import answers_of, text_of
 
 Step = Mapping[str, float]
 LASTING = 3  # steps in a row that a sign must be seen in

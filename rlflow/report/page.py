@@ -32,8 +32,8 @@ from rlflow.report.lines import (
 )
 from rlflow.report.metrics import Metrics, label, scores
 from rlflow.report.recorded import Record, RunFiles, grouped
-from rlflow.run.tokens import EpisodeTokens
-from rlflow.run.trajectories import answers_of, question_of, solved
+from rlflow.report.records import answers_of, question_of, solved
+from rlflow.report.tokens import EpisodeTokens
 from rlflow.storage.files import plain, replacing
 
 CHUNK_EPISODES = 96

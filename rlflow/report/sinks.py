@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from rlflow.components import SINK
 from rlflow.errors import CheckpointError, install_command, needing
-from rlflow.storage.files import write_text
+from rlflow.storage.files import write_json_lines
 
 
 class Sink(Protocol):
@@ -218,4 +218,4 @@ def _drop_records_after(path: Path, step: int | None, evaluations: int | None) -
         evaluated = [one for one in kept if any(name.startswith("eval/") for name in one)]
         unknown = [one for one in evaluated if one["step"] == step][evaluations:]
         kept = [one for one in kept if not any(one is other for other in unknown)]
-    write_text(path, "".join(json.dumps(record) + "\n" for record in kept))
+    write_json_lines(path, kept)

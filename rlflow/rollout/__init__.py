@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from rlflow.codec import Response, Transcripts, transcribe
 from rlflow.rollout.engine import Completion, Engine, Sampling
-from rlflow.rollout.replay import Response, Transcripts, transcribe
 from rlflow.rollout.rollout import Rollout
 from rlflow.rollout.source import TaskSource
 from rlflow.rollout.tokenizer import Tokenizer
@@ -14,7 +14,6 @@ __all__ = ["Completion", "Engine", "Response", "Rollout", "Sampling", "TaskSourc
 
 BUILT_IN = {
     "embedded": "rlflow.rollout.embedded.engine:EmbeddedEngine",
-    "fake": "rlflow.rollout.fake_engine:FakeEngine",
     "vllm": "rlflow.rollout.vllm.engine:make_vllm_engines",
     "vllm_server": "rlflow.rollout.vllm.server_engines:make_vllm_server_engines",
 }

@@ -4,41 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Literal
 
+from rlflow.codec import Response, Transcripts
 from rlflow.errors import RLFlowError, RolloutError
 from rlflow.rollout.engine import Completion, Engine, PauseMode, Sampling, Weights
 from rlflow.rollout.episodes import Attempt, EpisodePlayer
 from rlflow.rollout.event_loop import LoopThread
 from rlflow.rollout.submission import Submission
 from rlflow.rollout.tokenizer import Tokenizer
-from rlflow.types import Group, Segment, StopReason, Task, Trajectory, stamp
+from rlflow.types import Group, Segment, Trajectory, stamp
 
-End = Literal["eos", "stop", "length"]
-"""How a response ended: with the end-of-sequence token, with a stop string, or at a token limit."""
 AT_A_TIME = 16  # attempts of a group
-
-
-@dataclass(frozen=True)
-class Response:
-    """One turn of the policy, as its environment heard it."""
-
-    text: str
-    end: End
-
-
-@dataclass(frozen=True)
-class Transcripts:
-    """What was said in several attempts at one task."""
-
-    task: Task
-    attempts: tuple[tuple[Response, ...], ...]
-
-
-def transcribe(group: Group, tokenizer: Tokenizer) -> Transcripts:
-    """The transcript of the group's usable attempts, which were sampled with that tokenizer."""
-    return Transcripts(group.task, tuple(_responses(attempt, tokenizer) for attempt in group.usable))
 
 
 def replay(
@@ -131,13 +107,3 @@ class _Played:
 def _external(trajectory: Trajectory) -> Trajectory:
     segments: list[Segment] = [dataclasses.replace(segment, logprobs=None) for segment in trajectory.segments]
     return dataclasses.replace(trajectory, segments=segments, source="external", group_stats=None)
-
-
-def _responses(trajectory: Trajectory, tokenizer: Tokenizer) -> tuple[Response, ...]:
-    said = []
-    for place, turn in enumerate(trajectory.turns):
-        last = int(trajectory.segments[turn.segment].tokens[turn.stop - 1])
-        cut = trajectory.stop is StopReason.MAX_TOKENS and place == len(trajectory.turns) - 1
-        end: End = "eos" if last in tokenizer.eos_ids else "length" if cut else "stop"
-        said.append(Response(turn.response, end))
-    return tuple(said)

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
+from rlflow.codec import Transcripts
 from rlflow.components import ENGINE
 from rlflow.environment import Environment
 from rlflow.errors import RolloutError
@@ -22,7 +23,7 @@ from rlflow.rollout.environment_calls import SHUTDOWN_S, reported, shut_down
 from rlflow.rollout.episodes import CALL_S, EPISODE_S, Attempt, EpisodeLimits, EpisodePlayer, TurnSeeds
 from rlflow.rollout.event_loop import LoopThread, LoopWatch
 from rlflow.rollout.flow import EpisodeFlow, Flow
-from rlflow.rollout.replay import Transcripts, replay
+from rlflow.rollout.replay import replay
 from rlflow.rollout.source import TaskSource
 from rlflow.rollout.submission import OnEpisode, Submission
 from rlflow.rollout.tokenizer import Tokenizer, check_frame

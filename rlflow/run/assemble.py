@@ -12,7 +12,7 @@ from rlflow.cluster.trainer import RayTrainer
 from rlflow.components import ENGINE, ENVIRONMENT
 from rlflow.config.checks import environment_name
 from rlflow.config.loading import save_config, to_dict
-from rlflow.config.schema import Faults, RunConfig
+from rlflow.config.schema import RunConfig
 from rlflow.environment import Environment
 from rlflow.errors import ConfigError, DataError
 from rlflow.matmul import PRODUCTS
@@ -28,7 +28,6 @@ from rlflow.run.pacing import Pacing
 from rlflow.run.preflight import run_path
 from rlflow.storage.redaction import redact
 from rlflow.trainer.base import Trainer
-from rlflow.trainer.options import CriticOptions
 from rlflow.types import Task
 
 logger = logging.getLogger(__name__)
@@ -68,7 +67,7 @@ def rollout_options(config: RunConfig) -> dict[str, Any]:
         "max_total_tokens": section.max_total_tokens,
         "max_observation_tokens": section.max_observation_tokens,
         "temperature": section.temperature,
-        **section.faults,
+        **dataclasses.asdict(section.faults),
         "chat_template": section.chat_template,
         "seed": config.run.seed,
         "deterministic": config.run.deterministic,
@@ -147,7 +146,7 @@ def make_trainer(config: RunConfig) -> Trainer:
     options = dataclasses.asdict(section)
     options |= {"dtype": config.model.dtype, "trust_remote_code": config.model.trust_remote_code, "seed": config.run.seed}
     if config.algorithm.critic is not None:
-        critic = CriticOptions.of(config.algorithm.critic).decaying_over(config.updates)
+        critic = config.algorithm.critic.decaying_over(config.updates)
         options["critic"] = dataclasses.asdict(critic)
     if ranks == 0:
         return Trainer.from_pretrained(config.model.path, **options)
@@ -197,7 +196,7 @@ def open_ahead(
     if not asynchrony.on and not (directory.journal.is_file() and config.run.resume):
         yield None
         return
-    section, faults = config.rollout, Faults(**config.rollout.faults)
+    section, faults = config.rollout, config.rollout.faults
     pacing = Pacing(section.prompts_per_step, asynchrony.max_staleness, asynchrony.ahead, asynchrony.when_stale)
     terms = Terms(
         section.samples_per_prompt,

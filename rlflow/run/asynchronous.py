@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
+from rlflow.codec import from_bytes, to_bytes
 from rlflow.errors import RolloutError
 from rlflow.rollout.calls import RunningTime
 from rlflow.rollout.episodes import Attempt
@@ -22,7 +23,7 @@ from rlflow.rollout.rollout import group_name
 from rlflow.rollout.source import TaskSource
 from rlflow.run.journal import AttemptJournal
 from rlflow.run.pacing import GroupAge, Pacing
-from rlflow.run.trajectory_bytes import mirrored, read_trajectory, trained_versions, trajectory_bytes
+from rlflow.run.versions import mirrored, trained_versions
 from rlflow.types import Group, Task, stamp
 
 logger = logging.getLogger(__name__)
@@ -105,7 +106,7 @@ class GroupsAhead:
         then may be back. Returns the groups that are too old for that."""
         journal, too_old = self.journal, set()
         for number, sample, newest in journal.finished():
-            trajectory = read_trajectory(journal.payload(number, sample))
+            (trajectory,) = from_bytes(journal.payload(number, sample), f"{journal.path}: group {number}")
             if not trajectory.usable:
                 journal.play_again(number, sample)
             elif newest is not None and newest > checkpoint:
@@ -114,7 +115,7 @@ class GroupsAhead:
                 if versions is None or versions[0] < 0:
                     too_old.add(number)
                 else:
-                    journal.rewrite(number, sample, trajectory_bytes(trajectory), versions)
+                    journal.rewrite(number, sample, to_bytes([trajectory]), versions)
         return too_old
 
     def _name_again(self, start: int) -> None:
@@ -252,7 +253,7 @@ class GroupsAhead:
                     lost.append((place, item))
                 else:
                     found = item.trajectory
-                    self.journal.finish(*place, trajectory_bytes(found), trained_versions(found), item.at)
+                    self.journal.finish(*place, to_bytes([found]), trained_versions(found), item.at)
         for (number, sample, _), item in lost:
             self._losses.add((number, sample), item)
         for number in sorted({place[0] for place, _ in lost}):
@@ -298,7 +299,8 @@ class GroupsAhead:
         return names
 
     def _group(self, number: int) -> Group:
-        trajectories = [read_trajectory(payload) for payload in self.journal.payloads(number)]
+        where = f"{self.journal.path}: group {number}"
+        trajectories = [one for payload in self.journal.payloads(number) for one in from_bytes(payload, where)]
         stamp(trajectories)
         task, _, name = self.journal.group(number)
         return Group(name, self._tasks[task], trajectories)

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from rlflow.errors import ConfigError, DamagedCheckpointError
-from rlflow.run.state import put_back
 from rlflow.storage.files import PARTIAL, aside_path, clear_partials, remove_directory, replace_directory, sync_tree
 from rlflow.storage.integrity import TRAINER_MANIFEST, find_damage, of_entry, read_fingerprints, read_sealed
+from rlflow.storage.states import put_back
 
 STATE = "state.json"
 TENSORS = "state-{}.safetensors"

@@ -7,7 +7,7 @@ checkpoints/step_000050/         see `rlflow.run.checkpoints`
 export/                          the policy as a HuggingFace directory
 adapter/                         with trainer.lora: the adapters as the package peft reads them
 trajectories/step_000010.jsonl   sampled training episodes, in whole groups
-tokens/step_000010.npz           the same ones, token by token: see `rlflow.run.tokens`
+tokens/step_000010.npz           the same ones, token by token: see `rlflow.report.tokens`
 evaluations/step_000010.jsonl    every evaluated episode
 journal.sqlite                   every attempt of an asynchronous run, see `rlflow.run.journal`
 progress.png  report.html  summary.json  log.txt

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
+from rlflow.algorithms.algorithm import config_needs
 from rlflow.components import ENGINE
 from rlflow.config.schema import RunConfig
 from rlflow.errors import RLFlowError
@@ -22,7 +23,6 @@ from rlflow.models.huggingface import read_config
 from rlflow.models.rules import Rule, Split
 from rlflow.models.tables import OUTPUT, TIED_OUTPUT
 from rlflow.rollout.embedded.block_manager import BLOCK_SIZE, blocks_for
-from rlflow.run.algorithm import config_needs
 from rlflow.trainer.layout import ParallelLayout, stage_of
 
 GRADIENT_BYTES, MOMENT_BYTES = 4, 8  # per parameter: float32; Adam's two

@@ -6,8 +6,10 @@ import logging
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 
+from rlflow.algorithms.algorithm import Algorithm
+from rlflow.algorithms.teachers.base import Classroom
 from rlflow.components import CURATOR
-from rlflow.config.schema import Faults, RunConfig
+from rlflow.config.schema import RunConfig
 from rlflow.errors import RLFlowError
 from rlflow.report.findings import Watch
 from rlflow.report.live import LivePage
@@ -15,7 +17,6 @@ from rlflow.report.metrics import save_registered
 from rlflow.report.sinks import read_metrics
 from rlflow.report.terminal import Progress
 from rlflow.report.timer import Clock, PhaseTimer
-from rlflow.run.algorithm import Algorithm
 from rlflow.run.assemble import fitting_tasks, make_metrics, make_trainer, open_ahead, open_directory
 from rlflow.run.early_scores import EarlyScores, Stage
 from rlflow.run.evaluation_schedule import EvaluationSchedule
@@ -32,7 +33,6 @@ from rlflow.run.saver import Saver
 from rlflow.run.unwritable import explain_unwritable
 from rlflow.run.watchdog import Watchdog
 from rlflow.run.workers import make_run_rollout
-from rlflow.teachers.base import Classroom
 from rlflow.types import Task
 
 logger = logging.getLogger(__name__)
@@ -71,7 +71,7 @@ def _start(config: RunConfig, stack: ExitStack) -> Run:
     check_start(config)
     interrupt = stack.enter_context(Interrupt())  # first: a signal while ranks start must end them too
     log = stack.enter_context(RunLog())
-    stack.enter_context(InterpreterWatch(Faults(**config.rollout.faults).call_s))
+    stack.enter_context(InterpreterWatch(config.rollout.faults.call_s))
     check_continuation(config)
     progress, page = _displays(config, clock, stack)
     timer.on_enter = progress.phase

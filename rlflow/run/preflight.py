@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from rlflow.algorithms.algorithm import check_parts
 from rlflow.config.checks import config_checks
 from rlflow.config.schema import RunConfig
 from rlflow.errors import ConfigError, MissingPackageError, install_command
@@ -20,7 +21,6 @@ from rlflow.models.huggingface import check_loadable, read_config
 from rlflow.rollout.embedded.engine import device_of
 from rlflow.rollout.vllm.device_buckets import check_device_transfer
 from rlflow.rollout.vllm.process import check_python, find_python
-from rlflow.run.algorithm import check_parts
 from rlflow.run.directory import RunDirectory
 from rlflow.run.estimates import is_embedded, is_vllm
 from rlflow.storage.files import read_json

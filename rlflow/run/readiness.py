@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
+from rlflow.algorithms.teachers.vocabulary import check_tokenizers
 from rlflow.config.checks import config_checks
 from rlflow.config.schema import RunConfig
 from rlflow.environment import Environment
@@ -21,7 +22,6 @@ from rlflow.run.assemble import environment_class, fitting_tasks, make_environme
 from rlflow.run.estimates import checkpoint_bytes
 from rlflow.run.preflight import policy_architecture, run_path, start_checks
 from rlflow.run.resume import check_continuation
-from rlflow.teachers.vocabulary import check_tokenizers
 
 PROMPTS_READ = 1000  # of each split
 GIB = 2**30

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from rlflow.algorithms.algorithm import Algorithm
 from rlflow.algorithms.base import Curator
 from rlflow.config.loading import to_dict
 from rlflow.config.schema import RunConfig
@@ -15,12 +16,12 @@ from rlflow.report.charts import run_png
 from rlflow.report.findings import Watch
 from rlflow.report.lines import evaluated_line, step_line, summary_text
 from rlflow.report.metrics import Metrics, leading_score
+from rlflow.report.records import write_trajectories
 from rlflow.report.reductions import rollout_metrics, scores_by_set, step_shares
 from rlflow.report.sinks import MetricsLog
 from rlflow.report.terminal import Progress
 from rlflow.report.timer import GIB, Clock, PhaseTimer, highest
 from rlflow.rollout import Rollout, WeightProbe
-from rlflow.run.algorithm import Algorithm
 from rlflow.run.asynchronous import GroupsAhead, staleness_metrics
 from rlflow.run.card import export_files
 from rlflow.run.directory import RunDirectory
@@ -30,10 +31,9 @@ from rlflow.run.export import export_adapter, export_policy
 from rlflow.run.interrupt import Interrupt
 from rlflow.run.recorder import Recorder
 from rlflow.run.saver import Saver
-from rlflow.run.state import load_states, states
-from rlflow.run.trajectories import write_trajectories
 from rlflow.storage.files import write_json
 from rlflow.storage.redaction import redact
+from rlflow.storage.states import load_states, states
 from rlflow.trainer.base import Trainer
 from rlflow.types import Batch, Group
 

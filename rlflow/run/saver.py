@@ -13,9 +13,9 @@ from torch import Tensor
 
 from rlflow.errors import DirectoryLostError, StorageError
 from rlflow.run.checkpoints import STATE, TENSORS, TRAINER, Checkpoints
-from rlflow.run.state import take_out
 from rlflow.storage.files import plain, replacing
 from rlflow.storage.integrity import as_entry, fingerprint, write_sealed
+from rlflow.storage.states import take_out
 from rlflow.trainer.base import Trainer
 
 logger = logging.getLogger(__name__)

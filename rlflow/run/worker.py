@@ -15,6 +15,7 @@ from queue import Empty, SimpleQueue
 import numpy as np
 import torch
 
+from rlflow.codec import to_bytes
 from rlflow.config.schema import RunConfig
 from rlflow.errors import ConfigError, RolloutError
 from rlflow.matmul import PRODUCTS, Library
@@ -28,7 +29,6 @@ from rlflow.rollout.transfer.readers import open_reader
 from rlflow.rollout.workers import Loaded, PlayedAttempt, PlayOrder, Update, WorkerFacts, WorkerNews
 from rlflow.run.assemble import make_rollout
 from rlflow.run.probe import trainable
-from rlflow.run.trajectory_bytes import trajectory_bytes
 from rlflow.types import Trajectory
 
 LOOK_S = 0.25
@@ -176,4 +176,4 @@ class RolloutWorker:
 
 
 def _played(name: str, trajectory: Trajectory, at: float) -> PlayedAttempt:
-    return PlayedAttempt(name, np.frombuffer(trajectory_bytes(trajectory), dtype=np.uint8), at)
+    return PlayedAttempt(name, np.frombuffer(to_bytes([trajectory]), dtype=np.uint8), at)

@@ -15,8 +15,9 @@ from rlflow.cluster.pool import WorkerPool
 from rlflow.cluster.session import LOOPBACK
 from rlflow.cluster.slots import PoolLimits
 from rlflow.cluster.workers import RayWorkers
+from rlflow.codec import from_bytes
 from rlflow.components import WEIGHT_TRANSFER
-from rlflow.config.schema import Faults, RunConfig
+from rlflow.config.schema import RunConfig
 from rlflow.environment import Environment
 from rlflow.http import own_address
 from rlflow.matmul import PRODUCTS, Library
@@ -30,7 +31,6 @@ from rlflow.rollout.submission import OnEpisode, Submission
 from rlflow.rollout.transfer.base import Publisher
 from rlflow.rollout.workers import Update
 from rlflow.run.assemble import make_environment, make_rollout, rollout_options
-from rlflow.run.trajectory_bytes import read_trajectory
 from rlflow.run.worker import RolloutWorker
 from rlflow.types import Trajectory
 
@@ -135,7 +135,7 @@ def make_worker_rollout(config: RunConfig) -> WorkerRollout:
     """The rollout of a configuration over `cluster.rollout_workers` workers; the caller closes it."""
     if config.run.deterministic:
         PRODUCTS.fix()
-    section, faults = config.cluster, Faults(**config.rollout.faults)
+    section, faults = config.cluster, config.rollout.faults
     host = own_address(section.address) if section.address else LOOPBACK
     here = {} if host == LOOPBACK else {"host": host}  # else everybody is on this machine
     environment = make_environment(config, **({"network_host": host} if here else {}))
@@ -170,4 +170,5 @@ def make_worker(config: RunConfig, name: str, threads: int, products: Mapping[st
 
 
 def _read(payload: np.ndarray[Any, Any]) -> Trajectory:
-    return read_trajectory(payload.tobytes())
+    (trajectory,) = from_bytes(payload.tobytes(), "an attempt from a rollout worker")
+    return trajectory

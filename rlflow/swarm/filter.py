@@ -12,9 +12,9 @@ from typing import Annotated, Any, Literal
 
 from rlflow.algorithms.base import Filter
 from rlflow.algorithms.filters.dynamic_sampling import scores_alike
+from rlflow.codec import Transcripts, transcribe
 from rlflow.components import TRANSPORT
 from rlflow.errors import ConfigError
-from rlflow.rollout.replay import Transcripts, transcribe
 from rlflow.rollout.rollout import Rollout
 from rlflow.swarm.messages import PEER_NAME, MessageError, dump, load
 from rlflow.swarm.transport import ExperienceTransport
@@ -129,7 +129,7 @@ class Swarm(Filter):
         messages = []
         for group in draw.sample(own, min(self._publish, len(own))):
             sampled = [one for one in group.trajectories if one.source == "local"]
-            transcript = transcribe(Group(group.id, group.task, sampled), self._rollout.tokenizer)
+            transcript = transcribe(Group(group.id, group.task, sampled), self._rollout.tokenizer.eos_ids)
             message = dump(transcript, self._peer)
             if len(message) <= self._transport.max_bytes:
                 messages.append(message)

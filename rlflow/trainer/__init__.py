@@ -7,6 +7,5 @@ __all__ = ["LossFunction", "Trainer"]
 BUILT_IN = {
     "megatron": "rlflow.trainer.megatron:MegatronTrainer",
     "reference": "rlflow.trainer.reference:ReferenceTrainer",
-    "fake": "rlflow.trainer.fake:FakeTrainer",
 }
 """Backends: name -> `module:Name`."""

@@ -9,7 +9,7 @@ from rlflow.components import Kind
 from rlflow.values import NonNegativeFloat, PositiveFloat, Range
 
 OPTIMIZER = Kind("optimizer", __name__)
-BUILT_IN = {"adamw": f"{__name__}:AdamW", "sleep": "rlflow.trainer.fake:Sleep"}
+BUILT_IN = {"adamw": f"{__name__}:AdamW"}
 """Name -> `module:Name`."""
 
 

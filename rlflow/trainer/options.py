@@ -57,11 +57,18 @@ class LoraOptions:
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> LoraOptions:
         """Raises ConfigError for an unknown key or target, no target, and a value of another type or out of range."""
-        made = cls(**check_options(options, cls, where="trainer.lora"))
-        if not made.targets:
-            known = ", ".join(get_args(Projection))
-            raise ConfigError(f"trainer.lora.targets: expected at least one of {known}, found none; leave it out for all.")
-        return dataclasses.replace(made, targets=tuple(name for name in get_args(Projection) if name in made.targets))
+        return cls(**check_options(options, cls, where="trainer.lora")).ordered()
+
+    def ordered(self) -> LoraOptions:
+        """The same, with the targets in the order of a layer. Raises ConfigError for no target."""
+        known = get_args(Projection)
+        if not self.targets:
+            raise ConfigError(
+                f"trainer.lora.targets: expected at least one of {', '.join(known)}, found none; "
+                "leave it out for all."
+            )
+        targets = tuple(name for name in known if name in self.targets)
+        return dataclasses.replace(self, targets=targets)
 
     @property
     def scale(self) -> float:
@@ -91,12 +98,15 @@ class TrainerOptions:
     logits_chunk_mib: PositiveFloat = 512.0  # of float32 logits that exist at a time, per rank
     offload_snapshots: bool = False  # the reference's weights in host memory; GPUs only
     release_gradients: bool = False  # no gradient buffers between updates
-    lora: dict[str, Any] | None = None  # LoraOptions of adapters that are trained in place of the weights; None: the weights
+    lora: LoraOptions | None = None  # adapters that are trained in place of the weights; None: the weights
     fp8: Literal["none", "delayed", "tensorwise", "blockwise", "mxfp8"] = "none"  # linear layers in fp8 by this recipe; GPUs only
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> TrainerOptions:
         """From keywords. Raises ConfigError for an unknown one and for a value of another type or out of range."""
+        lora = options.get("lora")
+        if lora is not None and not isinstance(lora, LoraOptions):
+            options = {**options, "lora": LoraOptions.of(lora)}
         return cls(**check_options(options, cls, where="trainer"))
 
     @property
@@ -115,7 +125,7 @@ class TrainerOptions:
     @property
     def adapters(self) -> LoraOptions | None:
         """Those that are trained in place of the weights; None: the weights are. Raises ConfigError."""
-        return None if self.lora is None else LoraOptions.of(self.lora)
+        return None if self.lora is None else self.lora.ordered()
 
     def check_without_gpu(self) -> None:
         """Raises ConfigError for what spares GPU memory, of a trainer that has no GPU."""

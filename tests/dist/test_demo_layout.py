@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 
 from rlflow.algorithms import token_weights
+from rlflow.algorithms.algorithm import Algorithm
 from rlflow.batching import make_batch
 from rlflow.config.schema import RunConfig, load_config
 from rlflow.loop import score_step
 from rlflow.models.huggingface import iterate_weights
 from rlflow.rollout import Rollout
-from rlflow.run.algorithm import Algorithm
 from rlflow.run.assemble import make_trainer
 from rlflow.trainer.base import Trainer
 from rlflow.trainer.reference import ReferenceTrainer

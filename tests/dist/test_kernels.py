@@ -11,8 +11,8 @@ import pytest
 import torch
 from fixtures import tiny_model
 
+from rlflow.algorithms.algorithm import Algorithm, make_loss
 from rlflow.models.huggingface import digest
-from rlflow.run.algorithm import Algorithm, make_loss
 from rlflow.types import Batch
 from tests.dist.megatron_ranks import OPTIONS, RANKS, launch, make_batch
 

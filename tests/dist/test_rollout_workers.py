@@ -22,9 +22,9 @@ from rlflow.config.schema import RunConfig
 from rlflow.errors import RLFlowError
 from rlflow.loop import train
 from rlflow.models.huggingface import WeightFiles
+from rlflow.report.records import read_trajectories
 from rlflow.report.sinks import read_metrics
 from rlflow.run.directory import RunDirectory
-from rlflow.run.trajectories import read_trajectories
 from rlflow.storage.files import read_json
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))  # scripts, no package

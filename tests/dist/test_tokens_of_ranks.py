@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from rlflow.loop import train
+from rlflow.report.tokens import EpisodeTokens, read_tokens
 from rlflow.run.directory import RunDirectory
-from rlflow.run.tokens import EpisodeTokens, read_tokens
 from tests.flow.letters import letters_config, write_letters_model
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow, pytest.mark.timeout(900)]

@@ -19,10 +19,10 @@ from rlflow.commands.cli import main
 from rlflow.config.schema import load_config
 from rlflow.errors import ConfigError
 from rlflow.loop import train, training_step
+from rlflow.report.records import read_trajectories
 from rlflow.report.sinks import read_metrics
 from rlflow.run.directory import RunDirectory
 from rlflow.run.journal import AttemptJournal
-from rlflow.run.trajectories import read_trajectories
 from rlflow.storage.files import read_json
 from tests.flow.letters import letters_config, write_config, write_letters_model
 from tests.flow.test_resume import finish, reached, start, wait_for
@@ -144,8 +144,14 @@ def test_scores_that_come_early_train_the_same_weights(model: Path, tmp_path: Pa
 
 def test_a_schedule_is_tried_by_an_engine_and_a_trainer_that_sleep(model: Path, tmp_path: Path) -> None:
     """No weight is touched: so the whole run, checkpoints and journal included, takes a second or two."""
-    fakes = ("rollout.engine={name: fake, token_s: 0.001, sigma: 1.0}", "trainer.backend=fake", "trainer.schedule=constant",
-             "trainer.optimizer={name: sleep, update_s: 0.05}", "run.steps=4", "evaluation.final_questions=4")  # fmt: skip
+    fakes = (
+        "rollout.engine={name: 'benchmarks.sleeping:FakeEngine', token_s: 0.001, sigma: 1.0}",
+        "trainer.backend=benchmarks.sleeping:FakeTrainer",
+        "trainer.optimizer={name: 'benchmarks.sleeping:Sleep', update_s: 0.05}",
+        "trainer.schedule=constant",
+        "run.steps=4",
+        "evaluation.final_questions=4",
+    )
     started = time.monotonic()
     summary = train(letters_config(model, tmp_path, *AHEAD, *fakes, "checkpoint.export=true"))
     assert time.monotonic() - started < 60

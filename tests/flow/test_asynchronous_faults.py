@@ -12,8 +12,8 @@ import pytest
 
 from rlflow.errors import DirectoryLostError, RolloutError
 from rlflow.loop import train, training_step
+from rlflow.report.records import read_trajectories
 from rlflow.run.directory import RunDirectory
-from rlflow.run.trajectories import read_trajectories
 from tests.flow.fallible import REFERENCE, THEIRS, journal_rows, take_directory
 from tests.flow.letters import letters_config, write_config, write_letters_model
 from tests.flow.test_asynchronous import AHEAD, assert_trained_exactly_once

@@ -17,9 +17,9 @@ import torch
 from rlflow.errors import CheckpointError, ConfigError
 from rlflow.loop import train
 from rlflow.models.huggingface import WeightFiles
+from rlflow.report.records import read_trajectories
 from rlflow.report.sinks import read_metrics
 from rlflow.run.directory import RunDirectory
-from rlflow.run.trajectories import read_trajectories
 from rlflow.storage.files import read_json
 from tests.flow.letters import letters_config, write_config, write_letters_model
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from rlflow.loop import train
+from rlflow.report.records import read_trajectories
 from rlflow.report.sinks import read_metrics
-from rlflow.run.trajectories import read_trajectories
 from tests.flow.letters import letters_config
 
 TINY = ("rollout.prompts_per_step=4", "rollout.samples_per_prompt=4", "evaluation.every_steps=0", "evaluation.at_start=false",

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from rlflow.loop import train
+from rlflow.report.records import read_trajectories
 from rlflow.report.sinks import read_metrics
-from rlflow.run.trajectories import read_trajectories
 from rlflow.storage.files import read_json
 from rlflow.swarm.directory import DirectoryTransport
 from rlflow.swarm.messages import dump

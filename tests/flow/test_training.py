@@ -15,15 +15,15 @@ import torch
 from torch import Tensor
 
 from rlflow.algorithms import token_weights
+from rlflow.algorithms.algorithm import Algorithm
 from rlflow.config.schema import RunConfig
 from rlflow.loop import train, training_step
+from rlflow.report.records import read_trajectories
 from rlflow.report.sinks import read_metrics
 from rlflow.report.timer import PhaseTimer
-from rlflow.run.algorithm import Algorithm
 from rlflow.run.assemble import make_rollout
 from rlflow.run.directory import RunDirectory
 from rlflow.run.evaluate import evaluation_metrics
-from rlflow.run.trajectories import read_trajectories
 from rlflow.storage.files import read_json
 from rlflow.trainer.base import Loss, Trainer
 from rlflow.types import Batch

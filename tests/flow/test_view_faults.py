@@ -14,8 +14,8 @@ from rlflow.report.comparison import compare, comparison_text
 from rlflow.report.metrics import Metric
 from rlflow.report.page import write_page
 from rlflow.report.recorded import RunFiles
+from rlflow.report.tokens import read_tokens
 from rlflow.rollout import Rollout
-from rlflow.run.tokens import read_tokens
 from rlflow.types import Episode, Step, Task
 from tests.flow.letters import DEMAND, LETTERS, letters_config
 

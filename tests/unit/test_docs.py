@@ -24,6 +24,8 @@ def documented_default(value: Any) -> str:
         return "none"
     if isinstance(value, bool):
         return str(value).lower()
+    if dataclasses.is_dataclass(value):
+        value = dataclasses.asdict(value)
     if isinstance(value, (dict, list)):
         return json.dumps(value).replace('"', "")
     return str(value) if value != "" else '""'

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from rlflow.algorithms import PPOClipLoss, token_weights
+from rlflow.algorithms.algorithm import Algorithm
 from rlflow.algorithms.base import as_part
 from rlflow.algorithms.transforms.decoupled import Decoupled
 from rlflow.algorithms.transforms.sequence_mask import SequenceMask
 from rlflow.algorithms.transforms.tis import TruncatedImportance
 from rlflow.loop import training_step
 from rlflow.report.timer import PhaseTimer
-from rlflow.run.algorithm import Algorithm
 from rlflow.types import Batch, Group, Segment, StopReason, Task, Trajectory
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -14,9 +14,9 @@ import psutil
 
 from rlflow.errors import ConfigError, DataError, install_command, needing
 from rlflow_environments.retrieval.indices.base import Ranking
-from rlflow_environments.retrieval.indices.exact import OVERFETCH, Scan, rank_exactly, score_again
-from rlflow_environments.retrieval.indices.inverted_lists import ListAssignment
+from rlflow_environments.retrieval.indices.exact import OVERFETCH, rank_exactly, score_again
 
+_SEQUENTIAL_BATCH = 16  # faiss sums each query alone below distance_compute_blas_threshold (20)
 _GPU_BATCH = 64  # every call has this shape, so that a query always meets the same kernels
 _GPU_OVERFETCH = 120
 _BLOCK = 65_536
@@ -30,10 +30,8 @@ _LINKS = 32  # of a node of HNSW that is looked at, about
 class FaissIndex:
     """Inner products over a faiss index whose ids are corpus rows.
 
-    A flat index is exact (see `exact`). The others search what they were built to search; to keep a
-    query's result independent of its batch, an IVF index assigns queries to lists by the summation
-    that faiss uses for few queries, and kinds whose arithmetic is not known to treat queries one by
-    one are asked one by one.
+    A flat index is exact (see `exact`). The others search what they were built to search, a few queries
+    at a time or one by one, so that a result does not depend on its batch.
     """
 
     def __init__(
@@ -47,36 +45,45 @@ class FaissIndex:
         gpu: bool = False,
         largest_norm: float | None = None,
     ) -> None:
-        """index: of faiss. vectors: (N, dimensions), what scores are computed from again; needed for `refine`.
-        nprobe: lists searched by IVF; ef_search: of HNSW (None: what the index says, else a guess, not faiss' 1 list and 16
-        neighbours). refine: candidates per result that are scored again exactly (0: none).
-        gpu: a copy on every visible GPU's share, in float16. largest_norm: bound on the vectors' lengths, for a flat index
-        (None: measured). Raises ConfigError for parameters that this kind of index does not have, DataError for
-        a metric other than inner product."""
+        """index: of faiss. vectors: (N, D), what scores are computed from again; needed for `refine`.
+        nprobe: lists searched by IVF; ef_search: of HNSW (None: what the index says, else a guess, not
+        faiss' 1 list and 16 neighbours). refine: candidates per result that are scored again exactly
+        (0: none). gpu: a copy on every visible GPU's share, in float16. largest_norm: bound on the
+        vectors' lengths, for a flat index (None: measured).
+
+        Raises ConfigError for parameters that this kind of index does not have, DataError for a metric
+        other than inner product."""
         faiss = import_faiss()
         if index.metric_type != faiss.METRIC_INNER_PRODUCT:
             raise DataError(
-                "faiss index: expected the metric inner product, found another. Build it with METRIC_INNER_PRODUCT."
+                "faiss index: expected the metric inner product, found another. Build it with "
+                "METRIC_INNER_PRODUCT."
             )
         if refine and vectors is None:
             raise ConfigError(
-                "retriever faiss.refine: needs the embeddings beside the index. Build with --keep-embeddings."
+                "retriever faiss.refine: needs the embeddings beside the index. Build with "
+                "--keep-embeddings."
             )
         self._index = index
         self._vectors = vectors
         self._refine = refine
         self.count, self.dimensions = int(index.ntotal), int(index.d)
-        self._flat = isinstance(self._index, faiss.IndexFlat)
-        self._largest_norm = self._measure() if self._flat and largest_norm is None else largest_norm
-        self._one_by_one = isinstance(self._index, (faiss.IndexHNSW, faiss.IndexScalarQuantizer))
-        self.searched = _set_parameters(faiss, self._index, nprobe, ef_search)
+        self._flat = isinstance(index, faiss.IndexFlat)
+        if self._flat and largest_norm is None:
+            largest_norm = max(float(np.linalg.norm(part, axis=1).max()) for _, part in self._blocks())
+        self._largest_norm = largest_norm
+        self.searched = _set_parameters(faiss, index, nprobe, ef_search)
         """How far it searches: {"nprobe": ...} of IVF, {"ef_search": ...} of HNSW, else nothing."""
         self.overfetch = _GPU_OVERFETCH if gpu else OVERFETCH
-        self._gpu = _to_gpus(faiss, self._index) if gpu else None
-        lists = isinstance(self._index, (faiss.IndexIVFFlat, faiss.IndexIVFScalarQuantizer))
-        self._assign = ListAssignment(faiss, self._index) if lists else None
-        self._scan: Scan | None = self if self._flat else None
+        self._gpu = _to_gpus(faiss, index) if gpu else None
         self._lock = threading.Lock()  # GPU indices are not thread-safe
+        query_by_query = (
+            faiss.IndexIVFFlat,
+            faiss.IndexIVFScalarQuantizer,
+            faiss.IndexHNSW,
+            faiss.IndexScalarQuantizer,
+        )
+        self._batch = _SEQUENTIAL_BATCH if isinstance(index, query_by_query) else 1
 
     @property
     def scanned(self) -> int:
@@ -88,21 +95,32 @@ class FaissIndex:
 
     def rank_vectors(self, vectors: np.ndarray, top_k: int) -> list[Ranking]:
         """See VectorIndex."""
-        if self._scan is not None:
-            return rank_exactly(self._scan, vectors, top_k)
+        if self._flat:
+            return rank_exactly(self, vectors, top_k)
         depth = min(max(top_k + OVERFETCH, top_k * self._refine), self.count)
-        scores, rows = self._search(vectors, depth)
-        return self._rankings(vectors, scores, rows, top_k)
+        found = zip(vectors, *self.propose(vectors, depth), strict=True)
+        return [self._ranking(vector, scores, rows, top_k) for vector, scores, rows in found]
 
     def propose(self, vectors: np.ndarray, depth: int) -> tuple[np.ndarray, np.ndarray]:
-        """See Scan."""
-        return self._search(vectors, depth)
+        """See Scan; row -1 where an approximate index finds fewer."""
+        if self._flat and self._gpu is None:
+            return self._index.search(vectors, depth)
+        search, size = self._index.search, self._batch
+        if self._gpu is not None:
+            search, size = self._search_gpus, _GPU_BATCH
+        blocks = (vectors[start : start + size] for start in range(0, len(vectors), size))
+        scores, rows = zip(*(search(block, depth) for block in blocks), strict=True)
+        return np.concatenate(scores), np.concatenate(rows)
 
     def at_least(self, vector: np.ndarray, score: float) -> np.ndarray:
         """See Scan."""
         threshold = score - self.error_bound(vector[None])[0]
-        if self._gpu is not None:  # GPU indices have no range search; near ties are rare enough for the CPU
-            return self._at_least_stored(vector, threshold)
+        if self._gpu is not None:  # without range search; near ties are rare enough for the CPU
+            found = (
+                start + np.flatnonzero(part.astype(np.float32) @ vector >= threshold)
+                for start, part in self._blocks()
+            )
+            return np.concatenate(list(found))
         radius = np.nextafter(np.float32(threshold), np.float32(-np.inf))  # faiss keeps what lies above
         _, _, rows = self._index.range_search(vector[None], float(radius))
         return np.sort(rows)
@@ -116,51 +134,27 @@ class FaissIndex:
         relative = self.dimensions * _FLOAT32 + (0.0 if self._gpu is None else _FLOAT16)
         return np.linalg.norm(vectors, axis=1) * 1.01 * relative * self._largest_norm
 
-    def _measure(self) -> float:
-        return max(
-            float(np.linalg.norm(self.stored(np.arange(start, min(start + _BLOCK, self.count))), axis=1).max())
-            for start in range(0, self.count, _BLOCK)
-        )
-
-    def _search(self, vectors: np.ndarray, depth: int) -> tuple[np.ndarray, np.ndarray]:
-        if self._gpu is not None:
-            return self._search_gpus(vectors, depth)
-        if self._assign is not None:
-            return self._index.search_preassigned(vectors, depth, *self._assign(vectors))
-        if self._flat or self._one_by_one:
-            return self._index.search(vectors, depth)
-        return _joined(self._index.search(vector[None], depth) for vector in vectors)
+    def _blocks(self) -> Iterator[tuple[int, np.ndarray]]:
+        """(first row, vectors) of block after block."""
+        for start in range(0, self.count, _BLOCK):
+            yield start, self.stored(np.arange(start, min(start + _BLOCK, self.count)))
 
     def _search_gpus(self, vectors: np.ndarray, depth: int) -> tuple[np.ndarray, np.ndarray]:
-        found = []
+        padded = np.zeros((_GPU_BATCH, self.dimensions), np.float32)
+        padded[: len(vectors)] = vectors
         with self._lock:
-            for start in range(0, len(vectors), _GPU_BATCH):
-                block = vectors[start : start + _GPU_BATCH]
-                padded = np.zeros((_GPU_BATCH, self.dimensions), np.float32)
-                padded[: len(block)] = block
-                scores, rows = self._gpu.search(padded, depth)
-                found.append((scores[: len(block)], rows[: len(block)]))
-        return _joined(found)
+            scores, rows = self._gpu.search(padded, depth)
+        return scores[: len(vectors)], rows[: len(vectors)]
 
-    def _at_least_stored(self, vector: np.ndarray, threshold: float) -> np.ndarray:
-        rows = []
-        for start in range(0, self.count, _BLOCK):
-            numbers = np.arange(start, min(start + _BLOCK, self.count))
-            rows.append(numbers[self.stored(numbers).astype(np.float32) @ vector >= threshold])
-        return np.concatenate(rows)
-
-    def _rankings(self, vectors: np.ndarray, scores: np.ndarray, rows: np.ndarray, top_k: int) -> list[Ranking]:
-        """What the index found, (B, depth), as rankings: as it scored them, or scored again."""
+    def _ranking(
+        self, vector: np.ndarray, scores: np.ndarray, rows: np.ndarray, top_k: int
+    ) -> Ranking:
+        """What the index found for a query: as it scored them, or scored again."""
+        scores, rows = scores[rows >= 0], rows[rows >= 0]
         if self._refine:
-            found = (np.sort(proposed[proposed >= 0]) for proposed in rows)  # -1: fewer were found than asked for
-            return [score_again(self, vector, near, top_k) for vector, near in zip(vectors, found, strict=True)]
-        order = np.lexsort((rows, -scores))[:, :top_k]
-        ordered = zip(
-            np.take_along_axis(rows, order, axis=1).tolist(),
-            np.take_along_axis(scores, order, axis=1).tolist(),
-            strict=True,
-        )
-        return [[(row, score) for row, score in zip(*ranked, strict=True) if row >= 0] for ranked in ordered]
+            return score_again(self, vector, np.sort(rows), top_k)
+        order = np.lexsort((rows, -scores))[:top_k]
+        return list(zip(rows[order].tolist(), scores[order].tolist(), strict=True))
 
 
 def import_faiss() -> ModuleType:
@@ -181,6 +175,21 @@ def new_index(factory: str, dimensions: int) -> Any:
             f"index: '{factory}' is not an index_factory string that faiss takes for {dimensions} dimensions ({reason}). "
             "Examples: Flat, SQ8, SQfp16, HNSW32, IVF1024,Flat, IVF4096,SQ8."
         ) from None
+
+
+def bytes_per_vector(factory: str, dimensions: int) -> float:
+    """What an index of a factory string keeps of a vector, ids and links included."""
+    faiss, index = import_faiss(), new_index(factory, dimensions)
+    ivf = faiss.try_extract_index_ivf(index)
+    if ivf is not None:
+        return ivf.code_size + 8  # an id of 64 bits
+    if isinstance(index, faiss.IndexHNSW):
+        # At the higher levels, an eighth of the links of the lowest (Malkov and Yashunin 2018).
+        return faiss.downcast_index(index.storage).sa_code_size() + 4.5 * index.hnsw.nb_neighbors(0)
+    try:
+        return index.sa_code_size()
+    except RuntimeError:  # of kinds that faiss gives no size for
+        return 4.0 * dimensions
 
 
 def read_index(path: Path, *, mmap: bool) -> Any:
@@ -246,8 +255,6 @@ def _set_parameters(faiss: ModuleType, index: Any, nprobe: int | None, ef_search
     for name, value, kind in (("nprobe", nprobe, "IVF"), ("ef_search", ef_search, "HNSW")):
         if value is None:
             continue
-        if value < 1:
-            raise ConfigError(f"retriever faiss.{name}: expected at least 1, found {value}.")
         if knob is None or knob.name != name:
             raise ConfigError(
                 f"retriever faiss.{name}: only an {kind} index has it; this one is {type(index).__name__}. Remove it."
@@ -255,8 +262,6 @@ def _set_parameters(faiss: ModuleType, index: Any, nprobe: int | None, ef_search
     if knob is None:
         return {}
     if knob.name == "nprobe":
-        # By default search_preassigned runs on one thread. Mode 3 splits over queries only, so that sums stay as they are.
-        knob.owner.parallel_mode = 3
         guess = knob.value if knob.value > 1 else max(_UNMEASURED_NPROBE, knob.most // 64)
     else:
         guess = max(_UNMEASURED_EF, knob.value)
@@ -276,8 +281,3 @@ def _to_gpus(faiss: ModuleType, index: Any) -> Any:
     options.useFloat16 = True
     options.shard = True
     return faiss.index_cpu_to_all_gpus(index, co=options)
-
-
-def _joined(found: Iterable[tuple[np.ndarray, np.ndarray]]) -> tuple[np.ndarray, np.ndarray]:
-    scores, rows = zip(*found, strict=True)
-    return np.concatenate(scores), np.concatenate(rows)

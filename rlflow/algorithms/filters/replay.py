@@ -9,7 +9,7 @@ from typing import Any
 
 from rlflow.algorithms.base import Filter
 from rlflow.algorithms.filters.dynamic_sampling import scores_alike
-from rlflow.algorithms.remembered import groups_state, remembered_groups
+from rlflow.codec import groups_from_bytes, groups_to_bytes
 from rlflow.types import Group
 from rlflow.values import NonNegativeInt, PositiveInt
 
@@ -54,12 +54,12 @@ class Replay(Filter):
 
     def state_dict(self) -> dict[str, Any]:
         """The groups and the number of steps so far."""
-        return {"steps": self._steps, **groups_state(self._buffer)}
+        return {"steps": self._steps, "groups": groups_to_bytes(self._buffer)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restores `state_dict`."""
         self._steps = int(state["steps"])
-        self._buffer = remembered_groups(state)
+        self._buffer = groups_from_bytes(state["groups"], "filter replay")
 
 
 def _versions(group: Group) -> list[int]:

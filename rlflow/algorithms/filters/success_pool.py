@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from rlflow.algorithms.base import Filter
-from rlflow.algorithms.remembered import remembered_trajectories, trajectories_state
+from rlflow.codec import from_bytes, to_bytes
 from rlflow.types import Group, Trajectory, stamp
 from rlflow.values import PositiveInt
 
@@ -53,12 +53,12 @@ class SuccessPool(Filter):
 
     def state_dict(self) -> dict[str, Any]:
         """The successes and the position in the order of draws."""
-        return {"draws": self._draws, **trajectories_state(self._pool)}
+        return {"draws": self._draws, "pool": to_bytes(self._pool)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restores `state_dict`."""
         self._draws = int(state["draws"])
-        self._pool = remembered_trajectories(state)
+        self._pool = from_bytes(state["pool"], "filter success_pool")
 
     def _completed(self, group: Group) -> Group:
         if not group.usable or any(one.reward >= self._success for one in group.usable):

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from rlflow.algorithms import grpo
+from rlflow.algorithms.algorithm import make_advantage
 from rlflow.batching import make_batch
 from rlflow.errors import ConfigError, RLFlowError
-from rlflow.run.algorithm import make_advantage
 from rlflow.types import Batch, Segment, StopReason, Trajectory
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from rlflow.algorithms.algorithm import Algorithm, check_parts
 from rlflow.algorithms.base import as_part
 from rlflow.algorithms.combinations import check_combination
 from rlflow.algorithms.filters.success_pool import SuccessPool
@@ -14,7 +15,6 @@ from rlflow.algorithms.losses.ppo_clip import PPOClipLoss
 from rlflow.algorithms.transforms.decoupled import Decoupled
 from rlflow.config.schema import RunConfig, load_config
 from rlflow.errors import ConfigError
-from rlflow.run.algorithm import Algorithm, check_parts
 
 
 def configured(losses: list[Any], transforms: list[Any]) -> RunConfig:

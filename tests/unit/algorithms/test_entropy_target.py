@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from rlflow.algorithms.algorithm import Algorithm, make_advantage, make_loss
 from rlflow.algorithms.losses.entropy import EntropyTargetLoss
 from rlflow.errors import RLFlowError
-from rlflow.run.algorithm import Algorithm, make_advantage, make_loss
 from rlflow.types import PolicyOutput
 from tests.unit.algorithms.batches import batch_of
 

@@ -16,12 +16,11 @@ from rlflow.algorithms.filters.overlong_filter import OverlongFilter
 from rlflow.algorithms.filters.replay import Replay
 from rlflow.algorithms.filters.success_pool import SuccessPool
 from rlflow.algorithms.filters.zero_advantage import ZeroAdvantage
-from rlflow.algorithms.remembered import groups_state, remembered_groups, remembered_trajectories, trajectories_state
 from rlflow.batching import make_batch
 from rlflow.run.checkpoints import read_state
 from rlflow.run.saver import RunState
-from rlflow.types import Group, StopReason, Task
-from tests.unit.algorithms.groups import group, rewards, trajectory
+from rlflow.types import Group, StopReason
+from tests.unit.algorithms.groups import group, rewards
 
 
 def names(groups: list[Group]) -> list[str]:
@@ -180,24 +179,6 @@ def test_a_restored_pool_makes_the_same_choices(tmp_path: Path) -> None:
     assert len({json.dumps(step) for step in expected}) > 1
 
 
-def test_trajectories_come_back_bit_for_bit(tmp_path: Path) -> None:
-    attempts = [trajectory("a", 0.1, 1, version=7), trajectory("b", -1.0, tokens=2, error="x", temperature=0.7)]
-    attempts[0].segments += [trajectory("a", 0.0, tokens=3).segments[0]]
-    attempts[0].segments[1].logprobs = None
-    attempts[0].group_stats, attempts[0].rewards = (2, 0.1, 1 / 3), {"style": 0.5}
-    attempts[0].rewards_stats = {"style": (0.25, 0.5)}
-    found = remembered_trajectories(through_a_checkpoint(trajectories_state(attempts), tmp_path))
-    for one, other in zip(found, attempts, strict=True):
-        for mine, theirs in zip(one.segments, other.segments, strict=True):
-            assert torch.equal(mine.tokens, theirs.tokens) and torch.equal(mine.versions, theirs.versions)
-            assert torch.equal(mine.loss_mask, theirs.loss_mask) and (mine.logprobs is None) == (theirs.logprobs is None)
-            assert mine.logprobs is None or torch.equal(mine.logprobs, theirs.logprobs)
-            assert mine.tokens.dtype is theirs.tokens.dtype is torch.int64
-        one.segments = other.segments = []
-        assert one == other
-    assert remembered_trajectories(through_a_checkpoint(trajectories_state([]), tmp_path)) == []
-
-
 def test_replay_adds_earlier_groups_as_they_were() -> None:
     again = Replay(seed=0, groups=2, capacity=3)
     assert names(again([group("a", [1, 0]), group("flat", [1, 1])])) == ["a", "flat"]
@@ -228,17 +209,3 @@ def test_a_restored_buffer_replays_the_same(tmp_path: Path) -> None:
     begun = steps(first, 0, 5)
     second.load_state_dict(through_a_checkpoint(first.state_dict(), tmp_path))
     assert begun + steps(second, 5, 8) == expected
-
-
-def test_a_remembered_task_keeps_what_a_teachers_prompt_may_name(tmp_path: Path) -> None:
-    odd = object()
-    tasks = [
-        Task("t", "?", ("a", 1.5, None), {"hops": 2, "said": {"x": (1,)}, "odd": odd}, most_attempts=2, most_turns=3),
-        Task("u", [{"role": "user", "content": "?"}], "it's", {}),
-    ]
-    state = groups_state([Group(task.id, task, []) for task in tasks])
-    first, second = (group.task for group in remembered_groups(through_a_checkpoint(state, tmp_path)))
-    assert second == tasks[1]
-    assert first.metadata.pop("odd") == str(odd), "no literal: as a prompt shows it"
-    del tasks[0].metadata["odd"]
-    assert first == tasks[0]

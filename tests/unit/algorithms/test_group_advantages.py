@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from rlflow.algorithms.algorithm import make_advantage
 from rlflow.errors import ConfigError, RLFlowError
-from rlflow.run.algorithm import make_advantage
 from rlflow.types import Batch, StopReason
 from tests.unit.algorithms.batches import Said, Tried, batch_of, split
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from rlflow.algorithms.algorithm import make_loss
 from rlflow.algorithms.base import Kernel
 from rlflow.algorithms.losses.aipo import AIPOLoss
 from rlflow.algorithms.losses.cispo import CISPOLoss
@@ -18,7 +19,6 @@ from rlflow.algorithms.losses.ppo_clip import PPOClipLoss
 from rlflow.algorithms.losses.reinforce import ReinforceLoss
 from rlflow.algorithms.losses.soft_adaptive import SoftAdaptiveLoss
 from rlflow.errors import ConfigError
-from rlflow.run.algorithm import make_loss
 from rlflow.types import Batch, PolicyOutput
 from tests.unit.algorithms.tensors import batch_of, matrix, random_batch
 

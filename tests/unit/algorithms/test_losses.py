@@ -19,9 +19,9 @@ from rlflow.algorithms import (
     SumLoss,
     token_weights,
 )
+from rlflow.algorithms.algorithm import make_loss
 from rlflow.algorithms.losses.monitored import Monitored
 from rlflow.errors import ConfigError, RLFlowError
-from rlflow.run.algorithm import make_loss
 from rlflow.types import Batch, PolicyOutput
 
 

@@ -13,7 +13,9 @@ import torch
 import yaml
 from torch import Tensor
 
+from rlflow.algorithms.algorithm import Algorithm
 from rlflow.algorithms.base import Kernel
+from rlflow.algorithms.teachers.base import Classroom
 from rlflow.batching import make_batch
 from rlflow.config.checks import check_config
 from rlflow.config.loading import PRESETS, presets
@@ -22,9 +24,7 @@ from rlflow.errors import ConfigError
 from rlflow.loop import training_step
 from rlflow.report.timer import PhaseTimer
 from rlflow.rollout import Tokenizer
-from rlflow.run.algorithm import Algorithm
 from rlflow.run.assemble import make_trainer
-from rlflow.teachers.base import Classroom
 from rlflow.trainer.base import Trainer
 from rlflow.types import Batch, Group, PolicyOutput, Segment, StopReason, Task, Trajectory, Turn, stamp
 from tests.flow.letters import asked_of_the_user, write_letters_model

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from rlflow.algorithms.algorithm import Algorithm, make_advantage, make_loss
 from rlflow.algorithms.rewards import add_reward_term, per_trajectory, token_rewards
 from rlflow.algorithms.transforms.kl_reward import KLReward
 from rlflow.algorithms.transforms.normalize import NormalizeAdvantages
@@ -15,7 +16,6 @@ from rlflow.algorithms.transforms.overlong import Overlong
 from rlflow.algorithms.transforms.reward_scale import AffineReward, TurnMeanReward
 from rlflow.components import TRANSFORM
 from rlflow.errors import ConfigError, RLFlowError
-from rlflow.run.algorithm import Algorithm, make_advantage, make_loss
 from rlflow.types import Batch
 from tests.unit.algorithms.batches import Said, Tried, batch_of, split
 

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
+from rlflow.checks.environments import check_environment
 from rlflow.commands import cli
-from rlflow.commands.check import check_environment
 from rlflow.commands.doctor import JOBS, TESTED, all_jobs, diagnose, job_row, package_row, verdict, versions_tested
 from rlflow.commands.options import option_overrides
 from rlflow.commands.play import find_task, play, read_response

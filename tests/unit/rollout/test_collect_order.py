@@ -14,13 +14,13 @@ from typing import Any
 
 import pytest
 
+from benchmarks.sleeping import FakeEngine
 from rlflow.batching import make_batch
 from rlflow.environment import Environment
 from rlflow.errors import ConfigError
 from rlflow.models.huggingface import iterate_weights
 from rlflow.rollout import Rollout, Tokenizer
 from rlflow.rollout.embedded.engine import EmbeddedEngine
-from rlflow.rollout.fake_engine import FakeEngine
 from rlflow.types import Episode, Step, Task, Trajectory
 from tests.unit.rollout.asking import Asking, RecordingEngine, all_trajectories, make
 

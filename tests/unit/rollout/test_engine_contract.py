@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks.sleeping import FakeEngine
 from rlflow.models.huggingface import iterate_weights
 from rlflow.rollout import Tokenizer
 from rlflow.rollout.embedded.engine import EmbeddedEngine
-from rlflow.rollout.fake_engine import FakeEngine
 from tests.unit.rollout.engine_contract import EngineContract, Make, Pairs
 
 

@@ -21,12 +21,12 @@ from hypothesis.stateful import (
 )
 from torch import Tensor
 
+from benchmarks.sleeping import FIRST_WEIGHTS, FakeEngine
 from rlflow.errors import RLFlowError, RolloutError
 from rlflow.models.huggingface import iterate_weights
 from rlflow.rollout import Tokenizer
 from rlflow.rollout.embedded.engine import EmbeddedEngine
 from rlflow.rollout.engine import Completion, Engine, Sampling
-from rlflow.rollout.fake_engine import FIRST_WEIGHTS, FakeEngine
 
 Pairs = list[tuple[str, Tensor]]
 LIMIT_S = 20.0

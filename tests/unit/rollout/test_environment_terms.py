@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks.sleeping import FakeEngine
 from rlflow.algorithms.advantages.gae import GAE
 from rlflow.algorithms.advantages.grpo import grpo
 from rlflow.algorithms.filters.overlong_filter import OverlongFilter
@@ -14,7 +15,6 @@ from rlflow.batching import make_batch
 from rlflow.errors import ConfigError, EnvironmentContractError, ModelError
 from rlflow.report.reductions import rollout_metrics
 from rlflow.rollout import Rollout, Tokenizer
-from rlflow.rollout.fake_engine import FakeEngine
 from rlflow.types import Episode, Group, Step, StopReason
 from tests.unit.rollout.asking import OBSERVATION, Asking, all_trajectories, make
 

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
+from benchmarks.sleeping import FakeEngine
 from rlflow.errors import EnvironmentContractError, RolloutError
 from rlflow.rollout import Rollout, Tokenizer
 from rlflow.rollout.environment_calls import tasks_of
 from rlflow.rollout.episodes import LONG_TEXT
-from rlflow.rollout.fake_engine import FakeEngine
 from rlflow.types import Episode, Step, StopReason, Task
 from tests.unit.rollout.asking import Asking
 

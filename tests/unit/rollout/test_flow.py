@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.sleeping import FIRST_WEIGHTS, FakeEngine
 from rlflow.errors import EnvironmentContractError
 from rlflow.rollout import Rollout, Tokenizer
 from rlflow.rollout.continuation import Continued
 from rlflow.rollout.engine import Completion, Sampling
-from rlflow.rollout.fake_engine import FIRST_WEIGHTS, FakeEngine
 from rlflow.rollout.flow import Begun, Ended, EpisodeFlow
 from rlflow.types import Episode, Step, Task, Trajectory
 from tests.unit.rollout.asking import Asking

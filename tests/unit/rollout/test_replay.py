@@ -26,7 +26,7 @@ def rollout() -> Iterator[Rollout]:
 
 def test_a_transcript_of_ones_own_episodes_gives_them_again(rollout: Rollout) -> None:
     groups = rollout.collect(rollout.environment.tasks("train")[:12], samples_per_prompt=4)
-    again = rollout.replay({group.id: transcribe(group, rollout.tokenizer) for group in groups})
+    again = rollout.replay({group.id: transcribe(group, rollout.tokenizer.eos_ids) for group in groups})
     compared = 0
     for group, other in zip(groups, again, strict=True):
         assert other.id == group.id and len(other.trajectories) <= len(group.trajectories)

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
+from benchmarks.sleeping import FakeEngine
 from rlflow.errors import ConfigError, EnvironmentContractError, RolloutError
 from rlflow.rollout import Rollout, TaskSource, Tokenizer
 from rlflow.rollout.episodes import Attempt
-from rlflow.rollout.fake_engine import FakeEngine
 from rlflow.rollout.submission import Submission
 from rlflow.types import Episode, Group, Step, StopReason, Task, Trajectory, stamp
 from tests.unit.rollout.asking import Asking

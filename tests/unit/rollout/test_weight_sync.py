@@ -12,12 +12,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from benchmarks.sleeping import FakeEngine, fake_logprob
 from rlflow.errors import ConfigError, ModelError, RolloutError
 from rlflow.models.huggingface import Digest, digest, iterate_weights
 from rlflow.rollout import Rollout, Tokenizer, WeightProbe
 from rlflow.rollout.embedded.engine import EmbeddedEngine
 from rlflow.rollout.engine import Engine
-from rlflow.rollout.fake_engine import FakeEngine, fake_logprob
 from tests.unit.rollout.asking import Asking, all_trajectories, make
 
 PAIRS = [("scale", torch.full((3,), 2.0)), ("shift", torch.ones(2))]

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from rlflow.errors import CheckpointError, ConfigError
+from rlflow.report.records import read_trajectories, write_trajectories
 from rlflow.run.directory import RunDirectory
-from rlflow.run.trajectories import read_trajectories, write_trajectories
 from rlflow.storage.files import read_json, write_json, write_text
 from rlflow.types import Group, Segment, StopReason, Task, Trajectory, Turn
 

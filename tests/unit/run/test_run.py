@@ -15,12 +15,12 @@ import pytest
 import torch
 
 from rlflow import Step, train
+from rlflow.algorithms.algorithm import Algorithm
 from rlflow.algorithms.curators.epochs import Epochs
 from rlflow.config.schema import load_config
 from rlflow.errors import CheckpointError, ConfigError, MissingPackageError, RolloutError, StorageError
 from rlflow.loop import training_step
 from rlflow.report.sinks import read_metrics
-from rlflow.run.algorithm import Algorithm
 from rlflow.run.checkpoints import read_state
 from rlflow.run.export import EXPORT_TOLERANCE
 from rlflow.run.open import open_run

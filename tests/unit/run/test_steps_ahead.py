@@ -10,9 +10,9 @@ import pytest
 import torch
 from fixtures import tiny_model
 
+from benchmarks.sleeping import FIRST_WEIGHTS, FakeEngine
 from rlflow.errors import RolloutError
 from rlflow.rollout import Rollout, Tokenizer
-from rlflow.rollout.fake_engine import FIRST_WEIGHTS, FakeEngine
 from rlflow.run.asynchronous import GroupsAhead, Terms
 from rlflow.run.journal import AttemptJournal
 from rlflow.run.pacing import Pacing

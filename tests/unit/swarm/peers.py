@@ -10,9 +10,9 @@ from tokenizers import Tokenizer as Fast
 from tokenizers import decoders, models
 from transformers import PreTrainedTokenizerFast
 
+from benchmarks.sleeping import FakeEngine
 from rlflow.environment import Environment
 from rlflow.rollout import Response, Rollout, Tokenizer, Transcripts
-from rlflow.rollout.fake_engine import FakeEngine
 from rlflow.swarm.filter import Swarm
 from rlflow.swarm.messages import dump
 from rlflow.swarm.transport import ExperienceTransport

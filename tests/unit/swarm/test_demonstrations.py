@@ -15,8 +15,8 @@ from rlflow.algorithms.transforms.only_sources import OnlySources
 from rlflow.batching import make_batch
 from rlflow.components import FILTER
 from rlflow.errors import DataError
+from rlflow.report.records import write_trajectories
 from rlflow.rollout import Rollout
-from rlflow.run.trajectories import write_trajectories
 from rlflow.types import PolicyOutput
 from tests.unit.swarm.peers import letters_rollout
 

@@ -283,7 +283,7 @@ def test_a_critic_learns_adapters_and_its_head(make: Any, untied: Path) -> None:
         ({"targets": []}, r"trainer\.lora\.targets: expected at least one of q_proj, k_proj.*leave it out for all"),
         ({"targets": ["qproj"]}, r"trainer\.lora\.targets\[0\]: expected one of q_proj.*Did you mean 'q_proj'"),
         ({"targets": ["lm_head"]}, r"trainer\.lora\.targets\[0\]: expected one of q_proj"),
-        ({"dropout": 0.1}, r"trainer\.lora: unknown keyword 'dropout'\. It takes: rank, alpha, targets"),
+        ({"dropout": 0.1}, r"trainer\.lora.*dropout.*: rank, alpha, targets"),
     ],
 )
 def test_options_are_checked_before_anything_starts(model: Path, lora: dict[str, Any], message: str) -> None:

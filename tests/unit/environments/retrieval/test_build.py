@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from rlflow.errors import ConfigError, DataError
-from rlflow_environments.retrieval.building import building
-from rlflow_environments.retrieval.building.building import BuildRequest, build_index
+from rlflow_environments.retrieval import building
+from rlflow_environments.retrieval.building import BuildRequest, build_index
 from rlflow_environments.retrieval.corpus import Corpus, write_corpus
 from rlflow_environments.retrieval.encoders import NgramEncoder
 from rlflow_environments.retrieval.indices import make_retriever
@@ -276,6 +276,6 @@ def test_the_command_prints_a_plan_before_it_builds(corpus, tmp_path, capsys):
     shown = capsys.readouterr().err
     assert "500 passages, index Flat: will need about" in shown and not (tmp_path / "index").exists()
     assert main(["build", "--corpus", str(corpus.path), "--out", str(tmp_path / "index")]) == 0
-    assert "predicted" in capsys.readouterr().out
+    assert "peak memory" in capsys.readouterr().out
     assert main(["build", "--corpus", str(corpus.path)]) == 2
     assert "--out" in capsys.readouterr().err

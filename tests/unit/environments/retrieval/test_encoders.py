@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from transformers import AutoModel, AutoTokenizer
 
 from rlflow.errors import ConfigError, ModelError
-from rlflow_environments.retrieval.building.building import BuildRequest, build_index
+from rlflow_environments.retrieval.building import BuildRequest, build_index
 from rlflow_environments.retrieval.corpus import Corpus, Passage, write_corpus
 from rlflow_environments.retrieval.encoders import encoder_family, make_encoder
 from rlflow_environments.retrieval.encoders.rules import FAMILIES
@@ -337,8 +337,8 @@ def test_a_gpu_agrees_with_the_cpu(folder):
     [
         ({"pooling": "maen"}, ConfigError, "Did you mean 'mean'"),
         ({"family": "bgee"}, ConfigError, "Did you mean 'bge'"),
-        ({"max_length": 0}, ConfigError, "at least 1 token"),
-        ({"query_batch": 0}, ConfigError, "query_batch: expected at least 1"),
+        ({"max_length": 0}, ConfigError, "max_length: expected a whole number above 0"),
+        ({"query_batch": 0}, ConfigError, "query_batch: expected a whole number above 0"),
         ({"backend": "onx"}, ConfigError, "Did you mean 'onnx'"),
         ({"dtype": "float23"}, ConfigError, "encoder.dtype"),
         ({"device": "gpu"}, ConfigError, "expected cpu, cuda"),

@@ -10,11 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlflow.errors import ConfigError, DataError
+from rlflow_environments.retrieval.indices import make_retriever
 from rlflow_environments.retrieval.indices.exact import rank_exactly
 from rlflow_environments.retrieval.indices.faiss_index import FaissIndex, import_faiss, new_index, read_index
-from rlflow_environments.retrieval.indices.inverted_lists import ListAssignment
 from rlflow_environments.retrieval.indices.torch_index import TorchIndex
-from tests.unit.environments.retrieval.search_corpora import brute_force, clustered
+from tests.unit.environments.retrieval.search_corpora import brute_force, clustered, passages
 
 VECTORS = clustered(3000, 48)
 QUERIES = clustered(70, 48, seed=1)
@@ -120,27 +120,6 @@ def test_the_error_bound_of_the_scan_holds_and_is_not_idle(dtype):
         assert error <= bound < 200 * max(error, 1e-8)
 
 
-def test_queries_search_the_lists_that_faiss_would_search():
-    faiss, index = import_faiss(), filled("IVF32,Flat")
-    index.nprobe = 5
-    lists, _ = ListAssignment(faiss, index)(QUERIES)
-    _, expected = index.quantizer.search(QUERIES, 5)
-    assert (lists == np.sort(expected, axis=1)).all()
-
-
-def test_lists_that_are_equally_near_are_taken_in_their_order_whatever_the_batch():
-    faiss = import_faiss()
-    quantizer = faiss.IndexFlatIP(48)
-    quantizer.add(np.repeat(QUERIES[:4], 8, axis=0))  # lists 0 to 7 are the same, and so on
-    index = faiss.IndexIVFFlat(quantizer, 48, 32, faiss.METRIC_INNER_PRODUCT)
-    index.add(VECTORS)
-    index.nprobe = 11
-    assign = ListAssignment(faiss, index)
-    together, _ = assign(QUERIES)
-    assert (together == np.concatenate([assign(query[None])[0] for query in QUERIES])).all()
-    assert together[0, :8].tolist() == list(range(8)) and set(together[0, 8:] % 8) == {0, 1, 2}
-
-
 @pytest.mark.parametrize(("available", "threads"), [(1 << 40, 0), (0, 32)])
 def test_mapped_lists_are_read_ahead_only_where_memory_does_not_hold_them(available, threads, tmp_path, monkeypatch):
     path = tmp_path / "index.faiss"
@@ -220,10 +199,10 @@ def test_a_scan_that_proposes_wrongly_is_put_right():
         (lambda: new_index("IFV16,Flat", 48), "not an index_factory string"),
         (lambda: FaissIndex(filled("Flat"), nprobe=4), "only an IVF index has it"),
         (lambda: FaissIndex(filled("SQ8"), ef_search=4), "only an HNSW index has it"),
-        (lambda: FaissIndex(filled("IVF32,Flat"), nprobe=0), "at least 1"),
+        (lambda: make_retriever({"name": "faiss", "nprobe": 0}, passages(9)), "number above 0"),
         (lambda: FaissIndex(filled("Flat"), refine=4), "keep-embeddings"),
         (lambda: FaissIndex(filled("Flat"), gpu=True), "no GPU support|no GPU here"),
-        (lambda: TorchIndex(VECTORS, dtype="float61"), "Did you mean 'float16'"),
+        (lambda: make_retriever({"name": "torch", "dtype": "float61"}, passages(9)), "'float16'"),
         (lambda: TorchIndex(VECTORS, device="tpu"), "expected cpu, cuda"),
     ],
 )

@@ -6,10 +6,10 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any
 
+from benchmarks.sleeping import FakeEngine
 from rlflow.environment import Environment, Step
 from rlflow.rollout import Rollout, Tokenizer
 from rlflow.rollout.engine import Completion, Sampling
-from rlflow.rollout.fake_engine import FakeEngine
 from rlflow.types import Trajectory
 from rlflow_environments.retrieval.corpus import Passage
 from rlflow_environments.retrieval.indices import Retriever

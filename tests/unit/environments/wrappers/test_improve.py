@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from rlflow.commands.check import check_environment
+from rlflow.checks.environments import check_environment
 from rlflow_environments.wrappers.improve import ImprovePrompts, improved
 from tests.unit.environments.wrappers.small import Rooms, played
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from rlflow.commands.check import check_environment
+from rlflow.checks.environments import check_environment
 from rlflow.errors import ConfigError, DataError
 from rlflow_environments.wrappers import annotator as annotating
 from rlflow_environments.wrappers.intrinsic import IntrinsicRewards

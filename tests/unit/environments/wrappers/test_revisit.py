@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from rlflow.commands.check import check_environment
+from rlflow.checks.environments import check_environment
 from rlflow.types import Episode
 from rlflow_environments.wrappers.revisit import RevisitFailures
 from tests.unit.environments.wrappers.small import Rooms, played

@@ -8,7 +8,7 @@ import re
 import pytest
 
 from rlflow import Environment, Metric, Step, Task
-from rlflow.commands.check import check_environment
+from rlflow.checks.environments import check_environment
 from rlflow.errors import ConfigError
 from rlflow_environments.common import judge as judging
 from rlflow_environments.common.endpoint import UnreadableReply

@@ -8,7 +8,7 @@ import threading
 import pytest
 
 from rlflow import Step
-from rlflow.commands.check import check_environment
+from rlflow.checks.environments import check_environment
 from rlflow.errors import ConfigError
 from rlflow_environments.wrappers.rubric import RubricRewards
 from rlflow_environments.wrappers.wrapper import Wrapper

@@ -1,1 +1,0 @@
-"""Index folders built from corpora, and advice on which index fits."""

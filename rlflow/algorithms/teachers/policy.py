@@ -1,0 +1,45 @@
+"""The policy itself as the teacher, under a prompt that says more: self-distillation."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from rlflow.algorithms.teachers.base import NAME, Classroom, Teacher
+from rlflow.errors import ConfigError
+from rlflow.types import Batch
+from rlflow.values import NonNegativeInt
+
+
+class PolicyTeacher(Teacher):
+    """The policy under a privileged prompt: with a demonstration (SDFT, arXiv 2601.19897) or the answer in it.
+
+    refresh_steps: 1 is the live policy, as it is before the step's first update; n a copy of it that is taken every n steps; 0
+    the policy that the run starts with. The copy is part of the checkpoint."""
+
+    frozen = False  # and it counts how often it is asked
+
+    def __init__(self, prompt: str, refresh_steps: NonNegativeInt = 1, top_k: NonNegativeInt = 0) -> None:
+        super().__init__(top_k, prompt)
+        if prompt == "{prompt}" and refresh_steps == 1:
+            raise ConfigError("algorithm.teacher: the live policy under its own prompt teaches nothing; change prompt.")
+        self._every, self._steps = refresh_steps, 0
+
+    def open(self, room: Classroom) -> None:
+        super().open(room)
+        if self._every != 1:
+            room.trainer.snapshot(NAME)  # a checkpoint that holds its own replaces it
+
+    def score(self, batch: Batch) -> dict[str, Tensor]:
+        if self._every > 1 and self._steps and self._steps % self._every == 0:
+            self.room.trainer.snapshot(NAME)
+        self._steps += 1
+        return self.room.trainer.score(batch, "policy" if self._every == 1 else NAME, top_k=self.top_k)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"steps": self._steps}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._steps = int(state["steps"])

@@ -1,0 +1,111 @@
+"""Trajectories as JSON lines: written by runs and evaluations, read by `rlflow show`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rlflow.errors import CheckpointError
+from rlflow.report.metrics import Metrics, scores
+from rlflow.storage.files import plain, read_json_lines, write_json_lines
+
+EXPECTED = {"task_id", "turns", "reward", "metrics"}
+
+if TYPE_CHECKING:  # `rlflow show` reads episodes without torch
+    from rlflow.types import Group, Trajectory
+
+
+def write_trajectories(path: str | Path, groups: Sequence[Group]) -> None:
+    """Writes one line of JSON per episode: what the policy wrote, what the environment answered,
+    rewards, token counts."""
+    attempts = ((group, place) for group in groups for place in range(len(group.trajectories)))
+    write_json_lines(path, (trajectory_record(group, place) for group, place in attempts))
+
+
+def trajectory_record(group: Group, attempt: int) -> dict[str, Any]:
+    """One episode as plain values. `prompt_tokens` counts what stood before the first response; `group_mean` and `group_std` are
+    of the rewards of its group's usable attempts."""
+    trajectory: Trajectory = group.trajectories[attempt]
+    sampled = sum(turn.stop - turn.start for turn in trajectory.turns)
+    total = sum(len(segment) for segment in trajectory.segments)
+    prompt_tokens = trajectory.turns[0].start if trajectory.turns else total
+    turns = [
+        {
+            "response": turn.response,
+            "observation": turn.observation,
+            "reward": turn.reward,
+            "tokens": turn.stop - turn.start,
+            "duration_s": round(turn.duration_s, 4),
+        }
+        for turn in trajectory.turns
+    ]
+    stats = dict(zip(("group_mean", "group_std"), trajectory.group_stats[1:])) if trajectory.group_stats else {}
+    return plain(
+        {
+            "id": trajectory.id,
+            "task_id": trajectory.task_id,
+            "group_id": trajectory.group_id,
+            "attempt": attempt,
+            "source": trajectory.source,
+            "prompt": trajectory.prompt or group.task.prompt,
+            "answer": group.task.answer,
+            "turns": turns,
+            "reward": trajectory.reward,
+            **stats,
+            **({"rewards": trajectory.rewards} if trajectory.rewards else {}),
+            "stop": trajectory.stop.value,
+            "metrics": trajectory.metrics,
+            "metadata": group.task.metadata,
+            "error": trajectory.error,
+            "prompt_tokens": prompt_tokens,
+            "response_tokens": sampled,
+            "observation_tokens": total - sampled - prompt_tokens,
+        }
+    )
+
+
+def read_trajectories(path: str | Path) -> list[dict[str, Any]]:
+    """The records that `write_trajectories` wrote.
+
+    Raises:
+        CheckpointError: the file is missing or a line is no episode (file, line number).
+    """
+    records = read_json_lines(path)
+    for number, record in enumerate(records, start=1):
+        if not isinstance(record, dict) or not record.keys() >= EXPECTED:
+            raise CheckpointError(f"{path}:{number}: expected an episode, found another value.")
+    return records
+
+
+def solved(record: Mapping[str, Any], registered: Metrics) -> bool:
+    """Whether the first score of an episode is 1, or, where it has none, its reward positive."""
+    values = [record["metrics"][name] for name in scores(registered) if name in record["metrics"]]
+    return bool(values[0] == 1 if values else (record["reward"] or 0) > 0)
+
+
+def question_of(record: Mapping[str, Any]) -> str:
+    """What an episode's task asks: its `question` where it has one, else the end of its prompt."""
+    question = record.get("metadata", {}).get("question")
+    if isinstance(question, str) and question.strip():
+        return question.strip()
+    prompt = record.get("prompt", "")
+    prompt = text_of(prompt if isinstance(prompt, str) else prompt[-1:])
+    lines = [line.strip() for line in prompt.splitlines() if line.strip()]
+    return lines[-1] if lines else str(record["task_id"])
+
+
+def text_of(observation: Any, roles: bool = False) -> str:
+    """A prompt or an observation as one text: messages one below the other, on demand each behind its role."""
+    if isinstance(observation, list):
+        parts = [(f"[{one.get('role', '?')}] " if roles else "") + str(one.get("content", "")) for one in observation]
+        return "\n".join(parts)
+    return str(observation)
+
+
+def answers_of(record: Mapping[str, Any]) -> list[str]:
+    """The texts that a task's answer may be; none where it is no text."""
+    answer = record.get("answer")
+    values = answer if isinstance(answer, list) else [answer]
+    texts = [str(value) for value in values if isinstance(value, (str, int, float)) and not isinstance(value, bool)]
+    return [text for text in texts if text.strip()]
