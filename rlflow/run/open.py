@@ -73,17 +73,7 @@ def _start(config: RunConfig, stack: ExitStack) -> Run:
     log = stack.enter_context(RunLog())
     stack.enter_context(InterpreterWatch(config.rollout.faults.call_s))
     check_continuation(config)
-    progress = Progress(
-        config.metrics.progress,
-        steps=config.run.steps,
-        title=config.run.name,
-        first_step=(chosen_checkpoint(config) or (0, None))[0],
-        clock=clock,
-    )
-    stack.callback(progress.close)
-    page = LivePage(progress) if config.metrics.page else None
-    if page is not None:
-        stack.callback(page.close)
+    progress, page = _displays(config, clock, stack)
     timer.on_enter = progress.phase
     progress.phase("preparing", "environment and engine")
     rollout = trainable(stack.enter_context(make_run_rollout(config)))
@@ -132,6 +122,26 @@ def _start(config: RunConfig, stack: ExitStack) -> Run:
     run.metrics = stack.enter_context(make_metrics(config, directory, run.saved_step, run.evaluation.made(run.saved_step)))
     _recall(run)
     return run
+
+
+def _displays(
+    config: RunConfig, clock: Clock, stack: ExitStack
+) -> tuple[Progress, LivePage | None]:
+    """What the run tells how it goes, and the page where one is wanted."""
+    checkpoint = chosen_checkpoint(config)
+    progress = Progress(
+        config.metrics.progress,
+        steps=config.run.steps,
+        title=config.run.name,
+        first_step=checkpoint[0] if checkpoint else 0,
+        clock=clock,
+    )
+    stack.callback(progress.close)
+    if not config.metrics.page:
+        return progress, None
+    page = LivePage(progress)
+    stack.callback(page.close)
+    return progress, page
 
 
 def _accompany(run: Run, stack: ExitStack) -> None:

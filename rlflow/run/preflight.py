@@ -22,8 +22,7 @@ from rlflow.rollout.embedded.engine import device_of
 from rlflow.rollout.vllm.device_buckets import check_device_transfer
 from rlflow.rollout.vllm.process import check_python, find_python
 from rlflow.run.directory import RunDirectory
-from rlflow.run.memory_estimate import is_embedded
-from rlflow.run.vllm_memory import is_vllm
+from rlflow.run.estimates import is_embedded, is_vllm
 from rlflow.storage.files import read_json
 from rlflow.trainer.options import MEGATRON_WITHOUT_CUDA, untested_megatron
 

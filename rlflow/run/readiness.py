@@ -19,7 +19,7 @@ from rlflow.models.huggingface import read_config
 from rlflow.rollout import Rollout, Tokenizer
 from rlflow.rollout.environment_calls import shut_down, tasks_of
 from rlflow.run.assemble import environment_class, fitting_tasks, make_environment, rollout_over
-from rlflow.run.memory_estimate import checkpoint_bytes
+from rlflow.run.estimates import checkpoint_bytes
 from rlflow.run.preflight import policy_architecture, run_path, start_checks
 from rlflow.run.resume import check_continuation
 
