@@ -27,8 +27,7 @@ from rlflow.rollout.submission import Submission
 from rlflow.rollout.transfer.base import WeightReader
 from rlflow.rollout.transfer.readers import open_reader
 from rlflow.rollout.workers import Loaded, PlayedAttempt, PlayOrder, Update, WorkerFacts, WorkerNews
-from rlflow.run.assemble import make_rollout
-from rlflow.run.probe import trainable
+from rlflow.run.assemble import make_rollout, trainable
 from rlflow.types import Trajectory
 
 LOOK_S = 0.25

@@ -1,4 +1,4 @@
-"""The converter that rlflow finds by the entry-point group `rlflow.converters`: see `rlflow.run.model_directory.Converter`."""
+"""The converter that rlflow finds by the entry-point group `rlflow.converters`: see `rlflow.run.origin.Converter`."""
 
 from __future__ import annotations
 
