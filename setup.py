@@ -21,13 +21,12 @@ BASE = [
     "rich>=13.7",
     "matplotlib>=3.8",
     "xxhash>=3.4",  # checksums of files and of weights on their way, at the speed of memory
+    "aiohttp>=3.9",  # every request over HTTP: retrieval, judges, teachers, engines (httpx takes many times the CPU)
     "google-re2>=1.1",  # patterns that are searched for in what a policy wrote, in linear time
 ]
 
 SERVER = [
-    "aiohttp>=3.9",  # the client of a retrieval server (httpx takes 30 times the CPU at 64 in flight); the rest is the server
-    "fastapi>=0.115",
-    "uvicorn>=0.30",
+    "uvicorn>=0.54",  # its supervisor: `Process.child_conn`, STARTUP_FAILURE
     "uvloop>=0.19",
     "httptools>=0.6",
     "orjson>=3.10",
@@ -37,14 +36,13 @@ SERVER = [
 DOCUMENTS = [  # `rlflow search qa` reads .md and .html
     "beautifulsoup4>=4.12",
     "markdown-it-py>=3.0",
-    "httpx>=0.27",  # a model at an endpoint that writes the questions
 ]
 
 EXTRAS = {
     "search": ["faiss-cpu>=1.9", "bm25s>=0.2.6", *SERVER, *DOCUMENTS],
     # Instead of search: the two faiss packages exclude each other.
     "search-gpu": ["faiss-gpu-cu12>=1.9", "bm25s>=0.2.6", *SERVER, *DOCUMENTS],
-    "judge": ["httpx>=0.27"],  # the reward of a language model
+    "judge": [],  # the reward of a language model: needs nothing more any longer
     "data": ["pyarrow>=15"],  # questions in parquet
     "gymnasium": ["gymnasium>=1.0"],
     "reasoning-gym": ["reasoning-gym>=0.1.23"],
@@ -57,7 +55,7 @@ EXTRAS = {
     "qdrant": ["qdrant-client>=1.12", "qdrant-edge-py>=0.9,<0.10"],  # edge is in beta: its interface moves between releases
     "tensorboard": ["tensorboard>=2.16"],
     "wandb": ["wandb>=0.18"],
-    "benchmarks": ["trl>=1.16", "datasets>=4.0", "accelerate>=1.4"],  # the rival of benchmarks/grpo_step.py
+    "benchmarks": ["trl>=1.16", "datasets>=4.0", "accelerate>=1.4", "fastapi>=0.115"],  # of their rivals
     "browser": ["selenium>=4.20"],  # tests of pages in Chromium (apt: chromium, chromium-driver)
     "dev": [
         "pytest>=8.2",
@@ -65,6 +63,7 @@ EXTRAS = {
         "pytest-xdist>=3.6",
         "hypothesis>=6.100",
         "httpx>=0.27",
+        "fastapi>=0.115",
         "onnx>=1.16",
         "ruff>=0.6",
         "mypy>=1.11",
@@ -93,7 +92,7 @@ setup(
     package_dir={"rlflow": "rlflow", "rlflow_environments": "environments", "rlflow_tools": "tools"},
     package_data={
         "rlflow": ["py.typed", "algorithms/presets/*.yaml", "commands/templates/*", "report/templates/*"],
-        "rlflow_environments": ["**/*.yaml", "**/*.json", "**/*.txt"],
+        "rlflow_environments": ["**/*.yaml", "**/*.json", "**/*.txt", "**/*.html"],
     },
     install_requires=BASE,
     extras_require=EXTRAS,

@@ -40,33 +40,36 @@ async def _measure(port: int, bodies: Iterator[bytes], in_flight: int, seconds: 
     loop = asyncio.get_running_loop()
     begin = time.perf_counter() + WARM_UP_S + seconds / 10
     figures = Figures(seconds)
-    made = [await loop.create_connection(lambda: _Client(bodies, figures, begin), "127.0.0.1", port) for _ in range(in_flight)]
+    clients = [_Client(bodies, figures, begin, port) for _ in range(in_flight)]
+    for client in clients:
+        await loop.create_connection(lambda client=client: client, "127.0.0.1", port)
     await asyncio.sleep(begin + seconds - time.perf_counter())
-    for transport, client in made:
+    for client in clients:
         client.stopped = True
-        transport.abort()
+        client.transport.abort()
     await asyncio.sleep(0.1)  # the server notices, and the other one has the machine for itself
     return figures
 
 
 class _Client(asyncio.Protocol):
-    """One connection: the next request goes out when the answer to the last is whole."""
+    """One connection: the next request goes out when the answer to the last is whole, over another one where that says so."""
 
-    def __init__(self, bodies: Iterator[bytes], figures: Figures, begin: float) -> None:
-        self._bodies, self._figures, self._begin = bodies, figures, begin
+    def __init__(self, bodies: Iterator[bytes], figures: Figures, begin: float, port: int) -> None:
+        self._bodies, self._figures, self._begin, self._port = bodies, figures, begin, port
         self._buffer = b""
         self._missing = -1
         self.stopped = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = transport
+        self.transport = transport
+        self._leaving = False
         self._send()
 
     def _send(self) -> None:
         body = next(self._bodies)
         self._buffer, self._missing = b"", -1
         self._sent = time.perf_counter()
-        self._transport.write(_HEAD % len(body) + body)  # type: ignore[attr-defined]
+        self.transport.write(_HEAD % len(body) + body)  # type: ignore[attr-defined]
 
     def data_received(self, data: bytes) -> None:
         self._buffer += data
@@ -76,6 +79,7 @@ class _Client(asyncio.Protocol):
                 return
             length = head.lower().partition(b"content-length: ")[2].partition(b"\r\n")[0]
             self._missing = len(head) + 4 + int(length)
+            self._leaving = b"\nconnection: close" in head.lower()
         if len(self._buffer) < self._missing:
             return
         now = time.perf_counter()
@@ -84,8 +88,12 @@ class _Client(asyncio.Protocol):
         self._figures.answered += whole
         if whole and self._begin <= now < self._begin + self._figures.seconds:
             self._figures.latencies.append(now - self._sent)
-        if not self.stopped:
+        if not self.stopped and not self._leaving:
             self._send()
 
     def connection_lost(self, problem: Exception | None) -> None:
-        self._figures.failed += not self.stopped
+        if self._leaving and not self.stopped:
+            again = asyncio.get_running_loop().create_connection(lambda: self, "127.0.0.1", self._port)
+            self._task = asyncio.ensure_future(again)
+        else:
+            self._figures.failed += not self.stopped

@@ -1,7 +1,7 @@
 """Makes the pictures of the docs from a run: python docs/screenshots.py runs/searchr1-demo
 
-The run's own picture, and its viewer, its live page (as it was half-way) and its report as headless Chromium shows
-them (Debian: apt install chromium). Each is a PNG in docs/images.
+The run's own picture, and its page as headless Chromium shows it (Debian: apt install chromium):
+opened by `rlflow view`, and as the run's report. Each is a PNG in docs/images.
 """
 
 from __future__ import annotations
@@ -15,9 +15,7 @@ from pathlib import Path
 from PIL import Image
 
 from rlflow.report.page import write_page
-from rlflow.report.page_server import PageServer
 from rlflow.report.recorded import RunFiles
-from rlflow.report.run_page import PageState, render_content, render_page
 
 IMAGES = Path(__file__).parent / "images"
 FLAGS = ("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
@@ -41,23 +39,7 @@ def main() -> None:
         with page.open("a") as file:  # a group whose attempts differ: the policy is not sure of its words yet
             file.write("<script>setTimeout(() => { setStep(2); $('outcome').value = 'mixed'; list(); }, 500)</script>\n")
         take(page.as_uri(), IMAGES / "view.png", 1400, 900)
-    take(report.as_uri(), IMAGES / "report.png", 1000, 1250)
-    state = state_in_the_middle(run)
-    server = PageServer(lambda nonce: render_page(state, nonce), lambda: render_content(state))
-    try:
-        take(server.url, IMAGES / "live_page.png", 1000, 1250)
-    finally:
-        server.close()
-
-
-def state_in_the_middle(run: RunFiles) -> PageState:
-    """What the page showed half-way, from the run's records and its stored episodes of then."""
-    step = sorted(run.training)[len(run.training) // 2]
-    records = [record for record in run.metrics if record["step"] <= step]
-    seconds, steps = records[-1]["time/run_s"], max(run.training)
-    episodes = run.records("train", step)[:4]
-    left = (steps - step) * seconds / step
-    return PageState(run.name, steps, run.registered, records, "update", seconds, left, episodes)
+    take(report.as_uri(), IMAGES / "report.png", 1000, 1050)
 
 
 def take(url: str, out: Path, width: int, height: int) -> None:

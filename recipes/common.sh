@@ -100,11 +100,11 @@ def found(name):
         return False
 
 names = ["torch", "yaml", "numpy", "safetensors", "transformers", "megatron.core", "psutil", "rich", "matplotlib"]
-names += ["faiss", "bm25s", "aiohttp", "fastapi", "uvicorn", "rlflow_environments"]
+names += ["faiss", "bm25s", "aiohttp", "uvicorn", "rlflow_environments"]
 if sys.argv[1] == "cluster":
     names += ["ray"]
 if sys.argv[1] == "test":
-    names += ["uvloop", "httptools", "httpx", "orjson", "prometheus_client"]
+    names += ["uvloop", "httptools", "orjson", "prometheus_client"]
     names += ["qdrant_client", "qdrant_edge", "onnxruntime", "onnx"]
     names += ["ray", "tensorboard", "pytest", "pytest_timeout", "hypothesis", "ruff", "mypy"]
 spec = find_spec("rlflow")

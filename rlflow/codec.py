@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, Literal
 
 import numpy as np
@@ -31,44 +31,51 @@ PER_TOKEN = {
     "versions": (np.int32, np.int64),
 }
 """The fields of a segment that have a row per token, or are None: types in bytes, in memory."""
-COLLECTIONS = {"tuple": tuple, "set": set, "frozenset": frozenset, "bytes": bytes}
-"""What JSON has no word for, by name."""
+COLLECTIONS = {kind.__name__: kind for kind in (list, tuple, dict, set, frozenset, bytes)}
 
 
-def to_bytes(trajectories: Sequence[Trajectory]) -> bytes:
-    """The trajectories; `from_bytes` gives them back bit for bit."""
-    return _pack(trajectories, {})
+def to_bytes(trajectories: Sequence[Trajectory], **about: Any) -> bytes:
+    """The trajectories; `from_bytes` gives them back bit for bit. about: what else is to be kept."""
+    segments = [segment for one in trajectories for segment in one.segments]
+    arrays, lengths = join([_arrays(segment) for segment in segments])
+    about |= {"trajectories": [_row(one) for one in trajectories], "lengths": lengths}
+    text = np.frombuffer(json.dumps(_tagged(about)).encode(), np.uint8)
+    body = save({**arrays, "about": text})
+    return body + _checksum(body)
 
 
 def from_bytes(payload: bytes, where: str = "trajectories") -> list[Trajectory]:
     """The trajectories of `to_bytes`. Raises CheckpointError, which names `where`."""
-    with _readable(payload, where):
-        return _unpack(payload)[0]
+    return _read(payload, where)[0]
 
 
 def groups_to_bytes(groups: Sequence[Group]) -> bytes:
     """The groups with all of their tasks: a teacher's prompt may name an answer or metadata.
 
     An object in there that is no value of Python's own becomes its text, as a prompt shows it."""
-    rows = [[group.id, _task_row(group.task), len(group.trajectories)] for group in groups]
-    return _pack([one for group in groups for one in group.trajectories], {"groups": rows})
+    rows = [(group.id, vars(group.task), len(group.trajectories)) for group in groups]
+    return to_bytes([one for group in groups for one in group.trajectories], groups=rows)
 
 
 def groups_from_bytes(payload: bytes, where: str = "groups") -> list[Group]:
     """The groups of `groups_to_bytes`. Raises CheckpointError, which names `where`."""
-    with _readable(payload, where):
-        trajectories, about = _unpack(payload)
-        attempts = iter(trajectories)
-        return [
-            Group(name, _task(task), [next(attempts) for _ in range(count)])
-            for name, task, count in about["groups"]
-        ]
+    trajectories, about = _read(payload, where)
+    attempts = iter(trajectories)
+    return [
+        Group(name, Task(**task), list(islice(attempts, count)))
+        for name, task, count in about["groups"]
+    ]
 
 
-@contextmanager
-def _readable(payload: bytes, where: str) -> Iterator[None]:
+def _read(payload: bytes, where: str) -> tuple[list[Trajectory], dict[str, Any]]:
+    body, checksum = payload[:-CHECKSUM_BYTES], payload[-CHECKSUM_BYTES:]
     try:
-        yield
+        if checksum != _checksum(body):
+            raise ValueError("another checksum")
+        arrays = load(body)
+        about = _untagged(json.loads(arrays.pop("about").tobytes()))
+        segments = iter(split(arrays, about["lengths"]))
+        return [_trajectory(row, segments) for row in about["trajectories"]], about
     except (ValueError, KeyError, TypeError, StopIteration, SafetensorError) as error:
         raise CheckpointError(
             f"{where}: expected trajectories as this version of rlflow writes them, found "
@@ -76,30 +83,8 @@ def _readable(payload: bytes, where: str) -> Iterator[None]:
         ) from None
 
 
-def _pack(trajectories: Sequence[Trajectory], about: dict[str, Any]) -> bytes:
-    segments = [segment for one in trajectories for segment in one.segments]
-    arrays, lengths = join([_arrays(segment) for segment in segments])
-    rows = [_trajectory_row(trajectory) for trajectory in trajectories]
-    about = {"format": FORMAT, "lengths": lengths, "trajectories": rows, **about}
-    text = np.frombuffer(json.dumps(about).encode(), np.uint8)
-    body = save({**arrays, "about": text})
-    return body + _checksum(body)
-
-
-def _unpack(payload: bytes) -> tuple[list[Trajectory], dict[str, Any]]:
-    body, checksum = payload[:-CHECKSUM_BYTES], payload[-CHECKSUM_BYTES:]
-    if checksum != _checksum(body):
-        raise ValueError("another checksum")
-    arrays = load(body)
-    about = json.loads(arrays.pop("about").tobytes())
-    if about["format"] != FORMAT:
-        raise ValueError(f"expected format {FORMAT}, found {about['format']}")
-    segments = iter(split(arrays, about["lengths"]))
-    return [_trajectory(row, segments) for row in about["trajectories"]], about
-
-
 def _checksum(body: bytes) -> bytes:
-    return xxhash.xxh3_64_digest(body)
+    return xxhash.xxh3_64_digest(body, seed=FORMAT)
 
 
 def _arrays(segment: Segment) -> dict[str, np.ndarray]:
@@ -111,6 +96,21 @@ def _arrays(segment: Segment) -> dict[str, np.ndarray]:
     }
 
 
+def _row(trajectory: Trajectory) -> dict[str, Any]:
+    segments = [
+        {name: value for name, value in vars(segment).items() if name not in PER_TOKEN}
+        for segment in trajectory.segments
+    ]
+    return {**vars(trajectory), "segments": segments, "turns": list(map(vars, trajectory.turns))}
+
+
+def _trajectory(row: dict[str, Any], arrays: Iterator[dict[str, np.ndarray]]) -> Trajectory:
+    segments = [_segment(next(arrays), others) for others in row["segments"]]
+    turns = [Turn(**turn) for turn in row["turns"]]
+    stop = StopReason(row["stop"])
+    return Trajectory(**{**row, "segments": segments, "turns": turns, "stop": stop})
+
+
 def _segment(arrays: dict[str, np.ndarray], others: dict[str, Any]) -> Segment:
     values = {
         name: torch.from_numpy(arrays[name].astype(kind)) if name in arrays else None
@@ -119,56 +119,19 @@ def _segment(arrays: dict[str, np.ndarray], others: dict[str, Any]) -> Segment:
     return Segment(**values, **others)  # type: ignore[arg-type]
 
 
-def _trajectory_row(trajectory: Trajectory) -> dict[str, Any]:
-    segments = [
-        {name: value for name, value in vars(segment).items() if name not in PER_TOKEN}
-        for segment in trajectory.segments
-    ]
-    return {**vars(trajectory), "segments": segments, "turns": list(map(vars, trajectory.turns))}
-
-
-def _trajectory(row: dict[str, Any], segments: Iterator[dict[str, np.ndarray]]) -> Trajectory:
-    stats, by_name = row["group_stats"], row["rewards_stats"]
-    changed = {
-        "segments": [_segment(next(segments), others) for others in row["segments"]],
-        "turns": [Turn(**turn) for turn in row["turns"]],
-        "stop": StopReason(row["stop"]),
-        "group_stats": None if stats is None else tuple(stats),
-        "rewards_stats": {name: tuple(pair) for name, pair in by_name.items()},
-    }
-    return Trajectory(**{**row, **changed})
-
-
-def _task_row(task: Task) -> dict[str, Any]:
-    return {**vars(task), "answer": _tagged(task.answer), "metadata": _tagged(task.metadata)}
-
-
-def _task(row: dict[str, Any]) -> Task:
-    values = {name: _untagged(row[name]) for name in ("answer", "metadata")}
-    return Task(**{**row, **values})
-
-
 def _tagged(value: Any) -> Any:
-    """The value in JSON, where every object has one key: the name of a collection."""
-    if value is None or isinstance(value, (bool, int, float, str)):
-        return value
-    if isinstance(value, list):
-        return [_tagged(item) for item in value]
-    if isinstance(value, dict):
-        return {"dict": [[_tagged(name), _tagged(item)] for name, item in value.items()]}
+    """The value in JSON, where a list is a collection's name and items."""
     if type(value) in COLLECTIONS.values():
-        return {type(value).__name__: [_tagged(item) for item in value]}
-    return str(value)
+        items = value.items() if isinstance(value, dict) else value
+        return [type(value).__name__, [_tagged(item) for item in items]]
+    said = value is None or isinstance(value, (bool, int, float, str))
+    return value if said else str(value)
 
 
 def _untagged(value: Any) -> Any:
-    if isinstance(value, list):
-        return [_untagged(item) for item in value]
-    if not isinstance(value, dict):
+    if not isinstance(value, list):
         return value
-    ((name, items),) = value.items()
-    if name == "dict":
-        return {_untagged(key): _untagged(item) for key, item in items}
+    name, items = value
     return COLLECTIONS[name](map(_untagged, items))
 
 

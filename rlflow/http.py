@@ -1,22 +1,33 @@
-"""The one policy for requests over HTTP that fail: which may be sent again, when, and for how long; and whether anybody is there.
+"""Requests over HTTP: one client, one policy for those that fail (which are sent again, when, for
+how long), and whether anybody is there.
 
-An attempt is a function of the caller; it raises Retryable for a failure that may pass, and anything else for one that will not.
-"""
+An attempt is a function of the caller; it raises Retryable for a failure that may pass, and
+anything else for one that will not."""
 
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
+import contextlib
+import json
 import math
+import os
 import random
 import socket
+import threading
 import time
-from collections.abc import Awaitable, Callable, Mapping
+import weakref
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
-    import httpx
+    import aiohttp
 
+CONNECT_S = 10.0
+KEEPALIVE_S = 4.0  # below the 5 s after which uvicorn closes an idle connection
+CLOSE_S = 2.0
+EXCERPT = 300  # characters of an answer that an error tells
 LONGEST_RETRY_AFTER_S = 30.0
 ELSEWHERE = "192.0.2.1"  # of TEST-NET, RFC 5737
 
@@ -25,13 +36,13 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class RetryPolicy:
-    """At most `tries` attempts, the first included (None: as many as the time allows), and at most `timeout_s` from the first
-    attempt to the last answer.
+    """At most `tries` attempts, the first included (None: as many as the time allows), and at most
+    `timeout_s` from the first attempt to the last answer.
 
-    The pause before attempt n+1 is uniform in [0, first_pause_s * 2**(n-1)], at most longest_pause_s, on top of what the server
-    asks for: "full jitter" (AWS Architecture Blog, "Exponential Backoff And Jitter", 2015), so that the clients of a server that
-    was down do not all come back in the same moment.
-    """
+    The pause before attempt n+1 is uniform in [0, first_pause_s * 2**(n-1)], at most
+    longest_pause_s, on top of what the server asks for: "full jitter" (AWS Architecture Blog,
+    "Exponential Backoff And Jitter", 2015), so that the clients of a server that was down do not
+    all come back in the same moment."""
 
     tries: int | None
     first_pause_s: float
@@ -39,7 +50,8 @@ class RetryPolicy:
     timeout_s: float = math.inf
 
     def call(self, attempt: Callable[[], T], generator: random.Random) -> T:
-        """The first attempt's result that is one. Raises GaveUp, and what the attempt raises besides Retryable."""
+        """The first attempt's result that is one. Raises GaveUp, and what the attempt raises
+        besides Retryable."""
         attempts = _Attempts(self, generator)
         while True:
             try:
@@ -48,8 +60,11 @@ class RetryPolicy:
                 pause_s = attempts.pause_s(failure)
             time.sleep(pause_s)
 
-    async def call_async(self, attempt: Callable[[float], Awaitable[T]], generator: random.Random) -> T:
-        """As `call`; an attempt is given the deadline, in time.monotonic's seconds, and is cancelled when it has passed."""
+    async def call_async(
+        self, attempt: Callable[[float], Awaitable[T]], generator: random.Random
+    ) -> T:
+        """As `call`; an attempt is given the deadline, in time.monotonic's seconds, and is
+        cancelled when it has passed."""
         attempts = _Attempts(self, generator)
         try:
             async with asyncio.timeout(None if math.isinf(self.timeout_s) else self.timeout_s):
@@ -66,12 +81,17 @@ class RetryPolicy:
 class Retryable(Exception):
     """An attempt that failed in a way that may pass.
 
-    retry_after_s: the server asks not to be asked before. server_failed: the server itself is in trouble, so that others are
-    better asked for a while; not so where it only has too much to do. at_once: the next attempt need not wait.
-    """
+    retry_after_s: the server asks not to be asked before. server_failed: the server itself is in
+    trouble, so that others are better asked for a while; not so where it only has too much to do.
+    at_once: the next attempt need not wait."""
 
     def __init__(
-        self, text: str, *, retry_after_s: float = 0.0, server_failed: bool = True, at_once: bool = False
+        self,
+        text: str,
+        *,
+        retry_after_s: float = 0.0,
+        server_failed: bool = True,
+        at_once: bool = False,
     ) -> None:
         super().__init__(text)
         self.retry_after_s = retry_after_s
@@ -80,7 +100,8 @@ class Retryable(Exception):
 
 
 class GaveUp(Exception):
-    """No attempt succeeded. attempts: how many were made. last: why the last one failed; None if none came to its end."""
+    """No attempt succeeded. attempts: how many were made. last: why the last one failed; None if
+    none came to its end."""
 
     def __init__(self, attempts: int, spent_s: float, last: Retryable | None) -> None:
         super().__init__(f"{attempts} attempts in {spent_s:.1f} s; last: {last}")
@@ -105,9 +126,13 @@ class _Attempts:
         self._last = failure
         pause_s = 0.0
         if not failure.at_once:
-            bound_s = backoff_s(self._policy.first_pause_s, self._policy.longest_pause_s, self._number)
+            bound_s = backoff_s(
+                self._policy.first_pause_s, self._policy.longest_pause_s, self._number
+            )
             pause_s = failure.retry_after_s + self._generator.uniform(0, bound_s)
-        if (self._policy.tries is not None and self._number >= self._policy.tries) or time.monotonic() + pause_s >= self.deadline:
+        if (
+            self._policy.tries is not None and self._number >= self._policy.tries
+        ) or time.monotonic() + pause_s >= self.deadline:
             raise self.gave_up()
         self._number += 1
         return pause_s
@@ -118,33 +143,191 @@ class _Attempts:
 
 
 def backoff_s(first_s: float, longest_s: float, failures: int) -> float:
-    """The pause after a number of failures in a row (from 1), in seconds: it doubles from `first_s` on, up to `longest_s`."""
+    """The pause after a number of failures in a row (from 1), in seconds: it doubles from `first_s`
+    on, up to `longest_s`."""
     return min(longest_s, first_s * 2.0 ** min(failures - 1, 60))
 
 
-def post(client: httpx.Client, url: str, body: Mapping[str, Any]) -> tuple[httpx.Response, str]:
-    """One attempt: an answer whose status no repetition would change, and how its text begins. Raises Retryable."""
-    import httpx
+@dataclass(frozen=True)
+class Reply:
+    """An answer, whole."""
 
+    status: int
+    headers: Mapping[str, str]
+    content: bytes
+
+    @property
+    def text(self) -> str:
+        return self.content.decode("utf-8", "replace")
+
+    @property
+    def excerpt(self) -> str:
+        """How the text begins."""
+        return self.text[:EXCERPT]
+
+    def json(self) -> Any:
+        """Raises ValueError, RecursionError."""
+        return json.loads(self.content)
+
+    def checked(self, where: str = "") -> Reply:
+        """The answer itself. Raises Retryable for a status that may pass."""
+        check_status(where, self.status, self.headers, self.excerpt)
+        return self
+
+
+class Session:
+    """Connections to servers, in the event loop of the first request."""
+
+    def __init__(
+        self,
+        *,
+        headers: Mapping[str, str] | None = None,
+        connections: int = 100,
+        timeout_s: float | None = None,
+        keepalive_s: float = KEEPALIVE_S,
+        proxies: bool = False,
+    ) -> None:
+        """connections: open at a time. timeout_s: of a request, where that has none of its own.
+        keepalive_s: how long an unused connection is kept, 0 for not at all. proxies: of the
+        environment variables (HTTPS_PROXY, NO_PROXY, ...)."""
+        self._headers, self._connections, self._timeout_s = headers, connections, timeout_s
+        self._keepalive_s, self._proxies = keepalive_s, proxies
+        self._opened: aiohttp.ClientSession | None = None
+
+    async def ask(
+        self,
+        method: str,
+        url: str,
+        body: Mapping[str, Any] | bytes | None = None,
+        *,
+        headers: Mapping[str, str] | None = None,
+        timeout_s: float | None = None,
+        where: str = "",
+    ) -> Reply:
+        """The answer, whatever its status. body: bytes, or what is sent as JSON. where: begins the
+        error's text. Raises Retryable where there is none, or not in time."""
+        import aiohttp
+
+        opened = self._opened or self._open()
+        data = json.dumps(body).encode() if isinstance(body, Mapping) else body
+        sent = {"Content-Type": "application/json", **(headers or {})} if data else headers
+        limit_s = self._timeout_s if timeout_s is None else timeout_s
+        try:
+            async with asyncio.timeout(limit_s):
+                async with opened.request(method, url, data=data, headers=sent) as answer:
+                    return Reply(answer.status, answer.headers, await answer.read())
+        except TimeoutError:
+            told = "no connection" if limit_s is None else f"no answer within {limit_s:.1f} s"
+            raise Retryable(f"{where}{told}") from None
+        except aiohttp.ClientConnectorError as problem:
+            code = problem.os_error.errno or 0
+            why = os.strerror(code) if code > 0 else problem.os_error.strerror  # < 0: the name's
+            told = f"no connection to {problem.host}:{problem.port}: {why}"
+            raise Retryable(f"{where}{told}") from None
+        except (aiohttp.ClientError, OSError) as problem:
+            raise Retryable(f"{where}{type(problem).__name__} {problem}".rstrip()) from None
+
+    async def close(self) -> None:
+        """Ends the connections."""
+        if self._opened is not None:
+            await self._opened.close()
+
+    def _open(self) -> aiohttp.ClientSession:
+        import aiohttp
+
+        kept = (
+            {"keepalive_timeout": self._keepalive_s} if self._keepalive_s else {"force_close": True}
+        )
+        self._opened = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=self._connections, **kept),
+            headers=self._headers,
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S),
+            trust_env=self._proxies,
+        )
+        return self._opened
+
+
+class HttpClient:
+    """A Session in an event loop of its own, for callers in any thread and any event loop."""
+
+    def __init__(self, *, at_once: int | None = None, **options: Any) -> None:
+        """at_once: how much of what is submitted runs at a time, None: all. options: of Session."""
+        self.session = Session(**options)
+        self._loop = asyncio.new_event_loop()
+        self._slots = contextlib.nullcontext() if at_once is None else asyncio.Semaphore(at_once)
+        threading.Thread(target=self._loop.run_forever, name="http", daemon=True).start()
+        self._end = weakref.finalize(self, _end, self._loop, self.session)
+
+    def submit(
+        self, work: Callable[..., Coroutine[Any, Any, T]], *arguments: Any
+    ) -> concurrent.futures.Future[T]:
+        """The result of a coroutine function, to come; not after `close`."""
+        return asyncio.run_coroutine_threadsafe(self._run(work, arguments), self._loop)
+
+    def call(self, work: Callable[..., Coroutine[Any, Any, T]], *arguments: Any) -> T:
+        """The result of a coroutine function."""
+        future = self.submit(work, *arguments)
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()
+            raise
+
+    @property
+    def closed(self) -> bool:
+        return not self._end.alive
+
+    def close(self) -> None:
+        """Cancels what is under way and closes the connections; nothing happens the second time."""
+        self._end()
+
+    async def _run(
+        self, work: Callable[..., Coroutine[Any, Any, T]], arguments: Sequence[Any]
+    ) -> T:
+        async with self._slots:
+            return await work(*arguments)
+
+
+def _end(loop: asyncio.AbstractEventLoop, session: Session) -> None:
+    """Closes the connections and ends the client's thread."""
+
+    async def end() -> None:
+        for task in asyncio.all_tasks(loop) - {asyncio.current_task(loop)}:
+            task.cancel()
+        await session.close()
+        loop.call_soon(loop.stop)
+
+    ended = asyncio.run_coroutine_threadsafe(end(), loop)
     try:
-        response = client.post(url, json=body)
-    except httpx.HTTPError as failure:
-        raise Retryable(f"{type(failure).__name__} {failure}".rstrip()) from None
-    excerpt = response.text[:300]
-    check_status("", response.status_code, response.headers, excerpt)
-    return response, excerpt
+        asyncio.get_running_loop()
+    except RuntimeError:  # no event loop here, which must not wait
+        with contextlib.suppress(TimeoutError):
+            ended.result(CLOSE_S)
+
+
+def fetch(url: str, *, timeout_s: float = CONNECT_S, **options: Any) -> Reply:
+    """The answer to one GET. options: of Session. Raises Retryable where there is none."""
+    client = HttpClient(timeout_s=timeout_s, **options)
+    try:
+        return client.call(client.session.ask, "GET", url)
+    finally:
+        client.close()
 
 
 def check_status(where: str, status: int, headers: Mapping[str, str], excerpt: str) -> None:
-    """Raises Retryable for a status that may pass: 429, too many requests, and 5xx, the server's own failures."""
+    """Raises Retryable for a status that may pass: 429, too many requests, and 5xx, the server's
+    own failures."""
     if status == 429 or status >= 500:
         raise Retryable(
-            f"{where}status {status}: {excerpt}", retry_after_s=retry_after_s(headers), server_failed=status != 429
+            f"{where}status {status}: {excerpt}",
+            retry_after_s=retry_after_s(headers),
+            server_failed=status != 429,
         )
 
 
 def retry_after_s(headers: Mapping[str, str]) -> float:
-    """The seconds of Retry-After (RFC 9110, 10.2.3), at most 30; 0 without them, and for its other form, a date."""
+    """The seconds of Retry-After (RFC 9110, 10.2.3), at most 30; 0 without them, and for its other
+    form, a date."""
     try:
         return min(LONGEST_RETRY_AFTER_S, max(0.0, float(headers.get("retry-after", ""))))
     except ValueError:
@@ -161,8 +344,9 @@ def unreachable(host: str, port: int, timeout_s: float = 3.0) -> str | None:
 
 
 def own_address(towards: str = "") -> str:
-    """What other machines call this one that are reached by the same way as `towards`, host:port; without a host ("auto"), the
-    address towards the default route. Nothing is sent: the kernel only chooses the interface."""
+    """What other machines call this one that are reached by the same way as `towards`, host:port;
+    without a host ("auto"), the address towards the default route. Nothing is sent: the kernel only
+    chooses the interface."""
     host, _, port = towards.removeprefix("ray://").rpartition(":")
     host = (host if port.isdigit() else "").strip("[]") or ELSEWHERE
     try:

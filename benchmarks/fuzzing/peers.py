@@ -40,7 +40,7 @@ class Peers:
         self._key = folder / "key"
         self._key.write_text("a key of this run alone", encoding="ascii")
         self._search, url = _search_server(folder)
-        self._page = PageServer(lambda nonce: "the page", lambda: "")
+        self._page = PageServer(lambda path, nonce: "the page")
         self._weights = TcpPublisher(key_file=str(self._key), timeout_s=30.0, directory=str(folder / "memory"))
         self._weights.publish([("a", torch.arange(1000))], 1)
         self._swarm = TcpTransport("server", "127.0.0.1:0", str(self._key), timeout_s=30.0)

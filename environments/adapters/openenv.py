@@ -10,14 +10,13 @@ import asyncio
 import json
 import os
 import random
-import urllib.request
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
 from rlflow.environment import Environment
 from rlflow.errors import ConfigError, RLFlowError, described, needing
-from rlflow.http import GaveUp, Retryable, RetryPolicy
+from rlflow.http import GaveUp, Retryable, RetryPolicy, fetch
 from rlflow.report.metrics import Metric
 from rlflow.types import Episode, Step, Task
 from rlflow.values import PositiveFloat, PositiveInt
@@ -191,15 +190,18 @@ def _fields_of_an_action(url: str, headers: dict[str, str]) -> tuple[dict[str, A
     """(name -> what the JSON schema says of it, the names of those that are needed; of all, where none is). Raises ConfigError
     where no OpenEnv server answers."""
     try:
-        with urllib.request.urlopen(urllib.request.Request(f"{url}/schema", headers=headers), timeout=10.0) as answer:
-            schema = json.loads(answer.read(LONGEST_MESSAGE))["action"]
+        reply = fetch(f"{url}/schema", headers=headers, proxies=True)
+        if reply.status != 200:
+            raise Retryable(f"status {reply.status}")
+        schema = reply.json()["action"]
         told = {name: field for name, field in schema.get("properties", {}).items() if name != "metadata"}
         fields = {name: {key: field[key] for key in SHOWN if key in field} for name, field in told.items()}
         return fields, [name for name in schema.get("required", ()) if name in fields] or list(fields)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as failure:
+    except (Retryable, ValueError, KeyError, TypeError, AttributeError) as failure:
+        why = str(failure) if isinstance(failure, Retryable) else described(failure)
         raise ConfigError(
-            f"environment.url: expected an OpenEnv server, found none at {url}/schema ({described(failure)}); start it, or fix "
-            "the address."
+            f"environment.url: expected an OpenEnv server, found none at {url}/schema ({why}); "
+            "start it, or fix the address."
         ) from None
 
 

@@ -1,8 +1,8 @@
-"""A language model behind any OpenAI-compatible endpoint: many requests at once, retries, answers that are kept on disk.
+"""A language model behind any OpenAI-compatible endpoint: many requests at once, retries, answers
+that are kept on disk.
 
-httpx and not the package openai: that retries by a policy of its own, which would multiply with ours, and brings a dozen
-packages for what is one POST here.
-"""
+Not the package openai: that retries by a policy of its own, which would multiply with ours, and
+brings a dozen packages for what is one POST here."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ import json
 import random
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import TypeVar
 
-from rlflow.errors import ConfigError, RLFlowError, install_command, needing
-from rlflow.http import GaveUp, Retryable, RetryPolicy, post
+from rlflow.errors import ConfigError, RLFlowError
+from rlflow.http import GaveUp, HttpClient, Retryable, RetryPolicy
 from rlflow_environments.common.jsonl import BadRow, parse_object, records
 from rlflow_environments.common.text import well_formed
 
@@ -31,7 +31,8 @@ class EndpointError(RLFlowError):
 
 
 class EndpointRefusedError(EndpointError):
-    """The endpoint refuses the request, as it would any other attempt at it: a wrong address, model or key."""
+    """The endpoint refuses the request, as it would any other attempt at it: a wrong address, model
+    or key."""
 
 
 class UnreadableReply(Retryable):
@@ -46,11 +47,11 @@ class UnreadableReplyError(EndpointError):
 
 
 class ChatEndpoint:
-    """POST {url}/chat/completions with one user message per prompt, `concurrency` at a time, from threads of its own.
+    """POST {url}/chat/completions with one user message per prompt, `concurrency` at a time, from a
+    thread of its own.
 
-    Connection errors, timeouts, 429 and 5xx are tried again, see RetryPolicy; so are replies that the reader of a prompt refuses.
-    Anything else is an error at once.
-    """
+    Connection errors, timeouts, 429 and 5xx are tried again, see RetryPolicy; so are replies that
+    the reader of a prompt refuses. Anything else is an error at once."""
 
     def __init__(
         self,
@@ -68,50 +69,71 @@ class ChatEndpoint:
         seed: int = 0,
         name_of: Callable[[str], str] = str,
     ) -> None:
-        """timeout_s: of one attempt. pause_s: before the second attempt, at the most. cache: a file of answers that `complete`
-        does not ask for again. seed: of the pauses. name_of: what the user calls an option, for messages.
+        """timeout_s: of one attempt. pause_s: before the second attempt, at the most. cache: a file
+        of answers that `complete` does not ask for again. seed: of the pauses. name_of: what the
+        user calls an option, for messages.
 
-        Raises ConfigError, MissingPackageError.
+        Raises ConfigError.
         """
-        for name, value in (("timeout_s", timeout_s), ("tries", tries), ("concurrency", concurrency)):
+        for name, value in (
+            ("timeout_s", timeout_s),
+            ("tries", tries),
+            ("concurrency", concurrency),
+        ):
             if isinstance(value, bool) or not isinstance(value, (int, float)) or value <= 0:
                 raise ConfigError(f"{name_of(name)}: expected a number above 0, found {value!r}.")
         if not str(url).startswith(("http://", "https://")):
-            raise ConfigError(f"{name_of('url')}: expected an address such as http://localhost:8001/v1, found '{url}'.")
-        with needing("a model at an endpoint", install_command("judge")):
-            import httpx
+            raise ConfigError(
+                f"{name_of('url')}: expected an address such as http://localhost:8001/v1, found "
+                f"'{url}'."
+            )
         self.url = str(url).rstrip("/").removesuffix("/chat/completions") + "/chat/completions"
         self._body = {"model": model, "temperature": temperature, "max_tokens": max_tokens}
         self._policy = RetryPolicy(int(tries), pause_s, LONGEST_PAUSE_S)
         self._generator = random.Random(seed)
-        self._fix = f"Fix {name_of('url')}, {name_of('model')} or the key in {name_of('api_key_variable')}."
+        self._fix = (
+            f"Fix {name_of('url')}, {name_of('model')} or the key in {name_of('api_key_variable')}."
+        )
         self._answers = _Answers(cache)
-        limits = httpx.Limits(max_connections=int(concurrency), max_keepalive_connections=int(concurrency))
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-        self._client = httpx.Client(headers=headers, timeout=timeout_s, limits=limits)
-        self._threads = ThreadPoolExecutor(int(concurrency), thread_name_prefix="endpoint")
+        self._client = HttpClient(
+            at_once=int(concurrency),
+            connections=int(concurrency),
+            headers=headers,
+            timeout_s=timeout_s,
+            proxies=True,
+        )
 
     def submit(self, prompt: str, read: Callable[[str], T]) -> Future[T]:
-        """What `read` makes of the model's reply, to come; `read` raises UnreadableReply for a reply that is of no use.
+        """What `read` makes of the model's reply, to come; `read` raises UnreadableReply for a
+        reply that is of no use.
 
         The result raises EndpointError, EndpointRefusedError, UnreadableReplyError.
         """
-        return self._threads.submit(self._ask, prompt, read)
+        return self._client.submit(self._ask, prompt, read)
 
     async def ask(self, prompt: str, read: Callable[[str], T]) -> T:
-        """As `submit`, awaited in any event loop: the endpoint's threads wait, and not the loop."""
+        """As `submit`, awaited in any event loop."""
         return await asyncio.wrap_future(self.submit(prompt, read))
 
     def complete(
-        self, prompts: Sequence[str], progress: Callable[[int, int], None] = lambda done, total: None
+        self,
+        prompts: Sequence[str],
+        progress: Callable[[int, int], None] = lambda done, total: None,
     ) -> list[str]:
-        """The model's answers, in order. With a cache, what was answered before an error or a kill is not asked for again.
+        """The model's answers, in order. With a cache, what was answered before an error or a kill
+        is not asked for again.
 
         Raises EndpointError.
         """
-        missing = [prompt for prompt in dict.fromkeys(prompts) if self._answers.get(self._key(prompt)) is None]
+        missing = [
+            prompt
+            for prompt in dict.fromkeys(prompts)
+            if self._answers.get(self._key(prompt)) is None
+        ]
         done = len(prompts) - len(missing)
-        futures = [self._threads.submit(self._ask_and_keep, prompt) for prompt in missing]
+        over = threading.Event()
+        futures = [self._client.submit(self._ask_and_keep, prompt, over) for prompt in missing]
         try:
             for future in futures:
                 future.result()
@@ -122,42 +144,50 @@ class ChatEndpoint:
         except EndpointError as problem:
             again = "Give the command again when the endpoint is back: it resumes where it stopped."
             raise EndpointError(f"{problem} {again}") from None
-        finally:  # after an error or Ctrl-C: requests that wait are dropped, answers under way are kept
-            for future in futures:
-                future.cancel()
+        finally:  # after an error or Ctrl-C: what waits is dropped, answers under way are kept
+            over.set()
             wait(futures)
         return [self._answers.get(self._key(prompt)) or "" for prompt in prompts]
 
     def close(self) -> None:
         """Drops what waits for the model and closes the connections."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
         self._client.close()
 
     def _key(self, prompt: str) -> str:
         """What an answer depends on; not the address, which may change between runs."""
         return hashlib.sha256(json.dumps([self._body, prompt], sort_keys=True).encode()).hexdigest()
 
-    def _ask_and_keep(self, prompt: str) -> None:
-        self._answers.put(self._key(prompt), self._ask(prompt, str))
+    async def _ask_and_keep(self, prompt: str, over: threading.Event) -> None:
+        if not over.is_set():
+            self._answers.put(self._key(prompt), await self._ask(prompt, str))
 
-    def _ask(self, prompt: str, read: Callable[[str], T]) -> T:
+    async def _ask(self, prompt: str, read: Callable[[str], T]) -> T:
+        async def attempt(deadline: float) -> T:
+            return read(await self._post(prompt))
+
         try:
-            return self._policy.call(lambda: read(self._post(prompt)), self._generator)
+            return await self._policy.call_async(attempt, self._generator)
         except GaveUp as end:
             kind = UnreadableReplyError if isinstance(end.last, UnreadableReply) else EndpointError
-            raise kind(f"{self.url}: no answer after {end.attempts} attempts; last: {end.last}.") from None
+            raise kind(
+                f"{self.url}: no answer after {end.attempts} attempts; last: {end.last}."
+            ) from None
 
-    def _post(self, prompt: str) -> str:
+    async def _post(self, prompt: str) -> str:
         """The reply, empty where the model gave none. Raises Retryable, EndpointRefusedError."""
         body = {**self._body, "messages": [{"role": "user", "content": well_formed(prompt)}]}
-        response, excerpt = post(self._client, self.url, body)
-        if response.status_code != 200:
-            raise EndpointRefusedError(f"{self.url}: status {response.status_code}: {excerpt}. {self._fix}")
+        reply = (await self._client.session.ask("POST", self.url, body)).checked()
+        if reply.status != 200:
+            raise EndpointRefusedError(
+                f"{self.url}: status {reply.status}: {reply.excerpt}. {self._fix}"
+            )
         try:
-            content = response.json()["choices"][0]["message"]["content"]
+            content = reply.json()["choices"][0]["message"]["content"]
         except (ValueError, KeyError, IndexError, TypeError, RecursionError):
-            raise UnreadableReply(f"expected a chat completion, found {excerpt}") from None
-        return content if isinstance(content, str) else ""  # null where the model only thought, or called a tool
+            raise UnreadableReply(f"expected a chat completion, found {reply.excerpt}") from None
+        return (
+            content if isinstance(content, str) else ""
+        )  # null where the model only thought, or called a tool
 
 
 class _Answers:
@@ -185,5 +215,8 @@ class _Answers:
             if self._path is not None:
                 self._path.parent.mkdir(parents=True, exist_ok=True)
                 with self._path.open("a", encoding="utf-8", errors="backslashreplace") as file:
-                    # A newline first as well, so that a line that a kill cut off spoils none but itself.
-                    file.write("\n" + json.dumps({"key": key, "answer": answer}, ensure_ascii=False) + "\n")
+                    # A newline first as well, so that a line that a kill cut off spoils none but
+                    # itself.
+                    file.write(
+                        "\n" + json.dumps({"key": key, "answer": answer}, ensure_ascii=False) + "\n"
+                    )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from rlflow.types import Task
+from rlflow.types import Observation, Task
 
 
 @dataclass(frozen=True)
@@ -31,8 +31,7 @@ class Transcript:
     @property
     def prompt_text(self) -> str:
         """The prompt as text, whoever's turn it is."""
-        prompt = self.task.prompt
-        return prompt if isinstance(prompt, str) else "\n".join(message["content"] for message in prompt)
+        return as_text(self.task.prompt)
 
     @property
     def question(self) -> str:
@@ -48,3 +47,10 @@ class Transcript:
     def _turns(self) -> Iterator[tuple[str, str]]:
         for number, response in enumerate(self.responses):
             yield response, self.observations[number] if number < len(self.observations) else ""
+
+
+def as_text(observation: Observation) -> str:
+    """What a prompt or an observation says, without the roles of its messages."""
+    if isinstance(observation, str):
+        return observation
+    return "\n".join(message["content"] for message in observation)

@@ -18,10 +18,12 @@ from rlflow_environments.retrieval.errors import QueueFullError
 
 Hit = TypeVar("Hit")
 _AT_A_TURN = 8  # queries of one request that are searched before the next request has its turn
-_CONSIDERATE = 8  # batches of one turn each after one with a small request: its client probably asks again
+_CONSIDERATE = (
+    8  # batches of one turn each after one with a small request: its client probably asks again
+)
 _BATCH_CHARACTERS = 65_536  # of a batch, and one query more: others wait for its end
 _HERE_BATCH = 16  # queries that an event loop searches itself before it looks around
-_TIMED = 9  # batches whose median time decides; a batch that the machine interrupts is not the retriever's matter
+_TIMED = 9  # batches whose median time decides: the machine may interrupt one of them
 Key = tuple[str, int]
 """(query, top_k): searches of one key have one result."""
 
@@ -33,11 +35,11 @@ class BatchSearch(Protocol[Hit]):
 
 
 class PendingSearch(Generic[Hit]):
-    """One caller's queries. Await `done` for their results, in order; ending it otherwise withdraws what is not yet searched.
+    """One caller's queries. Await `done` for their results, in order; ending it otherwise withdraws
+    what is not yet searched.
 
-    waited_s: until the first of them was taken up. searched_s: from then until the last was answered. shared: how many of
-    them joined an equal search that was waiting or under way.
-    """
+    waited_s: until the first of them was taken up. searched_s: from then until the last was
+    answered. shared: how many of them joined an equal search that was waiting or under way."""
 
     def __init__(self, size: int) -> None:
         self.loop = asyncio.get_running_loop()
@@ -86,15 +88,15 @@ class _Lookup(Generic[Hit]):
 class CoalescedSearch(Generic[Hit]):
     """Searches one query at a time for its callers, in batches for the retriever.
 
-    Requests take turns: of one with many queries some are searched, then those of others. While there are small requests a
-    batch ends with the turn, so that none of them waits for a batch that is full of others' queries.
-    One thread owns the retriever: what arrives while it searches is the next batch, so nobody ever waits for a batch to fill.
-    Where a batch takes less than `here_s`, the event loop searches it itself: a way through a thread and back takes longer than
-    many a search.
-    No request can see another: a batch has one top_k, an equal search that is waiting or under way is joined but answered with
-    a list of one's own, and when a batch fails each of its searches is tried again alone, so that only the one at fault fails.
-    Callers may live in any thread and any event loop.
-    """
+    Requests take turns: of one with many queries some are searched, then those of others. While
+    there are small requests a batch ends with the turn, so that none of them waits for a batch that
+    is full of others' queries. One thread owns the retriever: what arrives while it searches is the
+    next batch, so nobody ever waits for a batch to fill. Where a batch takes less than `here_s`,
+    the event loop searches it itself: a way through a thread and back takes longer than many a
+    search. No request can see another: a batch has one top_k, an equal search that is waiting or
+    under way is joined but answered with a list of one's own, and when a batch fails each of its
+    searches is tried again alone, so that only the one at fault fails. Callers may live in any
+    thread and any event loop."""
 
     def __init__(
         self,
@@ -105,9 +107,9 @@ class CoalescedSearch(Generic[Hit]):
         on_batch: Callable[[int, float], None] | None = None,
         here_s: float = 0.0,
     ) -> None:
-        """max_waiting: searches that may wait for the turns up to a request's own (None: any number).
-        on_batch: called with the size and seconds of every batch. here_s: for a retriever that only
-        computes, and callers in one event loop."""
+        """max_waiting: searches that may wait for the turns up to a request's own (None: any
+        number). on_batch: called with the size and seconds of every batch. here_s: for a retriever
+        that only computes, and callers in one event loop."""
         self._retriever = retriever
         self._max_batch = max_batch
         self._max_waiting = max_waiting
@@ -123,7 +125,8 @@ class CoalescedSearch(Generic[Hit]):
         self._numbers = itertools.count()
         self._lock = threading.Lock()
         self._busy = False
-        # The thread starts with the first search and ends when this object is garbage or the interpreter exits.
+        # The thread starts with the first search and ends when this object is garbage or the
+        # interpreter exits.
         self._owner = ThreadPoolExecutor(max_workers=1, thread_name_prefix="search")
 
     @property
@@ -132,11 +135,13 @@ class CoalescedSearch(Generic[Hit]):
         return self._waiting_count
 
     async def search(self, query: str, top_k: int) -> list[Hit]:
-        """At most `top_k` hits, best first. What the retriever raises for this query is raised here."""
+        """At most `top_k` hits, best first. What the retriever raises for this query is raised
+        here."""
         return (await self.submit([query], top_k).done)[0]
 
     def submit(self, queries: Sequence[str], top_k: int) -> PendingSearch[Hit]:
-        """Puts queries in; call it where an event loop runs. Raises QueueFullError, and then none of them is in."""
+        """Puts queries in; call it where an event loop runs. Raises QueueFullError, and then none
+        of them is in."""
         call: PendingSearch[Hit] = PendingSearch(len(queries))
         if not queries:
             call.settle()
@@ -148,7 +153,9 @@ class CoalescedSearch(Generic[Hit]):
                 lookup = self._lookups.get((query, top_k))
                 if lookup is None:
                     turn = self._turn + slot // _AT_A_TURN
-                    lookup = self._lookups[query, top_k] = _Lookup(query, top_k, turn, next(self._numbers), small)
+                    lookup = self._lookups[query, top_k] = _Lookup(
+                        query, top_k, turn, next(self._numbers), small
+                    )
                     heapq.heappush(self._waiting.setdefault(top_k, []), lookup)
                     self._waiting_count += 1
                     self._in_turn[turn] += 1
@@ -174,7 +181,8 @@ class CoalescedSearch(Generic[Hit]):
             self._wake(loop)
 
     def _admit(self, queries: Sequence[str], top_k: int) -> None:
-        # A request that is larger than the whole queue is served when nothing waits: it could never be served otherwise.
+        # A request that is larger than the whole queue is served when nothing waits: it could never
+        # be served otherwise.
         if self._max_waiting is None or not self._waiting_count:
             return
         new = sum((query, top_k) not in self._lookups for query in queries)
@@ -182,7 +190,8 @@ class CoalescedSearch(Generic[Hit]):
         before = sum(count for turn, count in self._in_turn.items() if turn <= last)
         if before + new > self._max_waiting:
             raise QueueFullError(
-                f"{before} searches are waiting and {new} more would pass the limit of {self._max_waiting}."
+                f"{before} searches are waiting and {new} more would pass the limit of "
+                f"{self._max_waiting}."
             )
 
     def _drain(self) -> None:
@@ -191,16 +200,22 @@ class CoalescedSearch(Generic[Hit]):
             self._answer(batch)
 
     def _take(self, most: int) -> list[_Lookup[Hit]]:
-        """The search whose turn it is and following ones with the same top_k, at most `most`, without those that nobody waits
-        for any more."""
+        """The search whose turn it is and following ones with the same top_k, at most `most`,
+        without those that nobody waits for any more."""
         batch: list[_Lookup[Hit]] = []
         now = time.perf_counter()
         with self._lock:
-            while self._waiting and not batch:  # a queue may hold only searches whose callers went away
+            while (
+                self._waiting and not batch
+            ):  # a queue may hold only searches whose callers went away
                 top_k = min(self._waiting, key=lambda top_k: self._waiting[top_k][0])
                 queue = self._waiting[top_k]
                 characters = 0
-                while queue and len(batch) < min(most, self._max_batch) and characters < _BATCH_CHARACTERS:
+                while (
+                    queue
+                    and len(batch) < min(most, self._max_batch)
+                    and characters < _BATCH_CHARACTERS
+                ):
                     if batch and queue[0].turn > batch[-1].turn and self._considerate:
                         break
                     lookup = heapq.heappop(queue)
@@ -228,8 +243,10 @@ class CoalescedSearch(Generic[Hit]):
         try:
             results = self._retriever.search([lookup.query for lookup in batch], batch[0].top_k)
             if len(results) != len(batch):
-                raise ValueError(f"the retriever answered {len(batch)} queries with {len(results)} results")
-        except Exception as failure:  # noqa: BLE001 -- whatever it is, it belongs to the caller of that query
+                raise ValueError(
+                    f"the retriever answered {len(batch)} queries with {len(results)} results"
+                )
+        except Exception as failure:  # noqa: BLE001 -- it belongs to the caller of that query
             problem = failure
         if problem is not None and len(batch) > 1:
             for lookup in batch:
@@ -241,7 +258,9 @@ class CoalescedSearch(Generic[Hit]):
             self._on_batch(len(batch), seconds)
         self._deliver(batch, results, problem)
 
-    def _deliver(self, batch: list[_Lookup[Hit]], results: Sequence[Any], problem: BaseException | None) -> None:
+    def _deliver(
+        self, batch: list[_Lookup[Hit]], results: Sequence[Any], problem: BaseException | None
+    ) -> None:
         """Fills the callers' results and wakes each event loop once."""
         complete: dict[asyncio.AbstractEventLoop, list[PendingSearch[Hit]]] = {}
         with self._lock:  # from here on nobody can join

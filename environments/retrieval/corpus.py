@@ -42,6 +42,11 @@ class Passage:
         """The contents without their title line."""
         return self.contents.partition("\n")[2]
 
+    @property
+    def fields(self) -> dict[str, str]:
+        """Its record in a corpus.jsonl."""
+        return {"id": self.id, "title": self.title, "contents": self.contents, "url": self.url}
+
 
 class PassageSequence(Sequence[Passage]):
     """Passages by row, from the end and by slice, for a class that has `__len__` and `passage`."""
@@ -63,25 +68,29 @@ class PassageSequence(Sequence[Passage]):
 
 
 class Corpus(PassageSequence):
-    """The passages of a corpus.jsonl: read from a memory map when asked for, so that only offsets stay in memory.
+    """The passages of a corpus.jsonl: read from a memory map when asked for, so that only offsets stay in
+    memory.
 
     empty: the rows without text, which have a number, a vector even, and are never found."""
 
-    def __init__(self, path: str | Path) -> None:
-        """Maps the file and checks every row once. Raises DataError: missing or empty file, bad rows (all are counted)."""
+    def __init__(self, path: str | Path, *, skip_bad_rows: bool = False) -> None:
+        """Maps the file and checks every row once. Raises DataError: missing or empty file, bad rows (all
+        are counted); with `skip_bad_rows` only where no row is good."""
         self.path = existing(path, "corpus")
         with self.path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size  # an empty file cannot be mapped
-            self._map: mmap.mmap | bytes = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if size else b""
-        self._starts = array("q")
-        self._lines = array("q")
+            self._map: mmap.mmap | bytes = b""
+            if size:
+                self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        self._starts, self._ends = array("q"), array("q")
         bad: list[tuple[str, str]] = []
         rows = RowCheck(self.path)
         for start, end, _ in _good_rows(self._map, rows, bad):
             self._starts.append(start)
-            self._lines.append(end)
+            self._ends.append(end)
         self.empty = frozenset(rows.empty)
-        refuse(self.path, "corpus", bad, len(self._starts) - len(self.empty))
+        good = len(self._starts) - len(self.empty)
+        refuse(self.path, "corpus", bad, good, skip=skip_bad_rows)
         rows.report()
 
     def __len__(self) -> int:
@@ -92,7 +101,11 @@ class Corpus(PassageSequence):
 
     def record(self, row: int) -> dict[str, Any]:
         """The whole record of a row, as it stands in the file."""
-        return parse_object(self._map[self._starts[row] : self._lines[row]])
+        return parse_object(self._map[self._starts[row] : self._ends[row]])
+
+    def with_text(self) -> Iterator[Passage]:
+        """The passages that can be found, in their order."""
+        return (self[row] for row in range(len(self)) if row not in self.empty)
 
 
 class RowCheck:
@@ -138,18 +151,6 @@ def make_passage(record: Mapping[str, Any], row: int) -> Passage:
     return passage
 
 
-def read_passages(path: str | Path, *, skip_bad_rows: bool = False) -> list[Passage]:
-    """All passages of a corpus that have text, in memory. Raises DataError as `Corpus` does, with
-    `skip_bad_rows` only where no row is good."""
-    file = existing(path, "corpus")
-    bad: list[tuple[str, str]] = []
-    rows = RowCheck(file)
-    passages = [passage for _, _, passage in _good_rows(file.read_bytes(), rows, bad) if passage.contents]
-    refuse(file, "corpus", bad, len(passages), skip=skip_bad_rows)
-    rows.report()
-    return passages
-
-
 def check_beginning(path: str | Path, most_bytes: int) -> None:
     """Raises DataError as `Corpus` does for bad rows among those that lie in the first `most_bytes` as a whole."""
     file = existing(path, "corpus")
@@ -159,22 +160,6 @@ def check_beginning(path: str | Path, most_bytes: int) -> None:
     bad: list[tuple[str, str]] = []
     good = sum(bool(passage.contents) for _, _, passage in _good_rows(data, RowCheck(file), bad))
     refuse(file, "corpus", bad, good)
-
-
-def stream_passages(path: str | Path) -> Iterator[tuple[int, Passage]]:
-    """(offset of its end, passage) of row after row that has text, read once. Raises DataError as `Corpus` does, at the end."""
-    file = existing(path, "corpus")
-    bad: list[tuple[str, str]] = []
-    rows, count = RowCheck(file), 0
-    with file.open("rb") as opened:
-        size = os.fstat(opened.fileno()).st_size
-        data: mmap.mmap | bytes = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) if size else b""
-    for _, end, passage in _good_rows(data, rows, bad):
-        if passage.contents:
-            count += 1
-            yield end, passage
-    refuse(file, "corpus", bad, count)
-    rows.report()
 
 
 def _good_rows(
@@ -213,7 +198,7 @@ def write_rows(path: str | Path, rows: Iterable[Mapping[str, Any]]) -> Path:
 
 def write_corpus(path: str | Path, passages: Iterable[Passage]) -> Path:
     """Writes passages as a corpus.jsonl {id, title, contents, url}."""
-    return write_rows(path, ({"id": p.id, "title": p.title, "contents": p.contents, "url": p.url} for p in passages))
+    return write_rows(path, (passage.fields for passage in passages))
 
 
 def write_pages(path: str | Path, pages: Mapping[str, str]) -> Path:

@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, Any
 from rlflow.environment import Environment
 from rlflow.errors import ConfigError, RLFlowError, did_you_mean
 from rlflow.types import Episode, Observation, Step, Task
+from rlflow.values import NonNegativeInt, PositiveInt, Share
 from rlflow_environments.common.threads import beside_the_loop
+from rlflow_environments.common.transcript import as_text
 from rlflow_environments.retrieval.client.asynchronous import AsyncRetriever
 from rlflow_environments.retrieval.indices import Retriever
 from rlflow_environments.search.disturbances import make_disturbances
@@ -64,16 +66,16 @@ class SearchEnvironment(Environment):
         *,
         world: Mapping[str, Any] | None = None,
         retriever: str | Mapping[str, Any] | Retriever = "dense",
-        top_k: int = 3,
+        top_k: PositiveInt = 3,
         pages: str | Path | None = None,
         protocol: str | Mapping[str, Any] = "searchr1",
         tools: Sequence[str] | None = None,
-        max_turns: int | None = None,
+        max_turns: PositiveInt | None = None,
         reward: str | Mapping[str, Any] = "searchr1_em",
         prompt_template: str | None = None,
-        valid_inst_ratio: float = 0.3,
-        max_document_characters: int | None = None,
-        max_searches: int | None = None,
+        valid_inst_ratio: Share = 0.3,
+        max_document_characters: PositiveInt | None = None,
+        max_searches: NonNegativeInt | None = None,
         disturbances: Mapping[str, Any] | None = None,
         managed: bool | Mapping[str, Any] = False,
         network_host: str | None = None,
@@ -93,8 +95,6 @@ class SearchEnvironment(Environment):
         workers call this one: the service listens there (None: 127.0.0.1).
         Raises ConfigError, DataError, MissingPackageError.
         """
-        _check_limits(top_k=(top_k, 1), max_turns=(max_turns, 1), max_searches=(max_searches, 0))
-        _check_limits(max_document_characters=(max_document_characters, 1))
         self._protocol = make_protocol(protocol, tools, max_document_characters)
         self._score = make_reward(reward)
         self.stop, self.frame = self._protocol.stop, self._protocol.frame
@@ -113,7 +113,11 @@ class SearchEnvironment(Environment):
         of_world = files.get("pages") if "access" in self._protocol.enabled else None
         self._service: ManagedServer | None = None
         if managed:
-            self.retriever, pages = self._start_service(retriever, corpus, managed, top_k, pages or of_world, network_host), None
+            from rlflow_environments.search.managed import start_managed
+
+            tasks, pages = next(iter(self._tasks.values()), []), pages or of_world
+            self._service = start_managed(retriever, corpus, managed, tasks, top_k, pages, network_host)
+            self.retriever, pages = self._service.retriever, None
         else:
             self.retriever = open_retriever(retriever, corpus)
             if not isinstance(self.retriever, AsyncRetriever):  # a server has pages of its own
@@ -121,21 +125,6 @@ class SearchEnvironment(Environment):
         asked = questions_of(self._tasks.get("train", []))
         self._lookups = Lookups(self.retriever, top_k, pages=pages, disturbances=self._disturbances, questions=asked)
         self._lookups.check_tools(self._protocol.enabled)
-
-    def _start_service(
-        self,
-        retriever: Any,
-        corpus: str | Path | None,
-        managed: bool | Mapping[str, Any],
-        top_k: int,
-        pages: str | Path | None,
-        host: str | None,
-    ) -> Retriever:
-        from rlflow_environments.search.managed import start_managed
-
-        tasks = next(iter(self._tasks.values()), [])
-        self._service = start_managed(retriever, corpus, managed, tasks, top_k, pages, host)
-        return self._service.retriever
 
     def worker_options(self) -> dict[str, Any]:
         """Where this one has started a service, the others search in that."""
@@ -179,12 +168,21 @@ class SearchEnvironment(Environment):
 
     async def reset(self, task: Task) -> Episode:
         """A fresh episode with its counters at zero."""
-        counts: dict[str, Any] = {"searches": 0, "accesses": 0, "invalid_actions": 0, "gold_in_results": 0.0}
-        texts: dict[str, Any] = {"responses": [], "observations": [], "queries": {}}
+        state: dict[str, Any] = {
+            "searches": 0,
+            "accesses": 0,
+            "invalid_actions": 0,
+            "gold_in_results": 0.0,
+            "responses": [],
+            "observations": [],
+            "queries": {},
+            "stop": self.stop,
+            "pending": deque(),
+            "shown": None,
+        }
         if self._disturbances is not None:
-            counts["disturbed"] = 0
-        reading: dict[str, Any] = {"stop": self.stop, "pending": deque(), "shown": None}
-        return Episode(task, scratch={**counts, **texts, **reading})
+            state["disturbed"] = 0
+        return Episode(task, scratch=state)
 
     async def step(self, episode: Episode, response: str) -> Step:
         """Searches, scores, or corrects. What the retriever raises escapes: the episode is aborted."""
@@ -249,7 +247,7 @@ class SearchEnvironment(Environment):
             state["shown"] = (episode.turns - 1, shown)
             step.observation, step.stop = shown.full, self._protocol.reading_stop
         state["stop"] = self.stop if step.stop is None else step.stop
-        state["observations"].append(_as_text(step.observation))
+        state["observations"].append(as_text(step.observation))
         return step
 
     async def _finish(self, episode: Episode, terminated: bool = True) -> Step:
@@ -275,14 +273,3 @@ def _scores(transcript: Transcript) -> dict[str, float]:
     answer, golds = scoring.extract_answer(transcript.model_text), transcript.golds
     matches = {"exact_match": scoring.exact_match(answer, golds), "f1": scoring.f1(answer, golds)}
     return {**matches, "answered": float(answer is not None), **rule_scores(transcript)}
-
-
-def _check_limits(**limits: tuple[int | None, int]) -> None:
-    """Raises ConfigError for an option, given as (value, least value), that is too small."""
-    for name, (value, least) in limits.items():
-        if value is not None and value < least:
-            raise ConfigError(f"environment.{name}: expected at least {least}, found {value}.")
-
-
-def _as_text(observation: Observation) -> str:
-    return observation if isinstance(observation, str) else "\n".join(message["content"] for message in observation)

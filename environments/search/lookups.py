@@ -5,7 +5,10 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import Sequence
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,7 +20,6 @@ from rlflow_environments.retrieval.client.trace import trace_id
 from rlflow_environments.retrieval.coalescer import CoalescedSearch
 from rlflow_environments.retrieval.corpus import Passage
 from rlflow_environments.retrieval.indices import Retriever
-from rlflow_environments.search.accounting import SearchAccount
 from rlflow_environments.search.disturbances import Disturbances
 from rlflow_environments.search.protocols import Call, Result
 from rlflow_environments.search.rewards import scoring
@@ -42,24 +44,27 @@ class Lookups:
     ) -> None:
         """pages: a pages.jsonl; without one a server is asked. questions: what noise is searched with."""
         self._retriever = retriever
+        self._remote = retriever if isinstance(retriever, AsyncRetriever) else None
         self._top_k = top_k
         self._pages = None if pages is None else _open_pages(pages)
         self._disturbances = disturbances
         self._questions = questions
         self._coalesced: CoalescedSearch[Passage] = CoalescedSearch(retriever)
-        self._account = SearchAccount()
+        self._account = _Account()
 
     def check_tools(self, tools: Sequence[str]) -> None:
-        """Raises ConfigError if pages may be accessed and nothing has them; warns of pages that nobody may access."""
+        """Raises ConfigError if pages may be accessed and nothing has them; warns of pages that nobody
+        may access."""
         if "access" not in tools:
             if self._pages is not None:
                 logger.warning(
-                    "environment.pages is given, but the policy is not offered the tool access: set environment.tools"
+                    "environment.pages is given, but the policy is not offered the tool access: set "
+                    "environment.tools"
                 )
-        elif self._pages is None and not isinstance(self._retriever, AsyncRetriever):
+        elif self._pages is None and self._remote is None:
             raise ConfigError(
-                "environment.tools: access needs pages. Set environment.pages to a .jsonl file of {url, contents}, or search in "
-                "a server that has them (retriever http)."
+                "environment.tools: access needs pages. Set environment.pages to a .jsonl file of "
+                "{url, contents}, or search in a server that has them (retriever http)."
             )
 
     async def carry_out(self, call: Call, episode: Episode, split: str | None) -> Result:
@@ -74,44 +79,108 @@ class Lookups:
     def report(self) -> dict[str, float]:
         """The metrics of the searches since the last call."""
         taken = self._account.take()
-        counts = self._retriever.cache_counts if isinstance(self._retriever, AsyncRetriever) else None
+        counts = self._remote.cache_counts if self._remote is not None else None
         looked_up, held = counts.take() if counts is not None else (0, 0)
         if looked_up:
             taken["search/hit_rate"] = held / looked_up
         return taken
 
-    async def _search(self, query: str, episode: Episode, split: str | None, trace: str) -> list[Passage]:
-        state = episode.scratch
+    async def _search(
+        self, query: str, episode: Episode, split: str | None, trace: str
+    ) -> list[Passage]:
+        state, golds = episode.scratch, episode.task.answer
         asked_before = state["queries"].get(query, 0)
         state["queries"][query] = asked_before + 1
 
         async def find(text: str, top_k: int) -> list[Passage]:
-            if isinstance(self._retriever, AsyncRetriever):
-                return await self._retriever.find(text, top_k, trace=trace)
+            if self._remote is not None:
+                return await self._remote.find(text, top_k, trace=trace)
             return await self._coalesced.search(text, top_k)
 
         disturbances = self._disturbances
         if disturbances is not None and split in disturbances.splits:
             passages, changed = await disturbances.search(
-                find, query, self._top_k, task_id=episode.task.id, asked_before=asked_before, others=self._questions
+                find,
+                query,
+                self._top_k,
+                task_id=episode.task.id,
+                asked_before=asked_before,
+                others=self._questions,
             )
             state["disturbed"] += changed
         else:
             passages = await find(query, self._top_k)
+
+        def has_gold() -> bool:
+            return any(scoring.contains_gold(passage.contents, golds) for passage in passages)
+
         length = sum(len(passage.contents) for passage in passages)
-        gold = await beside_the_loop(
-            length, lambda: any(scoring.contains_gold(passage.contents, episode.task.answer) for passage in passages)
-        )
+        gold = await beside_the_loop(length, has_gold)
         self._account.book(empty=not passages, repeated=asked_before > 0, gold=gold)
         return passages
 
     async def _page(self, url: str, trace: str) -> str | None:
-        if self._pages is None:
-            if not isinstance(self._retriever, AsyncRetriever):
-                return None
-            return await self._retriever.page(url, trace=trace)
-        record = self._pages.page(url)
-        return None if record is None else str(json.loads(record)["contents"])
+        if self._pages is not None:
+            record = self._pages.page(url)
+            return None if record is None else str(json.loads(record)["contents"])
+        return None if self._remote is None else await self._remote.page(url, trace=trace)
+
+
+class _Account:
+    """Counts of searches, thread-safe, and the wall-clock time in which at least one was under way."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._under_way = 0
+        self._busy_since = 0.0
+        self._reset()
+
+    def _reset(self) -> None:
+        self._busy_s = self._waited_s = 0.0
+        self._searches = self._empty = self._repeated = self._gold = 0
+
+    @contextmanager
+    def under_way(self) -> Iterator[None]:
+        """Measures a search, or a page access, that somebody waits for."""
+        started = time.perf_counter()
+        with self._lock:
+            if self._under_way == 0:
+                self._busy_since = started
+            self._under_way += 1
+        try:
+            yield
+        finally:
+            ended = time.perf_counter()
+            with self._lock:
+                self._under_way -= 1
+                self._waited_s += ended - started
+                if self._under_way == 0:
+                    self._busy_s += ended - self._busy_since
+
+    def book(self, *, empty: bool, repeated: bool, gold: bool) -> None:
+        """Counts an answered search. empty: it found nothing; repeated: its episode had asked the same
+        before; gold: a passage that it found holds a gold answer."""
+        with self._lock:
+            self._searches += 1
+            self._empty += empty
+            self._repeated += repeated
+            self._gold += gold
+
+    def take(self) -> dict[str, float]:
+        """The metrics since the last call; rates are missing where there was no search. Starts anew."""
+        with self._lock:
+            busy = self._busy_s
+            if self._under_way:
+                now = time.perf_counter()
+                busy, self._busy_since = busy + now - self._busy_since, now
+            taken = {"time/search_s": busy, "search/searches": float(self._searches)}
+            if self._searches:
+                taken["time/search_wait_s"] = self._waited_s / self._searches
+                taken["search/empty_rate"] = self._empty / self._searches
+                taken["search/duplicate_rate"] = self._repeated / self._searches
+                taken["search/gold_in_top_k"] = self._gold / self._searches
+            self._reset()
+        return taken
 
 
 def _open_pages(path: str | Path) -> Pages:

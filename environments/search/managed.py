@@ -1,4 +1,5 @@
-"""A retrieval service that lives as long as the run: started as a process of its own, checked, and stopped at the end."""
+"""A retrieval service that lives as long as the run: started as a process of its own, checked, and
+stopped at the end."""
 
 from __future__ import annotations
 
@@ -12,8 +13,6 @@ import sys
 import tempfile
 import threading
 import time
-import urllib.error
-import urllib.request
 import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -21,7 +20,7 @@ from typing import Any
 
 from rlflow.components import check_options
 from rlflow.errors import ConfigError
-from rlflow.http import backoff_s
+from rlflow.http import Retryable, backoff_s, fetch
 from rlflow.types import Task
 from rlflow.values import PositiveFloat, PositiveInt, Share
 from rlflow_environments.retrieval.client.client import HttpRetriever
@@ -48,9 +47,9 @@ _ADDRESS = re.compile(r"serving on (http://\S+)")
 class ManagedServer:
     """`rlflow search serve` as a child process on a free port of this machine.
 
-    It ends with `stop`, with this object, and when this process ends in whatever way: it watches for its parent. Where it ends
-    by itself once it was ready, it is started again on its port; searches wait for it as for any server.
-    """
+    It ends with `stop`, with this object, and when this process ends in whatever way: it watches
+    for its parent. Where it ends by itself once it was ready, it is started again on its port;
+    searches wait for it as for any server."""
 
     def __init__(
         self,
@@ -62,12 +61,14 @@ class ManagedServer:
         server: Sequence[str] = (),
         log: str | Path | None = None,
     ) -> None:
-        """Returns when the service is ready. component: the retriever. wait_s: for that. client: options of HttpRetriever.
-        server: further flags of `rlflow search serve`. log: where the service's output goes (default: kept until the end).
-        Raises ConfigError: the service ended or was not ready in time; with what it said."""
+        """Returns when the service is ready. component: the retriever. wait_s: for that. client:
+        options of HttpRetriever. server: further flags of `rlflow search serve`. log: where the
+        service's output goes (default: kept until the end). Raises ConfigError: the service ended
+        or was not ready in time; with what it said."""
         self._folder = Path(tempfile.mkdtemp(prefix="rlflow-search-"))
         self.log = Path(log) if log is not None else self._folder / "server.log"
-        # In a folder of this user alone, as every user can read a command line; kept to the end, as a service may be restarted.
+        # In a folder of this user alone, as every user can read a command line; kept to the end, as
+        # a service may be restarted.
         described = self._folder / "retriever.json"
         described.write_text(json.dumps(dict(component)), encoding="utf-8")
         arguments = ["--retriever", f"@{described}", "--parent", str(os.getpid())]
@@ -98,17 +99,23 @@ class ManagedServer:
             match = _ADDRESS.search(self._output())
             health = _health(match[1]) if match else {"stage": "starting", "progress": 0.0}
             if match and health.get("status") == "ready":
-                logger.info("the retrieval service is ready at %s after %.1f s", match[1], time.monotonic() - start)
+                logger.info(
+                    "the retrieval service is ready at %s after %.1f s",
+                    match[1],
+                    time.monotonic() - start,
+                )
                 return match[1]
             state = f"{health.get('stage')}, {health.get('progress', 0.0):.0%} done"
             if (code := self._service.ended()) is not None:
                 raise ConfigError(
-                    f"environment.managed: the retrieval service ended with code {code}: {self._last_words()}"
+                    f"environment.managed: the retrieval service ended with code {code}: "
+                    f"{self._last_words()}"
                 )
             now = time.monotonic()
             if now - start > wait_s:
                 raise ConfigError(
-                    f"environment.managed: the retrieval service is not ready after {wait_s:g} s: {state}."
+                    f"environment.managed: the retrieval service is not ready after {wait_s:g} s: "
+                    f"{state}."
                 )
             if now - reported >= REPORT_EVERY_S:
                 reported = now
@@ -132,15 +139,20 @@ def start_managed(
     pages: str | Path | None = None,
     host: str | None = None,
 ) -> ManagedServer:
-    """The service of an environment's `retriever` and `managed` options, with its recall checked where there is a corpus.
+    """The service of an environment's `retriever` and `managed` options, with its recall checked
+    where there is a corpus.
 
-    pages: a .jsonl file that it is to serve. host: where it listens, None: 127.0.0.1. Raises ConfigError.
-    """
+    pages: a .jsonl file that it is to serve. host: where it listens, None: 127.0.0.1. Raises
+    ConfigError."""
     described, given, recall = managed_options(component, options)
     if host is not None:
         given["server"] = ["--host", host, *given.get("server", ())]  # the last of several counts
     if pages is not None:
-        given["server"] = ["--pages", str(Path(pages).expanduser().resolve()), *given.get("server", ())]
+        given["server"] = [
+            "--pages",
+            str(Path(pages).expanduser().resolve()),
+            *given.get("server", ()),
+        ]
     service = ManagedServer(described, corpus, **given)
     try:
         if corpus is not None:
@@ -154,18 +166,24 @@ def start_managed(
 def managed_options(
     component: Any, options: bool | Mapping[str, Any]
 ) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
-    """(the retriever to serve, options of ManagedServer, options of `check_recall`). Raises ConfigError."""
+    """(the retriever to serve, options of ManagedServer, options of `check_recall`). Raises
+    ConfigError."""
     if isinstance(component, Retriever):
-        raise ConfigError("environment.managed: expected the retriever by name and options, found an object.")
+        raise ConfigError(
+            "environment.managed: expected the retriever by name and options, found an object."
+        )
     described = RETRIEVER.component(component, "environment.retriever")
     if described.get("name") == "http":
         raise ConfigError(
-            "environment.managed: the retriever is http, a server that runs already. Name the one to start."
+            "environment.managed: the retriever is http, a server that runs already. Name the one "
+            "to start."
         )
     given: dict[str, Any] = {}
     if not isinstance(options, bool):
         reserved = ("component", "corpus", "retriever", "tasks", "top_k")
-        given = check_options(options, ManagedServer, check_recall, where="environment.managed", reserved=reserved)
+        given = check_options(
+            options, ManagedServer, check_recall, where="environment.managed", reserved=reserved
+        )
     recall = {key: given.pop(key) for key in RECALL if key in given}
     return described, given, recall
 
@@ -181,21 +199,28 @@ def check_recall(
 ) -> dict[str, float]:
     """Asks for what is known to be there; returns the shares that were found.
 
-    passages: of passages spread over the corpus, asked for by title and first words, found under their title. answers: of the
-    first training questions, asked as they stand, with a gold answer in the results (many need a second search: for information).
-    Raises ConfigError where fewer passages are found than `min_recall`: index and corpus do not belong together.
-    """
+    passages: of passages spread over the corpus, asked for by title and first words, found under
+    their title. answers: of the first training questions, asked as they stand, with a gold answer
+    in the results (many need a second search: for information). Raises ConfigError where fewer
+    passages are found than `min_recall`: index and corpus do not belong together."""
     count = min(questions, len(corpus))
     spread = [corpus[place * len(corpus) // count] for place in range(count)]
     known = [passage for passage in spread if passage.contents]
-    asked = [f"{passage.title} {' '.join(passage.body.split()[:OPENING_WORDS])}" for passage in known]
+    asked = [
+        f"{passage.title} {' '.join(passage.body.split()[:OPENING_WORDS])}" for passage in known
+    ]
     asking = [task for task in tasks if isinstance(task.metadata.get("question"), str)][:questions]
     try:
         found = retriever.search(asked, top_k)
         results = retriever.search([task.metadata["question"] for task in asking], top_k)
     except RetrievalError as problem:
-        raise ConfigError(f"environment.managed: the retrieval service does not answer: {problem}") from None
-    passages = [any(hit.title == passage.title for hit in hits) for passage, hits in zip(known, found, strict=True)]
+        raise ConfigError(
+            f"environment.managed: the retrieval service does not answer: {problem}"
+        ) from None
+    passages = [
+        any(hit.title == passage.title for hit in hits)
+        for passage, hits in zip(known, found, strict=True)
+    ]
     answers = [
         any(scoring.contains_gold(hit.contents, task.answer) for hit in hits)
         for task, hits in zip(asking, results, strict=True)
@@ -204,12 +229,16 @@ def check_recall(
     if answers:
         shares["answers"] = sum(answers) / len(answers)
     logger.info(
-        "recall@%d before the first step: %s", top_k, ", ".join(f"{name} {share:.2f}" for name, share in shares.items())
+        "recall@%d before the first step: %s",
+        top_k,
+        ", ".join(f"{name} {share:.2f}" for name, share in shares.items()),
     )
     if shares["passages"] < min_recall:
         raise ConfigError(
-            f"environment.managed: of {len(known)} passages of the corpus, asked for by their own words, the index finds "
-            f"{shares['passages']:.0%}, expected {min_recall:.0%}. Was it built on another corpus or with another encoder? Lower "
+            f"environment.managed: of {len(known)} passages of the corpus, asked for by their own "
+            "words, the index finds "
+            f"{shares['passages']:.0%}, expected {min_recall:.0%}. Was it built on another corpus "
+            "or with another encoder? Lower "
             "managed.min_recall to go on."
         )
     return shares
@@ -217,9 +246,8 @@ def check_recall(
 
 def _health(url: str) -> dict[str, Any]:
     try:
-        with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(f"{url}/health", timeout=10) as answer:
-            return json.load(answer)
-    except (OSError, ValueError, urllib.error.URLError):
+        return fetch(f"{url}/health").json()
+    except (Retryable, ValueError):
         return {"stage": "starting", "progress": 0.0}
 
 
@@ -240,7 +268,9 @@ class _Service:
     def supervise(self, url: str) -> None:
         """From now on the process is started again where it ends, at the same address."""
         port = int(url.rpartition(":")[2])
-        threading.Thread(target=self._watch, args=(port,), name="managed-service", daemon=True).start()
+        threading.Thread(
+            target=self._watch, args=(port,), name="managed-service", daemon=True
+        ).start()
 
     def end(self) -> None:
         """Ends the process, by force if it must, and removes the folder."""
@@ -258,12 +288,21 @@ class _Service:
     def _start(self, port: int) -> subprocess.Popen[bytes]:
         with self._log.open("ab") as output:
             return subprocess.Popen(
-                [sys.executable, "-P", "-m", "rlflow_environments.retrieval", "serve", "--port", str(port), *self._arguments],
+                [
+                    sys.executable,
+                    "-P",
+                    "-m",
+                    "rlflow_environments.retrieval",
+                    "serve",
+                    "--port",
+                    str(port),
+                    *self._arguments,
+                ],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-                start_new_session=True,  # Ctrl-C is for the run, which stops the service when it has ended
+                start_new_session=True,  # Ctrl-C is for the run, which then stops the service
             )
 
     def _watch(self, port: int) -> None:
@@ -277,10 +316,16 @@ class _Service:
             deaths += 1
             if deaths > MAX_RESTARTS:
                 logger.error(
-                    "the retrieval service ended with code %s, %d times in a row: it is given up", code, deaths
+                    "the retrieval service ended with code %s, %d times in a row: it is given up",
+                    code,
+                    deaths,
                 )
                 return
-            logger.warning("the retrieval service ended with code %s: it is started again on port %d", code, port)
+            logger.warning(
+                "the retrieval service ended with code %s: it is started again on port %d",
+                code,
+                port,
+            )
             if self._over.wait(backoff_s(POLL_S, REPORT_EVERY_S, deaths)):
                 return
             with self._changing:

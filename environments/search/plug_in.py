@@ -25,9 +25,9 @@ JOBS = (
     ),
     Job(
         "retrieval server",
-        ("faiss-cpu|faiss-gpu", "bm25s", "aiohttp", "fastapi", "uvicorn", "uvloop", "orjson", "prometheus-client"),
+        ("faiss-cpu|faiss-gpu", "bm25s", "aiohttp", "uvicorn", "uvloop", "orjson", "prometheus-client"),
         install_command("search"),
-        tested={"aiohttp": "3.14.5", "fastapi": "0.165.0", "uvicorn": "0.54.0"},
+        tested={"aiohttp": "3.14.5", "uvicorn": "0.54.0"},
     ),
     Job("search with Qdrant", ("qdrant-client", "qdrant-edge-py"), install_command("qdrant")),
 )

@@ -10,6 +10,7 @@ from typing import Any
 from rlflow.components import check_options
 from rlflow.errors import ConfigError
 from rlflow.types import Observation, Task
+from rlflow_environments.common.transcript import as_text
 from rlflow_environments.retrieval.corpus import Corpus
 from rlflow_environments.retrieval.indices import Retriever, brings_documents, make_retriever
 from rlflow_environments.search.protocols import Protocol
@@ -49,8 +50,6 @@ def load_tasks(
 ) -> dict[str, list[Task]]:
     """Split -> the questions of its file in the protocol's prompts. template: in place of the protocol's. valid_ratio: see
     `with_validity`; in "val" every question is taken to have an answer. Raises ConfigError, DataError."""
-    if not 0 <= valid_ratio <= 1:
-        raise ConfigError(f"environment.valid_inst_ratio: expected a share from 0 to 1, found {valid_ratio}.")
     template = protocol.prompt_template if template is None else template
     loaded = {}
     for split, path in questions.items():
@@ -66,14 +65,10 @@ def task_of(question: str, tasks: Sequence[Task], protocol: Protocol, template: 
     metadata = {"question": question}
     for task in tasks:
         asked = task.metadata.get("question")
-        if isinstance(asked, str) and asked.strip() and asked.strip() in _prompt_text(task):
+        if isinstance(asked, str) and asked.strip() and asked.strip() in as_text(task.prompt):
             return Task("asked", _exchanged(task.prompt, asked.strip(), question), [], metadata)
     prompt = render_prompt(protocol.prompt_template if template is None else template, question)
     return _adapted(Task("asked", prompt, [], metadata), protocol, 1.0)
-
-
-def _prompt_text(task: Task) -> str:
-    return task.prompt if isinstance(task.prompt, str) else "\n".join(message["content"] for message in task.prompt)
 
 
 def _exchanged(prompt: Observation, old: str, new: str) -> Observation:

@@ -10,9 +10,10 @@ from rlflow.report.metrics import Metric
 from rlflow.types import Episode, Step
 from rlflow.values import Component
 from rlflow_environments.common.threads import beside_the_loop
+from rlflow_environments.common.transcript import as_text
 from rlflow_environments.wrappers.critics import CRITIC, Pair, delta_and_done
 from rlflow_environments.wrappers.progress_values import Backward, negative_rate, next_value, value_order_correlation
-from rlflow_environments.wrappers.wrapper import Base, Seen, Wrapper, as_text
+from rlflow_environments.wrappers.wrapper import Base, Seen, Wrapper
 
 
 class ProgressRewards(Wrapper):

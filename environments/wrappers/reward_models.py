@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rlflow.components import Kind
+from rlflow.components import Kind, takes
 from rlflow.values import PositiveFloat, PositiveInt, Share
 
 Question = tuple[str, ...]
@@ -54,12 +54,12 @@ class RewardModel(ABC):
 
     prompt: str
     """With {goal} and the question's captions as {0} and {1}."""
-    no_match: float
-    """The label of a reply in which no word is found."""
+    labels: Mapping[str, float]
+    """The label of a reply by its last word of FOO and BAR; "" where it has neither."""
 
-    @abstractmethod
     def questions(self, caption: str) -> list[Question]:
         """What to ask the language model now that the agent was shown the caption."""
+        return [(caption,)]
 
     @abstractmethod
     def reward(self, caption: str) -> float:
@@ -69,9 +69,10 @@ class RewardModel(ABC):
     def learn(self, labels: Mapping[Question, float]) -> None:
         """Learns from all labels there are. Called by one thread."""
 
-    @abstractmethod
     def read(self, reply: str) -> float:
-        """The label that a reply gives; `no_match` for one without."""
+        """The label that a reply gives."""
+        found = _WORD.findall(reply)
+        return self.labels[found[-1] if found else ""]
 
     def ask(self, goal: str, question: Question) -> str:
         """The question as a prompt."""
@@ -88,22 +89,16 @@ class RewardModel(ABC):
 class Retrieval(RewardModel):
     """The label of exactly this caption: 1 or 0, and 0 while it has none."""
 
-    prompt, no_match = LABEL, 0.0
+    prompt, labels = LABEL, {"FOO": 1.0, "BAR": 0.0, "": 0.0}
 
     def __init__(self) -> None:
-        self._labels: Mapping[Question, float] = {}
-
-    def questions(self, caption: str) -> list[Question]:
-        return [(caption,)]
+        self._known: Mapping[Question, float] = {}
 
     def reward(self, caption: str) -> float:
-        return self._labels.get((caption,), 0.0)
+        return self._known.get((caption,), 0.0)
 
     def learn(self, labels: Mapping[Question, float]) -> None:
-        self._labels = dict(labels)
-
-    def read(self, reply: str) -> float:
-        return float(_word(reply) == "FOO")
+        self._known = dict(labels)
 
 
 class CaptionNetwork(nn.Module):
@@ -169,25 +164,16 @@ class _Learned(RewardModel):
         self._optimizer.load_state_dict(state["optimizer"])
 
 
+@takes(_Learned)
 class Classifier(_Learned):
-    """1 where the network gives the label 1 a probability above `threshold`, else 0; also for captions that nobody labelled."""
+    """1 where the network gives the label 1 a probability above `threshold`, else 0; also for captions
+    that nobody labelled."""
 
-    prompt, no_match = LABEL, 0.0
+    prompt, labels = LABEL, {"FOO": 1.0, "BAR": 0.0, "": 0.0}
 
-    def __init__(
-        self,
-        *,
-        threshold: Share = 0.5,
-        lr: PositiveFloat = 1e-4,
-        batch: PositiveInt = 256,
-        steps: PositiveInt = 32,
-        seed: int = 0,
-    ) -> None:
-        super().__init__(lr=lr, batch=batch, steps=steps, seed=seed)
+    def __init__(self, *, threshold: Share = 0.5, **learning: Any) -> None:
+        super().__init__(**learning)
         self._threshold = threshold
-
-    def questions(self, caption: str) -> list[Question]:
-        return [(caption,)]
 
     def reward(self, caption: str) -> float:
         value = self.value(caption)
@@ -196,25 +182,16 @@ class Classifier(_Learned):
     def loss(self, captions: list[Tensor], labels: Tensor) -> Tensor:
         return nn.functional.binary_cross_entropy_with_logits(self._network(captions[0]), labels)
 
-    def read(self, reply: str) -> float:
-        return float(_word(reply) == "FOO")
 
-
+@takes(_Learned)
 class Ranking(_Learned):
-    """Values by the Bradley-Terry model, standardized over the captions that were compared; 0 up to `threshold`."""
+    """Values by the Bradley-Terry model, standardized over the captions that were compared; 0 up to
+    `threshold`."""
 
-    prompt, no_match = COMPARE, 0.5
+    prompt, labels = COMPARE, {"FOO": 0.0, "BAR": 1.0, "": 0.5}
 
-    def __init__(
-        self,
-        *,
-        threshold: float = -0.5,
-        lr: PositiveFloat = 1e-4,
-        batch: PositiveInt = 256,
-        steps: PositiveInt = 32,
-        seed: int = 0,
-    ) -> None:
-        super().__init__(lr=lr, batch=batch, steps=steps, seed=seed)
+    def __init__(self, *, threshold: float = -0.5, seed: int = 0, **learning: Any) -> None:
+        super().__init__(seed=seed, **learning)
         self._threshold = threshold
         self._pairs = random.Random(seed)
         self._recent: deque[str] = deque(maxlen=RECENT)
@@ -235,9 +212,6 @@ class Ranking(_Learned):
     def loss(self, captions: list[Tensor], labels: Tensor) -> Tensor:
         first, second = captions
         return bradley_terry(self._network(first), self._network(second), labels).mean()
-
-    def read(self, reply: str) -> float:
-        return {"FOO": 0.0, "BAR": 1.0}.get(_word(reply), self.no_match)
 
     def _serve(self, captions: list[str]) -> None:
         network = copy.deepcopy(self._network).eval()
@@ -283,9 +257,3 @@ def encoded(captions: list[str]) -> Tensor:
     """(B, READ_BYTES) int64: the first bytes of each text, 256 where it is shorter."""
     rows = [list(caption.encode(errors="replace")[:READ_BYTES]) for caption in captions]
     return torch.tensor([row + [256] * (READ_BYTES - len(row)) for row in rows])
-
-
-def _word(reply: str) -> str:
-    """The last FOO or BAR of a reply; "" without one."""
-    found = _WORD.findall(reply)
-    return str(found[-1]) if found else ""

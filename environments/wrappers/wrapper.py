@@ -10,9 +10,9 @@ from typing import Any
 from rlflow.components import ENVIRONMENT
 from rlflow.environment import Environment, awaited
 from rlflow.errors import ConfigError, Problems, RLFlowError
-from rlflow.types import Episode, Observation, Step, Task
+from rlflow.types import Episode, Step, Task
 from rlflow.values import Component
-from rlflow_environments.common.transcript import Transcript
+from rlflow_environments.common.transcript import Transcript, as_text
 
 Base = Component | Environment
 """An environment as a component ({name: ..., ...}), or one that was made."""
@@ -137,7 +137,3 @@ class Wrapper(Environment):
 def over(episode: Episode, step: Step) -> bool:
     """Whether no response follows, as far as an environment can know: a token limit may also end the episode after this step."""
     return step.terminated or episode.turns_left == 0
-
-
-def as_text(observation: Observation) -> str:
-    return observation if isinstance(observation, str) else "\n".join(message["content"] for message in observation)

@@ -14,7 +14,7 @@ from rlflow.cluster.session import LOOPBACK
 from rlflow.cluster.watching import Doing, Work
 from rlflow.cluster.wire import pack, unpack_batch
 from rlflow.matmul import PRODUCTS, Library
-from rlflow.report.memory import PeakMemory
+from rlflow.report.timer import PeakMemory
 from rlflow.trainer.base import LossFunction, Trainer
 
 

@@ -25,7 +25,7 @@ from rlflow.cluster.wire import pack_batch, unpack
 from rlflow.components import file_modules
 from rlflow.errors import ConfigError, RLFlowError
 from rlflow.matmul import PRODUCTS, Library
-from rlflow.report.memory import highest
+from rlflow.report.timer import highest
 from rlflow.trainer.base import LossFunction, Trainer
 from rlflow.trainer.layout import ParallelLayout
 from rlflow.types import Batch, Loss

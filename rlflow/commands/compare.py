@@ -29,9 +29,7 @@ def add(commands: Commands) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Prints the comparison, and writes the page that was asked for."""
-    from rlflow.report.comparison import compare
-    from rlflow.report.comparison_page import write_comparison
-    from rlflow.report.comparison_text import comparison_text
+    from rlflow.report.comparison import compare, comparison_text, write_comparison
     from rlflow.report.recorded import RunFiles
 
     comparison = compare([RunFiles.open(path) for path in args.runs], args.target)

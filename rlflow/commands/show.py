@@ -13,8 +13,8 @@ from typing import Any, TextIO
 
 from rlflow.commands.options import Commands, add_command
 from rlflow.errors import ConfigError
-from rlflow.report.curves import run_seconds
-from rlflow.report.lines import clock, evaluation_line, headline, sparkline
+from rlflow.report.charts import run_seconds
+from rlflow.report.lines import clock, evaluation_line, numbers, sparkline
 from rlflow.report.metrics import Metrics, label, leading_score, scores
 from rlflow.report.recorded import RunFiles, grouped
 from rlflow.report.records import answers_of, question_of, read_trajectories, solved, text_of
@@ -189,7 +189,7 @@ def summary_text(run: RunDirectory, registered: Metrics, paint: Paint) -> str:
     evaluated = [record for record in records if f"eval/{leading_score(registered, record, 'eval')}" in record]
     if trained:
         lines.append(f"step {int(trained[-1]['step'])} after {clock(run_seconds(trained))} from the start, evaluations included")
-        lines.append("  ".join(headline(trained[-1], registered)))
+        lines.append("  ".join(numbers(trained[-1], registered)))
         for name in ("reward", *scores(registered)[:1]):
             values = [record[f"train/{name}"] for record in trained if f"train/{name}" in record]
             if values and (spark := sparkline(values)):

@@ -27,14 +27,14 @@ def add(commands: Commands) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Writes the page; prints what is on it and what looks wrong with the run."""
-    from rlflow.report.page import headline, write_page
+    from rlflow.report.page import write_page
     from rlflow.report.recorded import RunFiles
 
     recorded = RunFiles.open(args.path)
     folder = recorded.path.parent if recorded.path.is_file() else recorded.path
     out = Path(args.out) if args.out else folder / "view.html"
-    index, found = write_page(recorded, out)
-    print(headline(recorded, index))
+    content, found = write_page(recorded, out)
+    print(content.holds)
     for finding in found:
         print(f"! {finding.title}: {finding.text}")
     print(

@@ -1,1 +1,2 @@
-"""Model families: names, shapes and rules of their weights, used by trainers, engines and the converter alike."""
+"""Model families: names, shapes and rules of their weights, used by trainers, engines and the
+converter alike."""

@@ -1,4 +1,5 @@
-"""LoRA adapters as the package peft reads and writes them: a folder with adapter_config.json and adapter_model.safetensors.
+"""LoRA adapters as the package peft reads and writes them: a folder with adapter_config.json and
+adapter_model.safetensors.
 
 LoRA: Hu et al. 2021, arXiv 2106.09685. A layer of the base computes W x + alpha / rank * B (A x).
 """
@@ -36,32 +37,37 @@ _PLAIN: dict[str, Any] = {
     "rank_pattern": {},
     "alpha_pattern": {},
 }
-"""Entries of adapter_config.json by which B A alone is what is added; another value means another computation."""
+"""Entries of adapter_config.json by which B A alone is what is added; another value means another
+computation."""
 _LATER: dict[str, Any] = {"lora_bias": False, "layer_replication": None}
 """The same, which not every version of peft knows."""
 
 
 @dataclass(frozen=True)
 class Adapter:
-    """The factors over a base model, {layer: (A (rank, in), B (out, rank))}, by HuggingFace names. scale: alpha / rank."""
+    """The factors over a base model, {layer: (A (rank, in), B (out, rank))}, by HuggingFace names.
+    scale: alpha / rank."""
 
     factors: Mapping[str, tuple[Tensor, Tensor]]
     scale: float
 
     @classmethod
     def of(cls, named: Iterable[tuple[str, Tensor]], scale: float, where: str) -> Adapter:
-        """From (`LAYER.lora_A.weight` or `LAYER.lora_B.weight`, factor) pairs. Raises ModelError for half a pair, or shapes that
-        do not go together."""
+        """From (`LAYER.lora_A.weight` or `LAYER.lora_B.weight`, factor) pairs. Raises ModelError
+        for half a pair, or shapes that do not go together."""
         found = dict(named)
         layers = sorted({name.removesuffix(_A).removesuffix(_B) for name in found})
         factors = {}
         for layer in layers:
             a, b = found.get(layer + _A), found.get(layer + _B)
             if a is None or b is None:
-                raise ModelError(f"{where}: '{layer}' has not both of lora_A.weight and lora_B.weight.")
+                raise ModelError(
+                    f"{where}: '{layer}' has not both of lora_A.weight and lora_B.weight."
+                )
             if a.dim() != 2 or b.dim() != 2 or a.shape[0] != b.shape[1]:
                 raise ModelError(
-                    f"{where}: the factors of '{layer}' do not fit: A {tuple(a.shape)}, B {tuple(b.shape)}."
+                    f"{where}: the factors of '{layer}' do not fit: A {tuple(a.shape)}, B "
+                    f"{tuple(b.shape)}."
                 )
             factors[layer] = (a, b)
         return cls(factors, scale)
@@ -74,14 +80,15 @@ class Adapter:
     def merged(
         self, base: Mapping[str, Tensor], where: str, dtype: torch.dtype | None = None
     ) -> Iterator[tuple[str, Tensor]]:
-        """The base's (name, tensor) pairs with the adapters added in float32, one tensor at a time; all in `dtype`, or in the
-        dtypes of the base.
+        """The base's (name, tensor) pairs with the adapters added in float32, one tensor at a time;
+        all in `dtype`, or in the dtypes of the base.
 
         Raises ModelError where the base has no such layer, or another shape."""
         for layer in self.factors:
             if f"{layer}.weight" not in base:
                 raise ModelError(
-                    f"{where}: has no '{layer}.weight', which the adapter changes; it belongs to another base."
+                    f"{where}: has no '{layer}.weight', which the adapter changes; it belongs to "
+                    "another base."
                 )
         for name in base:
             weight, layer = base[name], name.removesuffix(".weight")
@@ -90,8 +97,8 @@ class Adapter:
                 change = self.change(layer)
                 if weight.shape != change.shape:
                     raise ModelError(
-                        f"{where}: '{name}' is {tuple(weight.shape)}, the adapter's {tuple(change.shape)}; it belongs to "
-                        "another base."
+                        f"{where}: '{name}' is {tuple(weight.shape)}, the adapter's "
+                        f"{tuple(change.shape)}; it belongs to another base."
                     )
                 weight = (weight.float() + change).to(weight.dtype)
             yield name, weight
@@ -106,18 +113,22 @@ def write_adapter(
     alpha: float,
     targets: Sequence[str],
 ) -> None:
-    """Writes the folder, in place of an adapter that is there. factors: as of `Adapter.of`. base: where the frozen weights are.
+    """Writes the folder, in place of an adapter that is there. factors: as of `Adapter.of`. base:
+    where the frozen weights are.
 
-    Raises ModelError for factors that are not finite or not whole pairs, StorageError where the folder cannot be written or holds
-    something else. On failure `path` is as it was."""
+    Raises ModelError for factors that are not finite or not whole pairs, StorageError where the
+    folder cannot be written or holds something else. On failure `path` is as it was."""
     import torch
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
     path = Path(path)
-    if path.exists() and (not path.is_dir() or (any(path.iterdir()) and not (path / ADAPTER_CONFIG).is_file())):
+    if path.exists() and (
+        not path.is_dir() or (any(path.iterdir()) and not (path / ADAPTER_CONFIG).is_file())
+    ):
         raise StorageError(
-            f"{path}: is not an adapter's folder (no {ADAPTER_CONFIG}), so it is not replaced; choose another."
+            f"{path}: is not an adapter's folder (no {ADAPTER_CONFIG}), so it is not replaced; "
+            "choose another."
         )
     tensors = {PREFIX + name: factor.contiguous() for name, factor in factors}
     if not tensors:
@@ -141,7 +152,9 @@ def write_adapter(
         path.parent.mkdir(parents=True, exist_ok=True)
         with replacing_directory(path) as partial:
             save_file(tensors, partial / ADAPTER_WEIGHTS, metadata={"format": "pt"})
-            (partial / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+            (partial / ADAPTER_CONFIG).write_text(
+                json.dumps(config, indent=2) + "\n", encoding="utf-8"
+            )
     except (OSError, SafetensorError) as error:
         reason = getattr(error, "strerror", None) or error
         raise StorageError(
@@ -152,32 +165,41 @@ def write_adapter(
 def read_adapter(path: str | Path) -> tuple[Adapter, dict[str, Any]]:
     """The adapter in a folder, and its adapter_config.json.
 
-    Raises ModelError where there is none, it is damaged, or it is of a kind that is more than B A: DoRA, biases, other ranks for
-    some layers, embeddings."""
+    Raises ModelError where there is none, it is damaged, or it is of a kind that is more than B A:
+    DoRA, biases, other ranks for some layers, embeddings."""
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
     folder = Path(path)
     if not (folder / ADAPTER_CONFIG).is_file():
         raise ModelError(
-            f"{folder}: no adapter here; expected {ADAPTER_CONFIG} and {ADAPTER_WEIGHTS}, as peft writes them."
+            f"{folder}: no adapter here; expected {ADAPTER_CONFIG} and {ADAPTER_WEIGHTS}, as peft "
+            "writes them."
         )
     config = read_object(folder / ADAPTER_CONFIG)
     for key, expected in {**_PLAIN, **_LATER}.items():
         if (config.get(key) or None) != (expected or None):
             raise ModelError(
-                f"{folder / ADAPTER_CONFIG}: {key} is {str(config[key])[:60]}, which is not supported; merge it with peft: "
-                "AutoPeftModelForCausalLM.from_pretrained(FOLDER).merge_and_unload().save_pretrained(OUT)."
+                f"{folder / ADAPTER_CONFIG}: {key} is {str(config[key])[:60]}, which is not "
+                "supported; merge it with peft: "
+                "AutoPeftModelForCausalLM.from_pretrained(FOLDER).merge_and_unload()"
+                ".save_pretrained(OUT)."
             )
     rank, alpha = config.get("r"), config.get("lora_alpha")
-    if not isinstance(rank, int) or rank < 1 or not isinstance(alpha, int | float) or not math.isfinite(alpha):
+    if (
+        not isinstance(rank, int)
+        or rank < 1
+        or not isinstance(alpha, int | float)
+        or not math.isfinite(alpha)
+    ):
         raise ModelError(
-            f"{folder / ADAPTER_CONFIG}: expected r of at least 1 and a number as lora_alpha, found {rank!r:.60} "
-            f"and {alpha!r:.60}."
+            f"{folder / ADAPTER_CONFIG}: expected r of at least 1 and a number as lora_alpha, "
+            f"found {rank!r:.60} and {alpha!r:.60}."
         )
     if not (folder / ADAPTER_WEIGHTS).is_file():
         raise ModelError(
-            f"{folder / ADAPTER_WEIGHTS}: missing; only safetensors are read (pickled *.bin can run code)."
+            f"{folder / ADAPTER_WEIGHTS}: missing; only safetensors are read (pickled *.bin can "
+            "run code)."
         )
     try:
         tensors = load_file(folder / ADAPTER_WEIGHTS)
@@ -190,20 +212,29 @@ def read_adapter(path: str | Path) -> tuple[Adapter, dict[str, Any]]:
 def merge_adapter(
     folder: str | Path, out: str | Path, base: str | Path | None = None, *, overwrite: bool = False
 ) -> dict[str, Any]:
-    """Writes the model directory that an adapter's folder and its base are together, as `write_model` does; returns its manifest.
+    """Writes the model directory that an adapter's folder and its base are together, as
+    `write_model` does; returns its manifest.
 
-    base: a model directory; None: the one that adapter_config.json names. Raises ModelError, StorageError."""
+    base: a model directory; None: the one that adapter_config.json names. Raises ModelError,
+    StorageError."""
     adapter, config = read_adapter(folder)
     place = Path(base if base is not None else str(config.get("base_model_name_or_path") or ""))
     if base is None and not (place / "config.json").is_file():
         raise ModelError(
-            f"{Path(folder) / ADAPTER_CONFIG}: names the base '{str(place)[:200]}', and there is no model directory of that "
-            "name here; give it with --base DIR."
+            f"{Path(folder) / ADAPTER_CONFIG}: names the base '{str(place)[:200]}', and there is "
+            "no model directory of that name here; give it with --base DIR."
         )
     return write_model(out, merged_model(adapter, place), place, overwrite=overwrite)
 
 
-def merged_model(adapter: Adapter, base: str | Path, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
-    """The weights of a model directory with the adapter in them, in `dtype` or as they are there. Raises ModelError."""
-    known = huggingface_shapes(stored_architecture(read_config(base)))  # files of a tied model may repeat the embedding
-    return (pair for pair in adapter.merged(WeightFiles(base), str(base), dtype) if pair[0] in known)
+def merged_model(
+    adapter: Adapter, base: str | Path, dtype: torch.dtype | None = None
+) -> Iterator[tuple[str, Tensor]]:
+    """The weights of a model directory with the adapter in them, in `dtype` or as they are there.
+    Raises ModelError."""
+    known = huggingface_shapes(
+        stored_architecture(read_config(base))
+    )  # files of a tied model may repeat the embedding
+    return (
+        pair for pair in adapter.merged(WeightFiles(base), str(base), dtype) if pair[0] in known
+    )

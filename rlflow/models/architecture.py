@@ -1,27 +1,35 @@
-"""The architecture of a model, read from config.json, and which rules of its family's table (tables.py) apply to it."""
+"""The architecture of a model, read from config.json, and which rules of its family's table
+(tables.py) apply to it."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from rlflow.errors import ModelError, did_you_mean
+from rlflow.errors import did_you_mean
+from rlflow.models.entries import (
+    MOST_LAYERS,
+    flag,
+    number,
+    refused,
+    rope_kind,
+    rope_of,
+    short,
+    whole,
+)
 from rlflow.models.rules import Rule, Where
 from rlflow.models.tables import EMBEDDING, FAMILIES, LATENT_ATTENTION, Q_NORM, QKV_BIAS
 
 SWITCHES = {Where.BIASES, Where.QKV_BIAS, Where.QK_NORM}
 """What config.json may switch on."""
 HOW_TO_ADD = "docs/add_a_model_family.md shows how to add one."
-MOST, MOST_LAYERS, MOST_FLOAT = 2**31 - 1, 2**16, 1e30
-"""Above these, an entry of config.json is a mistake, and planning with it would take all memory."""
 
 
 @dataclass(frozen=True)
 class Experts:
-    """Mixture of experts. ffn: width of one expert. shared_ffn: of the MLP that every token passes through, 0 without.
-    sparse: for each layer, whether it has experts."""
+    """Mixture of experts. ffn: width of one expert. shared_ffn: of the MLP that every token passes
+    through, 0 without. sparse: for each layer, whether it has experts."""
 
     count: int
     ffn: int
@@ -31,8 +39,9 @@ class Experts:
 
 @dataclass(frozen=True)
 class Latent:
-    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1): ranks of the compressed queries and keys,
-    and sizes per head: of what has no position, of what rotates, and of the values."""
+    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1): ranks of the
+    compressed queries and keys, and sizes per head: of what has no position, of what rotates, and
+    of the values."""
 
     query_rank: int | None
     key_rank: int
@@ -61,7 +70,7 @@ class Architecture:
     experts: Experts | None = None
     latent: Latent | None = None
     biases: bool = False  # on every projection of attention and MLP
-    qkv_biases: bool = False  # on queries, keys and values, where that depends on the model and not on its family
+    qkv_biases: bool = False  # on queries, keys and values, where a family has both kinds
     head_norms: bool = False  # of queries and keys, likewise
     rotary_share: float = 1.0  # of a head's dimensions, those that rotate
 
@@ -77,7 +86,11 @@ class Architecture:
             "head": self.head_dim,
         }
         if self.experts is not None:
-            sizes |= {"experts": self.experts.count, "expert": self.experts.ffn, "shared": self.experts.shared_ffn}
+            sizes |= {
+                "experts": self.experts.count,
+                "expert": self.experts.ffn,
+                "shared": self.experts.shared_ffn,
+            }
         if self.latent is not None:
             sizes |= {
                 "query_rank": self.latent.query_rank or 0,
@@ -117,95 +130,113 @@ class Architecture:
 
 
 def architecture(config: dict[str, Any]) -> Architecture:
-    """Reads config.json (transformers 4 or 5 spelling) of a model that is to be computed by the trainer or the embedded
-    engine. Raises ModelError for an unknown family, a missing entry, or a feature that they do not have."""
+    """Reads config.json (transformers 4 or 5 spelling) of a model that is to be computed by the
+    trainer or the embedded engine. Raises ModelError for an unknown family, a missing entry, or a
+    feature that they do not have."""
     family = str(config.get("model_type"))[:100]
     trained = [name for name in sorted(FAMILIES) if _dense(name)]
     if family not in FAMILIES:
-        raise ModelError(
-            f"config.json: model family '{family}' cannot be trained or sampled from here; possible: {', '.join(trained)}."
-            f"{did_you_mean(family, trained)} {HOW_TO_ADD}"
+        raise refused(
+            f"model family '{family}' cannot be trained or sampled from here; "
+            f"possible: {', '.join(trained)}.{did_you_mean(family, trained)} {HOW_TO_ADD}"
         )
     model = stored_architecture(config)
     if model.experts is not None or model.latent is not None:
         what = "latent attention" if model.latent is not None else "mixture-of-experts layers"
-        raise ModelError(
-            f"config.json: {what} (model family '{model.family}') can be converted, but not trained or sampled from here; "
-            f"possible: {', '.join(trained)}."
+        raise refused(
+            f"{what} (model family '{model.family}') can be converted, but not "
+            f"trained or sampled from here; possible: {', '.join(trained)}."
         )
     if config.get("quantization_config"):
-        raise ModelError("config.json: weights in fp8 can be converted, but not trained or sampled from here.")
+        raise refused("weights in fp8 can be converted, but not trained or sampled from here.")
     if model.biases or model.rotary_share != 1:
-        what = "biases on every projection" if model.biases else "rotary embedding of a part of each head"
-        raise ModelError(f"config.json: {what} can be converted, but not trained or sampled from here.")
+        what = (
+            "biases on every projection"
+            if model.biases
+            else "rotary embedding of a part of each head"
+        )
+        raise refused(f"{what} can be converted, but not trained or sampled from here.")
     if config.get("hidden_act", "silu") != "silu":
-        raise ModelError(f"config.json: hidden_act '{config['hidden_act']}' is not supported; expected 'silu'.")
-    windowed = config.get("use_sliding_window", model.family == "mistral" and config.get("sliding_window") is not None)
+        raise refused(f"hidden_act '{config['hidden_act']}' is not supported; expected 'silu'.")
+    windowed = config.get(
+        "use_sliding_window", model.family == "mistral" and config.get("sliding_window") is not None
+    )
     kinds = config.get("layer_types") or ()
     if windowed or (isinstance(kinds, list | tuple | str) and "sliding_attention" in kinds):
-        raise ModelError("config.json: sliding-window attention is not supported; expected sliding_window null.")
-    _check_rope(_rope(config))
+        raise refused("sliding-window attention is not supported; expected sliding_window null.")
+    _check_rope(rope_of(config))
     return model
 
 
 def stored_architecture(config: dict[str, Any]) -> Architecture:
-    """Reads config.json of a model that is to be converted: what its files hold, whether or not it can be computed here.
+    """Reads config.json of a model that is to be converted: what its files hold, whether or not it
+    can be computed here.
 
-    Raises ModelError for an unknown family, a missing entry, or tensors that the family's table does not have."""
+    Raises ModelError for an unknown family, a missing entry, or tensors that the family's table
+    does not have."""
     family = str(config.get("model_type"))[:100]
     if family not in FAMILIES:
         known = ", ".join(sorted(FAMILIES))
-        raise ModelError(
-            f"config.json: model family '{family}' is not supported; supported: {known}."
+        raise refused(
+            f"model family '{family}' is not supported; supported: {known}."
             f"{did_you_mean(family, FAMILIES)} {HOW_TO_ADD}"
         )
     switched_on = _switched_on(config, family)
-    heads = _entry(config, "num_attention_heads")
-    hidden = _entry(config, "hidden_size")
-    groups = _entry(config, "num_key_value_heads", default=heads)
+    heads = whole(config, "num_attention_heads")
+    hidden = whole(config, "hidden_size")
+    groups = whole(config, "num_key_value_heads", default=heads)
     if heads % groups:
-        raise ModelError(f"config.json: num_attention_heads {heads} is not a multiple of num_key_value_heads {groups}.")
-    rope = _rope(config)
-    scaled = (rope.get("rope_type") or rope.get("type")) == "llama3"
+        raise refused(
+            f"num_attention_heads {heads} is not a multiple of num_key_value_heads {groups}."
+        )
+    rope = rope_of(config)
     return Architecture(
         family=family,
-        layers=_entry(config, "num_hidden_layers", most=MOST_LAYERS),
+        layers=whole(config, "num_hidden_layers", most=MOST_LAYERS),
         hidden=hidden,
         heads=heads,
         groups=groups,
-        head_dim=_entry(config, "head_dim", default=max(1, hidden // heads)),
-        ffn=_entry(config, "intermediate_size"),
-        vocab=_entry(config, "vocab_size"),
-        tied=_flag(config, "tie_word_embeddings"),
-        norm_eps=_number(config, "rms_norm_eps", 1e-6),
-        rope_theta=_number(rope, "rope_theta", _number(config, "rope_theta", 10000.0)),
-        rope_factor=_number(rope, "factor") if scaled else None,
-        max_positions=_entry(config, "max_position_embeddings", default=32768),
-        experts=_experts(config) if any(rule.where is Where.SPARSE for rule in FAMILIES[family]) else None,
+        head_dim=whole(config, "head_dim", default=max(1, hidden // heads)),
+        ffn=whole(config, "intermediate_size"),
+        vocab=whole(config, "vocab_size"),
+        tied=flag(config, "tie_word_embeddings"),
+        norm_eps=number(config, "rms_norm_eps", 1e-6),
+        rope_theta=number(rope, "rope_theta", number(config, "rope_theta", 10000.0)),
+        rope_factor=number(rope, "factor") if rope_kind(rope) == "llama3" else None,
+        max_positions=whole(config, "max_position_embeddings", default=32768),
+        experts=_experts(config)
+        if any(rule.where is Where.SPARSE for rule in FAMILIES[family])
+        else None,
         latent=_latent(config) if LATENT_ATTENTION[-1] in FAMILIES[family] else None,
         biases=Where.BIASES in switched_on,
         qkv_biases=Where.QKV_BIAS in switched_on,
         head_norms=Where.QK_NORM in switched_on,
-        rotary_share=_number(rope, "partial_rotary_factor", _number(config, "partial_rotary_factor", 1.0)),
+        rotary_share=number(
+            rope, "partial_rotary_factor", number(config, "partial_rotary_factor", 1.0)
+        ),
     )
 
 
 def rules_of(model: Architecture) -> tuple[Rule, ...]:
     """The rules of a model's family that apply to at least one of its layers."""
     return tuple(
-        rule for rule in FAMILIES[model.family] if any(model.has(rule.where, layer) for layer in range(model.layers))
+        rule
+        for rule in FAMILIES[model.family]
+        if any(model.has(rule.where, layer) for layer in range(model.layers))
     )
 
 
 def placed_rules(model: Architecture) -> Iterator[tuple[Rule, int]]:
-    """(rule, layer) in the order of a forward pass; layer is 0 for rules that are not per layer. A rule of experts comes
-    once for each of them."""
+    """(rule, layer) in the order of a forward pass; layer is 0 for rules that are not per layer. A
+    rule of experts comes once for each of them."""
     rules = rules_of(model)
     yield EMBEDDING, 0
     for layer in range(model.layers):
         for rule in rules:
             if rule.per_expert and model.experts is not None and model.has(rule.where, layer):
-                yield from ((rule.of_expert(expert), layer) for expert in range(model.experts.count))
+                yield from (
+                    (rule.of_expert(expert), layer) for expert in range(model.experts.count)
+                )
             elif rule.per_layer and model.has(rule.where, layer):
                 yield rule, layer
     for rule in rules:
@@ -226,68 +257,36 @@ def padded_vocab(vocab: int, tensor_parallel: int) -> int:
     return -(-vocab // tensor_parallel) * tensor_parallel
 
 
-def _entry(
-    config: dict[str, Any], *keys: str, default: int | None = None, least: int = 1, most: int = MOST
-) -> int:
-    """The first of these entries that is there. Raises ModelError unless it is a whole number from `least` to `most`."""
-    key, found = next(((key, config[key]) for key in keys if config.get(key) is not None), (keys[0], default))
-    if found is None or not _is_number(found) or found != int(found) or isinstance(found, float):
-        raise ModelError(f"config.json: '{key}' is missing or not a whole number (found {_short(found)}).")
-    if not least <= found <= most:
-        raise ModelError(f"config.json: '{key}' is {_short(found)}; expected a number from {least} to {most}.")
-    return int(found)
-
-
-def _number(config: dict[str, Any], key: str, default: float | None = None) -> float:
-    """Raises ModelError unless the entry is a finite number above 0."""
-    found = default if config.get(key) is None else config[key]
-    if found is None or not _is_number(found) or not 0 < found < MOST_FLOAT:
-        raise ModelError(f"config.json: '{key}' is {_short(found)}; expected a number above 0.")
-    return float(found)
-
-
-def _flag(config: dict[str, Any], key: str) -> bool:
-    found = config.get(key)
-    if found is not None and not isinstance(found, bool):
-        raise ModelError(f"config.json: '{key}' is {_short(found)}; expected true or false.")
-    return bool(found)
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(min(value, MOST_FLOAT))
-
-
-def _short(value: Any) -> str:
-    if isinstance(value, int) and abs(value) > MOST_FLOAT:
-        return "a number of more than 30 digits"
-    return repr(value)[:60]
-
-
 def _experts(config: dict[str, Any]) -> Experts:
     """The entries of Qwen, Mixtral and DeepSeek, whose names differ."""
-    ffn = _entry(config, "moe_intermediate_size", "intermediate_size")
-    layers = _entry(config, "num_hidden_layers", most=MOST_LAYERS)
-    first = _entry(config, "first_k_dense_replace", default=0, least=0)
-    every = _entry(config, "decoder_sparse_step", default=1)
+    ffn = whole(config, "moe_intermediate_size", "intermediate_size")
+    layers = whole(config, "num_hidden_layers", most=MOST_LAYERS)
+    first = whole(config, "first_k_dense_replace", default=0, least=0)
+    every = whole(config, "decoder_sparse_step", default=1)
     dense = config.get("mlp_only_layers") or ()
     if not isinstance(dense, list | tuple):
-        raise ModelError(f"config.json: 'mlp_only_layers' is {_short(dense)}; expected a list of layers.")
-    shared = _entry(config, "n_shared_experts", default=0, least=0) * ffn
+        raise refused(f"'mlp_only_layers' is {short(dense)}; expected a list of layers.")
+    shared = whole(config, "n_shared_experts", default=0, least=0) * ffn
     return Experts(
-        count=_entry(config, "num_experts", "num_local_experts", "n_routed_experts", most=MOST_LAYERS),
+        count=whole(
+            config, "num_experts", "num_local_experts", "n_routed_experts", most=MOST_LAYERS
+        ),
         ffn=ffn,
-        shared_ffn=_entry(config, "shared_expert_intermediate_size", default=0, least=0) or shared,
-        sparse=tuple(layer >= first and layer not in dense and (layer + 1) % every == 0 for layer in range(layers)),
+        shared_ffn=whole(config, "shared_expert_intermediate_size", default=0, least=0) or shared,
+        sparse=tuple(
+            layer >= first and layer not in dense and (layer + 1) % every == 0
+            for layer in range(layers)
+        ),
     )
 
 
 def _latent(config: dict[str, Any]) -> Latent:
     return Latent(
-        query_rank=None if config.get("q_lora_rank") is None else _entry(config, "q_lora_rank"),
-        key_rank=_entry(config, "kv_lora_rank"),
-        plain=_entry(config, "qk_nope_head_dim"),
-        rotating=_entry(config, "qk_rope_head_dim"),
-        value=_entry(config, "v_head_dim"),
+        query_rank=None if config.get("q_lora_rank") is None else whole(config, "q_lora_rank"),
+        key_rank=whole(config, "kv_lora_rank"),
+        plain=whole(config, "qk_nope_head_dim"),
+        rotating=whole(config, "qk_rope_head_dim"),
+        value=whole(config, "v_head_dim"),
     )
 
 
@@ -296,25 +295,25 @@ def _dense(family: str) -> bool:
 
 
 def _switched_on(config: dict[str, Any], family: str) -> set[Where]:
-    """Of SWITCHES, what the family's table has and config.json says. Raises ModelError for entries that mean tensors which the
-    table does not have."""
+    """Of SWITCHES, what the family's table has and config.json says. Raises ModelError for entries
+    that mean tensors which the table does not have."""
     switches = {rule.where for rule in FAMILIES[family]} & SWITCHES
-    attention, mlp = _flag(config, "attention_bias"), _flag(config, "mlp_bias")
+    attention, mlp = flag(config, "attention_bias"), flag(config, "mlp_bias")
     on: set[Where] = set()
     if Where.BIASES in switches:
         if attention != mlp:
-            raise ModelError(
-                f"config.json: attention_bias={attention} with mlp_bias={mlp} is not supported; Megatron has both or neither "
-                "(add_bias_linear)."
+            raise refused(
+                f"attention_bias={attention} with mlp_bias={mlp} is not supported; "
+                "Megatron has both or neither (add_bias_linear)."
             )
         on |= {Where.BIASES} if mlp else set()
     elif Where.QKV_BIAS in switches and attention:
         on.add(Where.QKV_BIAS)
     elif attention and QKV_BIAS not in FAMILIES[family]:
-        raise ModelError(f"config.json: attention_bias=true is not supported for model family '{family}'.")
+        raise refused(f"attention_bias=true is not supported for model family '{family}'.")
     if mlp and Where.BIASES not in on:
-        raise ModelError(f"config.json: mlp_bias=true is not supported for model family '{family}'.")
-    if Where.QK_NORM in switches and _flag(config, "use_qk_norm"):
+        raise refused(f"mlp_bias=true is not supported for model family '{family}'.")
+    if Where.QK_NORM in switches and flag(config, "use_qk_norm"):
         on.add(Where.QK_NORM)
     _refuse_other_tensors(config, family)
     return on
@@ -322,15 +321,19 @@ def _switched_on(config: dict[str, Any], family: str) -> set[Where]:
 
 def _refuse_other_tensors(config: dict[str, Any], family: str) -> None:
     if not config.get("qkv_bias", True):
-        raise ModelError(f"config.json: qkv_bias=false is not supported for model family '{family}'.")
+        raise refused(f"qkv_bias=false is not supported for model family '{family}'.")
     if config.get("moe_layer_freq", 1) != 1:
-        raise ModelError(f"config.json: moe_layer_freq={config['moe_layer_freq']} is not supported; expected 1.")
+        raise refused(f"moe_layer_freq={config['moe_layer_freq']} is not supported; expected 1.")
     quantized = config.get("quantization_config")
     if quantized and not _scaled_by_block(quantized):
-        method = quantized.get("quant_method", "unknown") if isinstance(quantized, dict) else _short(quantized)
-        raise ModelError(
-            f"config.json: weights quantized by '{method}' are not supported; expected 16 or 32-bit floats, or fp8 with "
-            "weight_block_size [128, 128]."
+        method = (
+            quantized.get("quant_method", "unknown")
+            if isinstance(quantized, dict)
+            else short(quantized)
+        )
+        raise refused(
+            f"weights quantized by '{method}' are not supported; expected 16 or "
+            "32-bit floats, or fp8 with weight_block_size [128, 128]."
         )
 
 
@@ -344,22 +347,18 @@ def _scaled_by_block(quantized: Any) -> bool:
     )
 
 
-def _rope(config: dict[str, Any]) -> dict[str, Any]:
-    """The entry for rotary embeddings, in the spelling of transformers 5 or 4. Raises ModelError unless it is an object."""
-    found = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    if not isinstance(found, dict):
-        raise ModelError(f"config.json: 'rope_parameters' is {_short(found)}; expected an object or null.")
-    return found
-
-
 def _check_rope(rope: dict[str, Any]) -> None:
     """Raises ModelError for scaling other than Llama 3's with the constants that Megatron fixes."""
-    kind = rope.get("rope_type") or rope.get("type") or "default"
+    kind = rope_kind(rope)
     if kind == "default":
         return
-    fixed = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+    fixed = {
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }
     found = {key: rope.get(key) for key in fixed}
     if kind != "llama3" or found != fixed:
-        raise ModelError(
-            f"config.json: rope scaling '{kind}' with {found} is not supported; default, or llama3 with {fixed}."
+        raise refused(
+            f"rope scaling '{kind}' with {found} is not supported; default, or llama3 with {fixed}."
         )

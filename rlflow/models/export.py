@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import math
-import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain
 from pathlib import Path
@@ -16,13 +14,14 @@ from torch import Tensor
 from rlflow.errors import ModelError, StorageError
 from rlflow.models.architecture import huggingface_shapes, stored_architecture
 from rlflow.models.huggingface import (
-    INDEX_FILE,
-    SINGLE_FILE,
     companions_digest,
-    copy_files,
+    copy_companions,
+    file_names,
+    in_groups,
     read_config,
+    why_no_room,
     why_occupied,
-    with_dtype,
+    write_index,
 )
 from rlflow.storage.files import replacing_directory
 from rlflow.storage.integrity import EXPORT_MANIFEST, fingerprint, write_manifest
@@ -41,15 +40,18 @@ def write_model(
     source: Mapping[str, Any] | None = None,
     texts: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
-    """Writes a model directory from (HuggingFace name, tensor) pairs in any order, such as a trainer's weights, and returns
-    its manifest. Config, tokenizer and what else goes with the weights come from the directory `reference`.
+    """Writes a model directory from (HuggingFace name, tensor) pairs in any order, such as a
+    trainer's weights, and returns its manifest. Config, tokenizer and what else goes with the
+    weights come from the directory `reference`.
 
-    shard_bytes: tensor bytes per file, more only where one tensor alone has more; as many are in memory at a time. All
-    tensors have the dtype of the first. overwrite: replaces a model directory once the new one is on disk. source: what the
-    manifest says that it was made of. texts: {name: text} of files to add, in place of the reference's.
+    shard_bytes: tensor bytes per file, more only where one tensor alone has more; as many are in
+    memory at a time. All tensors have the dtype of the first. overwrite: replaces a model directory
+    once the new one is on disk. source: what the manifest says that it was made of. texts: {name:
+    text} of files to add, in place of the reference's.
 
-    Raises ModelError for weights that are not those which config.json implies, or not finite; StorageError where `path`
-    may not be replaced or the disk is full. On failure `path` is as it was."""
+    Raises ModelError for weights that are not those which config.json implies, or not finite;
+    StorageError where `path` may not be replaced or the disk is full. On failure `path` is as it
+    was."""
     path, reference = Path(path), Path(reference)
     _check_replaceable(path, reference, overwrite)
     config, stream = read_config(reference), iter(weights)
@@ -61,7 +63,9 @@ def write_model(
     if first is None:
         raise ModelError(f"{path}: there are no weights to write.")
     dtype, shapes = first[1].dtype, huggingface_shapes(model)
-    stream = chain(iter([first]), stream)  # iter: chain would keep a list, and the tensor in it, to the end
+    stream = chain(
+        iter([first]), stream
+    )  # iter: chain would keep a list, and the tensor in it, to the end
     del first
     parameters = sum(map(math.prod, shapes.values()))
     manifest: dict[str, Any] = {
@@ -75,23 +79,28 @@ def write_model(
         "verified": "fast",
     }
     try:
-        _check_room(path, manifest["weight_bytes"])
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # Before a trainer gathers the first tensor.
+        problem = why_no_room(path, manifest["weight_bytes"])
+        if problem is not None:
+            raise StorageError(problem)
         with replacing_directory(path) as partial:
             _write_shards(partial, _checked(stream, shapes, dtype, path), shard_bytes)
-            copy_files(reference, partial)
-            (partial / "config.json").write_text(json.dumps(with_dtype(config, dtype), indent=2) + "\n")
+            copy_companions(reference, partial, config, dtype)
             for name, text in (texts or {}).items():
                 (partial / name).write_text(text, encoding="utf-8")
             files = {file.name: fingerprint(file) for file in partial.iterdir()}
             return write_manifest(partial / EXPORT_MANIFEST, manifest, files)
     except OSError as error:
         raise StorageError(
-            f"{path}: the model cannot be written ({error.strerror or error}); make room or choose another place."
+            f"{path}: the model cannot be written ({error.strerror or error}); make room or "
+            "choose another place."
         ) from error
 
 
 def _check_replaceable(path: Path, reference: Path, overwrite: bool) -> None:
-    """Raises StorageError unless a model directory may be written at `path`, which does not hold the reference."""
+    """Raises StorageError unless a model directory may be written at `path`, which does not hold
+    the reference."""
     place, origin = path.resolve(), reference.resolve()
     if place == origin or place in origin.parents:
         raise StorageError(f"{path}: holds the reference; choose another directory.")
@@ -100,46 +109,48 @@ def _check_replaceable(path: Path, reference: Path, overwrite: bool) -> None:
         raise StorageError(reason)
 
 
-def _check_room(path: Path, needed: int) -> None:
-    """Raises StorageError where the disk has less than `needed` bytes left: before a trainer gathers the first tensor."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    free = shutil.disk_usage(path.parent).free
-    if free < needed:
-        raise StorageError(
-            f"{path}: {needed / 1e9:.2f} GB needed, {free / 1e9:.2f} GB free; make room or choose another disk."
-        )
-
-
 def _checked(
     weights: Iterable[tuple[str, Tensor]], shapes: Shapes, dtype: torch.dtype, path: Path
 ) -> Iterator[tuple[str, Tensor]]:
-    """The weights on the CPU, each of which must come once, in its shape and dtype, and be finite."""
+    """The weights on the CPU, each of which must come once, in its shape and dtype, and be
+    finite."""
     left = dict(shapes)
     for name, tensor in weights:
         shape = left.pop(name, None)
         if shape is None:
             raise ModelError(
-                f"{path}: tensor '{name}' is not part of the model that config.json describes, or comes twice."
+                f"{path}: tensor '{name}' is not part of the model that config.json describes, or "
+                "comes twice."
             )
         if tuple(tensor.shape) != shape:
-            raise ModelError(f"{path}: '{name}' has shape {tuple(tensor.shape)}, config.json implies {shape}.")
+            raise ModelError(
+                f"{path}: '{name}' has shape {tuple(tensor.shape)}, config.json implies {shape}."
+            )
         if tensor.dtype is not dtype:
-            raise ModelError(f"{path}: '{name}' has dtype {tensor.dtype}, {dtype} expected as of the first tensor.")
+            raise ModelError(
+                f"{path}: '{name}' has dtype {tensor.dtype}, {dtype} expected as of the first "
+                "tensor."
+            )
         if not torch.stack(tensor.aminmax()).isfinite().all():  # NaN included; no temporary tensor
             raise ModelError(f"{path}: '{name}' holds NaN or Inf as {dtype}.")
         yield name, tensor.detach().cpu().contiguous()
     if left:
-        raise ModelError(f"{path}: tensor '{next(iter(left))}' is missing, which config.json implies.")
+        raise ModelError(
+            f"{path}: tensor '{next(iter(left))}' is missing, which config.json implies."
+        )
 
 
 def _write_shards(directory: Path, weights: Iterable[tuple[str, Tensor]], shard_bytes: int) -> None:
-    """Writes files of tensors, with an index if there are several. They are named at the end, as names hold their number."""
+    """Writes files of tensors, with an index if there are several. They are named at the end, as
+    names hold their number."""
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
     written: list[tuple[Path, list[str]]] = []
     total_size = 0
-    for shard in _shards(weights, shard_bytes):
+    for pairs in in_groups(weights, lambda pair: pair[1].nbytes, shard_bytes):
+        shard = dict(pairs)
+        pairs.clear()
         total_size += sum(tensor.nbytes for tensor in shard.values())
         written.append((directory / f"{len(written)}.safetensors", list(shard)))
         try:
@@ -147,24 +158,8 @@ def _write_shards(directory: Path, weights: Iterable[tuple[str, Tensor]], shard_
         except SafetensorError as error:
             raise OSError(str(error)) from error
         shard.clear()  # before the next one is gathered, while this name still holds the dictionary
-    if len(written) == 1:
-        written[0][0].rename(directory / SINGLE_FILE)
-        return
     weight_map = {}
-    for number, (file, names) in enumerate(written, start=1):
-        named = file.rename(directory / f"model-{number:05d}-of-{len(written):05d}.safetensors")
-        weight_map.update(dict.fromkeys(names, named.name))
-    index = {"metadata": {"total_size": total_size}, "weight_map": dict(sorted(weight_map.items()))}
-    (directory / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n")
-
-
-def _shards(weights: Iterable[tuple[str, Tensor]], shard_bytes: int) -> Iterator[dict[str, Tensor]]:
-    shard: dict[str, Tensor] = {}
-    filled = 0
-    for name, tensor in weights:
-        if shard and filled + tensor.nbytes > shard_bytes:
-            yield shard
-            shard, filled = {}, 0
-        shard[name] = tensor
-        filled += tensor.nbytes
-    yield shard
+    for (file, names), name in zip(written, file_names(len(written))):
+        file.rename(directory / name)
+        weight_map.update(dict.fromkeys(names, name))
+    write_index(directory, weight_map, total_size)

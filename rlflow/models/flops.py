@@ -8,12 +8,14 @@ from rlflow.models.architecture import Architecture
 
 
 def forward_flops(shape: Architecture, lengths: Sequence[int], scored: int) -> int:
-    """FLOPs of one forward pass over rows of `lengths` tokens, with logits for `scored` of their tokens.
+    """FLOPs of one forward pass over rows of `lengths` tokens, with logits for `scored` of their
+    tokens.
 
-    A multiplication and an addition count two (PaLM, arXiv 2204.02311 appendix B). Matrix products only: per token 2
-    for each weight of the linear layers; per pair of a query and a key that it sees (causal: L (L + 1) / 2 of a row), 4 for
-    each dimension of each head; per scored token 2 for each weight of the output layer. Norms, activations, the
-    embedding look-up and padding count nothing."""
+    A multiplication and an addition count two (PaLM, arXiv 2204.02311 appendix B). Matrix products
+    only: per token 2 for each weight of the linear layers; per pair of a query and a key that it
+    sees (causal: L (L + 1) / 2 of a row), 4 for each dimension of each head; per scored token 2 for
+    each weight of the output layer. Norms, activations, the embedding look-up and padding count
+    nothing."""
     query, key = shape.heads * shape.head_dim, shape.groups * shape.head_dim
     attention = shape.hidden * (query + 2 * key) + query * shape.hidden
     per_token = 2 * shape.layers * (attention + 3 * shape.hidden * shape.ffn)
@@ -23,6 +25,6 @@ def forward_flops(shape: Architecture, lengths: Sequence[int], scored: int) -> i
 
 
 def training_flops(shape: Architecture, lengths: Sequence[int], scored: int) -> int:
-    """Model FLOPs of a training step: the backward pass counts twice the forward pass; what is computed again counts
-    nothing."""
+    """Model FLOPs of a training step: the backward pass counts twice the forward pass; what is
+    computed again counts nothing."""
     return 3 * forward_flops(shape, lengths, scored)

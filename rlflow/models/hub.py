@@ -1,9 +1,9 @@
-"""A model by its name on the HuggingFace hub: fetched into huggingface_hub's cache, only the files that are needed."""
+"""A model by its name on the HuggingFace hub: fetched into huggingface_hub's cache, only the files
+that are needed."""
 
 from __future__ import annotations
 
 import importlib
-import json
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from rlflow.errors import ModelError
-from rlflow.models.huggingface import COPIED_FILES, INDEX_FILE, SINGLE_FILE
+from rlflow.models.huggingface import COPIED_FILES, INDEX_FILE, weight_files
 
 HUB_NAME = re.compile(r"(?P<name>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(@(?P<revision>[\w.-]+))?")
 """OWNER/NAME, or OWNER/NAME@REVISION: a branch, a tag or a commit."""
@@ -31,12 +31,16 @@ def is_hub_name(given: str) -> bool:
     return HUB_NAME.fullmatch(given) is not None and not Path(given).exists()
 
 
-def local_model(given: str, weights: bool = True, code: bool = False, key: str = "model.path") -> LocalModel:
-    """The directory of a model that is given as one, or by its name on the hub: Qwen/Qwen2.5-3B-Instruct, Qwen/...@REVISION.
+def local_model(
+    given: str, weights: bool = True, code: bool = False, key: str = "model.path"
+) -> LocalModel:
+    """The directory of a model that is given as one, or by its name on the hub:
+    Qwen/Qwen2.5-3B-Instruct, Qwen/...@REVISION.
 
-    What is not in the cache is fetched, with a progress bar: config, tokenizer, and with `weights` the safetensors files that the
-    index lists; with `code` its Python files. HF_HOME, HF_ENDPOINT (a mirror), HF_TOKEN and HF_HUB_OFFLINE (the cache
-    alone) count. Any other text is handed back as it is. key: what gave it, for messages. Raises ModelError."""
+    What is not in the cache is fetched, with a progress bar: config, tokenizer, and with `weights`
+    the safetensors files that the index lists; with `code` its Python files. HF_HOME, HF_ENDPOINT
+    (a mirror), HF_TOKEN and HF_HUB_OFFLINE (the cache alone) count. Any other text is handed back
+    as it is. key: what gave it, for messages. Raises ModelError."""
     match = HUB_NAME.fullmatch(given)
     if match is None or Path(given).exists():
         return LocalModel(given)
@@ -49,30 +53,29 @@ def local_model(given: str, weights: bool = True, code: bool = False, key: str =
         folder = _fetched(key, name, folder.name, missing)
         missing = [file for file in wanted if not (folder / file).is_file()]
         if missing:
-            raise ModelError(f"{key}: {name} has no {missing[0]}: only models with safetensors weights can be read.")
+            raise ModelError(
+                f"{key}: {name} has no {missing[0]}: only models with safetensors weights can be "
+                "read."
+            )
     notes = (
-        [f"{key}: {len(missing)} weight file(s) of {name} are not in the cache yet; the run fetches them"]
+        [
+            f"{key}: {len(missing)} weight file(s) of {name} are not in the cache yet; the run "
+            "fetches them"
+        ]
         if missing
         else []
     )
     return LocalModel(str(folder), notes)
 
 
-def weight_files(folder: Path) -> list[str]:
-    """The names of a model's safetensors files, by its index where it has one."""
-    index = folder / INDEX_FILE
-    if not index.is_file():
-        return [SINGLE_FILE]
-    try:
-        return sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
-    except (ValueError, KeyError, TypeError, AttributeError) as problem:
-        raise ModelError(f"{index}: no index of weights ({type(problem).__name__}: {problem}).") from None
-
-
 def _fetched(key: str, name: str, revision: str | None, files: list[str]) -> Path:
     from huggingface_hub import snapshot_download
 
-    return Path(_reached(key, name, lambda: snapshot_download(name, revision=revision, allow_patterns=files)))
+    return Path(
+        _reached(
+            key, name, lambda: snapshot_download(name, revision=revision, allow_patterns=files)
+        )
+    )
 
 
 def _reached(key: str, name: str, ask: Callable[[], Any]) -> Any:
@@ -83,27 +86,38 @@ def _reached(key: str, name: str, ask: Callable[[], Any]) -> Any:
         return ask()
     except (errors.GatedRepoError, errors.RepositoryNotFoundError) as problem:
         gated = isinstance(problem, errors.GatedRepoError)
-        why = "asks for an agreement first" if gated else "does not have it, or shows it to some accounts only"
+        why = (
+            "asks for an agreement first"
+            if gated
+            else "does not have it, or shows it to some accounts only"
+        )
         raise ModelError(
-            f"{key}: {name}: no directory of that name here, and {constants.ENDPOINT} {why}; correct the name, or set "
-            "HF_TOKEN to a token of an account that may read it."
+            f"{key}: {name}: no directory of that name here, and {constants.ENDPOINT} {why}; "
+            "correct the name, or set HF_TOKEN to a token of an account that may read it."
         ) from None
     except errors.RevisionNotFoundError:
-        raise ModelError(f"{key}: {name}: {constants.ENDPOINT} has the model, but not this revision of it.") from None
+        raise ModelError(
+            f"{key}: {name}: {constants.ENDPOINT} has the model, but not this revision of it."
+        ) from None
     except _transport_errors() as problem:
         offline = bool(constants.HF_HUB_OFFLINE)
-        reason = "HF_HUB_OFFLINE is set" if offline else " ".join(str(problem).split())[:200] or type(problem).__name__
+        reason = (
+            "HF_HUB_OFFLINE is set"
+            if offline
+            else " ".join(str(problem).split())[:200] or type(problem).__name__
+        )
         raise ModelError(
-            f"{key}: {name}: no directory of that name here, not whole in the cache {constants.HF_HUB_CACHE}, and "
-            f"{constants.ENDPOINT} was not reached ({reason}). Either give a directory with config.json, *.safetensors and the "
-            "tokenizer (--model DIR), or let the hub be found: a network or a mirror (HF_ENDPOINT=https://...), or a "
-            "cache that was filled elsewhere (HF_HOME=..., HF_HUB_OFFLINE=1)."
+            f"{key}: {name}: no directory of that name here, not whole in the cache "
+            f"{constants.HF_HUB_CACHE}, and {constants.ENDPOINT} was not reached ({reason}). "
+            "Either give a directory with config.json, *.safetensors and the tokenizer (--model "
+            "DIR), or let the hub be found: a network or a mirror (HF_ENDPOINT=https://...), or "
+            "a cache that was filled elsewhere (HF_HOME=..., HF_HUB_OFFLINE=1)."
         ) from None
 
 
 def _transport_errors() -> tuple[type[BaseException], ...]:
-    """What a transfer ends with. The errors of huggingface_hub's HTTP library, which changes between its versions, share no base
-    with OSError; ValueError: a name that is none."""
+    """What a transfer ends with. The errors of huggingface_hub's HTTP library, which changes
+    between its versions, share no base with OSError; ValueError: a name that is none."""
     found: list[type[BaseException]] = [OSError, ValueError]
     for package in ("httpx", "httpx2"):
         try:

@@ -6,11 +6,10 @@ import hashlib
 import json
 import os
 import shutil
-import struct
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from rlflow.errors import ModelError
 from rlflow.models.architecture import huggingface_shapes, stored_architecture
@@ -19,6 +18,7 @@ from rlflow.storage.integrity import EXPORT_MANIFEST
 if TYPE_CHECKING:
     from torch import Tensor
 
+T = TypeVar("T")
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 ADAPTER_CONFIG = "adapter_config.json"
@@ -35,15 +35,20 @@ COPIED_FILES = (
     "merges.txt",
     "chat_template.json",
 )
-"""What an export takes over from the reference directory beside config.json, `*.jinja` and `*.py`. Never weights."""
+"""What an export takes over from the reference directory beside config.json, `*.jinja` and `*.py`.
+Never weights."""
 IGNORED_SUFFIXES = ("rotary_emb.inv_freq",)  # buffers that old checkpoints hold
 
 
 def read_config(path: str | Path) -> dict[str, Any]:
-    """The parsed config.json of a model directory. Raises ModelError where there is none or it is not a JSON object."""
+    """The parsed config.json of a model directory. Raises ModelError where there is none or it is
+    not a JSON object."""
     file = Path(path) / "config.json"
     if not Path(path).is_dir():
-        raise ModelError(f"{path}: no such model directory; expected config.json, *.safetensors and a tokenizer there.")
+        raise ModelError(
+            f"{path}: no such model directory; expected config.json, *.safetensors and a "
+            "tokenizer there."
+        )
     if not file.is_file():
         refuse_adapter(path)
         raise ModelError(f"{file}: missing; a HuggingFace model directory has a config.json.")
@@ -54,8 +59,8 @@ def refuse_adapter(path: str | Path) -> None:
     """Raises ModelError for a folder that holds an adapter and no model."""
     if (Path(path) / ADAPTER_CONFIG).is_file() and not (Path(path) / "config.json").is_file():
         raise ModelError(
-            f"{path}: is a LoRA adapter ({ADAPTER_CONFIG}), not a whole model; merge it into its base first: "
-            f"rlflow merge {path} OUT"
+            f"{path}: is a LoRA adapter ({ADAPTER_CONFIG}), not a whole model; merge it into its "
+            f"base first: rlflow merge {path} OUT"
         )
 
 
@@ -76,16 +81,20 @@ def quiet_transformers() -> Iterator[None]:
 class WeightFiles(Mapping[str, "Tensor"]):
     """The tensors of a model directory by HuggingFace name, each read from its file when asked for.
 
-    Raises ModelError at once for a missing or truncated file, so that nothing expensive starts on half a model."""
+    Raises ModelError at once for a missing or truncated file, so that nothing expensive starts on
+    half a model."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         self._file_of = _locate(self.path)
         for name in sorted(set(self._file_of.values())):
-            missing = {key for key, file in self._file_of.items() if file == name} - set(header(self.path / name))
+            missing = {key for key, file in self._file_of.items() if file == name} - set(
+                header(self.path / name)
+            )
             if missing:
                 raise ModelError(
-                    f"{self.path / name}: tensor '{min(missing)}' is missing, though {INDEX_FILE} lists it."
+                    f"{self.path / name}: tensor '{min(missing)}' is missing, though {INDEX_FILE} "
+                    "lists it."
                 )
 
     def __getitem__(self, name: str) -> Tensor:
@@ -111,15 +120,16 @@ class WeightFiles(Mapping[str, "Tensor"]):
 
 
 def iterate_weights(path: str | Path) -> Iterator[tuple[str, Tensor]]:
-    """(HuggingFace name, tensor on the CPU) pairs of a model directory, one tensor in memory at a time.
+    """(HuggingFace name, tensor on the CPU) pairs of a model directory, one tensor in memory at a
+    time.
 
     Raises ModelError for a directory without safetensors, a missing or a truncated file."""
     yield from WeightFiles(path).items()
 
 
 class Digest:
-    """A hash of the set of (name, dtype, shape, bytes) of the tensors added, whatever their order. Verifies every weight
-    sync; incremental, so that no more than a tensor need be in memory."""
+    """A hash of the set of (name, dtype, shape, bytes) of the tensors added, whatever their order.
+    Verifies every weight sync; incremental, so that no more than a tensor need be in memory."""
 
     def __init__(self) -> None:
         self._lines: list[str] = []
@@ -153,31 +163,51 @@ def digest(weights: Iterable[tuple[str, Tensor]]) -> str:
 
 
 def check_tensors(path: str | Path) -> None:
-    """Raises ModelError unless the directory's headers list the tensors that its config.json implies, in their shapes."""
-    found = {name: entry for file in sorted(Path(path).glob("*.safetensors")) for name, entry in header(file).items()}
+    """Raises ModelError unless the directory's headers list the tensors that its config.json
+    implies, in their shapes."""
+    found = {
+        name: entry
+        for file in sorted(Path(path).glob("*.safetensors"))
+        for name, entry in header(file).items()
+    }
     shapes = {name: tuple(entry["shape"]) for name, entry in found.items()}
     _check_shapes(path, shapes, huggingface_shapes(stored_architecture(read_config(path))))
 
 
 def check_loadable(path: str | Path) -> None:
-    """As `check_tensors`, of the files that would be loaded, and with the extra tensors that loading passes over: the
-    output layer of a tied model, rotary frequencies of old files. Only headers are read."""
+    """As `check_tensors`, of the files that would be loaded, and with the extra tensors that
+    loading passes over: the output layer of a tied model, rotary frequencies of old files. Only
+    headers are read."""
     model = stored_architecture(read_config(path))
     expected = huggingface_shapes(model)
     extra = (*IGNORED_SUFFIXES, *(("lm_head.weight",) if model.tied else ()))
     found = WeightFiles(path).shapes()
-    _check_shapes(path, {name: shape for name, shape in found.items() if name in expected or not name.endswith(extra)}, expected)
+    _check_shapes(
+        path,
+        {
+            name: shape
+            for name, shape in found.items()
+            if name in expected or not name.endswith(extra)
+        },
+        expected,
+    )
 
 
-def _check_shapes(path: str | Path, found: Mapping[str, tuple[int, ...]], expected: Mapping[str, tuple[int, ...]]) -> None:
+def _check_shapes(
+    path: str | Path, found: Mapping[str, tuple[int, ...]], expected: Mapping[str, tuple[int, ...]]
+) -> None:
     for name in expected:
         if name not in found:
             raise ModelError(f"{path}: tensor '{name}' is missing, which config.json implies.")
     for name, shape in found.items():
         if name not in expected:
-            raise ModelError(f"{path}: tensor '{name}' is not part of the model that config.json describes.")
+            raise ModelError(
+                f"{path}: tensor '{name}' is not part of the model that config.json describes."
+            )
         if shape != expected[name]:
-            raise ModelError(f"{path}: '{name}' has shape {shape}, config.json implies {expected[name]}.")
+            raise ModelError(
+                f"{path}: '{name}' has shape {shape}, config.json implies {expected[name]}."
+            )
 
 
 def read_object(file: Path) -> dict[str, Any]:
@@ -195,41 +225,63 @@ def read_object(file: Path) -> dict[str, Any]:
     return value
 
 
+def weight_files(folder: Path) -> list[str]:
+    """The names of a model's safetensors files, by its index where it has one. Raises
+    ModelError."""
+    if not (folder / INDEX_FILE).is_file():
+        return [SINGLE_FILE]
+    return sorted(set(_weight_map(folder / INDEX_FILE).values()))
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    """{tensor: file}. Raises ModelError."""
+    found = read_object(index).get("weight_map")
+    if not isinstance(found, dict) or not found:
+        raise ModelError(f"{index}: has no weight_map.")
+    for name, file in found.items():
+        parts = Path(file).parts if isinstance(file, str) else ()
+        if not parts or Path(file).is_absolute() or ".." in parts:
+            raise ModelError(
+                f"{index}: places '{name}' in {file!r}; expected the name of a file in the same "
+                "directory."
+            )
+    return found
+
+
 def _locate(path: Path) -> dict[str, str]:
     """The file name of every tensor, in file order."""
     if (path / INDEX_FILE).is_file():
-        weight_map = read_object(path / INDEX_FILE).get("weight_map")
-        if not isinstance(weight_map, dict) or not weight_map:
-            raise ModelError(f"{path / INDEX_FILE}: has no weight_map.")
-        for name, file in weight_map.items():
-            if not isinstance(file, str) or not file or file.startswith("/") or ".." in Path(file).parts:
-                raise ModelError(
-                    f"{path / INDEX_FILE}: places '{name}' in {file!r}; expected the name of a file in the same directory."
-                )
-        return dict(sorted(weight_map.items(), key=lambda item: item[1]))
+        return dict(sorted(_weight_map(path / INDEX_FILE).items(), key=lambda item: item[1]))
     if (path / SINGLE_FILE).is_file():
         return dict.fromkeys(header(path / SINGLE_FILE), SINGLE_FILE)
     if not path.is_dir():
         raise ModelError(f"{path}: no such model directory.")
     if any(path.glob("*.bin")):
-        raise ModelError(f"{path}: only safetensors weights are read (pickled *.bin can run code); convert it first.")
+        raise ModelError(
+            f"{path}: only safetensors weights are read (pickled *.bin can run code); convert it "
+            "first."
+        )
     raise ModelError(f"{path}: no weights; expected {SINGLE_FILE} or {INDEX_FILE} with its shards.")
 
 
 def header(file: Path) -> dict[str, Any]:
-    """The header of a safetensors file: 8 bytes little-endian length, then JSON with each tensor's byte range."""
+    """The header of a safetensors file: 8 bytes little-endian length, then JSON with each tensor's
+    byte range."""
     if not file.is_file():
         raise ModelError(f"{file}: missing; {INDEX_FILE} in the same directory lists it.")
     try:
         size = file.stat().st_size
         with file.open("rb") as stream:
             start = stream.read(8)
-            length = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
+            length = int.from_bytes(start, "little")
             if not 0 < length <= size - 8:
                 raise ModelError(f"{file}: truncated or not a safetensors file ({size} bytes).")
             entries = json.loads(stream.read(length))
         entries.pop("__metadata__", None)
-        ranges = sorted((int(entry["data_offsets"][0]), int(entry["data_offsets"][1])) for entry in entries.values())
+        ranges = sorted(
+            (int(entry["data_offsets"][0]), int(entry["data_offsets"][1]))
+            for entry in entries.values()
+        )
         expected = 8 + length + max((last for _, last in ranges), default=0)
     except OSError as error:
         raise ModelError(f"{file}: cannot be read ({error.strerror}).") from None
@@ -238,20 +290,28 @@ def header(file: Path) -> dict[str, Any]:
     if size < expected:
         raise ModelError(f"{file}: truncated, {size} bytes found, {expected} expected.")
     ends = [0, *(last for _, last in ranges)]
-    if size > expected or [first for first, _ in ranges] != ends[:-1]:  # the format has neither gaps nor overlaps
-        raise ModelError(f"{file}: the safetensors header is damaged: its tensors do not cover the file, each byte once.")
+    if (
+        size > expected or [first for first, _ in ranges] != ends[:-1]
+    ):  # the format has neither gaps nor overlaps
+        raise ModelError(
+            f"{file}: the safetensors header is damaged: its tensors do not cover the file, each "
+            "byte once."
+        )
     return entries
 
 
 def companions(reference: Path) -> list[str]:
-    """The files of a model directory that go with its weights beside config.json: COPIED_FILES, `*.jinja`, `*.py`."""
+    """The files of a model directory that go with its weights beside config.json: COPIED_FILES,
+    `*.jinja`, `*.py`."""
     names = [name for name in COPIED_FILES if (reference / name).is_file()]
-    return names + sorted(file.name for pattern in ("*.jinja", "*.py") for file in reference.glob(pattern))
+    return names + sorted(
+        file.name for pattern in ("*.jinja", "*.py") for file in reference.glob(pattern)
+    )
 
 
 def why_occupied(path: Path, overwrite: bool) -> str | None:
-    """Why no model directory may be written at `path`; None where nothing or an empty directory is there, or with `overwrite` a
-    model directory."""
+    """Why no model directory may be written at `path`; None where nothing or an empty directory is
+    there, or with `overwrite` a model directory."""
     whole = path.is_dir() and not path.is_symlink()
     if not os.path.lexists(path) or (whole and not any(path.iterdir())):
         return None
@@ -259,13 +319,59 @@ def why_occupied(path: Path, overwrite: bool) -> str | None:
         return f"{path}: exists; choose another directory or pass --overwrite."
     if whole and any((path / name).is_file() for name in ("config.json", EXPORT_MANIFEST)):
         return None
-    return f"{path}: is not a model directory (no config.json), so --overwrite does not replace it; choose another."
+    return (
+        f"{path}: is not a model directory (no config.json), so --overwrite does not replace it; "
+        "choose another."
+    )
 
 
-def copy_files(reference: Path, directory: Path) -> None:
-    """Copies what goes with the weights from a model directory; never weights."""
+def why_no_room(path: Path, needed: int) -> str | None:
+    """Why `needed` bytes cannot be written at `path`; None where its disk has them left."""
+    free = shutil.disk_usage(path.parent).free
+    if free >= needed:
+        return None
+    sizes = f"{needed / 1e9:.2f} GB needed, {free / 1e9:.2f} GB free"
+    return f"{path}: {sizes}; make room or choose another disk."
+
+
+def copy_companions(
+    reference: Path, directory: Path, config: dict[str, Any], dtype: object
+) -> None:
+    """Writes what goes with weights of a dtype: config.json, and copies of the reference's files;
+    never weights."""
     for name in companions(reference):
         shutil.copyfile(reference / name, directory / name)
+    text = json.dumps(with_dtype(config, dtype), indent=2)
+    (directory / "config.json").write_text(text + "\n")
+
+
+def file_names(count: int) -> list[str]:
+    """Of the files that the weights of a model are in."""
+    if count == 1:
+        return [SINGLE_FILE]
+    return [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
+
+
+def in_groups(items: Iterable[T], nbytes: Callable[[T], int], most: int) -> Iterator[list[T]]:
+    """The items in order, in groups of at most `most` bytes, or of one item that has more."""
+    group: list[T] = []
+    filled = 0
+    for item in items:
+        if group and filled + nbytes(item) > most:
+            yield group
+            group, filled = [], 0
+        group.append(item)
+        filled += nbytes(item)
+    yield group
+
+
+def write_index(directory: Path, weight_map: Mapping[str, str], total_size: int) -> None:
+    """Writes which of several files holds which tensor; nothing for a single file."""
+    if set(weight_map.values()) == {SINGLE_FILE}:
+        return
+    ordered = dict(sorted(weight_map.items()))
+    index = {"metadata": {"total_size": total_size}, "weight_map": ordered}
+    (directory / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n")
 
 
 def companions_digest(reference: str | Path) -> str:
@@ -281,7 +387,8 @@ def companions_digest(reference: str | Path) -> str:
 
 
 def with_dtype(config: dict[str, Any], dtype: object) -> dict[str, Any]:
-    """The config of weights of this dtype, which are not quantized; transformers 4 writes torch_dtype, 5 writes dtype."""
+    """The config of weights of this dtype, which are not quantized; transformers 4 writes
+    torch_dtype, 5 writes dtype."""
     key = "dtype" if "dtype" in config else "torch_dtype"
     plain = {name: value for name, value in config.items() if name != "quantization_config"}
     return {**plain, key: str(dtype).removeprefix("torch.")}

@@ -1,4 +1,5 @@
-"""The vocabulary of the model families' tables: one rule says which HuggingFace tensors make one Megatron tensor."""
+"""The vocabulary of the model families' tables: one rule says which HuggingFace tensors make one
+Megatron tensor."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ class Split(enum.Enum):
     QKV = "qkv"  # dimension 0 by query group: [queries of the group | key | value] per group
     GATE_UP = "gate_up"  # each rank holds [its gate rows | its up rows]
     VOCAB = "vocab"  # dimension 0, padded with zero rows to a multiple of the ranks
-    LATENT = "latent"  # whole on every rank in Transformer Engine's layers, dimension 0 in the local ones
+    LATENT = "latent"  # whole on every rank of Transformer Engine, dimension 0 in local layers
 
 
 class Where(enum.Enum):
@@ -43,11 +44,13 @@ class Sizes(Protocol):
 
 @dataclass(frozen=True)
 class Rule:
-    """One Megatron tensor. `sources`: (HuggingFace name, shape in symbols). `{i}` is the layer, `{e}` the expert.
+    """One Megatron tensor. `sources`: (HuggingFace name, shape in symbols). `{i}` is the layer,
+    `{e}` the expert.
 
-    megatron: the name in Megatron's own ("local") layers. fused: the name in Transformer Engine's layers where it is
-    another (they fuse a norm with the matmul that follows, and keep a layer's experts in one module). A rule with `{e}`
-    stands for one rule per expert; `of_expert` makes them."""
+    megatron: the name in Megatron's own ("local") layers. fused: the name in Transformer Engine's
+    layers where it is another (they fuse a norm with the matmul that follows, and keep a layer's
+    experts in one module). A rule with `{e}` stands for one rule per expert; `of_expert` makes
+    them."""
 
     megatron: str
     split: Split
@@ -56,7 +59,8 @@ class Rule:
     fused: str = ""
     local_key: str = ""  # a third name: the one that local layers give a torch_dist checkpoint
     expert: int | None = None
-    exact: bool = False  # keeps its dtype when the model is cast: a router's bias orders experts by tiny differences
+    # Keeps its dtype when the model is cast: a router's bias orders experts by tiny differences.
+    exact: bool = False
 
     @property
     def per_layer(self) -> bool:
@@ -66,13 +70,22 @@ class Rule:
     def per_expert(self) -> bool:
         return "{e}" in self.megatron
 
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """The names that a torch_dist checkpoint may keep it under; the first is that of
+        Transformer Engine's layers."""
+        if self.per_expert:
+            return (self.megatron,)
+        return tuple(filter(None, (self.fused, self.megatron, self.local_key)))
+
     def of_expert(self, expert: int) -> Rule:
         """This rule for one expert: its sources are that expert's."""
         sources = tuple((name.replace("{e}", str(expert)), shape) for name, shape in self.sources)
         return dataclasses.replace(self, sources=sources, expert=expert)
 
     def names(self, layer: int = 0) -> list[str]:
-        """The HuggingFace names of the sources in a layer, in the order that `shard` takes and `merge` returns."""
+        """The HuggingFace names of the sources in a layer, in the order that `shard` takes and
+        `merge` returns."""
         return [name.format(i=layer) for name, _ in self.sources]
 
     def shapes(self, model: Sizes) -> list[tuple[int, ...]]:
@@ -80,6 +93,7 @@ class Rule:
         return [tuple(model.size(symbol) for symbol in shape.split()) for _, shape in self.sources]
 
     def megatron_name(self, layer: int = 0, expert: int = 0, fused: bool = False) -> str:
-        """The parameter's name in a module, of local or of Transformer Engine's layers. layer, expert: as that module
-        counts them; a pipeline stage and an expert-parallel rank start at 0."""
+        """The parameter's name in a module, of local or of Transformer Engine's layers. layer,
+        expert: as that module counts them; a pipeline stage and an expert-parallel rank start at
+        0."""
         return ((self.fused if fused else "") or self.megatron).format(i=layer, e=expert)

@@ -1,4 +1,5 @@
-"""Tiny models to start from: a byte-level BPE tokenizer learned from texts, and a random Qwen2 model that can copy."""
+"""Tiny models to start from: a byte-level BPE tokenizer learned from texts, and a random Qwen2
+model that can copy."""
 
 from __future__ import annotations
 
@@ -12,9 +13,11 @@ from rlflow.models.huggingface import quiet_transformers
 ROPE_THETA = 1e6  # as Qwen2.5
 END = "<|endoftext|>"
 QWEN2 = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-"""How Qwen2 splits text before pairs are merged; transformers puts it into any tokenizer of that family anyway."""
+"""How Qwen2 splits text before pairs are merged; transformers puts it into any tokenizer of that
+family anyway."""
 
 
 def write_tokenizer(
@@ -26,12 +29,21 @@ def write_tokenizer(
     learned_on: str = QWEN2,
     max_length: int = 2048,
 ) -> None:
-    """Learns a tokenizer from texts and writes tokenizer.json and tokenizer_config.json into `directory`. Any text can be
-    encoded, and decoding gives it back.
+    """Learns a tokenizer from texts and writes tokenizer.json and tokenizer_config.json into
+    `directory`. Any text can be encoded, and decoding gives it back.
 
-    vocabulary: tokens at the most, tags included. tags: texts that are one token each. learned_on: the pattern by which texts are
-    split while pairs are learned; afterwards Qwen2's own is used."""
-    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+    vocabulary: tokens at the most, tags included. tags: texts that are one token each. learned_on:
+    the pattern by which texts are split while pairs are learned; afterwards Qwen2's own is used."""
+    from tokenizers import (
+        AddedToken,
+        Regex,
+        Tokenizer,
+        decoders,
+        models,
+        normalizers,
+        pre_tokenizers,
+        trainers,
+    )
 
     def split(pattern: str) -> Any:
         to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -43,33 +55,58 @@ def write_tokenizer(
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     size = vocabulary - len(tags)
-    trainer = trainers.BpeTrainer(vocab_size=size, special_tokens=[END], initial_alphabet=alphabet, show_progress=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=size, special_tokens=[END], initial_alphabet=alphabet, show_progress=False
+    )
     tokenizer.train_from_iterator(texts, trainer)
     tokenizer.pre_tokenizer = split(QWEN2)
     tokenizer.add_tokens([AddedToken(tag, normalized=False, special=False) for tag in tags])
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(directory / "tokenizer.json"))
-    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END, "pad_token": END, "model_max_length": max_length,
-              "clean_up_tokenization_spaces": False}  # fmt: skip
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": END,
+        "pad_token": END,
+        "model_max_length": max_length,
+        "clean_up_tokenization_spaces": False,
+    }
     (directory / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
-def write_random_model(directory: str | Path, *, hidden: int = 128, layers: int = 4, heads: int = 4, kv_heads: int = 2,
-                       ffn: int = 320, seed: int = 0) -> None:  # fmt: skip
-    """Adds a randomly initialised Qwen2 model that fits the tokenizer in `directory` and can copy (see `_teach_copying`)."""
+def write_random_model(
+    directory: str | Path,
+    *,
+    hidden: int = 128,
+    layers: int = 4,
+    heads: int = 4,
+    kv_heads: int = 2,
+    ffn: int = 320,
+    seed: int = 0,
+) -> None:
+    """Adds a randomly initialised Qwen2 model that fits the tokenizer in `directory` and can copy
+    (see `_teach_copying`)."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config
 
     tokenizer = AutoTokenizer.from_pretrained(directory)
     vocabulary = -(-len(tokenizer) // 64) * 64
     config = Qwen2Config(
-        vocab_size=vocabulary, hidden_size=hidden, intermediate_size=ffn, num_hidden_layers=layers,
-        num_attention_heads=heads, num_key_value_heads=kv_heads, max_position_embeddings=2048,
-        tie_word_embeddings=True, rms_norm_eps=1e-6,
-        rope_parameters={"rope_type": "default", "rope_theta": ROPE_THETA}, eos_token_id=tokenizer.eos_token_id,
-        bos_token_id=None, pad_token_id=tokenizer.pad_token_id, dtype="float32",
-    )  # fmt: skip
+        vocab_size=vocabulary,
+        hidden_size=hidden,
+        intermediate_size=ffn,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        max_position_embeddings=2048,
+        tie_word_embeddings=True,
+        rms_norm_eps=1e-6,
+        rope_parameters={"rope_type": "default", "rope_theta": ROPE_THETA},
+        eos_token_id=tokenizer.eos_token_id,
+        bos_token_id=None,
+        pad_token_id=tokenizer.pad_token_id,
+        dtype="float32",
+    )
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config)
     _teach_copying(model, torch.Generator().manual_seed(seed))
@@ -78,24 +115,38 @@ def write_random_model(directory: str | Path, *, hidden: int = 128, layers: int 
 
 
 def _teach_copying(model: Any, generator: Any) -> None:
-    """Sets the initial weights of two attention layers so that a token that was seen before is followed by what followed it.
+    """Sets the initial weights of two attention layers so that a token that was seen before is
+    followed by what followed it.
 
-    A tiny network finds this circuit only after tens of minutes of training, and all that it is to learn here rests on it. It is
-    the induction head of Olsson et al. 2022 (arXiv 2209.11895): in layer 0 one head looks at the token before (biases of query
-    and key that the rotary embedding turns into a peak at distance 1) and writes its embedding into directions of its own; in
-    layer 1 heads look for the present token there, and copy what they find. Later layers start out copying what they look at.
+    A tiny network finds this circuit only after tens of minutes of training, and all that it is to
+    learn here rests on it. It is the induction head of Olsson et al. 2022 (arXiv 2209.11895): in
+    layer 0 one head looks at the token before (biases of query and key that the rotary embedding
+    turns into a peak at distance 1) and writes its embedding into directions of its own; in layer 1
+    heads look for the present token there, and copy what they find. Later layers start out copying
+    what they look at.
     """
     import torch
 
     config, layers = model.config, model.model.layers
-    hidden, heads, kv_heads = config.hidden_size, config.num_attention_heads, config.num_key_value_heads
+    hidden, heads, kv_heads = (
+        config.hidden_size,
+        config.num_attention_heads,
+        config.num_key_value_heads,
+    )
     size, shared = hidden // heads, heads // kv_heads
-    fast, slow = size // 8, torch.arange(size // 4, size // 2)  # rotation frequencies: the fast ones tell position
-    content = torch.cat([slow, slow + size // 2])  # the slow ones hardly turn, so they can compare tokens far apart
+    fast, slow = (
+        size // 8,
+        torch.arange(size // 4, size // 2),
+    )  # rotation frequencies: the fast ones tell position
+    content = torch.cat(
+        [slow, slow + size // 2]
+    )  # the slow ones hardly turn, so they can compare tokens far apart
     directions = torch.linalg.qr(torch.randn(hidden, hidden, generator=generator))[0].T
     read, write = directions[: len(content)], directions[len(content) : 2 * len(content)]
     with torch.no_grad():
-        model.model.embed_tokens.weight.mul_(5)  # tied: small ones could not say anything with confidence
+        model.model.embed_tokens.weight.mul_(
+            5
+        )  # tied: small ones could not say anything with confidence
         for number, layer in enumerate(layers[1:], start=1):
             attention = layer.self_attn
             for group in range(kv_heads):
@@ -108,11 +159,20 @@ def _teach_copying(model: Any, generator: Any) -> None:
         turn = ROPE_THETA ** (-torch.arange(fast) * 2 / size)  # radians per position
         first.q_proj.weight[:size], first.k_proj.weight[:size] = 0, 0
         first.k_proj.bias[:fast] = 5.0
-        first.q_proj.bias[:fast], first.q_proj.bias[size // 2 : size // 2 + fast] = 5 * turn.cos(), -5 * turn.sin()
+        first.q_proj.bias[:fast], first.q_proj.bias[size // 2 : size // 2 + fast] = (
+            5 * turn.cos(),
+            -5 * turn.sin(),
+        )
         first.v_proj.weight[: len(content)] = read
         first.o_proj.weight[:, :size] = 0
         first.o_proj.weight[:, : len(content)] = 0.25 * write.T
         for group in range(kv_heads):
             query, key = group * shared * size, group * size
-            second.q_proj.weight[query : query + size], second.k_proj.weight[key : key + size] = 0, 0
-            second.q_proj.weight[query + content], second.k_proj.weight[key + content] = 2 * read, 2 * write
+            second.q_proj.weight[query : query + size], second.k_proj.weight[key : key + size] = (
+                0,
+                0,
+            )
+            second.q_proj.weight[query + content], second.k_proj.weight[key + content] = (
+                2 * read,
+                2 * write,
+            )

@@ -1,4 +1,4 @@
-"""Metrics, episodes and pages for people: names with units, reductions, phase timers, peak memory, and the sinks that a run writes to."""
+"""Metrics, episodes and pages: names with units, reductions, timers, memory, sinks, and what people look at."""
 
 from __future__ import annotations
 

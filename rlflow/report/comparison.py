@@ -1,27 +1,37 @@
-"""Runs held against each other: curves, configurations, questions won and lost, time and tokens to a score."""
+"""Runs compared: curves, configurations, questions won and lost, time and tokens to a score.
+
+`sections` says it once; the terminal and the page show the same rows."""
 
 from __future__ import annotations
 
 import math
+import textwrap
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from rlflow.errors import ConfigError
-from rlflow.report.findings import findings
-from rlflow.report.metrics import Metrics, scores
+from rlflow.report.charts import NARROW, comparison_svg
+from rlflow.report.findings import Fault, findings
+from rlflow.report.lines import clock, interval_text, sparkline
+from rlflow.report.metrics import Metrics, label, scores
+from rlflow.report.page import filled, markup, picture, table, template
 from rlflow.report.recorded import RunFiles, grouped
 from rlflow.report.records import question_of
-from rlflow.report.warnings import Fault
-from rlflow.storage.files import leaves
+from rlflow.storage.files import leaves, write_text
 
 UNCOMPARED = ("run.name", "run.directory", "run.resume", "run.overwrite", "metrics.progress")
 """Keys that differ between any two runs, or say nothing about what they did."""
+WIDTH, LABEL_WIDTH = 80, 34  # columns of the terminal
+EXAMPLES = 3  # of questions won, and of those lost
+Section = tuple[str, list[list[str]]]
+"""A title, and rows whose first cell says what the others are about."""
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """A measurement: at a step, after so many seconds of steps and so many trained tokens. low, high: its 95% interval."""
+    """A value at a step, after seconds of steps and trained tokens. low, high: 95% interval."""
 
     step: int
     seconds: float
@@ -30,106 +40,101 @@ class Measurement:
     low: float | None = None
     high: float | None = None
 
+    @property
+    def text(self) -> str:
+        """The value with its interval, where there is one."""
+        return f"{self.value:.3f}{interval_text(self.low, self.high)}"
 
-@dataclass(frozen=True)
-class Reached:
-    """When an evaluation first showed a score; None: none did."""
 
-    run: str
-    point: Measurement | None
+Curves = dict[str, list[Measurement]]
 
 
 @dataclass(frozen=True)
 class Duel:
-    """Two runs' last evaluations over the questions that both were asked: how many `other` does better at than `base`, how many
-    worse, and the exact two-sided p-value of that split if neither were better (sign test; McNemar's exact test for answers that
-    are right or wrong). examples: questions won and lost, a few of each."""
+    """Two runs' last evaluations over the questions that both were asked.
+
+    p: exact two-sided p-value of that split if neither were better (sign test; McNemar's exact test
+    for answers that are right or wrong). differing: shared questions whose texts differ."""
 
     base: str
     other: str
     shared: int
-    won: int
-    lost: int
+    won: list[str]  # questions that `other` does better at than `base`
+    lost: list[str]
     p: float
-    base_score: float
-    other_score: float
-    won_examples: Sequence[str] = ()
-    lost_examples: Sequence[str] = ()
-    differing: int = 0  # of the shared questions that are not the same text in both
+    differing: int = 0
 
     @property
     def verdict(self) -> str:
         """The split in words."""
         if not self.shared:
             return f"{self.other} and {self.base} were asked no question in common"
-        tied = self.shared - self.won - self.lost
-        better = self.other if self.won > self.lost else self.base
+        won, lost = len(self.won), len(self.lost)
+        better = self.other if won > lost else self.base
         sure = f"{better} is better" if self.p < 0.05 else "no difference is shown"
-        return f"{self.won} won, {self.lost} lost, {tied} alike of {self.shared}: {sure} (p = {self.p:.2g}, exact sign test)"
+        split = f"{won} won, {lost} lost, {self.shared - won - lost} alike of {self.shared}"
+        return f"{split}: {sure} (p = {self.p:.2g}, exact sign test)"
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """What is known of several runs, the first being the one that the others are held against."""
+    """What is known of several runs; the others are held against the first one.
+
+    reached: when an evaluation of each first showed the score `target`."""
 
     names: list[str]
     score: str
-    evaluated: dict[str, list[Measurement]]
-    trained: dict[str, list[Measurement]]
-    configuration: list[tuple[str, list[str]]]
+    evaluated: Curves
+    trained: Curves
+    configuration: list[list[str]]
     duels: list[Duel]
-    target: float | None
-    reached: list[Reached]
     faults: dict[str, list[Fault]]
+    target: float | None
+    reached: dict[str, Measurement | None] = field(default_factory=dict)
 
 
 def compare(runs: Sequence[RunFiles], target: float | None = None) -> Comparison:
-    """The runs' comparison by the first score that they have in common, else by the reward. target: the score whose time is asked
-    for; None: `common_height`.
+    """The runs by the first score that they have in common, else by the reward.
 
-    Raises ConfigError for fewer than two runs."""
+    target: the score whose time is asked for; None: `common_height`. Raises ConfigError for fewer
+    than two runs."""
     if len(runs) < 2:
         raise ConfigError(f"compare: expected two runs or more, found {len(runs)}.")
-    names = distinct_names(runs)
+    named = dict(zip(distinct_names(runs), runs, strict=True))
+    base, *others = named
     score = common_score([run.registered for run in runs])
-    evaluated = {name: curve(run.metrics, f"eval/{score}") for name, run in zip(names, runs, strict=True)}
-    trained = {name: curve(run.metrics, f"train/{score}") for name, run in zip(names, runs, strict=True)}
+    evaluated = {name: curve(run.metrics, f"eval/{score}") for name, run in named.items()}
     asked = common_height(list(evaluated.values())) if target is None else target
+    reached = {} if asked is None else {name: first_at(one, asked) for name, one in evaluated.items()}
     return Comparison(
-        names=names,
+        names=list(named),
         score=score,
         evaluated=evaluated,
-        trained=trained,
+        trained={name: curve(run.metrics, f"train/{score}") for name, run in named.items()},
         configuration=differing_keys([run.config for run in runs]),
-        duels=[duel(runs[0], other, names[0], name) for other, name in zip(runs[1:], names[1:], strict=True)],
+        duels=[duel(named[base], named[other], base, other) for other in others],
+        faults={name: findings(run) for name, run in named.items()},
         target=asked,
-        reached=[Reached(name, first_at(points, asked)) for name, points in evaluated.items()]
-        if asked is not None
-        else [],
-        faults={name: findings(run) for name, run in zip(names, runs, strict=True)},
+        reached=reached,
     )
 
 
 def distinct_names(runs: Sequence[RunFiles]) -> list[str]:
     """The runs' names; where two are called alike, their paths."""
-    names = [run.name for run in runs]
-    if len(set(names)) == len(names):
-        return names
     paths = [str(run.path) for run in runs]
-    return (
-        paths if len(set(paths)) == len(paths) else [f"{path} ({place})" for place, path in enumerate(paths, start=1)]
-    )
+    numbered = [f"{path} ({place})" for place, path in enumerate(paths, start=1)]
+    choices = ([run.name for run in runs], paths, numbered)
+    return next(names for names in choices if len(set(names)) == len(names))
 
 
 def common_score(registered: Sequence[Metrics]) -> str:
     """The first score of the first run that all have, else reward."""
-    return next(
-        (name for name in scores(registered[0]) if all(name in scores(other) for other in registered)), "reward"
-    )
+    shared = (name for name in scores(registered[0]) if all(name in scores(one) for one in registered))
+    return next(shared, "reward")
 
 
 def curve(metrics: Sequence[Mapping[str, float]], name: str) -> list[Measurement]:
-    """The metric over the run. Seconds are those of finished steps (`time/step_s`), evaluations left out, also after a resume."""
+    """The metric over the run. Seconds are those of finished steps, evaluations left out."""
     points, seconds, tokens = [], 0.0, 0.0
     for record in metrics:
         seconds += record.get("time/step_s", 0.0)
@@ -141,7 +146,7 @@ def curve(metrics: Sequence[Mapping[str, float]], name: str) -> list[Measurement
 
 
 def common_height(curves: Sequence[Sequence[Measurement]]) -> float | None:
-    """The highest value that every curve reached; None where one has no point, or all of them began there."""
+    """The highest value that every curve reached; None where one has no point, or all began there."""
     if not all(curves):
         return None
     height = min(max(point.value for point in points) for points in curves)
@@ -153,58 +158,142 @@ def first_at(points: Sequence[Measurement], target: float) -> Measurement | None
     return next((point for point in points if point.value >= target), None)
 
 
-def differing_keys(configs: Sequence[Mapping[str, Any]]) -> list[tuple[str, list[str]]]:
-    """(dotted key, its value in each configuration) where these differ, in the order of the files; `-` where one lacks it."""
+def differing_keys(configs: Sequence[Mapping[str, Any]]) -> list[list[str]]:
+    """[dotted key, its value in each configuration] where these differ; `-` where one lacks it."""
     flat = [dict(leaves(config)) for config in configs]
-    keys = dict.fromkeys(key for values in flat for key in values)
-    rows = [(key, [_shown(values, key) for values in flat]) for key in keys if key not in UNCOMPARED]
-    return [(key, values) for key, values in rows if len(set(values)) > 1]
+    keys = dict.fromkeys(key for values in flat for key in values if key not in UNCOMPARED)
+    rows = [[key, *(_value(values.get(key, "-")) for values in flat)] for key in keys]
+    return [row for row in rows if len(set(row[1:])) > 1]
+
+
+def _value(value: Any) -> str:
+    return "null" if value is None else str(value)
 
 
 def duel(base: RunFiles, other: RunFiles, base_name: str, other_name: str) -> Duel:
-    """The last evaluations of two runs, question by question. Attempts at one question are one: their share of solved ones."""
+    """The last evaluations of two runs, question by question; attempts at one count as one."""
     asked, answers = _shares(base), _shares(other)
     shared = [task for task in asked if task in answers]
-    won = [task for task in shared if answers[task][0] > asked[task][0]]
-    lost = [task for task in shared if answers[task][0] < asked[task][0]]
-
-    def mean(shares: Mapping[str, tuple[float, str]]) -> float:
-        return sum(shares[task][0] for task in shared) / len(shared) if shared else math.nan
-
-    return Duel(
-        base=base_name,
-        other=other_name,
-        shared=len(shared),
-        won=len(won),
-        lost=len(lost),
-        p=sign_test(len(won), len(lost)),
-        base_score=mean(asked),
-        other_score=mean(answers),
-        won_examples=[asked[task][1] for task in won[:3]],
-        lost_examples=[asked[task][1] for task in lost[:3]],
-        differing=sum(asked[task][1] != answers[task][1] for task in shared),
-    )
+    won = [asked[task][1] for task in shared if answers[task][0] > asked[task][0]]
+    lost = [asked[task][1] for task in shared if answers[task][0] < asked[task][0]]
+    differing = sum(asked[task][1] != answers[task][1] for task in shared)
+    p = sign_test(len(won), len(lost))
+    return Duel(base_name, other_name, len(shared), won, lost, p, differing)
 
 
 def sign_test(won: int, lost: int) -> float:
-    """The exact two-sided p-value of a split that is as uneven or more, were both sides equally likely: twice the smaller tail of
-    the binomial distribution, at most 1 (McNemar 1947 in its exact form; Conover 1999, sec. 3.4)."""
+    """The exact two-sided p-value of a split as uneven or more, were both sides equally likely.
+
+    Twice the smaller tail of the binomial distribution, at most 1 (McNemar 1947 in its exact form;
+    Conover 1999, sec. 3.4)."""
     count = won + lost
     tail = sum(math.comb(count, k) for k in range(min(won, lost) + 1))
     return min(1.0, 2 * tail / 2**count)
 
 
 def _shares(run: RunFiles) -> dict[str, tuple[float, str]]:
-    """{task: (share of its usable attempts that solved it, its question)} of the last evaluation."""
-    if not run.evaluations:
-        return {}
-    found = {}
-    for group in grouped(run.records("eval", max(run.evaluations))):
-        share = run.solved_share(group)
-        if share is not None:
-            found[str(group[0]["task_id"])] = share, question_of(group[0])
+    """{task: (share of its usable attempts that solved it, its question)}, last evaluation."""
+    groups = grouped(run.records("eval", max(run.evaluations))) if run.evaluations else []
+    shares = {str(group[0]["task_id"]): (run.solved_share(group), group[0]) for group in groups}
+    return {
+        task: (share, question_of(record))
+        for task, (share, record) in shares.items()
+        if share is not None
+    }
+
+
+# ---------------------------------------------------------------- for people
+
+
+def sections(comparison: Comparison) -> list[Section]:
+    """The comparison as titles and rows."""
+    score = label(comparison.score)
+    found: list[Section] = []
+    rows = [[name, _rise(comparison.evaluated[name], 12)] for name in comparison.names]
+    found.append((f"{score}, evaluated: first -> last [95% interval]", rows))
+    if any(len(points) > 1 for points in comparison.trained.values()):
+        rows = [[name, _rise(points, 24)] for name, points in comparison.trained.items() if points]
+        found.append((f"{score}, in training: first -> last step", rows))
+    if comparison.reached:
+        title = f"to {score} {comparison.target:.3f}: steps, time in steps, trained tokens"
+        found.append((title, [[name, _when(at)] for name, at in comparison.reached.items()]))
+    for one in comparison.duels:
+        rows = [["", one.verdict]]
+        if one.differing:
+            rows.append(["!", f"{one.differing} of them have the same id and another text"])
+        rows += [["won", " ".join(question.split())] for question in one.won[:EXAMPLES]]
+        rows += [["lost", " ".join(question.split())] for question in one.lost[:EXAMPLES]]
+        found.append((f"questions of the last evaluation, {one.other} against {one.base}", rows))
+    if comparison.configuration:
+        title = f"configuration keys that differ: {', '.join(comparison.names)}"
+        found.append((title, comparison.configuration))
+    else:
+        found.append(("the configurations are the same", []))
     return found
 
 
-def _shown(values: Mapping[str, Any], key: str) -> str:
-    return "-" if key not in values else "null" if values[key] is None else str(values[key])
+def _rise(points: Sequence[Measurement], width: int) -> str:
+    if not points:
+        return "no evaluation in metrics.jsonl"
+    spark = sparkline([point.value for point in points], width) if len(points) > 2 else "→"
+    last = points[-1]
+    return f"{points[0].value:.3f} {spark} {last.text} at {last.step}, {clock(last.seconds)}"
+
+
+def _when(point: Measurement | None) -> str:
+    if point is None:
+        return "not reached"
+    tokens, unit = point.tokens, ""
+    for larger in ("k", "M"):
+        if tokens >= 1e3:
+            tokens, unit = tokens / 1e3, larger
+    count = f"{tokens:.1f}M" if unit == "M" else f"{tokens:.0f}{unit}"
+    return f"step {point.step}, {clock(point.seconds)}, {count} tokens"
+
+
+def comparison_text(comparison: Comparison) -> str:
+    """The comparison in lines of at most 80 characters."""
+    lines = []
+    for name, found in comparison.faults.items():
+        for one in found:
+            told = f"! {name}: {one.title}. {one.text}"
+            lines += textwrap.wrap(told, WIDTH, subsequent_indent="  ")
+    for title, rows in sections(comparison):
+        lines += ["", *textwrap.wrap(title, WIDTH, subsequent_indent="  ")]
+        wide = min(LABEL_WIDTH, max((len(row[0]) for row in rows), default=0))
+        for row in rows:
+            lines += _lines(row, wide)
+    return "\n".join(lines).lstrip("\n")
+
+
+def _lines(row: Sequence[str], wide: int) -> list[str]:
+    """A row in one line, or in as many as it has cells where it is too long."""
+    named = f"  {row[0]:<{wide}}  " if wide else "  "
+    line = named + "  |  ".join(row[1:])
+    if len(line) <= WIDTH:
+        return [line]
+    if len(row) > 2 or len(row[0]) > wide:
+        return [_cut(f"  {row[0]}"), *(_cut(f"      {cell}") for cell in row[1:])]
+    return textwrap.wrap(line, WIDTH, subsequent_indent=" " * len(named))
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= WIDTH else f"{text[: WIDTH - 1]}…"
+
+
+def write_comparison(comparison: Comparison, out: str | Path) -> None:
+    """Writes the comparison as one HTML file, without a script."""
+    parts = [f"<h1>{markup(' against '.join(reversed(comparison.names)))}</h1>"]
+    for name, found in comparison.faults.items():
+        told = [f"<b>{markup(f'{name}: {one.title}')}</b> {markup(one.text)}" for one in found]
+        parts += [f'<p class="fault">{text}</p>' for text in told]
+    for what, curves in (("evaluated", comparison.evaluated), ("in training", comparison.trained)):
+        if any(curves.values()):
+            drawn = comparison_svg(curves), comparison_svg(curves, NARROW)
+            title = f"{label(comparison.score)}, {what}"
+            parts.append(f"<h2>{markup(title)}</h2>{picture(*drawn, title)}")
+    for title, rows in sections(comparison):
+        parts.append(f"<h2>{markup(title)}</h2>{table([], rows) if rows else ''}")
+    names = markup(" | ".join(comparison.names))
+    page = filled(template("compare.html"), {"TITLE": names, "BODY": "\n".join(parts)})
+    write_text(out, page, durable=False)

@@ -1,106 +1,308 @@
-"""What is wrong with a run, in sentences: what its metrics said while it went on, and what its episodes say besides: rewards
-without evidence, responses that never stop, tokens of old weights."""
+"""Finds what goes wrong quietly in a run: from the metrics of each step, and from its episodes.
+
+A run whose reward rises may still learn nothing, or something else: groups that stopped to differ,
+responses that are cut, an entropy that is gone, an engine with other weights. The rules here look
+for signs that no correct run shows for long."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+import statistics
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
+from rlflow.report.metrics import Metrics, label, leading_score, training_name
 from rlflow.report.recorded import Record, RunFiles
 from rlflow.report.records import answers_of, text_of
-from rlflow.report.warnings import NEVER_STOPPING, Fault, faults_of
 
-RECENT = 3
-"""Of the training steps and of the evaluations, the last so many are read."""
-LEAST = 5
-"""Episodes below which no share is worth a sentence."""
+Step = Mapping[str, float]
+LASTING = 3  # steps in a row that a sign must be seen in
+ENTROPY_STEPS, ENTROPY_LEFT = 5, 0.1  # of steps; of the entropy before them
+WORTH_LOSING = 0.05  # nats per token: below it a policy was already certain
+GAP, GAP_RISE, GAP_LEAST = 0.1, 10.0, 0.01
+"""Nats per token: a gap above the first is drift whatever it was; one above the last, if it is so
+many times what it was. Half precision explains some hundredths of a nat at the most."""
+LOST = 0.05  # share of episodes lost to infrastructure
+RECENT = 3  # of the training steps and of the evaluations, the last so many are read
+LEAST = 5  # episodes below which no share is worth a sentence
 UNPROVEN_SHARE, CUT_SHARE = 0.2, 0.5
+NO_DIFFERENCE, ALL_SOLVED = "no group differs", "every task is solved"
+NEVER_STOPPING, CERTAIN = "responses never stop", "the entropy is gone"
+DRIFT, LOSING = "engine and trainer disagree", "episodes are lost"
 _WORD = re.compile(r"\w+")
 
 
+@dataclass(frozen=True)
+class Fault:
+    """name: a short one. text: sentences, with figures and what to do. step: where it showed."""
+
+    name: str
+    text: str
+    step: int | None = None
+
+    @property
+    def title(self) -> str:
+        """The name, with the step where there is one."""
+        return self.name if self.step is None else f"{self.name} (step {self.step})"
+
+
+# ---------------------------------------------------------------- metrics of steps
+
+
+class Watch:
+    """Looks at the metrics of one step after another; each fault is told once.
+
+    registered: the metrics of the environment, whose alarms count too."""
+
+    def __init__(self, registered: Metrics) -> None:
+        self._registered = registered
+        self._recent: deque[Step] = deque(maxlen=ENTROPY_STEPS + 1)
+        self._first_gaps: list[float] = []
+        self._told: set[str] = set()
+
+    def observe(self, step: int, metrics: Step) -> list[Fault]:
+        """What is to be told after a training step with these metrics."""
+        self._recent.append(metrics)
+        if len(self._first_gaps) < LASTING and "train/logprob_gap" in metrics:
+            self._first_gaps.append(metrics["train/logprob_gap"])
+        recent, known = list(self._recent), self._registered
+        texts = {
+            DRIFT: drift(recent, self._first_gaps),
+            LOSING: episodes_lost(recent),
+            NEVER_STOPPING: all_cut(recent),
+            ALL_SOLVED: all_solved(recent, known),
+            NO_DIFFERENCE: no_difference(recent, known),
+            CERTAIN: entropy_collapse(recent),
+            **{label(name): alarm(recent, name, known) for name in known},
+        }
+        found = {key: text for key, text in texts.items() if text and key not in self._told}
+        self._told |= found.keys()
+        return [Fault(name, text, step) for name, text in found.items()]
+
+    def recall(self, records: Sequence[Step]) -> list[Fault]:
+        """What was told of the training steps among these records, which is not told again."""
+        trained = [record for record in records if "train/reward" in record]
+        return [fault for one in trained for fault in self.observe(int(one["step"]), one)]
+
+
+def faults_of(records: Sequence[Step], registered: Metrics) -> list[Fault]:
+    """What a run with these records was told, step after step."""
+    return Watch(registered).recall(records)
+
+
+def no_difference(recent: Sequence[Step], registered: Metrics) -> str:
+    """No attempt was better than the others at its task, step after step.
+
+    Not told where all tasks are solved, or where all attempts are cut, which is why then."""
+    scores = _scores_without_difference(recent, registered)
+    if not scores or set(scores) == {1.0} or all_cut(recent):
+        return ""
+    reward = statistics.fmean(record.get("train/reward", 0.0) for record in recent[-LASTING:])
+    none_solved = (
+        "No task is solved: they are too hard. Take easier ones, reward for a part of the way, or "
+        "a policy that solves some of them (rlflow env policy)."
+    )
+    always_alike = (
+        "Each task ends the same way at every attempt. Take tasks in between, or more "
+        "rollout.samples_per_prompt; and look whether the reward tells right from wrong."
+    )
+    return (
+        f"No group differed in reward for {LASTING} steps (mean reward {reward:.2f}): there is "
+        "nothing to learn from, and the policy stays as it is. "
+        f"{none_solved if max(scores) <= 0 else always_alike}"
+    )
+
+
+def all_solved(recent: Sequence[Step], registered: Metrics) -> str:
+    """Every attempt got the full score (without a score: a reward of 1), step after step."""
+    if set(_scores_without_difference(recent, registered)) != {1.0}:
+        return ""
+    return (
+        f"Every task is solved, for {LASTING} steps: the tasks are too easy, and there is nothing "
+        "left to learn from them. Take harder ones, or end the run (run.target)."
+    )
+
+
+def _scores_without_difference(recent: Sequence[Step], registered: Metrics) -> list[float]:
+    """The leading scores of the last steps where no group differed in any; else nothing."""
+    flat = _lasting(recent, "train/advantage_zero")
+    if not flat or min(flat) < 1:
+        return []
+    names = [f"train/{leading_score(registered, one, 'train')}" for one in recent[-LASTING:]]
+    return [one.get(name, 0.0) for name, one in zip(names, recent[-LASTING:], strict=True)]
+
+
+def all_cut(recent: Sequence[Step]) -> str:
+    """No response came to its own end."""
+    cut, turns = _lasting(recent, "rollout/responses_cut"), _lasting(recent, "rollout/turns")
+    if not cut or not turns or not min(turns):
+        return ""
+    if any(some < every for some, every in zip(cut, turns, strict=True)):
+        return ""
+    return (
+        f"All responses are cut, for {LASTING} steps: no stop string matched, and the policy never "
+        "ended one itself. Look at one (rlflow show RUN): if it runs on behind its answer, "
+        "Environment.stop is not what the policy writes; if it is not done yet, raise "
+        "rollout.max_response_tokens."
+    )
+
+
+def entropy_collapse(recent: Sequence[Step]) -> str:
+    """The policy became certain of everything within a few steps."""
+    values = [record["train/entropy"] for record in recent if "train/entropy" in record]
+    if len(values) <= ENTROPY_STEPS or values[0] < WORTH_LOSING:
+        return ""
+    if values[-1] > ENTROPY_LEFT * values[0]:
+        return ""
+    ends = f"{values[0]:.2f} to {values[-1]:.2f} nats per token"
+    return (
+        f"The entropy fell by {1 - values[-1] / values[0]:.0%} in {ENTROPY_STEPS} steps ({ends}): "
+        "the policy says the same whatever it tries, and soon stops learning. Lower trainer.lr, "
+        "add the loss `entropy` or `kl`, or raise clip_high of ppo_clip; then go on from an "
+        "earlier checkpoint (run.resume_step)."
+    )
+
+
+def drift(recent: Sequence[Step], first_gaps: Sequence[float]) -> str:
+    """The engine's log-probs are not the trainer's, though both have the same policy."""
+    gaps = _lasting(recent, "train/logprob_gap")
+    if not gaps or any(record.get("rollout/staleness", 0.0) > 0 for record in recent[-LASTING:]):
+        return ""
+    usual = min(first_gaps)  # an engine that never gets new weights is right in the first step
+    risen = min(gaps) > GAP_LEAST and min(gaps) > GAP_RISE * usual
+    if min(gaps) < GAP and not risen:
+        return ""
+    return (
+        "Engine and trainer drift apart: their log-probs of the same tokens differ by "
+        f"{gaps[-1]:.2g} nats on average ({usual:.2g} in the first steps). The engine may hold old "
+        "weights, or sample from another distribution than the trainer computes (precision, "
+        "kernels, temperature). Check the weight sync first; a correction such as "
+        "algorithm.transforms=[tis] bounds what is left."
+    )
+
+
+def episodes_lost(recent: Sequence[Step]) -> str:
+    """Tools or other infrastructure fail more and more."""
+    shares = _lasting(recent, "rollout/aborted")
+    if not shares or min(shares) < LOST:
+        return ""
+    return (
+        f"Tool errors rise: {shares[-1]:.0%} of the episodes of a step are lost to infrastructure, "
+        f"for {LASTING} steps. They teach nothing; above rollout.faults.max_aborted_share the run "
+        "stops. Their `error` stands in log.txt and in trajectories/."
+    )
+
+
+def alarm(recent: Sequence[Step], name: str, registered: Metrics) -> str:
+    """What the environment registered for a metric that stays above a level (`Metric.alarm`)."""
+    metric = registered[name]
+    values = _lasting(recent, name if "/" in name else training_name(name, registered))
+    if metric.alarm is None or not values or min(values) <= metric.alarm:
+        return ""
+    share = metric.unit == "share"
+    shown = f"{values[-1]:.0%}" if share else f"{values[-1]:.3g} {metric.unit}"
+    what = f"{label(name).capitalize()} {shown} ({metric.meaning})"
+    return f"{what}, for {LASTING} steps. {metric.advice}".strip()
+
+
+def _lasting(recent: Sequence[Step], name: str) -> list[float]:
+    """The metric in the last steps, where all of them have it; else nothing."""
+    values = [record[name] for record in recent[-LASTING:] if name in record]
+    return values if len(values) == LASTING else []
+
+
+# ---------------------------------------------------------------- episodes
+
+
 def findings(run: RunFiles) -> list[Fault]:
-    """What the run was warned of, and what its last episodes show that it was not; nothing where nothing shows."""
+    """What the run was warned of, and what its last episodes show that it was not."""
     episodes = []
     for kind, steps in (("train", run.training), ("eval", run.evaluations)):
         for step in sorted(steps)[-RECENT:]:
-            episodes += [record for record in run.records(kind, step) if record.get("stop") != "aborted"]
+            episodes += [one for one in run.records(kind, step) if one.get("stop") != "aborted"]
     limit = (run.config.get("rollout") or {}).get("max_response_tokens")
-    seen = [stale(run), never_stopping(episodes, limit if isinstance(limit, int) else None), unproven(episodes)]
+    most = limit if isinstance(limit, int) else None
     found = {fault.name: fault for fault in faults_of(run.metrics, run.registered)}
-    for fault in seen:
+    for fault in (stale(run), never_stopping(episodes, most), unproven(episodes)):
         if fault is not None:
             found.setdefault(fault.name, fault)
     return list(found.values())
 
 
 def stale(run: RunFiles) -> Fault | None:
-    """Tokens of the run's own rollout that are sampled by weights further back than its configuration allows (`max_staleness` of
-    runs that sample ahead), and two versions at the least."""
+    """Tokens of the run's own rollout that older weights sampled than its configuration allows.
+
+    Allowed is `max_staleness` of runs that sample ahead, and one version at the least."""
     rollout = run.config.get("rollout") or {}
     ahead = rollout.get("asynchronous") if isinstance(rollout, dict) else None
     allowed = ahead.get("max_staleness", 0) if isinstance(ahead, dict) else 0
-    found: list[tuple[int, int]] = []
+    lags: list[tuple[int, int]] = []
     for step in sorted(set(run.tokens) & set(run.training))[-RECENT:]:
-        own = {
-            str(record.get("id")) for record in run.records("train", step) if record.get("source", "local") == "local"
-        }
-        episodes = [episode for name, episode in run.tokens_of(step).items() if name in own]
-        versions = [segment.versions[segment.versions >= 0] for episode in episodes for segment in episode.segments]
-        found += [(step - 1 - int(known.min()), step) for known in versions if len(known)]
-    behind, step = max(found, default=(0, 0))
+        records = run.records("train", step)
+        own = {str(one.get("id")) for one in records if one.get("source", "local") == "local"}
+        for name, episode in run.tokens_of(step).items():
+            for segment in episode.segments if name in own else ():
+                known = segment.versions[segment.versions >= 0]
+                if len(known):
+                    lags.append((step - 1 - int(known.min()), step))
+    behind, step = max(lags, default=(0, 0))
     if behind <= max(1, allowed):
         return None
-    text = f"Tokens of step {step} were sampled by weights {behind} updates behind the trainer's"
-    return Fault("old weights", f"{text}, which shows in the gap too: check the weight sync.", step)
+    text = (
+        f"Tokens of step {step} were sampled by weights {behind} updates behind the trainer's, "
+        "which shows in the gap too: check the weight sync."
+    )
+    return Fault("old weights", text, step)
 
 
 def never_stopping(records: Sequence[Record], most_tokens: int | None) -> Fault | None:
-    """Most episodes end because a response reached the token limit: no stop string and no end token came."""
-    if len(records) < LEAST:
-        return None
+    """Most episodes end because a response reached the token limit."""
     cut = [record for record in records if record.get("stop") == "max_tokens"]
-    if len(cut) < CUT_SHARE * len(records):
+    if len(records) < LEAST or len(cut) < CUT_SHARE * len(records):
         return None
-    full = [record for record in cut if record["turns"] and record["turns"][-1]["tokens"] == most_tokens]
-    text = f"{len(cut)} of {len(records)} episodes were cut at a token limit"
-    if len(full) >= CUT_SHARE * len(cut):
-        text += (
-            f", {len(full)} of them in a response of exactly rollout.max_response_tokens = {most_tokens}: no stop string "
-            "matched. Compare the environment's stop strings with the ends of the responses"
-        )
+    full = [one for one in cut if one["turns"] and one["turns"][-1]["tokens"] == most_tokens]
+    told = f"{len(cut)} of {len(records)} episodes were cut at a token limit"
+    if len(full) < CUT_SHARE * len(cut):
+        advice = ": raise rollout.max_total_tokens or shorten what the environment shows."
     else:
-        text += ": raise rollout.max_total_tokens or shorten what the environment shows"
-    return Fault(NEVER_STOPPING, f"{text}.")
+        advice = (
+            f", {len(full)} of them in a response of exactly rollout.max_response_tokens = "
+            f"{most_tokens}: no stop string matched. Compare the environment's stop strings with "
+            "the ends of the responses."
+        )
+    return Fault(NEVER_STOPPING, told + advice)
 
 
 def unproven(records: Sequence[Record]) -> Fault | None:
-    """Rewards above 0 although no observation held the answer, in tasks whose environment shows something."""
-    judged = [record for record in records if (record["reward"] or 0) > 0 and provable(record)]
+    """Rewards above 0 without the answer in any observation, where observations show something."""
+    judged = [one for one in records if (one["reward"] or 0) > 0 and provable(one)]
     shows = any(turn.get("observation") for record in records for turn in record["turns"])
     without = [record for record in judged if not evidence(record)]
     if not shows or len(judged) < LEAST or len(without) < UNPROVEN_SHARE * len(judged):
         return None
     text = (
-        f"{len(without)} of {len(judged)} rewarded episodes were never shown the answer in an observation: the reward ignores "
-        "the evidence, or the policy answers from memory. Look at solved episodes without a highlight."
+        f"{len(without)} of {len(judged)} rewarded episodes were never shown the answer in an "
+        "observation: the reward ignores the evidence, or the policy answers from memory. Look at "
+        "solved episodes without a highlight."
     )
     return Fault("rewarded without evidence", text)
 
 
 def provable(record: Record) -> bool:
     """Whether the task has an answer of some length that its question does not hold itself."""
-    golds = [words(gold) for gold in answers_of(record)]
-    long = [gold for gold in golds if len(gold.strip()) > 3]
-    return bool(long) and not any(gold in words(text_of(record.get("prompt", ""))) for gold in long)
+    asked = words(text_of(record.get("prompt", "")))
+    long = [gold for gold in map(words, answers_of(record)) if len(gold.strip()) > 3]
+    return bool(long) and not any(gold in asked for gold in long)
 
 
 def evidence(record: Record) -> bool:
     """Whether an observation of the episode holds an answer, as whole words."""
-    golds = [words(gold) for gold in answers_of(record)]
+    golds = [gold for gold in map(words, answers_of(record)) if len(gold) > 2]
     shown = [words(text_of(turn.get("observation", ""))) for turn in record["turns"]]
-    return any(len(gold) > 2 and gold in text for gold in golds for text in shown)
+    return any(gold in text for gold in golds for text in shown)
 
 
 def words(text: str) -> str:
-    """The words of a text in lower case, with a blank around each: `in` then finds whole words only."""
+    """The words of a text in lower case, a blank around each: `in` then finds whole words only."""
     return f" {' '.join(_WORD.findall(text.lower()))} "

@@ -8,7 +8,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from rlflow.errors import CheckpointError, ConfigError
+from rlflow.errors import ConfigError
 from rlflow.report.metrics import Metrics, load_registered
 from rlflow.report.records import read_trajectories, solved
 from rlflow.report.sinks import read_metrics
@@ -77,12 +77,7 @@ class RunFiles:
 
     def records(self, kind: str, step: int) -> list[Record]:
         """The episodes of a step, whose files are there. kind: train or eval."""
-        file = (self.training if kind == "train" else self.evaluations)[step]
-        records = read_trajectories(file)
-        for number, record in enumerate(records, start=1):
-            if not isinstance(record, dict) or not {"task_id", "turns", "reward", "metrics"} <= record.keys():
-                raise CheckpointError(f"{file}:{number}: expected an episode, found another value.")
-        return records
+        return read_trajectories((self.training if kind == "train" else self.evaluations)[step])
 
     def tokens_of(self, step: int) -> dict[str, EpisodeTokens]:
         """{id of the episode: its tokens} of a training step; empty where none were stored."""

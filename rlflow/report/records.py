@@ -2,27 +2,25 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlflow.errors import CheckpointError
 from rlflow.report.metrics import Metrics, scores
-from rlflow.storage.files import plain, write_text
+from rlflow.storage.files import plain, read_json_lines, write_json_lines
+
+EXPECTED = {"task_id", "turns", "reward", "metrics"}
 
 if TYPE_CHECKING:  # `rlflow show` reads episodes without torch
     from rlflow.types import Group, Trajectory
 
 
 def write_trajectories(path: str | Path, groups: Sequence[Group]) -> None:
-    """Writes one JSON line per episode: what the policy wrote, what the environment answered, rewards, token counts."""
-    write_records(path, [trajectory_record(group, attempt) for group in groups for attempt in range(len(group.trajectories))])
-
-
-def write_records(path: str | Path, records: Sequence[dict[str, Any]]) -> None:
-    """Writes one JSON line per record."""
-    write_text(path, "".join(json.dumps(plain(record), ensure_ascii=False) + "\n" for record in records))
+    """Writes one line of JSON per episode: what the policy wrote, what the environment answered,
+    rewards, token counts."""
+    attempts = ((group, place) for group in groups for place in range(len(group.trajectories)))
+    write_json_lines(path, (trajectory_record(group, place) for group, place in attempts))
 
 
 def trajectory_record(group: Group, attempt: int) -> dict[str, Any]:
@@ -71,18 +69,12 @@ def read_trajectories(path: str | Path) -> list[dict[str, Any]]:
     """The records that `write_trajectories` wrote.
 
     Raises:
-        CheckpointError: the file is missing or a line is damaged (file, line number).
+        CheckpointError: the file is missing or a line is no episode (file, line number).
     """
-    path = Path(path)
-    if not path.is_file():
-        raise CheckpointError(f"{path}: no such file; expected episodes as JSON lines.")
-    records = []
-    with path.open(encoding="utf-8") as lines:
-        for number, line in enumerate(lines, start=1):
-            try:
-                records.append(json.loads(line))
-            except json.JSONDecodeError as error:
-                raise CheckpointError(f"{path}:{number}: not JSON ({error.msg}).") from None
+    records = read_json_lines(path)
+    for number, record in enumerate(records, start=1):
+        if not isinstance(record, dict) or not record.keys() >= EXPECTED:
+            raise CheckpointError(f"{path}:{number}: expected an episode, found another value.")
     return records
 
 

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from rlflow.components import SINK
 from rlflow.errors import CheckpointError, install_command, needing
-from rlflow.storage.files import write_text
+from rlflow.storage.files import write_json_lines
 
 
 class Sink(Protocol):
@@ -208,4 +208,4 @@ def _drop_records_after(path: Path, step: int | None, evaluations: int | None) -
     at_step = [record for record in kept if record["step"] == step and any(name.startswith("eval/") for name in record)]
     unknown = {id(record) for record in at_step[evaluations:]} if evaluations is not None else set()
     kept = [record for record in kept if id(record) not in unknown]
-    write_text(path, "".join(json.dumps(record) + "\n" for record in kept))
+    write_json_lines(path, kept)

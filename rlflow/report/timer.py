@@ -1,25 +1,104 @@
-"""Seconds and peak memory per phase of a training step."""
+"""Seconds and peak memory per phase of a training step, and the clock of a run."""
 
 from __future__ import annotations
 
+import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
 
-from rlflow.report.memory import PeakMemory
+import torch
+
+GIB = 2**30
+STATUS, CLEAR_REFS = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+RESET_PEAK = "5"  # proc(5): resets VmHWM, the peak resident set size
+
+
+class Clock:
+    """Starts when it is made. before_s: seconds of earlier sessions of a resumed run."""
+
+    def __init__(self, before_s: float = 0.0) -> None:
+        self.before_s = before_s
+        self._started = time.monotonic()
+
+    @property
+    def seconds(self) -> float:
+        """Seconds that the run took so far, all sessions together."""
+        return self.before_s + time.monotonic() - self._started
+
+
+class PeakMemory:
+    """Peaks of this process by name, in GiB.
+
+    Of what torch allocated on the current GPU where it uses one, else of the resident set size. A
+    system that cannot start that count anew gives the highest since the process began."""
+
+    def __init__(self) -> None:
+        self._peaks: dict[str, float] = {}
+
+    @contextmanager
+    def measure(self, name: str) -> Iterator[None]:
+        """Records the peak of the block, also when it raises. Blocks must not nest."""
+        peak_bytes = _start()
+        try:
+            yield
+        finally:
+            self._peaks[name] = max(self._peaks.get(name, 0.0), peak_bytes() / GIB)
+
+    def take_one(self, name: str) -> float:
+        """The highest peak of one name since the last call, in GiB; starts it anew."""
+        return self._peaks.pop(name)
+
+    def take(self) -> dict[str, float]:
+        """The highest peak of each name since the last call, in GiB; starts anew."""
+        taken, self._peaks = self._peaks, {}
+        return taken
+
+
+def highest(peaks: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    """Per name the highest of the processes' peaks."""
+    result: dict[str, float] = {}
+    for peak in peaks:
+        for name, value in peak.items():
+            result[name] = max(result.get(name, 0.0), value)
+    return result
+
+
+def _start() -> Callable[[], int]:
+    """Starts a count; the answer gives its peak in bytes."""
+    if torch.cuda.is_initialized():
+        torch.cuda.reset_peak_memory_stats()
+        return torch.cuda.max_memory_allocated
+    with suppress(OSError):  # another system, or a sandbox without it
+        CLEAR_REFS.write_text(RESET_PEAK)
+    return _resident_peak
+
+
+def _resident_peak() -> int:
+    with suppress(OSError):
+        for line in STATUS.read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    import resource
+
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 class PhaseTimer:
-    """Seconds and peak memory per phase of a step. Phases may be entered many times; they must not nest. `on_enter` is told
-    each phase's name as it begins, for a display; `spans` are the last phases as (name, begin, end), seconds since 1970."""
+    """Seconds and peak memory per phase of a step. Phases may recur; they must not nest.
+
+    `on_enter` is told each phase's name as it begins, for a display; `spans` are the last phases as
+    (name, begin, end), seconds since 1970; `current` is the phase that is on, for a watchdog."""
 
     def __init__(self, on_enter: Callable[[str], object] | None = None) -> None:
         self.on_enter = on_enter
         self.seconds: dict[str, float] = {}
         self.memory = PeakMemory()
         self.spans: deque[tuple[str, float, float]] = deque(maxlen=10_000)
-        self.current = ""  # the phase that is on, for a watchdog
+        self.current = ""
         self.started = time.perf_counter()
 
     @contextmanager
@@ -38,13 +117,13 @@ class PhaseTimer:
             self.spans.append((name, now - seconds, now))
 
     def take_phase(self, name: str) -> dict[str, float]:
-        """`time/<phase>_s` and `memory/<phase>_gib` of one phase, which no longer counts in what `take` gives next."""
+        """`time/<phase>_s` and `memory/<phase>_gib` of one phase, which `take` then leaves out."""
         seconds = self.seconds.pop(name)
         self.started += seconds
         return {f"time/{name}_s": seconds, f"memory/{name}_gib": self.memory.take_one(name)}
 
     def take(self) -> dict[str, float]:
-        """`time/<phase>_s` and `memory/<phase>_gib` of every phase entered and `time/step_s` since the last call; starts anew."""
+        """The same of every phase since the last call, and `time/step_s`; starts anew."""
         now = time.perf_counter()
         taken = {f"time/{name}_s": seconds for name, seconds in self.seconds.items()}
         taken["time/step_s"] = now - self.started

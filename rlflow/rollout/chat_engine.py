@@ -8,11 +8,10 @@ import os
 import random
 import re
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from rlflow.errors import ConfigError, RolloutError, needing
-from rlflow.http import GaveUp, Retryable, RetryPolicy, check_status, post
+from rlflow.errors import ConfigError, RolloutError
+from rlflow.http import GaveUp, HttpClient, Retryable, RetryPolicy
 from rlflow.rollout import Completion, Engine, Sampling
 from rlflow.types import Message, Observation
 
@@ -117,19 +116,21 @@ class ChatEngine(Engine):
         """url: of the API, such as http://localhost:8000/v1. model: None takes the only one that the server lists.
         api_key_variable: the environment variable with the key; none is sent where it is not set. timeout_s: of an attempt.
 
-        Raises ConfigError, MissingPackageError."""
+        Raises ConfigError."""
         if not url.startswith(("http://", "https://")):
             raise ConfigError(f"--server: expected an address such as http://localhost:8000/v1, found '{url}'.")
-        with needing("--server", "pip install httpx"):
-            import httpx
         self._text = text
         self._base = url.rstrip("/").removesuffix("/chat/completions")
         self._policy = RetryPolicy(tries, FIRST_PAUSE_S, LONGEST_PAUSE_S)
         key = os.environ.get(api_key_variable)
         headers = {"Authorization": f"Bearer {key}"} if key else {}
-        limits = httpx.Limits(max_connections=concurrency, max_keepalive_connections=concurrency)
-        self._client = httpx.Client(headers=headers, timeout=timeout_s, limits=limits)
-        self._threads = ThreadPoolExecutor(concurrency, thread_name_prefix="chat-server")
+        self._client = HttpClient(
+            at_once=concurrency,
+            connections=concurrency,
+            headers=headers,
+            timeout_s=timeout_s,
+            proxies=True,
+        )
         self.max_concurrency = concurrency
         try:
             self.model = model or self._only_model()
@@ -151,14 +152,16 @@ class ChatEngine(Engine):
             body["stop"] = list(sampling.stop[:MOST_STOPS])
         if sampling.seed is not None and sampling.temperature > 0:
             body["seed"] = sampling.seed % 2**31
-        loop = asyncio.get_running_loop()
-        said, cut = await loop.run_in_executor(self._threads, self._reply, body, sampling.stop)
+        said, cut = await asyncio.wrap_future(self._client.submit(self._reply, body, sampling.stop))
         made = self._text.encode_response(said)
         return Completion(made, [float("nan")] * len(made), [0] * len(made), "length" if cut else "stop")
 
-    def _reply(self, body: dict[str, Any], stops: Sequence[str]) -> tuple[str, bool]:
+    async def _reply(self, body: dict[str, Any], stops: Sequence[str]) -> tuple[str, bool]:
+        async def attempt(deadline: float) -> dict[str, Any]:
+            return await self._post(body)
+
         try:
-            choice = self._policy.call(lambda: self._post(body), random.Random(len(body["messages"])))
+            choice = await self._policy.call_async(attempt, random.Random(len(body["messages"])))
         except GaveUp as end:
             raise RolloutError(f"{self._base}: no answer after {end.attempts} attempts; last: {end.last}.") from None
         text = choice["message"].get("content")
@@ -167,38 +170,35 @@ class ChatEngine(Engine):
             return text, True
         return with_stop(text, choice.get("stop_reason", choice.get("matched_stop")), stops), False
 
-    def _post(self, body: dict[str, Any]) -> dict[str, Any]:
-        response, excerpt = post(self._client, f"{self._base}/chat/completions", body)
-        if response.status_code in (401, 403, 404):
+    async def _post(self, body: dict[str, Any]) -> dict[str, Any]:
+        url = f"{self._base}/chat/completions"
+        reply = (await self._client.session.ask("POST", url, body)).checked()
+        if reply.status in (401, 403, 404):
             raise ConfigError(
-                f"--server {self._base}: status {response.status_code}: {excerpt}. Correct the address, "
+                f"--server {self._base}: status {reply.status}: {reply.excerpt}. Correct the address, "
                 "--server-model, or the key in the variable of --api-key-variable."
             )
-        if response.status_code != 200:  # this conversation alone, which may be too long for the model
-            raise RolloutError(f"{self._base}: status {response.status_code}: {excerpt}")
+        if reply.status != 200:  # this conversation alone, which may be too long for the model
+            raise RolloutError(f"{self._base}: status {reply.status}: {reply.excerpt}")
         try:
-            choice = response.json()["choices"][0]
+            choice = reply.json()["choices"][0]
             if not isinstance(choice["message"], dict):
                 raise TypeError("a message that is no object")
         except (ValueError, KeyError, IndexError, TypeError, RecursionError):
-            raise Retryable(f"expected a chat completion, found {excerpt}", at_once=True) from None
+            told = f"expected a chat completion, found {reply.excerpt}"
+            raise Retryable(told, at_once=True) from None
         return choice
 
-    def _only_model(self) -> str:
-        import httpx
-
-        def ask() -> list[str]:
-            try:
-                response = self._client.get(f"{self._base}/models")
-                check_status("", response.status_code, response.headers, response.text[:300])
-                return [str(one["id"]) for one in response.json()["data"]]
-            except httpx.HTTPError as failure:
-                raise Retryable(f"{type(failure).__name__} {failure}".rstrip()) from None
-            except (ValueError, KeyError, TypeError):
-                return []
-
+    async def _models(self, deadline: float) -> list[str]:
+        reply = (await self._client.session.ask("GET", f"{self._base}/models")).checked()
         try:
-            found = self._policy.call(ask, random.Random(0))
+            return [str(one["id"]) for one in reply.json()["data"]]
+        except (ValueError, KeyError, TypeError):
+            return []
+
+    def _only_model(self) -> str:
+        try:
+            found = self._client.call(self._policy.call_async, self._models, random.Random(0))
         except GaveUp as end:
             raise ConfigError(
                 f"--server {self._base}: no answer after {end.attempts} attempts; last: {end.last}."
@@ -224,8 +224,7 @@ class ChatEngine(Engine):
         self.hang_up()
 
     def hang_up(self) -> None:
-        """Frees connections and threads."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        """Closes the connections."""
         self._client.close()
 
 

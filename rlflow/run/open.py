@@ -11,12 +11,12 @@ from rlflow.algorithms.teachers.base import Classroom
 from rlflow.components import CURATOR
 from rlflow.config.schema import RunConfig
 from rlflow.errors import RLFlowError
-from rlflow.report.display import make_display
+from rlflow.report.findings import Watch
+from rlflow.report.live import LivePage
 from rlflow.report.metrics import save_registered
-from rlflow.report.pace import Clock
 from rlflow.report.sinks import read_metrics
-from rlflow.report.timer import PhaseTimer
-from rlflow.report.warnings import Watch
+from rlflow.report.terminal import Progress
+from rlflow.report.timer import Clock, PhaseTimer
 from rlflow.run.assemble import (
     fitting_tasks,
     make_metrics,
@@ -78,11 +78,17 @@ def _start(config: RunConfig, stack: ExitStack) -> Run:
     log = stack.enter_context(RunLog())
     stack.enter_context(InterpreterWatch(config.rollout.faults.call_s))
     check_continuation(config)
-    progress, page = make_display(
-        config.metrics.progress, page=config.metrics.page, steps=config.run.steps, title=config.run.name,
-        first_step=(chosen_checkpoint(config) or (0, None))[0], clock=clock,
-    )  # fmt: skip
+    progress = Progress(
+        config.metrics.progress,
+        steps=config.run.steps,
+        title=config.run.name,
+        first_step=(chosen_checkpoint(config) or (0, None))[0],
+        clock=clock,
+    )
     stack.callback(progress.close)
+    page = LivePage(progress) if config.metrics.page else None
+    if page is not None:
+        stack.callback(page.close)
     timer.on_enter = progress.phase
     progress.phase("preparing", "environment and engine")
     rollout = trainable(stack.enter_context(make_run_rollout(config)))
@@ -101,7 +107,8 @@ def _start(config: RunConfig, stack: ExitStack) -> Run:
     directory = stack.enter_context(open_directory(config))
     log.write_to(directory.log)
     if page is not None:
-        page.report = directory.report
+        page.run = directory.path
+        stack.callback(page.write, directory.report)
     told = "run %s: model %s, environment %s, %d steps"
     logger.info(told, config.run.name, config.model.path, config.environment["name"], config.run.steps)
     save_registered(directory.environment_metrics, rollout.environment.metrics)

@@ -12,17 +12,15 @@ from rlflow.algorithms.base import Curator
 from rlflow.config.loading import to_dict
 from rlflow.config.schema import RunConfig
 from rlflow.errors import RolloutError
-from rlflow.report.charts import render_picture
+from rlflow.report.charts import run_png
+from rlflow.report.findings import Watch
 from rlflow.report.lines import evaluated_line, step_line, summary_text
-from rlflow.report.memory import GIB, highest
 from rlflow.report.metrics import Metrics, leading_score
-from rlflow.report.pace import Clock
-from rlflow.report.progress import Progress
 from rlflow.report.records import write_trajectories
 from rlflow.report.reductions import rollout_metrics, scores_by_set, step_shares
 from rlflow.report.sinks import MetricsLog
-from rlflow.report.timer import PhaseTimer
-from rlflow.report.warnings import Watch
+from rlflow.report.terminal import Progress
+from rlflow.report.timer import GIB, Clock, PhaseTimer, highest
 from rlflow.rollout import Rollout, WeightProbe
 from rlflow.run.asynchronous import GroupsAhead, staleness_metrics
 from rlflow.run.checkpoints import CONFIG, Saver
@@ -341,4 +339,4 @@ class Run:
     def _draw(self) -> bool:
         """Draws the picture where the configuration wants one; returns whether there was anything to draw."""
         path, title = self.directory.picture, self.config.run.name
-        return self.config.metrics.picture and render_picture(self.directory.metrics, path, title, self.registered)
+        return self.config.metrics.picture and run_png(self.directory.metrics, path, title, self.registered)

@@ -6,7 +6,7 @@ import heapq
 from pathlib import Path
 from typing import Any
 
-from rlflow.report.timeline import timeline_svg
+from rlflow.report.charts import timeline_svg
 from rlflow.run.journal import AttemptJournal
 from rlflow.storage.files import write_json, write_text
 

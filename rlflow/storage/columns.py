@@ -27,12 +27,11 @@ def split(arrays: Arrays, lengths: Lengths) -> list[dict[str, np.ndarray]]:
     are not those of the arrays."""
     sequences: list[dict[str, np.ndarray]] = [{} for _ in next(iter(lengths.values()), [])]
     for name, own in lengths.items():
-        array, known = arrays[name], [length for length in own if length is not None]
-        if min(known, default=0) < 0 or sum(known) != len(array):
-            raise ValueError(f"{name}: expected {sum(known)} values, found {len(array)}")
-        begin = 0
-        for sequence, length in zip(sequences, own, strict=True):
+        ends = np.cumsum([length or 0 for length in own])
+        if ends[-1] != len(arrays[name]):
+            raise ValueError(f"{name}: expected {ends[-1]} values, found {len(arrays[name])}")
+        parts = np.split(arrays[name], ends[:-1])
+        for sequence, length, part in zip(sequences, own, parts, strict=True):
             if length is not None:
-                sequence[name] = array[begin : begin + length]
-                begin += length
+                sequence[name] = part
     return sequences

@@ -18,7 +18,7 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -70,6 +70,12 @@ def write_text(path: str | Path, text: str, *, durable: bool = True, private: bo
 def write_json(path: str | Path, value: Any, *, private: bool = False) -> None:
     """Writes one JSON document with `replacing`. Numbers that are not finite become null. private: see `write_text`."""
     write_text(path, json.dumps(plain(value), indent=2, ensure_ascii=False) + "\n", private=private)
+
+
+def write_json_lines(path: str | Path, values: Iterable[Any]) -> None:
+    """Writes one line of JSON per value with `replacing`. Numbers that are not finite become null."""
+    lines = (json.dumps(plain(value), ensure_ascii=False) + "\n" for value in values)
+    write_text(path, "".join(lines))
 
 
 def partial_path(path: str | Path) -> Path:
@@ -231,6 +237,29 @@ def read_json(path: str | Path) -> Any:
         raise CheckpointError(f"{path}: no such file; the run or checkpoint is incomplete.") from None
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise CheckpointError(f"{path}: damaged, not JSON: {error}.") from None
+
+
+def read_json_lines(path: str | Path) -> list[Any]:
+    """The values of a file with one JSON document per line.
+
+    Raises:
+        CheckpointError: it cannot be read, or a line is damaged (file, line number).
+    """
+    try:
+        lines = Path(path).read_bytes().split(b"\n")
+    except OSError as error:
+        raise CheckpointError(
+            f"{path}: cannot be read ({error.strerror}); expected lines of JSON."
+        ) from None
+    values = []
+    for number, line in enumerate(lines[:-1] if lines[-1] == b"" else lines, start=1):
+        try:
+            values.append(json.loads(line.decode()))
+        except (ValueError, RecursionError):
+            raise CheckpointError(
+                f"{path}:{number}: expected a line of JSON in UTF-8, found {line[:80]!r}."
+            ) from None
+    return values
 
 
 def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:

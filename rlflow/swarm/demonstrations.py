@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import logging
 import random
 from functools import cached_property
@@ -11,8 +10,9 @@ from pathlib import Path
 
 from rlflow.algorithms.base import Filter
 from rlflow.codec import Response, Transcripts
-from rlflow.errors import DataError
+from rlflow.errors import CheckpointError, DataError
 from rlflow.rollout.rollout import Rollout
+from rlflow.storage.files import read_json_lines
 from rlflow.types import Group
 from rlflow.values import PositiveInt
 
@@ -75,19 +75,18 @@ class Demonstrations(Filter):
 def _rows(path: Path) -> list[tuple[str, list[str]]]:
     """(task id, responses) of every line. Raises DataError."""
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"filter demonstrations: path: {path} cannot be read ({type(error).__name__}).") from None
+        rows = read_json_lines(path)
+    except CheckpointError as error:
+        raise DataError(f"filter demonstrations: path: {error}") from None
     found = []
-    for number, line in enumerate(lines, 1):
+    for number, row in enumerate(rows, 1):
         try:
-            row = json.loads(line)
             name, responses = row["task_id"], [turn["response"] for turn in row["turns"]]
-        except (ValueError, KeyError, TypeError, RecursionError):
+        except (KeyError, TypeError):
             name, responses = None, []
         if not isinstance(name, str) or not responses or not all(isinstance(text, str) for text in responses):
             raise DataError(
-                f'{path}:{number}: expected {{"task_id": ..., "turns": [{{"response": ...}}, ...]}}, found {line[:80]!r}.'
+                f'{path}:{number}: expected {{"task_id": ..., "turns": [{{"response": ...}}, ...]}}, found {str(row)[:80]!r}.'
             )
         found.append((name, responses))
     if not found:

@@ -8,7 +8,6 @@ as Transformer Engine's layers name their parameters, which cannot be built with
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import hashlib
 import os
 import re
@@ -110,15 +109,17 @@ def _rank_main(rank: int, rendezvous: str, ranks: int, jobs: Sequence[Job]) -> N
 
 def run(job: Job) -> None:
     """One job on this rank."""
+    from rlflow_tools.ckpt_convert.mapping.layout import CheckpointLayout
     from rlflow_tools.ckpt_convert.oracle import model as oracle
 
     from rlflow.trainer.megatron.cpu import adapted, without_transformer_engine
 
-    layout = oracle.OracleLayout(_padded(job), job.tensor, job.pipeline, job.virtual, job.expert, job.expert_tensor)
-    layout = dataclasses.replace(layout, first_layers=job.first_layers, last_layers=job.last_layers)
+    sizes = (job.tensor, job.pipeline, job.virtual, job.expert)
+    ends = {"first_layers": job.first_layers, "last_layers": job.last_layers}
+    layout = CheckpointLayout(*sizes, fused=False, **ends)
     with adapted(), without_transformer_engine():
-        oracle.initialize_ranks(layout)
-        chunks = oracle.build(job.config, layout, job.dtype)
+        oracle.initialize_ranks(layout, job.expert_tensor)
+        chunks = oracle.build(job.config, layout, _padded(job), job.dtype, job.expert_tensor)
         if job.load_from is not None:
             result = {"wrong": _load_and_compare(job, chunks)}
         else:
@@ -282,6 +283,7 @@ def _load_and_compare(job: Job, chunks: list[Any]) -> list[str]:
     """Loads a converted checkpoint; returns the keys of all ranks whose data are not what `expected` says."""
     from megatron.core import dist_checkpointing
     from megatron.core import parallel_state as state
+    from megatron.core.dist_checkpointing.validation import StrictHandling
 
     with torch.no_grad():
         for chunk in chunks:
@@ -289,7 +291,11 @@ def _load_and_compare(job: Job, chunks: list[Any]) -> list[str]:
                 parameter.fill_(float("nan"))
     if (job.load_from / ".metadata").is_file():
         content = {f"model{number}": sharded(chunk, job) for number, chunk in enumerate(chunks)}
-        loaded = dist_checkpointing.load(content, str(job.load_from))
+        strict = StrictHandling.RETURN_ALL
+        loaded, unused, lacking = dist_checkpointing.load(content, str(job.load_from), strict=strict)
+        assert not lacking, f"Megatron asks for {sorted(lacking)[:4]}"
+        weights = [key for key in unused if "_extra_state" not in key]
+        assert not weights, f"Megatron does not ask for {weights[:4]}"
         for number, chunk in enumerate(chunks):
             chunk.load_state_dict(loaded[f"model{number}"])
     else:

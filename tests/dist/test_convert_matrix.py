@@ -12,8 +12,8 @@ import pytest
 import torch
 from fixtures import tiny_model
 from rlflow_tools.ckpt_convert.export_model import Options, to_huggingface
-from rlflow_tools.ckpt_convert.import_model import ImportOptions, to_megatron
-from rlflow_tools.ckpt_convert.mapping.to_megatron import CheckpointLayout
+from rlflow_tools.ckpt_convert.import_model import to_megatron
+from rlflow_tools.ckpt_convert.mapping.layout import CheckpointLayout
 
 from rlflow.models.huggingface import digest, iterate_weights, read_config
 from tests import rounding
@@ -120,8 +120,8 @@ def test_imports_load_in_megatron_at_other_layouts(made: dict[str, list[Job]], t
                     {**loads, "expert": 2},
                     CheckpointLayout(**loads, expert=2, vocab_multiple=own.vocab_multiple, fused=False),
                 )
-            to_megatron(model, place / "torch_dist", ImportOptions(layout=layout, verify="full"))
-            to_megatron(model, place / "torch", ImportOptions(layout=own, format="torch", verify="full"))
+            to_megatron(model, place / "torch_dist", Options(layout=layout, verify="full"))
+            to_megatron(model, place / "torch", Options(layout=own, format="torch", verify="full"))
             rows = {"options": {"vocab_multiple": layout.vocab_multiple}}
             for saved in ("torch_dist", "torch"):
                 result = place / f"{saved}.pt"

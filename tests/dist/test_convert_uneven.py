@@ -9,8 +9,8 @@ import pytest
 import torch
 from fixtures import tiny_model
 from rlflow_tools.ckpt_convert.export_model import Options, to_huggingface
-from rlflow_tools.ckpt_convert.import_model import ImportOptions, to_megatron
-from rlflow_tools.ckpt_convert.mapping.to_megatron import CheckpointLayout
+from rlflow_tools.ckpt_convert.import_model import to_megatron
+from rlflow_tools.ckpt_convert.mapping.layout import CheckpointLayout
 
 from rlflow.models.huggingface import digest, iterate_weights, read_config
 from tests.dist.checkpoint_ranks import Job, launch
@@ -50,7 +50,7 @@ def test_layouts_that_divide_nothing_evenly(direction: str, tmp_path: Path) -> N
         for kind in ("torch_dist", "torch"):
             out = tmp_path / f"{number}-{kind}"
             cut = CheckpointLayout(**layout, vocab_multiple=1, fused=False)
-            to_megatron(tmp_path / "model", out, ImportOptions(layout=cut, format=kind, verify="full"))
+            to_megatron(tmp_path / "model", out, Options(layout=cut, format=kind, verify="full"))
             jobs.append(Job(config, tmp_path / f"{number}-{kind}.pt", VOCAB, load_from=out / "release", **layout))
     launch(tmp_path, jobs, limit_s=600)
     wrong = {str(job.load_from): torch.load(job.result)["wrong"] for job in jobs}

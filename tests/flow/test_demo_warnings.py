@@ -10,9 +10,8 @@ import pytest
 
 from rlflow.config.schema import load_config
 from rlflow.loop import train
-from rlflow.report.findings import findings
+from rlflow.report.findings import DRIFT, NEVER_STOPPING, NO_DIFFERENCE, faults_of, findings
 from rlflow.report.recorded import RunFiles
-from rlflow.report.warnings import DRIFT, NEVER_STOPPING, NO_DIFFERENCE, faults_of
 from rlflow.rollout import Rollout
 from rlflow_environments.common.transcript import Transcript
 from rlflow_environments.search import SearchEnvironment

@@ -9,6 +9,7 @@ import random
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.numpy import load, save
@@ -54,8 +55,6 @@ def check_equal(found: Trajectory, expected: Trajectory) -> None:
 
 
 def test_every_field_of_a_trajectory_comes_back_bit_for_bit() -> None:
-    for found, expected in zip(from_bytes(to_bytes(several())), several(), strict=True):
-        check_equal(dataclasses.replace(found, segments=[]), dataclasses.replace(expected, segments=[]))
     before = several()
     for found, expected in zip(from_bytes(to_bytes(before)), before, strict=True):
         check_equal(found, expected)
@@ -107,24 +106,25 @@ def test_a_changed_byte_or_a_missing_end_is_told_with_the_place() -> None:
 def altered(**changes: Any) -> bytes:
     """With another value among what is JSON, and the checksum of that."""
     arrays = load(to_bytes(several())[: -codec.CHECKSUM_BYTES])
-    about = {**json.loads(arrays["about"].tobytes()), **changes}
-    body = save({**arrays, "about": codec.np.frombuffer(json.dumps(about).encode(), "uint8")})
+    about = codec._untagged(json.loads(arrays["about"].tobytes())) | changes
+    text = json.dumps(codec._tagged(about)).encode()
+    body = save({**arrays, "about": np.frombuffer(text, np.uint8)})
     return body + codec._checksum(body)
 
 
 @pytest.mark.parametrize(
     "payload, told",
     [
-        (altered(format=2), "expected format 1, found 2"),
         (altered(lengths={"tokens": [1]}), "tokens: expected 1 values, found 6"),
+        (altered(lengths={"tokens": [6, -6, 6]}), ""),
         (altered(lengths={}), ""),
         (altered(trajectories=[{"task_id": "t"}]), ""),
+        (altered(trajectories=[{**codec._row(trajectory()), "later": 1}]), "'later'"),
         (b"no safetensors" + codec._checksum(b"no safetensors"), ""),
+        (b"", "another checksum"),
     ],
 )
 def test_bytes_of_another_version_are_told_in_one_line(payload: bytes, told: str) -> None:
     with pytest.raises(CheckpointError, match=f"here: expected.*another version: .*{told}") as raised:
         from_bytes(payload, "here")
     assert "\n" not in str(raised.value)
-    with pytest.raises(CheckpointError, match="another version"):
-        groups_from_bytes(to_bytes([]))

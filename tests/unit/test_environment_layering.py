@@ -16,12 +16,12 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "common": ({"errors", "http", "types", "storage", "components", "values"}, set()),
     "retrieval": ({"errors", "http", "types", "storage", "components", "values", "matmul"}, {"common"}),
     # Environments over any other environment: none of them knows which.
-    "wrappers": ({"errors", "types", "storage", "components", "values", "metrics", "environment"}, {"common"}),
+    "wrappers": ({"errors", "types", "storage", "components", "values", "report", "environment"}, {"common"}),
     # Environments of other libraries.
-    "adapters": ({"errors", "http", "types", "components", "values", "metrics", "environment"}, {"common"}),
+    "adapters": ({"errors", "http", "types", "components", "values", "report", "environment"}, {"common"}),
     # `commands`: what its command-line options and jobs of `doctor` are registered as.
     "search": (
-        {"errors", "http", "types", "storage", "components", "values", "metrics", "environment", "commands"},
+        {"errors", "http", "types", "storage", "components", "values", "report", "environment", "commands"},
         {"common", "retrieval"},
     ),
 }

@@ -1,4 +1,4 @@
-"""The README's environment and training script run as they are printed, plain and inside a running event loop."""
+"""The README's environment and the quick start's script run, also inside a running event loop."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from rlflow.commands.scaffold import write_environment
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-SNIPPETS = dict(re.findall(r"<!-- test: (\S+) -->\n```python\n(.*?)```", README, flags=re.S))
+PAGES = README + (ROOT / "docs" / "quick_start.md").read_text(encoding="utf-8")
+SNIPPETS = dict(re.findall(r"<!-- test: (\S+) -->\n```python\n(.*?)```", PAGES, flags=re.S))
 ENVIRONMENT, SCRIPT = "guess_number.py", "train_guess_number.py"
 
 NOTEBOOK = """

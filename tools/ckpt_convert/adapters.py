@@ -1,16 +1,18 @@
-"""Checkpoints of a run with `trainer.lora`, which hold adapters alone: read, and merged into the weights that they belong to."""
+"""Checkpoints of a run with `trainer.lora`: adapters, to be merged into the weights that they
+belong to."""
 
 from __future__ import annotations
 
-import os
-import zlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlflow.errors import ConversionError, ExitCode, ModelError
+from rlflow.errors import ModelError
 
 from .dtypes import NAMED
-from .readers.source import StoredTensor, TensorSource
+from .mapping.plan import View
+from .problems import damaged, other_model
+from .readers.source import TensorSource
+from .stream import Reader, check_records
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -20,10 +22,9 @@ KEYS = "lora."
 
 
 def description(source: TensorSource) -> dict[str, Any] | None:
-    """rank, alpha, the trainer's dtype, and as `base` the content hash of the weights that the adapters belong to; None for a
-    checkpoint of whole weights."""
-    manifest = getattr(source, "manifest", {})
-    found = manifest.get("lora")
+    """rank, alpha, the trainer's dtype, and as `base` the content hash of the weights that the
+    adapters belong to; None for a checkpoint of whole weights."""
+    found = source.manifest.get("lora")
     if found is None:
         return None
     try:
@@ -31,16 +32,19 @@ def description(source: TensorSource) -> dict[str, Any] | None:
             "rank": int(found["rank"]),
             "alpha": float(found["alpha"]),
             "base": str(found["base"]),
-            "dtype": NAMED[manifest["dtype"]].name,
+            "dtype": NAMED[source.manifest["dtype"]].name,
         }
     except (KeyError, TypeError, ValueError):
-        raise ConversionError(
-            f"{source.path}: damaged; its manifest does not describe its adapters.", ExitCode.DAMAGED
+        raise damaged(
+            f"{source.path}: damaged; its manifest does not describe its adapters."
         ) from None
 
 
-def merge(source: TensorSource, out: Path, reference: Path, origin: dict[str, Any], overwrite: bool) -> dict[str, Any]:
-    """Writes the HuggingFace directory of the adapters and their base, the directory `reference`; returns its manifest.
+def merge(
+    source: TensorSource, out: Path, reference: Path, origin: dict[str, Any], overwrite: bool
+) -> dict[str, Any]:
+    """Writes the HuggingFace directory of the adapters and their base, the directory `reference`;
+    returns its manifest.
 
     Raises ConversionError: adapters of other weights (7), damage (4)."""
     import torch
@@ -49,46 +53,36 @@ def merge(source: TensorSource, out: Path, reference: Path, origin: dict[str, An
     from rlflow.models.export import write_model
     from rlflow.models.huggingface import digest, iterate_weights
 
-    told = description(source)
-    assert told is not None, "it holds whole weights"
-    if digest(iterate_weights(reference)) != told["base"]:
-        raise ConversionError(
-            f"{source.path}: holds LoRA adapters of other weights than those of {reference}; give the model directory that the "
-            "training began from.",
-            ExitCode.OTHER_MODEL,
+    lora = description(source)
+    assert lora is not None, "it holds whole weights"
+    if digest(iterate_weights(reference)) != lora["base"]:
+        raise other_model(
+            f"{source.path}: holds LoRA adapters of other weights than those of {reference}; give "
+            "the model directory that the training began from."
         )
-    factors = {
-        name.removeprefix(KEYS): _whole(source, stored)
-        for name, stored in source.tensors.items()
-        if name.startswith(KEYS)
-    }
+    scale, dtype = lora["alpha"] / lora["rank"], getattr(torch, lora["dtype"])
     try:
-        adapter = Adapter.of(factors.items(), told["alpha"] / told["rank"], str(source.path))
-        return write_model(
-            out,
-            merged_model(adapter, reference, getattr(torch, told["dtype"])),
-            reference,
-            overwrite=overwrite,
-            source=origin,
-        )
+        adapter = Adapter.of(_factors(source), scale, str(source.path))
+        weights = merged_model(adapter, reference, dtype)
+        return write_model(out, weights, reference, overwrite=overwrite, source=origin)
     except ModelError as error:
-        raise ConversionError(str(error), ExitCode.OTHER_MODEL) from None
+        raise other_model(str(error)) from None
 
 
-def _whole(source: TensorSource, stored: StoredTensor) -> Tensor:
-    """The tensor in memory. Raises ConversionError (4) where a chunk is not what its checksum says."""
+def _factors(source: TensorSource) -> list[tuple[str, Tensor]]:
+    """The adapters by name. Raises ConversionError (4) where they are not what the checkpoint's
+    checksums say."""
     import torch
 
-    dtype = getattr(torch, stored.dtype.name)
-    whole = torch.empty(stored.shape, dtype=dtype)
-    for chunk in stored.chunks:
-        place = source.content(stored, chunk)
-        with (source.path / chunk.file).open("rb") as file:
-            raw = os.pread(file.fileno(), place.bytes, place.start)
-        if len(raw) != place.bytes or (place.crc32 is not None and zlib.crc32(raw) != place.crc32):
-            raise ConversionError(
-                f"{source.path / chunk.file}: '{stored.name}' is damaged (checksum).", ExitCode.DAMAGED
+    held = {name: source.tensors[name] for name in source.tensors if name.startswith(KEYS)}
+    check_records(source, held.values())
+    with Reader(source) as reader:
+        return [
+            (
+                name.removeprefix(KEYS),
+                torch.from_numpy(reader.whole(View(stored), stored.dtype))
+                .view(getattr(torch, stored.dtype.name))
+                .view(stored.shape),
             )
-        part = torch.frombuffer(bytearray(raw), dtype=dtype).view(chunk.sizes)
-        whole[tuple(slice(at, at + size) for at, size in zip(chunk.offsets, chunk.sizes, strict=True))] = part
-    return whole
+            for name, stored in held.items()
+        ]

@@ -1,4 +1,5 @@
-"""The converter that rlflow finds by the entry-point group `rlflow.converters`: see `rlflow.run.origin.Converter`."""
+"""The converter that rlflow finds by the entry-point group `rlflow.converters`: see
+`rlflow.run.origin.Converter`."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ def check(checkpoint: Path) -> None:
 
 
 def convert(checkpoint: Path, out: Path, reference: Path, say: Callable[[str], None]) -> None:
-    """Exports the checkpoint as `out`, unless that is what stands there and its files are whole. Raises ConversionError."""
+    """Exports the checkpoint as `out`, unless that is what stands there and its files are whole.
+    Raises ConversionError."""
     if current_export(checkpoint, out, reference):
         say(f"{checkpoint}: already converted, using {out}")
         return

@@ -11,7 +11,8 @@ STEP_BYTES = 64 << 20
 
 
 def read_ahead(directory: str | Path) -> None:
-    """Asks the kernel for the first bytes of the files under a directory, all alike, AHEAD_BYTES in all; returns at once.
+    """Asks the kernel for the first bytes of the files under a directory, all alike, AHEAD_BYTES in
+    all; returns at once.
 
     A hint and no more: what cannot be read is for the conversion to say."""
     threading.Thread(target=_ask, args=(Path(directory),), daemon=True).start()

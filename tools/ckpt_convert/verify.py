@@ -1,67 +1,55 @@
-"""Checks of what was written, against its manifest, and of what is read, against its own checksums."""
+"""Checks of what was written, against its manifest."""
 
 from __future__ import annotations
 
-import zlib
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from rlflow.errors import ConversionError, DamagedCheckpointError, ExitCode, ModelError
+from rlflow.errors import DamagedCheckpointError, ModelError
 from rlflow.models.huggingface import check_tensors
-from rlflow.storage.integrity import EXPORT_MANIFEST, Fingerprint, find_damage, read_fingerprints, read_sealed
+from rlflow.storage.integrity import (
+    EXPORT_MANIFEST,
+    Fingerprint,
+    find_damage,
+    read_fingerprints,
+    read_sealed,
+)
 
-from .readers.source import TensorSource
-
-READ_BYTES = 4 << 20
+from .problems import damaged, missing
 
 
 def read_manifest(path: Path) -> tuple[dict[str, Any], dict[str, Fingerprint]]:
-    """(manifest, what its files must look like) of a directory that an export or a conversion wrote. Raises
-    ConversionError (3: none, 4: damaged)."""
+    """(manifest, what its files must look like) of a directory that an export or a conversion
+    wrote. Raises ConversionError (3: none, 4: damaged)."""
     file = path / EXPORT_MANIFEST
     if not file.is_file():
-        raise ConversionError(
-            f"{file}: missing; only directories written by a conversion can be verified.", ExitCode.MISSING
-        )
+        raise missing(f"{file}: missing; only directories written by a conversion can be verified.")
     try:
         manifest = read_sealed(file)
         return manifest, read_fingerprints(manifest, file)
     except DamagedCheckpointError as error:
-        raise ConversionError(f"{str(error).removesuffix('.')}; export again.", ExitCode.DAMAGED) from None
+        raise damaged(f"{str(error).removesuffix('.')}; export again.") from None
 
 
 def verify_export(path: str | Path, workers: int = 2) -> dict[str, Any]:
-    """The manifest of an export, every file of which has the size and checksums that it says, and whose tensors are those
-    that config.json implies. Raises ConversionError (3: a file is missing, 4: another content)."""
+    """The manifest of an export, every file of which has the size and checksums that it says, and
+    whose tensors are those that config.json implies. Raises ConversionError (3: a file is missing,
+    4: another content)."""
     path = Path(path)
     manifest, expected = read_manifest(path)
     with ThreadPoolExecutor(workers) as pool:
-        for damage in filter(None, pool.map(lambda name: find_damage(path, expected, [name]), expected)):
+        for damage in filter(
+            None, pool.map(lambda name: find_damage(path, expected, [name]), expected)
+        ):
             gone = any(not (path / name).is_file() for name in expected)
-            raise ConversionError(f"{damage}; export again.", ExitCode.MISSING if gone else ExitCode.DAMAGED)
+            raise (missing if gone else damaged)(f"{damage}; export again.")
     foreign = sorted(file.name for file in path.glob("*.safetensors") if file.name not in expected)
     if foreign:
-        raise ConversionError(f"{path / foreign[0]}: not part of the export; remove it.", ExitCode.DAMAGED)
+        raise damaged(f"{path / foreign[0]}: not part of the export; remove it.")
     if (path / "config.json").is_file():
         try:
             check_tensors(path)
         except ModelError as error:
-            raise ConversionError(str(error), ExitCode.DAMAGED) from None
+            raise damaged(str(error)) from None
     return manifest
-
-
-def check_records(source: TensorSource) -> None:
-    """Raises ConversionError (4) where bytes of a source are not what its checksums say, those of single chunks apart."""
-    for name, record in source.records():
-        found = 0
-        with (source.path / name).open("rb") as stream:
-            stream.seek(record.start)
-            for start in range(0, record.bytes, READ_BYTES):
-                found = zlib.crc32(stream.read(min(READ_BYTES, record.bytes - start)), found)
-        if found != record.crc32:
-            raise ConversionError(
-                f"{source.path / name}: {record.bytes} bytes at byte {record.start} are damaged (checksum); copy it again "
-                "or use an earlier checkpoint.",
-                ExitCode.DAMAGED,
-            )

@@ -1,4 +1,5 @@
-"""What is asked of a server, and what its answer means to a client: passages or a page, another attempt, or an end."""
+"""What is asked of a server, and what its answer means to a client: passages or a page, another
+attempt, or an end."""
 
 from __future__ import annotations
 
@@ -30,7 +31,9 @@ class SearchRequest(Generic[T]):
 def search_request(queries: Sequence[str], top_k: int) -> SearchRequest[list[list[Passage]]]:
     """The request for the passages of every query."""
 
-    def read(url: str, status: int, headers: Mapping[str, str], content: bytes) -> list[list[Passage]]:
+    def read(
+        url: str, status: int, headers: Mapping[str, str], content: bytes
+    ) -> list[list[Passage]]:
         return read_answer(url, status, headers, content, queries, top_k)
 
     body = json.dumps({"queries": list(queries), "topk": top_k, "return_scores": True}).encode()
@@ -45,7 +48,10 @@ def page_request(page: str) -> SearchRequest[str | None]:
         found = results[0]
         text = found.get("contents") if isinstance(found, dict) else None
         if found is not None and not isinstance(text, str):
-            raise RetrievalError(f"{url}/access: expected a page with 'contents' or null, found {json.dumps(found)[:200]}")
+            raise RetrievalError(
+                f"{url}/access: expected a page with 'contents' or null, found "
+                f"{json.dumps(found)[:200]}"
+            )
         return text
 
     return SearchRequest("/access", json.dumps({"urls": [page]}).encode(), read)
@@ -56,18 +62,24 @@ class NotASearchServer(Exception):
 
 
 def read_answer(
-    url: str, status: int, headers: Mapping[str, str], content: bytes, queries: Sequence[str], top_k: int
+    url: str,
+    status: int,
+    headers: Mapping[str, str],
+    content: bytes,
+    queries: Sequence[str],
+    top_k: int,
 ) -> list[list[Passage]]:
     """The passages of every query, at most `top_k` each, in order.
 
-    Raises Retryable (429 and 5xx), NotASearchServer (what a wrong address answers), RetrievalError (any other refusal, and an
-    answer that does not fit the queries).
-    """
+    Raises Retryable (429 and 5xx), NotASearchServer (what a wrong address answers), RetrievalError
+    (any other refusal, and an answer that does not fit the queries)."""
     results = _results(f"{url}/retrieve", status, headers, content, len(queries))
     return [_passages(url, result)[:top_k] for result in results]
 
 
-def _results(endpoint: str, status: int, headers: Mapping[str, str], content: bytes, count: int) -> list[Any]:
+def _results(
+    endpoint: str, status: int, headers: Mapping[str, str], content: bytes, count: int
+) -> list[Any]:
     """The elements of the answer's `result`. Raises as `read_answer` does."""
     check_status(f"{endpoint}: ", status, headers, _excerpt(content))
     if status in (301, 302, 307, 308, 401, 403, 404, 405):
@@ -77,16 +89,22 @@ def _results(endpoint: str, status: int, headers: Mapping[str, str], content: by
     try:
         answer = load_json(content)
     except (ValueError, RecursionError):
-        raise NotASearchServer(f"{endpoint} does not answer with JSON: {_excerpt(content)}") from None
+        raise NotASearchServer(
+            f"{endpoint} does not answer with JSON: {_excerpt(content)}"
+        ) from None
     results = answer.get("result") if isinstance(answer, dict) else None
     if not isinstance(results, list) or len(results) != count:
-        raise RetrievalError(f"{endpoint}: expected 'result' with {count} elements, found {_excerpt(content)}")
+        raise RetrievalError(
+            f"{endpoint}: expected 'result' with {count} elements, found {_excerpt(content)}"
+        )
     return results
 
 
 def _passages(url: str, result: Any) -> list[Passage]:
     if not isinstance(result, list):
-        raise RetrievalError(f"{url}: expected a list of documents per query, found {json.dumps(result)[:200]}")
+        raise RetrievalError(
+            f"{url}: expected a list of documents per query, found {json.dumps(result)[:200]}"
+        )
     return [_passage(url, element) for element in result]
 
 
@@ -104,7 +122,9 @@ def _passage(url: str, element: Any) -> Passage:
     title = document.get("title") or contents.partition("\n")[0].strip().strip('"')
     name = str(document.get("id", ""))
     score = element.get("score") if scored else None
-    return Passage(name, str(title), contents, str(document.get("url") or f"doc://{name}"), float(score or 0.0))
+    return Passage(
+        name, str(title), contents, str(document.get("url") or f"doc://{name}"), float(score or 0.0)
+    )
 
 
 def _excerpt(content: bytes) -> str:
@@ -115,5 +135,3 @@ def _excerpt(content: bytes) -> str:
     except (ValueError, KeyError, TypeError):
         return text[:200]
     return str(detail)[:200]
-
-

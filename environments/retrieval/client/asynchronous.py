@@ -1,4 +1,5 @@
-"""Retrievers that wait instead of compute: they are asked one query at a time, many at once, and not in batches."""
+"""Retrievers that wait instead of compute: they are asked one query at a time, many at once, and
+not in batches."""
 
 from __future__ import annotations
 
@@ -31,7 +32,8 @@ class CacheCounts:
 
 
 class AsyncRetriever(Retriever):
-    """A retriever whose searches run elsewhere. Callers may live in any thread and any event loop."""
+    """A retriever whose searches run elsewhere. Callers may live in any thread and any event
+    loop."""
 
     cache_counts: CacheCounts | None = None
     """Of its cache, if it has one."""

@@ -3,8 +3,8 @@
     source.json          {"identity": ...}: which index the records are of
     ab/ab12....json      one record per search: {"passages": [...], "query": ..., "top_k": ...}
 
-A record's name is the SHA-256 of identity, query and top_k. Records hold no time and no order: equal runs write equal bytes.
-"""
+A record's name is the SHA-256 of identity, query and top_k. Records hold no time and no order:
+equal runs write equal bytes."""
 
 from __future__ import annotations
 
@@ -21,24 +21,31 @@ from rlflow_environments.retrieval.corpus import Passage
 from rlflow_environments.retrieval.errors import ReplayMissError
 
 MODES = ("off", "record", "replay", "strict-replay")
-"""off: nothing is read or written. record: every search goes to the server and is written. replay: a search that was recorded
-is answered from there, any other goes to the server and is written. strict-replay: there is no server."""
+"""off: nothing is read or written. record: every search goes to the server and is written. replay:
+a search that was recorded is answered from there, any other goes to the server and is written.
+strict-replay: there is no server."""
 
 
 class SearchCache:
-    """The records of one index in one folder. Several processes may share it: records are written whole or not at all."""
+    """The records of one index in one folder. Several processes may share it: records are written
+    whole or not at all."""
 
     def __init__(self, directory: str | Path, mode: str) -> None:
-        """Raises ConfigError for an unknown mode, or strict-replay of a folder that holds no records."""
+        """Raises ConfigError for an unknown mode, or strict-replay of a folder that holds no
+        records."""
         if mode not in MODES:
-            raise ConfigError(f"cache.mode: expected one of {', '.join(MODES)}, found '{mode}'.{did_you_mean(mode, MODES)}")
+            raise ConfigError(
+                f"cache.mode: expected one of {', '.join(MODES)}, found "
+                f"'{mode}'.{did_you_mean(mode, MODES)}"
+            )
         self.mode = mode
         self.directory = Path(directory).expanduser()
         self._source = self.directory / "source.json"
         self._identity = _read_identity(self._source)
         if self.strict and self._identity is None:
             raise ConfigError(
-                f"cache.directory: {self.directory} holds no recorded searches; record them first with cache.mode: record."
+                f"cache.directory: {self.directory} holds no recorded searches; record them first "
+                "with cache.mode: record."
             )
 
     @property
@@ -58,7 +65,8 @@ class SearchCache:
             self._identity = identity
         elif identity != self._identity:
             raise ConfigError(
-                f"cache.directory: the searches in {self.directory} were recorded from the index {self._identity}, the server "
+                f"cache.directory: the searches in {self.directory} were recorded from the index "
+                f"{self._identity}, the server "
                 f"has {identity}. Give another directory, or serve the index that was recorded."
             )
 
@@ -76,19 +84,30 @@ class SearchCache:
         except FileNotFoundError:
             if self.strict:
                 raise ReplayMissError(
-                    f"strict replay: the search {query!r} with top_k {top_k} was not recorded in {self.directory}. The rollout "
-                    "differs from the recorded one, or the recording is not complete: use cache.mode: replay to add to it."
+                    f"strict replay: the search {query!r} with top_k {top_k} was not recorded in "
+                    f"{self.directory}. The rollout "
+                    "differs from the recorded one, or the recording is not complete: use "
+                    "cache.mode: replay to add to it."
                 ) from None
             return None
         except (ValueError, KeyError, TypeError) as problem:
-            raise DataError(f"{path}: not a recorded search ({problem}). Delete it, and it is recorded again.") from None
+            raise DataError(
+                f"{path}: not a recorded search ({problem}). Delete it, and it is recorded again."
+            ) from None
 
     def put(self, query: str, top_k: int, passages: Sequence[Passage]) -> None:
         """Records a search, in the modes that do; `identify` comes first."""
         if self.mode not in ("record", "replay"):
             return
         path = self._path(query, top_k)
-        _write(path, {"query": query, "top_k": top_k, "passages": [dataclasses.asdict(passage) for passage in passages]})
+        _write(
+            path,
+            {
+                "query": query,
+                "top_k": top_k,
+                "passages": [dataclasses.asdict(passage) for passage in passages],
+            },
+        )
 
     def digest(self) -> str:
         """The SHA-256 of all records together: equal for equal recordings."""
@@ -108,8 +127,12 @@ def _read_identity(path: Path) -> str | None:
     except FileNotFoundError:
         return None
     except (ValueError, KeyError, TypeError) as problem:
-        raise DataError(f'{path}: expected {{"identity": ...}} ({problem}). The folder is not a search cache.') from None
+        raise DataError(
+            f'{path}: expected {{"identity": ...}} ({problem}). The folder is not a search cache.'
+        ) from None
 
 
 def _write(path: Path, value: Any) -> None:
-    write_text(path, json.dumps(value, sort_keys=True) + "\n", durable=False)  # ASCII: lone surrogates are escaped
+    write_text(
+        path, json.dumps(value, sort_keys=True) + "\n", durable=False
+    )  # ASCII: lone surrogates are escaped

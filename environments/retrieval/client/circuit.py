@@ -1,4 +1,5 @@
-"""A circuit breaker: while no server answers, one search at a time asks, and the others wait for what it finds out."""
+"""A circuit breaker: while no server answers, one search at a time asks, and the others wait for
+what it finds out."""
 
 from __future__ import annotations
 
@@ -19,9 +20,9 @@ FIRST_REST_S, LONGEST_REST_S = 0.2, 2.0
 class Circuit:
     """Closed while a server answers. Used in one event loop.
 
-    Open, it says so in one line of the log instead of one per search, and spares a server that is starting again the rush of
-    all searches at once. Nobody waits in it longer than the search's own deadline.
-    """
+    Open, it says so in one line of the log instead of one per search, and spares a server that is
+    starting again the rush of all searches at once. Nobody waits in it longer than the search's own
+    deadline."""
 
     def __init__(self, where: str) -> None:
         """where: the servers, for messages."""
@@ -58,7 +59,11 @@ class Circuit:
     def succeeded(self) -> None:
         """A server answered."""
         if self._opened is not None:
-            logger.info("a retrieval server answers again after %.1f s (%s)", time.monotonic() - self._opened, self._where)
+            logger.info(
+                "a retrieval server answers again after %.1f s (%s)",
+                time.monotonic() - self._opened,
+                self._where,
+            )
         self._failures, self._opened = 0, None
         self._wake()
 
@@ -70,11 +75,14 @@ class Circuit:
         if self._opened is None and self._failures >= OPENS_AFTER:
             self._opened = now
             logger.warning(
-                "no retrieval server answers (%s; last: %s): searches wait up to their deadline, one at a time asks again",
+                "no retrieval server answers (%s; last: %s): searches wait up to their deadline, "
+                "one at a time asks again",
                 self._where,
                 reason,
             )
-        self._asks_next = now + backoff_s(FIRST_REST_S, LONGEST_REST_S, max(1, self._failures - OPENS_AFTER + 1))
+        self._asks_next = now + backoff_s(
+            FIRST_REST_S, LONGEST_REST_S, max(1, self._failures - OPENS_AFTER + 1)
+        )
 
     def _wake(self) -> None:
         self._changed.set()

@@ -24,13 +24,15 @@ class _Server:
 
 
 class ServerPool:
-    """The servers of a list that may change. A server that failed rests, longer each time, while others are asked.
+    """The servers of a list that may change. A server that failed rests, longer each time, while
+    others are asked.
 
     Used by one thread.
     """
 
     def __init__(self, addresses: Callable[[], Sequence[str]], generator: random.Random) -> None:
-        """addresses: the present ones, `host:port` or URLs; asked again when a server fails, and now and then."""
+        """addresses: the present ones, `host:port` or URLs; asked again when a server fails, and
+        now and then."""
         self._addresses = addresses
         self._generator = generator
         self._servers: dict[str, _Server] = {}
@@ -41,16 +43,27 @@ class ServerPool:
         return len(self._servers)
 
     def take(self, avoid: str | None = None) -> str | None:
-        """The URL of the server to ask now, None where there is none; `release` it afterwards. avoid: the one that failed."""
+        """The URL of the server to ask now, None where there is none; `release` it afterwards.
+        avoid: the one that failed."""
         self._list()
         now = time.monotonic()
-        awake = [url for url, server in self._servers.items() if server.rests_until <= now and url != avoid]
+        awake = [
+            url
+            for url, server in self._servers.items()
+            if server.rests_until <= now and url != avoid
+        ]
         if awake:
-            # The less busy of two at random: nearly as even as the least busy of all, and clients do not flock to it
-            # (Mitzenmacher 2001).
-            chosen = min(self._generator.sample(awake, min(2, len(awake))), key=lambda url: self._servers[url].in_flight)
+            # The less busy of two at random: nearly as even as the least busy of all, and clients
+            # do not flock to it (Mitzenmacher 2001).
+            chosen = min(
+                self._generator.sample(awake, min(2, len(awake))),
+                key=lambda url: self._servers[url].in_flight,
+            )
         elif self._servers:
-            chosen = min(self._servers, key=lambda url: (self._servers[url].rests_until, self._generator.random()))
+            chosen = min(
+                self._servers,
+                key=lambda url: (self._servers[url].rests_until, self._generator.random()),
+            )
         else:
             return None
         self._servers[chosen].in_flight += 1
@@ -72,7 +85,9 @@ class ServerPool:
     def others(self, url: str) -> bool:
         """Whether another server than this one is awake."""
         now = time.monotonic()
-        return any(other != url and server.rests_until <= now for other, server in self._servers.items())
+        return any(
+            other != url and server.rests_until <= now for other, server in self._servers.items()
+        )
 
     def _list(self) -> None:
         now = time.monotonic()
@@ -84,13 +99,21 @@ class ServerPool:
 
 
 def server_url(address: str) -> str:
-    """`http://host:port` of an address with or without a scheme, and without a trailing slash. Raises ConfigError."""
+    """`http://host:port` of an address with or without a scheme, and without a trailing slash.
+    Raises ConfigError."""
     url = (address if "://" in address else f"http://{address}").rstrip("/")
     try:
         parts = urlsplit(url)
-        usable = parts.scheme in ("http", "https") and parts.hostname and (parts.port is None or parts.port > 0)
+        usable = (
+            parts.scheme in ("http", "https")
+            and parts.hostname
+            and (parts.port is None or parts.port > 0)
+        )
     except ValueError:
         usable = False
     if not usable:
-        raise ConfigError(f"retriever http: expected a server as http://host:port or host:port, found '{address}'.")
+        raise ConfigError(
+            "retriever http: expected a server as http://host:port or host:port, found "
+            f"'{address}'."
+        )
     return url.removesuffix("/retrieve")  # where the field's configurations give the whole path

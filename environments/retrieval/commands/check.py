@@ -44,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
         verdicts = check_server(args.url, seeds=args.query or SEEDS, timeout_s=args.timeout_s, on_verdict=show)
     except Broken as problem:
         print(f"rlflow: {args.url} does not answer a search: {problem}", file=sys.stderr)
-        return RLFlowError.exit_code if "ClientConnector" in str(problem) else 1
+        return RLFlowError.exit_code if "ConnectError" in str(problem) else 1
     failed = [verdict.check.name for verdict in verdicts if verdict.outcome == "fail"]
     required = sum(verdict.check.required and verdict.outcome != "skip" for verdict in verdicts)
     print(f"{required - len(failed)} of {required} required checks pass" + (f"; failed: {', '.join(failed)}" if failed else ""))

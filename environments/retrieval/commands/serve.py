@@ -1,73 +1,116 @@
-"""Serves an index over HTTP, in the wire format that Search-R1, RLinf, ASearcher, AstraFlow, verl, slime and SkyRL share.
+"""Serves an index over HTTP, in the wire format that Search-R1, RLinf, ASearcher, AstraFlow, verl,
+slime and SkyRL share.
 
-  rlflow search serve --index indices/wiki --pages pages.jsonl --host 0.0.0.0 --save-address-to addresses/
-  rlflow search serve --corpus corpus.jsonl --retriever bm25 --port 0
-  rlflow search serve --index_path e5_Flat.index --corpus_path wiki-18.jsonl --retriever_name e5 --retriever_model e5-base-v2
+rlflow search serve --index indices/wiki --pages pages.jsonl --host 0.0.0.0 --save-address-to
+addresses/ rlflow search serve --corpus corpus.jsonl --retriever bm25 --port 0 rlflow search serve
+--index_path e5_Flat.index --corpus_path wiki-18.jsonl --retriever_name e5 --retriever_model
+e5-base-v2
 
-The port answers at once; GET /health tells how far loading is, GET /ready when it is done, and a browser at / what the server
-is doing. SIGHUP, or POST /admin/reload with the token, loads the index again without a gap. SIGTERM ends it.
-"""
+The port answers at once; GET /health tells how far loading is, GET /ready when it is done, and a
+browser at / what the server is doing. SIGHUP, or POST /admin/reload with the token, loads the index
+again without a gap. SIGTERM ends it."""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import functools
 import logging
 import os
 import secrets
+import socket
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlflow.errors import ConfigError, install_command, needing
 from rlflow.storage.memory import OwnedFolder
 from rlflow_environments.common.commands import log_to_stderr
-from rlflow_environments.retrieval.commands.source_arguments import add_source_arguments, read_source
+from rlflow_environments.retrieval.commands.source_arguments import (
+    add_source_arguments,
+    read_source,
+)
 from rlflow_environments.retrieval.server.discovery import DiscoveryFile
 from rlflow_environments.retrieval.server.listener import bind
 
 if TYPE_CHECKING:
-    from rlflow_environments.retrieval.server.service import SearchService, ServiceLimits
+    from rlflow_environments.retrieval.server.loading import ServedSource
+    from rlflow_environments.retrieval.server.workers import WorkerSetup
 
 DEFAULT_PORT = 8000
 LEAST_TOKEN = 16  # characters
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What is served, where, and how much is taken at a time; the flags of the field's servers under their own names."""
+    """What is served, where, and how much is taken at a time; the flags of the field's servers
+    under their own names."""
     served = parser.add_argument_group("what is served")
     add_source_arguments(served)
-    served.add_argument("--pages", "--pages_path", metavar="FILE", help="whole pages for POST /access")
     served.add_argument(
-        "--topk", "--top-k", type=int, default=3, metavar="N", help="where a request has none (default 3)"
+        "--pages", "--pages_path", metavar="FILE", help="whole pages for POST /access"
+    )
+    served.add_argument(
+        "--topk",
+        "--top-k",
+        type=int,
+        default=3,
+        metavar="N",
+        help="where a request has none (default 3)",
     )
     place = parser.add_argument_group("where")
     place.add_argument(
-        "--host", default="127.0.0.1", help="address to bind (default 127.0.0.1; 0.0.0.0 for other machines)"
-    )
-    place.add_argument("--port", type=int, default=DEFAULT_PORT, help="default 8000; 0 picks a free one")
-    place.add_argument(
-        "--save-address-to", metavar="DIR", help="write Host{ip}_IP{port}.txt there while the server can answer"
+        "--host",
+        default="127.0.0.1",
+        help="address to bind (default 127.0.0.1; 0.0.0.0 for other machines)",
     )
     place.add_argument(
-        "--admin-token", metavar="FILE", help="with the token of /admin/reload and /recent (default: a new one, in a new file)"
+        "--port", type=int, default=DEFAULT_PORT, help="default 8000; 0 picks a free one"
+    )
+    place.add_argument(
+        "--save-address-to",
+        metavar="DIR",
+        help="write Host{ip}_IP{port}.txt there while the server can answer",
+    )
+    place.add_argument(
+        "--admin-token",
+        metavar="FILE",
+        help="with the token of /admin/reload and /recent (default: a new one, in a new file)",
     )
     load = parser.add_argument_group("load")
     load.add_argument(
-        "--processes", type=int, default=1, metavar="N", help="that answer, with one index in shared memory (1)"
-    )
-    load.add_argument("--max-batch", type=int, default=256, metavar="N", help="queries searched together at most (256)")
-    load.add_argument("--max-queue", type=int, default=8192, metavar="N", help="waiting queries before 429 (8192)")
-    load.add_argument(
-        "--max-wait-s", type=float, default=60.0, metavar="S", help="before a request is given up, 503 (60)"
-    )
-    load.add_argument(
-        "--cache-mb", type=int, default=64, metavar="MB", help="answers kept in memory (64; 0 turns it off)"
+        "--processes",
+        type=int,
+        default=1,
+        metavar="N",
+        help="that answer, with one index in shared memory (1)",
     )
     load.add_argument(
-        "--query-log", metavar="FILE", help="append one line of JSON per request: trace id, times, ids found"
+        "--max-batch",
+        type=int,
+        default=256,
+        metavar="N",
+        help="queries searched together at most (256)",
+    )
+    load.add_argument(
+        "--max-queue", type=int, default=8192, metavar="N", help="waiting queries before 429 (8192)"
+    )
+    load.add_argument(
+        "--max-wait-s",
+        type=float,
+        default=60.0,
+        metavar="S",
+        help="before a request is given up, 503 (60)",
+    )
+    load.add_argument(
+        "--cache-mb",
+        type=int,
+        default=64,
+        metavar="MB",
+        help="answers kept in memory (64; 0 turns it off)",
+    )
+    load.add_argument(
+        "--query-log",
+        metavar="FILE",
+        help="append one line of JSON per request: trace id, times, ids found",
     )
     parser.add_argument("--parent", type=int, metavar="PID", help="end when this process ends")
 
@@ -75,7 +118,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Serves until a signal; returns 0."""
     _check(args)
-    os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # idle threads that spin would take the cores from rollouts
+    os.environ.setdefault(
+        "OMP_WAIT_POLICY", "passive"
+    )  # idle threads that spin would take the cores from rollouts
     log_to_stderr()
     listener = bind(args.host, args.port)
     folder = OwnedFolder("search")
@@ -83,23 +128,34 @@ def run(args: argparse.Namespace) -> int:
         os.environ["PROMETHEUS_MULTIPROC_DIR"] = str(folder.path)
     token_file, token = _admin_token(args.admin_token, folder)
     with needing("rlflow search serve", install_command("search")):
-        from rlflow_environments.retrieval.server import process
         from rlflow_environments.retrieval.server.service import ServiceLimits
+        from rlflow_environments.retrieval.server.workers import WorkerSetup, serve_by_workers
     host, port = listener.getsockname()[:2]
     discovery = DiscoveryFile(args.save_address_to, host, port) if args.save_address_to else None
-    limits = ServiceLimits(top_k=args.topk, max_wait_s=args.max_wait_s)
     url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
-    print(f"serving on {url} (loading; progress: {url}/health; admin token in {token_file})", flush=True)
-    with _service(args, limits, folder, token) as (served, protocol):
-        process.serve(
-            served,
-            listener,
-            discovery=discovery,
-            parent=args.parent,
-            on_ready=lambda: print(f"ready: {url}", flush=True),
-            last_resort=True,
-            protocol=protocol,
-        )
+    print(
+        f"serving on {url} (loading; progress: {url}/health; admin token in {token_file})",
+        flush=True,
+    )
+
+    def on_ready() -> None:
+        if discovery is not None:
+            discovery.write()
+        print(f"ready: {url}", flush=True)
+
+    def on_stop() -> None:
+        if discovery is not None:
+            discovery.remove()
+
+    with contextlib.closing(folder):
+        limits = ServiceLimits(top_k=args.topk, max_wait_s=args.max_wait_s)
+        source = make_source(args)
+        setup = WorkerSetup(source, limits, args.query_log, token, folder.path, args.processes)
+        told = {"parent": args.parent, "on_ready": on_ready, "on_stop": on_stop}
+        if args.processes > 1:
+            serve_by_workers(setup, listener, **told)
+        else:
+            serve_alone(setup, listener, **told)
     sys.stdout.flush()
     logging.shutdown()
     os._exit(0)  # a search that cannot be interrupted must not keep the process
@@ -117,52 +173,45 @@ def _admin_token(given: str | None, folder: OwnedFolder) -> tuple[Path, str]:
     except (OSError, ValueError) as problem:
         raise ConfigError(f"--admin-token {given}: cannot be read ({problem}).") from None
     if len(token) < LEAST_TOKEN:
-        raise ConfigError(f"--admin-token {given}: expected {LEAST_TOKEN} characters or more, found {len(token)}.")
+        raise ConfigError(
+            f"--admin-token {given}: expected {LEAST_TOKEN} characters or more, found {len(token)}."
+        )
     return Path(given), token
 
 
-@contextlib.contextmanager
-def _service(
-    args: argparse.Namespace, limits: ServiceLimits, folder: OwnedFolder, token: str
-) -> Iterator[tuple[SearchService, Any]]:
-    """What answers, and the protocol of its connections: in this process, or in several others."""
-    from rlflow_environments.retrieval.server.connections import ImpatientProtocol
+def make_source(args: argparse.Namespace) -> ServedSource:
+    """What the flags say is to be served. What waits and what is cached is shared out among the
+    processes."""
+    from rlflow_environments.retrieval.server.loading import ServedSource
+
+    options = {
+        "max_batch": args.max_batch,
+        "max_waiting": -(-args.max_queue // args.processes),
+        "cache_bytes": -(-(args.cache_mb << 20) // args.processes),
+    }
+    component, corpus = read_source(args)
+    return ServedSource(component, corpus, args.pages, options)
+
+
+def serve_alone(setup: WorkerSetup, listener: socket.socket, **told: Any) -> None:
+    """Serves in this process."""
+    from rlflow_environments.retrieval.server.process import serve
     from rlflow_environments.retrieval.server.query_log import QueryLog
     from rlflow_environments.retrieval.server.service import SearchService
 
-    source = make_source(args)
-    with contextlib.closing(folder):
-        if args.processes == 1:
-            log = QueryLog(args.query_log) if args.query_log else None
-            yield SearchService(source.load, limits, log, admin_token=token), ImpatientProtocol
-            return
-        from rlflow_environments.retrieval.server.fleet import Fleet
-        from rlflow_environments.retrieval.server.moving import MovingProtocol
-        from rlflow_environments.retrieval.server.statistics import ServerStatistics, shared_table
-
-        fleet = Fleet(source, limits, args.query_log, args.processes, folder.path)
-        statistics = ServerStatistics(shared_table(folder.path, args.processes))
-        fleet.service = SearchService(fleet.load, limits, None, statistics, token)
-        try:
-            yield fleet.service, functools.partial(MovingProtocol, movers=fleet.movers)
-        finally:
-            fleet.end()
-
-
-def make_source(args: argparse.Namespace) -> Any:
-    """What the flags say is to be served."""
-    from rlflow_environments.retrieval.server.loading import ServedSource
-
-    options = {"max_batch": args.max_batch, "max_waiting": args.max_queue, "cache_bytes": args.cache_mb << 20}
-    component, corpus = read_source(args)
-    return ServedSource(component, corpus, args.pages, options)
+    log = QueryLog(setup.query_log) if setup.query_log else None
+    service = SearchService(setup.source.load, setup.limits, log, admin_token=setup.token)
+    serve(service, listener, last_resort=True, **told)
 
 
 def _check(args: argparse.Namespace) -> None:
     for option in ("topk", "processes", "max_batch", "max_queue"):
         if getattr(args, option) < 1:
-            raise ConfigError(f"--{option.replace('_', '-')}: expected at least 1, found {getattr(args, option)}.")
+            raise ConfigError(
+                f"--{option.replace('_', '-')}: expected at least 1, found {getattr(args, option)}."
+            )
     if args.max_wait_s <= 0 or args.cache_mb < 0:
         raise ConfigError(
-            f"--max-wait-s and --cache-mb: expected more than 0 and at least 0, found {args.max_wait_s}, {args.cache_mb}."
+            "--max-wait-s and --cache-mb: expected more than 0 and at least 0, found "
+            f"{args.max_wait_s}, {args.cache_mb}."
         )

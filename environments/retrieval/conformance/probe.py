@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import aiohttp
+from rlflow.http import Retryable, Session
 
 Document = dict[str, Any]
 
@@ -36,7 +36,7 @@ class Reply:
 class Probe:
     """Asks the server. queries: such that find something; sample: documents that they found."""
 
-    session: aiohttp.ClientSession
+    session: Session
     url: str
     queries: list[str] = field(default_factory=list)
     sample: list[Document] = field(default_factory=list)
@@ -44,18 +44,22 @@ class Probe:
     async def post(self, path: str, body: Any) -> Reply:
         """The reply to a JSON body, or to raw bytes. Raises Broken where there is none."""
         content = body if isinstance(body, bytes) else json.dumps(body).encode()
-        return await self._ask("POST", path, data=content, headers={"Content-Type": "application/json"})
+        return await self._ask("POST", path, content)
 
     async def get(self, path: str) -> Reply:
         """The reply to a GET. Raises Broken where there is none."""
         return await self._ask("GET", path)
 
-    async def _ask(self, method: str, path: str, **options: Any) -> Reply:
+    async def _ask(self, method: str, path: str, body: bytes | None = None) -> Reply:
         try:
-            async with self.session.request(method, self.url + path, **options) as response:
-                return _reply(response.status, await response.read())
-        except (aiohttp.ClientError, TimeoutError) as problem:
-            raise Broken(f"{method} {path}: {type(problem).__name__} {problem}".rstrip()) from None
+            reply = await self.session.ask(method, self.url + path, body, where=f"{method} {path}: ")
+        except Retryable as problem:
+            raise Broken(str(problem)) from None
+        try:
+            found = reply.json()
+        except ValueError:
+            found = None
+        return Reply(reply.status, found, reply.text)
 
     async def retrieve(self, queries: Sequence[str], scores: bool = True, **body: Any) -> list[list[Any]]:
         """The lists of `result`. Raises Broken unless there is one per query."""
@@ -89,11 +93,3 @@ def document_of(element: Any) -> Document:
 def key_of(document: Document) -> str:
     """What tells documents apart: the id, or all of it where there is none."""
     return str(document["id"]) if "id" in document else json.dumps(document, sort_keys=True)
-
-
-def _reply(status: int, content: bytes) -> Reply:
-    try:
-        body = json.loads(content)
-    except ValueError:
-        body = None
-    return Reply(status, body, content.decode("utf-8", "replace"))

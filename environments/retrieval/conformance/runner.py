@@ -6,8 +6,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import aiohttp
-
+from rlflow.http import Session
 from rlflow_environments.retrieval.client.servers import server_url
 from rlflow_environments.retrieval.conformance.checks import CHECKS, Check
 from rlflow_environments.retrieval.conformance.probe import Broken, Probe, Skipped
@@ -44,14 +43,16 @@ def check_server(
 async def _check(url: str, seeds: Sequence[str], timeout_s: float, on_verdict: Callable[[Verdict], None]) -> list[Verdict]:
     verdicts = []
     # A connection per request: uvicorn closes one on which a request failed, and the check after it would be blamed.
-    connector = aiohttp.TCPConnector(force_close=True)
-    async with aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=timeout_s)) as session:
+    session = Session(keepalive_s=0, timeout_s=timeout_s)
+    try:
         probe = Probe(session, url)
         await _sample(probe, seeds)
         for check in CHECKS:
             verdict = await _verdict(check, probe)
             on_verdict(verdict)
             verdicts.append(verdict)
+    finally:
+        await session.close()
     return verdicts
 
 
@@ -74,13 +75,8 @@ async def _sample(probe: Probe, seeds: Sequence[str]) -> None:
             found.setdefault(seed)
         for document in documents:
             probe.sample.append(document)
-            found.setdefault(_first_line(str(document.get("contents") or "")))
+            first_line = str(document.get("contents") or "").partition("\n")[0]
+            found.setdefault(first_line.strip().strip('"')[:TITLE_CHARACTERS])
     probe.queries = [query for query in found if query.strip()][:QUERIES]
     if not probe.queries:
         raise Broken(f"finds nothing for any of {', '.join(map(repr, seeds))}; name a query that finds something with --query")
-
-
-def _first_line(contents: str) -> str:
-    return contents.partition("\n")[0].strip().strip('"')[:TITLE_CHARACTERS]
-
-

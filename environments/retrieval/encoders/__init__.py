@@ -1,10 +1,9 @@
-"""Encoders: texts to vectors. The built-in one needs no download; E5, BGE and sentence-transformers models run on torch or
-ONNX."""
+"""Encoders: texts to vectors. The built-in one needs no download; E5, BGE and sentence-transformers
+models run on torch or ONNX."""
 
 from __future__ import annotations
 
-from rlflow_environments.retrieval.encoders.base import Encoder
-from rlflow_environments.retrieval.encoders.make import make_encoder
+from rlflow_environments.retrieval.encoders.make import Encoder, make_encoder
 from rlflow_environments.retrieval.encoders.ngram import NgramEncoder, split_words
 from rlflow_environments.retrieval.encoders.rules import encoder_family
 

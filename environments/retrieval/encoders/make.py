@@ -4,38 +4,81 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
+
+import numpy as np
 
 from rlflow.components import Kind, check_options
-from rlflow.errors import ConfigError
+from rlflow.errors import ConfigError, ModelError
 from rlflow_environments.retrieval.corpus import Passage
-from rlflow_environments.retrieval.encoders.base import Encoder
 
 ENCODER = Kind("encoder", "rlflow_environments.retrieval.encoders", reserved=("passages",))
 """A class or function of `passages`, the corpus that it learns from, where it does, and options."""
 
 
-def make_encoder(component: str | Mapping[str, Any], corpus: Sequence[Passage] | None = None) -> Encoder:
-    """An encoder: `hashed` (built in; learns word counts from `corpus`), one of an installed package, `package.module:Name` or
-    `file.py:Name`; any other name is a model folder or a hub name. With options.
+class Encoder(Protocol):
+    """Texts to vectors: (N, dimensions) float32. A text's vector does not depend on the other texts of
+    its batch, bit for bit for queries. A zero row: the text holds nothing to encode."""
 
-    {"name": "models/e5-base-v2", "device": "cuda"}, {"name": "hashed", "dimensions": 384}, or just the name.
-    Raises ConfigError, ModelError, MissingPackageError.
+    dimensions: int
+
+    @property
+    def unit_vectors(self) -> bool:
+        """Whether every vector has length 1 (or 0)."""
+
+    @property
+    def description(self) -> dict[str, Any]:
+        """What an index records: `family`, `sha256` of all that decides a vector, and what a person
+        wants to know."""
+
+    def encode_queries(self, queries: Sequence[str]) -> np.ndarray: ...
+
+    def encode_passages(self, passages: Sequence[Passage]) -> np.ndarray: ...
+
+
+def make_encoder(
+    component: str | Mapping[str, Any], corpus: Sequence[Passage] | None = None
+) -> Encoder:
+    """An encoder: `hashed` (built in; learns word counts from `corpus`), one of an installed package,
+    `package.module:Name` or `file.py:Name`; any other name is a model folder or a hub name. With options.
+
+    {"name": "models/e5-base-v2", "device": "cuda"}, {"name": "hashed", "dimensions": 384}, or just the
+    name. Raises ConfigError, ModelError, MissingPackageError.
     """
     options = {"name": component} if isinstance(component, str) else dict(component)
     name = options.get("name")
     if not isinstance(name, str) or not name:
-        raise ConfigError(f"encoder.name: expected '{ENCODER.names()[0]}', a model folder or a hub name, found {name!r}.")
-    if name not in ENCODER.names() and (":" not in name or Path(name).expanduser().is_dir()):
-        return _model(name, {key: value for key, value in options.items() if key != "name"})
+        raise ConfigError(
+            f"encoder.name: expected '{ENCODER.names()[0]}', a model folder or a hub name, found "
+            f"{name!r}."
+        )
+    if is_model(name):
+        from rlflow_environments.retrieval.encoders.transformer import TransformerEncoder
+
+        del options["name"]
+        checked = check_options(options, TransformerEncoder, where="encoder", reserved=("path",))
+        return TransformerEncoder(name, **checked)
     target, keywords = ENCODER.complete(options, passages=corpus)
     if corpus is None and "passages" in keywords:
         raise ConfigError(f"encoder {name}: it counts the words of a corpus, and none is given.")
     return target(**keywords)
 
 
-def _model(path: str, options: Mapping[str, Any]) -> Encoder:
-    from rlflow_environments.retrieval.encoders.transformer import TransformerEncoder
+def is_model(name: str) -> bool:
+    """Whether the name is that of a model, a folder or on the hub, and not of a class or function."""
+    return name not in ENCODER.names() and (":" not in name or Path(name).expanduser().is_dir())
 
-    checked = check_options(options, TransformerEncoder, where=f"encoder {path}", reserved=("path",))
-    return TransformerEncoder(path, **checked)
+
+def dimensions_of(component: Mapping[str, Any]) -> int:
+    """How many dimensions an encoder has, about, without loading its weights. Raises ModelError."""
+    if not is_model(component["name"]):
+        return int(component.get("dimensions", 512))
+    from transformers import AutoConfig
+
+    from rlflow_environments.retrieval.encoders.transformer import model_folder
+
+    folder = model_folder(component["name"])
+    try:
+        return int(AutoConfig.from_pretrained(folder).hidden_size)
+    except (OSError, ValueError, AttributeError) as problem:
+        raise ModelError(f"{folder}: expected a model's configuration ({problem}).") from None

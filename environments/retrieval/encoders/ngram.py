@@ -16,6 +16,7 @@ import numpy as np
 
 from rlflow.errors import ConfigError, DataError
 from rlflow.storage.files import write_text
+from rlflow.values import PositiveInt, Share
 from rlflow_environments.retrieval.corpus import Passage
 
 # Scripts without spaces between words count character by character.
@@ -47,22 +48,15 @@ class NgramEncoder:
         self,
         passages: Sequence[Passage],
         *,
-        dimensions: int = 512,
-        title_weight: float = 0.5,
-        ngram_weight: float = 0.3,
-        ngram_sizes: Sequence[int] = (3, 4),
-        buckets_per_word: int = 4,
+        dimensions: PositiveInt = 512,
+        title_weight: Share = 0.5,
+        ngram_weight: Share = 0.3,
+        ngram_sizes: Sequence[PositiveInt] = (3, 4),
+        buckets_per_word: PositiveInt = 4,
     ) -> None:
-        """Counts in how many passages each word occurs. Raises ConfigError for values out of range."""
-        if dimensions < 1 or buckets_per_word < 1 or not ngram_sizes or min(ngram_sizes) < 1:
-            raise ConfigError(
-                "retriever: dimensions, buckets_per_word and every one of ngram_sizes must be at least 1, found "
-                f"{dimensions}, {buckets_per_word}, {list(ngram_sizes)}."
-            )
-        if not (0 <= title_weight <= 1 and 0 <= ngram_weight <= 1):
-            raise ConfigError(
-                f"retriever: title_weight and ngram_weight must be from 0 to 1, found {title_weight} and {ngram_weight}."
-            )
+        """Counts in how many passages each word occurs. Raises ConfigError for no ngram_sizes."""
+        if not ngram_sizes:
+            raise ConfigError("retriever.ngram_sizes: expected at least one size, found none.")
         self.dimensions = dimensions
         self.options = {
             "dimensions": dimensions,

@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePath
 from typing import Any
 
 from rlflow.errors import ConfigError, ModelError, did_you_mean
+from rlflow.values import PositiveInt
 
 POOLINGS = ("mean", "cls", "max", "last", "mean_sqrt_length")
 MAX_LENGTH = 256  # tokens, prefix and special tokens included (Search-R1 and all that descend from it)
@@ -82,34 +84,33 @@ def encoder_rules(
     normalize: bool | None = None,
     query_prefix: str | None = None,
     passage_prefix: str | None = None,
-    max_length: int | None = None,
+    max_length: PositiveInt | None = None,
 ) -> EncoderRules:
     """The rules of a model: its family's, or those of its modules.json; what is given wins.
 
-    Raises ConfigError for an unknown family or pooling or a length below 1, ModelError for modules that are not supported.
+    Raises ConfigError for an unknown family or pooling, ModelError for modules that are not supported.
     """
     chosen = encoder_family(name) if family is None else family
-    if chosen not in FAMILIES:
-        raise ConfigError(
-            f"encoder.family: expected one of {', '.join(FAMILIES)}, found '{chosen}'.{did_you_mean(chosen, FAMILIES)}"
-        )
-    rules = FAMILIES[chosen]
+    rules = FAMILIES[_known("family", chosen, FAMILIES)]
     if chosen == "sentence-transformers" and (folder / "modules.json").is_file():
         rules = _from_modules(folder, rules)
-    if pooling is not None and pooling not in POOLINGS:
-        raise ConfigError(
-            f"encoder.pooling: expected one of {', '.join(POOLINGS)}, found '{pooling}'.{did_you_mean(pooling, POOLINGS)}"
-        )
-    if max_length is not None and max_length < 1:
-        raise ConfigError(f"encoder.max_length: expected at least 1 token, found {max_length}.")
     given: dict[str, Any] = {
-        "pooling": pooling,
+        "pooling": None if pooling is None else _known("pooling", pooling, POOLINGS),
         "normalize": normalize,
         "query_prefix": query_prefix,
         "passage_prefix": passage_prefix,
         "max_length": max_length,
     }
     return replace(rules, **{key: value for key, value in given.items() if value is not None})
+
+
+def _known(option: str, value: str, known: Collection[str]) -> str:
+    if value not in known:
+        raise ConfigError(
+            f"encoder.{option}: expected one of {', '.join(known)}, found '{value}'."
+            f"{did_you_mean(value, known)}"
+        )
+    return value
 
 
 def _from_modules(folder: Path, rules: EncoderRules) -> EncoderRules:

@@ -1,4 +1,4 @@
-"""Encoders that are transformer models: tokens, a backend's last hidden states, pooling, projections, normalization."""
+"""Encoders that are transformer models: hidden states, pooling, projections, normalization."""
 
 from __future__ import annotations
 
@@ -6,84 +6,68 @@ import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal
 
 import numpy as np
 import torch
 
-from rlflow.errors import ConfigError, ModelError, did_you_mean
+from rlflow.components import takes
+from rlflow.errors import ModelError
+from rlflow.values import PositiveInt
 from rlflow_environments.retrieval.corpus import Passage
+from rlflow_environments.retrieval.encoders.backends import OnnxBackend, TorchBackend
 from rlflow_environments.retrieval.encoders.rules import EncoderRules, encoder_rules
 
-BACKENDS = ("torch", "onnx")
 _QUERY_BATCH = {"cpu": 1, "cuda": 32}
 _PASSAGE_BATCH = {"cpu": 32, "cuda": 256}
 _LENGTH_STEP = 8  # batches of several texts are padded to a multiple of this many tokens
 _WEIGHTS = ("*.safetensors", "pytorch_model*.bin", "*.onnx", "onnx/*.onnx")
 _TOKENIZER = ("tokenizer.json", "vocab.txt", "sentencepiece.bpe.model", "spiece.model")
+Projection = tuple[torch.Tensor, torch.Tensor, str]
+"""(weight, bias, activation) of a dense layer after pooling."""
 
 
-class Backend(Protocol):
-    """The model itself, on one device."""
-
-    device: torch.device
-
-    def hidden_states(self, tokens: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        """(B, L, hidden) float32 on the CPU or `device`. tokens, mask: (B, L) int64 on the CPU."""
-
-
+@takes(encoder_rules)
 class TransformerEncoder:
     """Texts to vectors by the rules of the model's family.
 
-    A text's vector does not depend on the other texts of its batch: the model only ever sees batches of one fixed number of
-    texts, all of the same padded length, so that every text goes through the same kernels. On a CPU a query is a batch of its
-    own.
+    A text's vector does not depend on the other texts of its batch: the model only ever sees batches of
+    one fixed number of texts, all of the same padded length, so that every text goes through the same
+    kernels. On a CPU a query is a batch of its own.
     """
 
     def __init__(
         self,
         path: str,
         *,
-        family: str | None = None,
-        pooling: str | None = None,
-        normalize: bool | None = None,
-        query_prefix: str | None = None,
-        passage_prefix: str | None = None,
-        max_length: int | None = None,
-        backend: str = "torch",
+        backend: Literal["torch", "onnx"] = "torch",
         device: str = "cpu",
-        dtype: str = "float32",
-        query_batch: int | None = None,
-        passage_batch: int | None = None,
+        dtype: Literal["float32", "bfloat16", "float16"] = "float32",
+        query_batch: PositiveInt | None = None,
+        passage_batch: PositiveInt | None = None,
+        **rules: Any,
     ) -> None:
-        """path: a model folder, or a hub name. What is None follows from the model (see `rules`). dtype: of the weights.
-        query_batch, passage_batch: texts per pass of the model. Raises ConfigError, ModelError, MissingPackageError."""
+        """path: a model folder, or a hub name. dtype: of the weights. query_batch, passage_batch: texts
+        per pass of the model. rules: see encoder_rules. Raises ConfigError, ModelError,
+        MissingPackageError."""
         from transformers import AutoTokenizer
 
         folder = model_folder(path)
         self.path = str(folder.resolve()) if Path(path).expanduser().is_dir() else path
         self._folder = folder
-        self.rules = encoder_rules(
-            folder,
-            str(path),
-            family=family,
-            pooling=pooling,
-            normalize=normalize,
-            query_prefix=query_prefix,
-            passage_prefix=passage_prefix,
-            max_length=max_length,
-        )
-        self._backend = _backend(backend, folder, device, dtype)
+        self.rules = encoder_rules(folder, str(path), **rules)
+        onnx = backend == "onnx"
+        self._backend = OnnxBackend(folder, device) if onnx else TorchBackend(folder, device, dtype)
         kind = self._backend.device.type
-        self._query_batch = _positive("query_batch", _QUERY_BATCH[kind] if query_batch is None else query_batch)
-        self._passage_batch = _positive(
-            "passage_batch", _PASSAGE_BATCH[kind] if passage_batch is None else passage_batch
-        )
+        self._query_batch = query_batch or _QUERY_BATCH[kind]
+        self._passage_batch = passage_batch or _PASSAGE_BATCH[kind]
         try:
             self._tokenizer = AutoTokenizer.from_pretrained(folder)
         except (OSError, ValueError) as problem:
             raise ModelError(f"{folder}: its tokenizer cannot be loaded: {problem}") from None
-        self._projections = [_load_projection(folder, layer.folder, layer.activation) for layer in self.rules.projections]
+        self._projections = [
+            _projection(folder / layer.folder, layer.activation) for layer in self.rules.projections
+        ]
         self.dimensions = int(self._encode([""], 1).shape[1])
 
     @property
@@ -93,13 +77,16 @@ class TransformerEncoder:
 
     @property
     def description(self) -> dict[str, Any]:
-        """See Encoder. The hash covers the weights, the tokenizer and the rules, not the backend, the device or the dtype."""
-        rules = {key: value for key, value in asdict(self.rules).items() if key != "projections"}
-        return {**rules, "path": self.path, "dimensions": self.dimensions, "sha256": _hash(self._folder, self.rules)}
+        """See Encoder. The hash covers weights, tokenizer and rules, not backend, device or dtype."""
+        rules = asdict(self.rules)
+        del rules["projections"]
+        digest = _hash(self._folder, self.rules)
+        return {**rules, "path": self.path, "dimensions": self.dimensions, "sha256": digest}
 
     def encode_queries(self, queries: Sequence[str]) -> np.ndarray:
         """(N, dimensions) float32."""
-        return self._encode([self.rules.query_prefix + query for query in queries], self._query_batch)
+        texts = [self.rules.query_prefix + query for query in queries]
+        return self._encode(texts, self._query_batch)
 
     def encode_passages(self, passages: Sequence[Passage]) -> np.ndarray:
         """(N, dimensions) float32, of the passages' contents."""
@@ -111,20 +98,21 @@ class TransformerEncoder:
         if not texts:
             return np.zeros((0, self.dimensions), np.float32)
         tokens = self._tokens(texts)
-        vectors: list[np.ndarray | None] = [None] * len(texts)
+        vectors: list[Any] = [None] * len(texts)
         for places, length in _batches([len(text_ids) for text_ids in tokens], batch):
             encoded = self._encode_batch([tokens[place] for place in places], batch, length)
             for place, vector in zip(places, encoded):  # the rest is padding of the batch
                 vectors[place] = vector
-        return np.stack([vector for vector in vectors if vector is not None])
+        return np.stack(vectors)
 
     def _tokens(self, texts: list[str]) -> list[list[int]]:
         # A sampled text may hold lone surrogates, which no tokenizer takes.
         legal = [text.encode("utf-8", "replace").decode("utf-8") for text in texts]
-        return self._tokenizer(legal, truncation=True, max_length=self.rules.max_length)["input_ids"]
+        encoded = self._tokenizer(legal, truncation=True, max_length=self.rules.max_length)
+        return encoded["input_ids"]
 
     def _encode_batch(self, tokens: list[list[int]], batch: int, length: int) -> np.ndarray:
-        """(batch, dimensions): texts of at most `length` tokens, and copies of the first one to fill the batch."""
+        """(batch, dimensions): texts of at most `length` tokens, then copies of the first one."""
         ids = torch.full((batch, length), self._tokenizer.pad_token_id or 0, dtype=torch.int64)
         mask = torch.zeros((batch, length), dtype=torch.int64)
         for row, text_ids in enumerate([*tokens, *[tokens[0]] * (batch - len(tokens))]):
@@ -133,7 +121,8 @@ class TransformerEncoder:
         hidden = self._backend.hidden_states(ids, mask).float()
         vectors = pool(hidden, mask.to(hidden.device), self.rules.pooling)
         for weight, bias, activation in self._projections:
-            vectors = torch.nn.functional.linear(vectors, weight.to(vectors.device), bias.to(vectors.device))
+            weight, bias = weight.to(vectors.device), bias.to(vectors.device)
+            vectors = torch.nn.functional.linear(vectors, weight, bias)
             vectors = torch.tanh(vectors) if activation == "tanh" else vectors
         if self.rules.normalize:
             vectors = torch.nn.functional.normalize(vectors, dim=-1)
@@ -141,7 +130,8 @@ class TransformerEncoder:
 
 
 def pool(hidden: torch.Tensor, mask: torch.Tensor, pooling: str) -> torch.Tensor:
-    """(B, hidden) from (B, L, hidden) and a (B, L) mask of ones before zeros. mean: masked sum over the number of tokens."""
+    """(B, hidden) from (B, L, hidden) and a (B, L) mask of ones before zeros. mean: masked sum over the
+    number of tokens."""
     if pooling == "cls":
         return hidden[:, 0]
     counts = mask.sum(dim=1, keepdim=True)
@@ -154,7 +144,8 @@ def pool(hidden: torch.Tensor, mask: torch.Tensor, pooling: str) -> torch.Tensor
 
 
 def model_folder(path: str) -> Path:
-    """The local folder of a model: `path` itself, or that of a hub name, downloaded when it is not cached. Raises ModelError."""
+    """The local folder of a model: `path` itself, or that of a hub name, downloaded when it is not
+    cached. Raises ModelError."""
     folder = Path(path).expanduser()
     if folder.is_dir():
         return folder
@@ -165,11 +156,13 @@ def model_folder(path: str) -> Path:
         return Path(snapshot_download(path, ignore_patterns=["*.h5", "*.msgpack", "*.ot"]))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as problem:
         reason = str(problem).partition("\n")[0]
-        raise ModelError(f"encoder '{path}': no such folder, and the hub does not have it for us ({reason}).") from None
+        raise ModelError(
+            f"encoder '{path}': no such folder, and the hub does not have it for us ({reason})."
+        ) from None
 
 
 def _batches(lengths: list[int], batch: int) -> Iterator[tuple[list[int], int]]:
-    """(places, padded length) of each pass of the model: texts of the same padded length, at most `batch` of them."""
+    """(places, padded length) of each pass of the model: at most `batch` texts of one padded length."""
     if batch == 1:
         yield from (([place], length) for place, length in enumerate(lengths))
         return
@@ -177,47 +170,32 @@ def _batches(lengths: list[int], batch: int) -> Iterator[tuple[list[int], int]]:
     for place, length in enumerate(lengths):
         groups.setdefault(-(-length // _LENGTH_STEP) * _LENGTH_STEP, []).append(place)
     for padded, places in sorted(groups.items()):
-        yield from ((places[start : start + batch], padded) for start in range(0, len(places), batch))
+        for start in range(0, len(places), batch):
+            yield places[start : start + batch], padded
 
 
-def _backend(name: str, folder: Path, device: str, dtype: str) -> Backend:
-    if name not in BACKENDS:
-        raise ConfigError(
-            f"encoder.backend: expected one of {', '.join(BACKENDS)}, found '{name}'.{did_you_mean(name, BACKENDS)}"
-        )
-    if name == "onnx":
-        from rlflow_environments.retrieval.encoders.onnx import OnnxBackend
-
-        return OnnxBackend(folder, device)
-    from rlflow_environments.retrieval.encoders.torch_backend import TorchBackend
-
-    return TorchBackend(folder, device, dtype)
-
-
-def _load_projection(folder: Path, place: str, activation: str) -> tuple[torch.Tensor, torch.Tensor, str]:
+def _projection(folder: Path, activation: str) -> Projection:
     from safetensors.torch import load_file
 
-    path = folder / place / "model.safetensors"
+    path = folder / "model.safetensors"
     if not path.is_file():
-        raise ModelError(f"{path}: expected the weights of a Dense module as safetensors, found nothing.")
+        raise ModelError(
+            f"{path}: expected the weights of a Dense module as safetensors, found nothing."
+        )
     state = load_file(path)
     weight = state["linear.weight"].float()
-    return weight, state.get("linear.bias", torch.zeros(len(weight))).float(), activation
+    bias = state.get("linear.bias", torch.zeros(len(weight))).float()
+    return weight, bias, activation
 
 
 def _hash(folder: Path, rules: EncoderRules) -> str:
-    """SHA-256 of the weights (the first format that is there), the projections, the tokenizer and the rules."""
+    """SHA-256 of the rules, the weights (the first format that is there), projections, tokenizer."""
     digest = hashlib.sha256(repr(rules).encode())
-    weights = next((found for pattern in _WEIGHTS if (found := sorted(folder.glob(pattern)))), [])
+    formats = (sorted(folder.glob(pattern)) for pattern in _WEIGHTS)
+    weights = next((found for found in formats if found), [])
     projections = [folder / layer.folder / "model.safetensors" for layer in rules.projections]
     tokenizer = [folder / name for name in _TOKENIZER if (folder / name).is_file()]
     for path in [*weights, *projections, *tokenizer]:
         with path.open("rb") as file:
             digest.update(hashlib.file_digest(file, "sha256").digest())
     return digest.hexdigest()
-
-
-def _positive(name: str, value: int) -> int:
-    if value < 1:
-        raise ConfigError(f"encoder.{name}: expected at least 1, found {value}.")
-    return value

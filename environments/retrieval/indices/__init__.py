@@ -7,10 +7,13 @@ from __future__ import annotations
 
 from rlflow_environments.retrieval.indices.base import CorpusRetriever, Index, Ranking, Retriever
 from rlflow_environments.retrieval.indices.dense import DenseIndex
-from rlflow_environments.retrieval.indices.fusion import HybridIndex
 from rlflow_environments.retrieval.indices.lexical import BM25Index
-from rlflow_environments.retrieval.indices.make import brings_documents, make_retriever
-from rlflow_environments.retrieval.indices.random_index import RandomIndex
+from rlflow_environments.retrieval.indices.make import (
+    HybridIndex,
+    RandomIndex,
+    brings_documents,
+    make_retriever,
+)
 
 __all__ = [
     "BM25Index",
@@ -27,7 +30,7 @@ __all__ = [
 
 _FOLDER = "rlflow_environments.retrieval.indices"
 BUILT_IN = {
-    "bm25": f"{_FOLDER}.make:bm25_retriever",
+    "bm25": f"{_FOLDER}.lexical:bm25_retriever",
     "dense": f"{_FOLDER}.dense:faiss_retriever",
     "faiss": f"{_FOLDER}.dense:faiss_retriever",
     "torch": f"{_FOLDER}.dense:torch_retriever",

@@ -177,6 +177,21 @@ def new_index(factory: str, dimensions: int) -> Any:
         ) from None
 
 
+def bytes_per_vector(factory: str, dimensions: int) -> float:
+    """What an index of a factory string keeps of a vector, ids and links included."""
+    faiss, index = import_faiss(), new_index(factory, dimensions)
+    ivf = faiss.try_extract_index_ivf(index)
+    if ivf is not None:
+        return ivf.code_size + 8  # an id of 64 bits
+    if isinstance(index, faiss.IndexHNSW):
+        # At the higher levels, an eighth of the links of the lowest (Malkov and Yashunin 2018).
+        return faiss.downcast_index(index.storage).sa_code_size() + 4.5 * index.hnsw.nb_neighbors(0)
+    try:
+        return index.sa_code_size()
+    except RuntimeError:  # of kinds that faiss gives no size for
+        return 4.0 * dimensions
+
+
 def read_index(path: Path, *, mmap: bool) -> Any:
     """The index of a file; with `mmap` its vectors stay on disk and are shared by all processes. Raises DataError."""
     faiss = import_faiss()
@@ -240,8 +255,6 @@ def _set_parameters(faiss: ModuleType, index: Any, nprobe: int | None, ef_search
     for name, value, kind in (("nprobe", nprobe, "IVF"), ("ef_search", ef_search, "HNSW")):
         if value is None:
             continue
-        if value < 1:
-            raise ConfigError(f"retriever faiss.{name}: expected at least 1, found {value}.")
         if knob is None or knob.name != name:
             raise ConfigError(
                 f"retriever faiss.{name}: only an {kind} index has it; this one is {type(index).__name__}. Remove it."

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -29,12 +29,12 @@ def sample_queries(corpus: Sequence[Passage], count: int = QUERIES) -> list[str]
 def measure_recall(
     index: Any,
     queries: np.ndarray,
-    exact: Callable[[], Iterator[np.ndarray]],
+    exact: Iterator[np.ndarray],
     target: float | None,
 ) -> dict[str, Any] | None:
     """What an index folder says of its recall, see IndexMeta.search; None for an index that has nothing to set.
 
-    queries: (Q, dimensions). exact: gives the vectors of the index block after block, row 0 first. target: recall@10 to
+    queries: (Q, dimensions). exact: the vectors of the index block after block, row 0 first. target: recall@10 to
     reach, whatever it costs; None: TARGET, as far as searching a quarter of the lists, or 512 neighbours, gets.
     """
     faiss = import_faiss()
@@ -46,7 +46,7 @@ def measure_recall(
     if knob is None or not len(queries):
         return None
     top_k = min(TOP_K, int(index.ntotal))
-    nearest = knn_ground_truth(queries, exact(), top_k, faiss.METRIC_INNER_PRODUCT)[1]
+    nearest = knn_ground_truth(queries, exact, top_k, faiss.METRIC_INNER_PRODUCT)[1]
     wanted = TARGET if target is None else target
     recalls: dict[int, float] = {}
     for value in _ladder(knob.name, knob.most, int(index.ntotal), affordable=target is None):

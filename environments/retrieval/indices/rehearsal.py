@@ -10,7 +10,6 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from rlflow.errors import (
-    ConfigError,
     DataError,
     MissingPackageError,
     ModelError,
@@ -21,9 +20,9 @@ from rlflow.errors import (
 from rlflow.http import unreachable
 from rlflow_environments.retrieval.client.servers import server_url
 from rlflow_environments.retrieval.corpus import Corpus, check_beginning
-from rlflow_environments.retrieval.encoders.make import ENCODER
-from rlflow_environments.retrieval.indices.folder import check_corpus, check_folder, read_meta
+from rlflow_environments.retrieval.encoders.make import ENCODER, is_model
 from rlflow_environments.retrieval.indices.make import RETRIEVER, brings_documents, without_corpus
+from rlflow_environments.retrieval.indices.opening import check_encoder_given, open_folder
 from rlflow_environments.retrieval.server.discovery import read_addresses
 
 WHOLE_BYTES = 256 * 2**20
@@ -83,24 +82,18 @@ def _read(path: str | Path) -> Corpus | None:
 def _check_index(path: Path, passages: Corpus | None, described: Mapping[str, Any]) -> None:
     """Raises DataError where there is no whole index of this corpus, ConfigError where it needs an option that is not there."""
     if path.is_file():
-        if described.get("encoder") is None:
-            raise ConfigError(
-                f"{path}: a faiss file does not say how it was encoded. Set retriever.encoder to the model's folder."
-            )
+        check_encoder_given(path, described.get("encoder"))
         return
     if described["name"] == "qdrant" and not path.exists():
         return  # it is made from the corpus
-    meta = read_meta(path)
-    check_folder(path, meta)
-    if passages is not None:
-        check_corpus(path, meta, passages)
+    open_folder(path, passages)
 
 
 def _check_encoder(encoder: str | Mapping[str, Any], where: str) -> None:
     """Raises ConfigError for an unknown option, ModelError for a folder that is not there. Hub names are not asked for."""
     described = {"name": encoder} if isinstance(encoder, str) else dict(encoder)
     name = str(described.get("name"))
-    if name in ENCODER.names() or (":" in name and not Path(name).expanduser().is_dir()):
+    if not is_model(name):
         ENCODER.check(described, ("passages",), f"{where}.encoder")
         return
     folder = Path(name).expanduser()

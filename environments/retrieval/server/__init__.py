@@ -1,1 +1,2 @@
-"""The retrieval server: one process that answers the searches of any number of rollouts over HTTP."""
+"""The retrieval server: one process that answers the searches of any number of rollouts over
+HTTP."""

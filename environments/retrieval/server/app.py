@@ -1,18 +1,16 @@
-"""The HTTP face of a SearchService.
+"""The HTTP face of a SearchService, as a plain ASGI application.
 
-`POST /retrieve` and `POST /access`, which rollouts call thousands of times per step, are answered by plain ASGI functions;
-FastAPI would cost more than the search itself. Everything else is FastAPI.
-"""
+Rollouts call it thousands of times per step: a web framework would cost more than the search
+itself."""
 
 from __future__ import annotations
 
-import hmac
 import logging
-from collections.abc import Awaitable, Callable, MutableMapping
+import secrets
+from collections.abc import Awaitable, Callable, Collection, Mapping, MutableMapping
+from pathlib import Path
 from typing import Any
 
-from fastapi import FastAPI, Request
-from fastapi.responses import HTMLResponse, JSONResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from rlflow.errors import RLFlowError
@@ -20,27 +18,30 @@ from rlflow_environments.retrieval.client.trace import DEADLINE_HEADER, TRACE_HE
 from rlflow_environments.retrieval.server import wire
 from rlflow_environments.retrieval.server.records import dump_json
 from rlflow_environments.retrieval.server.service import SearchService, Unavailable
-from rlflow_environments.retrieval.server.status_page import STATUS_PAGE
 
 logger = logging.getLogger(__name__)
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
-Application = Callable[[Scope, Receive, Send], Awaitable[None]]
-Headers = list[tuple[bytes, bytes]]
+Lifespan = Callable[[Receive, Send], Awaitable[None]]
+Answer = tuple[int, list[tuple[bytes, bytes]], bytes]
+"""Status, headers, body."""
+Given = Mapping[bytes, bytes]
+Handler = Callable[[bytes, Given], Awaitable[Answer]]
+"""(body, headers) of a request -> the answer."""
+
+STATUS_PAGE = Path(__file__).with_name("status.html")
+SEARCHES = ("/retrieve", "/access")
+"""What is counted by status."""
 
 MAX_BODY_BYTES = 64 << 20
 _JSON = (b"content-type", b"application/json")
-_TOKEN_NEEDED = "expected 'Authorization: Bearer TOKEN'; the server's first line says which file holds its token."
+_TOKEN_NEEDED = (
+    "expected 'Authorization: Bearer TOKEN'; the server's first line says which file holds its "
+    "token."
+)
 _TRACE, _DEADLINE = TRACE_HEADER.lower().encode(), DEADLINE_HEADER.lower().encode()
-
-
-class _Answer(JSONResponse):
-    """JSON of whatever a value holds: a path or a name from outside may not be UTF-8."""
-
-    def render(self, content: Any) -> bytes:
-        return dump_json(content)
 
 
 class Gone(Exception):
@@ -50,112 +51,126 @@ class Gone(Exception):
 class SearchApp:
     """The ASGI application."""
 
-    def __init__(self, service: SearchService, other: Application | None = None) -> None:
-        """other: for what is not a search (None: answered here)."""
+    connections: Collection[Any] = ()
+    """The server's open ones: the first of them tells."""
+    excess = 0
+    """How many are to leave for another process, each after an answer."""
+
+    def __init__(self, service: SearchService, lifespan: Lifespan | None = None) -> None:
+        """lifespan: what happens from uvicorn's start to its end."""
         self._service = service
-        self._other: Application = other or make_api(service)
-        self._routes = {"/retrieve": self._retrieve, "/access": self._access}
+        self._lifespan = lifespan
+        self._routes: dict[str, tuple[str, Handler]] = {
+            "/retrieve": ("POST", self._retrieve),
+            "/access": ("POST", self._access),
+            "/admin/reload": ("POST", self._reload),
+            "/recent": ("GET", self._recent),
+            "/ready": ("GET", self._ready),
+            "/health": ("GET", self._told(service.health)),
+            "/info": ("GET", self._told(service.info)),
+            "/status": ("GET", self._told(service.status)),
+            "/metrics": ("GET", self._metrics),
+            "/": ("GET", self._page),
+        }
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        handler = self._routes.get(scope["path"]) if scope["type"] == "http" else None
-        if handler is None:
-            await self._other(scope, receive, send)
+        if scope["type"] == "lifespan" and self._lifespan is not None:
+            await self._lifespan(receive, send)
             return
-        status, headers, body = await self._guarded(handler, scope, receive)
-        self._service.statistics.requests.labels(scope["path"], status).inc()
-        headers = [_JSON, (b"content-length", b"%d" % len(body)), *headers]
+        status, headers, body = await self._guarded(scope, receive)
+        if scope["path"] in SEARCHES:
+            self._service.statistics.requests.labels(scope["path"], status).inc()
+        headers = [*headers, (b"content-length", b"%d" % len(body))]
+        if self.excess > 0:
+            self.excess -= 1
+            headers.append((b"connection", b"close"))
         await send({"type": "http.response.start", "status": status, "headers": headers})
         await send({"type": "http.response.body", "body": body})
 
-    async def _guarded(
-        self, handler: Callable[..., Awaitable[tuple[Headers, bytes]]], scope: Scope, receive: Receive
-    ) -> tuple[int, Headers, bytes]:
-        """(status, further headers, body): whatever happens, an answer in JSON."""
-        if scope["method"] != "POST":
-            return 405, [(b"allow", b"POST")], wire.write_error(f"{scope['path']} takes POST, found {scope['method']}.")
+    async def _guarded(self, scope: Scope, receive: Receive) -> Answer:
+        """Whatever happens, an answer in JSON."""
+        path = scope["path"]
+        if path not in self._routes:
+            return _refusal(404, f"{path}: not found.")
+        method, handler = self._routes[path]
+        if scope["method"] not in (method, "HEAD" if method == "GET" else method):
+            status, headers, body = _refusal(
+                405, f"{path} takes {method}, found {scope['method']}."
+            )
+            return status, [*headers, (b"allow", method.encode())], body
         try:
-            return 200, *await handler(await read_body(receive), dict(scope["headers"]))
+            body = await read_body(receive) if method == "POST" else b""
+            return await handler(body, dict(scope["headers"]))
         except wire.BadRequest as problem:
-            return problem.status, [], wire.write_error(str(problem))
+            return _refusal(problem.status, str(problem))
         except Unavailable as problem:
-            wait = (b"retry-after", b"%d" % problem.retry_after_s)
-            return problem.status, [wait], wire.write_error(str(problem))
+            return _refusal(problem.status, str(problem), problem.retry_after_s)
         except TimeoutError:
-            return 503, [(b"retry-after", b"1")], wire.write_error("no answer in time: the server is overloaded.")
+            return _refusal(503, "no answer in time: the server is overloaded.", 1)
         except Gone:
             return 400, [], b""  # nobody reads it
         except Exception as problem:
-            logger.exception("%s failed", scope["path"])
-            return 500, [], wire.write_error(f"the search failed: {type(problem).__name__}: {problem}")
+            logger.exception("%s failed", path)
+            return _refusal(500, f"the search failed: {type(problem).__name__}: {problem}")
 
-    async def _retrieve(self, body: bytes, headers: dict[bytes, bytes]) -> tuple[Headers, bytes]:
+    async def _retrieve(self, body: bytes, headers: Given) -> Answer:
         request = wire.read_retrieve(body)
         trace = headers.get(_TRACE, b"").decode("latin-1")
-        answer = await self._service.retrieve(request, trace=trace, wait_s=_seconds(headers.get(_DEADLINE)))
-        return [(b"x-index", answer.index.encode())], wire.write_results(answer.results, request.return_scores)
+        wait_s = _seconds(headers.get(_DEADLINE))
+        answer = await self._service.retrieve(request, trace=trace, wait_s=wait_s)
+        told = [_JSON, (b"x-index", answer.index.encode())]
+        return 200, told, wire.write_results(answer.results, request.return_scores)
 
-    async def _access(self, body: bytes, headers: dict[bytes, bytes]) -> tuple[Headers, bytes]:
-        return [], wire.write_pages(self._service.access(wire.read_access(body)))
+    async def _access(self, body: bytes, headers: Given) -> Answer:
+        return 200, [_JSON], wire.write_pages(self._service.access(wire.read_access(body)))
 
-
-def make_api(service: SearchService) -> FastAPI:
-    """Everything beside the two endpoints of the wire format."""
-    api = FastAPI(title="rlflow search", docs_url=None, redoc_url=None, openapi_url=None)
-
-    @api.get("/health")
-    async def health() -> Response:
-        return _Answer(service.health())
-
-    @api.get("/ready")
-    async def ready() -> Response:
-        return _Answer(service.health(), status_code=200 if service.state == "ready" else 503)
-
-    @api.get("/info")
-    async def info() -> Response:
-        return _Answer(service.info())
-
-    @api.get("/metrics")
-    async def metrics() -> Response:
-        return Response(service.metrics(), media_type=CONTENT_TYPE_LATEST)
-
-    @api.get("/status")
-    async def status() -> Response:
-        return _Answer(service.status())
-
-    @api.get("/recent")
-    async def recent(request: Request) -> Response:
-        if not _has_token(request, service):  # what others ask is not for everybody who may ask too
-            return _Answer({"detail": f"/recent: {_TOKEN_NEEDED}"}, status_code=401)
-        return _Answer(service.recent())
-
-    @api.get("/")
-    async def page() -> HTMLResponse:
-        return HTMLResponse(STATUS_PAGE)
-
-    @api.post("/admin/reload")
-    async def reload(request: Request) -> Response:
-        if not _has_token(request, service):
-            return _Answer({"detail": f"/admin/reload: {_TOKEN_NEEDED}"}, status_code=401)
+    async def _reload(self, body: bytes, headers: Given) -> Answer:
+        self._check_token("/admin/reload", headers)
         try:
-            changes = wire.read_object(await read_body(request.receive) or b"{}")
-            index = await service.reload(changes)
-        except wire.BadRequest as problem:
-            return _Answer({"detail": str(problem)}, status_code=problem.status)
-        except Unavailable as problem:
-            return _Answer({"detail": str(problem)}, status_code=problem.status)
-        except Gone:
-            return _Answer({"detail": "the request ended before its body did."}, status_code=400)
+            index = await self._service.reload(wire.read_object(body or b"{}"))
         except (RLFlowError, OSError) as problem:  # a path that the system refuses, too
-            return _Answer({"detail": str(problem), "kept": service.info()}, status_code=422)
-        return _Answer(index.info)
+            return _json({"detail": str(problem), "kept": self._service.info()}, 422)
+        return _json(index.info)
 
-    return api
+    async def _recent(self, body: bytes, headers: Given) -> Answer:
+        self._check_token(
+            "/recent", headers
+        )  # what others ask is not for everybody who may ask too
+        return _json(self._service.recent())
+
+    async def _ready(self, body: bytes, headers: Given) -> Answer:
+        return _json(self._service.health(), 200 if self._service.state_of_all == "ready" else 503)
+
+    async def _metrics(self, body: bytes, headers: Given) -> Answer:
+        return 200, [(b"content-type", CONTENT_TYPE_LATEST.encode())], self._service.metrics()
+
+    async def _page(self, body: bytes, headers: Given) -> Answer:
+        return 200, [(b"content-type", b"text/html; charset=utf-8")], STATUS_PAGE.read_bytes()
+
+    def _told(self, report: Callable[[], dict[str, Any]]) -> Handler:
+        async def handler(body: bytes, headers: Given) -> Answer:
+            return _json(report())
+
+        return handler
+
+    def _check_token(self, path: str, headers: Given) -> None:
+        """Raises BadRequest unless the sender knows the token. Where a request comes from says
+        nothing: behind a port forward all come from here."""
+        given = headers.get(b"authorization", b"").removeprefix(b"Bearer ")
+        if not secrets.compare_digest(given, self._service.admin_token.encode()):
+            raise wire.BadRequest(f"{path}: {_TOKEN_NEEDED}", status=401)
 
 
-def _has_token(request: Request, service: SearchService) -> bool:
-    """Whether the sender knows the token. Where a request comes from says nothing: behind a port forward all come from here."""
-    given = request.headers.get("authorization", "").removeprefix("Bearer ")
-    return hmac.compare_digest(given.encode(), service.admin_token.encode())
+def _json(value: Any, status: int = 200) -> Answer:
+    """An answer of whatever a value holds: a path or a name from outside may not be UTF-8."""
+    return status, [_JSON], dump_json(value)
+
+
+def _refusal(status: int, text: str, retry_after_s: int | None = None) -> Answer:
+    headers = [_JSON]
+    if retry_after_s is not None:
+        headers.append((b"retry-after", b"%d" % retry_after_s))
+    return status, headers, wire.write_error(text)
 
 
 def _seconds(header: bytes | None) -> float | None:
@@ -168,7 +183,8 @@ def _seconds(header: bytes | None) -> float | None:
 
 
 async def read_body(receive: Receive) -> bytes:
-    """The whole body of a request. Raises BadRequest for one that is too large, Gone where its client left."""
+    """The whole body of a request. Raises BadRequest for one that is too large, Gone where its
+    client left."""
     parts: list[bytes] = []
     size = 0
     while True:

@@ -16,8 +16,8 @@ FILES_WANTED = 65_536
 
 
 class JoiningTransport:
-    """A transport that sends at once what is written one after the other: the head of an answer and its body in one packet, so
-    that the client wakes up once."""
+    """A transport that sends at once what is written one after the other: the head of an answer and
+    its body in one packet, so that the client wakes up once."""
 
     def __init__(self, transport: Any, loop: asyncio.AbstractEventLoop) -> None:
         self._transport, self._loop = transport, loop
@@ -45,23 +45,24 @@ class JoiningTransport:
 
 
 class ImpatientProtocol(HttpToolsProtocol):
-    """uvicorn's protocol, which closes a connection whose next request is not whole WHOLE_REQUEST_S after its first byte, or
-    after the connection was made. uvicorn itself has a limit only between an answer and the next byte."""
+    """uvicorn's protocol, which closes a connection whose next request is not whole WHOLE_REQUEST_S
+    after its first byte, or after the connection was made. uvicorn itself has a limit only between
+    an answer and the next byte."""
 
     _deadline: asyncio.TimerHandle | None = None
-    begun = False
-    """Whether a part of the next request is here."""
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(JoiningTransport(transport, self.loop))  # type: ignore[arg-type]
+        self.app.connections = self.connections  # type: ignore[attr-defined]
         self._await_request()
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
-        if self.parser is None or (self.cycle is not None and not self.cycle.response_complete and not self.cycle.more_body):
+        if self.parser is None or (
+            self.cycle is not None and not self.cycle.response_complete and not self.cycle.more_body
+        ):
             self._forget()  # whole, and being answered
         else:
-            self.begun = True
             self._await_request()
 
     def on_message_complete(self) -> None:
@@ -81,7 +82,6 @@ class ImpatientProtocol(HttpToolsProtocol):
             self._deadline = self.loop.call_later(WHOLE_REQUEST_S, self._expire)
 
     def _forget(self) -> None:
-        self.begun = False
         if self._deadline is not None:
             self._deadline.cancel()
             self._deadline = None
@@ -92,12 +92,16 @@ class ImpatientProtocol(HttpToolsProtocol):
 
 
 def allow_many_files() -> None:
-    """Raises this process's limit of open files, of which each connection is one, as far as it may; says so where that is
-    little."""
+    """Raises this process's limit of open files, of which each connection is one, as far as it may;
+    says so where that is little."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = FILES_WANTED if hard == resource.RLIM_INFINITY else min(FILES_WANTED, hard)
     if soft != resource.RLIM_INFINITY and soft < wanted:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
         soft = wanted
     if soft != resource.RLIM_INFINITY and soft < 4096:
-        logger.warning("only %d files may be open at a time, one per connection: raise `ulimit -Hn` for more clients", soft)
+        logger.warning(
+            "only %d files may be open at a time, one per connection: raise `ulimit -Hn` for more "
+            "clients",
+            soft,
+        )

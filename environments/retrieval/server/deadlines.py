@@ -11,14 +11,16 @@ T = TypeVar("T")
 
 
 class Deadlines:
-    """Looks ten times a second for overdue futures: with a timer for each, a tenth fewer requests are answered."""
+    """Looks ten times a second for overdue futures: with a timer for each, a tenth fewer requests
+    are answered."""
 
     def __init__(self) -> None:
         self._due: dict[asyncio.Future[Any], float] = {}
         self._looking = False
 
     async def wait(self, future: asyncio.Future[T], seconds: float) -> T:
-        """What the future brings. Raises TimeoutError, as the future does then, when `seconds` have passed, or 0.1 s later."""
+        """What the future brings. Raises TimeoutError, as the future does then, when `seconds` have
+        passed, or 0.1 s later."""
         loop = future.get_loop()
         self._due[future] = loop.time() + seconds
         if not self._looking:

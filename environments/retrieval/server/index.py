@@ -16,12 +16,13 @@ from rlflow_environments.retrieval.server.records import Pages, StoredCorpus, du
 from rlflow_environments.retrieval.server.threads import is_short, own_threads, use_threads
 from rlflow_environments.retrieval.server.wire import Hit
 
-HERE_S = 0.004  # the longest batch that the event loop searches itself: health and other requests wait for it
+HERE_S = 0.004  # the longest batch that the event loop searches itself: all requests wait for it
 ENTRY_BYTES = 400  # what one cached answer costs beside its documents
 
 
 class DocumentSearch:
-    """Searches a batch for documents as they are sent: the stored record where the corpus has one, else the passage's fields."""
+    """Searches a batch for documents as they are sent: the stored record where the corpus has one,
+    else the passage's fields."""
 
     def __init__(self, retriever: Retriever) -> None:
         self._retriever = retriever
@@ -34,12 +35,19 @@ class DocumentSearch:
         if isinstance(retriever, CorpusRetriever) and isinstance(retriever.corpus, StoredCorpus):
             document = retriever.corpus.document
             rankings = retriever.rank(queries, top_k)
-            return [[(document(row), float(score)) for row, score in ranking] for ranking in rankings]
-        return [[(_document(p), float(p.score)) for p in passages] for passages in retriever.search(queries, top_k)]
+            return [
+                [(document(row), float(score)) for row, score in ranking] for ranking in rankings
+            ]
+        return [
+            [(_document(p), float(p.score)) for p in passages]
+            for passages in retriever.search(queries, top_k)
+        ]
 
 
 def _document(passage: Passage) -> bytes:
-    return dump_json({"id": passage.id, "title": passage.title, "contents": passage.contents, "url": passage.url})
+    return dump_json(
+        {"id": passage.id, "title": passage.title, "contents": passage.contents, "url": passage.url}
+    )
 
 
 class AnswerCache:
@@ -74,7 +82,8 @@ def _size(key: Key, hits: list[Hit]) -> int:
 
 @dataclass(frozen=True)
 class Answer:
-    """Hits per query, in order, and how they came about: times in seconds, counts of queries, the identity of the index."""
+    """Hits per query, in order, and how they came about: times in seconds, counts of queries, the
+    identity of the index."""
 
     results: list[list[Hit]]
     waited_s: float = 0.0
@@ -85,7 +94,8 @@ class Answer:
 
 
 class ServedIndex:
-    """A retriever with its pages, ready to answer. What is being answered when another index takes over ends on this one."""
+    """A retriever with its pages, ready to answer. What is being answered when another index takes
+    over ends on this one."""
 
     def __init__(
         self,
@@ -98,7 +108,8 @@ class ServedIndex:
         cache_bytes: int = 64 << 20,
         on_batch: Callable[[int, float], None] | None = None,
     ) -> None:
-        """info: what `GET /info` says of it. on_batch: called with the size and seconds of every batch, in the index's thread."""
+        """info: what `GET /info` says of it. on_batch: called with the size and seconds of every
+        batch, in the index's thread."""
         self.has_pages = pages is not None
         self.info = dict(info or {})
         self._identity = str(self.info.get("identity", ""))
@@ -124,29 +135,17 @@ class ServedIndex:
         """The page of a URL; None for an unknown one, and where no pages are loaded."""
         return self._pages.page(url) if self._pages is not None else None
 
-    def report(self) -> dict[str, Any]:
-        """See Served."""
-        return {}
-
-    def begin(self) -> None:
-        """See Served."""
-
-    async def retire(self) -> None:
-        """See Served. What is under way keeps this index until it is answered."""
-
-    async def close(self) -> None:
-        """See Served."""
-
     async def answer(self, queries: Sequence[str], top_k: int, wait_s: float = math.inf) -> Answer:
-        """The hits of every query, within `wait_s` seconds. Raises QueueFullError, TimeoutError, what the retriever raises."""
+        """The hits of every query, within `wait_s` seconds. Raises QueueFullError, TimeoutError,
+        what the retriever raises."""
         results = [self._cache.get((query, top_k)) for query in queries]
         places = [place for place, hits in enumerate(results) if hits is None]
         if not places:
-            return Answer(results, cached=len(queries), index=self._identity)  # type: ignore[arg-type]
+            return Answer(results, cached=len(queries), index=self._identity)
         call = self._search.submit([queries[place] for place in places], top_k)
         for place, hits in zip(places, await self._deadlines.wait(call.done, wait_s), strict=True):
             results[place] = hits
             self._cache.put((queries[place], top_k), hits)
         cached = len(queries) - len(places)
         waited, searched = call.waited_s, call.searched_s
-        return Answer(results, waited, searched, cached, call.shared, self._identity)  # type: ignore[arg-type]
+        return Answer(results, waited, searched, cached, call.shared, self._identity)

@@ -1,4 +1,5 @@
-"""The server's socket. It is bound before anything heavy is imported, so that a port in use is known at once."""
+"""The server's socket. It is bound before anything heavy is imported, so that a port in use is
+known at once."""
 
 from __future__ import annotations
 
@@ -12,13 +13,16 @@ BACKLOG = 4096  # connections that the kernel holds while the event loop is busy
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A listening socket. port 0 picks a free one. Raises ConfigError, which names who holds the port."""
+    """A listening socket. port 0 picks a free one. Raises ConfigError, which names who holds the
+    port."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # asyncio sends at once (TCP_NODELAY) only where the socket names its protocol; otherwise an answer in two parts waits for
-    # the client's delayed acknowledgement, 40 ms on Linux.
+    # asyncio sends at once (TCP_NODELAY) only where the socket names its protocol; otherwise an
+    # answer in two parts waits for the client's delayed acknowledgement, 40 ms on Linux.
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # clients that vanished without a word; connections inherit it
+    listener.setsockopt(
+        socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1
+    )  # clients that vanished without a word; connections inherit it
     for option, value in (("TCP_KEEPIDLE", 60), ("TCP_KEEPINTVL", 15), ("TCP_KEEPCNT", 4)):
         if hasattr(socket, option):
             listener.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
@@ -29,7 +33,8 @@ def bind(host: str, port: int) -> socket.socket:
         listener.close()
         if getattr(problem, "errno", None) == errno.EADDRINUSE:
             raise ConfigError(
-                f"--port {port}: {host}:{port} is in use{_holder(port)}. Stop that, or take another port (0 picks a free one)."
+                f"--port {port}: {host}:{port} is in use{_holder(port)}. Stop that, or take "
+                "another port (0 picks a free one)."
             ) from None
         raise ConfigError(f"--host {host} --port {port}: cannot be bound ({problem}).") from None
     return listener
@@ -42,6 +47,11 @@ def _holder(port: int) -> str:
     with contextlib.suppress(psutil.Error, OSError):
         for connection in psutil.net_connections("tcp"):
             local = connection.laddr
-            if local and local.port == port and connection.status == psutil.CONN_LISTEN and connection.pid:
+            if (
+                local
+                and local.port == port
+                and connection.status == psutil.CONN_LISTEN
+                and connection.pid
+            ):
                 return f" by process {connection.pid} ({psutil.Process(connection.pid).name()})"
     return ""

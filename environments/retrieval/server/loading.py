@@ -25,55 +25,82 @@ _MARK_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class ServedSource:
-    """What is served. retriever: a name and its options, as in the `environment` section of a configuration."""
+    """What is served. retriever: a name and its options, as in the `environment` section of a
+    configuration."""
 
     retriever: Mapping[str, Any]
     corpus: str | None = None
     pages: str | None = None
-    options: Mapping[str, Any] = field(default_factory=dict)  # keywords of ServedIndex: max_batch, max_waiting, cache_bytes
+    options: Mapping[str, Any] = field(
+        default_factory=dict
+    )  # keywords of ServedIndex: max_batch, max_waiting, cache_bytes
 
     def changed(self, changes: Mapping[str, Any]) -> ServedSource:
-        """The source with other values for options of its retriever, {"retriever": {option: value}}.
+        """The source with other values for options of its retriever, {"retriever": {option:
+        value}}.
 
-        Only numbers, true and false are taken: a text could name code, a file or a server. Raises ConfigError."""
+        Only numbers, true and false are taken: a text could name code, a file or a server. Raises
+        ConfigError."""
         given = changes.get("retriever", {})
         if set(changes) - {"retriever"} or not isinstance(given, Mapping):
             raise ConfigError(
-                f'reload: expected {{"retriever": {{option: value}}}} or {{}}, found {show(dict(changes))}. Corpus, pages and '
-                "index are read again from where they lie: replace the files, or start another server."
+                f'reload: expected {{"retriever": {{option: value}}}} or {{}}, found '
+                f"{show(dict(changes))}. Corpus, pages and "
+                "index are read again from where they lie: replace the files, or start another "
+                "server."
             )
         given = dict(given)
         if (name := given.pop("name", self.retriever["name"])) != self.retriever["name"]:
-            raise ConfigError(f"reload: retriever.name: this server's is '{self.retriever['name']}', found {show(name)}.")
+            raise ConfigError(
+                f"reload: retriever.name: this server's is '{self.retriever['name']}', found "
+                f"{show(name)}."
+            )
         for key, value in given.items():
             if not isinstance(value, int | float):
-                raise ConfigError(f"reload: retriever.{key}: expected a number, true or false, found {show(value)}.")
+                raise ConfigError(
+                    f"reload: retriever.{key}: expected a number, true or false, found "
+                    f"{show(value)}."
+                )
         return dataclasses.replace(self, retriever={**self.retriever, **given})
 
-    def load(self, changes: Mapping[str, Any], report: LoadProgress, on_batch: Callable[[int, float], None]) -> ServedIndex:
+    def load(
+        self,
+        changes: Mapping[str, Any],
+        report: LoadProgress,
+        on_batch: Callable[[int, float], None],
+    ) -> ServedIndex:
         """The index, loaded. Raises RLFlowError."""
         source = self.changed(changes)
         corpus = None
         if source.corpus is not None:
-            corpus = StoredCorpus(source.corpus, progress=lambda share: report("reading the corpus", share))
+            corpus = StoredCorpus(
+                source.corpus, progress=lambda share: report("reading the corpus", share)
+            )
         report("loading the index", 0.0)
         retriever = make_retriever(source.retriever, corpus)
         pages = None
         if source.pages is not None:
             pages = Pages(source.pages, progress=lambda share: report("reading the pages", share))
         report("first search", 0.0)
-        for queries in (["warm-up"], ["warm-up", "of a batch"]):  # what fails here would fail for the first client
+        for queries in (
+            ["warm-up"],
+            ["warm-up", "of a batch"],
+        ):  # what fails here would fail for the first client
             retriever.search(queries, 1)
         info = describe(source, retriever, corpus, pages)
         return ServedIndex(retriever, pages=pages, info=info, on_batch=on_batch, **source.options)
 
 
-def describe(source: ServedSource, retriever: Retriever, corpus: StoredCorpus | None, pages: Pages | None) -> dict[str, Any]:
-    """What `GET /info` says: corpus, index and encoder by hash. `identity`: equal for servers that answer alike, wherever their
-    files lie."""
+def describe(
+    source: ServedSource, retriever: Retriever, corpus: StoredCorpus | None, pages: Pages | None
+) -> dict[str, Any]:
+    """What `GET /info` says: corpus, index and encoder by hash. `identity`: equal for servers that
+    answer alike, wherever their files lie."""
     encoder = getattr(getattr(retriever, "index", retriever), "encoder", None)
     contents = {
-        "corpus": {"sha256": corpus.sha256, "passages": len(corpus)} if corpus is not None else None,
+        "corpus": {"sha256": corpus.sha256, "passages": len(corpus)}
+        if corpus is not None
+        else None,
         "index": {**_index_contents(source.retriever), **_searched(retriever)},
         "encoder": _without_places(encoder.description) if encoder is not None else None,
     }
@@ -89,14 +116,17 @@ def describe(source: ServedSource, retriever: Retriever, corpus: StoredCorpus | 
 
 
 def _index_contents(component: Mapping[str, Any]) -> dict[str, Any]:
-    """The retriever's name and options, and of an index on disk what it holds instead of where it lies."""
+    """The retriever's name and options, and of an index on disk what it holds instead of where it
+    lies."""
     contents = _without_places(component)
     if component.get("path") is None:
         return contents
     path = Path(component["path"]).expanduser()
     if path.is_dir():
         left_out = ("corpus", "encoder", "files", "search")
-        contents["built"] = {key: value for key, value in asdict(read_meta(path)).items() if key not in left_out}
+        contents["built"] = {
+            key: value for key, value in asdict(read_meta(path)).items() if key not in left_out
+        }
     else:
         contents["file"] = _file_mark(path)
     return contents
@@ -108,13 +138,15 @@ def _searched(retriever: Retriever) -> Mapping[str, int]:
 
 
 def _without_places(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Options but for those that say where something lies or runs, the model's folder among them: its hash is known."""
+    """Options but for those that say where something lies or runs, the model's folder among them:
+    its hash is known."""
     places = ("path", "encoder", "device", "gpu", "mmap", "verify", "url", "api_key")
     return redact({key: value for key, value in options.items() if key not in places})
 
 
 def _file_mark(path: Path) -> str:
-    """A hash of a file's size, beginning and end: an index may be too large to read it whole at every start."""
+    """A hash of a file's size, beginning and end: an index may be too large to read it whole at
+    every start."""
     digest = hashlib.sha256(str(path.stat().st_size).encode())
     with path.open("rb") as file:
         digest.update(file.read(_MARK_BYTES))

@@ -1,15 +1,18 @@
-"""Where the records of a .jsonl file of any size lie: made once, kept beside the file, mapped by every process that reads it.
+"""Where the records of a .jsonl file of any size lie: made once, kept beside the file, mapped by
+every process that reads it.
 
 A record ends at a newline byte and nowhere else; blank lines do not count.
 """
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import logging
 import mmap
 import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
 
@@ -23,11 +26,12 @@ from rlflow_environments.retrieval.indices.contents import sample_digest
 logger = logging.getLogger(__name__)
 
 ENTRY = np.dtype([("start", "<u8"), ("length", "<u4"), ("whole", "u1")])
-"""Of one record: where it starts, its bytes without surrounding blanks, 1 if it can be sent to a client as it is."""
+"""Of one record: where it starts, its bytes without surrounding blanks, 1 if it can be sent to a
+client as it is."""
 
 Check = Callable[[bytes, int], bool | None]
-"""(record, number of the row) -> whether it can be sent as it is; None where it has no text. Raises DataError for a record that
-cannot be used."""
+"""(record, number of the row) -> whether it can be sent as it is; None where it has no text. Raises
+DataError for a record that cannot be used."""
 ShareProgress = Callable[[float], None]
 """Called with the share that is done, from 0 to 1."""
 
@@ -54,7 +58,9 @@ def map_file(path: str | Path, what: str) -> tuple[Path, mmap.mmap]:
     """(path, its bytes, mapped). Raises DataError: no such file, or an empty one."""
     file = existing(path, what)
     if not file.stat().st_size:
-        raise DataError(f"{file}: expected the {what}, one JSON object per line, found an empty file.")
+        raise DataError(
+            f"{file}: expected the {what}, one JSON object per line, found an empty file."
+        )
     with file.open("rb") as opened:
         return file, mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ)
 
@@ -62,34 +68,64 @@ def map_file(path: str | Path, what: str) -> tuple[Path, mmap.mmap]:
 def map_offsets(
     path: Path, data: mmap.mmap, check: Check, progress: ShareProgress
 ) -> tuple[np.ndarray, np.ndarray, str]:
-    """The entries of a file, (records,) of ENTRY, the rows without text, and its SHA-256: from `<file>.offsets`
-    if that is of the file's present state, else made.
+    """The entries of a file, (records,) of ENTRY, the rows without text, and its SHA-256: from
+    `<file>.offsets` if that is of the file's present state, else made.
 
-    They are written beside the file; where that is not possible they lie in an unnamed temporary file, mapped all the same.
-    """
+    They are written beside the file; where that is not possible they lie in an unnamed temporary
+    file, mapped all the same."""
     status = path.stat()
-    header = np.array([(_MAGIC, status.st_size, status.st_mtime_ns, 0, 0, sample_digest(path).encode(), b"", b"")], _HEADER)
+    header = np.array(
+        [
+            (
+                _MAGIC,
+                status.st_size,
+                status.st_mtime_ns,
+                0,
+                0,
+                sample_digest(path).encode(),
+                b"",
+                b"",
+            )
+        ],
+        _HEADER,
+    )
     kept = path.with_name(f"{path.name}.offsets")
-    known = _read(kept, header)
-    if known is not None:
-        return known
+    with path.open("rb") as turn:
+        with suppress(OSError):  # not every file system has locks
+            fcntl.flock(turn, fcntl.LOCK_EX)  # of the processes that start together one makes them
+        return _read(kept, header) or _make(kept, path, data, header, check, progress)
+
+
+def _make(
+    kept: Path,
+    path: Path,
+    data: mmap.mmap,
+    header: np.ndarray,
+    check: Check,
+    progress: ShareProgress,
+) -> tuple[np.ndarray, np.ndarray, str]:
     try:
         with replacing(kept, durable=False) as aside, aside.open("wb") as file:
             _write(file, path, data, header, check, progress)
         return _map(kept)
     except OSError as problem:
-        logger.warning("%s cannot be written (%s): the offsets are made again at every start", kept, problem)
+        logger.warning(
+            "%s cannot be written (%s): the offsets are made again at every start", kept, problem
+        )
     with tempfile.NamedTemporaryFile(prefix="rlflow-offsets-") as temporary:
         _write(temporary, path, data, header, check, progress)  # type: ignore[arg-type]
         return _map(Path(temporary.name))
 
 
 def _read(path: Path, expected: np.ndarray) -> tuple[np.ndarray, np.ndarray, str] | None:
-    """What `map_offsets` returns, from an offsets file; None where there is none, or of another state of the records."""
+    """What `map_offsets` returns, from an offsets file; None where there is none, or of another
+    state of the records."""
     if not path.is_file():
         return None
     found = np.fromfile(path, _HEADER, count=1)
-    if not len(found) or any(found[key] != expected[key] for key in ("magic", "size", "modified", "sample")):
+    if not len(found) or any(
+        found[key] != expected[key] for key in ("magic", "size", "modified", "sample")
+    ):
         return None
     count, empty = int(found["count"][0]), int(found["empty"][0])
     if path.stat().st_size != _HEADER.itemsize + count * ENTRY.itemsize + empty * _ROW.itemsize:
@@ -110,7 +146,12 @@ def _map(path: Path) -> tuple[np.ndarray, np.ndarray, str]:
 
 
 def _write(
-    file: BinaryIO, path: Path, data: mmap.mmap, header: np.ndarray, check: Check, progress: ShareProgress
+    file: BinaryIO,
+    path: Path,
+    data: mmap.mmap,
+    header: np.ndarray,
+    check: Check,
+    progress: ShareProgress,
 ) -> None:
     """Header and entries; count and hash come last."""
     file.write(header.tobytes())
@@ -140,7 +181,11 @@ def _write(
     if count == len(empty):
         raise DataError(f"{path}: expected one JSON object per line, found none with text.")
     keep(np.array(block, ENTRY).tobytes() + np.array(empty, _ROW).tobytes())
-    header["count"], header["empty"], header["sha256"] = count, len(empty), digest.hexdigest().encode()
+    header["count"], header["empty"], header["sha256"] = (
+        count,
+        len(empty),
+        digest.hexdigest().encode(),
+    )
     header["entries"] = entries.hexdigest().encode()
     file.seek(0)
     file.write(header.tobytes())
@@ -149,7 +194,8 @@ def _write(
 
 
 def lines(data: mmap.mmap) -> Iterator[tuple[int, bytes]]:
-    """(offset, record) of every line that is not blank, without surrounding blanks and byte order mark."""
+    """(offset, record) of every line that is not blank, without surrounding blanks and byte order
+    mark."""
     for _, start, line in records(data):
         record = (line if start else line.removeprefix(b"\xef\xbb\xbf")).strip()
         if record:

@@ -1,4 +1,4 @@
-"""The server as a process: its signals, its life from the first byte to the last."""
+"""A server's process: what it does from uvicorn's start to its end."""
 
 from __future__ import annotations
 
@@ -15,9 +15,8 @@ from typing import Any
 import uvicorn
 
 from rlflow.errors import RLFlowError
-from rlflow_environments.retrieval.server.app import SearchApp
+from rlflow_environments.retrieval.server.app import Receive, SearchApp, Send
 from rlflow_environments.retrieval.server.connections import ImpatientProtocol, allow_many_files
-from rlflow_environments.retrieval.server.discovery import DiscoveryFile
 from rlflow_environments.retrieval.server.listener import BACKLOG
 from rlflow_environments.retrieval.server.service import SearchService, Unavailable
 
@@ -32,78 +31,99 @@ def serve(
     service: SearchService,
     listener: socket.socket,
     *,
-    discovery: DiscoveryFile | None = None,
     parent: int | None = None,
     on_ready: Callable[[], None] = lambda: None,
+    on_stop: Callable[[], None] = lambda: None,
     last_resort: bool = False,
-    protocol: Callable[..., asyncio.Protocol] = ImpatientProtocol,
 ) -> None:
     """Answers until SIGTERM or SIGINT; SIGHUP loads the index again.
 
-    The port answers at once, `/health` with the progress of loading. discovery: there while the server can answer.
-    parent: the process whose end ends the server too. last_resort: the process may be ended without ceremony where a search
-    that cannot be interrupted would keep it longer than 10 s. protocol: of a connection. Raises what loading the index raises.
+    The port answers at once, `/health` with the progress of loading. parent: the process whose end
+    ends the server too. on_stop: called when the server is asked to stop. last_resort: the process
+    may be ended without ceremony where a search that cannot be interrupted would keep it longer
+    than 10 s. Raises what loading the index raises, and what on_ready raises.
     """
-    import uvloop
-
     allow_many_files()
-    server = uvicorn.Server(server_config(SearchApp(service), protocol))
-    life = _Life(service, server, discovery, parent, on_ready, last_resort)
-    with _signals(life), asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(life.run(listener))
+    life = Life(service, parent=parent, on_ready=on_ready)
+    server = uvicorn.Server(server_config(SearchApp(service, life.run)))
+
+    def stop() -> None:
+        server.should_exit = True
+
+    def stopping() -> bool:
+        if server.should_exit:
+            on_stop()
+            if last_resort:
+                end_at_last()
+        return server.should_exit
+
+    life.stop, life.stopping = stop, stopping
+    try:
+        with _signals(stop):
+            server.run([listener])
+    finally:
+        on_stop()  # again: the end may come before the next look
     if service.problem is not None:
         raise service.problem
 
 
-def server_config(app: SearchApp, protocol: Callable[..., asyncio.Protocol]) -> uvicorn.Config:
-    """How uvicorn serves. protocol: of a connection."""
+def server_config(app: Any, **options: Any) -> uvicorn.Config:
+    """How uvicorn serves."""
     return uvicorn.Config(
         app,
-        http=protocol,  # type: ignore[arg-type]
+        http=ImpatientProtocol,  # type: ignore[arg-type]
         log_level="warning",
         access_log=False,  # a line per request slows rollouts down; the query log is buffered
-        lifespan="off",
+        lifespan="on",
         ws="none",
         proxy_headers=False,  # costs time, and would let a header say who is local
         timeout_graceful_shutdown=GRACE_S,
         backlog=BACKLOG,
+        **options,
     )
 
 
-class _Life:
-    """One server from its start to its end."""
+class Life:
+    """uvicorn's lifespan: loading, looking around several times a second, the end."""
 
     def __init__(
         self,
         service: SearchService,
-        server: uvicorn.Server,
-        discovery: DiscoveryFile | None,
-        parent: int | None,
-        on_ready: Callable[[], None],
-        last_resort: bool,
+        *,
+        parent: int | None = None,
+        on_ready: Callable[[], None] = lambda: None,
     ) -> None:
-        self.service = service
-        self.server = server
-        self.stop_requested = False
-        self.reload_requested = False
-        self._discovery = discovery
+        self.stop: Callable[[], None] = lambda: signal.raise_signal(signal.SIGTERM)
+        """Asks uvicorn to end."""
+        self.stopping: Callable[[], bool] = lambda: False
+        """Whether it was asked to, where that is known."""
+        self.app: SearchApp | None = None
+        self._service = service
         self._parent = parent
         self._on_ready = on_ready
-        self._last_resort = last_resort
+        self._reload_requested = False
         self._tasks: set[asyncio.Task[Any]] = set()
 
-    async def run(self, listener: socket.socket) -> None:
-        """Loads and answers until it is asked to stop."""
-        self._start(self._load())
+    async def run(self, receive: Receive, send: Send) -> None:
+        """The messages of the lifespan protocol."""
+        await receive()
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGHUP, self._request_reload)
+        shared = self._service.shared
+        if shared is not None and shared.started():
+            await self._load()  # others answer meanwhile: connections come when this one can, too
+        else:
+            self._start(self._load())
         self._start(self._watch())
-        try:
-            await self.server.serve(sockets=[listener])
-        finally:
-            self._withdraw()
-            for task in self._tasks:
-                task.cancel()
-            await asyncio.gather(*self._tasks, return_exceptions=True)
-            await self.service.close()
+        await send({"type": "lifespan.startup.complete"})
+        await receive()
+        self._service.stop()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._service.query_log is not None:
+            self._service.query_log.close()
+        await send({"type": "lifespan.shutdown.complete"})
 
     def _start(self, coroutine: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(coroutine)
@@ -112,43 +132,38 @@ class _Life:
 
     async def _load(self) -> None:
         try:
-            await self.service.load()
-            if self.stop_requested:
-                return
-            if self._discovery is not None:
-                self._discovery.write()
-        except Exception as problem:  # noqa: BLE001 -- `serve` raises it when the server has ended
-            self.service.fail(problem)
-            self.stop_requested = True
-            return
-        self._on_ready()
+            await self._service.load()
+            if not self.stopping():
+                self._on_ready()
+        except Exception as problem:  # noqa: BLE001 -- raised when the server has ended
+            self._service.fail(problem)
+            self.stop()
+
+    def _request_reload(self, number: int, frame: object) -> None:
+        self._reload_requested = True
 
     async def _reload(self) -> None:
-        with contextlib.suppress(RLFlowError, OSError, Unavailable):  # all are logged and counted; the index stays
-            await self.service.reload({})
+        with contextlib.suppress(RLFlowError, OSError, Unavailable):  # logged and counted
+            await self._service.reload({})
 
     async def _watch(self) -> None:
-        """Looks around several times a second: stop, reload, the parent's end."""
-        while not (self.stop_requested or self.server.should_exit):
+        service = self._service
+        while not self.stopping():
             if self._parent is not None and os.getppid() != self._parent:
-                logger.warning("the process %d that started this server is gone: stopping", self._parent)
-                break
-            if self.reload_requested:
-                self.reload_requested = False
+                logger.warning("the process %d that started this server is gone", self._parent)
+                self.stop()
+            if self._reload_requested:
+                self._reload_requested = False
                 self._start(self._reload())
-            if self.service.query_log is not None:
-                self.service.query_log.flush()
+            if service.query_log is not None:
+                service.query_log.flush()
+            if self.app is not None and service.shared is not None:
+                service.tell(len(self.app.connections))
+                self.app.excess = service.shared.excess()
+                if service.state == "ready":
+                    self._start(service.follow(service.shared))
             await asyncio.sleep(WATCH_S)
-        self._withdraw()
-        self.server.should_exit = True
-        if self._last_resort:
-            end_at_last()
-
-    def _withdraw(self) -> None:
-        """No new client finds this server from now on."""
-        self.service.stop()
-        if self._discovery is not None:
-            self._discovery.remove()
+        service.stop()
 
 
 def end_at_last() -> None:
@@ -159,22 +174,14 @@ def end_at_last() -> None:
 
 
 @contextlib.contextmanager
-def _signals(life: _Life) -> Iterator[None]:
-    """SIGTERM and SIGINT stop, SIGHUP reloads; outside the main thread signals stay as they are.
+def _signals(stop: Callable[[], None]) -> Iterator[None]:
+    """SIGTERM and SIGINT stop; outside the main thread signals stay as they are.
 
-    uvicorn handles the first two itself while it runs and raises them once more when it has ended: then they change nothing.
-    """
-
-    def stop(number: int, frame: object) -> None:
-        life.stop_requested = True
-
-    def reload(number: int, frame: object) -> None:
-        life.reload_requested = True
-
+    uvicorn handles them itself while it runs, and raises them once more when it has ended."""
     previous: dict[int, Any] = {}
     if threading.current_thread() is threading.main_thread():
-        for number, handler in ((signal.SIGTERM, stop), (signal.SIGINT, stop), (signal.SIGHUP, reload)):
-            previous[number] = signal.signal(number, handler)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            previous[number] = signal.signal(number, lambda number, frame: stop())
     try:
         yield
     finally:

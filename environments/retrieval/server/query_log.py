@@ -1,4 +1,5 @@
-"""One line of JSON per search request, so that a query of a trajectory can be found again in the server."""
+"""One line of JSON per search request, so that a query of a trajectory can be found again in the
+server."""
 
 from __future__ import annotations
 
@@ -16,13 +17,14 @@ KEPT_BYTES = 16 << 20  # of lines that wait to be written
 
 
 class QueryLog:
-    """Lines are gathered in memory; `flush`, called now and then, writes them. A busy terminal or disk then slows no answer, and
-    a full one ends nothing: lines that it does not take are dropped, which is said once."""
+    """Lines are gathered in memory; `flush`, called now and then, writes them. A busy terminal or
+    disk then slows no answer, and a full one ends nothing: lines that it does not take are dropped,
+    which is said once."""
 
     def __init__(self, path: str | Path) -> None:
         """Opens the file for appending. Raises ConfigError where that is not possible."""
         try:
-            self._file = Path(path).open("ab", buffering=0)  # noqa: SIM115 -- it lives as long as the server
+            self._file = Path(path).open("ab", buffering=0)  # noqa: SIM115
         except OSError as problem:
             raise ConfigError(f"--query-log {path}: cannot be written ({problem}).") from None
         self._path = path
@@ -31,8 +33,11 @@ class QueryLog:
         self._cut = False  # whether the file ends within a line
         self._failing = False
 
-    def write(self, trace: str, queries: Sequence[str], top_k: int, answer: Answer, seconds: float) -> None:
-        """One line: the trace of the request, its queries, times in ms, and the ids that each query found."""
+    def write(
+        self, trace: str, queries: Sequence[str], top_k: int, answer: Answer, seconds: float
+    ) -> None:
+        """One line: the trace of the request, its queries, times in ms, and the ids that each query
+        found."""
         line = {
             "trace": trace,
             "queries": [query.encode("utf-8", "replace").decode() for query in queries],
@@ -42,7 +47,9 @@ class QueryLog:
             "searched_ms": round(answer.searched_s * 1000, 2),
             "cached": answer.cached,
             "shared": answer.shared,
-            "ids": [[load_record(document)["id"] for document, _ in hits] for hits in answer.results],
+            "ids": [
+                [load_record(document)["id"] for document, _ in hits] for hits in answer.results
+            ],
         }
         record = dump_json(line) + b"\n"
         self._lines.append(record)
@@ -63,7 +70,11 @@ class QueryLog:
                 self._cut = bool(data)
         except OSError as problem:
             if not self._failing:
-                logger.warning("--query-log %s: cannot be written (%s); lines are left out", self._path, problem.strerror)
+                logger.warning(
+                    "--query-log %s: cannot be written (%s); lines are left out",
+                    self._path,
+                    problem.strerror,
+                )
             self._failing = True
             return
         if self._failing:

@@ -1,4 +1,5 @@
-"""Passages and pages read where they lie: one memory map, whose memory all processes share, whatever the size of the file."""
+"""Passages and pages read where they lie: one memory map, whose memory all processes share,
+whatever the size of the file."""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ class StoredCorpus(PassageSequence):
     """The passages of a corpus.jsonl, also of one that is larger than memory."""
 
     def __init__(self, path: str | Path, *, progress: ShareProgress = lambda share: None) -> None:
-        """Maps the file and its offsets; the first time every row is checked. Raises DataError: no such file, a bad row."""
+        """Maps the file and its offsets; the first time every row is checked. Raises DataError: no
+        such file, a bad row."""
         self.path, self._map = map_file(path, "corpus")
         self._rows = RowCheck(self.path)
         self._entries, empty, self.sha256 = map_offsets(self.path, self._map, self._check, progress)
@@ -42,7 +44,8 @@ class StoredCorpus(PassageSequence):
         return parse_passage(self._map[start : start + length], row, self.path)
 
     def document(self, row: int) -> bytes:
-        """A record as a JSON object that has `id`, `contents` and `url`: as it stands if it has them, else completed."""
+        """A record as a JSON object that has `id`, `contents` and `url`: as it stands if it has
+        them, else completed."""
         start, length, whole = self._entries[row].item()
         record = self._map[start : start + length]
         return record if whole else dump_json(complete_document(row, load_record(record)))
@@ -61,9 +64,12 @@ class Pages:
     """The pages of a pages.jsonl by their URL, for `POST /access`."""
 
     def __init__(self, path: str | Path, *, progress: ShareProgress = lambda share: None) -> None:
-        """Maps the file and its offsets and hashes every URL. Raises DataError: no such file, a page without URL or contents."""
+        """Maps the file and its offsets and hashes every URL. Raises DataError: no such file, a
+        page without URL or contents."""
         self.path, self._map = map_file(path, "pages")
-        self._entries, _, self.sha256 = map_offsets(self.path, self._map, self._check, lambda share: progress(share / 2))
+        self._entries, _, self.sha256 = map_offsets(
+            self.path, self._map, self._check, lambda share: progress(share / 2)
+        )
         hashes = np.empty(len(self), np.uint64)
         for row in range(len(self)):
             hashes[row] = _hash(self._url(row))
@@ -78,9 +84,9 @@ class Pages:
     def page(self, url: str) -> bytes | None:
         """The whole record of a page as JSON, None for an unknown one.
 
-        A URL is looked up as it stands; one that is not known and contains `index.php/` once more as `index.php?title=`, the
-        only rewriting that the field knows. Of several records of one URL the last counts, as in a dictionary.
-        """
+        A URL is looked up as it stands; one that is not known and contains `index.php/` once more
+        as `index.php?title=`, the only rewriting that the field knows. Of several records of one
+        URL the last counts, as in a dictionary."""
         found = self._find(url)
         if found is None and "index.php/" in url:
             found = self._find(url.replace("index.php/", "index.php?title="))
@@ -110,20 +116,30 @@ class Pages:
         try:
             page = load_record(record)
         except (ValueError, RecursionError) as problem:
-            raise DataError(f"{self.path}: row {row}: not JSON ({str(problem)[:100]}). Fix or remove it.") from None
-        texts = isinstance(page, dict) and isinstance(page.get("url"), str) and isinstance(page.get("contents"), str)
+            raise DataError(
+                f"{self.path}: row {row}: not JSON ({str(problem)[:100]}). Fix or remove it."
+            ) from None
+        texts = (
+            isinstance(page, dict)
+            and isinstance(page.get("url"), str)
+            and isinstance(page.get("contents"), str)
+        )
         if not texts:
-            raise DataError(f"{self.path}: row {row}: expected 'url' and 'contents' as text. Fix or remove it.")
+            raise DataError(
+                f"{self.path}: row {row}: expected 'url' and 'contents' as text. Fix or remove it."
+            )
         return False
 
 
 def complete_document(row: int, record: Mapping[str, Any]) -> dict[str, Any]:
-    """The record with the three keys that clients of the field ask for; where it lacks them: the row as its id,
-    `doc://<id>` as its url, title and text as its contents."""
+    """The record with the three keys that clients of the field ask for; where it lacks them: the
+    row as its id, `doc://<id>` as its url, title and text as its contents."""
     name = str(row if record.get("id") is None else record["id"])
     document = {**record, "id": name, "url": str(record.get("url") or f"doc://{name}")}
     if document.get("contents") is None:
-        document["contents"] = make_contents(str(record.get("title") or ""), str(record.get("text") or ""))
+        document["contents"] = make_contents(
+            str(record.get("title") or ""), str(record.get("text") or "")
+        )
     return document
 
 
@@ -136,7 +152,8 @@ def dump_json(value: Any) -> bytes:
 
 
 def load_record(record: bytes) -> Any:
-    """What Python's reader takes: also NaN and lone surrogates (as U+FFFD), which orjson refuses."""
+    """What Python's reader takes: also NaN and lone surrogates (as U+FFFD), which orjson
+    refuses."""
     try:
         return orjson.loads(record)
     except orjson.JSONDecodeError:
@@ -144,7 +161,8 @@ def load_record(record: bytes) -> Any:
 
 
 def _strings(record: bytes, keys: Sequence[str]) -> list[str | None]:
-    """The values of keys that are text, None for others; all None for a record that orjson cannot read."""
+    """The values of keys that are text, None for others; all None for a record that orjson cannot
+    read."""
     try:
         row = orjson.loads(record)
     except orjson.JSONDecodeError:
@@ -154,4 +172,6 @@ def _strings(record: bytes, keys: Sequence[str]) -> list[str | None]:
 
 
 def _hash(url: str) -> int:
-    return int.from_bytes(hashlib.blake2b(url.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "little")
+    return int.from_bytes(
+        hashlib.blake2b(url.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "little"
+    )

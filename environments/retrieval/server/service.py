@@ -1,22 +1,24 @@
-"""What the server knows and does, apart from HTTP: it loads an index, answers with it, and exchanges it for another."""
+"""What the server knows and does, apart from HTTP: it loads an index, answers with it, and
+exchanges it for another."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
+import concurrent.futures
 import logging
 import secrets
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from rlflow.errors import RLFlowError
 from rlflow_environments.retrieval.errors import QueueFullError
-from rlflow_environments.retrieval.server.index import Answer
+from rlflow_environments.retrieval.server.index import Answer, ServedIndex
 from rlflow_environments.retrieval.server.query_log import QueryLog
+from rlflow_environments.retrieval.server.shared import BusyError, SharedState
 from rlflow_environments.retrieval.server.statistics import Observation, ServerStatistics
 from rlflow_environments.retrieval.server.wire import BadRequest, RetrieveRequest
 
@@ -26,44 +28,16 @@ LoadProgress = Callable[[str, float], None]
 """Called with what is being loaded and the share of it that is done, from 0 to 1."""
 
 
-class Served(Protocol):
-    """What answers: an index in this process (`ServedIndex`), or the processes that have it (`Generation`)."""
-
-    info: dict[str, Any]
-    size: int | None
-    has_pages: bool
-
-    @property
-    def waiting(self) -> int:
-        """How many searches wait for their batch."""
-
-    async def answer(self, queries: Sequence[str], top_k: int, wait_s: float) -> Answer:
-        """The hits of every query. Raises QueueFullError, Unavailable, TimeoutError, what the retriever raises."""
-
-    def page(self, url: str) -> bytes | None:
-        """The page of a URL, None for an unknown one."""
-
-    def report(self) -> dict[str, Any]:
-        """What `/health` says of it."""
-
-    def begin(self) -> None:
-        """From now on this one is asked."""
-
-    async def retire(self) -> None:
-        """Another one is asked from now on: returns when this one takes no request any more; those under way are answered."""
-
-    async def close(self) -> None:
-        """Ends it; returns when nothing is left."""
-
-
 RECENT, RECENT_CHARACTERS = 20, 300
 """Searches that the status page shows, and how much of each query is kept."""
-Load = Callable[[Mapping[str, Any], LoadProgress, Callable[[int, float], None]], Served]
-"""(changes to what is served, report, on_batch) -> the index. Runs in a thread; raises RLFlowError."""
+Load = Callable[[Mapping[str, Any], LoadProgress, Callable[[int, float], None]], ServedIndex]
+"""(changes to what is served, report, on_batch) -> the index. Runs in a thread; raises
+RLFlowError."""
 
 
 class Unavailable(Exception):
-    """Nothing can be answered now; after `retry_after_s` perhaps. status: 503, or 429 where the queue is full."""
+    """Nothing can be answered now; after `retry_after_s` perhaps. status: 503, or 429 where the
+    queue is full."""
 
     def __init__(self, text: str, status: int, retry_after_s: int = 1) -> None:
         super().__init__(text)
@@ -73,7 +47,8 @@ class Unavailable(Exception):
 
 @dataclass(frozen=True)
 class ServiceLimits:
-    """top_k: where a request has none. max_top_k: the largest that is taken. max_wait_s: for an answer."""
+    """top_k: where a request has none. max_top_k: the largest that is taken. max_wait_s: for an
+    answer."""
 
     top_k: int = 3
     max_top_k: int = 10_000
@@ -81,7 +56,8 @@ class ServiceLimits:
 
 
 class SearchService:
-    """The state of one server: loading, ready, failed or stopping. All methods but `load` belong to the event loop."""
+    """The state of one server process: loading, ready, failed or stopping. All methods belong to
+    the event loop."""
 
     def __init__(
         self,
@@ -90,63 +66,51 @@ class SearchService:
         query_log: QueryLog | None = None,
         statistics: ServerStatistics | None = None,
         admin_token: str | None = None,
+        shared: SharedState | None = None,
     ) -> None:
-        """admin_token: of requests that change the server or tell what others asked; None: a new one."""
+        """admin_token: of requests that change the server or tell what others asked; None: a new
+        one. shared: with the other processes of this server."""
         self.limits = limits or ServiceLimits()
         self.statistics = statistics or ServerStatistics()
         self.query_log = query_log
         self.admin_token = admin_token or secrets.token_urlsafe()
+        self.shared = shared
         self.state = "loading"
         self.problem: Exception | None = None
-        self.index: Served | None = None
+        self.index: ServedIndex | None = None
         self.stage, self.share = "starting", 0.0
         self.started = time.monotonic()
         self._load = load
+        self._pending: tuple[int, ServedIndex] | None = None
         self._reloading = False
         self._recent: deque[tuple[str, int, float]] = deque(maxlen=RECENT)
 
     # ------------------------------------------------------------ loading
 
-    async def load(self, changes: Mapping[str, Any] | None = None) -> Served:
-        """Loads in a thread and then, in one step, answers with what was loaded. Raises RLFlowError: nothing changes then."""
-        loop = asyncio.get_running_loop()
-        loaded: asyncio.Future[Served] = loop.create_future()
-
-        def work() -> None:
-            index, problem = None, None
-            try:
-                index = self._load(changes or {}, self._report, self.statistics.batch)
-            except Exception as failure:  # noqa: BLE001 -- it is raised in the caller
-                problem = failure
-            with contextlib.suppress(RuntimeError):  # the server was stopped: its loop is closed
-                loop.call_soon_threadsafe(_settle, loaded, index, problem)
-
-        # A daemon thread: loading may take long and must not keep a server alive that is asked to stop.
-        threading.Thread(target=work, name="search-load", daemon=True).start()
-        index, former = await loaded, self.index
-        if self.state == "stopping":
-            await index.close()
-            return index
-        self.serve(index)
-        if former is not None:
-            await former.retire()
+    async def load(self) -> ServedIndex:
+        """Loads the index and answers with it from then on. Raises RLFlowError."""
+        index = await self._read(self.shared.changes(self.shared.serving) if self.shared else {})
+        if self.state != "stopping":
+            self._serve(index)
         return index
 
-    def serve(self, index: Served) -> None:
-        """From now on this one answers."""
-        self.index = index
-        index.begin()
-        self.state = "ready"
-        self._report("ready", 1.0)
-        self.statistics.ready.set(1)
+    async def reload(self, changes: Mapping[str, Any]) -> ServedIndex:
+        """Loads the index anew, in all processes, while the present one goes on answering, and
+        exchanges it in one step.
 
-    async def reload(self, changes: Mapping[str, Any]) -> Served:
-        """As `load`, while the present index goes on answering. Raises Unavailable while another reload is under way."""
+        Raises RLFlowError: nothing changes then. Raises Unavailable while another reload is under
+        way."""
         if self._reloading or self.state == "loading":
             raise Unavailable("an index is being loaded already.", status=409)
         self._reloading = True
         try:
-            index = await self.load(changes)
+            if self.shared is None:
+                index = await self._read(changes)
+                self._serve(index)
+            else:
+                index = await self._reload_all(changes, self.shared)
+        except BusyError:
+            raise Unavailable("an index is being loaded already.", status=409) from None
         except (RLFlowError, OSError) as problem:
             self.statistics.reloads.labels("failed").inc()
             logger.error("reload failed, the index stays as it is: %s", problem)
@@ -158,6 +122,59 @@ class SearchService:
         logger.info("reload done: %s", index.info.get("identity", ""))
         return index
 
+    async def _reload_all(self, changes: Mapping[str, Any], shared: SharedState) -> ServedIndex:
+        with shared.reloading(changes) as number:
+            index = await self._read(changes)  # what fails here costs the others nothing
+            await shared.all_load(number)
+            self._serve(index)
+            await shared.all_serve(number)
+        return index
+
+    async def follow(self, shared: SharedState) -> None:
+        """Does its part of another process's reload: loads what all are to load, answers with it
+        when all have it."""
+        number = shared.behind
+        if number is not None and not self._reloading:
+            self._reloading = True
+            try:
+                self._pending = number, await self._read(shared.changes(number))
+                shared.tell(loaded=number)
+            except (RLFlowError, OSError) as problem:
+                logger.error("reload failed: %s", problem)
+                shared.tell(loaded=-number)
+            finally:
+                self._reloading = False
+                self.stage, self.share = "ready", 1.0
+        if self._pending is not None and shared.serving == self._pending[0]:
+            self._serve(self._pending[1])
+            shared.tell(serving=self._pending[0])
+            self._pending = None
+        elif self._pending is not None and shared.asked < self._pending[0]:
+            self._pending = None
+
+    async def _read(self, changes: Mapping[str, Any]) -> ServedIndex:
+        """The index, loaded in a thread. Raises RLFlowError."""
+        loaded: concurrent.futures.Future[ServedIndex] = concurrent.futures.Future()
+        loaded.set_running_or_notify_cancel()
+
+        def work() -> None:
+            try:
+                loaded.set_result(self._load(changes, self._report, self.statistics.batch))
+            except Exception as failure:  # noqa: BLE001 -- it is raised in the caller
+                loaded.set_exception(failure)
+
+        # A daemon thread: loading may take long and must not keep a server alive that is asked to
+        # stop.
+        threading.Thread(target=work, name="search-load", daemon=True).start()
+        return await asyncio.wrap_future(loaded)
+
+    def _serve(self, index: ServedIndex) -> None:
+        """From now on this one answers. What is being answered by the former one ends on that."""
+        self.index = index
+        self.state = "ready"
+        self._report("ready", 1.0)
+        self.statistics.ready.set(1)
+
     def fail(self, problem: Exception) -> None:
         """Records that the first index could not be loaded."""
         self.state, self.problem = "failed", problem
@@ -167,11 +184,6 @@ class SearchService:
         self.state = "stopping"
         self.statistics.ready.set(0)
 
-    async def close(self) -> None:
-        """Ends what answers."""
-        if self.index is not None:
-            await self.index.close()
-
     def _report(self, stage: str, share: float) -> None:
         if stage != self.stage:
             logger.info("%s ...", stage)
@@ -180,7 +192,9 @@ class SearchService:
 
     # ------------------------------------------------------------ answering
 
-    async def retrieve(self, request: RetrieveRequest, *, trace: str = "", wait_s: float | None = None) -> Answer:
+    async def retrieve(
+        self, request: RetrieveRequest, *, trace: str = "", wait_s: float | None = None
+    ) -> Answer:
         """The answer to a search request. wait_s: how long its client waits.
 
         Raises BadRequest, Unavailable, TimeoutError, and what the retriever raises.
@@ -192,7 +206,7 @@ class SearchService:
             wait_s = min(wait_s or self.limits.max_wait_s, self.limits.max_wait_s)
             answer = await index.answer(request.queries, top_k, wait_s)
         except QueueFullError as problem:
-            raise Unavailable(str(problem), status=429, retry_after_s=self._drain_s(index)) from None
+            raise Unavailable(str(problem), status=429, retry_after_s=self._drain_s()) from None
         observed = Observation(
             at=time.monotonic(),
             seconds=time.perf_counter() - start,
@@ -205,22 +219,25 @@ class SearchService:
         )
         self.statistics.answered(observed)
         found = zip(request.queries[-RECENT:], answer.results[-RECENT:])
-        self._recent.extend((query[:RECENT_CHARACTERS], len(hits), observed.seconds) for query, hits in found)
+        self._recent.extend(
+            (query[:RECENT_CHARACTERS], len(hits), observed.seconds) for query, hits in found
+        )
         if self.query_log is not None:
             self.query_log.write(trace, request.queries, top_k, answer, observed.seconds)
         return answer
 
     def access(self, urls: list[str]) -> list[bytes | None]:
-        """The page of each URL, None for an unknown one; all None where no pages are loaded. Raises Unavailable."""
+        """The page of each URL, None for an unknown one; all None where no pages are loaded. Raises
+        Unavailable."""
         index = self._ready()
         return [index.page(url) for url in urls]
 
-    def _ready(self) -> Served:
+    def _ready(self) -> ServedIndex:
         if self.index is None:
             raise Unavailable(f"not ready: {self.stage}, {self.share:.0%} done.", status=503)
         return self.index
 
-    def _top_k(self, asked: int | None, index: Served) -> int:
+    def _top_k(self, asked: int | None, index: ServedIndex) -> int:
         top_k = asked or self.limits.top_k
         if index.size is not None:
             top_k = min(top_k, index.size)
@@ -228,48 +245,69 @@ class SearchService:
             raise BadRequest(f"topk: at most {self.limits.max_top_k}, found {top_k}.")
         return top_k
 
-    def _drain_s(self, index: Served) -> int:
-        """Whole seconds after which the present queue should be answered, at the rate of the last minute."""
+    def _drain_s(self) -> int:
+        """Whole seconds after which the present queue should be answered, at the rate of the last
+        minute."""
         rate = self.statistics.last_minute()["queries_per_s"]
-        return max(1, min(30, round(index.waiting / rate))) if rate else 1
+        return max(1, min(30, round(self._waiting() / rate))) if rate else 1
 
     # ------------------------------------------------------------ reports
 
+    @property
+    def state_of_all(self) -> str:
+        """The server's: it is ready when all of its processes are; later one of them may be
+        replaced."""
+        started = self.shared is None or self.shared.started()
+        return self.state if started or self.state != "ready" else "loading"
+
     def health(self) -> dict[str, Any]:
         """What `GET /health` answers: always, at once."""
-        report: dict[str, Any] = {"status": self.state, "stage": self.stage, "progress": round(self.share, 3)}
+        report: dict[str, Any] = {
+            "status": self.state_of_all,
+            "stage": self.stage,
+            "progress": round(self.share, 3),
+        }
         report["pages"] = bool(self.index and self.index.has_pages)
         report["uptime_s"] = round(time.monotonic() - self.started, 1)
         if self.problem is not None:
             report["problem"] = str(self.problem)
-        return {**report, **(self.index.report() if self.index else {})}
+        return {**report, **(self.shared.report() if self.shared else {})}
 
     def info(self) -> dict[str, Any]:
         """What `GET /info` answers: what is served, by hash."""
         served = self.index.info if self.index else {}
-        return {"status": self.state, "topk": self.limits.top_k, **served}
+        return {"status": self.state_of_all, "topk": self.limits.top_k, **served}
 
     def metrics(self) -> bytes:
         """What `GET /metrics` answers."""
-        self.statistics.waiting.set(self._waiting())
+        self.statistics.waiting.set(self.index.waiting if self.index else 0)
         return self.statistics.exposition()
 
     def status(self) -> dict[str, Any]:
         """What the status page shows."""
-        return {**self.health(), "queue": self._waiting(), **self.statistics.last_minute(), "info": self.info()}
+        return {
+            **self.health(),
+            "queue": self._waiting(),
+            **self.statistics.last_minute(),
+            "info": self.info(),
+        }
 
     def recent(self) -> list[dict[str, Any]]:
-        """The latest queries of this process, newest first: what they found, and the seconds of their request."""
-        return [{"query": query, "found": found, "seconds": seconds} for query, found, seconds in reversed(self._recent)]
+        """The latest queries of this process, newest first: what they found, and the seconds of
+        their request."""
+        return [
+            {"query": query, "found": found, "seconds": seconds}
+            for query, found, seconds in reversed(self._recent)
+        ]
+
+    def tell(self, connections: int) -> None:
+        """Tells the other processes what this one does."""
+        waiting = self.index.waiting if self.index else 0
+        self.statistics.waiting.set(waiting)
+        if self.shared is not None:
+            self.shared.tell(connections=connections, waiting=waiting, ready=self.state == "ready")
 
     def _waiting(self) -> int:
+        if self.shared is not None:
+            return self.shared.waiting()
         return self.index.waiting if self.index else 0
-
-
-def _settle(future: asyncio.Future[Served], index: Served | None, problem: Exception | None) -> None:
-    if future.done():
-        return
-    if problem is None:
-        future.set_result(index)  # type: ignore[arg-type]
-    else:
-        future.set_exception(problem)

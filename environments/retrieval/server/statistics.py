@@ -1,8 +1,8 @@
 """What the server does, counted: for Prometheus, and over the last minutes for the status page.
 
-Several processes count as one where `PROMETHEUS_MULTIPROC_DIR` is set before this is imported (prometheus_client then keeps every
-value in a file of that folder, which outlives the process that counted) and their latest requests stand in one shared table.
-"""
+Several processes count as one where `PROMETHEUS_MULTIPROC_DIR` is set before this is imported
+(prometheus_client then keeps every value in a file of that folder, which outlives the process that
+counted) and their latest requests stand in one shared table."""
 
 from __future__ import annotations
 
@@ -40,7 +40,8 @@ FIELDS = len(Observation.__dataclass_fields__)
 
 
 def shared_table(folder: Path, processes: int) -> np.ndarray:
-    """(processes, KEPT, FIELDS) of the latest requests, in a file of the folder that all processes map."""
+    """(processes, KEPT, FIELDS) of the latest requests, in a file of the folder that all processes
+    map."""
     shape = (processes, KEPT, FIELDS)
     path = folder / "recent"
     return np.asarray(np.memmap(path, np.float64, "r+" if path.exists() else "w+", shape=shape))
@@ -57,16 +58,26 @@ class ServerStatistics:
         self.queries = Counter("queries", "answered queries", **made)
         self.empty = Counter("empty_results", "queries without a result", **made)
         self.cached = Counter("cache_hits", "queries answered from the cache", **made)
-        self.shared = Counter("shared_queries", "queries that joined an equal one under way", **made)
-        self.seconds = Histogram("request_seconds", "from the request to its answer", buckets=SECONDS, **made)
-        self.waited = Histogram("queue_seconds", "from the request to its first batch", buckets=SECONDS, **made)
+        self.shared = Counter(
+            "shared_queries", "queries that joined an equal one under way", **made
+        )
+        self.seconds = Histogram(
+            "request_seconds", "from the request to its answer", buckets=SECONDS, **made
+        )
+        self.waited = Histogram(
+            "queue_seconds", "from the request to its first batch", buckets=SECONDS, **made
+        )
         self.searched = Histogram("search_seconds", "of one batch", buckets=SECONDS, **made)
         self.batches = Histogram("batch_size", "queries searched together", buckets=SIZES, **made)
-        made["multiprocess_mode"] = "livemax"
-        self.waiting = Gauge("queue_length", "searches that wait for their batch", **made)
-        self.ready = Gauge("ready", "1 when the server can answer", **made)
-        self.loaded = Gauge("loading_progress", "share of the loading that is done", **made)
-        del made["multiprocess_mode"]
+        least = {"multiprocess_mode": "livemin", **made}
+        self.waiting = Gauge(
+            "queue_length",
+            "searches that wait for their batch",
+            multiprocess_mode="livesum",
+            **made,
+        )
+        self.ready = Gauge("ready", "1 when the server can answer", **least)
+        self.loaded = Gauge("loading_progress", "share of the loading that is done", **least)
         self.reloads = Counter("reloads", "index reloads", ["outcome"], **made)
         self._recent = np.zeros((1, KEPT, FIELDS)) if recent is None else recent
         self._mine = self._recent[place]
@@ -100,9 +111,12 @@ class ServerStatistics:
         return generate_latest(registry)
 
     def last_minute(self) -> dict[str, float]:
-        """Rates and latencies of the requests of the last minute, in queries/s, seconds and shares of the queries."""
+        """Rates and latencies of the requests of the last minute, in queries/s, seconds and shares
+        of the queries."""
         now = time.monotonic()
-        recent = self._recent[(self._recent[:, :, 0] > 0) & (now - self._recent[:, :, 0] <= WINDOW_S)]
+        recent = self._recent[
+            (self._recent[:, :, 0] > 0) & (now - self._recent[:, :, 0] <= WINDOW_S)
+        ]
         at, seconds, waited, searched, queries, cached, shared, empty = recent.T
         asked = max(1.0, queries.sum())
         found = {
@@ -119,4 +133,8 @@ class ServerStatistics:
 
 def quantile(values: np.ndarray, share: float) -> float:
     """The value below which `share` of the values lie (nearest rank); 0 without values."""
-    return float(np.sort(values)[min(len(values) - 1, int(share * len(values)))]) if len(values) else 0.0
+    return (
+        float(np.sort(values)[min(len(values) - 1, int(share * len(values)))])
+        if len(values)
+        else 0.0
+    )

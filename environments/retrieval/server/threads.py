@@ -1,4 +1,5 @@
-"""How many threads a search takes: one for a short scan, which is over before others have begun, else all of this process."""
+"""How many threads a search takes: one for a short scan, which is over before others have begun,
+else all of this process."""
 
 from __future__ import annotations
 
@@ -12,8 +13,8 @@ SHORT = 16 << 20  # numbers that a query is multiplied with: what one core reads
 
 
 def is_short(retriever: Retriever) -> bool:
-    """Whether a search is so short that its threads would mostly wait for each other, and for cores that clients hold. Never
-    with a model as encoder."""
+    """Whether a search is so short that its threads would mostly wait for each other, and for cores
+    that clients hold. Never with a model as encoder."""
     index = retriever.index if isinstance(retriever, CorpusRetriever) else None
     if not isinstance(index, DenseIndex) or not isinstance(index.encoder, NgramEncoder):
         return False
@@ -27,7 +28,8 @@ def own_threads() -> int:
 
 
 def use_threads(count: int) -> None:
-    """How many threads the searches of the calling thread use from now on: OpenMP counts for each thread that calls it."""
+    """How many threads the searches of the calling thread use from now on: OpenMP counts for each
+    thread that calls it."""
     if "torch" in sys.modules:
         sys.modules["torch"].set_num_threads(count)
     if "faiss" in sys.modules:

@@ -1,7 +1,8 @@
-"""The wire format as pure functions: bodies of requests read, bodies of answers written. No framework, no copies.
+"""The wire format as pure functions: bodies of requests read, bodies of answers written. No
+framework, no copies.
 
-The contract is the one that Search-R1, RLinf, ASearcher, AstraFlow, verl, slime and SkyRL share (see docs/search_server.md).
-"""
+The contract is the one that Search-R1, RLinf, ASearcher, AstraFlow, verl, slime and SkyRL share
+(see docs/search_server.md)."""
 
 from __future__ import annotations
 
@@ -44,7 +45,8 @@ class RetrieveRequest:
 
 
 def read_retrieve(body: bytes) -> RetrieveRequest:
-    """The request of a `POST /retrieve`. Keys that are not known are ignored. Raises BadRequest for wrong types and values."""
+    """The request of a `POST /retrieve`. Keys that are not known are ignored. Raises BadRequest for
+    wrong types and values."""
     message = read_object(body)
     queries = message.get("queries")
     if queries is None:
@@ -68,11 +70,16 @@ def read_access(body: bytes) -> list[str]:
 def write_results(results: Sequence[Sequence[Hit]], return_scores: bool) -> bytes:
     """The body of an answer: per query, in order, its documents, or {document, score} pairs."""
     element = _scored if return_scores else _bare
-    return b'{"result":[' + b",".join(b"[" + b",".join(map(element, hits)) + b"]" for hits in results) + b"]}"
+    return (
+        b'{"result":['
+        + b",".join(b"[" + b",".join(map(element, hits)) + b"]" for hits in results)
+        + b"]}"
+    )
 
 
 def write_pages(pages: Sequence[bytes | None]) -> bytes:
-    """The body of an answer to `POST /access`: a page per URL, in order, null for an unknown one."""
+    """The body of an answer to `POST /access`: a page per URL, in order, null for an unknown
+    one."""
     return b'{"result":[' + b",".join(b"null" if page is None else page for page in pages) + b"]}"
 
 
@@ -95,12 +102,14 @@ def read_object(body: bytes) -> dict[str, Any]:
     try:
         message = orjson.loads(body)
     except orjson.JSONDecodeError:
-        try:  # a sampled query may hold half a surrogate pair, which orjson refuses and Python's writer sends
+        try:  # a sampled query may hold half a surrogate pair, which orjson refuses
             message = load_json(body)
         except ValueError as problem:
             raise BadRequest(f"the body is not JSON: {str(problem)[:200]}.") from None
         except RecursionError:
-            raise BadRequest("the body is not JSON that is read here: it is nested deeper than 1000 levels.") from None
+            raise BadRequest(
+                "the body is not JSON that is read here: it is nested deeper than 1000 levels."
+            ) from None
     if not isinstance(message, dict):
         raise BadRequest(f"expected a JSON object, found {_shown(message)}.")
     return message
@@ -119,16 +128,22 @@ def _check_texts(key: str, values: Any) -> None:
     if not isinstance(values, list):
         raise BadRequest(f"{key}: expected a list of texts, found {_shown(values)}.")
     if len(values) > MAX_QUERIES:
-        raise BadRequest(f"{key}: at most {MAX_QUERIES} in one request, found {len(values)}.", status=413)
+        raise BadRequest(
+            f"{key}: at most {MAX_QUERIES} in one request, found {len(values)}.", status=413
+        )
     total = 0
     for place, value in enumerate(values):
         if not isinstance(value, str):
             raise BadRequest(f"{key}[{place}]: expected a text, found {_shown(value)}.")
         if len(value) > MAX_TEXT:
-            raise BadRequest(f"{key}[{place}]: at most {MAX_TEXT} characters, found {len(value)}.", status=413)
+            raise BadRequest(
+                f"{key}[{place}]: at most {MAX_TEXT} characters, found {len(value)}.", status=413
+            )
         total += len(value)
     if total > MAX_TEXTS:
-        raise BadRequest(f"{key}: at most {MAX_TEXTS} characters in one request, found {total}.", status=413)
+        raise BadRequest(
+            f"{key}: at most {MAX_TEXTS} characters in one request, found {total}.", status=413
+        )
 
 
 def _top_k(value: Any) -> int | None:
@@ -136,7 +151,10 @@ def _top_k(value: Any) -> int | None:
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, (int, float)) or value != value // 1:
-        raise BadRequest(f"topk: expected a whole number, 0 or null (the server's default), found {_shown(value)}.")
+        raise BadRequest(
+            "topk: expected a whole number, 0 or null (the server's default), found "
+            f"{_shown(value)}."
+        )
     if value < 0:
         raise BadRequest(f"topk: expected 0 or more, found {_shown(value)}.")
     return int(value) or None

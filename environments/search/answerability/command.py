@@ -100,11 +100,11 @@ def _corpus(args: argparse.Namespace) -> Path:
 def _shown(path: Path) -> Iterator[Passage]:
     """The passages of a corpus; what share is read stands on the terminal."""
     from rlflow_environments.common.progress import ProgressLine
-    from rlflow_environments.retrieval.corpus import stream_passages
+    from rlflow_environments.retrieval.corpus import Corpus
 
-    progress, size = ProgressLine(sys.stderr), path.stat().st_size if path.is_file() else 0
-    for number, (end, passage) in enumerate(stream_passages(path)):
-        if number % REPORT_ROWS == 0:
-            progress("reading the corpus (bytes)", end, size)
+    progress, corpus = ProgressLine(sys.stderr), Corpus(path)
+    for row, passage in enumerate(corpus):
+        if row % REPORT_ROWS == 0:
+            progress("reading the corpus", row, len(corpus))
         yield passage
-    progress("reading the corpus (bytes)", size, size)
+    progress("reading the corpus", len(corpus), len(corpus))

@@ -11,25 +11,7 @@ from typing import Any
 from rlflow.errors import DataError, install_command, needing
 from rlflow_environments.common.jsonl import BadRow, parse_object, records, refuse, text_of
 
-_BLOCKS = (
-    "p",
-    "div",
-    "br",
-    "li",
-    "tr",
-    "h1",
-    "h2",
-    "h3",
-    "h4",
-    "h5",
-    "h6",
-    "blockquote",
-    "pre",
-    "table",
-    "section",
-    "dt",
-    "dd",
-)
+_BLOCKS = re.compile("p|div|br|li|tr|h[1-6]|blockquote|pre|table|section|dt|dd")
 _NOT_TEXT = ("script", "style", "noscript", "template", "nav", "footer", "form")
 _FRONT_MATTER = re.compile(r"\A---\n.*?\n---\n", re.DOTALL)
 _LONGEST_TITLE = 120

@@ -8,10 +8,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Annotated, Any, get_type_hints
 
-from rlflow.errors import ConfigError, DataError
+from rlflow.errors import DataError
 from rlflow.storage.files import write_json
+from rlflow.values import PositiveInt, Range, Share, checked
 from rlflow_environments.common.progress import StageProgress
 from rlflow_environments.retrieval.corpus import Corpus, Passage, write_corpus, write_pages, write_rows
 from rlflow_environments.retrieval.indices import make_retriever
@@ -32,27 +33,20 @@ class QuestionRequest:
     questions. retriever, top_k: an answer must be among so many passages that this retriever finds. blanks: also ask for blanks
     in sentences, where rules compose the questions."""
 
-    train: int = 2000
-    val: int = 200
-    val_share: float = 0.2
-    multi_hop: float = 0.5
+    train: PositiveInt = 2000
+    val: PositiveInt = 200
+    val_share: Annotated[float, Range(above=0, below=1)] = 0.2
+    multi_hop: Share = 0.5
     seed: int = 0
     retriever: str | dict[str, Any] = "bm25"
-    top_k: int = 3
-    max_characters: int = MAX_CHARACTERS
+    top_k: PositiveInt = 3
+    max_characters: Annotated[int, Range(100)] = MAX_CHARACTERS
     blanks: bool = True
 
     def check(self) -> None:
         """Raises ConfigError for values out of range."""
-        for name, least in (("train", 1), ("val", 1), ("top_k", 1), ("max_characters", 100)):
-            if getattr(self, name) < least:
-                raise ConfigError(
-                    f"--{name.replace('_', '-')}: expected at least {least}, found {getattr(self, name)}."
-                )
-        if not 0 < self.val_share < 1:
-            raise ConfigError(f"--val-share: expected a share between 0 and 1, found {self.val_share:g}.")
-        if not 0 <= self.multi_hop <= 1:
-            raise ConfigError(f"--multi-hop: expected a share from 0 to 1, found {self.multi_hop:g}.")
+        for name, hint in get_type_hints(QuestionRequest, include_extras=True).items():
+            checked(hint, getattr(self, name), f"--{name.replace('_', '-')}")
 
 
 @dataclass

@@ -52,13 +52,13 @@ def _is_corpus(path: Path) -> bool:
 
 
 def _passages(path: Path, args: argparse.Namespace) -> list[dict[str, Any]]:
-    from rlflow_environments.retrieval.corpus import read_passages
+    from rlflow_environments.retrieval.corpus import Corpus
 
-    passages = read_passages(path, skip_bad_rows=args.skip_bad_rows)
+    passages = list(Corpus(path, skip_bad_rows=args.skip_bad_rows).with_text())
     synthesised = sum(passage.url.startswith("doc://") for passage in passages)
     print(f"{path}: a corpus of {len(passages):,} passages, {synthesised:,} of them without a url")
     _show({"id": passages[0].id, "contents": passages[0].contents, "url": passages[0].url})
-    return [{"id": passage.id, "title": passage.title, "contents": passage.contents, "url": passage.url} for passage in passages]
+    return [passage.fields for passage in passages]
 
 
 def _questions(path: Path, args: argparse.Namespace) -> list[dict[str, Any]]:

@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 from rlflow_environments.common.transcript import Transcript
-from rlflow_environments.search.rewards.make import RULE_SCORES, RULES, Reward, make_reward, rule_scores
-from rlflow_environments.search.rewards.score import Score
+from rlflow_environments.search.rewards.make import (
+    RULE_SCORES,
+    RULES,
+    Reward,
+    Score,
+    make_reward,
+    rule_scores,
+)
 
 __all__ = ["RULES", "RULE_SCORES", "Reward", "Score", "Transcript", "make_reward", "rule_scores"]
 

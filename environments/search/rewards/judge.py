@@ -12,7 +12,7 @@ from rlflow_environments.common.endpoint import UnreadableReply, UnreadableReply
 from rlflow_environments.common.judge import JudgeEndpoint
 from rlflow_environments.common.transcript import Transcript
 from rlflow_environments.search.rewards import scoring
-from rlflow_environments.search.rewards.score import Score
+from rlflow_environments.search.rewards.make import Score
 
 logger = logging.getLogger("rlflow.search.judge")  # under `rlflow`, so that a run's log has it
 

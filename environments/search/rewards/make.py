@@ -5,13 +5,13 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from rlflow.components import Kind
 from rlflow_environments.common.threads import beside_the_loop
 from rlflow_environments.common.transcript import Transcript
 from rlflow_environments.search.rewards.asearcher import asearcher_compat, asearcher_em, asearcher_f1
-from rlflow_environments.search.rewards.score import Score
 from rlflow_environments.search.rewards.searchr1 import (
     searchr1_em,
     searchr1_em_format,
@@ -19,6 +19,15 @@ from rlflow_environments.search.rewards.searchr1 import (
     searchr1_subem,
 )
 from rlflow_environments.search.rewards.strict import strict_em
+
+
+@dataclass(frozen=True)
+class Score:
+    """What a reward gives for an episode, and what there is to say about it."""
+
+    value: float
+    metrics: dict[str, float] = field(default_factory=dict)
+
 
 Rule = Callable[..., float]
 Reward = Callable[[Transcript], Awaitable[Score]]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import random
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import wait
 from typing import Any, Literal
 
 import torch
@@ -14,8 +14,8 @@ from torch import Tensor
 from rlflow.algorithms.teachers.base import Classroom, Teacher
 from rlflow.algorithms.teachers.replies import Place, read_row
 from rlflow.algorithms.teachers.vocabulary import check_tokenizers
-from rlflow.errors import ConfigError, RLFlowError, needing
-from rlflow.http import GaveUp, Retryable, RetryPolicy, post
+from rlflow.errors import ConfigError, RLFlowError
+from rlflow.http import GaveUp, HttpClient, Retryable, RetryPolicy
 from rlflow.trainer.scoring import empty_scores
 from rlflow.types import Batch
 from rlflow.values import NonNegativeInt, PositiveFloat, PositiveInt
@@ -58,18 +58,20 @@ class ServerTeacher(Teacher):
             raise ConfigError(f"algorithm.teacher.url: expected an address such as http://localhost:8000/v1, found '{url}'.")
         if api_key_variable is not None and not os.environ.get(api_key_variable):
             raise ConfigError(f"algorithm.teacher.api_key_variable: the environment variable {api_key_variable} is not set.")
-        with needing("algorithm.teacher", "pip install httpx"):
-            import httpx
         self._url = url.rstrip("/").removesuffix("/completions") + "/completions"
         self._wire, self._tokenizer, self._same_template = wire, tokenizer, same_template
         self._body = {"model": model, "max_tokens": 1}
         self._rows, self._deadline_s = rows_per_request, deadline_s
-        self._policy = RetryPolicy(tries, FIRST_PAUSE_S, LONGEST_PAUSE_S, deadline_s)
+        self._policy = RetryPolicy(tries, FIRST_PAUSE_S, LONGEST_PAUSE_S)
         key = os.environ[api_key_variable] if api_key_variable else None
         headers = {"Authorization": f"Bearer {key}"} if key else {}
-        limits = httpx.Limits(max_connections=concurrency, max_keepalive_connections=concurrency)
-        self._client = httpx.Client(headers=headers, timeout=timeout_s, limits=limits)
-        self._threads = ThreadPoolExecutor(concurrency, thread_name_prefix="teacher")
+        self._client = HttpClient(
+            at_once=concurrency,
+            connections=concurrency,
+            headers=headers,
+            timeout_s=timeout_s,
+            proxies=True,
+        )
 
     def open(self, room: Classroom) -> None:
         super().open(room)
@@ -105,8 +107,7 @@ class ServerTeacher(Teacher):
         return scores
 
     def close(self) -> None:
-        self._client.close()  # ends requests under way
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._client.close()
 
     def _ask(self, rows: Sequence[list[int]], temperatures: Sequence[float]) -> list[list[Place]]:
         """The places of every row, in order. Raises RLFlowError where the server answers too late, or not what was asked."""
@@ -118,7 +119,8 @@ class ServerTeacher(Teacher):
             for value in sorted({temperatures[row] for row in chunk})
         ]
         futures = [
-            self._threads.submit(self._request, [rows[row] for row in part], temperatures[part[0]]) for part in parts
+            self._client.submit(self._request, [rows[row] for row in part], temperatures[part[0]])
+            for part in parts
         ]
         try:
             _, missing = wait(futures, timeout=self._deadline_s, return_when="FIRST_EXCEPTION")
@@ -136,9 +138,12 @@ class ServerTeacher(Teacher):
                 future.cancel()
         return [answers[row] for row in range(len(rows))]
 
-    def _request(self, rows: list[list[int]], temperature: float) -> list[list[Place]]:
+    async def _request(self, rows: list[list[int]], temperature: float) -> list[list[Place]]:
+        async def attempt(deadline: float) -> Any:
+            return await self._post(rows, temperature)
+
         try:
-            reply = self._policy.call(lambda: self._post(rows, temperature), random.Random(len(rows[0])))
+            reply = await self._policy.call_async(attempt, random.Random(len(rows[0])))
         except GaveUp as end:
             raise RLFlowError(f"{self._url}: no answer after {end.attempts} attempts; last: {end.last}.") from None
         choices = reply.get("choices") if isinstance(reply, dict) else None
@@ -153,22 +158,22 @@ class ServerTeacher(Teacher):
         except (KeyError, TypeError, ValueError, AttributeError) as problem:
             raise RLFlowError(f"{self._url}: an answer that cannot be read: {type(problem).__name__} {problem}.") from None
 
-    def _post(self, rows: list[list[int]], temperature: float) -> Any:
+    async def _post(self, rows: list[list[int]], temperature: float) -> Any:
         body = {**self._body, "prompt": rows, "temperature": temperature}
         if self._wire == "echo":
             body |= {"echo": True, "logprobs": self.top_k, "return_tokens_as_token_ids": True}
         else:
             body |= {"prompt_logprobs": self.top_k}
-        response, excerpt = post(self._client, self._url, body)
-        if response.status_code != 200:
+        reply = (await self._client.session.ask("POST", self._url, body)).checked()
+        if reply.status != 200:
             raise RLFlowError(
-                f"{self._url}: status {response.status_code}: {excerpt}. A teacher's server must take token ids as `prompt` and "
+                f"{self._url}: status {reply.status}: {reply.excerpt}. A teacher's server must take token ids as `prompt` and "
                 f"give log-probs of them ({self._wire}); check algorithm.teacher.url, model, wire, top_k and the key."
             )
         try:
-            return response.json()
+            return reply.json()
         except ValueError:
-            raise Retryable(f"expected JSON, found {excerpt}") from None
+            raise Retryable(f"expected JSON, found {reply.excerpt}") from None
 
     def _check_texts(self, rows: Sequence[list[int]], answers: Sequence[list[Place]]) -> None:
         """Raises ConfigError where an id means another text to the server than to the policy."""

@@ -19,6 +19,7 @@ const $ = (id) => document.getElementById(id);
 const state = { kind: "train", step: 0, tint: "logprobs", group: null, listed: [], token: -1, prompts: false };
 const unpacked = new Map();
 let index = null;
+let stored = (id) => $(id).textContent;  // a chunk; of a run that goes on it is fetched
 
 function make(tag, classes = "", ...children) {
   const element = document.createElement(tag);
@@ -31,7 +32,7 @@ async function unpack(id) {
   if (!unpacked.has(id)) {
     if (!$(id) && document.readyState === "loading")
       await new Promise((resolve) => document.addEventListener("DOMContentLoaded", resolve, { once: true }));
-    const packed = Uint8Array.from(atob($(id).textContent), (letter) => letter.charCodeAt(0));
+    const packed = Uint8Array.from(atob(await stored(id)), (letter) => letter.charCodeAt(0));
     const stream = new Blob([packed]).stream().pipeThrough(new DecompressionStream("deflate"));
     if (unpacked.size > 24) unpacked.delete(unpacked.keys().next().value);
     unpacked.set(id, new Response(stream).json());
@@ -48,12 +49,24 @@ function steps() {
 function wanted(group) {
   const outcome = $("outcome").value;
   if (group.kind !== state.kind || group.step !== state.step) return false;
-  if (outcome === "changed" ? !group.changed : outcome === "mixed" ? new Set(group.rewards).size < 2
+  if (outcome === "changed" ? !changed(group) : outcome === "mixed" ? new Set(group.rewards).size < 2
     : outcome && !group.outcomes.includes(outcome)) return false;
   for (const select of document.querySelectorAll("#attributes select"))
     if (select.value && String(group.attributes[select.name]) !== select.value) return false;
   const words = $("words").value.trim().toLowerCase();
   return !words || group.question.toLowerCase().includes(words) || group.task.toLowerCase().includes(words);
+}
+
+// How the share of solved attempts differs from that of the first evaluation.
+function changed(group) {
+  const first = group.kind === "eval" ? firstOf(group) : null;
+  const [before, now] = [first, group].map((one) => one && share(one));
+  return before === null || now === null ? 0 : Math.sign(now - before);
+}
+
+function share(group) {
+  const ended = [...group.outcomes].filter((letter) => letter !== "a");
+  return ended.length ? ended.filter((letter) => letter === "s").length / ended.length : null;
 }
 
 function list(all = false) {
@@ -108,7 +121,7 @@ function sameTask() {
 function row(group) {
   const marks = [...group.outcomes].map((letter) => make("span", letter, OUTCOMES[letter][0]));
   const mean = average(group.rewards);
-  const turned = group.changed ? (group.changed > 0 ? "  ↑ solved since" : "  ↓ lost since") : "";
+  const turned = ["  ↓ lost since", "", "  ↑ solved since"][changed(group) + 1];
   const said = [...group.outcomes].map((letter) => OUTCOMES[letter][1]).join(", ");
   const results = make("div", "r", ...marks, `  ${mean}${turned}`);
   results.setAttribute("aria-label", `${said}; mean reward ${mean}${turned}`);
@@ -130,15 +143,19 @@ async function select(group) {
     group.button.scrollIntoView({ block: "nearest" });
   }
   const first = $("beside").checked && group.kind === "eval" ? firstOf(group) : null;
-  const [chunk, before] = await Promise.all([unpack(`chunk-${group.chunk}`), first && unpack(`chunk-${first.chunk}`)]);
+  const [chunk, before] = await Promise.all([unpack(group.chunk), first && unpack(first.chunk)]);
   if (state.group !== group) return;
   show(group, chunk[group.place], first && { group: first, data: before[first.place] });
 }
 
 function firstOf(group) {
   const start = Math.min(...steps());
-  return group.step === start ? null
-    : index.groups.find((other) => other.kind === "eval" && other.step === start && other.task === group.task) || null;
+  if (group.step === start) return null;
+  if (!index.first) {
+    const first = index.groups.filter((other) => other.kind === "eval" && other.step === start);
+    index.first = new Map(first.map((other) => [other.task, other]));
+  }
+  return index.first.get(group.task) || null;
 }
 
 function show(group, data, before) {
@@ -321,10 +338,16 @@ function hideTip() {
 
 // ---------------------------------------------------------------- controls
 
+function has(kind) {
+  return kind === "run" ? $("run").textContent.trim() !== "" || index.opens === "run" : index.groups.some((group) => group.kind === kind);
+}
+
 function setKind(kind) {
-  if (!index.groups.some((group) => group.kind === kind)) return;
-  state.kind = kind;
+  if (!has(kind)) return;
+  state.kind = document.body.dataset.kind = kind;
   document.querySelector(`input[value="${kind}"]`).checked = true;
+  hideTip();
+  if (kind === "run") return;
   const all = steps();
   $("step").max = String(all.length - 1);
   $("besides").hidden = kind !== "eval" || all.length < 2;
@@ -368,6 +391,7 @@ const KEYS = {
   k: () => move(-1),
   n: () => moveToken(1),
   p: () => moveToken(-1),
+  r: () => setKind("run"),
   t: () => setKind("train"),
   e: () => setKind("eval"),
   b: () => { $("beside").click(); },
@@ -394,18 +418,24 @@ function onKey(event) {
   event.preventDefault();
 }
 
-async function start() {
-  index = await unpack("index");
-  for (const [key, values] of Object.entries(index.attributes)) {
+function offer() {
+  $("attributes").replaceChildren(...Object.entries(index.attributes).map(([key, values]) => {
     const select = make("select", "", new Option("any", ""), ...values.map((value) => new Option(String(value), String(value))));
     select.name = key;
     select.addEventListener("change", () => list());
-    $("attributes").append(make("label", "", `${key} `, select));
-  }
-  for (const radio of document.querySelectorAll("input[name=kind]")) {
-    radio.disabled = !index.groups.some((group) => group.kind === radio.value);
-    radio.addEventListener("change", () => setKind(radio.value));
-  }
+    return make("label", "", `${key} `, select);
+  }));
+  offerKinds();
+}
+
+function offerKinds() {
+  for (const radio of document.querySelectorAll("input[name=kind]")) radio.disabled = !has(radio.value);
+}
+
+async function start() {
+  index = await unpack("index");
+  offer();
+  for (const radio of document.querySelectorAll("input[name=kind]")) radio.addEventListener("change", () => setKind(radio.value));
   $("step").addEventListener("input", () => setStep(Number($("step").value)));
   for (const id of ["outcome", "words"]) $(id).addEventListener("input", () => list());
   $("beside").addEventListener("change", () => state.group && select(state.group));
@@ -418,7 +448,7 @@ async function start() {
   $("group").addEventListener("mouseover", (event) => event.target.info && tip(event.target));
   $("group").addEventListener("mouseout", (event) => event.target.info && hideTip());
   document.addEventListener("keydown", onKey);
-  setKind(index.groups.some((group) => group.kind === "train") ? "train" : "eval");
+  setKind(index.opens === "train" && !has("train") ? "eval" : index.opens);
   document.documentElement.dataset.ready = "true";
 }
 

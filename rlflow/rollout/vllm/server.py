@@ -22,10 +22,10 @@ from pathlib import Path
 from typing import Any
 
 from rlflow.errors import ConfigError, RolloutError
-from rlflow.http import Retryable, backoff_s
+from rlflow.http import CONNECT_S, Retryable, backoff_s
 from rlflow.rollout.event_loop import LoopThread
 from rlflow.rollout.vllm.backend import Sent, VLLMBackend
-from rlflow.rollout.vllm.routes import CONNECT_S, Refused, Routes
+from rlflow.rollout.vllm.routes import Refused, Routes
 from rlflow.rollout.vllm.worker import sampling_arguments
 
 logger = logging.getLogger(__name__)

@@ -9,8 +9,8 @@ import fixtures
 import pytest
 from fixtures import tiny_model
 from rlflow_tools.ckpt_convert.export_model import to_huggingface
-from rlflow_tools.ckpt_convert.import_model import ImportOptions, to_megatron
-from rlflow_tools.ckpt_convert.mapping.to_megatron import CheckpointLayout
+from rlflow_tools.ckpt_convert.import_model import Options, to_megatron
+from rlflow_tools.ckpt_convert.mapping.layout import CheckpointLayout
 
 from rlflow.errors import ModelError
 from rlflow.models import tables
@@ -55,7 +55,7 @@ def test_the_family_of_the_docs_is_all_that_it_takes(tmp_path: Path, monkeypatch
     monkeypatch.setitem(fixtures._OF_FAMILY, added, {"head_dim": 32})
     path = tiny_model(tmp_path / "hf", added, tokenizer=False, vocab_size=101)
     assert architecture(read_config(path)).qkv_bias, "cannot be trained"
-    to_megatron(path, tmp_path / "megatron", ImportOptions(layout=CheckpointLayout(2), verify="full"))
+    to_megatron(path, tmp_path / "megatron", Options(layout=CheckpointLayout(2), verify="full"))
     to_huggingface(tmp_path / "megatron", tmp_path / "back", path)
     assert digest(iterate_weights(tmp_path / "back")) == digest(iterate_weights(path))
 

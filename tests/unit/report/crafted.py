@@ -11,10 +11,12 @@ import numpy as np
 import torch
 
 from rlflow.report.metrics import Metric, save_registered
-from rlflow.report.records import trajectory_record, write_records, write_trajectories
-from rlflow.report.tokens import SegmentTokens, TokenTexts, mean_advantage, segment_tokens, write_tokens
+from rlflow.report.records import trajectory_record, write_trajectories
+from rlflow.report.tokens import SegmentTokens, write_tokens
 from rlflow.rollout import Tokenizer
 from rlflow.run.directory import RunDirectory
+from rlflow.run.recorder import TokenTexts, mean_advantage, segment_tokens
+from rlflow.storage.files import write_json_lines
 from rlflow.types import Group, Segment, StopReason, Task, Trajectory, Turn, stamp
 
 REGISTERED = {"exact_match": Metric("share", "of questions answered", score=True, shown="EM {:.3f}")}
@@ -90,9 +92,9 @@ def write_step(
             segments = scored(trajectory, gap, float(rewards[place] - rewards.mean()))
             rows.append((trajectory, segments))
             records.append({**trajectory_record(group, place), "advantage": mean_advantage(segments)})
-    write_records(directory.trajectories(step), records)
+    write_json_lines(directory.trajectories(step), records)
     if tokens:
-        write_tokens(directory.tokens(step), rows, TokenTexts(tokenizer))
+        write_tokens(directory.tokens(step), rows, TokenTexts(tokenizer).of)
 
 
 def write_evaluation(path: Path, step: int, groups: Sequence[Group]) -> None:

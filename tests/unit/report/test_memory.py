@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
-from rlflow.report import memory
-from rlflow.report.memory import PeakMemory, highest
+from rlflow.report import timer
+from rlflow.report.timer import PeakMemory, highest
 
 MIB = 2**20
 
 
-@pytest.fixture(params=["kernel", "sampled"])
-def peaks(
-    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
-) -> PeakMemory:
-    if request.param == "sampled":
-        monkeypatch.setattr(memory, "_CLEAR_REFS", tmp_path_factory.mktemp("proc") / "absent" / "clear_refs")
-    elif not memory._CLEAR_REFS.exists():
+@pytest.fixture
+def peaks() -> PeakMemory:
+    if not timer.CLEAR_REFS.exists():
         pytest.skip("no /proc/self/clear_refs here")
     return PeakMemory()
 
@@ -52,6 +50,17 @@ def test_the_highest_of_several_blocks_and_of_a_failed_one_stays(peaks: PeakMemo
     with peaks.measure("update"):
         spend(1)
     assert peaks.take() == first
+
+
+@pytest.mark.parametrize("absent", ["CLEAR_REFS", "STATUS"])
+def test_a_system_without_a_peak_of_the_block_gives_that_of_the_process(
+    absent: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(timer, absent, tmp_path / "absent" / "file")
+    peaks = PeakMemory()
+    with peaks.measure("update"):
+        spend(64)
+    assert peaks.take()["update"] > 64 / 1024
 
 
 def test_processes_are_joined_by_their_highest_peak() -> None:

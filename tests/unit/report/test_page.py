@@ -53,10 +53,9 @@ def test_the_index_knows_every_group_and_a_chunk_holds_every_token(tmp_path: Pat
         ("train", 1, "Orvan", "sf"), ("train", 1, "Telmik", "sf"), ("train", 2, "Orvan", "sf"), ("train", 2, "Telmik", "sf"),
         ("eval", 0, "Orvan", "s"), ("eval", 0, "Telmik", "f"), ("eval", 2, "Orvan", "s"), ("eval", 2, "Telmik", "s"),
     ]  # fmt: skip
-    assert [group.get("changed") for group in index["groups"]] == [None] * 7 + [1]
-    assert index["attributes"] == {"hops": [1, 2]} and index["episodes"] == 12 and index["with_tokens"] == 8
+    assert index["attributes"] == {"hops": [1, 2]}
     group = index["groups"][3]
-    data = packed(page, f"chunk-{group['chunk']}")[group["place"]]
+    data = packed(page, group["chunk"])[group["place"]]
     assert data["answers"] == ["Vasmere"] and data["question"] == "Where was Telmik born?"
     first, second = data["attempts"]
     assert (first["advantage"], second["advantage"]) == (0.5, -0.5)
@@ -72,27 +71,43 @@ def test_the_index_knows_every_group_and_a_chunk_holds_every_token(tmp_path: Pat
     assert segment["advantages"] == [round(0.5 * SCALES["advantages"])] * sampled
 
 
-def test_nothing_from_outside_is_html(tmp_path: Path, tokenizer: Tokenizer) -> None:
-    path = tmp_path / "<b>run"
+def hostile_run(path: Path, tokenizer: Tokenizer) -> Path:
+    """A run whose texts and names are all markup, control characters and halves of emoji."""
     write_frame(path, [trained(1, gap=2.0)])
     of = task(HOSTILE, HOSTILE, HOSTILE, kind=HOSTILE[:30])
     plain = attempt(tokenizer, task("x"), 0, SEARCHED)
-    hostile = Trajectory(HOSTILE, "g", plain.segments, plain.turns, 1.0, StopReason.ABORTED, {HOSTILE: 1.0}, prompt=HOSTILE,
-                         error=HOSTILE, id="1")  # fmt: skip
+    hostile = Trajectory(
+        HOSTILE,
+        "g",
+        plain.segments,
+        plain.turns,
+        1.0,
+        StopReason.ABORTED,
+        {HOSTILE: 1.0},
+        prompt=HOSTILE,
+        error=HOSTILE,
+        id="1",
+    )
     for turn in hostile.turns:
         turn.response = turn.observation = HOSTILE
     write_step(path, tokenizer, 1, [group_of(of, [hostile, plain])])
+    return path
+
+
+def test_nothing_from_outside_is_html(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    path = hostile_run(tmp_path / "<b>run", tokenizer)
     page = page_of(path)
 
     class Elements(HTMLParser):
         found: list[str] = []
 
         def handle_starttag(self, tag: str, attributes: Any) -> None:
-            self.found.append(tag)
+            source = dict(attributes).get("src") or "data:"
+            self.found.append(tag if source.startswith("data:") else f"{tag} {source}")
 
     reader = Elements()
     reader.feed(page)
-    assert "img" not in reader.found and "onerror" not in page
+    assert "img x" not in reader.found and "onerror" not in page
     assert "<b>run" not in page and "&lt;b&gt;run" in page
     assert reader.found.count("script") == page.count("</script>") == 3  # the index, the script, one chunk
 
@@ -100,7 +115,7 @@ def test_nothing_from_outside_is_html(tmp_path: Path, tokenizer: Tokenizer) -> N
 def test_the_page_loads_nothing(tmp_path: Path, tokenizer: Tokenizer) -> None:
     page = page_of(small_run(tmp_path, tokenizer))
     assert not re.search(
-        r"https?://|<link[^>]+stylesheet|\bsrc=|@import|fetch\(|XMLHttpRequest|innerHTML|insertAdjacent|eval\(", page
+        r"https?://|<link[^>]+stylesheet|\bsrc=\"(?!data:)|@import|fetch\(|XMLHttpRequest|innerHTML|insertAdjacent|eval\(", page
     )
     assert "default-src 'none'" in page
 
@@ -117,7 +132,7 @@ def test_episodes_of_a_run_without_tokens_are_shown_as_text(tmp_path: Path, toke
     of = task("x")
     write_step(tmp_path, tokenizer, 1, [group_of(of, [attempt(tokenizer, of, 0, SEARCHED)])], tokens=False)
     page = page_of(tmp_path)
-    assert "without tokens" in page and "tokens" not in packed(page, "chunk-0")[0]["attempts"][0]
+    assert "without tokens" in page and "tokens" not in packed(page, "chunk-train-1-0")[0]["attempts"][0]
 
 
 def test_an_evaluation_folder_and_a_file_of_episodes_have_pages_too(tmp_path: Path, tokenizer: Tokenizer) -> None:
@@ -127,8 +142,8 @@ def test_an_evaluation_folder_and_a_file_of_episodes_have_pages_too(tmp_path: Pa
     folder.mkdir()
     (tmp_path / "evaluations" / "step_000000.jsonl").rename(folder / "trajectories.jsonl")
     for path in (folder, folder / "trajectories.jsonl"):
-        index, _ = write_page(RunFiles.open(path), tmp_path / "view.html")
-        assert [(group["kind"], group["step"]) for group in index.groups] == [("eval", 0)]
+        content, _ = write_page(RunFiles.open(path), tmp_path / "view.html")
+        assert [(group["kind"], group["step"]) for group in content.groups] == [("eval", 0)]
 
 
 def test_steps_that_the_metrics_do_not_know_are_left_out(tmp_path: Path, tokenizer: Tokenizer) -> None:

@@ -6,8 +6,8 @@ from collections.abc import Iterable
 
 import pytest
 
+from rlflow.report.findings import Watch, faults_of
 from rlflow.report.metrics import Metric
-from rlflow.report.warnings import Watch, faults_of
 
 HEALTHY = {"train/reward": 0.4, "train/advantage_zero": 0.5, "train/entropy": 0.8, "train/logprob_gap": 1e-6,
            "rollout/turns": 2.0, "rollout/responses_cut": 0.3, "rollout/aborted": 0.0}  # fmt: skip

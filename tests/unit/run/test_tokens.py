@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,19 +12,19 @@ import pytest
 import torch
 
 from rlflow.batching import make_batch
+from rlflow.errors import CheckpointError
 from rlflow.report.records import read_trajectories
-from rlflow.report.tokens import (
-    FLOATS,
-    TokenTexts,
-    mean_advantage,
-    read_tokens,
-    score_tokens,
-    segment_tokens,
-    write_tokens,
-)
+from rlflow.report.tokens import FLOATS, read_tokens, write_tokens
 from rlflow.rollout import Tokenizer
 from rlflow.run.directory import RunDirectory
-from rlflow.run.recorder import Recorder, whole_groups
+from rlflow.run.recorder import (
+    Recorder,
+    TokenTexts,
+    mean_advantage,
+    score_tokens,
+    segment_tokens,
+    whole_groups,
+)
 from rlflow.types import Batch, Group, Segment, StopReason, Task, Trajectory, Turn, stamp
 from tests.fixtures import tiny_tokenizer
 
@@ -122,10 +123,9 @@ def test_text_of_tokens_joins_to_the_text(tokenizer: Tokenizer) -> None:
     texts = TokenTexts(tokenizer)
     for text in ("plain words", "größe 東京 😀<|im_end|>\n x", "\ufffd?", ""):
         ids = tokenizer.encode(text)
-        spelled = texts.spelled(ids)
-        assert "".join(spelled.get(place, texts.of(token)) for place, token in enumerate(ids)) == tokenizer.decode(
-            ids, skip_special_tokens=False
-        )
+        said = texts.of(ids)
+        assert len(said) == len(ids)
+        assert "".join(said) == tokenizer.decode(ids, skip_special_tokens=False)
 
 
 def test_tokens_are_compact(tmp_path: Path, tokenizer: Tokenizer) -> None:
@@ -138,8 +138,24 @@ def test_tokens_are_compact(tmp_path: Path, tokenizer: Tokenizer) -> None:
         one = Segment(torch.randint(3, 300, (600,), generator=generator), mask, noise, torch.where(mask, 1, -1))
         columns: Any = dict.fromkeys(FLOATS, noise + 1e-06)
         rows.append((trajectory(number, [one]), [segment_tokens(one, columns, mask)]))
-    write_tokens(tmp_path / "t.npz", rows, TokenTexts(tokenizer))
+    write_tokens(tmp_path / "t.npz", rows, TokenTexts(tokenizer).of)
     assert (tmp_path / "t.npz").stat().st_size < 6 * 8 * 600
+
+
+def test_a_damaged_file_is_told_or_reads_as_before(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    path, draw = tmp_path / "t.npz", random.Random(0)
+    rows = [(one, [segment_tokens(own) for own in one.segments]) for one in groups()[0].trajectories]
+    write_tokens(path, rows, TokenTexts(tokenizer).of)
+    content, names = path.read_bytes(), list(read_tokens(path))
+    for place in draw.sample(range(len(content)), 200):
+        changed = bytearray(content)
+        changed[place] ^= 1 << draw.randrange(8)
+        for damaged in (bytes(changed), content[:place]):
+            path.write_bytes(damaged)
+            try:
+                assert list(read_tokens(path)) == names  # of a date or a flag in the archive
+            except CheckpointError as error:
+                assert str(error).startswith(f"{path}: damaged")
 
 
 def test_the_mean_advantage_is_over_trained_tokens() -> None:
@@ -168,3 +184,15 @@ def test_beyond_what_was_asked_for_only_a_share_of_the_tokens_is_scored(others: 
     assert sum(trainer.rows) == rows and len(found) == 4
     assert [bool(np.isfinite(found[place][0].entropy).all()) for place in range(4)] == [True] * rows + [False] * (4 - rows)
     assert all(np.isfinite(own[0].advantages).all() and np.isfinite(own[0].logprobs).all() for own in found.values())
+
+
+def test_texts_come_back_wherever_their_tokens_stand(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    """A token may be a part of a character in one place, of none in another, in any segment."""
+    ids = [tokenizer.encode(text) for text in ("größe 😀", "東京 plain 😀😀", "", "words ü")]
+    parts = [*ids, ids[1][:1], ids[0] + ids[1][:2]]
+    segments = [segment(one, [1] * len(one)) for one in parts]
+    rows = [(trajectory(place, [one]), [segment_tokens(one)]) for place, one in enumerate(segments)]
+    texts = TokenTexts(tokenizer)
+    write_tokens(tmp_path / "t.npz", rows, texts.of)
+    found = read_tokens(tmp_path / "t.npz")
+    assert [episode.texts for episode in found.values()] == [[texts.of(one)] for one in parts]

@@ -25,7 +25,7 @@ def test_sequences_come_back_whatever_they_have() -> None:
     assert join([]) == ({}, {}) and split({}, {}) == []
 
 
-@pytest.mark.parametrize("lengths", [[2], [4], [5, -2], [None]])
+@pytest.mark.parametrize("lengths", [[2], [4], [None]])
 def test_lengths_of_other_arrays_are_refused(lengths: list[int | None]) -> None:
     with pytest.raises(ValueError, match="tokens: expected"):
         split({"tokens": np.arange(3)}, {"tokens": lengths})

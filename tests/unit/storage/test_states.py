@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from rlflow.errors import DamagedCheckpointError
-from rlflow.report.pace import Clock
+from rlflow.report.timer import Clock
 from rlflow.run.checkpoints import RunState, read_state
 from rlflow.storage.states import load_states, states
 

@@ -276,8 +276,7 @@ def test_a_source_that_was_saved_over_meanwhile_is_refused(name: str, case: Any,
 
 def test_full_disk_leaves_nothing(case: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     checkpoint, reference, out = case
-    usage = "rlflow_tools.ckpt_convert.writers.directory.shutil.disk_usage"
-    monkeypatch.setattr(usage, lambda path: shutil._ntuple_diskusage(9, 9, 0))
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(9, 9, 0))
     assert main(["to-hf", str(checkpoint), str(out), "--hf", str(reference)]) == 8
     assert not out.exists() and not list(tmp_path.glob("out*"))
 

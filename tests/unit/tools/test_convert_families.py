@@ -11,11 +11,12 @@ import pytest
 import torch
 from fixtures import tiny_model
 from rlflow_tools.ckpt_convert.export_model import Options, to_huggingface
-from rlflow_tools.ckpt_convert.import_model import ImportOptions, to_megatron
-from rlflow_tools.ckpt_convert.mapping.to_megatron import CheckpointLayout
+from rlflow_tools.ckpt_convert.import_model import to_megatron
+from rlflow_tools.ckpt_convert.mapping.layout import CheckpointLayout
 from rlflow_tools.ckpt_convert.writers import torch_dist
 
 from rlflow.models.huggingface import digest, iterate_weights, read_config
+from rlflow.models.tables import FAMILIES
 from tests.dist.checkpoint_ranks import ITERATION, TOKENS, Job, run_alone
 
 VOCAB = 101
@@ -79,6 +80,7 @@ def test_export_computes_what_megatron_computes(name: str, made: dict[str, tuple
 def test_import_loads_in_megatron_with_the_same_parameters(
     saved: str, made: dict[str, tuple[Path, Job]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """By megatron-core's own model and `dist_checkpointing.load`, of every family of the tables."""
     monkeypatch.setattr(torch_dist, "CHUNK_BYTES", 5000)  # most matrices in several chunks
     jobs = []
     for number, name in enumerate(CASES):
@@ -88,13 +90,10 @@ def test_import_loads_in_megatron_with_the_same_parameters(
         to_huggingface(job.save_to / "torch", model, reference, Options(verify="none"))
         # torch_dist is cut for other ranks than those that load it; legacy files are for the ranks that they name.
         layout = CheckpointLayout(tensor=2 if saved == "torch_dist" else 1, vocab_multiple=8, fused=False)
-        to_megatron(model, out, ImportOptions(layout=layout, format=saved, verify="full"))
-        options = {
-            "dtype": job.dtype,
-            "numbered": "numbered" in name,
-            "options": {"vocab_multiple": layout.vocab_multiple},
-        }
-        if saved == "torch" or "numbered" not in name:
-            jobs.append(Job(job.config, tmp_path / f"{number}.pt", VOCAB, load_from=out / "release", **options))
+        to_megatron(model, out, Options(layout=layout, format=saved, verify="full"))
+        rows = {"vocab_multiple": layout.vocab_multiple}
+        result, loads = tmp_path / f"{number}.pt", out / "release"
+        jobs.append(Job(job.config, result, VOCAB, load_from=loads, dtype=job.dtype, options=rows))
+    assert {job.config["model_type"] for job in jobs} == FAMILIES.keys(), "a family is not loaded"
     run_alone(jobs)
     assert {job.load_from: torch.load(job.result)["wrong"] for job in jobs} == {job.load_from: [] for job in jobs}

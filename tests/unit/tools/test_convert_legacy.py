@@ -15,10 +15,11 @@ import torch
 from fixtures import tiny_model
 from rlflow_tools.ckpt_convert.describe import describe
 from rlflow_tools.ckpt_convert.export_model import Options, to_huggingface
-from rlflow_tools.ckpt_convert.import_model import FORMATS, ImportOptions, to_megatron
-from rlflow_tools.ckpt_convert.mapping.to_megatron import CheckpointLayout
+from rlflow_tools.ckpt_convert.import_model import to_megatron
+from rlflow_tools.ckpt_convert.mapping.layout import CheckpointLayout
+from rlflow_tools.ckpt_convert.options import FORMATS
 from rlflow_tools.ckpt_convert.readers.arguments import contradictions
-from rlflow_tools.ckpt_convert.readers.legacy import LegacyRanks
+from rlflow_tools.ckpt_convert.readers.legacy import read_legacy
 
 from rlflow.errors import RLFlowError
 from rlflow.models.architecture import stored_architecture
@@ -48,7 +49,7 @@ def test_there_and_back_is_bit_exact(
     family: str, sizes: dict[str, Any], layout: CheckpointLayout, saved: str, tmp_path: Path
 ) -> None:
     model = tiny_model(tmp_path / "hf", family, tokenizer=False, vocab_size=101, num_hidden_layers=4, **sizes)
-    options = ImportOptions(layout=layout, format=saved, shard_bytes=50_000, verify="full")
+    options = Options(layout=layout, format=saved, shard_bytes=50_000, verify="full")
     manifest = to_megatron(model, tmp_path / "megatron", options)
     assert manifest["parameters"] == sum(tensor.numel() for _, tensor in iterate_weights(model))
     to_huggingface(tmp_path / "megatron", tmp_path / "back", model, Options(verify="full"))
@@ -60,7 +61,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with hf/ and its checkpoint megatron/ of two tensor and two pipeline ranks."""
     root = tmp_path_factory.mktemp("legacy")
     model = tiny_model(root / "hf", "qwen3", tokenizer=False, vocab_size=101)
-    to_megatron(model, root / "megatron", ImportOptions(layout=CheckpointLayout(2, 2), format="torch"))
+    to_megatron(model, root / "megatron", Options(layout=CheckpointLayout(2, 2), format="torch"))
     return root
 
 
@@ -280,12 +281,12 @@ def test_what_contradicts(
 def test_two_numbers_are_tensor_and_expert_where_there_is_no_pipeline(tmp_path: Path) -> None:
     model = tiny_model(tmp_path / "hf", "qwen3_moe", tokenizer=False)
     layout = CheckpointLayout(tensor=1, expert=2)
-    to_megatron(model, tmp_path / "megatron", ImportOptions(layout=layout, format="torch"))
+    to_megatron(model, tmp_path / "megatron", Options(layout=layout, format="torch"))
     assert sorted(path.name for path in (tmp_path / "megatron" / "release").iterdir()) == [
         "mp_rank_00_000",
         "mp_rank_00_001",
     ]
-    found = LegacyRanks(tmp_path / "megatron" / "release").layout
+    found = read_legacy(tmp_path / "megatron" / "release").layout
     assert (found["pipeline_parallel"], found["expert_parallel"]) == (1, 2)
 
 

@@ -12,10 +12,10 @@ import pytest
 import torch
 from fixtures import tiny_model
 from rlflow_tools.ckpt_convert.export_model import Options, to_huggingface
-from rlflow_tools.ckpt_convert.import_model import ImportOptions, to_megatron
-from rlflow_tools.ckpt_convert.mapping.to_megatron import CheckpointLayout
+from rlflow_tools.ckpt_convert.import_model import to_megatron
+from rlflow_tools.ckpt_convert.mapping.layout import CheckpointLayout
 from rlflow_tools.ckpt_convert.readers.arguments import flags_to_give
-from rlflow_tools.ckpt_convert.readers.torch_dist import TorchDist
+from rlflow_tools.ckpt_convert.readers.formats import open_source
 from rlflow_tools.ckpt_convert.writers import torch_dist
 from safetensors.torch import load_file, save_file
 
@@ -131,7 +131,7 @@ def test_missing_shard_is_named(tmp_path: Path, capsys: Any) -> None:
 def test_embedding_repeated_as_output_layer_of_a_tied_model_is_left_out(tmp_path: Path) -> None:
     model = tiny_model(tmp_path / "hf", "qwen2", tied=True, tokenizer=False)
     edit_weights(model, lambda all: all.update({"lm_head.weight": all["model.embed_tokens.weight"].clone()}))
-    to_megatron(model, tmp_path / "megatron", ImportOptions(layout=CheckpointLayout(1, 2), format="torch", verify="full"))
+    to_megatron(model, tmp_path / "megatron", Options(layout=CheckpointLayout(1, 2), format="torch", verify="full"))
     to_huggingface(tmp_path / "megatron", tmp_path / "back", model)
     assert "lm_head.weight" not in dict(iterate_weights(tmp_path / "back"))
 
@@ -141,7 +141,7 @@ def test_layers_for_multi_token_prediction_are_left_out_and_listed(tmp_path: Pat
     assert json.loads((model / "config.json").read_text())["num_nextn_predict_layers"] == 1
     whole = digest(iterate_weights(model))
     edit_weights(model, lambda all: all.update({"model.layers.2.eh_proj.weight": torch.ones(3)}))
-    manifest = to_megatron(model, tmp_path / "megatron", ImportOptions(verify="full"))
+    manifest = to_megatron(model, tmp_path / "megatron", Options(verify="full"))
     assert manifest["left_out"] == ["model.layers.2.eh_proj.weight"]
     to_huggingface(tmp_path / "megatron", tmp_path / "back", model)
     assert digest(iterate_weights(tmp_path / "back")) == whole
@@ -149,7 +149,7 @@ def test_layers_for_multi_token_prediction_are_left_out_and_listed(tmp_path: Pat
 
 def test_routers_bias_keeps_its_dtype_when_the_model_is_cast(tmp_path: Path) -> None:
     model = tiny_model(tmp_path / "hf", "deepseek_v3", tokenizer=False)
-    to_megatron(model, tmp_path / "megatron", ImportOptions(dtype="bf16", verify="full"))
+    to_megatron(model, tmp_path / "megatron", Options(dtype="bf16", verify="full"))
     to_huggingface(tmp_path / "megatron", tmp_path / "back", model, Options(dtype="bf16"))
     kinds = {name: tensor.dtype for name, tensor in iterate_weights(tmp_path / "back")}
     exact = {name for name, dtype in kinds.items() if dtype is torch.float32}
@@ -163,7 +163,7 @@ def test_output_does_not_depend_on_workers_and_block_size(
     for workers, block in ((1, 2 << 20), (5, 1000)):
         monkeypatch.setattr("rlflow_tools.ckpt_convert.stream.BLOCK_BYTES", block)
         layout = CheckpointLayout(2)
-        options = ImportOptions(layout, saved, shard_bytes=50_000, workers=workers)
+        options = Options(layout=layout, format=saved, shard_bytes=50_000, workers=workers)
         to_megatron(model, tmp_path / str(workers), options)
     single, five = (
         {file.relative_to(tmp_path / name): file.read_bytes() for file in (tmp_path / name).rglob("*.*")}
@@ -178,8 +178,8 @@ def test_large_tensors_are_cut_into_chunks(
     """Whether Megatron loads them: test_convert_families.py."""
     to_megatron(model, tmp_path / "whole")
     monkeypatch.setattr(torch_dist, "CHUNK_BYTES", 1000)
-    manifest = to_megatron(model, tmp_path / "out", ImportOptions(verify="full"))
-    chunks = TorchDist(tmp_path / "out").tensors["embedding.word_embeddings.weight"].chunks
+    manifest = to_megatron(model, tmp_path / "out", Options(verify="full"))
+    chunks = open_source(tmp_path / "out").tensors["embedding.word_embeddings.weight"].chunks
     assert len(chunks) > 20 and manifest["parameters"] > 0
     sizes = {chunk.length for chunk in chunks}
     assert max(sizes) < 1000 + 2000, "a chunk, and what torch.save adds"
@@ -253,7 +253,7 @@ def test_weights_in_8_bits_are_read_as_the_products_with_their_scales(tensor: in
     values = quantize(model)
     assert len(values) == 14
     others = {name: value for name, value in iterate_weights(model) if "_proj" not in name}
-    to_megatron(model, tmp_path / "megatron", ImportOptions(layout=CheckpointLayout(tensor), verify="full"))
+    to_megatron(model, tmp_path / "megatron", Options(layout=CheckpointLayout(tensor), verify="full"))
     to_huggingface(tmp_path / "megatron", tmp_path / "back", model)
     found = dict(iterate_weights(tmp_path / "back"))
     assert found.keys() == values.keys() | others.keys()
@@ -287,8 +287,8 @@ def test_a_file_that_reads_back_otherwise_is_refused(
 
     monkeypatch.setattr(os, "fsync", faulty)
     if verify == "none":
-        to_megatron(model, tmp_path / "out", ImportOptions(verify=verify))
+        to_megatron(model, tmp_path / "out", Options(verify=verify))
         return
     with pytest.raises(ConversionError, match="reads back differently") as caught:
-        to_megatron(model, tmp_path / "out", ImportOptions(verify=verify))
+        to_megatron(model, tmp_path / "out", Options(verify=verify))
     assert caught.value.exit_code == 4 and not (tmp_path / "out").exists()

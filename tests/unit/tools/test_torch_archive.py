@@ -19,7 +19,7 @@ def test_reader_finds_windows_of_a_shared_buffer(tmp_path: Path) -> None:
     buffer = torch.arange(20.0)
     torch.save({"first": buffer[2:8].view(2, 3), "second": torch.nn.Parameter(buffer[8:12])}, tmp_path / "file.pt")
     with (tmp_path / "file.pt").open("rb") as stream:
-        archive = Archive(stream)
+        archive = Archive(stream, "file.pt")
         first, second = (archive.window(archive.value[name]) for name in ("first", "second"))
         assert first is not None and second is not None and first.record == second.record
         content = (tmp_path / "file.pt").read_bytes()
@@ -39,7 +39,7 @@ def test_reader_finds_tensors_and_parameters_with_attributes(tmp_path: Path) -> 
     content["tensor"].tensor_model_parallel = content["parameter"].partition_dim = True  # type: ignore[attr-defined]
     torch.save(content, tmp_path / "file.pt")
     with (tmp_path / "file.pt").open("rb") as stream:
-        archive = Archive(stream)
+        archive = Archive(stream, "file.pt")
         found = {name: archive.window(archive.value[name]) for name in content}
     assert {name: window and (window.shape, window.dtype) for name, window in found.items()} == {
         name: (tuple(tensor.shape), of(tensor)) for name, tensor in content.items()
@@ -49,5 +49,5 @@ def test_reader_finds_tensors_and_parameters_with_attributes(tmp_path: Path) -> 
 def test_reader_refuses_what_is_no_run_of_bytes(tmp_path: Path) -> None:
     torch.save(torch.arange(6.0).view(2, 3).t(), tmp_path / "file.pt")
     with (tmp_path / "file.pt").open("rb") as stream, pytest.raises(ValueError, match="one after another"):
-        archive = Archive(stream)
+        archive = Archive(stream, "file.pt")
         archive.window(archive.value)

@@ -1,90 +1,104 @@
-"""Where a checkpoint keeps a tensor of the tables: under which name, and at which index of a stack.
+"""Where a torch_dist checkpoint keeps a tensor of the tables: its key, and its index in a stack.
 
-megatron-core stacks the keys of equal layers and of experts (`decoder.layers.mlp.experts.experts.linear_fc1.weight` is
-(layers, experts, rows, columns)), or numbers one or both of them (`non_homogeneous_layers`, `singleton_local_shards`)."""
+megatron-core stacks the keys of equal layers and of experts
+(`decoder.layers.mlp.experts.experts.linear_fc1.weight` is (layers, experts, rows, columns)), or
+numbers one or both of them (`non_homogeneous_layers`, `singleton_local_shards`)."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping
 
-from rlflow.errors import ConversionError, ExitCode
 from rlflow.models.architecture import Architecture
 from rlflow.models.rules import Rule
 from rlflow.models.tables import OUTPUT
 
+from ..problems import other_model
 from ..readers.source import StoredTensor, TensorSource
 from .plan import View
 
 GATE, UP = "linear_fc1.weight_w", "linear_fc1.weight_v"
-"""With `singleton_local_shards`, Megatron keeps the two halves of fc1 apart (megatron-core, transformer/mlp.py,
-apply_swiglu_sharded_factory)."""
+"""With `singleton_local_shards`, Megatron keeps the two halves of fc1 apart (megatron-core,
+transformer/mlp.py, apply_swiglu_sharded_factory)."""
+Place = tuple[str, tuple[int, ...], tuple[int, ...]]
+"""(key, index in the stacks, heights of the stacks)."""
+
+
+def stacked_place(
+    name: str, rule: Rule, layer: int, model: Architecture, layers_stacked: bool
+) -> Place:
+    """Where a tensor of this name is, with experts stacked."""
+    index: tuple[int, ...] = ()
+    heights: tuple[int, ...] = ()
+    if rule.expert is not None and model.experts is not None:
+        name = name.replace("local_experts.{e}.", "experts.")
+        index, heights = (rule.expert,), (model.experts.count,)
+    if rule.per_layer and layers_stacked:
+        name = name.replace("{i}.", "")
+        index, heights = (layer, *index), (model.layers, *heights)
+    return name.format(i=layer), index, heights
 
 
 def find_view(
-    source: TensorSource, tensors: Mapping[str, StoredTensor], rule: Rule, layer: int, model: Architecture
+    source: TensorSource,
+    tensors: Mapping[str, StoredTensor],
+    rule: Rule,
+    layer: int,
+    model: Architecture,
 ) -> View:
-    """The place of a rule's tensor for a layer. Raises ConversionError (7) where there is none or a stack has another
-    height than config.json implies."""
-    for key, index, sizes in _places(rule, layer, model):
+    """The place of a rule's tensor for a layer. Raises ConversionError (7) where there is none or a
+    stack has another height than config.json implies."""
+    for key, index, heights in _places(rule, layer, model):
         if key not in tensors:
             continue
-        if tensors[key].shape[: len(index)] != sizes:
-            raise ConversionError(
-                f"{source.path}: '{key}' has shape {tensors[key].shape}, config.json implies {sizes[0]} layers"
-                f"{f' and {sizes[-1]} experts' if rule.expert is not None else ''}.",
-                ExitCode.OTHER_MODEL,
+        if tensors[key].shape[: len(index)] != heights:
+            experts = f" and {heights[-1]} experts" if rule.expert is not None else ""
+            raise other_model(
+                f"{source.path}: '{key}' has shape {tensors[key].shape}, config.json implies "
+                f"{heights[0]} layers{experts}."
             )
         return View(tensors[key], index)
-    expected = next(_places(rule, layer, model, stacked=False))[0]
-    raise ConversionError(
-        f"{source.path}: '{expected}' is missing, which config.json implies"
-        f"{' (the checkpoint is of a tied model?)' if rule is OUTPUT else ''}.",
-        ExitCode.OTHER_MODEL,
-    )
+    expected = stacked_place(rule.keys[0], rule, layer, model, False)[0]
+    why = " (the checkpoint is of a tied model?)" if rule is OUTPUT else ""
+    raise other_model(f"{source.path}: '{expected}' is missing, which config.json implies{why}.")
 
 
-def _places(
-    rule: Rule, layer: int, model: Architecture, stacked: bool = True
-) -> Iterator[tuple[str, tuple[int, ...], tuple[int, ...]]]:
-    """(key, index, sizes of the indexed axes) of every place where the tensor may be."""
-    for name, expert, experts in _names(rule, model):
-        if rule.per_layer and stacked:
-            yield name.replace("{i}.", ""), (layer, *expert), (model.layers, *experts)
-        yield name.format(i=layer), expert, experts
-
-
-def _names(rule: Rule, model: Architecture) -> Iterator[tuple[str, tuple[int, ...], tuple[int, ...]]]:
-    """The same for one layer: `{i}` is left in the name."""
-    if rule.expert is None or model.experts is None:
-        for name in (rule.fused, rule.megatron, rule.local_key):
-            if name:
-                yield name, (), ()
-        return
-    before, after = rule.megatron.split("local_experts.{e}.")
-    yield f"{before}experts.{after}", (rule.expert,), (model.experts.count,)
-    yield f"{before}experts.{rule.expert}.{after}", (), ()
-    yield rule.megatron.replace("{e}", str(rule.expert)), (), ()
+def _places(rule: Rule, layer: int, model: Architecture) -> Iterator[Place]:
+    for name in rule.keys:
+        if rule.per_layer:
+            yield stacked_place(name, rule, layer, model, True)
+        yield stacked_place(name, rule, layer, model, False)
+        if rule.expert is None:
+            continue
+        before, after = name.split("local_experts.{e}.")
+        for numbered in (
+            f"{before}experts.{rule.expert}.",
+            f"{before}local_experts.{rule.expert}.",
+        ):
+            yield (numbered + after).format(i=layer), (), ()
+            stacked = (numbered + after).replace("{i}.", "")
+            yield stacked, (layer,), (model.layers,)
 
 
 def join_gate_up(tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
-    """The tensors, with the halves of an fc1 that are kept apart as one tensor under its usual name."""
+    """The tensors, with the halves of an fc1 that are kept apart joined under its usual name."""
     result = dict(tensors)
     for name, gate in tensors.items():
         up = tensors.get(name.removesuffix(GATE) + UP) if name.endswith(GATE) else None
         if up is None or (up.shape, up.dtype) != (gate.shape, gate.dtype) or len(gate.shape) < 2:
             continue
         del result[gate.name], result[up.name]
-        axis = len(gate.shape) - 2
+        *lead, height, width = gate.shape
         moved = [
-            dataclasses.replace(chunk, offsets=_plus(chunk.offsets, axis, gate.shape[axis])) for chunk in up.chunks
+            dataclasses.replace(chunk, offsets=_lowered(chunk.offsets, height))
+            for chunk in up.chunks
         ]
         whole = name.removesuffix("_w")
-        result[whole] = StoredTensor(
-            whole, _plus(gate.shape, axis, gate.shape[axis]), gate.dtype, (*gate.chunks, *moved)
-        )
+        shape = (*lead, 2 * height, width)
+        result[whole] = StoredTensor(whole, shape, gate.dtype, (*gate.chunks, *moved))
     return result
 
 
-def _plus(numbers: tuple[int, ...], axis: int, more: int) -> tuple[int, ...]:
-    return (*numbers[:axis], numbers[axis] + more, *numbers[axis + 1 :])
+def _lowered(offsets: tuple[int, ...], rows: int) -> tuple[int, ...]:
+    *lead, row, column = offsets
+    return (*lead, row + rows, column)

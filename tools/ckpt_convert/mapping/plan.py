@@ -1,7 +1,7 @@
-"""What a conversion writes: of which rectangles of source tensors every target tensor is made.
+"""The plan of a conversion: of which rows of source tensors every target tensor is made.
 
-All tensors are matrices here: a vector of n elements is (n, 1), and a stack (layers, rows, columns) of matrices is
-(layers * rows, columns), so that a rectangle is always a run of bytes per row."""
+All tensors are matrices here: a vector of n elements is (n, 1), and a stack (layers, rows, columns)
+of matrices is (layers * rows, columns)."""
 
 from __future__ import annotations
 
@@ -9,16 +9,18 @@ import math
 from dataclasses import dataclass
 from functools import cached_property
 
-from rlflow.errors import ConversionError, ExitCode
+from rlflow.errors import ConversionError
 from rlflow.storage.pickles import Chunk
 
 from ..dtypes import DType
-from ..readers.source import StoredTensor, covers_once
+from ..problems import unknown_model
+from ..readers.source import StoredTensor
 
 
 @dataclass(frozen=True)
 class Rectangle:
-    """The part of a view that one stored chunk holds. `skipped`: elements of the chunk before its first row."""
+    """The part of a view that one chunk holds. skipped: elements of the chunk before its first
+    row."""
 
     chunk: Chunk
     skipped: int
@@ -30,7 +32,7 @@ class Rectangle:
 
 @dataclass(frozen=True)
 class View:
-    """A stored tensor at some leading indices, such as one layer of a stack: a vector or a matrix."""
+    """A stored tensor at some leading indices, such as one layer of a stack: a vector or matrix."""
 
     stored: StoredTensor
     index: tuple[int, ...] = ()
@@ -52,41 +54,40 @@ class View:
             for at, start, size in zip(self.index, chunk.offsets, chunk.sizes):
                 place = place * size + at - start
             offsets, sizes = chunk.offsets[depth:], chunk.sizes[depth:]
+            skipped, width = place * math.prod(sizes), math.prod(sizes[1:])
             column = offsets[1] * math.prod(self.shape[2:]) if len(offsets) > 1 else 0
-            width = math.prod(sizes[1:])
-            found.append(Rectangle(chunk, place * math.prod(sizes), offsets[0], column, sizes[0], width))
+            found.append(Rectangle(chunk, skipped, offsets[0], column, sizes[0], width))
         return sorted(found, key=lambda rectangle: (rectangle.row, rectangle.column))
 
 
 @dataclass(frozen=True)
 class Tile:
-    """A rectangle of a target and where it comes from; zeros where `view` is None.
-
-    Rows [row, row + rows) and columns [column, column + columns) of the target are those from (source_row,
-    source_column) of the view on. columns None: the whole width of the target."""
+    """Rows [row, row + rows) of a target: those of a view from (source_row, source_column) on, as
+    wide as the target; zeros where `view` is None."""
 
     row: int
     rows: int
     view: View | None
     source_row: int = 0
-    column: int = 0
-    columns: int | None = None
     source_column: int = 0
 
 
 @dataclass(frozen=True)
 class Target:
-    """A tensor to write. `columns`: the width of its matrix. Its tiles are in order of rows and tile it."""
+    """A tensor to write, and its rows in order."""
 
     name: str
     shape: tuple[int, ...]
     dtype: DType
-    columns: int
     tiles: tuple[Tile, ...]
 
     @property
     def rows(self) -> int:
-        return math.prod(self.shape) // self.columns
+        return self.shape[0]
+
+    @property
+    def columns(self) -> int:
+        return math.prod(self.shape[1:])
 
     @property
     def nbytes(self) -> int:
@@ -96,21 +97,35 @@ class Target:
     def row_bytes(self) -> int:
         return self.columns * self.dtype.itemsize
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether tiles make up all rows once and lie inside their views."""
+        at = 0
+        for tile in self.tiles:
+            if tile.row != at or tile.rows < 1:
+                return False
+            at += tile.rows
+            if tile.view is None:
+                continue
+            rows, columns = tile.source_row + tile.rows, tile.source_column + self.columns
+            if rows > tile.view.shape[0] or columns > tile.view.columns:
+                return False
+        return at == self.rows
+
 
 @dataclass(frozen=True)
 class Equal:
-    """The first `rows` rows of two views must be the same bytes; else `problem` is what is wrong with the source."""
+    """The first `rows` rows of two views must be the same bytes; else `problem` is raised."""
 
     first: View
     second: View
     rows: int
-    problem: str
-    exit_code: ExitCode
+    problem: ConversionError
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Every target in the order in which it is written. `equal` is compared before anything is written."""
+    """Every target in the order in which it is written. `equal` is compared before that."""
 
     targets: tuple[Target, ...]
     equal: tuple[Equal, ...] = ()
@@ -124,30 +139,14 @@ class Plan:
         return sum(target.nbytes for target in self.targets)
 
     def check(self) -> None:
-        """Raises ConversionError (6) unless names are unique and each target is tiled by tiles that lie in their views.
+        """Raises ConversionError (6) for a target that comes twice or is not made of its sources.
 
         Such a plan is a mistake in a table of families, found before a byte is written."""
         if len({target.name for target in self.targets}) != len(self.targets):
-            raise ConversionError("the plan makes a tensor twice; this is a bug.", ExitCode.UNKNOWN_MODEL)
+            raise unknown_model("the plan makes a tensor twice; this is a bug.")
         for target in self.targets:
-            inside = all(_lies_inside(target, tile) for tile in target.tiles)
-            if not inside or not covers_once(
-                [_box(target, tile) for tile in target.tiles], (target.rows, target.columns)
-            ):
-                raise ConversionError(
-                    f"'{target.name}' {target.shape} would not be made of its sources exactly once; this is a bug.",
-                    ExitCode.UNKNOWN_MODEL,
+            if not target.is_whole:
+                raise unknown_model(
+                    f"'{target.name}' {target.shape} would not be made of its sources exactly "
+                    "once; this is a bug."
                 )
-
-
-def _box(target: Target, tile: Tile) -> tuple[tuple[int, int], tuple[int, int]]:
-    columns = target.columns if tile.columns is None else tile.columns
-    return (tile.row, tile.rows), (tile.column, columns)
-
-
-def _lies_inside(target: Target, tile: Tile) -> bool:
-    if tile.view is None:
-        return True
-    _, (_, columns) = _box(target, tile)
-    rows = tile.view.shape[0]
-    return 0 <= tile.source_row <= rows - tile.rows and 0 <= tile.source_column <= tile.view.columns - columns

@@ -1,23 +1,31 @@
-"""Loads a checkpoint into the oracle's model by megatron-core's own code, without the converter's mapping tables.
+"""Loads a checkpoint into the oracle's model by megatron-core's own code, without the converter's
+mapping tables.
 
-The model has Megatron's local layers, so that it can be built on a CPU. What Transformer Engine's layers name otherwise is
-renamed here, by a list of its own."""
+The model has Megatron's local layers, so that it can be built on a CPU. What Transformer Engine's
+layers name otherwise is renamed here, by a list of its own."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 from megatron.core import dist_checkpointing, parallel_state
-from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, ShardedTensorFactory
+from megatron.core.dist_checkpointing.mapping import (
+    ShardedObject,
+    ShardedTensor,
+    ShardedTensorFactory,
+)
 from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
-from rlflow.errors import ConversionError, ExitCode
 from rlflow.trainer.megatron.checkpoint import without_code
+
+from ..problems import damaged
+from ..readers.legacy import rank_files
+from ..readers.torch_archive import Window
 
 NORMS = (
     ("self_attention.linear_qkv.layer_norm_weight", "input_layernorm.weight"),
@@ -25,12 +33,14 @@ NORMS = (
     ("self_attention.linear_q_up_proj.layer_norm_weight", "self_attention.q_layernorm.weight"),
     ("self_attention.linear_kv_up_proj.layer_norm_weight", "self_attention.kv_layernorm.weight"),
 )
-"""(norm of a Transformer Engine layer, fused with the product that follows; the same one of a local layer)."""
+"""(norm of a Transformer Engine layer, fused with the product that follows; the same one of a local
+layer)."""
 GROUPED_EXPERT = re.compile(r"mlp\.experts\.(linear_fc[12])\.weight(\d+)$")
 
 
 def load_torch_dist(chunks: Sequence[GPTModel], path: Path, keys: Collection[str]) -> None:
-    """Loads a torch_dist directory into this rank's model chunks. keys: those of the checkpoint's tensors. A collective.
+    """Loads a torch_dist directory into this rank's model chunks. keys: those of the checkpoint's
+    tensors. A collective.
 
     Raises ConversionError (4) where a parameter has no weights afterwards."""
     metadata = {
@@ -39,7 +49,8 @@ def load_torch_dist(chunks: Sequence[GPTModel], path: Path, keys: Collection[str
         "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
     }
     content = {
-        f"model{number}": _weights(chunk.sharded_state_dict(metadata=metadata)) for number, chunk in enumerate(chunks)
+        f"model{number}": _weights(chunk.sharded_state_dict(metadata=metadata))
+        for number, chunk in enumerate(chunks)
     }
     for shard in _shards(content):
         shard.key = _key(shard.key, keys)
@@ -49,21 +60,35 @@ def load_torch_dist(chunks: Sequence[GPTModel], path: Path, keys: Collection[str
         _load(chunk, loaded[f"model{number}"], str(path))
 
 
-def load_rank(chunks: Sequence[GPTModel], states: Sequence[Mapping[str, Tensor]], origin: str) -> None:
-    """Loads the states of a legacy file into this rank's model chunks. Raises ConversionError (4) as above."""
-    for chunk, state in zip(chunks, states, strict=True):
-        parameters = dict(chunk.named_parameters())
-        named = {_local_name(name): value for name, value in state.items()}
-        _load(chunk, {name: _part(value, parameters.get(name)) for name, value in named.items()}, origin)
+def load_rank(chunks: Sequence[GPTModel], path: Path, place: tuple[int, int, int]) -> None:
+    """Loads the legacy file of this (tensor, pipeline, expert) rank into its model chunks. Raises
+    ConversionError (4) as above."""
+    ranks = {(rank.tensor, rank.pipeline, rank.expert): rank for rank in rank_files(path)}
+    rank = ranks[place]
+    with (path / rank.name).open("rb") as file:
+        for chunk, windows in zip(chunks, rank.chunks, strict=True):
+            parameters = dict(chunk.named_parameters())
+            state = {}
+            for name, window in windows.items():
+                name = _local_name(name)
+                state[name] = _part(_tensor(file, window), parameters.get(name))
+            _load(chunk, state, str(path))
+
+
+def _tensor(file: IO[bytes], window: Window) -> Tensor:
+    file.seek(window.start)
+    data = bytearray(file.read(window.nbytes))
+    return torch.frombuffer(data, dtype=getattr(torch, window.dtype.name)).view(window.shape)
 
 
 def _load(chunk: GPTModel, state: Mapping[str, Any], origin: str) -> None:
     found = chunk.load_state_dict(dict(state), strict=False)
-    wrong = [name for name in (*found.missing_keys, *found.unexpected_keys) if not name.endswith("_extra_state")]
+    names = (*found.missing_keys, *found.unexpected_keys)
+    wrong = [name for name in names if not name.endswith("_extra_state")]
     if wrong:
-        raise ConversionError(
-            f"{origin}: Megatron's model and the checkpoint differ in {len(wrong)} tensors, first '{wrong[0]}'.",
-            ExitCode.DAMAGED,
+        raise damaged(
+            f"{origin}: Megatron's model and the checkpoint differ in {len(wrong)} tensors, first "
+            f"'{wrong[0]}'."
         )
 
 
@@ -81,7 +106,8 @@ def _shards(value: Any) -> Iterator[ShardedTensor | ShardedTensorFactory]:
 
 
 def _key(key: str, keys: Collection[str]) -> str:
-    """The key that the checkpoint has a tensor under: as local layers say, or as Transformer Engine's do."""
+    """The key that the checkpoint has a tensor under: as local layers say, or as Transformer
+    Engine's do."""
     if key in keys:
         return key
     for fused, local in NORMS:
@@ -101,14 +127,15 @@ def _local_name(name: str) -> str:
 def _part(value: Tensor, parameter: Tensor | None) -> Tensor:
     """The rank's rows of what Transformer Engine keeps whole on every rank."""
     ranks = parallel_state.get_tensor_model_parallel_world_size()
-    if parameter is None or value.shape == parameter.shape or value.shape[0] != ranks * parameter.shape[0]:
+    if parameter is None or value.shape[0] != ranks * parameter.shape[0]:
         return value
     return value.chunk(ranks)[parallel_state.get_tensor_model_parallel_rank()]
 
 
 @torch.no_grad()
 def round_weights(chunks: Sequence[GPTModel], dtype: torch.dtype) -> None:
-    """Rounds the weights to a dtype, as a conversion with `--dtype` does; routers' biases excepted."""
+    """Rounds the weights to a dtype, as a conversion with `--dtype` does; routers' biases
+    excepted."""
     for chunk in chunks:
         for parameter in chunk.parameters():
             parameter.copy_(parameter.to(dtype))

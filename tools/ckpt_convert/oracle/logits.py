@@ -1,48 +1,56 @@
-"""`--verify logits`: what transformers computes from a model directory is what Megatron computes from the checkpoint.
+"""`--verify logits`: transformers computes from a model directory what Megatron computes from the
+checkpoint.
 
-Both run on the CPU in float32 on fixed tokens. Megatron's model is built and loaded by megatron-core, a legacy checkpoint
-in as many processes as it has ranks, so nothing of the converter's mapping is used: an error in it shows here, where a
-round trip would repeat it in both directions."""
+Both run on the CPU in float32 on fixed tokens. Megatron's model is built and loaded by
+megatron-core, a legacy checkpoint in as many processes as it has ranks, so nothing of the
+converter's mapping is used: an error in it shows here, where a round trip would repeat it in both
+directions."""
 
 from __future__ import annotations
 
 import os
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from rlflow.errors import ConversionError, ExitCode, needing
+from rlflow.errors import needing
 from rlflow.models.huggingface import quiet_transformers, read_config
+from rlflow.models.tables import EMBEDDING
 
+from ..mapping.layout import CheckpointLayout
+from ..problems import damaged
 from ..readers.formats import open_source
-from ..readers.legacy import LegacyRanks
 from ..readers.source import TensorSource
 
 ROWS, WIDTH = 2, 32
 TOLERANCE = 1e-4
-"""Largest difference, in units of the largest logit (at least 1). A mapping error makes a difference of about 1."""
-EMBEDDING = "embedding.word_embeddings.weight"
+"""Largest difference, in units of the largest logit (at least 1). A mapping error makes a
+difference of about 1."""
 DTYPES = {"keep": None, "bf16": torch.bfloat16, "fp16": torch.float16, "fp32": None}
 
 
 def check_logits(checkpoint: Path, model: Path, dtype: str = "keep") -> float:
-    """The largest difference between the two sides' logits. dtype: what the converted side was cast to.
+    """The largest difference between the two sides' logits. dtype: what the converted side was cast
+    to.
 
-    Raises ConversionError (4) where it exceeds TOLERANCE, MissingPackageError without megatron-core or transformers."""
+    Raises ConversionError (4) where it exceeds TOLERANCE, MissingPackageError without megatron-core
+    or transformers."""
     config = read_config(model)
-    tokens = torch.randint(0, config["vocab_size"], (ROWS, WIDTH), generator=torch.Generator().manual_seed(0))
+    draw = torch.Generator().manual_seed(0)
+    tokens = torch.randint(0, config["vocab_size"], (ROWS, WIDTH), generator=draw)
     expected = _transformers(model, tokens, DTYPES[dtype])
     found = _megatron(checkpoint, config, tokens, DTYPES[dtype])
     difference = (found - expected).abs().max().item()
     limit = TOLERANCE * max(1.0, expected.abs().max().item())
     if not difference <= limit:
-        raise ConversionError(
-            f"{model}: transformers and Megatron do not compute the same; logits differ by {difference:.2g}, at most "
-            f"{limit:.2g} expected.",
-            ExitCode.DAMAGED,
+        raise damaged(
+            f"{model}: transformers and Megatron do not compute the same; logits differ by "
+            f"{difference:.2g}, at most {limit:.2g} expected."
         )
     return difference
 
@@ -52,10 +60,12 @@ def _transformers(path: Path, tokens: Tensor, dtype: torch.dtype | None) -> Tens
         from transformers import AutoModelForCausalLM
     try:
         with quiet_transformers():
-            model = AutoModelForCausalLM.from_pretrained(str(path), dtype=torch.float32, local_files_only=True)
+            model = AutoModelForCausalLM.from_pretrained(
+                str(path), dtype=torch.float32, local_files_only=True
+            )
     except (OSError, ValueError, KeyError, RuntimeError) as error:
-        raise ConversionError(
-            f"{path}: transformers cannot load it ({str(error).splitlines()[0]}).", ExitCode.DAMAGED
+        raise damaged(
+            f"{path}: transformers cannot load it ({str(error).splitlines()[0]})."
         ) from error
     with torch.no_grad():
         if dtype is not None:
@@ -64,34 +74,43 @@ def _transformers(path: Path, tokens: Tensor, dtype: torch.dtype | None) -> Tens
         return model(tokens).logits.float()
 
 
-def _megatron(checkpoint: Path, config: dict[str, Any], tokens: Tensor, dtype: torch.dtype | None) -> Tensor:
+def _megatron(
+    checkpoint: Path, config: dict[str, Any], tokens: Tensor, dtype: torch.dtype | None
+) -> Tensor:
     """Runs the checkpoint's ranks in processes of their own, without a GPU."""
     import torch.multiprocessing as mp
 
-    source = open_source(checkpoint)
-    ranks = _ranks(source)
-    hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
-    with tempfile.TemporaryDirectory() as folder:
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    ranks = _layout(open_source(checkpoint)).ranks
+    with tempfile.TemporaryDirectory() as folder, _no_gpu():
+        args = (ranks, folder, str(checkpoint), config, tokens, dtype)
         try:
-            mp.spawn(_rank_main, args=(ranks, folder, str(checkpoint), config, tokens, dtype), nprocs=ranks)
+            mp.spawn(_rank_main, args=args, nprocs=ranks)
         except mp.ProcessRaisedException as error:
             reason = [line for line in str(error).splitlines() if line.strip()][-1]
-            raise ConversionError(
-                f"{checkpoint}: Megatron's model cannot be run ({reason}).", ExitCode.DAMAGED
-            ) from error
-        finally:
-            if hidden is None:
-                del os.environ["CUDA_VISIBLE_DEVICES"]
-            else:
-                os.environ["CUDA_VISIBLE_DEVICES"] = hidden
+            raise damaged(f"{checkpoint}: Megatron's model cannot be run ({reason}).") from error
         return torch.load(Path(folder) / "logits.pt", weights_only=True)
 
 
-def _ranks(source: TensorSource) -> int:
-    layout = source.layout if isinstance(source, LegacyRanks) else {}
-    sizes = [layout.get(f"{kind}_parallel", 1) for kind in ("tensor", "pipeline", "expert")]
-    return sizes[0] * sizes[1] * sizes[2]
+@contextmanager
+def _no_gpu() -> Iterator[None]:
+    """Processes that are started inside see no GPU."""
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    try:
+        yield
+    finally:
+        if hidden is None:
+            del os.environ["CUDA_VISIBLE_DEVICES"]
+        else:
+            os.environ["CUDA_VISIBLE_DEVICES"] = hidden
+
+
+def _layout(source: TensorSource) -> CheckpointLayout:
+    """That of legacy files; torch_dist is loaded by one rank."""
+    if source.format == "torch_dist":
+        return CheckpointLayout()
+    kinds = ("tensor", "pipeline", "virtual_pipeline", "expert")
+    return CheckpointLayout(*(source.layout.get(f"{kind}_parallel", 1) for kind in kinds))
 
 
 def _rank_main(
@@ -112,23 +131,16 @@ def _rank_main(
 
     check_version()
     source = open_source(checkpoint)
-    legacy = source if isinstance(source, LegacyRanks) else None
-    sizes = legacy.layout if legacy else {}
-    layout = oracle.OracleLayout(
-        source.tensors[EMBEDDING].shape[0],
-        sizes.get("tensor_parallel", 1),
-        sizes.get("pipeline_parallel", 1),
-        sizes.get("virtual_pipeline_parallel", 1),
-        sizes.get("expert_parallel", 1),
-    )
-    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=ranks)
+    layout, rows = _layout(source), source.tensors[EMBEDDING.megatron].shape[0]
+    rendezvous = f"file://{folder}/rendezvous"
+    dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=ranks)
     with adapted(), without_transformer_engine():
         oracle.initialize_ranks(layout)
-        chunks = oracle.build(config, layout)
-        if legacy is None:
+        chunks = oracle.build(config, layout, rows)
+        if source.format == "torch_dist":
             oracle_load.load_torch_dist(chunks, source.path, source.tensors.keys())
         else:
-            oracle_load.load_rank(chunks, legacy.rank_states(*oracle.rank_coordinates()), checkpoint)
+            oracle_load.load_rank(chunks, source.path, oracle.rank_coordinates())
         if dtype is not None:
             oracle_load.round_weights(chunks, dtype)
         found = oracle.logits(chunks, tokens, config["vocab_size"])

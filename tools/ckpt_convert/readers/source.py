@@ -1,57 +1,64 @@
-"""What a conversion reads: tensors by name, cut into chunks, each chunk's raw bytes at a known place of a file.
+"""The tables of a checkpoint or model directory: tensors by name, and where their bytes are.
 
-This is the first of the converter's three parts. A *source* knows a format (torch_dist.py; another format is another
-class with the members of `TensorSource`). A *plan* (mapping/plan.py) says of which rectangles of source tensors every
-target tensor is made. The *output files* (writers/output_files.py) are preallocated, and the targets lie in them. stream.py
-copies from the first to the last as the plan says and knows neither format."""
+A conversion has three parts. A *source* is read from a format (torch_dist.py, legacy.py,
+safetensors_files.py). A *plan* (mapping/plan.py) says of which rows of source tensors every target
+tensor is made. *Output files* (writers/files.py) hold the targets. stream.py copies from the first
+to the last and knows no format."""
 
 from __future__ import annotations
 
 import hashlib
 import itertools
-import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-from rlflow.errors import ConversionError, ExitCode
+import numpy as np
+
+from rlflow.errors import ConversionError
 from rlflow.storage.pickles import Chunk
 
 from ..dtypes import DType
+from ..problems import damaged
 
 SCALED = 128
-
-
-@dataclass(frozen=True)
-class Content:
-    """Where an chunk's raw bytes are in its file, row after row, and the checksum that the file has for them."""
-
-    start: int
-    bytes: int
-    crc32: int | None = None
+"""Rows and columns of a block that has one scale."""
+MOST_CELLS = 1 << 26
+"""Of the grid on which chunks are compared; no writer cuts a tensor as finely."""
 
 
 @dataclass(frozen=True)
 class Record:
     """A run of bytes of a file, and its CRC-32."""
 
+    file: str
     start: int
-    bytes: int
+    length: int
     crc32: int
 
 
 @dataclass(frozen=True)
+class ChunkPlace:
+    """First byte of a chunk's elements, row after row. record: the bytes around them that have a
+    checksum."""
+
+    start: int
+    record: Record | None = None
+
+
+@dataclass(frozen=True)
 class StoredTensor:
-    """A tensor of a source; its chunks are disjoint and make up the whole of it."""
+    """A tensor of a source; its chunks are disjoint and make up the whole of it.
+
+    scales: what each block of SCALED x SCALED elements is multiplied by, in float32."""
 
     name: str
     shape: tuple[int, ...]
     dtype: DType
     chunks: tuple[Chunk, ...]
     scales: StoredTensor | None = None
-    """What each block of SCALED x SCALED elements is multiplied by, in float32; None: elements are values."""
 
     def chunks_at(self, index: tuple[int, ...]) -> Sequence[Chunk]:
         """The chunks that hold something of these leading indices."""
@@ -60,7 +67,8 @@ class StoredTensor:
         if len(index) not in self._by_index:
             table: dict[tuple[int, ...], list[Chunk]] = {}
             for chunk in self.chunks:
-                lead = [range(at, at + size) for at, size in zip(chunk.offsets, chunk.sizes)][: len(index)]
+                boxes = zip(chunk.offsets, chunk.sizes)
+                lead = [range(at, at + size) for at, size in boxes][: len(index)]
                 for place in itertools.product(*lead):
                     table.setdefault(place, []).append(chunk)
             self._by_index[len(index)] = table
@@ -71,87 +79,75 @@ class StoredTensor:
         return {}
 
 
-class TensorSource(Protocol):
-    """A checkpoint or model directory whose tables have been read and checked. Nothing of it is in memory."""
+@dataclass(frozen=True)
+class TensorSource:
+    """A checkpoint or model directory whose tables have been read and checked; no weights.
+
+    content: where a chunk's elements are; called from several threads, raises ConversionError (4)
+    for damage. tables: the files that describe the others, and `headers` their hash where that is
+    not of their bytes. copies: pairs that must hold the same bytes, because ranks have the tensor
+    more than once. The rest, as far as the files tell: the training step, `tensor_parallel` and
+    other sizes of the run that saved it, Megatron's arguments, the model by field of
+    `models.architecture.Architecture`, and rlflow's own manifest."""
 
     path: Path
-    """Directory that the chunks' files are relative to."""
     format: str
     tensors: dict[str, StoredTensor]
+    content: Callable[[StoredTensor, Chunk], ChunkPlace]
     stamps: Stamps
-    copies: tuple[tuple[StoredTensor, StoredTensor], ...]
-    """Tensors that the source has more than once, with another copy of theirs; they must hold the same bytes."""
-
-    @property
-    def iteration(self) -> int | None:
-        """The training step that it was saved after, as far as its files tell."""
-
-    @property
-    def layout(self) -> Mapping[str, int]:
-        """`tensor_parallel`, `pipeline_parallel`, ... of the run that saved it, as far as its files tell."""
-
-    @property
-    def arguments(self) -> Mapping[str, Any]:
-        """Megatron's arguments, as far as its files have them."""
-
-    @property
-    def described(self) -> Mapping[str, Any]:
-        """What its files say of the model, by field of `models.architecture.Architecture`."""
-
-    def content(self, stored: StoredTensor, chunk: Chunk) -> Content:
-        """Where the raw bytes of an chunk are; called from several threads. Raises ConversionError (4) for damage."""
-
-    def records(self) -> Iterator[tuple[str, Record]]:
-        """(file, bytes with a checksum) of what tensors lie in, where `content` has no checksum for an chunk."""
+    tables: tuple[str, ...]
+    headers: str = ""
+    copies: tuple[tuple[StoredTensor, StoredTensor], ...] = ()
+    iteration: int | None = None
+    layout: Mapping[str, int] = field(default_factory=dict)
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    described: Mapping[str, Any] = field(default_factory=dict)
+    manifest: Mapping[str, Any] = field(default_factory=dict)
 
     def identity(self) -> dict[str, Any]:
-        """`files`: {relative name: [bytes, mtime in ns]}, `headers`: hash of the tables. Equal means: nothing changed."""
+        """`files`: {relative name: [bytes, mtime in ns]}, `headers`: hash of the tables. Equal
+        means: nothing changed."""
+        names = {chunk.file for stored in self.tensors.values() for chunk in stored.chunks}
+        found = {name: (self.path / name).stat() for name in sorted({*names, *self.tables})}
+        headers = self.headers or hashlib.sha256(
+            b"".join((self.path / name).read_bytes() for name in sorted(self.tables))
+        )
+        return {
+            "files": {name: [status.st_size, status.st_mtime_ns] for name, status in found.items()},
+            "headers": headers if isinstance(headers, str) else headers.hexdigest(),
+        }
 
 
 def unreadable(error: OSError, path: str | Path) -> ConversionError:
     """The error (4) for a file that the operating system does not let us read."""
-    return ConversionError(f"{error.filename or path}: cannot be read ({error.strerror or error}).", ExitCode.DAMAGED)
+    reason = error.strerror or error
+    return damaged(f"{error.filename or path}: cannot be read ({reason}).")
 
 
 class Stamps:
-    """What the files of a directory looked like before the first of them was read: size, both times, place on the disk."""
+    """The files of a directory before the first was read: size, both times, place on the disk."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._seen = {
-            file.relative_to(path).as_posix(): _stamp(file)
-            for pattern in ("*", "*/*")
-            for file in path.glob(pattern)
-            if file.is_file()
-        }
+        files = (file for pattern in ("*", "*/*") for file in path.glob(pattern) if file.is_file())
+        self._seen = {file.relative_to(path).as_posix(): _stamp(file) for file in files}
 
     def check(self, names: Iterable[str]) -> None:
-        """Raises ConversionError (4) where one of these files is another one now, or was written to."""
+        """Raises ConversionError (4) where one of these files is another one now, or was written
+        to."""
         for name in sorted(names):
             file = self._path / name
             if not file.is_file() or self._seen.get(name) != _stamp(file):
-                raise ConversionError(
-                    f"{file}: was written to while it was read, so that what was read may be of two models; convert again "
-                    "when nothing writes there.",
-                    ExitCode.DAMAGED,
+                raise damaged(
+                    f"{file}: was written to while it was read, so that what was read may be of "
+                    "two models; convert again when nothing writes there."
                 )
 
 
 def _stamp(file: Path) -> tuple[int, ...]:
     status = file.stat()
-    return status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_dev, status.st_ino
-
-
-def identity_of(path: Path, files: Iterable[str], headers: Iterable[str]) -> dict[str, Any]:
-    """The identity of a source: the size and time of all its files, and the content of those that describe the others."""
-    content = hashlib.sha256()
-    for name in sorted(headers):
-        content.update((path / name).read_bytes())
-    found = {name: (path / name).stat() for name in sorted({*files, *headers})}
-    return {
-        "files": {name: [status.st_size, status.st_mtime_ns] for name, status in found.items()},
-        "headers": content.hexdigest(),
-    }
+    times = status.st_mtime_ns, status.st_ctime_ns
+    return status.st_size, *times, status.st_dev, status.st_ino
 
 
 Box = tuple[tuple[int, int], ...]
@@ -159,38 +155,27 @@ Box = tuple[tuple[int, int], ...]
 
 
 def covers_once(boxes: Sequence[Box], shape: Sequence[int]) -> bool:
-    """Whether boxes, (first, size) per axis, lie inside a shape and cover each of its elements once."""
-    inside = all(
-        len(box) == len(shape)
-        and all(at >= 0 and size > 0 and at + size <= full for (at, size), full in zip(box, shape))
-        for box in boxes
-    )
-    elements = sum(math.prod(size for _, size in box) for box in boxes)
-    return inside and elements == math.prod(shape) and not _overlap(boxes)
+    """Whether boxes lie inside a shape and cover each of its elements once.
 
-
-def _overlap(boxes: Iterable[Box], axis: int = 0) -> bool:
-    """Whether two boxes share an element. Compared are only boxes whose extents on an axis overlap without being equal,
-    which chunks of ranks, layers and experts never do: otherwise the time is that of sorting."""
-    ordered = sorted(boxes)
-    if len(ordered) < 2 or axis == len(ordered[0]):
-        return len(ordered) > 1
-    end, runs = -1, []
-    for box in ordered:
-        at, size = box[axis]
-        if at >= end or not runs:
-            runs.append([box])
-        else:
-            runs[-1].append(box)
-        end = max(end, at + size)
-    for run in runs:
-        if len({box[axis] for box in run}) == 1:
-            if _overlap(run, axis + 1):
-                return True
-        elif any(_meet(first, second) for first, second in itertools.combinations(run, 2)):
-            return True
-    return False
-
-
-def _meet(first: Box, second: Box) -> bool:
-    return all(a < b + m and b < a + n for (a, n), (b, m) in zip(first, second))
+    Counted is on the grid of their edges, which has about as many cells as there are boxes where
+    ranks, layers and experts were cut alike."""
+    if not shape:
+        return list(boxes) == [()]
+    if not boxes or any(
+        len(box) != len(shape) or min(size for _, size in box) < 1 for box in boxes
+    ):
+        return False
+    edges = []
+    for axis, full in enumerate(shape):
+        found = {edge for box in boxes for edge in (box[axis][0], sum(box[axis]))}
+        if min(found) != 0 or max(found) != full:
+            return False
+        edges.append({edge: number for number, edge in enumerate(sorted(found))})
+    grid = [len(found) - 1 for found in edges]
+    if np.prod(grid, dtype=float) > MOST_CELLS:
+        return False
+    counts = np.zeros(grid, np.uint16)
+    for box in boxes:
+        places = zip(edges, box)
+        counts[tuple(slice(found[at], found[at + size]) for found, (at, size) in places)] += 1
+    return bool((counts == 1).all())

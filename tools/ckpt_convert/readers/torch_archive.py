@@ -1,7 +1,9 @@
-"""Files of torch.save, or parts of files: their value with stand-ins for objects, and where the tensors' bytes are.
+"""Files of torch.save, or parts of files: their value with stand-ins for objects, and where the
+tensors' bytes are.
 
-Such a file is a zip archive that is not compressed: `data.pkl`, and one entry per storage. A tensor is a window of a
-storage, so several tensors may share one (Megatron's parameters may be windows of one large buffer)."""
+Such a file is a zip archive that is not compressed: `data.pkl`, and one entry per storage. A tensor
+is a window of a storage, so several tensors may share one (Megatron's parameters may be windows of
+one large buffer)."""
 
 from __future__ import annotations
 
@@ -9,28 +11,29 @@ import contextlib
 import io
 import math
 import os
-import struct
 import zipfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import IO, Any
 
-from rlflow.errors import ConversionError, ExitCode
+from rlflow.errors import ConversionError
 from rlflow.storage.pickles import DAMAGE, ForbiddenName, Inert, InertUnpickler, Storage
 
 from ..dtypes import NAMED, DType
+from ..problems import damaged, hostile
 from .source import Record
 
 STORAGES = {dtype.storage: dtype for dtype in NAMED.values()}
-LOCAL_HEADER = struct.Struct("<26xHH")
-"""Of a zip's entry: the lengths of name and extra field at byte 26; the content follows them."""
+LOCAL_HEADER = 30
+"""Bytes before the name of a zip's entry; the last four are the lengths of name and extra field."""
 
 
 @dataclass(frozen=True)
 class Window:
-    """A tensor of an archive, its rows one after another. start: its first byte within the file. record: its storage."""
+    """A tensor of an archive, its rows one after another. start: its first byte within the file.
+    record: its storage."""
 
     dtype: DType
     shape: tuple[int, ...]
@@ -43,20 +46,26 @@ class Window:
 
 
 class Archive:
-    """An archive in the byte range [start, start + length) of an open file. Reads tables only, never the tensors' bytes.
+    """An archive in the bytes [start, start + length) of an open file. Reads tables only, never the
+    tensors' bytes.
 
-    Raises what DAMAGE and zipfile list for a damaged one, and ForbiddenName; `explained` puts both into words."""
+    Raises what DAMAGE and zipfile list for a damaged one, and ForbiddenName; `explained` puts both
+    into words."""
 
-    def __init__(self, stream: IO[bytes], start: int = 0, length: int | None = None) -> None:
-        whole = os.fstat(stream.fileno()).st_size if length is None else length
-        self._part = _Part(stream, start, whole)
-        self._start, self._length = start, whole
+    def __init__(
+        self, stream: IO[bytes], name: str, start: int = 0, length: int | None = None
+    ) -> None:
+        self._name, self._start = name, start
+        self._length = os.fstat(stream.fileno()).st_size if length is None else length
+        self._part = _Part(stream.fileno(), start, self._length)
         with zipfile.ZipFile(self._part) as archive:
-            self._entries = {entry.filename.split("/", 1)[1]: entry for entry in archive.infolist()}
+            entries = archive.infolist()
+            self._entries = {entry.filename.split("/", 1)[1]: entry for entry in entries}
             self.pickle = archive.read(self._entries["data.pkl"])
-            if "byteorder" in self._entries and archive.read(self._entries["byteorder"]) != b"little":
+            order = self._entries.get("byteorder")
+            if order is not None and archive.read(order) != b"little":
                 raise ValueError("the bytes are not little-endian")
-        self._records: dict[str, Record] = {}
+        self._record = cache(self._locate)
 
     @cached_property
     def value(self) -> Any:
@@ -64,36 +73,41 @@ class Archive:
         return InertUnpickler(io.BytesIO(self.pickle)).load()
 
     def window(self, tensor: Any) -> Window | None:
-        """Where a tensor of `value` lies; None for what is no tensor. Raises ValueError unless its bytes are one run."""
+        """Where a tensor of `value` lies; None for what is no tensor. Raises ValueError unless its
+        bytes are one run."""
         tensor = _without_attributes(tensor)
         if not isinstance(tensor, Inert) or type(tensor).__name__ != "_rebuild_tensor_v2":
             return None
         storage, offset, size, stride = tensor.arguments[:4]
         dtype = STORAGES.get(storage.kind) if isinstance(storage, Storage) else None
-        shape = tuple(int(length) for length in (size.arguments[0] if isinstance(size, Inert) else size))
-        if dtype is None or not _contiguous(shape, stride) or offset < 0 or min(shape, default=1) < 0:
-            raise ValueError(f"expected a tensor of floating point, rows one after another; found {storage} {shape}")
+        shape = tuple(map(int, size.arguments[0] if isinstance(size, Inert) else size))
+        regular = _contiguous(shape, stride) and offset >= 0 and min(shape, default=1) >= 0
+        if dtype is None or not regular:
+            raise ValueError(
+                "expected a tensor of floating point, rows one after another; found "
+                f"{storage} {shape}"
+            )
         record = self._record(storage.key)
         window = Window(dtype, shape, record.start + offset * dtype.itemsize, record)
-        if window.start + window.nbytes > record.start + record.bytes:
-            raise ValueError(f"{window.nbytes} bytes expected from {offset} on, {record.bytes} stored")
+        if window.start + window.nbytes > record.start + record.length:
+            raise ValueError(
+                f"{window.nbytes} bytes expected from {offset} on, {record.length} stored"
+            )
         return window
 
-    def _record(self, key: str) -> Record:
-        if key not in self._records:
-            self._records[key] = self._locate(self._entries[f"data/{key}"])
-        return self._records[key]
-
-    def _locate(self, entry: zipfile.ZipInfo) -> Record:
+    def _locate(self, key: str) -> Record:
+        """The bytes of a storage."""
+        entry = self._entries[f"data/{key}"]
         if entry.compress_type != zipfile.ZIP_STORED or entry.compress_size != entry.file_size:
             raise ValueError("the storages are compressed")
         self._part.seek(entry.header_offset)
-        header = self._part.read(30)
-        name, extra = LOCAL_HEADER.unpack(header)
-        begin = entry.header_offset + 30 + name + extra
+        header = self._part.read(LOCAL_HEADER)
+        lengths = header[-4:-2], header[-2:]
+        begin = entry.header_offset + LOCAL_HEADER
+        begin += sum(int.from_bytes(length, "little") for length in lengths)
         if header[:4] != b"PK\x03\x04" or begin + entry.file_size > self._length:
             raise ValueError("the content lies outside its archive")
-        return Record(self._start + begin, entry.file_size, entry.CRC)
+        return Record(self._name, self._start + begin, entry.file_size, entry.CRC)
 
 
 @contextlib.contextmanager
@@ -102,24 +116,24 @@ def explained(file: Path, where: str = "") -> Iterator[None]:
     try:
         yield
     except ForbiddenName as error:
-        raise ConversionError(f"{file}: {error}.", ExitCode.HOSTILE) from None
-    except (*DAMAGE, zipfile.BadZipFile, StopIteration, struct.error) as error:
-        raise damaged(file, error, where) from None
+        raise hostile(f"{file}: {error}.") from None
+    except (*DAMAGE, zipfile.BadZipFile, StopIteration) as error:
+        raise unreadable_archive(file, error, where) from None
 
 
-def damaged(file: Path, error: BaseException, where: str = "") -> ConversionError:
+def unreadable_archive(file: Path, error: BaseException, where: str = "") -> ConversionError:
     """The error (4) for a file that cannot be read, with the reason in one line."""
     reason = (str(error).strip().splitlines() or ["no reason given"])[0][:200]
     place = f", {where}" if where else ""
-    return ConversionError(
-        f"{file}{place}: damaged ({type(error).__name__}: {reason}); copy it again or use an earlier checkpoint.",
-        ExitCode.DAMAGED,
+    return damaged(
+        f"{file}{place}: damaged ({type(error).__name__}: {reason}); copy it again or use an "
+        "earlier checkpoint."
     )
 
 
 def _without_attributes(value: Any) -> Any:
-    """The tensor that a parameter is made of, or one that was saved with attributes (torch/_tensor.py,
-    Tensor.__reduce_ex__)."""
+    """The tensor that a parameter is made of, or one that was saved with attributes
+    (torch/_tensor.py, Tensor.__reduce_ex__)."""
     name = type(value).__name__
     if name == "_rebuild_from_type_v2":
         function, _, arguments, _ = value.arguments
@@ -131,16 +145,18 @@ def _without_attributes(value: Any) -> Any:
 
 def _contiguous(shape: Sequence[int], stride: Any) -> bool:
     steps = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
-    same = (found == expected for found, expected, length in zip(stride, steps, shape) if length > 1)
+    lengths = zip(stride, steps, shape)
+    same = (found == expected for found, expected, length in lengths if length > 1)
     return len(stride) == len(shape) and all(same)
 
 
 class _Part(io.RawIOBase):
     """A byte range of a file as a file of its own."""
 
-    def __init__(self, stream: Any, start: int, length: int) -> None:
+    def __init__(self, descriptor: int, start: int, length: int) -> None:
         super().__init__()
-        self._stream, self._start, self._length, self._at = stream, start, length, 0
+        self._descriptor, self._start, self._length = descriptor, start, length
+        self._at = 0
 
     def readable(self) -> bool:
         return True
@@ -157,9 +173,8 @@ class _Part(io.RawIOBase):
             raise OSError("negative position")
         return self._at
 
-    def read(self, size: int = -1) -> bytes:
-        left = max(self._length - self._at, 0)
-        wanted = left if size is None or size < 0 else min(size, left)
-        found = os.pread(self._stream.fileno(), wanted, self._start + self._at)
-        self._at += len(found)
+    def readinto(self, out: Any) -> int:
+        wanted = max(0, min(len(out), self._length - self._at))
+        found = os.preadv(self._descriptor, [memoryview(out)[:wanted]], self._start + self._at)
+        self._at += found
         return found

@@ -1,1 +1,2 @@
-"""Checkpoints and model directories laid out before the first byte is copied, complete or absent."""
+"""Checkpoints and model directories laid out before the first byte is copied, complete or
+absent."""

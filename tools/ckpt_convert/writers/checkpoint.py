@@ -1,4 +1,4 @@
-"""A checkpoint that is to be written, of either format, and the arguments of Megatron in it."""
+"""A checkpoint that is to be written, of either format, and what it holds beside weights."""
 
 from __future__ import annotations
 
@@ -28,6 +28,11 @@ class Checkpoint:
 def namespace(arguments: dict[str, Any]) -> argparse.Namespace:
     """Megatron's arguments, with torch's dtypes."""
     return argparse.Namespace(**{name: _plain(value) for name, value in arguments.items()})
+
+
+def common_state(args: argparse.Namespace) -> dict[str, Any]:
+    """What both formats have beside the model."""
+    return {"args": args, "iteration": 0, "checkpoint_version": 3.0}
 
 
 def _plain(value: Any) -> Any:

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import shutil
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rlflow.errors import ConversionError, ExitCode
-from rlflow.models.huggingface import why_occupied
+from rlflow.models.huggingface import why_no_room, why_occupied
 from rlflow.storage.files import replacing_directory
 from rlflow.storage.integrity import (
     ACCIDENTS,
@@ -23,28 +20,23 @@ from rlflow.storage.integrity import (
     write_manifest,
 )
 
+from ..options import Options
+from ..problems import disk_full, output_exists
 from ..stream import Copier
 from .files import OutputFile, reads_back_differently, write_files
 
 
-@dataclass(frozen=True)
-class WriteOptions:
-    """How to write. workers: files at a time. verify: `fast`, `full` or `none`."""
-
-    workers: int = 4
-    overwrite: bool = False
-    verify: str = "fast"
-
-
 def check_output(out: Path, source: Path | None, reference: Path, overwrite: bool) -> None:
-    """Raises ConversionError (9) unless `out` may be written: absent, empty, or a directory of weights that may be
-    replaced, and neither inside the source nor around it or the reference."""
-    place = out.resolve()
-    if source is not None and (place == source.resolve() or source.resolve() in place.parents):
-        raise ConversionError(f"{out}: lies in the checkpoint; choose another directory.", ExitCode.OUTPUT_EXISTS)
-    for name, path in (("checkpoint", source), ("reference", reference)):
+    """Raises ConversionError (9) unless `out` may be written: absent, empty, or a directory of
+    weights that may be replaced, and neither inside the source nor around it or the reference."""
+    place, problem = out.resolve(), None
+    for name, path in (("reference", reference), ("checkpoint", source)):
         if path is not None and (place == path.resolve() or place in path.resolve().parents):
-            raise ConversionError(f"{out}: holds the {name}; choose another directory.", ExitCode.OUTPUT_EXISTS)
+            problem = f"holds the {name}"
+    if source is not None and source.resolve() in (place, *place.parents):
+        problem = "lies in the checkpoint"
+    if problem is not None:
+        raise output_exists(f"{out}: {problem}; choose another directory.")
     check_replaceable(out, overwrite)
 
 
@@ -52,14 +44,13 @@ def check_replaceable(out: Path, overwrite: bool) -> None:
     """Raises ConversionError (9) where something stands at `out` that may not be replaced."""
     reason = why_occupied(out, overwrite)
     if reason is not None:
-        raise ConversionError(reason, ExitCode.OUTPUT_EXISTS)
+        raise output_exists(reason)
 
 
 def write_directory(
     out: Path,
     files: Sequence[OutputFile],
-    writing: WriteOptions,
-    *,
+    options: Options,
     copier: Copier,
     complete: Callable[[Path], None],
     unchanged: Callable[[], None],
@@ -69,52 +60,46 @@ def write_directory(
 
     complete: adds the other files to the partial directory. unchanged: raises where what was read
     has changed since. On failure `out` is as it was. Raises ConversionError."""
-    keep = not writing.overwrite
+    keep, check = not options.overwrite, options.verify != "none"
     with _explained(out), replacing_directory(out, keep_existing=keep) as partial:
-        check_replaceable(out, writing.overwrite)  # it may have been put back just now
-        _check_room(partial, sum(target.nbytes for file in files for target in file.targets))
+        check_replaceable(out, options.overwrite)  # it may have been put back just now
+        needed = sum(target.nbytes for file in files for target in file.targets)
+        problem = why_no_room(out, needed)
+        if problem is not None:
+            raise disk_full(problem)
         with copier:
-            written = write_files(partial, files, copier, writing.workers, writing.verify != "none")
+            written = write_files(partial, files, copier, options.workers, check)
         complete(partial)
-        found = _fingerprints(partial, written, writing)
-        record = {**record, "verified": writing.verify}
+        if options.check is not None:
+            options.check(partial)
+        found = _fingerprints(partial, written, options)
+        record = {**record, "verified": options.verify}
         manifest = write_manifest(partial / EXPORT_MANIFEST, record, found)
         unchanged()
-        check_replaceable(out, writing.overwrite)  # somebody may have made it meanwhile
+        check_replaceable(out, options.overwrite)  # somebody may have made it meanwhile
     return manifest
 
 
 @contextlib.contextmanager
 def _explained(out: Path) -> Iterator[None]:
-    """Turns what the operating system refuses into one line; reading the source has its own errors."""
+    """Turns what the operating system refuses into one line; reading the source has its own
+    errors."""
     try:
         yield
     except OSError as error:
         what = f"{error.filename or out}: {(error.strerror or str(error)).lower()}"
         full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
         text = "the disk is full" if full else "cannot be written"
-        raise ConversionError(
-            f"{out}: {text} ({what}); make room or choose another place.", ExitCode.DISK_FULL
-        ) from error
-
-
-def _check_room(partial: Path, needed: int) -> None:
-    free = shutil.disk_usage(partial).free
-    if free < needed:
-        raise ConversionError(
-            f"{partial.parent}: {needed / 1e9:.2f} GB needed, {free / 1e9:.2f} GB free; make room or "
-            "choose another disk.",
-            ExitCode.DISK_FULL,
-        )
+        raise disk_full(f"{out}: {text} ({what}); make room or choose another place.") from error
 
 
 def _fingerprints(
-    directory: Path, written: dict[str, Fingerprint], writing: WriteOptions
+    directory: Path, written: dict[str, Fingerprint], options: Options
 ) -> dict[str, Fingerprint]:
     """{file: what it looks like} of a directory. written: of the files with weights, which
     verify=full reads again, for a second checksum. Raises ConversionError (4) where one has other
     bytes."""
-    full = writing.verify == "full"
+    full = options.verify == "full"
 
     def look(name: str) -> Fingerprint:
         if name in written and not full:
@@ -126,5 +111,5 @@ def _fingerprints(
 
     files = (file for file in directory.rglob("*") if file.is_file())
     names = sorted(file.relative_to(directory).as_posix() for file in files)
-    with ThreadPoolExecutor(writing.workers) as pool:
+    with ThreadPoolExecutor(options.workers) as pool:
         return dict(zip(names, pool.map(look, names)))

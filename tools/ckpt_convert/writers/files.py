@@ -2,65 +2,54 @@
 
 from __future__ import annotations
 
+import io
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-from rlflow.errors import ConversionError, ExitCode
+from rlflow.errors import ConversionError
 from rlflow.storage.integrity import Fingerprint, Hasher, fingerprint
 
 from ..mapping.plan import Target
+from ..problems import damaged
 from ..stream import Copier, OtherFailed
 
-T = TypeVar("T")
 
-
-class HashedFile:
-    """A file that is being written, of which only the end can be changed."""
+class HashedFile(io.BufferedWriter):
+    """A file that is written from beginning to end."""
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        self.directory = path.parent
-        self._path = path
-        self._file = path.open("wb")
+        super().__init__(io.FileIO(path, "wb"))
+        self.path = path
         self._hasher = Hasher()
 
     def write(self, data: Any) -> int:
         """Appends bytes. Raises OSError."""
         self._hasher.update(data)
-        return self._file.write(data)
-
-    def tell(self) -> int:
-        return self._file.tell()
-
-    def flush(self) -> None:
-        self._file.flush()
-
-    def close(self) -> None:
-        self._file.close()
+        return super().write(data)
 
     def finish(self, read_back: bool) -> Fingerprint:
         """Brings the file to the disk. Raises OSError, and ConversionError (4) where it reads back
         differently."""
-        self._file.flush()
-        os.fsync(self._file.fileno())
+        self.flush()
+        os.fsync(self.fileno())
         written = self._hasher.fingerprint()
         if read_back:
             # Read back from the disk, as far as the system heeds the advice, not from its cache.
-            os.posix_fadvise(self._file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-            if fingerprint(self._path) != written:
-                raise reads_back_differently(self._path)
+            os.posix_fadvise(self.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            if fingerprint(self.path) != written:
+                raise reads_back_differently(self.path)
         return written
 
 
 def reads_back_differently(path: Path) -> ConversionError:
     """The error (4) for a file that is not what was written."""
-    return ConversionError(
-        f"{path}: reads back differently than it was written; the disk or the memory is faulty.",
-        ExitCode.DAMAGED,
+    return damaged(
+        f"{path}: reads back differently than it was written; the disk or the memory is faulty."
     )
 
 
@@ -87,12 +76,9 @@ def write_files(
     reads back differently; OSError."""
 
     def work(file: OutputFile) -> Fingerprint:
-        opened = HashedFile(directory / file.name)
-        try:
+        with HashedFile(directory / file.name) as opened:
             file.write(opened, copier)
             return opened.finish(read_back)
-        finally:
-            opened.close()
 
     with ThreadPoolExecutor(workers) as pool:
         running = [pool.submit(work, file) for file in files]
@@ -105,16 +91,3 @@ def write_files(
             if not isinstance(error, OtherFailed):
                 raise error
         return {file.name: task.result() for file, task in zip(files, running)}
-
-
-def in_groups(items: Iterable[T], nbytes: Callable[[T], int], most: int) -> Iterator[list[T]]:
-    """The items in order, in groups of at most `most` bytes, or of one item that has more."""
-    group: list[T] = []
-    filled = 0
-    for item in items:
-        if group and filled + nbytes(item) > most:
-            yield group
-            group, filled = [], 0
-        group.append(item)
-        filled += nbytes(item)
-    yield group

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import itertools
 import tempfile
 from collections import OrderedDict
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -16,63 +17,79 @@ from torch import Tensor
 from rlflow.models.rules import Rule
 from rlflow.models.tables import EMBEDDING
 
-from ..mapping.plan import Target
+from ..mapping.layout import CheckpointLayout
+from ..mapping.plan import Target, Tile
 from ..mapping.to_megatron import Import
 from ..stream import Copier
-from .checkpoint import as_tensor
+from .checkpoint import Checkpoint, as_tensor, common_state
 from .files import HashedFile, OutputFile
 
 FILE = "model_optim_rng.pt"
+COUNTED = {"num_floating_point_operations_so_far": 0}
 
 
-def legacy_files(work: Import, folder: str, common: dict[str, Any]) -> list[OutputFile]:
+def legacy_checkpoint(work: Import, folder: str, args: argparse.Namespace) -> Checkpoint:
     """One file per tensor, pipeline and expert rank below `folder`."""
     layout = work.layout
-    return [
-        _rank_file(work, folder, common, tensor, pipeline, expert)
-        for pipeline in range(layout.pipeline)
-        for expert in range(layout.expert)
-        for tensor in range(layout.tensor)
+    places = itertools.product(range(layout.pipeline), range(layout.expert), range(layout.tensor))
+    files = [
+        _rank_file(work, folder, args, tensor, pipeline, expert)
+        for pipeline, expert, tensor in places
     ]
+    return Checkpoint(tuple(files), lambda _: None)
 
 
-def rank_directory(work: Import, tensor: int, pipeline: int, expert: int) -> str:
+def rank_directory(layout: CheckpointLayout, tensor: int, pipeline: int, expert: int) -> str:
     """A rank's directory, named as Megatron-LM's get_checkpoint_name does."""
     name = f"mp_rank_{tensor:02d}"
-    name += f"_{pipeline:03d}" if work.layout.pipeline > 1 else ""
-    return name + (f"_{expert:03d}" if work.layout.expert > 1 else "")
+    name += f"_{pipeline:03d}" if layout.pipeline > 1 else ""
+    return name + (f"_{expert:03d}" if layout.expert > 1 else "")
 
 
 def _rank_file(
-    work: Import, folder: str, common: dict[str, Any], tensor: int, pipeline: int, expert: int
+    work: Import, folder: str, args: argparse.Namespace, tensor: int, pipeline: int, expert: int
 ) -> OutputFile:
-    path = f"{folder}/{rank_directory(work, tensor, pipeline, expert)}/{FILE}"
-    value = {**common, "args": _args_of(work, common["args"], tensor, pipeline, expert)}
+    layout = work.layout
+    path = f"{folder}/{rank_directory(layout, tensor, pipeline, expert)}/{FILE}"
+    # A reader knows by the rank's number a file that lies in another's place (megatron-core,
+    # parallel_state.py: tensor ranks are neighbours, then those of experts, then stages).
+    number = (pipeline * layout.expert + expert) * layout.tensor + tensor
+    place = {"rank": number, "world_size": layout.ranks}
+    value = {**common_state(argparse.Namespace(**vars(args), **place)), **COUNTED}
     held: list[tuple[int, str, Target]] = []
-    for chunk in range(work.layout.virtual):
+    for chunk in range(layout.virtual):
         for name, rule, layer in _held_tensors(work, pipeline, chunk, expert):
-            part = work.rank_slice(rule, layer, tensor)
-            columns = part.shape[1] if len(part.shape) > 1 else 1
-            dtype = work.dtype_of(rule, layer)
             label = f"{path}:{chunk}:{name}"
-            held.append((chunk, name, Target(label, part.shape, dtype, columns, part.tiles)))
+            held.append((chunk, name, _rank_target(work, rule, layer, tensor, label)))
 
     def write(file: HashedFile, copier: Copier) -> None:
-        states: list[OrderedDict[str, Tensor | None]] = [OrderedDict() for _ in range(work.layout.virtual)]
+        states: list[dict[str, Tensor | None]] = [OrderedDict() for _ in range(layout.virtual)]
         # torch.save wants all tensors of a file at once. They lie in a mapped file without a name,
         # so that the system may write them out where a rank's weights are more than its memory.
-        memory = _mapped(file.directory, sum(target.nbytes for *_, target in held))
+        memory = _mapped(file.path.parent, sum(target.nbytes for *_, target in held))
         at = 0
         for chunk, name, target in held:
             data = memory[at : at + target.nbytes]
             at += target.nbytes
             copier.fill(target, data)
             states[chunk][name] = as_tensor(data, target, target.shape)
-            states[chunk].update(_extra_state(work, name))
+            states[chunk].update(_extra_state(layout, name))
         names = ["model"] if len(states) == 1 else [f"model{chunk}" for chunk in range(len(states))]
         torch.save({**value, **dict(zip(names, states))}, file)  # type: ignore[arg-type]
 
     return OutputFile(path, tuple(target for *_, target in held), write)
+
+
+def _rank_target(work: Import, rule: Rule, layer: int, tensor: int, label: str) -> Target:
+    """A tensor of a rank: its boxes of the whole one below each other."""
+    tiles: list[Tile] = []
+    height = 0
+    parts = work.parts(rule, layer, tensor)
+    for part in parts:
+        tiles += (dataclasses.replace(tile, row=height + tile.row) for tile in part.tiles)
+        height += part.sizes[0]
+    shape = (height, *parts[0].sizes[1:])
+    return Target(label, shape, work.dtype_of(rule, layer), tuple(tiles))
 
 
 def _mapped(directory: Path, nbytes: int) -> np.ndarray:
@@ -80,44 +97,38 @@ def _mapped(directory: Path, nbytes: int) -> np.ndarray:
         return np.memmap(file, np.uint8, "w+", shape=nbytes)
 
 
-def _args_of(work: Import, args: argparse.Namespace, tensor: int, pipeline: int, expert: int) -> argparse.Namespace:
-    """The arguments with the number of the rank, by which a reader knows a file that lies in another's place (megatron-core,
-    parallel_state.py: tensor ranks are neighbours, then those of experts, then stages)."""
-    layout = work.layout
-    number = (pipeline * layout.expert + expert) * layout.tensor + tensor
-    return argparse.Namespace(**{**vars(args), "rank": number, "world_size": layout.tensor * layout.expert * layout.pipeline})
-
-
-def _held_tensors(work: Import, pipeline: int, chunk: int, expert: int) -> Iterator[tuple[str, Rule, int]]:
-    """(name within the chunk's module, rule, layer) of the tensors that a model chunk of a rank holds."""
+def _held_tensors(
+    work: Import, pipeline: int, chunk: int, expert: int
+) -> Iterator[tuple[str, Rule, int]]:
+    """(name within the chunk's module, rule, layer) of the tensors that a model chunk of a rank
+    holds."""
     layout, model = work.layout, work.model
     heights = layout.heights(model.layers)
-    # Chunks come first, then ranks (megatron-core, transformer/transformer_layer.py, get_transformer_layer_offset).
-    first, height = chunk * sum(heights) + sum(heights[:pipeline]), heights[pipeline]
-    begins = pipeline == 0 and chunk == 0
-    ends = pipeline == layout.pipeline - 1 and chunk == layout.virtual - 1
+    # Chunks come first, then ranks (megatron-core, transformer/transformer_layer.py,
+    # get_transformer_layer_offset).
+    first = chunk * sum(heights) + sum(heights[:pipeline])
+    layers = range(first, first + heights[pipeline])
+    begins = (pipeline, chunk) == (0, 0)
+    ends = (pipeline, chunk) == (layout.pipeline - 1, layout.virtual - 1)
     experts = model.experts.count // layout.expert if model.experts is not None else 1
     for rule, layer in (*work.rules(), *work.tied_output()):
-        if rule.per_layer and not first <= layer < first + height:
-            continue
-        if not rule.per_layer and not (begins if rule is EMBEDDING else ends):
+        once = begins if rule is EMBEDDING else ends
+        if not (layer in layers if rule.per_layer else once):
             continue
         if rule.expert is not None and rule.expert // experts != expert:
             continue
-        yield rule.megatron_name(layer - first, (rule.expert or 0) % experts, layout.fused), rule, layer
+        local_expert = (rule.expert or 0) % experts
+        yield rule.megatron_name(layer - first, local_expert, layout.fused), rule, layer
 
 
-def _extra_state(work: Import, name: str) -> dict[str, None]:
-    """The empty state that the module of a weight keeps beside it, as far as there is one in this kind of layers."""
+def _extra_state(layout: CheckpointLayout, name: str) -> dict[str, None]:
+    """The empty state that the module of a weight keeps beside it, as far as there is one in this
+    kind of layers."""
     module, _, parameter = name.rpartition(".")
-    if not (parameter.startswith("weight") and (".linear_" in name or name == "output_layer.weight")):
+    linear = ".linear_" in name or name == "output_layer.weight"
+    if not (parameter.startswith("weight") and linear):
         return {}
-    found = {f"{module}._extra_state": None}
-    if work.layout.fused and module.endswith("self_attention.linear_proj"):
-        found[f"{module.removesuffix('linear_proj')}core_attention._extra_state"] = None
-    return found
-
-
-def legacy_common(args: argparse.Namespace) -> dict[str, Any]:
-    """What every file holds beside the model."""
-    return {"args": args, "checkpoint_version": 3.0, "iteration": 0, "num_floating_point_operations_so_far": 0}
+    modules = [module]
+    if layout.fused and module.endswith("self_attention.linear_proj"):
+        modules.append(module.replace("linear_proj", "core_attention"))
+    return {f"{module}._extra_state": None for module in modules}

@@ -6,36 +6,24 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from rlflow.models.huggingface import INDEX_FILE, SINGLE_FILE
+from rlflow.models.huggingface import file_names, in_groups, write_index
 
 from ..mapping.plan import Target
 from ..stream import Copier
-from .files import HashedFile, OutputFile, in_groups
+from .files import HashedFile, OutputFile
 
 
 def safetensors_files(targets: Sequence[Target], shard_bytes: int) -> list[OutputFile]:
     """Files with at most `shard_bytes` of tensors, more only where one tensor alone has more."""
     groups = list(in_groups(targets, lambda target: target.nbytes, shard_bytes))
-    if len(groups) == 1:
-        return [_file(SINGLE_FILE, groups[0])]
-    count = len(groups)
-    return [
-        _file(f"model-{number:05d}-of-{count:05d}.safetensors", group)
-        for number, group in enumerate(groups, 1)
-    ]
+    return [_file(name, group) for name, group in zip(file_names(len(groups)), groups)]
 
 
-def write_index(directory: Path, files: Sequence[OutputFile]) -> None:
+def write_index_of(directory: Path, files: Sequence[OutputFile]) -> None:
     """Writes what says which of several files holds which tensor."""
-    if len(files) == 1:
-        return
     weight_map = {target.name: file.name for file in files for target in file.targets}
     total = sum(target.nbytes for file in files for target in file.targets)
-    index = {
-        "metadata": {"total_size": total},
-        "weight_map": dict(sorted(weight_map.items())),
-    }
-    (directory / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n")
+    write_index(directory, weight_map, total)
 
 
 def _file(name: str, targets: Sequence[Target]) -> OutputFile:

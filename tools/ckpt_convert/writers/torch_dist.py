@@ -10,7 +10,7 @@ distributed/checkpoint/filesystem.py, _write_files_from_queue)."""
 
 from __future__ import annotations
 
-import dataclasses
+import argparse
 import io
 import json
 import pickle
@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
@@ -31,14 +32,15 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from rlflow.models.architecture import Architecture
+from rlflow.models.huggingface import in_groups
 from rlflow.models.rules import Rule, Split
 
-from ..mapping.plan import Target, Tile
-from ..mapping.rank_slices import RankSlice
+from ..mapping.find import Place, stacked_place
+from ..mapping.plan import Target
 from ..mapping.to_megatron import Import
 from ..stream import Copier
-from .checkpoint import Checkpoint, as_tensor
-from .files import HashedFile, OutputFile, in_groups
+from .checkpoint import Checkpoint, as_tensor, common_state
+from .files import HashedFile, OutputFile
 
 CHUNK_BYTES = 16 << 20
 """Of a chunk, or one row: a thread holds it in memory, and torch.save's copy of it."""
@@ -52,20 +54,14 @@ FORMAT = {
 
 @dataclass(frozen=True)
 class OutputChunk:
-    """Rows [first, last) of a target, a box of a whole tensor: its key and shape there, and the
-    first element per axis."""
+    """A box of a whole tensor: its key and shape there, the first element per axis, and the size
+    per axis."""
 
     key: str
     whole: tuple[int, ...]
     offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
     target: Target
-    first: int
-    last: int
-    shape: tuple[int, ...]
-
-    @property
-    def nbytes(self) -> int:
-        return (self.last - self.first) * self.target.row_bytes
 
 
 @dataclass
@@ -81,8 +77,9 @@ class _DataFile:
     def write(self, file: HashedFile, copier: Copier) -> None:
         for chunk in self.chunks:
             start = file.tell()
-            data = copier.rows(chunk.target, chunk.first, chunk.last)
-            torch.save(as_tensor(data, chunk.target, chunk.shape), file)  # type: ignore[arg-type]
+            data = np.empty(chunk.target.nbytes, np.uint8)
+            copier.fill(chunk.target, data)
+            torch.save(as_tensor(data, chunk.target, chunk.sizes), file)  # type: ignore[arg-type]
             self.chunk_places.append((start, file.tell() - start))
         nothing = io.BytesIO()
         torch.save([None], nothing)
@@ -92,17 +89,18 @@ class _DataFile:
 
 
 def torch_dist_checkpoint(
-    work: Import, folder: str, common: dict[str, Any], file_bytes: int
+    work: Import, folder: str, args: argparse.Namespace, file_bytes: int
 ) -> Checkpoint:
     """The checkpoint below `folder`; data files with at most `file_bytes` of tensors."""
     chunks = [part for rule, layer in work.rules() for part in _chunks(work, rule, layer)]
-    groups = in_groups(chunks, lambda chunk: chunk.nbytes, file_bytes)
+    groups = in_groups(chunks, lambda chunk: chunk.target.nbytes, file_bytes)
     data = [
         _DataFile(f"__{number}_0.distcp", group, _extra_states(work) if number == 0 else [])
         for number, group in enumerate(groups)
     ]
     numbered = has_numbered_layers(work.model)
-    common = {**common, "content_metadata": {"non_homogeneous_layers": numbered}}
+    content = {"non_homogeneous_layers": numbered}
+    common = {**common_state(args), "content_metadata": content}
 
     def finish(directory: Path) -> None:
         place = directory / folder
@@ -110,15 +108,11 @@ def torch_dist_checkpoint(
         torch.save(common, place / "common.pt")
         (place / ".metadata").write_bytes(pickle.dumps(_tables(data)))
 
-    files = [
-        OutputFile(f"{folder}/{file.name}", _targets(file.chunks), file.write) for file in data
-    ]
+    files = []
+    for file in data:
+        targets = tuple(chunk.target for chunk in file.chunks)
+        files.append(OutputFile(f"{folder}/{file.name}", targets, file.write))
     return Checkpoint(tuple(files), finish)
-
-
-def _targets(chunks: Sequence[OutputChunk]) -> tuple[Target, ...]:
-    """Those that begin among the chunks."""
-    return tuple(chunk.target for chunk in chunks if chunk.first == 0)
 
 
 def _tables(files: Sequence[_DataFile]) -> Metadata:
@@ -133,7 +127,7 @@ def _tables(files: Sequence[_DataFile]) -> Metadata:
             known = tensors[chunk.key].chunks
             offsets = torch.Size(chunk.offsets)
             index = MetadataIndex(chunk.key, offsets, len(known))
-            known.append(ChunkStorageMetadata(offsets, torch.Size(chunk.shape)))
+            known.append(ChunkStorageMetadata(offsets, torch.Size(chunk.sizes)))
             places[index] = _StorageInfo(file.name, start, length)
         for key, (start, length) in zip(file.states, file.state_places):
             tensors[key] = BytesStorageMetadata()
@@ -142,88 +136,50 @@ def _tables(files: Sequence[_DataFile]) -> Metadata:
 
 
 def has_numbered_layers(model: Architecture) -> bool:
-    """Whether layers have keys of their own: Megatron stacks them only where all are of one kind (megatron-core,
-    transformer/transformer_block.py, TransformerBlock.sharded_state_dict)."""
+    """Whether layers have keys of their own: Megatron stacks them only where all are of one kind
+    (megatron-core, transformer/transformer_block.py, TransformerBlock.sharded_state_dict)."""
     return model.experts is not None and len(set(model.experts.sparse)) > 1
 
 
 def _chunks(work: Import, rule: Rule, layer: int) -> Iterator[OutputChunk]:
-    """The parts of the tensor-parallel ranks; gate rows and up rows of a rank are two chunks."""
-    key, lead, heights = _key(work, rule, layer)
+    """The parts of the tensor-parallel ranks, each in chunks of at most CHUNK_BYTES, or one row."""
+    key, lead, heights = _place(work, rule, layer)
+    whole = (*heights, *work.shape_of(rule, layer))
     dtype = work.dtype_of(rule, layer)
-    ranks = 1 if rule.split in (Split.REPLICATED, Split.LATENT) else work.layout.tensor
-    axis = 1 if rule.split is Split.ROW else 0
-    for rank in range(ranks):
-        boxes = _boxes(rule, work.rank_slice(rule, layer, rank))
-        for number, (sizes, tiles) in enumerate(boxes):
-            inner = [0] * len(sizes)
-            # Of GATE_UP all ranks' gate rows come first, then all up rows, so that the tensor loads at any number of ranks
-            # (megatron-core, transformer/mlp.py, apply_swiglu_sharded_factory).
-            inner[axis] = (number * ranks + rank) * sizes[axis]
-            whole = (*sizes[:axis], sizes[axis] * ranks * len(boxes), *sizes[axis + 1 :])
-            columns = sizes[1] if len(sizes) > 1 else 1
-            name = f"{key}@{','.join(map(str, (*lead, *inner)))}"
-            target = Target(name, sizes, dtype, columns, tiles)
-            yield from _cut(target, key, (*heights, *whole), lead, inner)
+    alike = rule.split in (Split.REPLICATED, Split.LATENT)
+    for rank in range(1 if alike else work.layout.tensor):
+        for part in work.parts(rule, layer, rank, CHUNK_BYTES // dtype.itemsize):
+            offsets, sizes = (*lead, *part.offsets), (*(1 for _ in lead), *part.sizes)
+            name = f"{key}@{','.join(map(str, offsets))}"
+            target = Target(name, part.sizes, dtype, part.tiles)
+            yield OutputChunk(key, whole, offsets, sizes, target)
 
 
-def _cut(
-    target: Target,
-    key: str,
-    whole: tuple[int, ...],
-    lead: tuple[int, ...],
-    inner: Sequence[int],
-) -> Iterator[OutputChunk]:
-    """Chunks of at most CHUNK_BYTES, or one row. lead, inner: where the target begins."""
-    step = max(1, CHUNK_BYTES // target.row_bytes)
-    for first in range(0, target.rows, step):
-        last = min(first + step, target.rows)
-        offsets = (*lead, inner[0] + first, *inner[1:])
-        shape = (*(1 for _ in lead), last - first, *target.shape[1:])
-        yield OutputChunk(key, whole, offsets, target, first, last, shape)
-
-
-def _boxes(rule: Rule, part: RankSlice) -> list[tuple[tuple[int, ...], tuple[Tile, ...]]]:
-    """(sizes, tiles) of the chunks that a rank's part of a tensor is kept as."""
-    if rule.split is not Split.GATE_UP:
-        return [(part.shape, part.tiles)]
-    return [((tile.rows, *part.shape[1:]), (dataclasses.replace(tile, row=0),)) for tile in part.tiles]
-
-
-def _key(work: Import, rule: Rule, layer: int) -> tuple[str, tuple[int, ...], tuple[int, ...]]:
-    """(key, indices in the stacks, heights of the stacks) of a tensor."""
-    name = _stored_name(work, rule)
-    lead: tuple[int, ...] = ()
-    heights: tuple[int, ...] = ()
-    if rule.per_layer and not has_numbered_layers(work.model):
-        name, lead, heights = name.replace("{i}.", ""), (layer,), (work.model.layers,)
-    if rule.expert is not None and work.model.experts is not None:
-        name = name.replace("experts.local_experts.{e}.", "experts.experts.")
-        lead, heights = (*lead, rule.expert), (*heights, work.model.experts.count)
-    return name.format(i=layer), lead, heights
-
-
-def _stored_name(work: Import, rule: Rule) -> str:
-    """Local layers store norms under Transformer Engine's names too, those of latent attention excepted."""
-    if rule.expert is not None:
-        return rule.megatron
-    if work.layout.fused:
-        return rule.fused or rule.megatron
-    return rule.megatron if work.model.latent is not None else rule.local_key or rule.fused or rule.megatron
+def _place(work: Import, rule: Rule, layer: int) -> Place:
+    """Where a tensor goes. Local layers store norms under Transformer Engine's names too, those of
+    latent attention excepted."""
+    name = rule.keys[0]
+    if not work.layout.fused:
+        name = rule.megatron if work.model.latent is not None else rule.local_key or name
+    stacked = not has_numbered_layers(work.model)
+    return stacked_place(name, rule, layer, work.model, stacked)
 
 
 def _extra_states(work: Import) -> list[str]:
-    """Keys of the (empty) states that Megatron's modules keep beside weights, and without which it does not load: of
-    linear layers, and with Transformer Engine of norms and of the attention itself. Those it has no module for are ignored."""
+    """Keys of the (empty) states that Megatron's modules keep beside weights, and without which it
+    does not load: of linear layers, and with Transformer Engine of norms and of the attention
+    itself. Those it has no module for are ignored."""
     found: dict[str, None] = {}
     for rule, layer in work.rules():
-        key, lead, heights = _key(work, rule, layer)
+        key, lead, heights = _place(work, rule, layer)
         modules = [key.rpartition(".")[0]]
         if key.endswith("linear_proj.weight"):
             modules.append(modules[0].replace("linear_proj", "core_attention"))
         # As ShardedObject.unique_key spells it; without stacks it is object 0 of 1 (megatron-core,
-        # dist_checkpointing/mapping.py and transformer/utils.py, make_sharded_object_for_checkpoint).
-        shard = f"shard_{'.'.join(map(str, lead)) or 0}_{'.'.join(map(str, heights)) or 1}"
+        # dist_checkpointing/mapping.py and transformer/utils.py,
+        # make_sharded_object_for_checkpoint).
+        numbers, of = (".".join(map(str, numbers)) for numbers in (lead or (0,), heights or (1,)))
         if rule.per_layer or "layernorm" in key:
-            found.update({f"{module}._extra_state/{shard}": None for module in modules})
+            names = (f"{module}._extra_state/shard_{numbers}_{of}" for module in modules)
+            found.update(dict.fromkeys(names))
     return list(found)

@@ -91,7 +91,7 @@ def test_a_server_that_comes_back_is_waited_for_and_one_that_does_not_is_given_u
         assert len(model.requests) > 3
     with serve(path, failures=99) as (url, _), pytest.raises(RLFlowError, match="no answer after 2 attempts; last: status 503"):
         make(url, tries=2)
-    with pytest.raises(RLFlowError, match="no answer after 2 attempts; last: ConnectError"):
+    with pytest.raises(RLFlowError, match=r"attempts; last: no connection to .* refused"):
         make("http://127.0.0.1:9/v1", tries=2)
 
 

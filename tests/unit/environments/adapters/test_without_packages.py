@@ -158,7 +158,7 @@ def test_what_no_server_of_openenv_says_aborts_the_episode(server: Server) -> No
 def test_an_address_without_a_server_is_said_before_the_run(server: Server) -> None:
     wrong = {
         "openenv:localhost:8000": "expected an address such as http://localhost:8000",
-        "openenv:http://127.0.0.1:9": r"none at http://127.0.0.1:9/schema \(URLError",
+        "openenv:http://127.0.0.1:9": r"none at http://127.0.0.1:9/schema \(no connection",
         f"openenv:{server.url}/elsewhere": "404",
     }
     for name, told in wrong.items():

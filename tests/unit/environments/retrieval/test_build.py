@@ -276,6 +276,6 @@ def test_the_command_prints_a_plan_before_it_builds(corpus, tmp_path, capsys):
     shown = capsys.readouterr().err
     assert "500 passages, index Flat: will need about" in shown and not (tmp_path / "index").exists()
     assert main(["build", "--corpus", str(corpus.path), "--out", str(tmp_path / "index")]) == 0
-    assert "predicted" in capsys.readouterr().out
+    assert "peak memory" in capsys.readouterr().out
     assert main(["build", "--corpus", str(corpus.path)]) == 2
     assert "--out" in capsys.readouterr().err

@@ -337,8 +337,8 @@ def test_a_gpu_agrees_with_the_cpu(folder):
     [
         ({"pooling": "maen"}, ConfigError, "Did you mean 'mean'"),
         ({"family": "bgee"}, ConfigError, "Did you mean 'bge'"),
-        ({"max_length": 0}, ConfigError, "at least 1 token"),
-        ({"query_batch": 0}, ConfigError, "query_batch: expected at least 1"),
+        ({"max_length": 0}, ConfigError, "max_length: expected a whole number above 0"),
+        ({"query_batch": 0}, ConfigError, "query_batch: expected a whole number above 0"),
         ({"backend": "onx"}, ConfigError, "Did you mean 'onnx'"),
         ({"dtype": "float23"}, ConfigError, "encoder.dtype"),
         ({"device": "gpu"}, ConfigError, "expected cpu, cuda"),

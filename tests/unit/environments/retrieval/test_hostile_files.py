@@ -13,7 +13,7 @@ from rlflow.errors import DataError
 from rlflow_environments.retrieval.building import BuildRequest, build_index
 from rlflow_environments.retrieval.commands import check
 from rlflow_environments.retrieval.commands.source_arguments import add_source_arguments, read_source
-from rlflow_environments.retrieval.corpus import Corpus, read_passages
+from rlflow_environments.retrieval.corpus import Corpus
 from rlflow_environments.retrieval.encoders import make_encoder
 from rlflow_environments.retrieval.indices import make_retriever
 from rlflow_environments.retrieval.indices.faiss_index import import_faiss
@@ -38,7 +38,7 @@ def write(path: Path, rows: list) -> Path:
 
 def test_rows_without_text_keep_their_number_are_never_found_and_said_once(tmp_path, caplog):
     path = write(tmp_path / "corpus.jsonl", ROWS)
-    for read in (Corpus, read_passages, StoredCorpus):
+    for read in (Corpus, StoredCorpus):
         caplog.clear()
         passages = [passage for passage in read(path) if passage.contents]
         assert [(passage.id, passage.title) for passage in passages] == [("0", "A"), ("3", "B"), ("x", "C"), ("x", "D")]
@@ -81,18 +81,16 @@ def test_a_collection_has_a_point_for_each_row_with_text_under_its_number(tmp_pa
 
     corpus = Corpus(write(tmp_path / "corpus.jsonl", ROWS))
     encoder = make_encoder({"name": "hashed", "dimensions": 64}, corpus)
-    collection = qdrant_collections.open_local(
-        None, "corpus", options=qdrant_collections.SearchOptions(), create=encoder.dimensions
-    )
+    collection = qdrant_collections.open_embedded("local", None, encoder.dimensions, create=True)
     for added in (4, 0):
         assert qdrant_build.fill(collection, encoder, corpus, lambda *progress: None) == added
-    assert sorted(collection.existing(range(len(ROWS)))) == [0, 3, 5, 6]
+    assert sorted(point.id for point in collection.points(range(len(ROWS)))) == [0, 3, 5, 6]
     collection.close()
 
 
 def test_a_corpus_without_any_text_is_refused(tmp_path):
     path = write(tmp_path / "corpus.jsonl", [{"contents": ""}])
-    for read in (Corpus, read_passages, StoredCorpus):
+    for read in (Corpus, StoredCorpus):
         with pytest.raises(DataError):
             read(path)
 

@@ -10,10 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlflow.errors import ConfigError, DataError
+from rlflow_environments.retrieval.indices import make_retriever
 from rlflow_environments.retrieval.indices.exact import rank_exactly
 from rlflow_environments.retrieval.indices.faiss_index import FaissIndex, import_faiss, new_index, read_index
 from rlflow_environments.retrieval.indices.torch_index import TorchIndex
-from tests.unit.environments.retrieval.search_corpora import brute_force, clustered
+from tests.unit.environments.retrieval.search_corpora import brute_force, clustered, passages
 
 VECTORS = clustered(3000, 48)
 QUERIES = clustered(70, 48, seed=1)
@@ -198,10 +199,10 @@ def test_a_scan_that_proposes_wrongly_is_put_right():
         (lambda: new_index("IFV16,Flat", 48), "not an index_factory string"),
         (lambda: FaissIndex(filled("Flat"), nprobe=4), "only an IVF index has it"),
         (lambda: FaissIndex(filled("SQ8"), ef_search=4), "only an HNSW index has it"),
-        (lambda: FaissIndex(filled("IVF32,Flat"), nprobe=0), "at least 1"),
+        (lambda: make_retriever({"name": "faiss", "nprobe": 0}, passages(9)), "number above 0"),
         (lambda: FaissIndex(filled("Flat"), refine=4), "keep-embeddings"),
         (lambda: FaissIndex(filled("Flat"), gpu=True), "no GPU support|no GPU here"),
-        (lambda: TorchIndex(VECTORS, dtype="float61"), "Did you mean 'float16'"),
+        (lambda: make_retriever({"name": "torch", "dtype": "float61"}, passages(9)), "'float16'"),
         (lambda: TorchIndex(VECTORS, device="tpu"), "expected cpu, cuda"),
     ],
 )

@@ -17,9 +17,9 @@ from rlflow_environments.retrieval.corpus import Corpus, write_corpus
 from rlflow_environments.retrieval.encoders import NgramEncoder
 from rlflow_environments.retrieval.errors import RetrievalError
 from rlflow_environments.retrieval.indices import make_retriever, qdrant_build
-from rlflow_environments.retrieval.indices import qdrant_collections as collections
 from rlflow_environments.retrieval.indices.qdrant import QdrantRetriever
 from rlflow_environments.retrieval.indices.qdrant_build import build_folder, fill, record_of
+from rlflow_environments.retrieval.indices.qdrant_collections import open_embedded
 from rlflow_environments.search.__main__ import main
 from tests.unit.environments.retrieval.qdrant_stub import QdrantStub, serving
 from tests.unit.environments.retrieval.search_corpora import brute_force, passages
@@ -33,7 +33,6 @@ OPTIONS = {"dimensions": 64}
 ENCODER = NgramEncoder(PASSAGES, **OPTIONS)
 VECTORS = ENCODER.encode_passages(PASSAGES)
 ENGINES = ("edge", "local")
-EVERYTHING = collections.SearchOptions()
 
 
 def silent(stage, done, total):
@@ -147,9 +146,7 @@ def test_an_ingest_that_was_stopped_goes_on_and_is_idempotent(engine, small, tmp
     stopped: list[bool] = []
 
     def opened():
-        if engine == "edge":
-            return collections.open_edge(tmp_path / "shard", 64, options=EVERYTHING, create=True)
-        return collections.open_local(tmp_path, "corpus", options=EVERYTHING, create=64)
+        return open_embedded(engine, tmp_path, 64, create=True)
 
     first = opened()
     with pytest.raises(KeyboardInterrupt):
@@ -165,7 +162,7 @@ def test_an_ingest_that_was_stopped_goes_on_and_is_idempotent(engine, small, tmp
 
 
 def test_a_collection_of_another_corpus_or_encoder_is_refused(corpus, tmp_path):
-    collection = collections.open_local(None, "corpus", options=EVERYTHING, create=64)
+    collection = open_embedded("local", None, 64, create=True)
     fill(collection, ENCODER, corpus, silent)
     swapped = [PASSAGES[1], PASSAGES[0], *PASSAGES[2:]]
     with pytest.raises(DataError, match="holds another corpus"):
@@ -281,7 +278,7 @@ def test_a_collection_of_another_encoder_is_found_at_once(stub):
     [
         ({"engine": "egde"}, "Did you mean 'edge'"),
         ({"quantization": {"rescor": True}}, "Did you mean 'rescore'"),
-        ({"tries": 0}, "tries >= 1"),
+        ({"tries": 0}, "tries: expected a whole number above 0"),
         ({"url": "http://localhost:1", "path": "x"}, "not both"),
         ({"urll": "x"}, "Did you mean 'url'"),
         ({}, "give url, a path"),

@@ -100,7 +100,7 @@ def test_codes_that_lose_the_neighbours_are_not_searched_further_than_helps(tmp_
     index = faiss.index_factory(32, "IVF64,PQ4x4", faiss.METRIC_INNER_PRODUCT)
     index.train(vectors)
     index.add(vectors)
-    search = recalls.measure_recall(index, clustered(100, 32, seed=1), lambda: iter([vectors]), 1.0)
+    search = recalls.measure_recall(index, clustered(100, 32, seed=1), iter([vectors]), 1.0)
     assert max(search["recall"].values()) < 0.9 and search["nprobe"] < 64 == max(
         map(int, search["recall"])
     )

@@ -277,9 +277,9 @@ def test_weighting_follows_idf_and_term_frequency():
         ({"name": "dense", "dimension": 3}, "Did you mean 'dimensions'"),
         ({"name": "bm25", "dimensions": 3}, "unknown keyword 'dimensions'"),
         ({"name": "hybrid", "dense": {"dimensons": 3}}, "hybrid.dense: .*unknown keyword 'dimensons'"),
-        ({"name": "dense", "dimensions": 0}, "at least 1"),
+        ({"name": "dense", "dimensions": 0}, "dimensions: expected a whole number above 0"),
         ({"name": "dense", "title_weight": 2}, "from 0 to 1"),
-        ({"name": "bm25", "b": 2}, "b from 0 to 1"),
+        ({"name": "bm25", "b": 2}, r"\.b: expected a number from 0 to 1"),
     ],
 )
 def test_a_wrong_retriever_component_is_one_clear_error(component, message):

@@ -22,7 +22,7 @@ from rlflow_environments.retrieval.server.discovery import DiscoveryFile
 from rlflow_environments.retrieval.server.index import Answer, ServedIndex
 from rlflow_environments.retrieval.server.listener import bind
 from rlflow_environments.retrieval.server.loading import ServedSource
-from rlflow_environments.retrieval.server.process import serve
+from rlflow_environments.retrieval.server.process import Life, serve
 from rlflow_environments.retrieval.server.query_log import QueryLog
 from rlflow_environments.retrieval.server.service import SearchService
 from tests.unit.environments.retrieval.search_echo import Echo, client, echo_server, get, post, reload
@@ -204,16 +204,18 @@ def test_connections_that_never_ask_are_closed_and_those_that_do_are_not(tmp_pat
     source = ServedSource({"name": "bm25"}, str(write_corpus(tmp_path, 5)))
     listener = bind("127.0.0.1", 0)
     address = listener.getsockname()
-    ready, life = threading.Event(), {}
+    ready, life, made = threading.Event(), {}, Life.__init__
 
     def run() -> None:
         service = life["service"] = SearchService(source.load)
         serve(service, listener, on_ready=ready.set, parent=None)
 
-    from rlflow_environments.retrieval.server import process
 
-    made = process._Life.__init__
-    monkeypatch.setattr(process._Life, "__init__", lambda self, *args: (made(self, *args), life.update(life=self))[0])
+    def remembered(self, *args, **options) -> None:
+        made(self, *args, **options)
+        life["life"] = self
+
+    monkeypatch.setattr(Life, "__init__", remembered)
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
     assert ready.wait(20)
@@ -232,7 +234,7 @@ def test_connections_that_never_ask_are_closed_and_those_that_do_are_not(tmp_pat
         connection.settimeout(5)
         while connection.recv(65536):
             pass
-    life["life"].stop_requested = True
+    life["life"].stop()
     thread.join(10)
     assert not thread.is_alive()
 
@@ -250,4 +252,4 @@ def test_a_server_that_nobody_could_find_does_not_serve(tmp_path):
     folder.rmdir()
     folder.write_text("in the way")
     with pytest.raises(ConfigError, match=r"save-address-to.*cannot be written"):
-        serve(SearchService(source.load), bind("127.0.0.1", 0), discovery=discovery)
+        serve(SearchService(source.load), bind("127.0.0.1", 0), on_ready=discovery.write)

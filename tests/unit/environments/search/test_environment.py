@@ -8,6 +8,7 @@ import math
 import pytest
 
 from rlflow import Environment
+from rlflow.components import ENVIRONMENT
 from rlflow.errors import ConfigError, DataError
 from rlflow_environments.retrieval.corpus import Passage, make_contents, write_corpus, write_rows
 from rlflow_environments.retrieval.indices import Retriever
@@ -16,6 +17,7 @@ from rlflow_environments.search.__main__ import main
 from rlflow_environments.search.protocols.text import INVALID_ACTION, SEARCHES_SPENT
 from rlflow_environments.search.rewards import RULES
 
+NAME = "rlflow_environments.search.environment:SearchEnvironment"
 TEXTS = {
     "Orvan Telmik": "Orvan Telmik was a painter. His birthplace was Velmora.",
     "Velmora": "Velmora is a town by the river Sint. It was praised by Orvan Telmik.",
@@ -171,7 +173,7 @@ def test_random_passages_replace_the_retriever_by_name_alone(files):
         ({"reward": "searchr1em"}, "Did you mean 'searchr1_em'"),
         ({"prompt_template": "shot"}, "Did you mean 'short'"),
         ({"retriever": "dens"}, "Did you mean 'dense'"),
-        ({"top_k": 0}, "environment.top_k: expected at least 1"),
+        ({"top_k": 0}, r"environment\.top_k: expected a whole number above 0"),
         ({"max_document_characters": 0}, "max_document_characters"),
         ({"max_searches": -1}, "max_searches"),
         ({"corpus": None}, "environment.corpus"),
@@ -179,7 +181,7 @@ def test_random_passages_replace_the_retriever_by_name_alone(files):
 )
 def test_a_wrong_option_is_one_clear_error(files, options, message):
     with pytest.raises(ConfigError, match=message):
-        SearchEnvironment(**{**files, **options})
+        ENVIRONMENT.build({"name": NAME, **files, **options})
 
 
 def test_a_missing_file_or_split_is_one_clear_error(files, tmp_path):

@@ -12,11 +12,19 @@ import sys
 import pytest
 
 from rlflow.errors import ConfigError, command
-from rlflow.report.display import make_progress
-from rlflow.report.lines import clock, evaluation_line, headline, next_commands, phase_seconds, sparkline, summary_text
+from rlflow.report.lines import (
+    clock,
+    evaluation_line,
+    headline,
+    next_commands,
+    numbers,
+    phase_seconds,
+    sparkline,
+    summary_text,
+)
 from rlflow.report.metrics import Metric
-from rlflow.report.pace import Clock, Pace
-from rlflow.report.panel import RichProgress, hidden_control_keys
+from rlflow.report.terminal import Progress, hidden_control_keys
+from rlflow.report.timer import Clock
 from rlflow.types import StopReason, Trajectory, Turn
 
 REGISTERED = {
@@ -35,7 +43,7 @@ SUMMARY = {"status": "finished", "steps": 20, "seconds": 125.0, "first_evaluatio
 
 def test_a_pipe_gets_one_line_per_step_and_per_evaluation() -> None:
     stream = io.StringIO()
-    progress = make_progress("auto", steps=20, title="demo", stream=stream)
+    progress = Progress("auto", steps=20, title="demo", stream=stream)
     progress.registered = REGISTERED
     progress.phase("rollout")
     progress.evaluated(0, EVALUATION)
@@ -54,8 +62,7 @@ def test_a_pipe_gets_one_line_per_step_and_per_evaluation() -> None:
 
 def test_the_panel_shows_score_curve_time_and_evaluation() -> None:
     stream = io.StringIO()
-    progress = make_progress("rich", steps=20, title="demo", stream=stream)
-    assert isinstance(progress, RichProgress)
+    progress = Progress("rich", steps=20, title="demo", stream=stream)
     progress.registered = REGISTERED
     for step in range(1, 5):
         progress.step(step, {**STEP, "train/reward": step / 10})
@@ -77,31 +84,30 @@ def test_the_panel_shows_score_curve_time_and_evaluation() -> None:
 
 
 def test_none_is_silent_and_an_unknown_kind_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
-    progress = make_progress("none", steps=3)
+    progress = Progress("none", steps=3)
     progress.step(1, STEP)
     progress.finished(SUMMARY)
     assert capsys.readouterr() == ("", "")
     with pytest.raises(ConfigError, match="Did you mean 'plain'"):
-        make_progress("plan", steps=3)
+        Progress("plan", steps=3)
 
 
 def test_remaining_time_follows_the_last_steps_and_counts_from_where_a_run_resumed() -> None:
-    pace = Pace(steps=100, first_step=90)
-    assert pace.remaining_s is None
-    pace.step(91, {"time/step_s": 100.0})
-    assert pace.remaining_s == 900.0
+    progress = Progress(steps=100, first_step=90)
+    assert progress.remaining_s is None
+    progress.step(91, {"time/step_s": 100.0})
+    assert progress.remaining_s == 900.0
     for step in range(92, 100):
-        pace.step(step, {"time/step_s": 2.0})
-    assert pace.remaining_s == 2.0  # the slow first step has left the window
+        progress.step(step, {"time/step_s": 2.0})
+    assert progress.remaining_s == 2.0  # the slow first step has left the window
 
 
 def test_the_panel_of_a_resumed_run_starts_where_the_run_did() -> None:
     stream = io.StringIO()
-    progress = make_progress("rich", steps=100, first_step=90, stream=stream)
-    assert isinstance(progress, RichProgress)
-    assert dict(progress._lines())["step"].startswith("90 of 100")
+    progress = Progress("rich", steps=100, first_step=90, stream=stream)
+    assert dict(progress.rows())["step"].startswith("90 of 100")
     progress.step(91, {"time/step_s": 20.0})
-    assert "ETA 3:00" in dict(progress._lines())["step"]
+    assert "ETA 3:00" in dict(progress.rows())["step"]
     progress.close()
 
 
@@ -121,12 +127,21 @@ def test_sparklines_scale_to_their_range_and_average_to_their_width() -> None:
 
 def test_what_an_environment_registered_stands_in_the_lines_and_nothing_else_of_it() -> None:
     step = {**STEP, "train/f1": 0.3, "rollout/calls": 2.0, "rollout/hops": 3.0, "train/logprob_gap": 1e-5}
-    assert headline(step, REGISTERED) == [
+    assert numbers(step, REGISTERED) == [
         "reward 0.500", "EM 0.250", "12,345 tokens/s", "calls 2.0", "gap 1.0e-05", "ABORTED 25%"]  # fmt: skip
-    assert headline(step, {}) == ["reward 0.500", "12,345 tokens/s", "gap 1.0e-05", "ABORTED 25%"]
+    assert numbers(step, {}) == ["reward 0.500", "12,345 tokens/s", "gap 1.0e-05", "ABORTED 25%"]
     values = {**EVALUATION, "eval/f1": 0.45, "eval/calls": 1.5, "eval/hops": 2.0, "eval/turns": 2.5, "eval/questions": 8.0}
     line = evaluation_line(values, REGISTERED)
     assert line == "EM 0.400 [0.300, 0.500]  f1 0.450  calls 1.5  turns 2.50  8 tasks  2 FAILED"
+
+
+def test_the_headline_is_in_words() -> None:
+    evaluated = [{"step": 0, "eval/exact_match": 0.35}, {"step": 9, "eval/exact_match": 0.886}]
+    assert headline(evaluated, REGISTERED) == "exact match 89%, was 35%"
+    assert headline(evaluated[:1], REGISTERED) == "exact match 35%"
+    trained = [{"step": 1, "train/reward": -1.0}, {"step": 2, "train/reward": 2.5}]
+    assert headline(trained, {}) == "reward 2.50 in training, was -1.00"
+    assert headline([], REGISTERED) == "nothing measured yet"
 
 
 def test_times_read_as_people_write_them() -> None:
@@ -170,8 +185,7 @@ def panel_text(width: int, **changes: object) -> str:
     """The panel as it stands on a terminal of that width."""
     from rich.console import Console
 
-    progress = make_progress("rich", steps=20, title="demo", stream=io.StringIO())
-    assert isinstance(progress, RichProgress)
+    progress = Progress("rich", steps=20, title="demo", stream=io.StringIO())
     progress.registered = REGISTERED
     progress.phase("evaluate")
     progress.episode(120, 400, episode("It is\x1b[2J a very long answer " + "that goes on " * 40))
@@ -179,8 +193,9 @@ def panel_text(width: int, **changes: object) -> str:
     progress.step(4, {**STEP, **many, "rollout/truncated_max_tokens": 0.125})
     progress.evaluated(0, {**EVALUATION, "eval/f1": 0.45, "eval/turns": 2.0, "eval/questions": 400.0})
     stream = io.StringIO()
-    progress.console = Console(file=stream, width=width)
-    progress.console.print(progress._panel())
+    assert progress._panel is not None
+    progress._panel.console = Console(file=stream, width=width)
+    progress._panel.console.print(progress._panel.drawn())
     progress.close()
     return stream.getvalue()
 
@@ -198,26 +213,25 @@ def test_the_panel_counts_and_shows_a_rollout_and_cuts_no_number(width: int) -> 
 
 
 def test_a_resumed_panel_keeps_its_curve_and_its_first_evaluation() -> None:
-    progress = make_progress("rich", steps=20, first_step=3, stream=io.StringIO())
-    assert isinstance(progress, RichProgress)
+    progress = Progress("rich", steps=20, first_step=3, stream=io.StringIO())
     progress.registered = REGISTERED
     earlier = [{"step": 0, **EVALUATION}, *({"step": step, **STEP, "train/reward": step / 10} for step in (1, 2, 3))]
     progress.restore(earlier)
     progress.step(4, {**STEP, "train/reward": 0.4})
-    lines = dict(progress._lines())
+    lines = dict(progress.rows())
     progress.close()
     assert lines["reward"] == "0.400  ▁▃▆█" and lines["eval at 0"].startswith("EM 0.400")
 
 
 def test_the_panels_time_is_that_of_all_sessions() -> None:
-    progress = make_progress("rich", steps=20, stream=io.StringIO(), clock=Clock(before_s=600.0))
-    assert isinstance(progress, RichProgress) and "10:00" in dict(progress._lines())["step"]
+    progress = Progress("rich", steps=20, stream=io.StringIO(), clock=Clock(before_s=600.0))
+    assert "10:00" in dict(progress.rows())["step"]
     progress.close()
 
 
 def test_an_end_that_was_none_is_not_called_done() -> None:
     stream = io.StringIO()
-    progress = make_progress("rich", steps=20, stream=stream)
+    progress = Progress("rich", steps=20, stream=stream)
     progress.phase("update")
     progress.close()
     progress.close()
@@ -226,7 +240,7 @@ def test_an_end_that_was_none_is_not_called_done() -> None:
 
 KEYS = """
 import sys, termios
-from rlflow.report.panel import hidden_control_keys
+from rlflow.report.terminal import hidden_control_keys
 def printed():
     return bool(termios.tcgetattr(sys.stdin)[3] & termios.ECHOCTL)
 before = printed()

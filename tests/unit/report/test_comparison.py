@@ -13,14 +13,14 @@ from rlflow.report.comparison import (
     Measurement,
     common_height,
     compare,
+    comparison_text,
     curve,
     differing_keys,
     duel,
     first_at,
     sign_test,
+    write_comparison,
 )
-from rlflow.report.comparison_page import chart, write_comparison
-from rlflow.report.comparison_text import comparison_text
 from rlflow.report.recorded import RunFiles
 from rlflow.rollout import Tokenizer
 from tests.unit.report.crafted import (
@@ -58,10 +58,9 @@ def test_questions_won_and_lost_are_those_that_differ(tmp_path: Path, tokenizer:
     base = run_with(tmp_path / "base", tokenizer, [True, True, False, False, False, False, False, False, False])
     other = run_with(tmp_path / "other", tokenizer, [True, False, True, True, True, True, True, True])
     found = duel(RunFiles.open(base), RunFiles.open(other), "base", "other")
-    assert (found.shared, found.won, found.lost) == (8, 6, 1)
+    assert (found.shared, len(found.won), len(found.lost)) == (8, 6, 1)
     assert found.p == pytest.approx(2 * (1 + 7) / 128) and "no difference is shown" in found.verdict
-    assert (found.base_score, found.other_score) == (2 / 8, 7 / 8)
-    assert found.lost_examples == ["Where was t1 born?"]
+    assert found.lost == ["Where was t1 born?"]
 
 
 def test_configuration_keys_that_differ_are_listed_and_no_others() -> None:
@@ -74,8 +73,8 @@ def test_configuration_keys_that_differ_are_listed_and_no_others() -> None:
         "algorithm": {"losses": [{"name": "ppo_clip"}, {"name": "kl"}], "critic": None},
     }
     assert differing_keys([one, two]) == [
-        ("algorithm.losses.0.clip_high", ["0.2", "-"]),
-        ("algorithm.losses.1.name", ["-", "kl"]),
+        ["algorithm.losses.0.clip_high", "0.2", "-"],
+        ["algorithm.losses.1.name", "-", "kl"],
     ]
 
 
@@ -107,23 +106,8 @@ def test_the_terminal_and_the_page_say_the_same_in_80_columns(tmp_path: Path, to
     assert "to exact match 0.200" in text and "0:20" in text.replace("20 s", "0:20")
     write_comparison(comparison, tmp_path / "compare.html")
     page = (tmp_path / "compare.html").read_text()
-    assert "8 won, 0 lost" in page and page.count("<svg") == 2 and page.count("<polyline") == 4
+    assert "8 won, 0 lost" in page and page.count("<img") == page.count("<source") == 2
     assert not re.search(r"https?://|<script", page)
-
-
-def test_intervals_stand_where_they_were_measured_and_nowhere_else() -> None:
-    plain = chart({"a": curve([trained(1, 0.1), trained(2, 0.4)], "train/exact_match")})
-    assert 'class="interval"' not in plain and "<circle" not in plain and plain.count("<polyline") == 1
-    measured = chart({"a": curve([evaluated(0, 0.1), evaluated(5, 0.4)], "eval/exact_match")})
-    assert measured.count('class="interval"') == measured.count("<circle") == 2 and "<polygon" not in measured
-
-
-def test_curves_that_coincide_are_all_seen() -> None:
-    """Each later one is drawn over the earlier ones in shorter dashes of the same period."""
-    same = curve([evaluated(0, 0.1), evaluated(5, 0.4)], "eval/exact_match")
-    dashes = re.findall(r'stroke-dasharray="(\S+) (\S+)"', chart({"a": same, "b": same, "c": same}))
-    assert [float(dash) for dash, _ in dashes] == [24, 16, 8]
-    assert {float(dash) + float(gap) for dash, gap in dashes} == {24}
 
 
 def test_names_are_escaped_and_told_apart(tmp_path: Path, tokenizer: Tokenizer) -> None:

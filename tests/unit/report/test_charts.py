@@ -1,0 +1,199 @@
+"""Charts draw whatever a run has, and say nothing that is not in the metrics."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+
+from rlflow.report import charts
+from rlflow.report.charts import (
+    CURVE_COLORS,
+    NARROW,
+    PHASE_COLORS,
+    bars,
+    comparison_svg,
+    drawn_score,
+    intervals,
+    run_png,
+    run_seconds,
+    run_svg,
+    trailing_mean,
+)
+from rlflow.report.comparison import curve
+from rlflow.report.metrics import Metric
+from rlflow.report.sinks import MetricsLog
+from tests.unit.report.crafted import evaluated, trained
+
+REGISTERED = {"exact_match": Metric("share", "of tasks", score=True)}
+EVALUATION = {"eval/exact_match": 0.3, "eval/exact_match_low": 0.2, "eval/exact_match_high": 0.4}
+TIMED = {
+    "train/reward": 0.5,
+    "train/exact_match": 0.4,
+    "time/rollout_s": 1.0,
+    "time/update_s": 2.0,
+    "time/step_s": 3.5,
+}
+TEXT = "{http://www.w3.org/2000/svg}text"
+
+
+def log(directory: Path, records: list[dict[str, float]]) -> Path:
+    with MetricsLog(directory) as metrics:
+        for step, record in enumerate(records):
+            metrics.log(step, record)
+    return directory / "metrics.jsonl"
+
+
+def numbered(records: list[dict[str, float]]) -> list[dict[str, float]]:
+    return [{"step": step, **record} for step, record in enumerate(records)]
+
+
+def texts(svg: str) -> list[str]:
+    return [text.text or "" for text in ElementTree.fromstring(svg).iter(TEXT)]
+
+
+@pytest.mark.parametrize(
+    "records",
+    [
+        [EVALUATION],
+        [{"eval/reward": -3.0}, {"train/reward": -2.0}],
+        [{"eval/exact_match": 0.3}, *[TIMED] * 300],
+        [{}, {"train/reward": 0.5}],
+        [{**EVALUATION, "eval/exact_match_high": float("inf")}, TIMED],
+    ],
+    ids=["start", "no exact match", "long", "no times", "an interval without an end"],
+)
+def test_any_stage_of_a_run_can_be_drawn(tmp_path: Path, records: list[dict[str, float]]) -> None:
+    assert run_png(log(tmp_path, records), tmp_path / "p.png", "Title $x$", REGISTERED)
+    content = (tmp_path / "p.png").read_bytes()
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["metrics.jsonl", "p.png"]
+    assert content[:8] == b"\x89PNG\r\n\x1a\n" and len(content) > 10_000
+    for width in (charts.WIDE, NARROW):
+        drawn_texts = texts(run_svg(numbered(records), REGISTERED, width))
+        assert any(text.startswith("step") for text in drawn_texts)
+
+
+def test_nothing_to_draw_is_said_and_not_drawn(tmp_path: Path) -> None:
+    assert not run_png(log(tmp_path, [{"train/loss": 1.0}]), tmp_path / "p.png", "Title")
+    assert not (tmp_path / "p.png").exists()
+
+
+def drawn(records: list[dict[str, float]]) -> list[Any]:
+    """The axes of the chart of these records: learning, and time where some was measured."""
+    with charts.figure(8, 6, size=9) as made:
+        charts._draw_run(made, numbered(records), "exact_match", beside=True)
+        made.canvas.draw()
+        return made.axes
+
+
+def test_steps_on_the_axis_are_whole_however_short_the_run() -> None:
+    for last in (1, 2, 3, 7, 60):
+        _, time = drawn([EVALUATION, *[TIMED] * last])
+        assert all(float(tick).is_integer() for tick in time.get_xticks())
+
+
+def test_an_interval_stands_at_its_evaluation_and_nowhere_between() -> None:
+    learning, _ = drawn([EVALUATION, *[TIMED] * 5, {**TIMED, **EVALUATION}])
+    (upright,) = learning.collections
+    assert [path.tolist() for path in upright.get_segments()] == [
+        [[0.0, 0.2], [0.0, 0.4]],
+        [[6.0, 0.2], [6.0, 0.4]],
+    ]
+
+
+def test_a_color_has_one_meaning_and_what_is_0_percent_no_row() -> None:
+    timed = {**TIMED, "time/sync_s": 0.001}
+    learning, time = drawn([{"eval/exact_match": 0.3}, *[timed] * 9])
+    assert {line.get_color() for line in learning.lines} == set(CURVE_COLORS.values())
+    named = [text.get_text() for text in time.get_legend().get_texts()]
+    assert named == ["update 57%", "rollout 29%"]
+    colors = [*PHASE_COLORS.values(), *CURVE_COLORS.values()]
+    assert len(set(colors)) == len(colors)
+
+
+@pytest.mark.parametrize("beside", [True, False])
+def test_names_of_curves_lie_beside_or_below_and_cover_nothing(beside: bool) -> None:
+    records = numbered([EVALUATION, *[{**TIMED, "train/reward": 0.9}] * 9])
+    with charts.figure(charts.WIDE if beside else NARROW, 5, size=9) as made:
+        charts._draw_run(made, records, "exact_match", beside)
+        made.canvas.draw()
+        boxes = [axes.get_window_extent() for axes in made.axes]
+        legends = [axes.get_legend().get_window_extent() for axes in made.axes]
+        axis = [axes.xaxis.get_tightbbox() for axes in made.axes]
+        page = made.bbox
+    assert not any(box.overlaps(legend) for box in [*boxes, *axis] for legend in legends)
+    assert not legends[0].overlaps(legends[1])
+    assert all(page.x0 <= one.x0 and one.x1 <= page.x1 for one in legends)
+    assert all(page.y0 <= one.y0 and one.y1 <= page.y1 for one in legends)
+
+
+def test_a_long_run_is_drawn_in_few_points() -> None:
+    records = numbered([{**TIMED, **(EVALUATION if step % 10 == 0 else {})} for step in range(2000)])
+    assert len(run_svg(records, REGISTERED)) < 200_000
+
+
+def test_names_from_outside_are_text() -> None:
+    name = "<script>alert(1)<b>\x1b\ud83d$x$"
+    svg = run_svg(numbered([{f"eval/{name}": 0.5}, TIMED]), {name: Metric("share", "", score=True)})
+    assert "<script" not in svg and "alert(1)" in svg
+    ElementTree.fromstring(svg.encode())
+
+
+# ---------------------------------------------------------------- what is drawn, by hand
+
+
+def test_the_mean_looks_back_and_never_forward() -> None:
+    rising = [0.0] * 19 + [1.0]
+    assert trailing_mean(rising) == [0.0] * 19 + [0.5]  # a tenth of 20 steps: the last two
+    assert trailing_mean([2.0] * 50) == pytest.approx([2.0] * 50)
+    assert trailing_mean([1.0, 3.0]) == [1.0, 3.0] and trailing_mean([]) == []
+
+
+def test_intervals_are_where_something_was_evaluated() -> None:
+    first = {"step": 0, "eval/a": 0.5, "eval/a_low": 0.4, "eval/a_high": 0.6}
+    records = [first, {"step": 1}, {"step": 2, "eval/a": 0.7}]
+    assert intervals(records, "a") == [(0, 0.5, 0.4, 0.6), (2, 0.7, 0.7, 0.7)]
+    assert drawn_score([{"eval/exact_match": 1.0}], {}) == "reward"
+
+
+def test_phases_that_would_stand_there_as_0_percent_are_left_out() -> None:
+    step = {"time/step_s": 10.0, "time/rollout_s": 9.0, "time/sync_s": 0.04, "time/update_s": 0.9}
+    chunks, shares = bars(numbered([step, step]))
+    assert shares == pytest.approx({"rollout": 0.9, "update": 0.09})
+    assert [len(chunk) for chunk in chunks] == [1, 1]
+
+
+def test_many_steps_share_bars() -> None:
+    chunks, _ = bars(numbered([{"time/step_s": 1.0, "time/rollout_s": 1.0}] * 120))
+    assert [len(chunk) for chunk in chunks] == [2] * 60 and chunks[-1][-1]["step"] == 119
+
+
+def test_one_clock_counts_the_run() -> None:
+    records = [
+        {"step": 0, "time/evaluate_s": 3.0, "time/run_s": 20.0},
+        {"step": 1, "time/step_s": 5.0, "time/run_s": 26.0},
+    ]
+    assert run_seconds(records) == 26.0
+    for record in records:
+        del record["time/run_s"]
+    assert run_seconds(records) == 8.0, "without a clock: steps and evaluations"
+
+
+# ---------------------------------------------------------------- several runs
+
+
+def dashes(svg: str) -> list[float]:
+    lines = [one for one in svg.split("<path") if "stroke-dasharray: " in one and "clip-path" in one]
+    return [float(one.split("stroke-dasharray: ")[1].split(",")[0]) for one in lines]
+
+
+def test_runs_that_coincide_are_all_seen_and_only_measured_intervals_drawn() -> None:
+    """Each later one is drawn over the earlier ones in shorter dashes of the same period."""
+    same = curve([trained(1, 0.1), trained(2, 0.4)], "train/exact_match")
+    plain = comparison_svg({"a": same, "b": same, "c": same})
+    long, short = dashes(plain)
+    assert long == pytest.approx(2 * short) and "LineCollection" not in plain
+    measured = curve([evaluated(0, 0.1), evaluated(5, 0.4)], "eval/exact_match")
+    assert comparison_svg({"a": measured, "none": []}, NARROW).count("LineCollection") == 1
