@@ -35,8 +35,8 @@ def look(config: RunConfig) -> int:
     """Prints, on stderr, every problem in a line; then notes, total time, batch plan and memory. Returns 0 where a run
     could start, else 2."""
     from rlflow.config.batch_plan import batch_plan
-    from rlflow.run.model_directory import fetch_models
-    from rlflow.run.readiness import examine
+    from rlflow.run.origin import fetch_models
+    from rlflow.run.preflight import examine
 
     unreached = Problems()
     waiting = unreached.attempt(fetch_models, config, weights=False)

@@ -17,21 +17,26 @@ from rlflow.report.metrics import save_registered
 from rlflow.report.sinks import read_metrics
 from rlflow.report.terminal import Progress
 from rlflow.report.timer import Clock, PhaseTimer
-from rlflow.run.assemble import fitting_tasks, make_groups, make_metrics, make_trainer, open_directory
+from rlflow.run.assemble import (
+    fitting_tasks,
+    make_groups,
+    make_metrics,
+    make_probe,
+    make_trainer,
+    open_directory,
+    trainable,
+)
+from rlflow.run.checkpoints import Saver
+from rlflow.run.directory import explain_unwritable
 from rlflow.run.early_scores import EarlyScores, Stage
-from rlflow.run.evaluation_schedule import EvaluationSchedule
-from rlflow.run.interpreter_watch import InterpreterWatch
-from rlflow.run.interrupt import Interrupt
+from rlflow.run.evaluate import EvaluationSchedule
+from rlflow.run.interrupt import InterpreterWatch, Interrupt, Watchdog
 from rlflow.run.log import RunLog
-from rlflow.run.model_directory import fetch_models
+from rlflow.run.origin import fetch_models
 from rlflow.run.preflight import check_start
-from rlflow.run.probe import make_probe, trainable
 from rlflow.run.recorder import Recorder
 from rlflow.run.resume import check_continuation, chosen_checkpoint, resume
 from rlflow.run.run import Run
-from rlflow.run.saver import Saver
-from rlflow.run.unwritable import explain_unwritable
-from rlflow.run.watchdog import Watchdog
 from rlflow.run.workers import make_run_rollout
 from rlflow.types import Task
 
