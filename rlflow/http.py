@@ -212,9 +212,10 @@ class Session:
         data = json.dumps(body).encode() if isinstance(body, Mapping) else body
         sent = {"Content-Type": "application/json", **(headers or {})} if data else headers
         limit_s = self._timeout_s if timeout_s is None else timeout_s
+        proxy = self._proxy(url) if self._proxies else {}
         try:
             async with asyncio.timeout(limit_s):
-                async with opened.request(method, url, data=data, headers=sent) as answer:
+                async with opened.request(method, url, data=data, headers=sent, **proxy) as answer:
                     return Reply(answer.status, answer.headers, await answer.read())
         except TimeoutError:
             told = "no connection" if limit_s is None else f"no answer within {limit_s:.1f} s"
@@ -242,9 +243,19 @@ class Session:
             connector=aiohttp.TCPConnector(limit=self._connections, **kept),
             headers=self._headers,
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S),
-            trust_env=self._proxies,
         )
         return self._opened
+
+    def _proxy(self, url: str) -> dict[str, Any]:
+        """The proxy of a URL. Not aiohttp's trust_env: a ~/.netrc would then replace the key."""
+        from aiohttp.helpers import get_env_proxy_for_url
+        from yarl import URL
+
+        try:
+            proxy, credentials = get_env_proxy_for_url(URL(url))
+        except LookupError:
+            return {}
+        return {"proxy": proxy, "proxy_auth": credentials}
 
 
 class HttpClient:

@@ -5,16 +5,20 @@ from __future__ import annotations
 import asyncio
 import random
 import socket
+import threading
 import time
+from pathlib import Path
 
 import pytest
 
 from rlflow.http import (
     GaveUp,
+    HttpClient,
     Retryable,
     RetryPolicy,
     backoff_s,
     check_status,
+    fetch,
     own_address,
     retry_after_s,
 )
@@ -132,3 +136,81 @@ def test_the_own_address_is_one_that_the_kernel_would_answer_at() -> None:
     assert own_address("127.0.0.1:6379") == own_address("ray://localhost:10001") == "127.0.0.1"
     with socket.create_server((own_address("auto"), 0)) as server:  # of this machine, or it could not be bound
         assert server.getsockname()[0] == own_address()
+
+
+class Server(threading.Thread):
+    """Answers one request after the other with `replies`, and keeps what it was sent."""
+
+    def __init__(self, *replies: bytes) -> None:
+        super().__init__(daemon=True)
+        self.listener, self.replies, self.asked = socket.create_server(("127.0.0.1", 0)), replies, []
+        self.url = f"http://127.0.0.1:{self.listener.getsockname()[1]}"
+        self.start()
+
+    def run(self) -> None:
+        for reply in self.replies:
+            connection, _ = self.listener.accept()
+            with connection:
+                self.asked.append(connection.recv(65536))
+                connection.sendall(reply)
+
+
+def answer(body: bytes, status: str = "200 OK") -> bytes:
+    head = f"HTTP/1.1 {status}\r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n"
+    return head.encode() + body
+
+
+def test_an_answer_is_whole_whatever_its_status() -> None:
+    server = Server(answer(b'{"a": 1}'), answer(b"gone \xff", "404 Not Found"))
+    assert fetch(server.url).json() == {"a": 1}
+    missing = fetch(f"{server.url}/x", headers={"Authorization": "Bearer key"})
+    assert (missing.status, missing.text) == (404, "gone \ufffd")
+    assert server.asked[1].startswith(b"GET /x HTTP/1.1\r\n") and b"Bearer key" in server.asked[1]
+
+
+def test_a_body_is_sent_as_json_from_any_thread_and_event_loop() -> None:
+    server = Server(answer(b"1"), answer(b"2"))
+    client = HttpClient(at_once=1)
+    ask, asked = client.session.ask, ("POST", server.url, {"text": "\ud83d"})
+
+    async def scenario() -> bytes:
+        return (await asyncio.wrap_future(client.submit(ask, *asked))).content
+
+    assert (client.call(ask, *asked).content, asyncio.run(scenario())) == (b"1", b"2")
+    assert all(b"application/json" in one and one.endswith(b'{"text": "\\ud83d"}') for one in server.asked)
+    client.close()
+    assert client.closed
+
+
+def test_what_brought_no_answer_may_pass_and_says_why() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        with pytest.raises(Retryable, match=r"^no answer within 0\.1 s$"):
+            fetch(url, timeout_s=0.1)
+    with pytest.raises(Retryable, match=r"^no connection to 127.0.0.1:\d+: Connection refused$"):
+        fetch(url)
+    with pytest.raises(Retryable, match=r"^ServerDisconnectedError"):
+        fetch(Server(b"", b"").url)  # aiohttp asks twice by itself
+
+
+def test_a_closed_client_cancels_what_is_under_way() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        client = HttpClient()
+        future = client.submit(client.session.ask, "GET", f"http://127.0.0.1:{silent.getsockname()[1]}")
+        silent.accept()
+        client.close()
+        assert future.cancelled()
+
+
+def test_a_proxy_of_the_environment_is_for_those_who_ask_for_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    server = Server(answer(b"direct"), answer(b"by proxy"))
+    (tmp_path / ".netrc").write_text("machine nowhere.invalid login a password b\n")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("HTTP_PROXY", server.url)
+    monkeypatch.setenv("http_proxy", server.url)
+    monkeypatch.delenv("NO_PROXY", raising=False)
+    monkeypatch.delenv("no_proxy", raising=False)
+    assert fetch(server.url).content == b"direct"
+    key = {"Authorization": "Bearer key"}
+    assert fetch("http://nowhere.invalid/v1", proxies=True, headers=key).content == b"by proxy"
+    assert server.asked[1].startswith(b"GET http://nowhere.invalid/v1") and b"Bearer key" in server.asked[1]

@@ -99,22 +99,9 @@ class SearchCache:
         """Records a search, in the modes that do; `identify` comes first."""
         if self.mode not in ("record", "replay"):
             return
-        path = self._path(query, top_k)
-        _write(
-            path,
-            {
-                "query": query,
-                "top_k": top_k,
-                "passages": [dataclasses.asdict(passage) for passage in passages],
-            },
-        )
-
-    def digest(self) -> str:
-        """The SHA-256 of all records together: equal for equal recordings."""
-        whole = hashlib.sha256()
-        for path in sorted(self.directory.glob("*/*.json")):
-            whole.update(path.name.encode() + hashlib.sha256(path.read_bytes()).digest())
-        return whole.hexdigest()
+        found = [dataclasses.asdict(passage) for passage in passages]
+        record = {"query": query, "top_k": top_k, "passages": found}
+        _write(self._path(query, top_k), record)
 
     def _path(self, query: str, top_k: int) -> Path:
         name = hashlib.sha256(json.dumps([self._identity, query, top_k]).encode()).hexdigest()

@@ -38,10 +38,6 @@ class ServerPool:
         self._servers: dict[str, _Server] = {}
         self._listed = float("-inf")
 
-    def __len__(self) -> int:
-        self._list()
-        return len(self._servers)
-
     def take(self, avoid: str | None = None) -> str | None:
         """The URL of the server to ask now, None where there is none; `release` it afterwards.
         avoid: the one that failed."""

@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
-Lifespan = Callable[[Receive, Send], Awaitable[None]]
+Lifespan = Callable[["SearchApp", Receive, Send], Awaitable[None]]
 Answer = tuple[int, list[tuple[bytes, bytes]], bytes]
 """Status, headers, body."""
 Given = Mapping[bytes, bytes]
@@ -75,7 +75,7 @@ class SearchApp:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan" and self._lifespan is not None:
-            await self._lifespan(receive, send)
+            await self._lifespan(self, receive, send)
             return
         status, headers, body = await self._guarded(scope, receive)
         if scope["path"] in SEARCHES:

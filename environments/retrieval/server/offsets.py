@@ -74,21 +74,9 @@ def map_offsets(
     They are written beside the file; where that is not possible they lie in an unnamed temporary
     file, mapped all the same."""
     status = path.stat()
-    header = np.array(
-        [
-            (
-                _MAGIC,
-                status.st_size,
-                status.st_mtime_ns,
-                0,
-                0,
-                sample_digest(path).encode(),
-                b"",
-                b"",
-            )
-        ],
-        _HEADER,
-    )
+    header = np.zeros(1, _HEADER)
+    header["magic"], header["sample"] = _MAGIC, sample_digest(path).encode()
+    header["size"], header["modified"] = status.st_size, status.st_mtime_ns
     kept = path.with_name(f"{path.name}.offsets")
     with path.open("rb") as turn:
         with suppress(OSError):  # not every file system has locks
@@ -181,11 +169,8 @@ def _write(
     if count == len(empty):
         raise DataError(f"{path}: expected one JSON object per line, found none with text.")
     keep(np.array(block, ENTRY).tobytes() + np.array(empty, _ROW).tobytes())
-    header["count"], header["empty"], header["sha256"] = (
-        count,
-        len(empty),
-        digest.hexdigest().encode(),
-    )
+    header["count"], header["empty"] = count, len(empty)
+    header["sha256"] = digest.hexdigest().encode()
     header["entries"] = entries.hexdigest().encode()
     file.seek(0)
     file.write(header.tobytes())

@@ -44,8 +44,6 @@ def serve(
     than 10 s. Raises what loading the index raises, and what on_ready raises.
     """
     allow_many_files()
-    life = Life(service, parent=parent, on_ready=on_ready)
-    server = uvicorn.Server(server_config(SearchApp(service, life.run)))
 
     def stop() -> None:
         server.should_exit = True
@@ -57,7 +55,8 @@ def serve(
                 end_at_last()
         return server.should_exit
 
-    life.stop, life.stopping = stop, stopping
+    life = Life(service, stop, stopping, parent=parent, on_ready=on_ready)
+    server = uvicorn.Server(server_config(SearchApp(service, life.run)))
     try:
         with _signals(stop):
             server.run([listener])
@@ -89,22 +88,21 @@ class Life:
     def __init__(
         self,
         service: SearchService,
+        stop: Callable[[], None],
+        stopping: Callable[[], bool] = lambda: False,
         *,
         parent: int | None = None,
         on_ready: Callable[[], None] = lambda: None,
     ) -> None:
-        self.stop: Callable[[], None] = lambda: signal.raise_signal(signal.SIGTERM)
-        """Asks uvicorn to end."""
-        self.stopping: Callable[[], bool] = lambda: False
-        """Whether it was asked to, where that is known."""
-        self.app: SearchApp | None = None
+        """stop: asks uvicorn to end. stopping: whether it was asked to, where that is known."""
+        self.stop, self._stopping = stop, stopping
         self._service = service
         self._parent = parent
         self._on_ready = on_ready
         self._reload_requested = False
         self._tasks: set[asyncio.Task[Any]] = set()
 
-    async def run(self, receive: Receive, send: Send) -> None:
+    async def run(self, app: SearchApp, receive: Receive, send: Send) -> None:
         """The messages of the lifespan protocol."""
         await receive()
         if threading.current_thread() is threading.main_thread():
@@ -114,7 +112,7 @@ class Life:
             await self._load()  # others answer meanwhile: connections come when this one can, too
         else:
             self._start(self._load())
-        self._start(self._watch())
+        self._start(self._watch(app))
         await send({"type": "lifespan.startup.complete"})
         await receive()
         self._service.stop()
@@ -133,7 +131,7 @@ class Life:
     async def _load(self) -> None:
         try:
             await self._service.load()
-            if not self.stopping():
+            if not self._stopping():
                 self._on_ready()
         except Exception as problem:  # noqa: BLE001 -- raised when the server has ended
             self._service.fail(problem)
@@ -146,9 +144,9 @@ class Life:
         with contextlib.suppress(RLFlowError, OSError, Unavailable):  # logged and counted
             await self._service.reload({})
 
-    async def _watch(self) -> None:
+    async def _watch(self, app: SearchApp) -> None:
         service = self._service
-        while not self.stopping():
+        while not self._stopping():
             if self._parent is not None and os.getppid() != self._parent:
                 logger.warning("the process %d that started this server is gone", self._parent)
                 self.stop()
@@ -157,9 +155,9 @@ class Life:
                 self._start(self._reload())
             if service.query_log is not None:
                 service.query_log.flush()
-            if self.app is not None and service.shared is not None:
-                service.tell(len(self.app.connections))
-                self.app.excess = service.shared.excess()
+            service.tell(len(app.connections))
+            if service.shared is not None:
+                app.excess = service.shared.excess()
                 if service.state == "ready":
                     self._start(service.follow(service.shared))
             await asyncio.sleep(WATCH_S)

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import fcntl
 import json
+import math
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -18,6 +19,7 @@ from prometheus_client.multiprocess import mark_process_dead
 from rlflow.errors import DataError
 from rlflow.storage.files import write_text
 from rlflow.storage.memory import lock
+from rlflow_environments.retrieval.server.statistics import FIELDS, KEPT
 
 LOOK_S = 0.1
 LOAD_S = 3600.0  # for the other processes to load what one of them could load
@@ -46,12 +48,18 @@ class SharedState:
     """
 
     def __init__(self, folder: Path, processes: int) -> None:
+        """The first one in the folder makes the table."""
         path = folder / TABLE
+        requests = (processes, KEPT, FIELDS)
+        length = SERVER.itemsize + processes * WORKER.itemsize
         if not path.exists():
-            path.write_bytes(bytes(SERVER.itemsize + processes * WORKER.itemsize))
+            path.touch()
+            os.truncate(path, length + 8 * math.prod(requests))
         self._folder = folder
         self._all = np.memmap(path, SERVER, "r+", shape=(1,))
         self._workers = np.memmap(path, WORKER, "r+", SERVER.itemsize, (processes,))
+        self.recent = np.asarray(np.memmap(path, np.float64, "r+", length, requests))
+        """Each process's latest requests, see ServerStatistics."""
         self.place = 0
         self._row = self._workers[:1]
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import time
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -39,19 +38,11 @@ class Observation:
 FIELDS = len(Observation.__dataclass_fields__)
 
 
-def shared_table(folder: Path, processes: int) -> np.ndarray:
-    """(processes, KEPT, FIELDS) of the latest requests, in a file of the folder that all processes
-    map."""
-    shape = (processes, KEPT, FIELDS)
-    path = folder / "recent"
-    return np.asarray(np.memmap(path, np.float64, "r+" if path.exists() else "w+", shape=shape))
-
-
 class ServerStatistics:
     """Counters in a registry of their own, so that several servers may live in one process."""
 
     def __init__(self, recent: np.ndarray | None = None, place: int = 0) -> None:
-        """recent: see `shared_table`; place: the row of it that this process fills."""
+        """recent: see `SharedState.recent`; place: the row of it that this process fills."""
         self.registry = CollectorRegistry()
         made = {"registry": self.registry, "namespace": "rlflow_search"}
         self.requests = Counter("requests", "answered requests", ["endpoint", "status"], **made)

@@ -27,7 +27,7 @@ from rlflow_environments.retrieval.server.process import LAST_RESORT_S, Life, lo
 from rlflow_environments.retrieval.server.query_log import QueryLog
 from rlflow_environments.retrieval.server.service import SearchService, ServiceLimits
 from rlflow_environments.retrieval.server.shared import SharedState
-from rlflow_environments.retrieval.server.statistics import ServerStatistics, shared_table
+from rlflow_environments.retrieval.server.statistics import ServerStatistics
 from rlflow_environments.retrieval.server.threads import own_threads
 
 HUNG_S = 10  # without an answer to uvicorn's ping, which a thread of its own gives
@@ -86,7 +86,6 @@ class _Supervisor(Multiprocess):
     ) -> None:
         super().__init__(config, [listener])
         self._shared = SharedState(setup.folder, setup.processes)
-        shared_table(setup.folder, setup.processes)
         self._parent, self._on_ready, self._on_stop = parent, on_ready, on_stop
         self._told = False
 
@@ -139,11 +138,10 @@ def make_worker(setup: WorkerSetup) -> SearchApp:
     allow_many_files()
     shared = SharedState(setup.folder, setup.processes)
     shared.join()
-    statistics = ServerStatistics(shared_table(setup.folder, setup.processes), shared.place)
+    statistics = ServerStatistics(shared.recent, shared.place)
     log = QueryLog(setup.query_log) if setup.query_log else None
     load = setup.source.load
     service = SearchService(load, setup.limits, log, statistics, setup.token, shared)
-    life = Life(service, parent=os.getppid())
 
     def stop() -> None:
         if service.problem is None:
@@ -158,9 +156,7 @@ def make_worker(setup: WorkerSetup) -> SearchApp:
         sys.stderr.flush()
         os._exit(STARTUP_FAILURE)
 
-    life.stop = stop
-    life.app = SearchApp(service, life.run)
-    return life.app
+    return SearchApp(service, Life(service, stop, parent=os.getppid()).run)
 
 
 def check_sharable(retriever: Mapping[str, Any], processes: int) -> None:

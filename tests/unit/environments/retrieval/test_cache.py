@@ -70,7 +70,6 @@ def test_equal_runs_write_equal_bytes_in_any_order(tmp_path):
         for name in ("one", "two")
     )
     assert first == second and len(first) == 4
-    assert SearchCache(tmp_path / "one", "replay").digest() == SearchCache(tmp_path / "two", "replay").digest()
 
 
 def test_records_of_another_index_are_refused(tmp_path):

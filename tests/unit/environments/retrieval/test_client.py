@@ -287,5 +287,5 @@ def test_mistakes_are_named(options, named):
 def test_a_server_that_does_not_come_is_a_mistake_of_the_configuration():
     with bind("127.0.0.1", 0) as unused:
         port = unused.getsockname()[1]
-    with pytest.raises(ConfigError, match=f"no server is ready after 0.5 s .127.0.0.1:{port}.*ClientConnector"):
+    with pytest.raises(ConfigError, match=f"no server is ready after 0.5 s .127.0.0.1:{port}.*no connection to"):
         HttpRetriever(f"127.0.0.1:{port}", wait_s=0.5)
