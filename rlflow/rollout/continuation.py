@@ -11,12 +11,14 @@ Decode = Callable[[Sequence[int]], str]
 
 
 class Continued:
-    """`generate` of an engine, which `pause("abort")` interrupts without a trace: what was sampled before is fed back as part of
-    the prompt, and the rest is sampled by whatever weights are there then. Each token keeps its log-prob and version.
+    """`generate` of an engine, which `pause("abort")` interrupts without a trace: what was sampled
+    before is fed back as part of the prompt, and the rest is sampled by whatever weights are there
+    then. Each token keeps its log-prob and version.
 
-    No token is drawn a second time: of those that begin a stop string the second draw would have another distribution than its
-    log-prob says. An engine looks for stop strings in what it samples itself, so one that the interruption cut in two is
-    looked for here, in no more tokens than it can have."""
+    No token is drawn a second time: of those that begin a stop string the second draw would have
+    another distribution than its log-prob says. An engine looks for stop strings in what it samples
+    itself, so one that the interruption cut in two is looked for here, in no more tokens than it
+    can have."""
 
     def __init__(self, engine: Engine, decode: Decode) -> None:
         self._engine = engine
@@ -45,7 +47,8 @@ class Continued:
         return whole
 
     def _ended(self, whole: Completion, before: int, stops: Sequence[str]) -> bool:
-        """Whether a stop string is complete with a token from `before` on; what follows that token is dropped."""
+        """Whether a stop string is complete with a token from `before` on; what follows that token
+        is dropped."""
         start = max(0, before - _longest(stops))
         for end in range(before + 1, len(whole.tokens) + 1):
             text = self._decode(whole.tokens[start:end])

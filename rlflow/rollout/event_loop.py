@@ -44,7 +44,7 @@ class Running(Generic[T]):
         """Cancels the coroutine, if it has not ended, and waits until its clean-up is done."""
         cancel_all([self])
 
-    def on_end(self, function: Callable[[], None]) -> None:
+    def on_end(self, function: Callable[[], object]) -> None:
         """Calls the function when the coroutine has ended, in the loop's thread (here where it has already)."""
         self._future.add_done_callback(lambda _: function())
 

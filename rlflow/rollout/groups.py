@@ -1,10 +1,10 @@
 """The groups of one step after another, played as far ahead of the steps as the pacing allows.
 
-Everything here happens in the caller's thread; episodes proceed in the player's. With nothing ahead this is
-the synchronous run. What was issued and not yet taken by a step is the state of a checkpoint: finished
-attempts ride along, others are issued again under the same ids and seeds. What happened after a checkpoint
-is forgotten with the training that followed it, so nothing is trained twice and nothing is lost.
-"""
+Everything here happens in the caller's thread; episodes proceed in the player's. With nothing ahead
+this is the synchronous run. What was issued and not yet taken by a step is the state of a
+checkpoint: finished attempts ride along, others are issued again under the same ids and seeds. What
+happened after a checkpoint is forgotten with the training that followed it, so nothing is trained
+twice and nothing is lost."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import logging
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 from rlflow.codec import from_bytes, to_bytes
 from rlflow.errors import RolloutError
@@ -29,20 +29,6 @@ Admit = Callable[[list[Group]], list[Group]]
 OnEpisode = Callable[[int, int, Trajectory], object]
 """(how many have ended, of how many, the one that just did)."""
 
-@runtime_checkable
-class TaskSource(Protocol):
-    """An order of tasks and the position in it. The position is state of the source, not a function of the step: a filter
-    that refuses groups makes a step take more tasks than another one."""
-
-    def take(self, count: int) -> list[Task]:
-        """The next `count` tasks; fewer, or none, where the source ends."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """The position, as plain data; part of a checkpoint."""
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restores `state_dict`."""
-
 
 MOST_LOSSES = 20
 """Give up after this many lost workers: the attempt itself probably kills them."""
@@ -50,9 +36,10 @@ MOST_LOSSES = 20
 
 @dataclass(frozen=True)
 class Terms:
-    """samples: attempts of a group. max_aborted_share: of the attempts of a round. max_rounds: of a step, to
-    replace what filters refuse. lease_s: by when something has ended. group_s: for how long a group's last
-    attempts may run; None: until they end. steps: nothing is issued for later ones."""
+    """samples: attempts of a group. max_aborted_share: of the attempts of a round. max_rounds: of a
+    step, to replace what filters refuse. lease_s: by when something has ended. group_s: for how
+    long a group's last attempts may run; None: until they end. steps: nothing is issued for later
+    ones."""
 
     samples: int
     max_aborted_share: float
@@ -65,9 +52,9 @@ class Terms:
 class Groups:
     """Issues groups of tasks from a source and gives each step its own.
 
-    attempt: makes an attempt of (task, group's id, number, what tells it from others in flight). name: the id
-    of a new group of (step, task's id). take: the next so many tasks; fewer, or none, where they end. tasks:
-    those of a restored state are found here by their ids."""
+    attempt: makes an attempt of (task, group's id, number, what tells it from others in flight).
+    name: the id of a new group of (step, task's id). take: the next so many tasks; fewer, or none,
+    where they end. tasks: those of a restored state are found here by their ids."""
 
     def __init__(
         self,
@@ -90,22 +77,27 @@ class Groups:
         self._tasks = {task.id: task for task in tasks}
         self._clock = clock
         self._open: dict[int, IssuedGroup] = {}  # by number, in the order of issue
-        self._flying: dict[str, tuple[IssuedGroup, int]] = {}  # by request id: group and number of the attempt
+        self._flying: dict[
+            str, tuple[IssuedGroup, int]
+        ] = {}  # by request id: group and number of the attempt
         self._issued = 0
         self._taken = 0  # groups of the current step
         self._ended = 0  # attempts, since groups were claimed last
-        self._again = self._short = 0  # groups that became too old, or ended short, since the last report
+        self._again = self._short = (
+            0  # groups that became too old, or ended short, since the last report
+        )
         self._exhausted = False
         self.on_episode: OnEpisode | None = None
         self.on_group: Callable[[Group], object] | None = None
         """Given each group once it has ended, while a step waits for others."""
 
     def step(self, number: int, admit: Admit = list) -> list[Group]:
-        """The groups of a step, waited for, of the weight version that the step trains or as old as the
-        pacing allows; fewer, or none, where the source has ended. What `admit` leaves out is replaced.
+        """The groups of a step, waited for, of the weight version that the step trains or as old as
+        the pacing allows; fewer, or none, where the source has ended. What `admit` leaves out is
+        replaced.
 
-        Raises RolloutError where nothing was admitted, where too many attempts were aborted, and where
-        nothing ends any more."""
+        Raises RolloutError where nothing was admitted, where too many attempts were aborted, and
+        where nothing ends any more."""
         admitted: list[Group] = []
         seen, self._taken, self._exhausted = 0, 0, False
         for _ in range(self._terms.max_rounds):
@@ -120,8 +112,9 @@ class Groups:
                 break
         if seen and not admitted:
             raise RolloutError(
-                f"step {number}: not one of {seen} groups was admitted, in {self._terms.max_rounds} rounds at "
-                "most; the filters let nothing through (do all attempts get the same reward?)."
+                f"step {number}: not one of {seen} groups was admitted, in "
+                f"{self._terms.max_rounds} rounds at most; the filters let nothing through (do all "
+                "attempts get the same reward?)."
             )
         if self._pacing.run_ahead:
             self._issue(number)  # what may run while the step is trained
@@ -132,8 +125,6 @@ class Groups:
         """Whether attempts are being played, for all that has been heard."""
         return bool(self._flying)
 
-    # --- claiming and issuing -------------------------------------------------------------------------------
-
     def _claim(self, step: int, wanted: int) -> list[Group]:
         """The groups that the step is given next, `wanted` of them but where the source ends."""
         # What is on its way to a worker waits for one to come up: the pool has a deadline for that.
@@ -143,7 +134,9 @@ class Groups:
         while True:
             self._close_short()
             self._issue(step)
-            choice = self._pacing.choose(step, [group.age() for group in self._open.values()], wanted)
+            choice = self._pacing.choose(
+                step, [group.age() for group in self._open.values()], wanted
+            )
             if choice.again:
                 self._issue_again(choice.again, step)
                 continue
@@ -151,13 +144,14 @@ class Groups:
                 return [self._open.pop(number).whole() for number in choice.claim]
             if self._give():
                 self._absorb(self._player.events())
-            elif self._hear() or (self._flying and not self._begun):
+            elif self._hear() or (self._flying and not self._any_begun()):
                 quiet_since = time_here.look()
             elif time_here.look() - quiet_since > self._terms.lease_s:
                 raise RolloutError(self._nothing_ends())
 
     def _hear(self) -> bool:
-        """Waits until a group has ended, or there is no news for a moment; returns whether there was any."""
+        """Waits until a group has ended, or there is no news for a moment; returns whether there
+        was any."""
         heard = False
         while events := self._player.events(self._player.poll_s):
             heard = True
@@ -168,7 +162,7 @@ class Groups:
     def _issue(self, step: int) -> None:
         """Starts what may start."""
         idle = [group for group in self._open.values() if group.idle]
-        # What has tokens already, which a restart interrupted, ages meanwhile: it never waits for room.
+        # What has tokens already, which a restart interrupted, ages: it never waits for room.
         begun = [group for group in idle if group.age().oldest is not None]
         fresh = [group for group in idle if group not in begun]
         count = len(self._open) + self._taken
@@ -186,7 +180,9 @@ class Groups:
 
     def _new(self, task: Task, name: str) -> IssuedGroup:
         numbers = range(task.attempts(self._terms.samples))
-        group = IssuedGroup(self._issued, name, task, {number: IssuedAttempt() for number in numbers})
+        group = IssuedGroup(
+            self._issued, name, task, {number: IssuedAttempt() for number in numbers}
+        )
         self._open[self._issued] = group
         self._issued += 1
         return group
@@ -207,13 +203,15 @@ class Groups:
             self._player.start(attempts)
 
     def _issue_again(self, numbers: Collection[int], step: int) -> None:
-        """Lets groups that became too old be played from their beginning, with all of their attempts."""
+        """Lets groups that became too old be played from their beginning, with all of their
+        attempts."""
         for number in numbers:
             group = self._open[number]
             if group.again_at == step:
                 raise RolloutError(
-                    f"step {step}: group {group.id} has tokens of weight version {group.age().oldest}, which is too "
-                    f"old, although it was begun anew for this step: the engines were not given version {step}."
+                    f"step {step}: group {group.id} has tokens of weight version "
+                    f"{group.age().oldest}, which is too old, although it was begun anew for this "
+                    f"step: the engines were not given version {step}."
                 )
             group.again_at = step
             self._cancel(group.left)
@@ -223,19 +221,24 @@ class Groups:
         self._again += len(numbers)
 
     def _close_short(self) -> None:
-        """Gives up the attempts that their groups have waited for too long. Before anything is asked of the
-        pacing: a group that is in its last step would hold it up."""
+        """Gives up the attempts that their groups have waited for too long. Before anything is
+        asked of the pacing: a group that is in its last step would hold it up."""
         if self._terms.group_s is None:
             return
         for group in self._open.values():
             left = group.left
             begun = [one.begun_s for one in left if one.begun_s is not None]
-            trains = any(one.trajectory is not None and one.oldest is not None for one in group.attempts.values())
+            trains = any(
+                one.trajectory is not None and one.oldest is not None
+                for one in group.attempts.values()
+            )
             if not trains or not left or len(begun) < len(left):
                 continue
             if self._clock() - max(begun) > self._terms.group_s:
                 self._cancel(left)
-                group.attempts = {n: one for n, one in group.attempts.items() if one.trajectory is not None}
+                group.attempts = {
+                    n: one for n, one in group.attempts.items() if one.trajectory is not None
+                }
                 self._short += 1
 
     def _cancel(self, attempts: Iterable[IssuedAttempt]) -> None:
@@ -245,8 +248,6 @@ class Groups:
         for name in names:
             group, number = self._flying.pop(name)
             group.attempts[number].reset()
-
-    # --- what is heard --------------------------------------------------------------------------------------
 
     def _absorb(self, events: Sequence[Event]) -> bool:
         """Notes what has happened; returns whether a group has ended."""
@@ -262,7 +263,13 @@ class Groups:
             one.reset()
             if isinstance(event, Lost):
                 one.losses += 1
-                self._check_losses(one, f"{group.id}/{number}", event.reason)
+                if one.losses > MOST_LOSSES:
+                    raise RolloutError(
+                        f"rollout: attempt {group.id}/{number} was lost {one.losses} times, each "
+                        f"time with the worker that played it; last: {event.reason}. The attempt "
+                        "itself probably kills them: play its task alone with `rlflow env check`, "
+                        "or leave it out."
+                    )
                 lost[group.number] = group
                 continue
             one.trajectory, one.oldest = event.trajectory, oldest_version(event.trajectory)
@@ -270,20 +277,16 @@ class Groups:
             whole = whole or not group.left
             if self.on_episode is not None:
                 self.on_episode(self._ended, self._ended + len(self._flying), event.trajectory)
-        self._start(lost.values())  # played again, under the same ids and seeds; the rest of the group goes on
+        self._start(
+            lost.values()
+        )  # played again, under the same ids and seeds; the rest of the group goes on
         return whole
-
-    def _check_losses(self, attempt: IssuedAttempt, name: str, reason: str) -> None:
-        if attempt.losses > MOST_LOSSES:
-            raise RolloutError(
-                f"rollout: attempt {name} was lost {attempt.losses} times, each time with the "
-                f"worker that played it; last: {reason}. The attempt itself probably kills them: play its "
-                "task alone with `rlflow env check`, or leave it out."
-            )
 
     def _give(self) -> bool:
         """Gives one group that has ended to `on_group`; False where there is none."""
-        new = next((group for group in self._open.values() if not group.left and not group.given), None)
+        new = next(
+            (group for group in self._open.values() if not group.left and not group.given), None
+        )
         if self.on_group is None or new is None:
             return False
         new.given = True
@@ -295,7 +298,10 @@ class Groups:
         aborted = [trajectory for trajectory in attempts if not trajectory.usable]
         if not aborted:
             return
-        first, share = f"task '{aborted[0].task_id}': {aborted[0].error}", self._terms.max_aborted_share
+        first, share = (
+            f"task '{aborted[0].task_id}': {aborted[0].error}",
+            self._terms.max_aborted_share,
+        )
         logger.warning("%d of %d episodes aborted; first: %s", len(aborted), len(attempts), first)
         if len(aborted) > share * len(attempts):
             raise RolloutError(
@@ -306,8 +312,7 @@ class Groups:
     def _in_flight(self) -> Iterator[IssuedAttempt]:
         return (group.attempts[number] for group, number in self._flying.values())
 
-    @property
-    def _begun(self) -> bool:
+    def _any_begun(self) -> bool:
         return any(one.begun_s is not None for one in self._in_flight())
 
     def _nothing_ends(self) -> str:
@@ -318,54 +323,57 @@ class Groups:
             if (begun_s := group.attempts[number].begun_s) is not None and begun_s < latest
         )
         return (
-            f"rollout: nothing has ended for {self._terms.lease_s:g} s (rollout.faults.episode_s and call_s) while "
-            f"{len(self._open)} groups were waited for; attempts beyond their deadline: "
-            f"{', '.join(list(late)[:3]) or 'none'}."
+            f"rollout: nothing has ended for {self._terms.lease_s:g} s (rollout.faults.episode_s "
+            f"and call_s) while {len(self._open)} groups were waited for; attempts beyond their "
+            f"deadline: {', '.join(list(late)[:3]) or 'none'}."
         )
 
-    # --- checkpoints, metrics, the end ----------------------------------------------------------------------
-
     def state_dict(self) -> dict[str, Any]:
-        """The groups that no step has taken, with the attempts that have ended. Together with the state of
-        the source all that is needed to go on."""
+        """The groups that no step has taken, with the attempts that have ended. Together with the
+        state of the source all that is needed to go on."""
         self._absorb(self._player.events())
-        groups = [
-            [group.number, group.id, group.task.id, group.task.most_attempts, group.task.most_turns, group.again,
-             [[number, one.trajectory is not None] for number, one in group.attempts.items()]]
-            for group in self._open.values()
-        ]  # fmt: skip
-        ended = [one.trajectory for group in self._open.values() for one in group.attempts.values() if one.trajectory]
-        return {"issued": self._issued, "groups": groups, "ended": to_bytes(ended) if ended else None}
+        rows, ended = [], []
+        for group in self._open.values():
+            task, attempts = group.task, group.attempts.items()
+            found = [[number, one.trajectory is not None] for number, one in attempts]
+            facts = [task.id, task.most_attempts, task.most_turns, group.again]
+            rows.append([group.number, group.id, *facts, found])
+            ended += [one.trajectory for _, one in attempts if one.trajectory is not None]
+        kept = to_bytes(ended) if ended else None
+        return {"issued": self._issued, "groups": rows, "ended": kept}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restores `state_dict`. An attempt that was aborted is played again: whatever was out may be back."""
+        """Restores `state_dict`. An attempt that was aborted is played again: whatever was out may
+        be back."""
         ended = iter(from_bytes(state["ended"], "checkpoint: groups") if state["ended"] else [])
         self._issued, self._open = state["issued"], {}
         for number, name, task_id, most_attempts, most_turns, again, rows in state["groups"]:
-            found = {sample: next(ended) if is_ended else None for sample, is_ended in rows}
+            attempts = {n: restored(next(ended) if is_ended else None) for n, is_ended in rows}
             task = self._tasks.get(task_id)
             if task is None:
-                logger.warning("resume: task '%s' of group %s is there no longer; the group is dropped", task_id, name)
+                told = "resume: task '%s' of group %s is there no longer; the group is dropped"
+                logger.warning(told, task_id, name)
                 continue
             task = replace(task, most_attempts=most_attempts, most_turns=most_turns)
-            attempts = {sample: restored(trajectory) for sample, trajectory in found.items()}
             self._open[number] = IssuedGroup(number, name, task, attempts, again)
-        kept = [one.trajectory is not None for group in self._open.values() for one in group.attempts.values()]
-        if kept:
+        if self._open:
+            left = sum(len(group.left) for group in self._open.values())
+            kept = sum(len(group.attempts) for group in self._open.values()) - left
             told = "resume: %d finished attempts are kept, %d unfinished ones are played again"
-            logger.info(told, sum(kept), len(kept) - sum(kept))
+            logger.info(told, kept, left)
 
     def report(self) -> dict[str, float]:
-        """`rollout/` metrics since the last call: what is there for later steps, and what did not go its way."""
+        """`rollout/` metrics since the last call: what is there for later steps, and what did not
+        go its way."""
         ended = sum(not group.left for group in self._open.values())
-        counted = {
+        again, short = self._again, self._short
+        self._again = self._short = 0
+        return {
             "rollout/groups_ahead": float(ended),
             "rollout/groups_running": float(len(self._open) - ended),
-            "rollout/groups_stale": float(self._again),
-            "rollout/groups_short": float(self._short),
+            "rollout/groups_stale": float(again),
+            "rollout/groups_short": float(short),
         }
-        self._again = self._short = 0
-        return counted
 
     def stop(self) -> None:
         """Ends what is in flight; `step` starts it again."""

@@ -10,8 +10,8 @@ from rlflow.types import Group, Task, Trajectory, stamp
 
 @dataclass(eq=False)
 class IssuedAttempt:
-    """An attempt of a group that no step has taken. request_id: while it is in flight. oldest: weight version
-    of its trained tokens, before it has ended that at its start."""
+    """An attempt of a group that no step has taken. request_id: while it is in flight. oldest:
+    weight version of its trained tokens, before it has ended that at its start."""
 
     request_id: str | None = None
     begun_s: float | None = None
@@ -26,8 +26,8 @@ class IssuedAttempt:
 
 @dataclass(eq=False)
 class IssuedGroup:
-    """A group that no step has taken. again: how often it became too old; again_at: at which step last.
-    started: how often attempts of it were. given: `on_group` has got it."""
+    """A group that no step has taken. again: how often it became too old; again_at: at which step
+    last. started: how often attempts of it were. given: `on_group` has got it."""
 
     number: int
     id: str
@@ -56,13 +56,16 @@ class IssuedGroup:
 
     def whole(self) -> Group:
         """The group of the attempts that have ended, stamped."""
-        trajectories = [one.trajectory for one in self.attempts.values() if one.trajectory is not None]
+        trajectories = [
+            one.trajectory for one in self.attempts.values() if one.trajectory is not None
+        ]
         stamp(trajectories)
         return Group(self.id, self.task, trajectories)
 
 
 def restored(trajectory: Trajectory | None) -> IssuedAttempt:
-    """An attempt that had ended with this trajectory; one that was aborted, or had not, is to be played."""
+    """An attempt that had ended with this trajectory; one that was aborted, or had not, is to be
+    played."""
     if trajectory is None or not trajectory.usable:
         return IssuedAttempt()
     return IssuedAttempt(oldest=oldest_version(trajectory), trajectory=trajectory)

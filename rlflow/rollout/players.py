@@ -1,4 +1,5 @@
-"""Play attempts: on engines in this process, or on workers in others. Callers start them and hear of them as events."""
+"""Play attempts: on engines in this process, or on workers in others. Callers start them and hear
+of them as events."""
 
 from __future__ import annotations
 
@@ -21,8 +22,9 @@ from rlflow.rollout.event_loop import LoopThread, Running, cancel_all
 from rlflow.types import Trajectory
 
 FIRST_TURN = 1000
-"""Priority of an attempt's first request, one less with each turn: who is nearest to the end goes first
-where an engine cannot run all. Other requests, an evaluation's for one, come before them with 0."""
+"""Priority of an attempt's first request, one less with each turn: who is nearest to the end goes
+first where an engine cannot run all. Other requests, an evaluation's for one, come before them with
+0."""
 
 
 @dataclass(frozen=True)
@@ -58,12 +60,13 @@ Event = Union[Begun, Ended, Lost]
 class Player(Protocol):
     """Plays attempts until they end or are cancelled."""
 
-    poll_s: float
-    """How long to wait for events at a time."""
+    @property
+    def poll_s(self) -> float:
+        """How long to wait for events at a time."""
 
     def start(self, attempts: Sequence[Attempt]) -> None:
-        """Plays the attempts, none of whose request ids is in flight, in this order where there is no
-        room for all at once."""
+        """Plays the attempts, none of whose request ids is in flight, in this order where there is
+        no room for all at once."""
 
     def events(self, timeout_s: float = 0.0) -> list[Event]:
         """What has happened since the last call, waited for at most that long; nothing of attempts
@@ -85,8 +88,8 @@ class Failure:
 
 
 class Inbox:
-    """Events of the attempts that somebody waits for; those of others are dropped. Any thread may `put`.
-    wake: called, in that thread, when there is something new."""
+    """Events of the attempts that somebody waits for; those of others are dropped. Any thread may
+    `put`. wake: called, in that thread, when there is something new."""
 
     def __init__(self, wake: Callable[[], object] = lambda: None) -> None:
         self.expected: set[str] = set()
@@ -99,10 +102,13 @@ class Inbox:
         self._wake()
 
     def take(self, timeout_s: float) -> list[Event]:
-        """The events since the last call, waited for at most that long. Raises the error of a Failure."""
+        """The events since the last call, waited for at most that long. Raises the error of a
+        Failure."""
         found: list[Event] = []
         try:
-            items = self._items.get(timeout=timeout_s) if timeout_s > 0 else self._items.get_nowait()
+            items = (
+                self._items.get(timeout=timeout_s) if timeout_s > 0 else self._items.get_nowait()
+            )
             while True:
                 for item in items:
                     found += self._wanted(item)
@@ -125,22 +131,24 @@ class Inbox:
 Generate = Callable[..., Awaitable[Completion]]
 
 
-@dataclass(frozen=True)
 class Seats:
-    """The places of an engine, and how those who have one ask it."""
+    """The places of an engine, as many as it says are worth having, and how those who have one ask
+    it."""
 
-    engine: Engine
-    generate: Generate
-    free: asyncio.Semaphore
+    def __init__(self, engine: Engine, generate: Generate) -> None:
+        self.engine = engine
+        self.generate = generate
+        self.free = asyncio.Semaphore(engine.max_concurrency)
 
 
 class LocalPlayer:
-    """Plays attempts on engines in this process. They proceed whether or not anybody asks for events, also
-    while the caller trains; each engine plays as many at a time as it says are worth it.
+    """Plays attempts on engines in this process. They proceed whether or not anybody asks for
+    events, also while the caller trains; each engine plays as many at a time as it says are worth
+    it.
 
-    version: of the weights that the engines have. decode: token ids -> text, for requests that a weight
-    update interrupts. turn: given in deterministic runs, where the attempts of one `start` are played in
-    whole rounds while no others are, and are cancelled together."""
+    version: of the weights that the engines have. decode: token ids -> text, for requests that a
+    weight update interrupts. turn: given in deterministic runs, where the attempts of one `start`
+    are played in whole rounds while no others are, and are cancelled together."""
 
     def __init__(
         self,
@@ -155,13 +163,14 @@ class LocalPlayer:
     ) -> None:
         self._thread = thread
         self._engines = engines
-        self._seats = [seats_of(engine, Continued(engine, decode).generate) for engine in engines]
+        self._seats = [Seats(engine, Continued(engine, decode).generate) for engine in engines]
         self._episodes = episodes
         self._version = version
         self._turn = turn
         self._watch = thread.watch(episodes.call_s)
         self._inbox = Inbox(wake)
-        self._running: dict[str, tuple[int, Running[None]]] = {}  # the number of its engine, and itself
+        self._running: dict[str, Running[None]] = {}  # by request id
+        self._places: dict[str, int] = {}  # the number of the engine
 
     @property
     def poll_s(self) -> float:
@@ -170,45 +179,52 @@ class LocalPlayer:
 
     def start(self, attempts: Sequence[Attempt]) -> None:
         """Plays the attempts."""
+        shares = self._shares(attempts)
         names = [attempt.request_id for attempt in attempts]
         self._inbox.expected.update(names)
-        shares = self._shares(attempts)
         placed = [(attempt, place) for place, share in enumerate(shares) for attempt in share]
         if self._turn is not None:
-            running = [self._thread.start(self._told(names, self._play_in_rounds, shares, self._turn))] * len(placed)
+            batch = self._told(names, self._play_in_rounds, shares, self._turn)
+            running = [self._thread.start(batch)] * len(placed)
         else:
-            running = self._thread.start_all(
-                [self._told([one.request_id], self._play, one, self._seats[place]) for one, place in placed]
-            )
+            plays = [
+                self._told([one.request_id], self._play, one, self._seats[place])
+                for one, place in placed
+            ]
+            running = self._thread.start_all(plays)
         for (attempt, place), one in zip(placed, running, strict=True):
-            self._running[attempt.request_id] = place, one
+            self._running[attempt.request_id] = one
+            self._places[attempt.request_id] = place
             one.on_end(partial(self._running.pop, attempt.request_id, None))
 
     def events(self, timeout_s: float = 0.0) -> list[Event]:
-        """What has happened since the last call. Raises what was wrong with the set-up, and RolloutError
-        where the event loop does not turn any more."""
+        """What has happened since the last call. Raises what was wrong with the set-up, and
+        RolloutError where the event loop does not turn any more."""
         found = self._inbox.take(timeout_s)
         if not found and timeout_s >= self.poll_s:
             self._watch.check()
         return found
 
     def cancel(self, request_ids: Iterable[str]) -> None:
-        """Ends attempts in flight and waits for their clean-up; nothing is heard of them any more."""
+        """Ends attempts in flight and waits for their clean-up; nothing is heard of them any
+        more."""
         names = list(request_ids)
         self._inbox.expected.difference_update(names)
         found = [self._running.get(name) for name in names]
-        cancel_all([one[1] for one in found if one is not None])
+        cancel_all([one for one in found if one is not None])
 
     def close(self) -> None:
         """Ends all attempts."""
         self.cancel(list(self._running))
 
     def _shares(self, attempts: Sequence[Attempt]) -> list[list[Attempt]]:
-        """Which attempts each engine plays. Those at one task share their prompt's cache, so they stay
-        together unless that left an engine without work."""
-        playing = list(self._running.values())
-        whole = bool(playing) or len({attempt.group_id for attempt in attempts}) >= len(self._engines)
-        loads = Counter(place for place, _ in playing)
+        """Which attempts each engine plays. Those at one task share their prompt's cache, so they
+        stay together unless that left an engine without work."""
+        # By what was heard, not by what runs: a deterministic round must not depend on the timing.
+        self._places = {n: one for n, one in self._places.items() if n in self._inbox.expected}
+        loads = Counter(self._places.values())
+        groups = {attempt.group_id for attempt in attempts}
+        whole = bool(loads) or len(groups) >= len(self._engines)
         shares: list[list[Attempt]] = [[] for _ in self._engines]
         key = attrgetter("group_id" if whole else "request_id")
         for _, together in itertools.groupby(attempts, key):
@@ -216,20 +232,26 @@ class LocalPlayer:
             shares[chosen] += together
         return shares
 
-    async def _told(self, names: Sequence[str], play: Callable[..., Awaitable[None]], *arguments: Any) -> None:
+    async def _told(
+        self, names: Sequence[str], play: Callable[..., Awaitable[None]], *arguments: Any
+    ) -> None:
         try:
             await play(*arguments)
         except asyncio.CancelledError:
-            error = RolloutError("rollout: the request of an attempt was cancelled, and not by who waits for it")
+            error = RolloutError(
+                "rollout: the request of an attempt was cancelled, and not by who waits for it"
+            )
             self._inbox.put([Failure(names, error)])
             raise
-        except BaseException as error:  # noqa: BLE001 -- whatever it is, somebody waits for these attempts
+        except BaseException as error:  # noqa: BLE001 -- somebody waits for these attempts
             self._inbox.put([Failure(names, error)])
 
     async def _play(self, attempt: Attempt, seats: Seats) -> None:
         turns = itertools.count()
 
-        def generate(tokens: Sequence[int], sampling: Sampling, request_id: str) -> Awaitable[Completion]:
+        def generate(
+            tokens: Sequence[int], sampling: Sampling, request_id: str
+        ) -> Awaitable[Completion]:
             by_turn = max(1, FIRST_TURN - next(turns))
             priority = by_turn if attempt.priority is None else attempt.priority
             return seats.generate(tokens, sampling, request_id, priority=priority)
@@ -242,7 +264,9 @@ class LocalPlayer:
                 seats.engine.release(attempt.request_id)
         self._inbox.put([Ended(attempt.request_id, trajectory)])
 
-    async def _play_in_rounds(self, shares: Sequence[Sequence[Attempt]], turn: asyncio.Lock) -> None:
+    async def _play_in_rounds(
+        self, shares: Sequence[Sequence[Attempt]], turn: asyncio.Lock
+    ) -> None:
         async def play(attempt: Attempt, seats: Seats, rounds: Rounds) -> None:
             await self._play(attempt, seats)
             rounds.leave()
@@ -251,13 +275,14 @@ class LocalPlayer:
             plays = []
             for engine, share in zip(self._engines, shares):
                 rounds = Rounds(engine, len(share))
-                seats = seats_of(engine, rounds.generate)
+                seats = Seats(engine, rounds.generate)
                 plays += [play(attempt, seats, rounds) for attempt in share]
             await _all(plays)
 
 
 async def _all(coroutines: Sequence[Coroutine[Any, Any, None]]) -> None:
-    """Runs them together; the first failure cancels the others and is raised when they have ended."""
+    """Runs them together; the first failure cancels the others and is raised when they have
+    ended."""
     tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
     try:
         await asyncio.gather(*tasks)
@@ -265,11 +290,6 @@ async def _all(coroutines: Sequence[Coroutine[Any, Any, None]]) -> None:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-
-
-def seats_of(engine: Engine, generate: Generate) -> Seats:
-    """As many as the engine says are worth having."""
-    return Seats(engine, generate, asyncio.Semaphore(engine.max_concurrency))
 
 
 class AttemptPool(Protocol):
@@ -283,8 +303,8 @@ class AttemptPool(Protocol):
 
 
 class RemotePlayer:
-    """Plays attempts on the workers of a pool. together: one worker plays all of a `start`, as deterministic
-    runs need it; they end or are lost at once."""
+    """Plays attempts on the workers of a pool. together: one worker plays all of a `start`, as
+    deterministic runs need it; they end or are lost at once."""
 
     poll_s = 0.25
 
@@ -313,4 +333,3 @@ class RemotePlayer:
     def close(self) -> None:
         """Ends all attempts."""
         self.cancel(list(self._inbox.expected))
-

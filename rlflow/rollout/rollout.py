@@ -9,7 +9,7 @@ from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Se
 from contextlib import closing
 from itertools import count, islice
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar, runtime_checkable
 from weakref import WeakSet
 
 from torch import Tensor
@@ -23,7 +23,7 @@ from rlflow.rollout.engine import Completion, Engine, PauseMode, check_sizes
 from rlflow.rollout.environment_calls import SHUTDOWN_S, reported, shut_down
 from rlflow.rollout.episodes import CALL_S, EPISODE_S, Attempt, EpisodeLimits, EpisodePlayer, TurnSeeds
 from rlflow.rollout.event_loop import LoopThread, LoopWatch
-from rlflow.rollout.groups import Admit, Groups, OnEpisode, TaskSource, Terms
+from rlflow.rollout.groups import Admit, Groups, OnEpisode, Terms
 from rlflow.rollout.pacing import ANY_AGE, Pacing
 from rlflow.rollout.players import LocalPlayer, Player
 from rlflow.rollout.replay import replay
@@ -33,6 +33,21 @@ from rlflow.types import Group, Task
 
 T = TypeVar("T")
 STEPS_REMEMBERED = 64  # of which a task that comes again is recognised
+
+
+@runtime_checkable
+class TaskSource(Protocol):
+    """An order of tasks and the position in it. The position is state of the source, not a function of the step: a filter
+    that refuses groups makes a step take more tasks than another one."""
+
+    def take(self, count: int) -> list[Task]:
+        """The next `count` tasks; fewer, or none, where the source ends."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position, as plain data; part of a checkpoint."""
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restores `state_dict`."""
 
 
 class Rollout:

@@ -20,9 +20,9 @@ from rlflow.environment import Environment
 from rlflow.errors import ConfigError, DataError
 from rlflow.matmul import PRODUCTS
 from rlflow.report.sinks import MetricsLog, make_sinks
-from rlflow.rollout import Engine, Rollout, Tokenizer, WeightProbe
+from rlflow.rollout import Engine, Rollout, TaskSource, Tokenizer, WeightProbe
 from rlflow.rollout.environment_calls import tasks_of
-from rlflow.rollout.groups import Groups, TaskSource, Terms
+from rlflow.rollout.groups import Groups, Terms
 from rlflow.rollout.pacing import Pacing
 from rlflow.run.directory import RunDirectory, run_path
 from rlflow.run.origin import mark_own
