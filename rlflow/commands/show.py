@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO
 
-from rlflow.commands.options import Commands, add_command
+from rlflow.commands.arguments import Commands, add_command
 from rlflow.errors import ConfigError
 from rlflow.report.charts import run_seconds
 from rlflow.report.lines import clock, evaluation_line, numbers, sparkline

@@ -20,9 +20,12 @@ from rlflow.environment import Environment
 from rlflow.errors import ConfigError, DataError
 from rlflow.matmul import PRODUCTS
 from rlflow.report.sinks import MetricsLog, make_sinks
-from rlflow.rollout import Engine, Rollout, Tokenizer, WeightProbe
+from rlflow.rollout.engine import Engine
 from rlflow.rollout.environment_calls import tasks_of
+from rlflow.rollout.rollout import Rollout
 from rlflow.rollout.source import TaskSource
+from rlflow.rollout.tokenizer import Tokenizer
+from rlflow.rollout.weight_sync import WeightProbe
 from rlflow.run.asynchronous import GroupsAhead, Terms
 from rlflow.run.directory import RunDirectory, run_path
 from rlflow.run.journal import AttemptJournal

@@ -17,7 +17,7 @@ from prometheus_client.multiprocess import mark_process_dead
 
 from rlflow.errors import DataError
 from rlflow.storage.files import write_text
-from rlflow.storage.memory import lock
+from rlflow.storage.memory_folders import lock
 
 LOOK_S = 0.1
 LOAD_S = 3600.0  # for the other processes to load what one of them could load

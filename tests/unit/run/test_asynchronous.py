@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from rlflow.run.pacing import Pacing, WhenStale
-from rlflow.storage.memory import OwnedFolder
+from rlflow.storage.memory_folders import OwnedFolder
 from tests.unit.run.simulation import Outcome, Simulation, Workload
 
 WORKLOADS = st.builds(
