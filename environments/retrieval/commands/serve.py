@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlflow.errors import ConfigError, install_command, needing
-from rlflow.storage.memory import OwnedFolder
+from rlflow.storage.memory_folders import OwnedFolder
 from rlflow_environments.common.commands import log_to_stderr
 from rlflow_environments.retrieval.commands.source_arguments import (
     add_source_arguments,
