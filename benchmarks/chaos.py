@@ -1,4 +1,4 @@
-"""What kills, hangs and cut cables cost an asynchronous run with rollout workers: its journal must prove that it is time alone.
+"""What kills, hangs and cut cables cost an asynchronous run with rollout workers: its files must prove that it is time alone.
 
     python benchmarks/chaos.py --ranks 2                   # 30 minutes: half of them the game, half the demo of Search-R1
     python benchmarks/chaos.py --ranks 2 --task search     # 30 minutes of all that there is, retrieval included
@@ -12,7 +12,7 @@ process of its own. Meanwhile, at random: kill -9 and SIGSTOP of rollout workers
 of the environment's processes and of vLLM's engine, SIGSTOP of the driver for some seconds, and of it or of everything for longer
 than an episode may last, an outage of all tools, slow peers on the run's ports, a second run that takes the directory while the
 first is stopped, kill -9 of the driver alone and of everything, which `--resume` then continues, and cuts of the cable between
-two machines. Afterwards the journal is held against what every step wrote, and both against witnesses of which the run
+two machines. Afterwards the last checkpoint is held against what every step wrote, and both against witnesses of which the run
 knows nothing (`chaos_witness.py`): each accepted attempt trained exactly once, no task skipped, the bound of the staleness held,
 nothing written by a run that lost its directory, no process left. A calm run of the same seed says what there was to reach: the
 turns of the game's episodes have its distribution by a two-sample Kolmogorov-Smirnov test (what is lost must not be the long

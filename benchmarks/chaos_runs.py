@@ -1,4 +1,4 @@
-"""What `chaos.py` plays, how a run of it is written, and what its journal and files prove."""
+"""What `chaos.py` plays, how a run of it is written, and what its checkpoint and files prove."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import hashlib
 import operator
 import os
 import random
-import sqlite3
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -23,6 +23,7 @@ from rlflow.config.schema import load_config
 from rlflow.environment import Environment
 from rlflow.report.metrics import Metric
 from rlflow.report.records import read_trajectories
+from rlflow.report.sinks import read_metrics
 from rlflow.run.directory import RunDirectory
 from rlflow.storage.files import read_json
 from rlflow.types import Episode, Step, Task
@@ -166,33 +167,31 @@ def witnesses(run: RunDirectory) -> Path:
 
 
 def problems_of(run: RunDirectory, steps: int) -> Iterator[str]:
-    """What the journal and the steps' files do not prove."""
+    """What the last checkpoint and the steps' files do not prove."""
     config = load_config(run.config).rollout
-    written = [(step, one["id"]) for step in range(1, steps + 1) for one in read_trajectories(run.trajectories(step))]
+    written = [(step, one) for step in range(1, steps + 1) for one in read_trajectories(run.trajectories(step))]
+    names = [one["id"] for _, one in written]
     expected = steps * config.prompts_per_step * config.samples_per_prompt
-    if not len(written) == len({name for _, name in written}) == expected:
-        yield f"expected {expected} attempts trained once, found {len(written)}, {len(set(written))} different"
-    with sqlite3.connect(run.journal) as database:
-        columns = "number, sample, task, group_id, state, step, min_version"
-        rows = database.execute(f"SELECT {columns} FROM attempts ORDER BY number, sample").fetchall()
-    database.close()
-    trained = {(step, f"{group}/{sample}") for _, sample, _, group, state, step, _ in rows if state == "trained"}
-    if trained != set(written):
-        yield f"journal and steps differ in {len(trained ^ set(written))} attempts"
-    ages = [step - 1 - oldest for *_, state, step, oldest in rows if state == "trained" and oldest is not None]
+    if not len(names) == len(set(names)) == expected:
+        yield f"expected {expected} attempts trained once, found {len(names)}, {len(set(names))} different"
+    ages = [record["rollout/staleness_max"] for record in read_metrics(run.metrics) if "rollout/staleness_max" in record]
     if not all(0 <= age <= STALENESS for age in ages):
-        yield f"a trained token was {max(ages)} updates old, at most {STALENESS} are allowed"
-    numbers = [number for number, sample, *_ in rows if sample == 0]
-    if numbers != list(range(len(numbers))):
-        yield "groups are missing in the journal"
-    order = [task for _, sample, task, *_ in rows if sample == 0]
-    tasks = TASKS if len(set(order)) <= TASKS else len(order) + 1  # of the demo there are more than any run takes
-    for epoch in range(max(1, len(order) // tasks)):
-        if len(set(order[epoch * tasks : (epoch + 1) * tasks])) != min(tasks, len(order)):
-            yield f"pass {epoch} over the tasks skipped some, or took some twice"
-    left = [number for number, *_, state, _, _ in rows if state not in ("trained", "dropped")]
-    if left and min(left) < len(numbers) - (AHEAD + 2) * config.prompts_per_step:
-        yield f"group {min(left)} was left behind"
+        yield f"a trained token was {max(ages):g} updates old, at most {STALENESS} are allowed"
+    last = run.latest_checkpoint()
+    if last is None or last[0] != steps:
+        yield f"the last checkpoint is {last}, not that of step {steps}"
+        return
+    state = run.saved.read_state(steps)["groups"]
+    trained = {one["group_id"]: one["task_id"] for _, one in written}
+    left = {name: task for _, name, task, *_ in state["groups"]}
+    refused = state["issued"] - len(trained) - len(left)
+    if trained.keys() & left.keys() or refused:
+        yield f"of {state['issued']} groups {len(trained)} were trained, {len(left)} wait, {refused} are missing"
+    counts = Counter([*trained.values(), *left.values()])
+    if max(counts.values()) - (min(counts.values()) if len(counts) == TASKS else 0) > 1:
+        yield "a pass over the tasks skipped some, or took some twice"
+    if any(number < state["issued"] - (AHEAD + 2) * config.prompts_per_step for number, *_ in state["groups"]):
+        yield "a group was left behind"
 
 
 def different(one: Sequence[int], other: Sequence[int]) -> float:
@@ -215,12 +214,9 @@ def compared(task: str, hurt: RunDirectory, calm: RunDirectory, steps: int) -> I
     p = different(turns, expected)
     if task == "game" and p < SIGNIFICANT:  # in the demo the policy decides about them
         problems.append(f"episodes are of other lengths than in the calm run (p = {p:.2g})")
-    with sqlite3.connect(hurt.journal) as database:
-        (lost,) = database.execute("SELECT COUNT(*) FROM losses").fetchone()
-        (oldest,) = database.execute(
-            "SELECT MAX(step - 1 - min_version) FROM attempts WHERE state = 'trained'"
-        ).fetchone()
-    database.close()
+    records = read_metrics(hurt.metrics)
+    lost = sum(record.get("workers/attempts_lost", 0) for record in records)
+    oldest = max(record.get("rollout/staleness_max", 0) for record in records)
     witnessed = {"played": len(found.played), "trained": len(turns), "trained_in_lost_history": found.forgotten}
     yield "witnesses", witnessed
     yield from (("episodes", len(turns)), ("lost_and_played_again", lost), ("staleness_max", oldest), ("p", p))

@@ -1,4 +1,5 @@
-"""Any environment of gymnasium whose actions can be written: text, or a number of a discrete space."""
+"""Any environment of gymnasium whose actions can be written: text, or a number of a discrete
+space."""
 
 from __future__ import annotations
 
@@ -15,14 +16,16 @@ from rlflow_environments.adapters.text import beginning_with, formatted, seeded_
 
 
 class GymnasiumEnvironment(Environment):
-    """id: as for `gymnasium.make`, options: its further keywords. prompt: what stands before the first observation; {actions}
-    says what can be done. formatter: `file.py:function` of an observation, which gives its text. tasks_per_split: seeds of
-    `reset`."""
+    """id: as for `gymnasium.make`, options: its further keywords. prompt: what stands before the
+    first observation; {actions} says what can be done. formatter: `file.py:function` of an
+    observation, which gives its text. tasks_per_split: seeds of `reset`."""
 
     shorthand = "id"
     stop = ("\n",)
     metrics = {
-        "finished": Metric("share", "of episodes that the environment ended, its own time limit left out"),
+        "finished": Metric(
+            "share", "of episodes that the environment ended, its own time limit left out"
+        ),
         "invalid_actions": Metric("per episode", "responses that were no action"),
     }
 
@@ -47,11 +50,16 @@ class GymnasiumEnvironment(Environment):
         spaces = self._gymnasium.spaces
         if not isinstance(space, spaces.Text | spaces.Discrete):
             raise ConfigError(
-                f"environment.id: '{id}' has actions of {space}; expected text, or numbers of a discrete space."
+                f"environment.id: '{id}' has actions of {space}; expected text, or numbers of a "
+                "discrete space."
             )
         numbers = isinstance(space, spaces.Discrete)
         self._actions = f"{space.start} to {space.start + space.n - 1}" if numbers else "text"
-        self._space, self._numbers, self._prompt = space, numbers, prompt.replace("{actions}", self._actions)
+        self._space, self._numbers, self._prompt = (
+            space,
+            numbers,
+            prompt.replace("{actions}", self._actions),
+        )
 
     def tasks(self, split: str) -> Sequence[Task]:
         return seeded_tasks(split, self._prompt, self._count)
@@ -60,11 +68,15 @@ class GymnasiumEnvironment(Environment):
         """A game of its own per episode; its first observation ends the prompt."""
         game = self._gymnasium.make(self._id, **self._options)
         observation, _ = game.reset(seed=task.answer)
-        return Episode(beginning_with(task, self._text(observation)), scratch={"game": game, "invalid": 0})
+        return Episode(
+            beginning_with(task, self._text(observation)), scratch={"game": game, "invalid": 0}
+        )
 
     def step(self, episode: Episode, response: str) -> Step:
         said, state = response.strip(), episode.scratch
-        action = int(said) if self._numbers and said.lstrip("-").isdecimal() and len(said) < 10 else said
+        action = (
+            int(said) if self._numbers and said.lstrip("-").isdecimal() and len(said) < 10 else said
+        )
         if not self._space.contains(action):
             state["invalid"] += 1
             metrics = {"finished": 0.0, "invalid_actions": float(state["invalid"])}

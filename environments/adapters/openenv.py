@@ -1,7 +1,8 @@
 """What an OpenEnv server plays: a session of its own, over a websocket, for every episode.
 
-Source: the messages of openenv 0.10 (`openenv/core/env_server/http_server.py`), which 0.2 and 0.3 speak too: `reset`, `step` and
-`close` to /ws, answered by `observation` or `error`; GET /schema has the fields of an action. The package is not needed for it.
+Source: the messages of openenv 0.10 (`openenv/core/env_server/http_server.py`), which 0.2 and 0.3
+speak too: `reset`, `step` and `close` to /ws, answered by `observation` or `error`; GET /schema has
+the fields of an action. The package is not needed for it.
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ class NotAnActionError(OpenEnvError):
 
 
 class OpenEnv(Environment):
-    """The server's reward and end are the episode's. What it does not accept as an action is answered with an observation; any
-    other failure aborts the episode."""
+    """The server's reward and end are the episode's. What it does not accept as an action is
+    answered with an observation; any other failure aborts the episode."""
 
     shorthand = "url"
     metrics = {
@@ -60,25 +61,34 @@ class OpenEnv(Environment):
         wait_s: PositiveFloat = 300.0,
         api_key_variable: str | None = None,
     ) -> None:
-        """prompt: what stands before the first observation; {action} says what can be done. action: an action in which
-        "{response}" is what the policy said (default: its only field that is needed; where several are, the response is the
-        action, as JSON). formatter: `file.py:function` of an observation's fields, which gives its text (default: that of a
-        single field, else JSON). tasks_per_split: seeds of `reset`, which gets the `options` too. timeout_s: of one message.
-        wait_s: for a session, where the server holds as many as it may. api_key_variable: the environment variable of a bearer
-        token. Raises ConfigError, MissingPackageError."""
+        """prompt: what stands before the first observation; {action} says what can be done. action:
+        an action in which "{response}" is what the policy said (default: its only field that is
+        needed; where several are, the response is the action, as JSON). formatter:
+        `file.py:function` of an observation's fields, which gives its text (default: that of a
+        single field, else JSON). tasks_per_split: seeds of `reset`, which gets the `options` too.
+        timeout_s: of one message. wait_s: for a session, where the server holds as many as it may.
+        api_key_variable: the environment variable of a bearer token. Raises ConfigError,
+        MissingPackageError."""
         with needing("environment openenv", "pip install aiohttp"):
             import aiohttp
         if not url.startswith(("http://", "https://")):
-            raise ConfigError(f"environment.url: expected an address such as http://localhost:8000, found '{url}'.")
+            raise ConfigError(
+                "environment.url: expected an address such as http://localhost:8000, found "
+                f"'{url}'."
+            )
         token = os.environ.get(api_key_variable) if api_key_variable else None
         headers = {"Authorization": f"Bearer {token}"} if token else {}
         fields, needed = _fields_of_an_action(url.rstrip("/"), headers)
         self._action = action or ({needed[0]: RESPONSE} if len(needed) == 1 else None)
         described_as = (
-            "text" if action else json.dumps(fields[needed[0]] if self._action else fields, ensure_ascii=False)
+            "text"
+            if action
+            else json.dumps(fields[needed[0]] if self._action else fields, ensure_ascii=False)
         )
         self._prompt = prompt.replace("{action}", described_as)
-        self._sessions = _Sessions(aiohttp, url.rstrip("/"), headers, timeout_s, RetryPolicy(None, 0.2, 1.0, wait_s))
+        self._sessions = _Sessions(
+            aiohttp, url.rstrip("/"), headers, timeout_s, RetryPolicy(None, 0.2, 1.0, wait_s)
+        )
         self._text = formatted(formatter, _as_text)
         self._options, self._count, self.stop = options or {}, tasks_per_split, tuple(stop)
 
@@ -86,7 +96,8 @@ class OpenEnv(Environment):
         return seeded_tasks(split, self._prompt, self._count)
 
     async def reset(self, task: Task) -> Episode:
-        """A session, waited for where the server has none to spare; its first observation ends the prompt."""
+        """A session, waited for where the server has none to spare; its first observation ends the
+        prompt."""
         session, result = await self._sessions.open({"seed": task.answer, **self._options})
         text = self._text(result["observation"])
         return Episode(beginning_with(task, text), scratch={"session": session, "invalid": 0})
@@ -94,7 +105,9 @@ class OpenEnv(Environment):
     async def step(self, episode: Episode, response: str) -> Step:
         state = episode.scratch
         try:
-            action = _filled(self._action, response.strip()) if self._action else json.loads(response)
+            action = (
+                _filled(self._action, response.strip()) if self._action else json.loads(response)
+            )
             result = await state["session"].ask("step", action)
         except (NotAnActionError, ValueError, RecursionError) as problem:
             state["invalid"] += 1
@@ -102,7 +115,12 @@ class OpenEnv(Environment):
             return Step(f"Not an action: {problem}\n", metrics=metrics)
         done = bool(result.get("done"))
         metrics = {"finished": float(done), "invalid_actions": float(state["invalid"])}
-        return Step(f"{self._text(result['observation'])}\n", float(result.get("reward") or 0.0), done, metrics)
+        return Step(
+            f"{self._text(result['observation'])}\n",
+            float(result.get("reward") or 0.0),
+            done,
+            metrics,
+        )
 
     async def close(self, episode: Episode) -> None:
         await episode.scratch["session"].close()
@@ -115,19 +133,27 @@ class _Session:
         self._client, self._socket, self._url, self._timeout_s = client, socket, url, timeout_s
 
     async def ask(self, kind: str, data: Any) -> dict[str, Any]:
-        """The server's observation. Raises NotAnActionError, Retryable where it has no session to spare, OpenEnvError."""
+        """The server's observation. Raises NotAnActionError, Retryable where it has no session to
+        spare, OpenEnvError."""
         try:
             async with asyncio.timeout(self._timeout_s):
-                with suppress(ConnectionError):  # it may have said why it closed: that is still to be read
+                with suppress(
+                    ConnectionError
+                ):  # it may have said why it closed: that is still to be read
                     await self._socket.send_str(json.dumps({"type": kind, "data": data}))
                 message = await self._socket.receive()
             answer = json.loads(message.data) if isinstance(message.data, str) else None
         except TimeoutError:
-            raise OpenEnvError(f"{self._url}: no answer to '{kind}' within {self._timeout_s:g} s.") from None
+            raise OpenEnvError(
+                f"{self._url}: no answer to '{kind}' within {self._timeout_s:g} s."
+            ) from None
         except (OSError, ValueError) as failure:
             raise OpenEnvError(f"{self._url}: '{kind}' failed: {described(failure)}.") from None
         if not isinstance(answer, dict) or not isinstance(answer.get("data"), dict):
-            raise OpenEnvError(f"{self._url}: the server closed the session at '{kind}' ({message.type.name.lower()}).")
+            raise OpenEnvError(
+                f"{self._url}: the server closed the session at '{kind}' "
+                f"({message.type.name.lower()})."
+            )
         data = answer["data"]
         if answer.get("type") == "observation" and isinstance(data.get("observation"), dict):
             return data
@@ -151,7 +177,12 @@ class _Sessions:
     """Opens sessions on one server."""
 
     def __init__(
-        self, aiohttp: Any, url: str, headers: dict[str, str], timeout_s: float, patience: RetryPolicy
+        self,
+        aiohttp: Any,
+        url: str,
+        headers: dict[str, str],
+        timeout_s: float,
+        patience: RetryPolicy,
     ) -> None:
         self._aiohttp, self._url, self._headers, self._timeout_s, self._patience = (
             aiohttp,
@@ -164,11 +195,13 @@ class _Sessions:
     async def open(self, data: dict[str, Any]) -> tuple[_Session, dict[str, Any]]:
         """A session that was reset, and what it shows. Raises OpenEnvError."""
         try:
-            return await self._patience.call_async(lambda deadline: self._attempt(data), random.Random())
+            return await self._patience.call_async(
+                lambda deadline: self._attempt(data), random.Random()
+            )
         except GaveUp as end:
             raise OpenEnvError(
-                f"{self._url}: no session within {self._patience.timeout_s:g} s ({end.last}); let the server hold more "
-                "(max_concurrent_envs), or set environment.wait_s."
+                f"{self._url}: no session within {self._patience.timeout_s:g} s ({end.last}); let "
+                "the server hold more (max_concurrent_envs), or set environment.wait_s."
             ) from None
 
     async def _attempt(self, data: dict[str, Any]) -> tuple[_Session, dict[str, Any]]:
@@ -176,19 +209,25 @@ class _Sessions:
         session = None
         try:
             async with asyncio.timeout(self._timeout_s):
-                socket = await client.ws_connect(f"{self._url}/ws", heartbeat=HEARTBEAT_S, max_msg_size=LONGEST_MESSAGE)
+                socket = await client.ws_connect(
+                    f"{self._url}/ws", heartbeat=HEARTBEAT_S, max_msg_size=LONGEST_MESSAGE
+                )
             session = _Session(client, socket, self._url, self._timeout_s)
             return session, await session.ask("reset", data)
         except BaseException as failure:
             await (session or client).close()
-            if isinstance(failure, (self._aiohttp.ClientError, OSError)):  # TimeoutError is one of them
-                raise OpenEnvError(f"{self._url}/ws: no connection: {described(failure)}.") from None
+            if isinstance(
+                failure, (self._aiohttp.ClientError, OSError)
+            ):  # TimeoutError is one of them
+                raise OpenEnvError(
+                    f"{self._url}/ws: no connection: {described(failure)}."
+                ) from None
             raise
 
 
 def _fields_of_an_action(url: str, headers: dict[str, str]) -> tuple[dict[str, Any], list[str]]:
-    """(name -> what the JSON schema says of it, the names of those that are needed; of all, where none is). Raises ConfigError
-    where no OpenEnv server answers."""
+    """(name -> what the JSON schema says of it, the names of those that are needed; of all, where
+    none is). Raises ConfigError where no OpenEnv server answers."""
     try:
         reply = fetch(f"{url}/schema", headers=headers, proxies=True)
         if reply.status != 200:
@@ -217,4 +256,8 @@ def _filled(value: Any, response: str) -> Any:
 def _as_text(observation: dict[str, Any]) -> str:
     fields = {name: value for name, value in observation.items() if name != "metadata"}
     only = next(iter(fields.values()), "")
-    return only if len(fields) < 2 and isinstance(only, str) else json.dumps(fields, ensure_ascii=False)
+    return (
+        only
+        if len(fields) < 2 and isinstance(only, str)
+        else json.dumps(fields, ensure_ascii=False)
+    )

@@ -14,8 +14,9 @@ from rlflow.values import PositiveInt
 
 
 class ReasoningGym(Environment):
-    """dataset: its name in reasoning_gym, options: its further keywords. prompt: around {question}; the answer is the response,
-    up to a line break. tasks_per_split: problems of each split, from other seeds."""
+    """dataset: its name in reasoning_gym, options: its further keywords. prompt: around {question};
+    the answer is the response, up to a line break. tasks_per_split: problems of each split, from
+    other seeds."""
 
     shorthand = "dataset"
     harmless_options = ("dataset", "tasks_per_split", "seed")
@@ -37,20 +38,31 @@ class ReasoningGym(Environment):
             library = importlib.import_module("reasoning_gym")
             factory = importlib.import_module("reasoning_gym.factory")
         if dataset not in factory.DATASETS:
-            raise ConfigError(f"environment.dataset: unknown '{dataset}'.{did_you_mean(dataset, factory.DATASETS)}")
+            raise ConfigError(
+                "environment.dataset: unknown "
+                f"'{dataset}'.{did_you_mean(dataset, factory.DATASETS)}"
+            )
         seeds = {"train": 2 * seed, "val": 2 * seed + 1}
         keywords = {**(options or {}), "size": tasks_per_split}
-        self._data = {split: library.create_dataset(dataset, seed=seeds[split], **keywords) for split in seeds}
+        self._data = {
+            split: library.create_dataset(dataset, seed=seeds[split], **keywords) for split in seeds
+        }
         self._prompt = prompt
 
     def tasks(self, split: str) -> Sequence[Task]:
         found = []
         for number, entry in enumerate(self._data[split]):
             prompt = self._prompt.replace("{question}", entry["question"])
-            found.append(Task(f"{split}-{number}", prompt, entry["answer"], {"split": split, "number": number}))
+            found.append(
+                Task(
+                    f"{split}-{number}", prompt, entry["answer"], {"split": split, "number": number}
+                )
+            )
         return found
 
     def step(self, episode: Episode, response: str) -> Step:
         data, number = self._data[episode.task.metadata["split"]], episode.task.metadata["number"]
         score = float(data.score_answer(response.strip(), data[number]))
-        return Step(reward=score, terminated=True, metrics={"score": score, "solved": float(score >= 1)})
+        return Step(
+            reward=score, terminated=True, metrics={"score": score, "solved": float(score >= 1)}
+        )

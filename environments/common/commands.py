@@ -1,6 +1,7 @@
 """Command groups of plug-ins: one module per command, imported when the command is used.
 
-A command module has `add_arguments(parser) -> None` and `run(args) -> int`; its docstring is the command's description.
+A command module has `add_arguments(parser) -> None` and `run(args) -> int`; its docstring is the
+command's description.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ import argparse
 import importlib
 import logging
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rlflow.errors import RLFlowError, as_called, described
@@ -24,12 +25,16 @@ def add_commands(parser: argparse.ArgumentParser, commands: Commands) -> None:
     parser.set_defaults(run=lambda args: parser.print_help())
     actions = parser.add_subparsers(title="actions", metavar="ACTION", parser_class=_LazyParser)
     for name, (line, module) in commands.items():
-        actions.add_parser(name, help=line, formatter_class=FORMATTER, allow_abbrev=False).module = module
+        actions.add_parser(
+            name, help=line, formatter_class=FORMATTER, allow_abbrev=False
+        ).module = module
 
 
-def run_group(prog: str, description: str, commands: Commands, arguments: Sequence[str] | None = None) -> int:
-    """Runs a group as a program of its own; returns the exit status: 0, or the error's after an error that it prints in one
-    line."""
+def run_group(
+    prog: str, description: str, commands: Commands, arguments: Sequence[str] | None = None
+) -> int:
+    """Runs a group as a program of its own; returns the exit status: 0, or the error's after an
+    error that it prints in one line."""
     parser = argparse.ArgumentParser(prog=prog, description=description, formatter_class=FORMATTER)
     add_commands(parser, commands)
     args = parser.parse_args(arguments)
@@ -40,9 +45,30 @@ def run_group(prog: str, description: str, commands: Commands, arguments: Sequen
         return getattr(problem, "exit_code", RLFlowError.exit_code)
 
 
+def add_option(
+    parser: argparse._ActionsContainer,
+    flags: str,
+    help: str,
+    default: Any = None,
+    kind: Callable[[str], Any] | None = None,
+) -> None:
+    """Adds `--flag PLACE`, with further names of the flag in front of the place, or a switch: a flag
+    without one. kind: makes its value from text (None: the default's type)."""
+    *names, place = flags.split()
+    if not names:
+        parser.add_argument(place, action="store_true", help=help)
+        return
+    if default is not None:
+        help = f"{help} (default {default})"
+        kind = kind or type(default)
+    parser.add_argument(*names, metavar=place, type=kind or str, default=default, help=help)
+
+
 def log_to_stderr() -> None:
     """What a service says while it runs: its own messages from INFO on, others' warnings."""
-    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
+    logging.basicConfig(
+        level=logging.WARNING, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr
+    )
     logging.getLogger("rlflow_environments").setLevel(logging.INFO)
 
 
@@ -55,7 +81,9 @@ class _LazyParser(argparse.ArgumentParser):
     def format_help(self) -> str:
         return as_called(super().format_help())
 
-    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[argparse.Namespace, list[str]]:
+    def parse_known_args(
+        self, args: Any = None, namespace: Any = None
+    ) -> tuple[argparse.Namespace, list[str]]:
         if not self._loaded:
             self._loaded = True
             module = importlib.import_module(self.module)

@@ -1,6 +1,7 @@
 """Rows of the field's files: JSON objects one per line, and errors about the bad ones.
 
-A record ends at a newline byte and nowhere else (text may hold U+2028 and the like); blank lines are skipped.
+A record ends at a newline byte and nowhere else (text may hold U+2028 and the like); blank lines
+are skipped.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ def existing(path: str | Path, what: str) -> Path:
     if not file.is_file():
         found = "a directory" if file.is_dir() else "nothing"
         raise DataError(
-            f"{file}: expected the {what} as a .jsonl file, found {found} there. Give the path of an existing file."
+            f"{file}: expected the {what} as a .jsonl file, found {found} there. Give the path of "
+            "an existing file."
         )
     return file
 
@@ -49,10 +51,15 @@ def records(data: mmap.mmap | bytes) -> Iterator[tuple[int, int, bytes]]:
         start = stop + 1
 
 
-def refuse(path: Path, what: str, bad: Sequence[tuple[str, str]], good: int, *, skip: bool = False) -> None:
-    """Raises DataError if there are bad rows, each a (name, reason), or no rows at all; with `skip` bad ones are a warning."""
+def refuse(
+    path: Path, what: str, bad: Sequence[tuple[str, str]], good: int, *, skip: bool = False
+) -> None:
+    """Raises DataError if there are bad rows, each a (name, reason), or no rows at all; with `skip`
+    bad ones are a warning."""
     if bad and path.suffix.lower() == ".csv":
-        convert = "import csv, json, sys; [print(json.dumps(row)) for row in csv.DictReader(sys.stdin)]"
+        convert = (
+            "import csv, json, sys; [print(json.dumps(row)) for row in csv.DictReader(sys.stdin)]"
+        )
         source, target = shlex.quote(str(path)), shlex.quote(str(path.with_suffix(".jsonl")))
         raise DataError(
             f"{path}: found CSV, expected the {what} as JSON Lines or parquet. Convert it by "
@@ -102,5 +109,11 @@ def kind_of(value: Any) -> str:
         return "nothing"
     if isinstance(value, str):
         return "text" if value.strip() else "empty text"
-    names = {bool: "true/false", int: "a number", float: "a number", dict: "an object", list: "a list"}
+    names = {
+        bool: "true/false",
+        int: "a number",
+        float: "a number",
+        dict: "an object",
+        list: "a list",
+    }
     return names.get(type(value), f"a {type(value).__name__}")

@@ -1,4 +1,5 @@
-"""A language model as a judge behind any OpenAI-compatible endpoint: its verdicts are kept, its failures abort episodes."""
+"""A language model as a judge behind any OpenAI-compatible endpoint: its verdicts are kept, its
+failures abort episodes."""
 
 from __future__ import annotations
 
@@ -15,7 +16,12 @@ from rlflow.components import check_options
 from rlflow.errors import ConfigError, RLFlowError
 from rlflow.storage.files import write_text
 from rlflow.values import NonNegativeFloat, PositiveFloat, PositiveInt
-from rlflow_environments.common.endpoint import ChatEndpoint, EndpointError, EndpointRefusedError, UnreadableReplyError
+from rlflow_environments.common.endpoint import (
+    ChatEndpoint,
+    EndpointError,
+    EndpointRefusedError,
+    UnreadableReplyError,
+)
 
 PAUSE_S = 0.5  # before the second attempt, at the most
 MAX_REPLY_TOKENS = 1024
@@ -24,11 +30,13 @@ T = TypeVar("T")
 
 
 class JudgeError(RLFlowError):
-    """The judge's endpoint failed, after all attempts: the episode is aborted, neither right nor wrong."""
+    """The judge's endpoint failed, after all attempts: the episode is aborted, neither right nor
+    wrong."""
 
 
 class JudgeEndpoint:
-    """Asks for verdicts, each of them once: what was asked before is remembered, with a cache between runs too.
+    """Asks for verdicts, each of them once: what was asked before is remembered, with a cache
+    between runs too.
 
     Its keywords are the options of every component that `takes(JudgeEndpoint)`."""
 
@@ -46,10 +54,12 @@ class JudgeEndpoint:
         cache: str | Path | None = None,
         seed: int = 0,
     ) -> None:
-        """where: the options' place in the configuration. url: of the API, such as http://localhost:8000/v1. api_key_variable:
-        the environment variable with the key; none is sent where it is not set. timeout_s: of one request. tries: requests per
-        verdict, replies that cannot be read included. concurrency: requests at a time. cache: a folder of verdicts, kept
-        between runs (default: in memory). seed: of the pauses between attempts. Raises ConfigError, MissingPackageError.
+        """where: the options' place in the configuration. url: of the API, such as
+        http://localhost:8000/v1. api_key_variable: the environment variable with the key; none is
+        sent where it is not set. timeout_s: of one request. tries: requests per verdict, replies
+        that cannot be read included. concurrency: requests at a time. cache: a folder of verdicts,
+        kept between runs (default: in memory). seed: of the pauses between attempts. Raises
+        ConfigError, MissingPackageError.
         """
         self._endpoint = ChatEndpoint(
             url,
@@ -71,11 +81,11 @@ class JudgeEndpoint:
         self._lock = threading.Lock()
 
     async def verdict(self, prompt: str, read: Callable[[str], T]) -> tuple[T, bool]:
-        """(what `read` makes of the model's reply, whether it was known): plain data, of which JSON can be made. `read` raises
-        UnreadableReply.
+        """(what `read` makes of the model's reply, whether it was known): plain data, of which JSON
+        can be made. `read` raises UnreadableReply.
 
-        Raises UnreadableReplyError where no reply could be read, JudgeError where none came, ConfigError where the endpoint
-        refuses what it is asked.
+        Raises UnreadableReplyError where no reply could be read, JudgeError where none came,
+        ConfigError where the endpoint refuses what it is asked.
         """
         key = hashlib.sha256(json.dumps([*self._identity, prompt]).encode()).hexdigest()
         known = await asyncio.to_thread(self._recall, key)
@@ -110,9 +120,14 @@ class JudgeEndpoint:
         with self._lock:
             self._known[key] = verdict
         if self._folder is not None:
-            write_text(self._folder / f"{key}.json", json.dumps({"verdict": verdict}) + "\n", durable=False)
+            write_text(
+                self._folder / f"{key}.json", json.dumps({"verdict": verdict}) + "\n", durable=False
+            )
 
 
 def make_judge(options: Mapping[str, Any], where: str) -> JudgeEndpoint:
-    """The judge of a mapping in the configuration, checked. Raises ConfigError, MissingPackageError."""
-    return JudgeEndpoint(where, **check_options(options, JudgeEndpoint, where=where, reserved=("where",)))
+    """The judge of a mapping in the configuration, checked. Raises ConfigError,
+    MissingPackageError."""
+    return JudgeEndpoint(
+        where, **check_options(options, JudgeEndpoint, where=where, reserved=("where",))
+    )

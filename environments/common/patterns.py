@@ -1,7 +1,7 @@
 """Regular expressions that cost time in proportion to the text, by RE2.
 
-`re` backtracks: on a text of the policy's choice, a pattern such as (a+)+$ takes time exponential in
-the length."""
+`re` backtracks: on a text of the policy's choice, a pattern such as (a+)+$ takes time exponential
+in the length."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from rlflow.errors import ConfigError
 
 
 class Pattern:
-    """A regular expression in RE2's syntax (https://github.com/google/re2/wiki/Syntax): Python's but
-    for references, lookaround, atomic groups and possessive repeats; `$` is the very end of the text,
-    and \\w, \\d and \\s are of ASCII. Raises ConfigError, with `where`."""
+    """A regular expression in RE2's syntax (https://github.com/google/re2/wiki/Syntax): Python's
+    but for references, lookaround, atomic groups and possessive repeats; `$` is the very end of the
+    text, and \\w, \\d and \\s are of ASCII. Raises ConfigError, with `where`."""
 
     def __init__(self, pattern: str, where: str = "pattern") -> None:
         options = re2.Options()

@@ -11,7 +11,8 @@ StageProgress = Callable[[str, int, int], None]
 
 
 class ProgressLine:
-    """Shows a stage, how far it is and when it will be done: in place on a terminal, else a line every ten seconds."""
+    """Shows a stage, how far it is and when it will be done: in place on a terminal, else a line
+    every ten seconds."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -36,7 +37,11 @@ class ProgressLine:
         if total <= 1:
             return ""
         rate = (done - self._first) / max(now - self._began, 1e-9)
-        left = f", {_clock((total - done) / rate)} left, {rate:,.0f}/s" if rate and done < total else ""
+        left = (
+            f", {_clock((total - done) / rate)} left, {rate:,.0f}/s"
+            if rate and done < total
+            else ""
+        )
         return f": {done:,} of {total:,} ({done / total:.1%}){left}"
 
     def _end_line(self) -> None:

@@ -7,7 +7,8 @@ from typing import Any
 
 
 def well_formed(text: str) -> str:
-    """The text with U+FFFD in place of every lone surrogate: half of an emoji, where JSON was cut or written by hand."""
+    """The text with U+FFFD in place of every lone surrogate: half of an emoji, where JSON was cut
+    or written by hand."""
     if text.isascii():
         return text
     try:
@@ -18,10 +19,12 @@ def well_formed(text: str) -> str:
 
 
 def load_json(data: bytes, encoding: str = "utf-8") -> Any:
-    """The JSON value of UTF-8, its texts well-formed. Raises ValueError, and RecursionError where it is nested too deeply."""
+    """The JSON value of UTF-8, its texts well-formed. Raises ValueError, and RecursionError where
+    it is nested too deeply."""
     text = data.decode(encoding)
     value = json.loads(text)
     if "\\ud" in text or "\\uD" in text:
-        # Only an escape can be half a pair; written out and read again, every text and key is looked at.
+        # Only an escape can be half a pair; written out and read again, every text and key is
+        # looked at.
         value = json.loads(well_formed(json.dumps(value, ensure_ascii=False)))
     return value

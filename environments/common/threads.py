@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable
 from typing import TypeVar
 
-LONG_TEXT = 50_000  # characters: normalizing so many takes a few milliseconds, about what a change of threads may cost
+LONG_TEXT = 50_000  # characters: as long to normalize as a change of threads may take
 
 T = TypeVar("T")
 

@@ -10,8 +10,8 @@ from rlflow.types import Observation, Task
 
 @dataclass(frozen=True)
 class Transcript:
-    """An episode. responses: the policy's own text, turn by turn, special tokens stripped; observations: what it was shown
-    after each of them ("" after the last)."""
+    """An episode. responses: the policy's own text, turn by turn, special tokens stripped;
+    observations: what it was shown after each of them ("" after the last)."""
 
     task: Task
     responses: tuple[str, ...]
@@ -25,7 +25,8 @@ class Transcript:
 
     @property
     def model_text(self) -> str:
-        """Everything that the policy wrote, and nothing else: the only text that answers are read from."""
+        """Everything that the policy wrote, and nothing else: the only text that answers are read
+        from."""
         return "".join(self.responses)
 
     @property

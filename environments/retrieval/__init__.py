@@ -1,1 +1,2 @@
-"""Retrieval as a service: corpora, encoders, indices, a server and its clients. Of use without any agent."""
+"""Retrieval as a service: corpora, encoders, indices, a server and its clients. Of use without any
+agent."""

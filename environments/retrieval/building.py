@@ -1,5 +1,5 @@
-"""Builds an index folder from a corpus, in stages that go on where a killed build stopped, in memory
-that does not grow with the corpus until the index itself must be in memory."""
+"""Builds an index folder from a corpus, in stages that go on where a killed build stopped, in
+memory that does not grow with the corpus until the index itself must be in memory."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ _COPIED = 32 << 20  # bytes of vectors moved at a time
 @dataclass(frozen=True)
 class BuildRequest:
     """What to build. kind: torch, bm25 or a faiss index_factory string. encoder: a name or name and
-    options (not for bm25). dtype: of the embeddings file. keep_embeddings: beside a faiss index; kind
-    torch always has them. checkpoint_s: seconds between copies of a growing index. recall: see
+    options (not for bm25). dtype: of the embeddings file. keep_embeddings: beside a faiss index;
+    kind torch always has them. checkpoint_s: seconds between copies of a growing index. recall: see
     measure_recall."""
 
     kind: str = "Flat"
@@ -58,14 +58,16 @@ class BuildRequest:
 def build_index(
     corpus: Sequence[Passage], folder: Path, request: BuildRequest, report: StageProgress
 ) -> IndexMeta:
-    """Builds `folder` and returns what it holds; a folder that is built already is left alone, and a
-    build that was killed goes on.
+    """Builds `folder` and returns what it holds; a folder that is built already is left alone, and
+    a build that was killed goes on.
 
-    corpus: of a file, with its `path`.
-    Raises ConfigError, DataError: the folder holds something else, or its beginning; the disk is full.
+    corpus: of a file, with its `path`. Raises ConfigError, DataError: the folder holds something
+    else, or its beginning; the disk is full.
     """
     if request.dtype not in EMBEDDINGS:
-        raise ConfigError(f"dtype: expected one of {', '.join(EMBEDDINGS)}, found '{request.dtype}'.")
+        raise ConfigError(
+            f"dtype: expected one of {', '.join(EMBEDDINGS)}, found '{request.dtype}'."
+        )
     if request.recall is not None and not 0 < request.recall <= 1:
         raise ConfigError(
             f"recall: expected a share above 0 and up to 1, found {request.recall:g}."
@@ -280,7 +282,8 @@ class _DenseBuild:
 
 @dataclass(frozen=True)
 class _Vectors:
-    """Vectors in a file, row after row: read, as mapped pages would count as the process's memory."""
+    """Vectors in a file, row after row: read, as mapped pages would count as the process's
+    memory."""
 
     path: Path
     dtype: np.dtype
@@ -306,8 +309,8 @@ def _check_space(path: Path, needed: int) -> None:
     free = shutil.disk_usage(path.parent).free
     if needed > free:
         raise DataError(
-            f"{path}: needs {needed / 1e9:.1f} GB more, {free / 1e9:.1f} GB are free. Make room, or "
-            "use dtype float16."
+            f"{path}: needs {needed / 1e9:.1f} GB more, {free / 1e9:.1f} GB are free. Make room, "
+            "or use dtype float16."
         )
 
 

@@ -4,7 +4,8 @@
     pages.jsonl    {"url", "contents"}
     questions      see `questions`
 
-A record ends at a newline byte and nowhere else (text may hold U+2028 and the like); blank lines are skipped.
+A record ends at a newline byte and nowhere else (text may hold U+2028 and the like); blank lines
+are skipped.
 """
 
 from __future__ import annotations
@@ -21,15 +22,24 @@ from typing import Any, overload
 
 from rlflow.errors import DataError
 from rlflow.storage.files import replacing
-from rlflow_environments.common.jsonl import BadRow, existing, kind_of, parse_object, records, refuse, text_of
+from rlflow_environments.common.jsonl import (
+    BadRow,
+    existing,
+    kind_of,
+    parse_object,
+    records,
+    refuse,
+    text_of,
+)
 
 logger = logging.getLogger("rlflow.search.corpus")  # under `rlflow`, so that a run's log has it
 
 
 @dataclass(frozen=True)
 class Passage:
-    """One retrieved document. contents: `"Title"\\ntext`, as it stands in the corpus; empty for a row without text.
-    score: of the retriever that found it, higher is better, 0 for a passage that was not retrieved."""
+    """One retrieved document. contents: `"Title"\\ntext`, as it stands in the corpus; empty for a
+    row without text. score: of the retriever that found it, higher is better, 0 for a passage that
+    was not retrieved."""
 
     id: str
     title: str
@@ -68,14 +78,14 @@ class PassageSequence(Sequence[Passage]):
 
 
 class Corpus(PassageSequence):
-    """The passages of a corpus.jsonl: read from a memory map when asked for, so that only offsets stay in
-    memory.
+    """The passages of a corpus.jsonl: read from a memory map when asked for, so that only offsets
+    stay in memory.
 
     empty: the rows without text, which have a number, a vector even, and are never found."""
 
     def __init__(self, path: str | Path, *, skip_bad_rows: bool = False) -> None:
-        """Maps the file and checks every row once. Raises DataError: missing or empty file, bad rows (all
-        are counted); with `skip_bad_rows` only where no row is good."""
+        """Maps the file and checks every row once. Raises DataError: missing or empty file, bad
+        rows (all are counted); with `skip_bad_rows` only where no row is good."""
         self.path = existing(path, "corpus")
         with self.path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size  # an empty file cannot be mapped
@@ -109,8 +119,8 @@ class Corpus(PassageSequence):
 
 
 class RowCheck:
-    """What is to be said of a corpus as a whole. number: of the next row, by which rows without an id are named. empty: the rows
-    without text."""
+    """What is to be said of a corpus as a whole. number: of the next row, by which rows without an
+    id are named. empty: the rows without text."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -136,7 +146,10 @@ class RowCheck:
         ids = np.frombuffer(self._ids, np.int64)
         repeated = len(ids) - len(np.unique(ids))
         if repeated:
-            text = "%s: %d of %d rows have the id of an earlier row; results tell them apart by their text only"
+            text = (
+                "%s: %d of %d rows have the id of an earlier row; results tell them apart by their "
+                "text only"
+            )
             logger.warning(text, self._path, repeated, len(ids))
 
 
@@ -152,7 +165,8 @@ def make_passage(record: Mapping[str, Any], row: int) -> Passage:
 
 
 def check_beginning(path: str | Path, most_bytes: int) -> None:
-    """Raises DataError as `Corpus` does for bad rows among those that lie in the first `most_bytes` as a whole."""
+    """Raises DataError as `Corpus` does for bad rows among those that lie in the first `most_bytes`
+    as a whole."""
     file = existing(path, "corpus")
     with file.open("rb") as opened:
         data = opened.read(most_bytes)
@@ -165,9 +179,11 @@ def check_beginning(path: str | Path, most_bytes: int) -> None:
 def _good_rows(
     data: mmap.mmap | bytes, rows: RowCheck, bad: list[tuple[str, str]]
 ) -> Iterator[tuple[int, int, Passage]]:
-    """Start, end and passage of every row that is not bad; tells `rows` of all and `bad` of the others.
+    """Start, end and passage of every row that is not bad; tells `rows` of all and `bad` of the
+    others.
 
-    Rows without an id are named by their number among the rows that are not bad, as if the bad ones had been deleted."""
+    Rows without an id are named by their number among the rows that are not bad, as if the bad ones
+    had been deleted."""
     for line, start, record in records(data):
         try:
             passage = _passage(parse_object(record), rows.number - len(bad))
@@ -188,11 +204,14 @@ def parse_passage(record: bytes, row: int, path: str | Path) -> Passage:
 
 
 def write_rows(path: str | Path, rows: Iterable[Mapping[str, Any]]) -> Path:
-    """Writes one JSON object per line, aside and renamed, so that no reader ever sees half a file; returns the path."""
+    """Writes one JSON object per line, aside and renamed, so that no reader ever sees half a file;
+    returns the path."""
     with replacing(path, durable=False) as aside, aside.open("wb") as file:
         for row in rows:
             text = json.dumps(row, ensure_ascii=False) + "\n"
-            file.write(text.encode(errors="backslashreplace"))  # lone surrogates as JSON escapes them
+            file.write(
+                text.encode(errors="backslashreplace")
+            )  # lone surrogates as JSON escapes them
     return Path(path)
 
 

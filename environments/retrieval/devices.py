@@ -18,5 +18,8 @@ def check_device(name: str) -> torch.device:
     if device.type not in ("cpu", "cuda"):
         raise ConfigError(f"device: expected cpu, cuda or cuda:N, found '{name}'.")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise ConfigError(f"device: '{name}' asked for, but torch sees {torch.cuda.device_count()} GPUs here. Use cpu.")
+        raise ConfigError(
+            f"device: '{name}' asked for, but torch sees {torch.cuda.device_count()} GPUs here. "
+            "Use cpu."
+        )
     return device

@@ -6,7 +6,8 @@ from rlflow.errors import ConfigError, RLFlowError
 
 
 class RetrievalError(RLFlowError):
-    """The retrieval service failed, after all attempts: the episode is aborted, and no text of this reaches the model."""
+    """The retrieval service failed, after all attempts: the episode is aborted, and no text of this
+    reaches the model."""
 
 
 class QueueFullError(RetrievalError):
@@ -14,4 +15,5 @@ class QueueFullError(RetrievalError):
 
 
 class ReplayMissError(ConfigError):
-    """A search is not in the cache that is replayed strictly. It stops the run: the rollout cannot be reproduced."""
+    """A search is not in the cache that is replayed strictly. It stops the run: the rollout cannot
+    be reproduced."""

@@ -1,4 +1,5 @@
-"""The search environment: questions that are answered by looking things up in a corpus, in the Search-R1 protocol."""
+"""The search environment: questions that are answered by looking things up in a corpus, in the
+Search-R1 protocol."""
 
 from __future__ import annotations
 

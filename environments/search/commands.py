@@ -1,4 +1,5 @@
-"""`rlflow search ...`: the commands of retrieval, and those of questions and one's own documents."""
+"""`rlflow search ...`: the commands of retrieval, and those of questions and one's own
+documents."""
 
 from __future__ import annotations
 
@@ -13,8 +14,14 @@ COMMANDS = {
         "what a file of questions or passages is; write it in one form",
         "rlflow_environments.search.questions.command",
     ),
-    "check-questions": ("which questions a corpus can answer", "rlflow_environments.search.answerability.command"),
-    "qa": ("questions and answers from your own documents", "rlflow_environments.search.own_documents.command"),
+    "check-questions": (
+        "which questions a corpus can answer",
+        "rlflow_environments.search.answerability.command",
+    ),
+    "qa": (
+        "questions and answers from your own documents",
+        "rlflow_environments.search.own_documents.command",
+    ),
     "check": RETRIEVAL["check"],
 }
 """Command -> (its line in the help, its module)."""

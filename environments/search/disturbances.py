@@ -1,7 +1,9 @@
-"""An imperfect retriever, for policies that must not count on a perfect one: late, lost, noisy and outdated results.
+"""An imperfect retriever, for policies that must not count on a perfect one: late, lost, noisy and
+outdated results.
 
-What happens to a search depends on the seed, the task, the query and how often the episode asked it, and on nothing else:
-attempts of a group that ask the same get the same, and a run repeats itself.
+What happens to a search depends on the seed, the task, the query and how often the episode asked
+it, and on nothing else: attempts of a group that ask the same get the same, and a run repeats
+itself.
 """
 
 from __future__ import annotations
@@ -33,19 +35,28 @@ class Disturbances:
         splits: str | Sequence[str] = ("train",),
         seed: int = 0,
     ) -> None:
-        """latency_s: mean of an exponentially distributed delay. drop: share of searches that come back empty. noise: share of
-        passages replaced by some that answer another question. stale: share of the corpus that the index does not have yet,
-        always the same passages. splits: where searches are disturbed; evaluation is not, unless it says so.
+        """latency_s: mean of an exponentially distributed delay. drop: share of searches that come
+        back empty. noise: share of passages replaced by some that answer another question. stale:
+        share of the corpus that the index does not have yet, always the same passages. splits:
+        where searches are disturbed; evaluation is not, unless it says so.
         """
         self.splits = (splits,) if isinstance(splits, str) else tuple(splits)
         self._latency_s, self._drop, self._noise, self._stale = latency_s, drop, noise, stale
         self._seed = seed
 
     async def search(
-        self, find: Find, query: str, top_k: int, *, task_id: str, asked_before: int, others: Sequence[str]
+        self,
+        find: Find,
+        query: str,
+        top_k: int,
+        *,
+        task_id: str,
+        asked_before: int,
+        others: Sequence[str],
     ) -> tuple[list[Passage], bool]:
-        """(the passages that come back, whether that differs from what a perfect retriever gives). asked_before: how often the
-        episode asked this; others: questions that noise is searched with."""
+        """(the passages that come back, whether that differs from what a perfect retriever gives).
+        asked_before: how often the episode asked this; others: questions that noise is searched
+        with."""
         generator = random.Random(well_formed(f"{self._seed}/{task_id}/{asked_before}/{query}"))
         delay = generator.expovariate(1 / self._latency_s) if self._latency_s else 0.0
         dropped = generator.random() < self._drop
@@ -58,15 +69,21 @@ class Disturbances:
         shown = await self._with_noise(find, shown, generator, others) if self._noise else shown
         return shown, shown != passages
 
-    async def _outdated(self, find: Find, query: str, top_k: int, passages: list[Passage]) -> list[Passage]:
-        """What an index without the missing passages would have found instead, as far as twice as many reach."""
+    async def _outdated(
+        self, find: Find, query: str, top_k: int, passages: list[Passage]
+    ) -> list[Passage]:
+        """What an index without the missing passages would have found instead, as far as twice as
+        many reach."""
         if not any(map(self._missing, passages)):
             return passages
         further = await find(query, 2 * top_k)
         return [passage for passage in further if not self._missing(passage)][:top_k]
 
     def _missing(self, passage: Passage) -> bool:
-        return random.Random(well_formed(f"{self._seed}/stale/{passage.id}/{passage.url}")).random() < self._stale
+        return (
+            random.Random(well_formed(f"{self._seed}/stale/{passage.id}/{passage.url}")).random()
+            < self._stale
+        )
 
     async def _with_noise(
         self, find: Find, passages: list[Passage], generator: random.Random, others: Sequence[str]
@@ -84,7 +101,8 @@ class Disturbances:
 
 
 def make_disturbances(options: Mapping[str, Any] | None) -> Disturbances | None:
-    """The disturbances of a configuration; None for none. Raises ConfigError for an unknown option or a wrong value."""
+    """The disturbances of a configuration; None for none. Raises ConfigError for an unknown option
+    or a wrong value."""
     if not options:
         return None
     return Disturbances(**check_options(options, Disturbances, where="environment.disturbances"))

@@ -1,4 +1,5 @@
-"""The search environment: a question, searches in a corpus, an answer, in one of the field's protocols."""
+"""The search environment: a question, searches in a corpus, an answer, in one of the field's
+protocols."""
 
 from __future__ import annotations
 
@@ -21,9 +22,21 @@ from rlflow_environments.search.metrics import METRICS
 from rlflow_environments.search.protocols import Call, Result, Shown, make_protocol
 from rlflow_environments.search.protocols.text import check_prompt_template
 from rlflow_environments.search.questions import QuestionSource
-from rlflow_environments.search.rewards import RULE_SCORES, Transcript, make_reward, rule_scores, scoring
+from rlflow_environments.search.rewards import (
+    RULE_SCORES,
+    Transcript,
+    make_reward,
+    rule_scores,
+    scoring,
+)
 from rlflow_environments.search.rewards.judge import Judge
-from rlflow_environments.search.sources import load_tasks, open_retriever, questions_of, task_of, world_files
+from rlflow_environments.search.sources import (
+    load_tasks,
+    open_retriever,
+    questions_of,
+    task_of,
+    world_files,
+)
 
 if TYPE_CHECKING:
     from rlflow_environments.search.managed import ManagedServer
@@ -34,26 +47,37 @@ COUNTS = ("searches", "accesses", "invalid_actions", "gold_in_results")
 
 
 class SearchEnvironment(Environment):
-    """Questions over a corpus. The policy asks for searches, is shown what they find, and answers; how it does so is the
-    protocol's matter (docs/search_protocols.md).
+    """Questions over a corpus. The policy asks for searches, is shown what they find, and answers;
+    how it does so is the protocol's matter (docs/search_protocols.md).
 
-    Metrics: exact_match, f1, answered, searches and accesses (executed), invalid_actions, gold_in_results (1 once a gold answer
-    stood in what the policy was shown), rewarded_without_evidence (a reward above 0 without that), score_<rule> of every rule
-    that can reward, and `hops` where the question's row has it.
-    The scores read the policy's own text only. A failing retriever aborts the episode; its error never becomes text.
+    Metrics: exact_match, f1, answered, searches and accesses (executed), invalid_actions,
+    gold_in_results (1 once a gold answer stood in what the policy was shown),
+    rewarded_without_evidence (a reward above 0 without that), score_<rule> of every rule that can
+    reward, and `hops` where the question's row has it. The scores read the policy's own text only.
+    A failing retriever aborts the episode; its error never becomes text.
     """
 
     metrics = METRICS
-    harmless_options = ("protocol", "top_k", "max_turns", "reward", "valid_inst_ratio", "max_document_characters", "max_searches")
+    harmless_options = (
+        "protocol",
+        "top_k",
+        "max_turns",
+        "reward",
+        "valid_inst_ratio",
+        "max_document_characters",
+        "max_searches",
+    )
 
     @classmethod
     def evaluation_options(cls, path: str) -> dict[str, Any]:
-        """The validation questions are those at `path`; the training questions, which an evaluation never asks, are not read."""
+        """The validation questions are those at `path`; the training questions, which an evaluation
+        never asks, are not read."""
         return {"val": path, "train": None}
 
     @classmethod
     def rehearse(cls, **options: Any) -> tuple[Environment | None, list[RLFlowError]]:
-        """See Environment: questions are read, index, corpus and options looked at; no index is built, no service started."""
+        """See Environment: questions are read, index, corpus and options looked at; no index is
+        built, no service started."""
         from rlflow_environments.search.rehearsal import rehearsal
 
         return rehearsal(cls, options)
@@ -82,18 +106,20 @@ class SearchEnvironment(Environment):
     ) -> None:
         """Reads the files and builds the index.
 
-        corpus: a .jsonl file (see `formats`). train, val: files of questions, or a folder of evaluation sets (see `questions`);
-        either may be missing as long as its tasks are not asked for.
-        world: keywords of `world.ensure_world`, which makes the embedded world's files; a file given beside it wins.
-        retriever: a name, {name, options...}, or a Retriever (then `corpus` is not needed). top_k: passages per search. pages: a
-        .jsonl file for the tool access (None: those of the world, or of the server); a managed service serves it. tools: search,
-        and access where the protocol has it. max_turns: in the sense of the protocol's original; it takes the place of
-        rollout.max_turns. prompt_template: for rows that have a `question` and no `prompt` (None: the protocol's).
-        valid_inst_ratio: of the asearcher protocol. max_document_characters: of one passage's contents. max_searches: per
-        episode; further searches are refused. disturbances: options of `Disturbances`. managed: search in a service of its own
-        that is started here and ends with the run; its options: see `managed`. network_host: what other machines with rollout
-        workers call this one: the service listens there (None: 127.0.0.1).
-        Raises ConfigError, DataError, MissingPackageError.
+        corpus: a .jsonl file (see `formats`). train, val: files of questions, or a folder of
+        evaluation sets (see `questions`); either may be missing as long as its tasks are not asked
+        for. world: keywords of `world.ensure_world`, which makes the embedded world's files; a file
+        given beside it wins. retriever: a name, {name, options...}, or a Retriever (then `corpus`
+        is not needed). top_k: passages per search. pages: a .jsonl file for the tool access (None:
+        those of the world, or of the server); a managed service serves it. tools: search, and
+        access where the protocol has it. max_turns: in the sense of the protocol's original; it
+        takes the place of rollout.max_turns. prompt_template: for rows that have a `question` and
+        no `prompt` (None: the protocol's). valid_inst_ratio: of the asearcher protocol.
+        max_document_characters: of one passage's contents. max_searches: per episode; further
+        searches are refused. disturbances: options of `Disturbances`. managed: search in a service
+        of its own that is started here and ends with the run; its options: see `managed`.
+        network_host: what other machines with rollout workers call this one: the service listens
+        there (None: 127.0.0.1). Raises ConfigError, DataError, MissingPackageError.
         """
         self._protocol = make_protocol(protocol, tools, max_document_characters)
         self._score = make_reward(reward)
@@ -116,21 +142,29 @@ class SearchEnvironment(Environment):
             from rlflow_environments.search.managed import start_managed
 
             tasks, pages = next(iter(self._tasks.values()), []), pages or of_world
-            self._service = start_managed(retriever, corpus, managed, tasks, top_k, pages, network_host)
+            self._service = start_managed(
+                retriever, corpus, managed, tasks, top_k, pages, network_host
+            )
             self.retriever, pages = self._service.retriever, None
         else:
             self.retriever = open_retriever(retriever, corpus)
             if not isinstance(self.retriever, AsyncRetriever):  # a server has pages of its own
                 pages = pages or of_world
         asked = questions_of(self._tasks.get("train", []))
-        self._lookups = Lookups(self.retriever, top_k, pages=pages, disturbances=self._disturbances, questions=asked)
+        self._lookups = Lookups(
+            self.retriever, top_k, pages=pages, disturbances=self._disturbances, questions=asked
+        )
         self._lookups.check_tools(self._protocol.enabled)
 
     def worker_options(self) -> dict[str, Any]:
         """Where this one has started a service, the others search in that."""
         if self._service is None:
             return {}
-        return {"retriever": {"name": "http", **self._service.client}, "managed": False, "pages": None}
+        return {
+            "retriever": {"name": "http", **self._service.client},
+            "managed": False,
+            "pages": None,
+        }
 
     def shutdown(self) -> None:
         """Stops a managed service and a judge."""
@@ -139,26 +173,33 @@ class SearchEnvironment(Environment):
         if self._service is not None:
             self._service.stop()
 
-    def adopt(self, tasks: dict[str, list[Task]], unread: Mapping[str, RLFlowError] | None = None) -> None:
-        """Takes these questions, by split, in place of those that it has. unread: what is raised where others are asked for."""
+    def adopt(
+        self, tasks: dict[str, list[Task]], unread: Mapping[str, RLFlowError] | None = None
+    ) -> None:
+        """Takes these questions, by split, in place of those that it has. unread: what is raised
+        where others are asked for."""
         self._tasks, self._unread = tasks, dict(unread or {})
-        # By identity: ids of tasks are unique within a split only, and the rollout hands back these very objects.
+        # By identity: ids of tasks are unique within a split only, and the rollout hands back these
+        # very objects.
         self._split_of = {id(task): split for split, asked in tasks.items() for task in asked}
 
     def tasks(self, split: str) -> Sequence[Task]:
-        """The questions of "train" or "val" in file order. Raises ConfigError where no such file was given."""
+        """The questions of "train" or "val" in file order. Raises ConfigError where no such file
+        was given."""
         if split in self._unread:
             raise self._unread[split]
         if split not in self._tasks:
             given = ", ".join(self._tasks) or "none"
             raise ConfigError(
-                f"environment search: no questions for the split '{split}'; given: {given}. Set environment.{split} "
-                f"(train: --train-data, val: --val-data) to a .jsonl file of questions.{did_you_mean(split, self._tasks)}"
+                f"environment search: no questions for the split '{split}'; given: {given}. Set "
+                f"environment.{split} (train: --train-data, val: --val-data) to a .jsonl file of "
+                f"questions.{did_you_mean(split, self._tasks)}"
             )
         return self._tasks[split]
 
     def task_from_text(self, text: str) -> Task:
-        """The question in the prompt of the environment's own questions, else in that of the protocol."""
+        """The question in the prompt of the environment's own questions, else in that of the
+        protocol."""
         tasks = [task for split in ("val", "train") for task in self._tasks.get(split, ())]
         return task_of(text, tasks, self._protocol, self._prompt_template)
 
@@ -185,7 +226,8 @@ class SearchEnvironment(Environment):
         return Episode(task, scratch=state)
 
     async def step(self, episode: Episode, response: str) -> Step:
-        """Searches, scores, or corrects. What the retriever raises escapes: the episode is aborted."""
+        """Searches, scores, or corrects. What the retriever raises escapes: the episode is
+        aborted."""
         state = episode.scratch
         state["responses"].append(response)
         reading = self._protocol.read(response, state["stop"], episode.cut)
@@ -204,7 +246,11 @@ class SearchEnvironment(Environment):
 
     def _spent(self, calls: Sequence[Call], state: Mapping[str, Any]) -> bool:
         wanted = sum(len(call.inputs) for call in calls if call.tool == "search")
-        return self._max_searches is not None and wanted > 0 and state["searches"] + wanted > self._max_searches
+        return (
+            self._max_searches is not None
+            and wanted > 0
+            and state["searches"] + wanted > self._max_searches
+        )
 
     def _usable(self, episode: Episode) -> bool:
         """Whether a response is left that would read a result; what is not read yet comes first."""
@@ -214,12 +260,16 @@ class SearchEnvironment(Environment):
         state = episode.scratch
         results = []
         for call in calls:
-            results.append(await self._lookups.carry_out(call, episode, self._split_of.get(id(episode.task))))
+            results.append(
+                await self._lookups.carry_out(call, episode, self._split_of.get(id(episode.task)))
+            )
             state["searches" if call.tool == "search" else "accesses"] += len(call.inputs)
         texts = [text for result in results for text in self._texts(result)]
 
         def read() -> tuple[bool, list[Shown]]:
-            return any(scoring.contains_gold(text, episode.task.answer) for text in texts), self._protocol.show(results)
+            return any(
+                scoring.contains_gold(text, episode.task.answer) for text in texts
+            ), self._protocol.show(results)
 
         gold, shown = await beside_the_loop(sum(map(len, texts)), read)
         if gold:
@@ -234,7 +284,8 @@ class SearchEnvironment(Environment):
         ]
 
     def _show(self, message: Observation, episode: Episode) -> Step:
-        """The message, or the oldest result that has not been read; what was read before takes its short form."""
+        """The message, or the oldest result that has not been read; what was read before takes its
+        short form."""
         state = episode.scratch
         step = Step(message, metrics=self._metrics(episode))
         if state["shown"] is not None:
@@ -252,20 +303,30 @@ class SearchEnvironment(Environment):
 
     async def _finish(self, episode: Episode, terminated: bool = True) -> Step:
         state = episode.scratch
-        transcript = Transcript(episode.task, tuple(state["responses"]), tuple(state["observations"]))
+        transcript = Transcript(
+            episode.task, tuple(state["responses"]), tuple(state["observations"])
+        )
         score = await self._score(transcript)
         length = sum(map(len, (*transcript.responses, *transcript.observations)))
         scores = await beside_the_loop(length, lambda: _scores(transcript))
-        evidence = {"rewarded_without_evidence": float(score.value > 0 and not state["gold_in_results"])}
+        evidence = {
+            "rewarded_without_evidence": float(score.value > 0 and not state["gold_in_results"])
+        }
         metrics = {**self._metrics(episode), **scores, **evidence, **score.metrics}
         return Step(reward=score.value, terminated=terminated, metrics=metrics)
 
     def _metrics(self, episode: Episode) -> dict[str, float]:
         """The metrics of an episode that has not answered: they stand if it never does."""
         state, metadata = episode.scratch, episode.task.metadata
-        numbers = {name: metadata[name] for name in REPORTED_METADATA if isinstance(metadata.get(name), (int, float))}
+        numbers = {
+            name: metadata[name]
+            for name in REPORTED_METADATA
+            if isinstance(metadata.get(name), (int, float))
+        }
         counts = {name: state[name] for name in (*COUNTS, "disturbed") if name in state}
-        unscored = dict.fromkeys(("exact_match", "f1", "answered", "rewarded_without_evidence", *RULE_SCORES), 0.0)
+        unscored = dict.fromkeys(
+            ("exact_match", "f1", "answered", "rewarded_without_evidence", *RULE_SCORES), 0.0
+        )
         return {name: float(value) for name, value in {**unscored, **counts, **numbers}.items()}
 
 

@@ -1,4 +1,5 @@
-"""Everything that an episode looks up: passages and pages, through whatever stands behind them, counted."""
+"""Everything that an episode looks up: passages and pages, through whatever stands behind them,
+counted."""
 
 from __future__ import annotations
 
@@ -31,7 +32,8 @@ logger = logging.getLogger("rlflow.search.lookups")  # under `rlflow`, so that a
 
 
 class Lookups:
-    """Carries out the calls of episodes. Whatever the retriever raises escapes: the episode is aborted."""
+    """Carries out the calls of episodes. Whatever the retriever raises escapes: the episode is
+    aborted."""
 
     def __init__(
         self,
@@ -42,7 +44,8 @@ class Lookups:
         disturbances: Disturbances | None = None,
         questions: Sequence[str] = (),
     ) -> None:
-        """pages: a pages.jsonl; without one a server is asked. questions: what noise is searched with."""
+        """pages: a pages.jsonl; without one a server is asked. questions: what noise is searched
+        with."""
         self._retriever = retriever
         self._remote = retriever if isinstance(retriever, AsyncRetriever) else None
         self._top_k = top_k
@@ -53,13 +56,13 @@ class Lookups:
         self._account = _Account()
 
     def check_tools(self, tools: Sequence[str]) -> None:
-        """Raises ConfigError if pages may be accessed and nothing has them; warns of pages that nobody
-        may access."""
+        """Raises ConfigError if pages may be accessed and nothing has them; warns of pages that
+        nobody may access."""
         if "access" not in tools:
             if self._pages is not None:
                 logger.warning(
-                    "environment.pages is given, but the policy is not offered the tool access: set "
-                    "environment.tools"
+                    "environment.pages is given, but the policy is not offered the tool access: "
+                    "set environment.tools"
                 )
         elif self._pages is None and self._remote is None:
             raise ConfigError(
@@ -127,7 +130,8 @@ class Lookups:
 
 
 class _Account:
-    """Counts of searches, thread-safe, and the wall-clock time in which at least one was under way."""
+    """Counts of searches, thread-safe, and the wall-clock time in which at least one was under
+    way."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -158,8 +162,8 @@ class _Account:
                     self._busy_s += ended - self._busy_since
 
     def book(self, *, empty: bool, repeated: bool, gold: bool) -> None:
-        """Counts an answered search. empty: it found nothing; repeated: its episode had asked the same
-        before; gold: a passage that it found holds a gold answer."""
+        """Counts an answered search. empty: it found nothing; repeated: its episode had asked the
+        same before; gold: a passage that it found holds a gold answer."""
         with self._lock:
             self._searches += 1
             self._empty += empty
@@ -167,7 +171,8 @@ class _Account:
             self._gold += gold
 
     def take(self) -> dict[str, float]:
-        """The metrics since the last call; rates are missing where there was no search. Starts anew."""
+        """The metrics since the last call; rates are missing where there was no search. Starts
+        anew."""
         with self._lock:
             busy = self._busy_s
             if self._under_way:

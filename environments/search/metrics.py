@@ -7,29 +7,44 @@ from rlflow_environments.search.rewards import RULE_SCORES
 
 METRICS = {
     "exact_match": Metric(
-        "share", "of questions whose normalized answer is a gold answer", score=True, shown="EM {:.3f}"
+        "share",
+        "of questions whose normalized answer is a gold answer",
+        score=True,
+        shown="EM {:.3f}",
     ),
     "f1": Metric("share", "mean token F1 with the best gold answer", score=True, shown="F1 {:.3f}"),
     "searches": Metric("per episode", "searches", shown="searches {:.2f}"),
     "accesses": Metric("per episode", "pages opened; above 0 only with the tool access"),
     "answered": Metric("share", "of episodes that came to an answer"),
-    "invalid_actions": Metric("per episode", "responses that were no action of the protocol, or a search too many"),
+    "invalid_actions": Metric(
+        "per episode", "responses that were no action of the protocol, or a search too many"
+    ),
     "gold_in_results": Metric("share", "of episodes that were shown a passage with a gold answer"),
     "rewarded_without_evidence": Metric(
         "share",
         "of episodes with a reward above 0 that were shown no passage with a gold answer",
         alarm=0.2,
         advice="Answers are rewarded without evidence: the policy may know or guess them. Evaluate with "
-        "environment.retriever.name=random; if the score stays, take other questions, or a reward that asks for evidence.",
+        "environment.retriever.name=random; if the score stays, take other questions, or a reward "
+        "that asks for evidence.",
     ),
     "disturbed": Metric("per episode", "searches that `disturbances` changed; only with them"),
     "hops": Metric("count", "`hops` of the question's row; only where it has them"),
-    "judge_asked": Metric("share", "of answers that the judge was asked about; only with that reward, as the next two"),
+    "judge_asked": Metric(
+        "share", "of answers that the judge was asked about; only with that reward, as the next two"
+    ),
     "judge_cached": Metric("share", "of answers whose verdict was known"),
-    "judge_unparsable": Metric("share", "of answers without a verdict that can be read: they score 0"),
-    **{name: Metric("reward", f"what the rule {name.removeprefix('score_')} gives") for name in RULE_SCORES},
+    "judge_unparsable": Metric(
+        "share", "of answers without a verdict that can be read: they score 0"
+    ),
+    **{
+        name: Metric("reward", f"what the rule {name.removeprefix('score_')} gives")
+        for name in RULE_SCORES
+    },
     "search/searches": Metric("count", "answered in the step, those of aborted episodes included"),
-    "search/hit_rate": Metric("share", "of searches that the client's cache answered; only where there is one"),
+    "search/hit_rate": Metric(
+        "share", "of searches that the client's cache answered; only where there is one"
+    ),
     "search/empty_rate": Metric(
         "share",
         "of searches that found nothing",

@@ -1,4 +1,5 @@
-"""The search environment for a dry run: with its questions, without anything to search in; and what is wrong, all of it."""
+"""The search environment for a dry run: with its questions, without anything to search in; and what
+is wrong, all of it."""
 
 from __future__ import annotations
 
@@ -53,7 +54,11 @@ def rehearsal(
     """See `Environment.rehearse`."""
     problems = Problems()
     environment = _made(kind, options, problems)
-    template = {key: options[key] for key in ("prompt_template",) if environment is not None and key in options}
+    template = {
+        key: options[key]
+        for key in ("prompt_template",)
+        if environment is not None and key in options
+    }
     protocol = problems.attempt(_protocol, options) or make_protocol("searchr1")
     tasks: dict[str, list[Task]] = {}
     unread: dict[str, RLFlowError] = {}
@@ -64,7 +69,14 @@ def rehearsal(
             if source is not None:
                 ratio, wrong = options.get("valid_inst_ratio", 0.3), Problems()
                 tasks |= (
-                    wrong.attempt(load_tasks, {split: source}, protocol, template.get("prompt_template"), ratio) or {}
+                    wrong.attempt(
+                        load_tasks,
+                        {split: source},
+                        protocol,
+                        template.get("prompt_template"),
+                        ratio,
+                    )
+                    or {}
                 )
                 if wrong:
                     unread[split] = wrong[0]
@@ -75,18 +87,26 @@ def rehearsal(
     return environment, problems
 
 
-def _made(kind: type[SearchEnvironment], options: Mapping[str, Any], problems: Problems) -> SearchEnvironment | None:
-    """The environment with the options that are right, nothing to search in and no questions; None where they do not go
-    together."""
+def _made(
+    kind: type[SearchEnvironment], options: Mapping[str, Any], problems: Problems
+) -> SearchEnvironment | None:
+    """The environment with the options that are right, nothing to search in and no questions; None
+    where they do not go together."""
     retriever = options.get("retriever", "dense")
     served = (
         bool(options.get("managed"))
         or bool(options.get("world"))
-        or (not isinstance(retriever, Retriever) and bool(Problems().attempt(brings_documents, retriever)))
+        or (
+            not isinstance(retriever, Retriever)
+            and bool(Problems().attempt(brings_documents, retriever))
+        )
     )
     nothing = _NothingRemote() if served else _Nothing()
     rest = {key: value for key, value in options.items() if key not in APART}
-    groups = [{key: rest.pop(key) for key in TOGETHER if key in rest}, *({key: value} for key, value in rest.items())]
+    groups = [
+        {key: rest.pop(key) for key in TOGETHER if key in rest},
+        *({key: value} for key, value in rest.items()),
+    ]
     good: dict[str, Any] = {}
     for group in groups:
         alone = problems.attempt(kind, retriever=nothing, **group)
@@ -98,11 +118,15 @@ def _made(kind: type[SearchEnvironment], options: Mapping[str, Any], problems: P
 
 def _protocol(options: Mapping[str, Any]) -> Protocol:
     return make_protocol(
-        options.get("protocol", "searchr1"), options.get("tools"), options.get("max_document_characters")
+        options.get("protocol", "searchr1"),
+        options.get("tools"),
+        options.get("max_document_characters"),
     )
 
 
-def _look_at_retriever(options: Mapping[str, Any], corpus: str | Path | None, problems: Problems) -> None:
+def _look_at_retriever(
+    options: Mapping[str, Any], corpus: str | Path | None, problems: Problems
+) -> None:
     retriever, managed = options.get("retriever", "dense"), options.get("managed", False)
     if isinstance(retriever, Retriever):
         return
@@ -113,4 +137,6 @@ def _look_at_retriever(options: Mapping[str, Any], corpus: str | Path | None, pr
         return
     if managed:
         problems.attempt(managed_options, retriever, managed)
-    problems.note(*rehearse_retriever(retriever, corpus, "environment.retriever", alone=not managed))
+    problems.note(
+        *rehearse_retriever(retriever, corpus, "environment.retriever", alone=not managed)
+    )

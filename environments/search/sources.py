@@ -19,9 +19,11 @@ from rlflow_environments.search.protocols.text import render_prompt
 from rlflow_environments.search.questions import QuestionSource, read_tasks
 
 
-def world_files(world: Mapping[str, Any] | None, elsewhere: Path | None = None) -> Mapping[str, Any]:
-    """The paths of the embedded world's files, made if they are missing; none without a world. elsewhere: where missing
-    ones are made."""
+def world_files(
+    world: Mapping[str, Any] | None, elsewhere: Path | None = None
+) -> Mapping[str, Any]:
+    """The paths of the embedded world's files, made if they are missing; none without a world.
+    elsewhere: where missing ones are made."""
     if world is None:
         return {}
     from rlflow_environments.search.world.world import ensure_world
@@ -30,7 +32,9 @@ def world_files(world: Mapping[str, Any] | None, elsewhere: Path | None = None) 
     return ensure_world(**options, elsewhere=elsewhere)
 
 
-def open_retriever(retriever: str | Mapping[str, Any] | Retriever, corpus: str | Path | None) -> Retriever:
+def open_retriever(
+    retriever: str | Mapping[str, Any] | Retriever, corpus: str | Path | None
+) -> Retriever:
     """The retriever itself, or the one that is described, over the corpus. Raises ConfigError."""
     if isinstance(retriever, Retriever):
         return retriever
@@ -39,28 +43,35 @@ def open_retriever(retriever: str | Mapping[str, Any] | Retriever, corpus: str |
         return make_retriever(retriever, None, where)
     if corpus is None:
         raise ConfigError(
-            "environment search: no corpus. Set environment.corpus to a .jsonl file of passages, or environment.world to the "
-            "embedded world's options."
+            "environment search: no corpus. Set environment.corpus to a .jsonl file of passages, "
+            "or environment.world to the embedded world's options."
         )
     return make_retriever(retriever, Corpus(corpus), where)
 
 
 def load_tasks(
-    questions: Mapping[str, QuestionSource], protocol: Protocol, template: str | None, valid_ratio: float
+    questions: Mapping[str, QuestionSource],
+    protocol: Protocol,
+    template: str | None,
+    valid_ratio: float,
 ) -> dict[str, list[Task]]:
-    """Split -> the questions of its file in the protocol's prompts. template: in place of the protocol's. valid_ratio: see
-    `with_validity`; in "val" every question is taken to have an answer. Raises ConfigError, DataError."""
+    """Split -> the questions of its file in the protocol's prompts. template: in place of the
+    protocol's. valid_ratio: see `with_validity`; in "val" every question is taken to have an
+    answer. Raises ConfigError, DataError."""
     template = protocol.prompt_template if template is None else template
     loaded = {}
     for split, path in questions.items():
         ratio = valid_ratio if split == "train" else 1.0
-        loaded[split] = [_adapted(task, protocol, ratio) for task in read_tasks(path, split, template)]
+        loaded[split] = [
+            _adapted(task, protocol, ratio) for task in read_tasks(path, split, template)
+        ]
     return loaded
 
 
 def task_of(question: str, tasks: Sequence[Task], protocol: Protocol, template: str | None) -> Task:
-    """A question that somebody asks, in place of that in the prompt of the first task whose prompt holds its question as it
-    stands: a policy knows the prompts of its data; without such a task in the template. Nobody knows its answer."""
+    """A question that somebody asks, in place of that in the prompt of the first task whose prompt
+    holds its question as it stands: a policy knows the prompts of its data; without such a task in
+    the template. Nobody knows its answer."""
     question = question.strip()
     metadata = {"question": question}
     for task in tasks:

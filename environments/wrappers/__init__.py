@@ -1,1 +1,2 @@
-"""Environments over any other environment, which change its rewards; see docs/reward_wrappers.md."""
+"""Environments over any other environment, which change its rewards; see
+docs/reward_wrappers.md."""

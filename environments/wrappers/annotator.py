@@ -26,12 +26,12 @@ END_S = 10.0  # for the thread to end
 
 
 class Annotator:
-    """A thread that asks an endpoint about the newest questions first, `batch` at a time, each question once, and lets a
-    reward model learn from the labels. Of more than `most_waiting` questions the oldest are dropped; at `most_labels` labels
-    nothing more is asked.
+    """A thread that asks an endpoint about the newest questions first, `batch` at a time, each
+    question once, and lets a reward model learn from the labels. Of more than `most_waiting`
+    questions the oldest are dropped; at `most_labels` labels nothing more is asked.
 
-    An endpoint that fails is told of once and counted; its questions wait, and it is asked again after `retry_s`. Nobody
-    waits for it. Source: ONI, arXiv 2410.23022.
+    An endpoint that fails is told of once and counted; its questions wait, and it is asked again
+    after `retry_s`. Nobody waits for it. Source: ONI, arXiv 2410.23022.
     """
 
     def __init__(
@@ -46,10 +46,15 @@ class Annotator:
         retry_s: float = 10.0,
         path: Path | None = None,
     ) -> None:
-        """path: of the file in which labels and model are kept, at most every SAVE_S seconds and at the end; what it holds is
-        taken over. Raises DataError where it holds something else."""
+        """path: of the file in which labels and model are kept, at most every SAVE_S seconds and at
+        the end; what it holds is taken over. Raises DataError where it holds something else."""
         self._endpoint, self._model, self._goal = endpoint, model, goal
-        self._batch, self._most_waiting, self._most_labels, self._retry_s = batch, most_waiting, most_labels, retry_s
+        self._batch, self._most_waiting, self._most_labels, self._retry_s = (
+            batch,
+            most_waiting,
+            most_labels,
+            retry_s,
+        )
         self._path = path
         self._labels: dict[Question, float] = {}
         self._waiting: OrderedDict[Question, None] = OrderedDict()
@@ -66,7 +71,9 @@ class Annotator:
         """Takes questions that have no label yet and do not wait for one."""
         with self._changed:
             for question in questions:
-                known = question in self._labels or question in self._waiting or question in self._asked
+                known = (
+                    question in self._labels or question in self._waiting or question in self._asked
+                )
                 if known or self._closed or len(self._labels) >= self._most_labels:
                     continue
                 if len(self._waiting) >= self._most_waiting:
@@ -89,7 +96,8 @@ class Annotator:
         return len(self._labels)
 
     def close(self) -> None:
-        """Ends the thread, which saves once more; what waits is dropped. Takes at most END_S seconds."""
+        """Ends the thread, which saves once more; what waits is dropped. Takes at most END_S
+        seconds."""
         with self._changed:
             self._closed = True
             self._changed.notify()
@@ -101,8 +109,12 @@ class Annotator:
         while batch := self._take():
             futures = {question: self._submit(question) for question in batch}
             outcomes = {question: _outcome(future) for question, future in futures.items()}
-            labels = {question: value for question, value in outcomes.items() if isinstance(value, float)}
-            problems = [problem for problem in outcomes.values() if isinstance(problem, BaseException)]
+            labels = {
+                question: value for question, value in outcomes.items() if isinstance(value, float)
+            }
+            problems = [
+                problem for problem in outcomes.values() if isinstance(problem, BaseException)
+            ]
             with self._changed:
                 self._asked.difference_update(batch)
                 self._labels |= labels
@@ -126,7 +138,9 @@ class Annotator:
             self._changed.wait_for(lambda: self._closed or bool(self._waiting))
             if self._closed:
                 return []
-            batch = [self._waiting.popitem()[0] for _ in range(min(self._batch, len(self._waiting)))]
+            batch = [
+                self._waiting.popitem()[0] for _ in range(min(self._batch, len(self._waiting)))
+            ]
             self._asked.update(batch)
             return batch
 
@@ -159,13 +173,23 @@ class Annotator:
             state = torch.load(path, weights_only=True)
             told = {key: state[key] for key in self._identity()}
             self._labels = {tuple(question): float(label) for question, label in state["labels"]}
-        except (OSError, KeyError, TypeError, ValueError, RuntimeError, EOFError, pickle.UnpicklingError) as problem:
+        except (
+            OSError,
+            KeyError,
+            TypeError,
+            ValueError,
+            RuntimeError,
+            EOFError,
+            pickle.UnpicklingError,
+        ) as problem:
             raise DataError(
-                f"{path}: expected the state of an annotator, found {type(problem).__name__}. Remove it, or name another file."
+                f"{path}: expected the state of an annotator, found {type(problem).__name__}. "
+                "Remove it, or name another file."
             ) from None
         if told != self._identity():
             raise DataError(
-                f"{path}: expected labels for {self._identity()}, found those for {told}. Name another file for this goal."
+                f"{path}: expected labels for {self._identity()}, found those for {told}. Name "
+                "another file for this goal."
             )
         self._model.load_state_dict(state["model"])
         self._model.learn(self._labels)
@@ -175,7 +199,8 @@ class Annotator:
 
 
 def _outcome(future: Future[float] | BaseException) -> float | BaseException:
-    """The label, or why there is none. The endpoint's own time limits and attempts bound the wait."""
+    """The label, or why there is none. The endpoint's own time limits and attempts bound the
+    wait."""
     if isinstance(future, BaseException):
         return future
     try:

@@ -36,18 +36,21 @@ BUILT_IN = {
 }
 """Criteria: name -> `module:Name`."""
 CRITERION = Kind("criterion", __name__, call=1, reserved=("judge",))
-"""A function (played, **options) -> number, or a class of options whose objects are such functions, plain or `async`. What it is
-given is a Transcript with metrics (see `Played`), so that the rewards of the search environment are criteria too."""
+"""A function (played, **options) -> number, or a class of options whose objects are such functions,
+plain or `async`. What it is given is a Transcript with metrics (see `Played`), so that the rewards
+of the search environment are criteria too."""
 
 
 class CriterionError(RLFlowError):
-    """A criterion cannot be judged: the episode is aborted, and no number stands for what nobody knows."""
+    """A criterion cannot be judged: the episode is aborted, and no number stands for what nobody
+    knows."""
 
 
 class PatternCriterion:
     """The criterion `pattern`: 1 if a regular expression occurs in what the policy wrote, else 0.
 
-    pattern: in RE2's syntax, see `common.patterns`. whole: in all responses, not in the last one alone.
+    pattern: in RE2's syntax, see `common.patterns`. whole: in all responses, not in the last one
+    alone.
     """
 
     def __init__(self, pattern: str, *, whole: bool = False) -> None:
@@ -61,7 +64,10 @@ def metric(played: Played, *, metric: str) -> float:
     """A number that the base reports of the episode. Raises CriterionError where it does not."""
     if metric not in played.metrics:
         hint = did_you_mean(metric, played.metrics)
-        raise CriterionError(f"criterion metric: expected '{metric}' among {sorted(played.metrics)}, which the base gave.{hint}")
+        raise CriterionError(
+            f"criterion metric: expected '{metric}' among {sorted(played.metrics)}, which the base "
+            f"gave.{hint}"
+        )
     return played.metrics[metric]
 
 
@@ -71,16 +77,26 @@ def base_return(played: Played) -> float:
 
 
 class JudgeCriterion:
-    """The criterion `judge`: the share of `points` that a language model gives, 1 point being yes or no.
+    """The criterion `judge`: the share of `points` that a language model gives, 1 point being yes
+    or no.
 
-    criterion: what the work must fulfil, in words. whole: the judge reads all responses, not the last one alone.
+    criterion: what the work must fulfil, in words. whole: the judge reads all responses, not the
+    last one alone.
     """
 
     def __init__(
-        self, criterion: str, *, points: PositiveInt = 1, whole: bool = False, judge: JudgeEndpoint | None = None
+        self,
+        criterion: str,
+        *,
+        points: PositiveInt = 1,
+        whole: bool = False,
+        judge: JudgeEndpoint | None = None,
     ) -> None:
         if judge is None:
-            raise ConfigError("environment.judge: expected the judge's url and model, found none, and a criterion asks it.")
+            raise ConfigError(
+                "environment.judge: expected the judge's url and model, found none, and a "
+                "criterion asks it."
+            )
         self._criterion, self._points, self._whole, self._judge = criterion, points, whole, judge
 
     async def __call__(self, played: Played) -> float:
@@ -101,7 +117,9 @@ class JudgeCriterion:
     def _read(self, reply: str) -> float:
         found = _POINTS.findall(reply)
         if not found or int(found[-1]) > self._points:
-            raise UnreadableReply(f"expected points from 0 to {self._points} as JSON, found {reply[-200:]!r}")
+            raise UnreadableReply(
+                f"expected points from 0 to {self._points} as JSON, found {reply[-200:]!r}"
+            )
         return float(found[-1])
 
 

@@ -31,12 +31,14 @@ _PROGRESS = re.compile(
 BUILT_IN = {"endpoint": f"{__name__}:CriticEndpoint"}
 """Critics: name -> `module:Name`."""
 CRITIC = Kind("critic", __name__, call=1)
-"""A function (pair, **options) -> delta, or (delta, done); or a class of options whose objects are such; plain or `async`."""
+"""A function (pair, **options) -> delta, or (delta, done); or a class of options whose objects are
+such; plain or `async`."""
 
 
 @dataclass(frozen=True)
 class Pair:
-    """Two observations that follow each other, as text; the first one of an episode is the prompt, which is the task too."""
+    """Two observations that follow each other, as text; the first one of an episode is the prompt,
+    which is the task too."""
 
     task: str
     before: str
@@ -45,19 +47,25 @@ class Pair:
 
 @takes(JudgeEndpoint)
 class CriticEndpoint:
-    """The critic `endpoint`: a language model says how far a step went, in percent, and whether the task is done."""
+    """The critic `endpoint`: a language model says how far a step went, in percent, and whether the
+    task is done."""
 
     def __init__(self, *, reference: str | None = None, **judge: Any) -> None:
-        """reference: observations of an episode that went well, in words, which stand in the prompt. judge: of JudgeEndpoint.
-        Raises ConfigError, MissingPackageError."""
-        self._reference = "" if reference is None else f"An episode that went well: {json.dumps(reference)}\n"
+        """reference: observations of an episode that went well, in words, which stand in the
+        prompt. judge: of JudgeEndpoint. Raises ConfigError, MissingPackageError."""
+        self._reference = (
+            "" if reference is None else f"An episode that went well: {json.dumps(reference)}\n"
+        )
         self._judge = JudgeEndpoint("environment.critic", **judge)
 
     async def __call__(self, pair: Pair) -> tuple[float, bool]:
-        """Raises JudgeError where the model cannot be asked, ConfigError where it refuses the request."""
+        """Raises JudgeError where the model cannot be asked, ConfigError where it refuses the
+        request."""
         texts = {name: json.dumps(text[-LONGEST_TEXT:]) for name, text in vars(pair).items()}
         try:
-            (percent, done), _ = await self._judge.verdict(PROMPT.format(reference=self._reference, **texts), read_progress)
+            (percent, done), _ = await self._judge.verdict(
+                PROMPT.format(reference=self._reference, **texts), read_progress
+            )
         except UnreadableReplyError as problem:
             raise JudgeError(f"environment.critic: {problem}") from None
         return percent / 100, bool(done)
@@ -71,17 +79,21 @@ def read_progress(reply: str) -> list[float]:
     """[percent, done] of the last judgement in a reply. Raises UnreadableReply."""
     found = _PROGRESS.findall(reply)
     if not found or abs(float(found[-1][0])) > 100:
-        raise UnreadableReply(f"expected the progress from -100 to 100 as JSON, found {reply[-200:]!r}")
+        raise UnreadableReply(
+            f"expected the progress from -100 to 100 as JSON, found {reply[-200:]!r}"
+        )
     percent, done = found[-1]
     return [float(percent), float(done in ("1", "true"))]
 
 
 def delta_and_done(judged: object) -> tuple[float, bool]:
-    """What a critic returned: the share of the remaining work that was done, negative where it grew; whether the task is done.
-    Raises EnvironmentContractError for anything but a delta in [-1, 1], with or without `done`."""
+    """What a critic returned: the share of the remaining work that was done, negative where it
+    grew; whether the task is done. Raises EnvironmentContractError for anything but a delta in [-1,
+    1], with or without `done`."""
     delta, done = judged if isinstance(judged, tuple) and len(judged) == 2 else (judged, False)
     if isinstance(delta, bool) or not isinstance(delta, (int, float)) or not -1 <= delta <= 1:
         raise EnvironmentContractError(
-            f"environment.critic: expected a number from -1 to 1, or (number, done), found {judged!r}."
+            "environment.critic: expected a number from -1 to 1, or (number, done), found "
+            f"{judged!r}."
         )
     return float(delta), bool(done)

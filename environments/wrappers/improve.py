@@ -27,26 +27,35 @@ Write a better one."""
 
 
 class ImprovePrompts(Wrapper):
-    """A share of the episodes begins with an earlier solution of the same task and its output, and asks to improve it (RL for
-    machine-learning-engineering agents, arXiv 2509.01684); the others begin from scratch. Rewards are the base's.
+    """A share of the episodes begins with an earlier solution of the same task and its output, and
+    asks to improve it (RL for machine-learning-engineering agents, arXiv 2509.01684); the others
+    begin from scratch. Rewards are the base's.
 
-    The earlier solution is the last response of the best episode of its task so far, or of the `latest` one, with the base's
-    observation. Each attempt draws for itself, so that attempts of a group may begin differently: an advantage that compares them
-    (`grpo`) does not go with it, one attempt per prompt does, as in the paper. What is remembered is of this process.
+    The earlier solution is the last response of the best episode of its task so far, or of the
+    `latest` one, with the base's observation. Each attempt draws for itself, so that attempts of a
+    group may begin differently: an advantage that compares them (`grpo`) does not go with it, one
+    attempt per prompt does, as in the paper. What is remembered is of this process.
     """
 
     metrics = {
         "improving": Metric("share", "of episodes that began with an earlier solution"),
-        "improvement": Metric("reward", "of such an episode, less that of the solution which it was shown"),
+        "improvement": Metric(
+            "reward", "of such an episode, less that of the solution which it was shown"
+        ),
     }
 
-    def __init__(self, base: Base, share: Share = 0.5, *, latest: bool = False, seed: int = 0) -> None:
-        """share: of the episodes of tasks that have an earlier solution. seed: of the draws. Raises ConfigError."""
+    def __init__(
+        self, base: Base, share: Share = 0.5, *, latest: bool = False, seed: int = 0
+    ) -> None:
+        """share: of the episodes of tasks that have an earlier solution. seed: of the draws. Raises
+        ConfigError."""
         super().__init__(base)
         self._share, self._latest = share, latest
         self._draw = random.Random(seed)
         self._lock = threading.Lock()
-        self._known: dict[str, tuple[float, str, str]] = {}  # (return, response, observation) by task
+        self._known: dict[
+            str, tuple[float, str, str]
+        ] = {}  # (return, response, observation) by task
 
     def reset(self, task: Task) -> Coroutine[Any, Any, Episode]:
         return self._from_a_solution(super().reset(task))
@@ -58,7 +67,10 @@ class ImprovePrompts(Wrapper):
         if over(episode, step):
             if shown is not None:
                 metrics["improvement"] = seen.returned - shown
-            response, observation = seen.responses[-1][-LONGEST_TEXT:], seen.observations[-1][-LONGEST_TEXT:]
+            response, observation = (
+                seen.responses[-1][-LONGEST_TEXT:],
+                seen.observations[-1][-LONGEST_TEXT:],
+            )
             with self._lock:
                 best = self._known.get(episode.task.id)
                 if best is None or self._latest or seen.returned > best[0]:
@@ -84,4 +96,12 @@ def improved(prompt: Observation, response: str, observation: str) -> Observatio
     if isinstance(prompt, str):
         return PROMPT.format(prompt=prompt, response=response, observation=observation)
     *before, last = prompt
-    return [*before, {**last, "content": PROMPT.format(prompt=last["content"], response=response, observation=observation)}]
+    return [
+        *before,
+        {
+            **last,
+            "content": PROMPT.format(
+                prompt=last["content"], response=response, observation=observation
+            ),
+        },
+    ]

@@ -1,4 +1,5 @@
-"""Intrinsic rewards from a language model that labels what the agent was shown, while training goes on."""
+"""Intrinsic rewards from a language model that labels what the agent was shown, while training goes
+on."""
 
 from __future__ import annotations
 
@@ -25,22 +26,29 @@ MAX_REPLY_TOKENS = 512
 class IntrinsicRewards(Wrapper):
     """reward = extrinsic * base reward + intrinsic * r(caption) / N(caption)^beta    (ONI, arXiv 2410.23022)
 
-    The caption is what the base's observation says; N counts it within the episode, this time included. r is a reward
-    model's, which learns from labels of a language model: see `reward_models`. Both terms are named rewards, `extrinsic` and
-    `intrinsic`, without their coefficients.
+    The caption is what the base's observation says; N counts it within the episode, this time
+    included. r is a reward model's, which learns from labels of a language model: see
+    `reward_models`. Both terms are named rewards, `extrinsic` and `intrinsic`, without their
+    coefficients.
 
-    The reward is what the model says at the moment of the step, and labels arrive later: it is not stationary, and nothing
-    that was rewarded is revised. (The paper asks the model when the learner consumes the step, which in a synchronous run is
-    at most one collection later.) No step waits for a label; with an endpoint that is dead the intrinsic term of unknown
-    captions stays 0.
+    The reward is what the model says at the moment of the step, and labels arrive later: it is not
+    stationary, and nothing that was rewarded is revised. (The paper asks the model when the learner
+    consumes the step, which in a synchronous run is at most one collection later.) No step waits
+    for a label; with an endpoint that is dead the intrinsic term of unknown captions stays 0.
     """
 
     metrics = {
-        "intrinsic_return": Metric("reward", "sum of the episode's intrinsic rewards, without their coefficient"),
+        "intrinsic_return": Metric(
+            "reward", "sum of the episode's intrinsic rewards, without their coefficient"
+        ),
         "intrinsic/labels": Metric("count", "that the annotator has"),
         "intrinsic/waiting": Metric("count", "questions that were not asked yet"),
-        "intrinsic/failed": Metric("count", "questions that the endpoint failed to answer since the last step"),
-        "intrinsic/dropped": Metric("count", "questions that were too old to be asked since the last step"),
+        "intrinsic/failed": Metric(
+            "count", "questions that the endpoint failed to answer since the last step"
+        ),
+        "intrinsic/dropped": Metric(
+            "count", "questions that were too old to be asked since the last step"
+        ),
     }
 
     def __init__(
@@ -60,9 +68,10 @@ class IntrinsicRewards(Wrapper):
         retry_s: PositiveFloat = 10.0,
         state: str | Path | None = None,
     ) -> None:
-        """goal: in words, for the language model. endpoint: url, model and further options of `make_endpoint`. model: retrieval
-        (None), classifier or ranking, with options. lines: how many lines of an observation are the caption (None: all). batch,
-        most_waiting, most_labels, retry_s: see Annotator. state: a file that keeps labels and model, also from one run to the
+        """goal: in words, for the language model. endpoint: url, model and further options of
+        `make_endpoint`. model: retrieval (None), classifier or ranking, with options. lines: how
+        many lines of an observation are the caption (None: all). batch, most_waiting, most_labels,
+        retry_s: see Annotator. state: a file that keeps labels and model, also from one run to the
         next. Raises ConfigError, DataError, MissingPackageError.
         """
         super().__init__(base)
@@ -78,11 +87,17 @@ class IntrinsicRewards(Wrapper):
             retry_s=retry_s,
             path=None if state is None else Path(state).expanduser(),
         )
-        self._extrinsic, self._intrinsic, self._beta, self._lines = extrinsic, intrinsic, beta, lines
+        self._extrinsic, self._intrinsic, self._beta, self._lines = (
+            extrinsic,
+            intrinsic,
+            beta,
+            lines,
+        )
         self._told = {"failed": 0, "dropped": 0}
 
     async def rewarded(self, episode: Episode, seen: Seen, step: Step) -> Step:
-        """The base's step with the intrinsic reward of its observation; none where it says nothing."""
+        """The base's step with the intrinsic reward of its observation; none where it says
+        nothing."""
         caption = self.caption(seen.observations[-1])
         value = 0.0
         if caption:
@@ -106,9 +121,14 @@ class IntrinsicRewards(Wrapper):
     def report(self) -> dict[str, float]:
         """The base's numbers and the annotator's."""
         counts = {"failed": self._annotator.failed, "dropped": self._annotator.dropped}
-        since = {f"intrinsic/{name}": float(count - self._told[name]) for name, count in counts.items()}
+        since = {
+            f"intrinsic/{name}": float(count - self._told[name]) for name, count in counts.items()
+        }
         self._told = counts
-        now = {"intrinsic/labels": float(self._annotator.labelled), "intrinsic/waiting": float(self._annotator.waiting)}
+        now = {
+            "intrinsic/labels": float(self._annotator.labelled),
+            "intrinsic/waiting": float(self._annotator.waiting),
+        }
         return {**super().report(), **now, **since}
 
     def shutdown(self) -> None:
@@ -132,9 +152,9 @@ def make_endpoint(
     concurrency: PositiveInt = 8,
     temperature: NonNegativeFloat = 0.1,
 ) -> ChatEndpoint:
-    """The annotator's model. url: of the API, such as http://localhost:8000/v1. api_key_variable: the environment variable with
-    the key. timeout_s: of a request. tries: requests before a question waits again. temperature: the paper's. Raises ConfigError,
-    MissingPackageError."""
+    """The annotator's model. url: of the API, such as http://localhost:8000/v1. api_key_variable:
+    the environment variable with the key. timeout_s: of a request. tries: requests before a
+    question waits again. temperature: the paper's. Raises ConfigError, MissingPackageError."""
     return ChatEndpoint(
         url,
         model,

@@ -12,21 +12,31 @@ from rlflow.values import Component
 from rlflow_environments.common.threads import beside_the_loop
 from rlflow_environments.common.transcript import as_text
 from rlflow_environments.wrappers.critics import CRITIC, Pair, delta_and_done
-from rlflow_environments.wrappers.progress_values import Backward, negative_rate, next_value, value_order_correlation
+from rlflow_environments.wrappers.progress_values import (
+    Backward,
+    negative_rate,
+    next_value,
+    value_order_correlation,
+)
 from rlflow_environments.wrappers.wrapper import Base, Seen, Wrapper
 
 
 class ProgressRewards(Wrapper):
     """reward = outcome * base reward + progress * c(o_t, o_t+1), c in [-1, 1]      (VLAC, arXiv 2509.15937)
 
-    o_0 is the prompt, later ones the base's observations. A step that shows nothing, or the same again, is not asked about: c
-    is 0. The critic's `done` ends the episode, as the base's own end does. Both terms are named rewards, `outcome` and
-    `progress`, without their coefficients. A critic that cannot be asked raises, which aborts the episode.
+    o_0 is the prompt, later ones the base's observations. A step that shows nothing, or the same
+    again, is not asked about: c is 0. The critic's `done` ends the episode, as the base's own end
+    does. Both terms are named rewards, `outcome` and `progress`, without their coefficients. A
+    critic that cannot be asked raises, which aborts the episode.
     """
 
     metrics = {
-        "progress_value": Metric("share", "of the work that is done in the end: v + c (1 - v) after each step"),
-        "progress_order": Metric("1", "value-order correlation (VOC): Spearman's of an episode's values with time"),
+        "progress_value": Metric(
+            "share", "of the work that is done in the end: v + c (1 - v) after each step"
+        ),
+        "progress_order": Metric(
+            "1", "value-order correlation (VOC): Spearman's of an episode's values with time"
+        ),
         "progress_negative": Metric("share", "of an episode's steps that went back (NR)"),
         "progress_done": Metric("share", "of episodes that the critic says are done"),
     }
@@ -41,13 +51,19 @@ class ProgressRewards(Wrapper):
         ends: bool = True,
         backward: Backward = "paper",
     ) -> None:
-        """critic: {name: endpoint, url: ..., model: ...}, or a function (pair, **options) -> delta or (delta, done).
-        progress, outcome: coefficients of the critic's reward and of the base's. ends: whether the critic's `done` ends the
-        episode. backward: what a step back does to progress_value. Raises ConfigError, MissingPackageError.
+        """critic: {name: endpoint, url: ..., model: ...}, or a function (pair, **options) -> delta
+        or (delta, done). progress, outcome: coefficients of the critic's reward and of the base's.
+        ends: whether the critic's `done` ends the episode. backward: what a step back does to
+        progress_value. Raises ConfigError, MissingPackageError.
         """
         super().__init__(base)
         self._critic = CRITIC.build(critic, "environment.critic")
-        self._progress, self._outcome, self._ends, self._backward = progress, outcome, ends, backward
+        self._progress, self._outcome, self._ends, self._backward = (
+            progress,
+            outcome,
+            ends,
+            backward,
+        )
 
     async def rewarded(self, episode: Episode, seen: Seen, step: Step) -> Step:
         """The base's step with the reward of its progress."""

@@ -1,4 +1,5 @@
-"""Values from judged progress, and how well their order is that of time. Source: VLAC, arXiv 2509.15937."""
+"""Values from judged progress, and how well their order is that of time. Source: VLAC, arXiv
+2509.15937."""
 
 from __future__ import annotations
 
@@ -10,14 +11,15 @@ Backward = Literal["paper", "mix_f"]
 
 
 def pair_label(start: int, end: int, last: int) -> float | None:
-    """(end - start) / (last - start): the share of the remaining work between two frames of a trajectory that ends with the frame
-    `last`, negative when going back. None from the last frame on, which leaves no work."""
+    """(end - start) / (last - start): the share of the remaining work between two frames of a
+    trajectory that ends with the frame `last`, negative when going back. None from the last frame
+    on, which leaves no work."""
     return (end - start) / (last - start) if start < last else None
 
 
 def next_value(value: float, delta: float, backward: Backward = "paper") -> float:
-    """v + c (1 - v). For c < 0 the rule `mix_f` of the released code is v + v c up to 1/2, and above it
-    max(0.1, 1 - max(1 - v, 0.01) / (1 + c))."""
+    """v + c (1 - v). For c < 0 the rule `mix_f` of the released code is v + v c up to 1/2, and
+    above it max(0.1, 1 - max(1 - v, 0.01) / (1 + c))."""
     if delta >= 0 or backward == "paper":
         return value + delta * (1 - value)
     if value <= 0.5:
@@ -35,19 +37,22 @@ def values(deltas: Sequence[float], backward: Backward = "paper") -> list[float]
 
 
 def value_order_correlation(found: Sequence[float]) -> float:
-    """VOC: Spearman's rank correlation of values with time, in [-1, 1]; equal values share the mean of their ranks, and where all
-    are equal it is 0."""
+    """VOC: Spearman's rank correlation of values with time, in [-1, 1]; equal values share the mean
+    of their ranks, and where all are equal it is 0."""
     count = len(found)
     ranks = _ranks(found)
     middle = (count - 1) / 2
     joint = sum((rank - middle) * (time - middle) for time, rank in enumerate(ranks))
-    spread = sum((rank - middle) ** 2 for rank in ranks) * sum((time - middle) ** 2 for time in range(count))
+    spread = sum((rank - middle) ** 2 for rank in ranks) * sum(
+        (time - middle) ** 2 for time in range(count)
+    )
     return joint / spread**0.5 if spread > 0 else 0.0
 
 
 def reversed_order_correlation(found: Sequence[float]) -> float:
-    """VROC: of the values that a critic gives to a trajectory played backward, which should fall. The sign is turned, so that 1
-    is best: the paper's F1 of the two makes sense for nothing else."""
+    """VROC: of the values that a critic gives to a trajectory played backward, which should fall.
+    The sign is turned, so that 1 is best: the paper's F1 of the two makes sense for nothing
+    else."""
     return -value_order_correlation(found)
 
 

@@ -17,20 +17,24 @@ from rlflow_environments.wrappers.wrapper import Base, Seen, Wrapper, over
 
 
 class RevisitFailures(Wrapper):
-    """A share of the episodes begins in the middle of the latest one of its task that failed: return-and-explore of VLAC (arXiv
-    2509.15937). Rewards are the base's, of the steps from there on.
+    """A share of the episodes begins in the middle of the latest one of its task that failed:
+    return-and-explore of VLAC (arXiv 2509.15937). Rewards are the base's, of the steps from there
+    on.
 
-    The way there is played in the base again, response by response, and stands in the prompt as text; its turns count as used. It
-    begins from scratch where the base does not go that way twice, and where prompt or observations are messages. Each attempt
-    draws for itself, so that an advantage that compares attempts (`grpo`) does not go with it. What is remembered is of this
+    The way there is played in the base again, response by response, and stands in the prompt as
+    text; its turns count as used. It begins from scratch where the base does not go that way twice,
+    and where prompt or observations are messages. Each attempt draws for itself, so that an
+    advantage that compares attempts (`grpo`) does not go with it. What is remembered is of this
     process.
     """
 
     metrics = {"revisited": Metric("count", "turns of an earlier episode that this one began with")}
 
-    def __init__(self, base: Base, share: Share = 0.25, *, success: float = 1.0, seed: int = 0) -> None:
-        """share: of the episodes of tasks that failed before. success: the least return that is none. seed: of the draws. Raises
-        ConfigError."""
+    def __init__(
+        self, base: Base, share: Share = 0.25, *, success: float = 1.0, seed: int = 0
+    ) -> None:
+        """share: of the episodes of tasks that failed before. success: the least return that is
+        none. seed: of the draws. Raises ConfigError."""
         super().__init__(base)
         self._share, self._success = share, success
         self._draw = random.Random(seed)
@@ -41,7 +45,8 @@ class RevisitFailures(Wrapper):
         return self._from_a_failure(task)
 
     async def rewarded(self, episode: Episode, seen: Seen, step: Step) -> Step:
-        """The base's step; an episode that ends as a failure is remembered, and what it began with too."""
+        """The base's step; an episode that ends as a failure is remembered, and what it began with
+        too."""
         way: list[str] = seen.own.get("way", [])
         if over(episode, step):
             with self._lock:
@@ -55,13 +60,19 @@ class RevisitFailures(Wrapper):
         episode = await super().reset(task)
         with self._lock:
             said = self._failed.get(task.id, [])
-            if len(said) < 2 or not isinstance(episode.task.prompt, str) or self._draw.random() >= self._share:
+            if (
+                len(said) < 2
+                or not isinstance(episode.task.prompt, str)
+                or self._draw.random() >= self._share
+            ):
                 return episode
             way = said[: self._draw.randint(1, len(said) - 1)]
         text = episode.task.prompt
         for response in way:
             episode.turns += 1
-            step = await awaited(await asyncio.to_thread(self.base.step, episode, response))  # a plain one may take its time
+            step = await awaited(
+                await asyncio.to_thread(self.base.step, episode, response)
+            )  # a plain one may take its time
             if step.terminated or step.replace or not isinstance(step.observation, str):
                 await awaited(self.base.close(episode))
                 return await super().reset(task)

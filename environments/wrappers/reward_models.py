@@ -1,8 +1,10 @@
-"""Models of a reward for captions, made from labels that a language model gives: by table, by classification, by comparison.
+"""Models of a reward for captions, made from labels that a language model gives: by table, by
+classification, by comparison.
 
-Source: ONI, arXiv 2410.23022 and its repository facebookresearch/oni; the defaults are theirs. Texts are UTF-8 bytes here,
-and the network smaller. A model is asked for rewards by any thread while it learns in another: it learns on a network of its
-own, and exchanges the one that answers when it is done.
+Source: ONI, arXiv 2410.23022 and its repository facebookresearch/oni; the defaults are theirs.
+Texts are UTF-8 bytes here, and the network smaller. A model is asked for rewards by any thread
+while it learns in another: it learns on a network of its own, and exchanges the one that answers
+when it is done.
 """
 
 from __future__ import annotations
@@ -28,7 +30,9 @@ READ_BYTES = 128  # of a caption, the first ones
 RECENT = 10_000  # captions from which pairs are drawn, the newest
 MAX_GRADIENT_NORM = 10.0
 
-BUILT_IN = {name: f"{__name__}:{name.capitalize()}" for name in ("retrieval", "classifier", "ranking")}
+BUILT_IN = {
+    name: f"{__name__}:{name.capitalize()}" for name in ("retrieval", "classifier", "ranking")
+}
 """Reward models: name -> `module:Name`."""
 REWARD_MODEL = Kind("reward_model", __name__)
 
@@ -102,7 +106,8 @@ class Retrieval(RewardModel):
 
 
 class CaptionNetwork(nn.Module):
-    """(B, READ_BYTES) bytes -> (B,) values: a convolution over characters, its greatest values, two layers."""
+    """(B, READ_BYTES) bytes -> (B,) values: a convolution over characters, its greatest values, two
+    layers."""
 
     def __init__(self, width: int = 32) -> None:
         super().__init__()
@@ -117,10 +122,16 @@ class CaptionNetwork(nn.Module):
 
 
 class _Learned(RewardModel):
-    """What classification and ranking share: a network, `steps` of Adam on `batch` labels at a time, drawn with replacement."""
+    """What classification and ranking share: a network, `steps` of Adam on `batch` labels at a
+    time, drawn with replacement."""
 
     def __init__(
-        self, *, lr: PositiveFloat = 1e-4, batch: PositiveInt = 256, steps: PositiveInt = 32, seed: int = 0
+        self,
+        *,
+        lr: PositiveFloat = 1e-4,
+        batch: PositiveInt = 256,
+        steps: PositiveInt = 32,
+        seed: int = 0,
     ) -> None:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
@@ -140,7 +151,10 @@ class _Learned(RewardModel):
             return
         for _ in range(self._steps):
             drawn = self._random.choices(rows, k=min(self._batch, len(rows)))
-            captions = [encoded([question[place] for question, _ in drawn]) for place in range(len(drawn[0][0]))]
+            captions = [
+                encoded([question[place] for question, _ in drawn])
+                for place in range(len(drawn[0][0]))
+            ]
             loss = self.loss(captions, torch.tensor([label for _, label in drawn]))
             self._optimizer.zero_grad()
             loss.backward()
@@ -166,8 +180,8 @@ class _Learned(RewardModel):
 
 @takes(_Learned)
 class Classifier(_Learned):
-    """1 where the network gives the label 1 a probability above `threshold`, else 0; also for captions
-    that nobody labelled."""
+    """1 where the network gives the label 1 a probability above `threshold`, else 0; also for
+    captions that nobody labelled."""
 
     prompt, labels = LABEL, {"FOO": 1.0, "BAR": 0.0, "": 0.0}
 
@@ -221,7 +235,8 @@ class Ranking(_Learned):
 
 
 class _Serving:
-    """The network that answers, with the mean and deviation of its values; what it was asked before is kept."""
+    """The network that answers, with the mean and deviation of its values; what it was asked before
+    is kept."""
 
     def __init__(self, network: nn.Module, mean: float = 0.0, std: float = 1.0) -> None:
         self._network, self.mean, self.std = network, mean, std

@@ -22,7 +22,8 @@ from rlflow_environments.wrappers.wrapper import Base, Played, Seen, Wrapper, ov
 
 @dataclass(frozen=True)
 class Criterion:
-    """One line of a rubric. gate: the least score with which the others count at all; None: it is no gate."""
+    """One line of a rubric. gate: the least score with which the others count at all; None: it is
+    no gate."""
 
     name: str
     score: Callable[[Played], Any]
@@ -31,21 +32,26 @@ class Criterion:
 
 
 class RubricRewards(Wrapper):
-    """When an episode ends, its reward is the weighted sum of its criteria's scores, in place of the base's rewards.
+    """When an episode ends, its reward is the weighted sum of its criteria's scores, in place of
+    the base's rewards.
 
         reward = sum of weight * score, and 0 where a gate's score is below its least
 
-    Every criterion is a named reward too, without its weight, for advantages that weigh them (`gdpo`); behind a gate that was
-    not passed the others are 0, and not asked. Metrics: `rubric_<name>`, the score of each criterion that was judged. A
-    criterion that cannot be judged raises: the episode is aborted and left out of loss and baseline. Source of the forms:
-    OpenEnv (`WeightedSum`, `Gate`, `LLMJudge`), verifiers (`Rubric`). An episode that a token limit ends between two turns
-    got no rewards.
+    Every criterion is a named reward too, without its weight, for advantages that weigh them
+    (`gdpo`); behind a gate that was not passed the others are 0, and not asked. Metrics:
+    `rubric_<name>`, the score of each criterion that was judged. A criterion that cannot be judged
+    raises: the episode is aborted and left out of loss and baseline. Source of the forms: OpenEnv
+    (`WeightedSum`, `Gate`, `LLMJudge`), verifiers (`Rubric`). An episode that a token limit ends
+    between two turns got no rewards.
     """
 
-    def __init__(self, base: Base, criteria: Mapping[str, Any], *, judge: Mapping[str, Any] | None = None) -> None:
-        """criteria: name -> {name: ..., weight: 1, gate: none, options}; names: pattern, metric, base_return, judge, functions
-        (played, **options) -> number as `package.module:Name` or `file.py:Name`. judge: url, model and further options of
-        JudgeEndpoint. Raises ConfigError, MissingPackageError.
+    def __init__(
+        self, base: Base, criteria: Mapping[str, Any], *, judge: Mapping[str, Any] | None = None
+    ) -> None:
+        """criteria: name -> {name: ..., weight: 1, gate: none, options}; names: pattern, metric,
+        base_return, judge, functions (played, **options) -> number as `package.module:Name` or
+        `file.py:Name`. judge: url, model and further options of JudgeEndpoint. Raises ConfigError,
+        MissingPackageError.
         """
         super().__init__(base)
         if not criteria:
@@ -53,7 +59,10 @@ class RubricRewards(Wrapper):
         self._judge = None if judge is None else make_judge(judge, "environment.judge")
         self._criteria = [self._criterion(str(name), given) for name, given in criteria.items()]
         self.add_metrics(
-            {f"rubric_{one.name}": Metric("score", f"criterion {one.name} of the rubric") for one in self._criteria}
+            {
+                f"rubric_{one.name}": Metric("score", f"criterion {one.name} of the rubric")
+                for one in self._criteria
+            }
         )
 
     def _criterion(self, name: str, given: Any) -> Criterion:
@@ -68,19 +77,26 @@ class RubricRewards(Wrapper):
         if not over(episode, step):
             return dataclasses.replace(step, reward=0.0)
         scores, passed = await self._scores(seen.played(episode.task))
-        total = math.fsum(one.weight * scores[one.name] for one in self._criteria) if passed else 0.0
+        total = (
+            math.fsum(one.weight * scores[one.name] for one in self._criteria) if passed else 0.0
+        )
         named = {one.name: scores.get(one.name, 0.0) for one in self._criteria}
         if taken := sorted(set(named) & set(step.rewards)):
             raise EnvironmentContractError(
-                f"environment.criteria: expected names that no reward of the base has, found {', '.join(taken)}; rename them."
+                "environment.criteria: expected names that no reward of the base has, found "
+                f"{', '.join(taken)}; rename them."
             )
         metrics = {f"rubric_{name}": score for name, score in scores.items()}
         return dataclasses.replace(
-            step, reward=total, rewards={**step.rewards, **named}, metrics={**step.metrics, **metrics}
+            step,
+            reward=total,
+            rewards={**step.rewards, **named},
+            metrics={**step.metrics, **metrics},
         )
 
     async def _scores(self, played: Played) -> tuple[dict[str, float], bool]:
-        """(the scores of all criteria, True), or (those up to the first gate that was not passed, False)."""
+        """(the scores of all criteria, True), or (those up to the first gate that was not passed,
+        False)."""
         scores: dict[str, float] = {}
         for one in self._criteria:
             if one.gate is not None:
@@ -106,5 +122,7 @@ async def _score(criterion: Criterion, played: Played) -> float:
     if isinstance(score, bool):
         return float(score)
     if not isinstance(score, (int, float)) or not math.isfinite(score):
-        raise CriterionError(f"criterion {criterion.name}: expected a finite number, found {score!r}.")
+        raise CriterionError(
+            f"criterion {criterion.name}: expected a finite number, found {score!r}."
+        )
     return float(score)

@@ -1,4 +1,5 @@
-"""Partial credit by the stages that an episode reached, for tasks in which only what is complete has a score."""
+"""Partial credit by the stages that an episode reached, for tasks in which only what is complete
+has a score."""
 
 from __future__ import annotations
 
@@ -16,7 +17,9 @@ from rlflow_environments.common.patterns import Pattern
 from rlflow_environments.common.threads import beside_the_loop
 from rlflow_environments.wrappers.wrapper import Base, Seen, Wrapper
 
-LONGEST_TEXT = 20_000  # characters that the labeller reads of a response and of its output, the last ones
+LONGEST_TEXT = (
+    20_000  # characters that the labeller reads of a response and of its output, the last ones
+)
 MOST_BRACES = 64  # places of a reply at which its JSON may begin
 
 PROMPT = """A program was written and run. Say which of these stages its run completed.
@@ -31,17 +34,20 @@ not count. Explain in one sentence, then end with one JSON object on a line of i
 
 
 class StageRewards(Wrapper):
-    """Rewards of an episode by how far it came (RL for machine-learning-engineering agents, arXiv 2509.01684, instrumentation).
+    """Rewards of an episode by how far it came (RL for machine-learning-engineering agents, arXiv
+    2509.01684, instrumentation).
 
         no valid result, k stages: failure + per_stage * k        a valid result: the base's return, and nothing added
 
-    After each step the return is what the episode so far is worth, so that it is right wherever a limit ends the episode: the
-    first step brings `failure`, each stage reached `per_stage` once, in any order, and the valid result what is missing to the
-    base's return. Metrics: `stages_reached`, `valid_result`.
+    After each step the return is what the episode so far is worth, so that it is right wherever a
+    limit ends the episode: the first step brings `failure`, each stage reached `per_stage` once, in
+    any order, and the valid result what is missing to the base's return. Metrics: `stages_reached`,
+    `valid_result`.
 
-    A stage is a pattern that occurs in an observation: what a program printed, and not the text of the program, which proves
-    nothing. Where stages are told by words instead, a frozen labeller at an endpoint names those that a response and its
-    observation completed; one that cannot be asked raises, which aborts the episode.
+    A stage is a pattern that occurs in an observation: what a program printed, and not the text of
+    the program, which proves nothing. Where stages are told by words instead, a frozen labeller at
+    an endpoint names those that a response and its observation completed; one that cannot be asked
+    raises, which aborts the episode.
     """
 
     metrics = {
@@ -59,25 +65,34 @@ class StageRewards(Wrapper):
         per_stage: float = 0.1,
         labeller: Mapping[str, Any] | None = None,
     ) -> None:
-        """stages: name -> pattern in the observations; or names, which a `labeller` (url, model and further options of
-        JudgeEndpoint) looks for. valid: the metric of the base that is above 0 once there is a valid result. failure,
-        per_stage: the paper's. Raises ConfigError, MissingPackageError.
+        """stages: name -> pattern in the observations; or names, which a `labeller` (url, model and
+        further options of JudgeEndpoint) looks for. valid: the metric of the base that is above 0
+        once there is a valid result. failure, per_stage: the paper's. Raises ConfigError,
+        MissingPackageError.
         """
         super().__init__(base)
         if valid not in self.base.metrics:
             raise ConfigError(
-                f"environment.valid: expected a metric of the base, one of {', '.join(self.base.metrics) or 'none'}, found "
+                "environment.valid: expected a metric of the base, one of "
+                f"{', '.join(self.base.metrics) or 'none'}, found "
                 f"'{valid}'.{did_you_mean(valid, self.base.metrics)}"
             )
-        if not stages or isinstance(stages, str) or isinstance(stages, Mapping) == (labeller is not None):
+        if (
+            not stages
+            or isinstance(stages, str)
+            or isinstance(stages, Mapping) == (labeller is not None)
+        ):
             raise ConfigError(
-                f"environment.stages: expected name -> pattern, or a list of names and a labeller beside it, found {stages!r} "
-                f"with {'a' if labeller is not None else 'no'} labeller."
+                "environment.stages: expected name -> pattern, or a list of names and a labeller "
+                f"beside it, found {stages!r} with {'a' if labeller is not None else 'no'} "
+                "labeller."
             )
         self._valid, self._failure, self._per_stage = valid, failure, per_stage
         self._names = [str(name) for name in stages]
         patterns = stages.items() if isinstance(stages, Mapping) else ()
-        self._patterns = {str(name): Pattern(text, f"environment.stages.{name}") for name, text in patterns}
+        self._patterns = {
+            str(name): Pattern(text, f"environment.stages.{name}") for name, text in patterns
+        }
         self._labeller = None if labeller is None else make_judge(labeller, "environment.labeller")
 
     async def rewarded(self, episode: Episode, seen: Seen, step: Step) -> Step:
@@ -90,13 +105,18 @@ class StageRewards(Wrapper):
         worth = seen.returned if valid else self._failure + self._per_stage * len(reached)
         reward = worth - seen.own.get("worth", 0.0)
         seen.own["worth"] = worth
-        metrics = {**step.metrics, "stages_reached": float(len(reached)), "valid_result": float(valid)}
+        metrics = {
+            **step.metrics,
+            "stages_reached": float(len(reached)),
+            "valid_result": float(valid),
+        }
         return dataclasses.replace(step, reward=reward, metrics=metrics)
 
     async def _completed(self, stages: Sequence[str], response: str, observation: str) -> set[str]:
         if self._labeller is None:
             return await beside_the_loop(
-                len(observation) * len(stages), lambda: {one for one in stages if self._patterns[one].found(observation)}
+                len(observation) * len(stages),
+                lambda: {one for one in stages if self._patterns[one].found(observation)},
             )
         prompt = PROMPT.format(
             stages=json.dumps(self._names),

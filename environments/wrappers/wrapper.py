@@ -20,7 +20,8 @@ Base = Component | Environment
 
 @dataclass(frozen=True)
 class Played(Transcript):
-    """An episode so far. metrics: the latest that the base gave. returned: the sum of its rewards."""
+    """An episode so far. metrics: the latest that the base gave. returned: the sum of its
+    rewards."""
 
     metrics: Mapping[str, float] = field(default_factory=dict)
     returned: float = 0.0
@@ -37,24 +38,38 @@ class Seen:
     own: dict[str, Any] = field(default_factory=dict)
 
     def played(self, task: Task) -> Played:
-        return Played(task, tuple(self.responses), tuple(self.observations), dict(self.metrics), self.returned)
+        return Played(
+            task, tuple(self.responses), tuple(self.observations), dict(self.metrics), self.returned
+        )
 
 
 class Wrapper(Environment):
-    """Everything but the rewards is the base's: tasks, prompts, observations, stop strings, turn limit, tools, metrics (a
-    wrapper adds its own), report, shutdown. A plain method of the base runs in a thread of the rollout, as it would without
-    the wrapper; `rewarded` gets its step, in the event loop.
+    """Everything but the rewards is the base's: tasks, prompts, observations, stop strings, turn
+    limit, tools, metrics (a wrapper adds its own), report, shutdown. A plain method of the base
+    runs in a thread of the rollout, as it would without the wrapper; `rewarded` gets its step, in
+    the event loop.
 
-    An episode's state stands in its scratch under a key of the wrapper's own, so that wrappers can be stacked.
+    An episode's state stands in its scratch under a key of the wrapper's own, so that wrappers can
+    be stacked.
     """
 
     def __init__(self, base: Base) -> None:
-        """Raises ConfigError where the base is no environment or has a metric of the wrapper's name."""
-        made = base if isinstance(base, Environment) else ENVIRONMENT.build(base, "environment.base")
+        """Raises ConfigError where the base is no environment or has a metric of the wrapper's
+        name."""
+        made = (
+            base if isinstance(base, Environment) else ENVIRONMENT.build(base, "environment.base")
+        )
         if not isinstance(made, Environment):
-            raise ConfigError(f"environment.base: expected an environment, found {type(made).__name__}.")
+            raise ConfigError(
+                f"environment.base: expected an environment, found {type(made).__name__}."
+            )
         self.base: Environment = made
-        self.stop, self.max_turns, self.tools, self.frame = made.stop, made.max_turns, made.tools, made.frame
+        self.stop, self.max_turns, self.tools, self.frame = (
+            made.stop,
+            made.max_turns,
+            made.tools,
+            made.frame,
+        )
         self.depth: int = made.depth + 1 if isinstance(made, Wrapper) else 0
         self._key = f"wrapper {self.depth}"
         self.metrics = made.metrics
@@ -71,7 +86,11 @@ class Wrapper(Environment):
         if known is None:
             return None, problems
         target, keywords = known
-        rehearsal = target.rehearse(**keywords) if isinstance(target, type) and issubclass(target, Environment) else None
+        rehearsal = (
+            target.rehearse(**keywords)
+            if isinstance(target, type) and issubclass(target, Environment)
+            else None
+        )
         if rehearsal is None:
             return None
         under, wrong = rehearsal
@@ -82,8 +101,9 @@ class Wrapper(Environment):
         """Registers metrics beside the base's. Raises ConfigError for a name that is taken."""
         if taken := sorted(set(own) & set(self.metrics)):
             raise ConfigError(
-                f"environment: {type(self).__name__} reports {', '.join(taken)}, and so does its base "
-                f"{type(self.base).__name__}; expected names of its own, or one such wrapper only."
+                f"environment: {type(self).__name__} reports {', '.join(taken)}, and so does its "
+                f"base {type(self.base).__name__}; expected names of its own, or one such wrapper "
+                "only."
             )
         self.metrics = {**self.metrics, **own}
 
@@ -114,7 +134,8 @@ class Wrapper(Environment):
 
     @abstractmethod
     async def rewarded(self, episode: Episode, seen: Seen, step: Step) -> Step:
-        """The base's step with the wrapper's rewards; `seen` holds it already. What it raises aborts the episode."""
+        """The base's step with the wrapper's rewards; `seen` holds it already. What it raises
+        aborts the episode."""
 
     async def _begun(self, begun: Any) -> Episode:
         episode: Episode = await awaited(begun)
@@ -135,5 +156,6 @@ class Wrapper(Environment):
 
 
 def over(episode: Episode, step: Step) -> bool:
-    """Whether no response follows, as far as an environment can know: a token limit may also end the episode after this step."""
+    """Whether no response follows, as far as an environment can know: a token limit may also end
+    the episode after this step."""
     return step.terminated or episode.turns_left == 0

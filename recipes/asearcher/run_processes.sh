@@ -4,7 +4,7 @@ set -euo pipefail
 
 usage() {
     cat <<'TEXT'
-Train with three processes that know each other by address: dataflow (tasks and journal), rollout service, trainer.
+Train with three processes that know each other by address: dataflow (tasks and checkpoints), rollout service, trainer.
 
   bash recipes/asearcher/run_processes.sh [OPTIONS of run_train.sh] [section.key=value ...]
 
@@ -13,7 +13,7 @@ Starts a Ray cluster on this machine (loopback only) and on it
   trainer    rlflow serve trainer --cluster ADDRESS --run NAME     cluster.ranks trainer ranks
   dataflow   rlflow train --config ... cluster.address=ADDRESS cluster.services=NAME
 and ends all of them when the dataflow has ended or Ctrl-C comes. Each is started again when it dies, whoever killed it: a lost rollout
-worker's attempts are issued again; after the death of trainer or dataflow the run goes on from its last checkpoint and its journal.
+worker's attempts are issued again; after the death of trainer or dataflow the run goes on from its last checkpoint.
 Their process ids are in RUN.processes/NAME.pid, what they say in RUN.processes/NAME.log.
 
 Options are those of run_train.sh (--help there); without data it is the demo. On several machines start the same three commands by

@@ -24,7 +24,7 @@ Options
   --val-data PATH       evaluation sets: the folder of ASearcher-test-data, of which the recipe takes four, or a file
   --corpus FILE         the passages to search: ASearcher's wiki_corpus.jsonl, or your own
   --pages FILE          the pages that can be opened: wiki_webpages.jsonl, or your own, {"url": ..., "contents": ...}
-  --resume              continue the run in run.directory from its newest checkpoint and its journal
+  --resume              continue the run in run.directory from its newest checkpoint
   --overwrite           throw away what an earlier run left in run.directory
   --dry-run             open all that the run needs, print configuration, batch plan, memory, time and every problem, then exit
   -h, --help            this text
@@ -37,9 +37,8 @@ Examples
   bash recipes/asearcher/run_train.sh --recipe m2po_full --train-data data/asearcher/ASearcher-Base-35k.jsonl \
       --val-data data/asearcher --corpus data/asearcher/wiki_corpus.jsonl --pages data/asearcher/wiki_webpages.jsonl --dry-run
 
-Runs are written to runs/asearcher-NAME/, those of the demo to runs/asearcher-demo-NAME/. Look at one with `rlflow show RUN`, at who
-waited for whom with `rlflow show RUN --trace FILE`. The three processes apart: recipes/asearcher/run_processes.sh. Environment variables
-are those of recipes/searchr1/run_train.sh.
+Runs are written to runs/asearcher-NAME/, those of the demo to runs/asearcher-demo-NAME/. Look at one with `rlflow show RUN`.
+The three processes apart: recipes/asearcher/run_processes.sh. Environment variables are those of recipes/searchr1/run_train.sh.
 TEXT
 }
 

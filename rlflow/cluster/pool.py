@@ -11,16 +11,16 @@ import itertools
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from rlflow.cluster.slots import EpisodeJob, Handle, PoolLimits, WorkerGone, WorkerSlot, chosen, weight_reads
-from rlflow.cluster.worker_flow import WorkerFlow
 from rlflow.errors import ConfigError, EnvironmentContractError, ModelError, RLFlowError, RolloutError
 from rlflow.rollout.calls import RunningTime
-from rlflow.rollout.flow import Begun, Ended, Lost
+from rlflow.rollout.episodes import Attempt
+from rlflow.rollout.players import Begun, Ended, Inbox, Lost
 from rlflow.rollout.weight_sync import WeightProbe, compare_probes
-from rlflow.rollout.workers import Loaded, PlayOrder, Update, WorkerFacts, WorkerNews
+from rlflow.rollout.workers import Loaded, Update, WorkerFacts, WorkerNews
 from rlflow.types import Trajectory
 
 logger = logging.getLogger(__name__)
@@ -66,10 +66,6 @@ class WorkerPool:
         self._thread.start()
 
     # --- for callers --------------------------------------------------------------------------------------------------
-
-    def flow(self, temperature: float | None = None, priority: int | None = None) -> WorkerFlow:
-        """Plays attempts, at another temperature than training's, or with a priority of their own."""
-        return WorkerFlow(self, temperature, priority)
 
     def first_facts(self) -> WorkerFacts:
         """What the first worker that is up says of itself, waited for. Raises RLFlowError where none comes up."""
@@ -131,24 +127,20 @@ class WorkerPool:
         self._wake.set()
         self.check()
 
-    def submit(self, job: EpisodeJob) -> None:
-        """Plays the job's attempts as soon as a worker with the newest weights has room."""
-        job.left = {attempt.request_id for attempt in job.play.attempts}
+    def play(self, attempts: Sequence[Attempt], inbox: Inbox) -> None:
+        """One worker with the newest weights plays the attempts, as soon as it has room; all end at once, or are lost."""
+        job = EpisodeJob(attempts, inbox, {attempt.request_id for attempt in attempts})
         with self._lock:
             place = sum(other.first for other in self._waiting) if job.first else len(self._waiting)
             self._waiting.insert(place, job)
         self._wake.set()
 
-    def cancel(self, flow: WorkerFlow, names: set[str] | None) -> None:
-        """Forgets attempts of a flow, all of them for None."""
+    def cancel(self, inbox: Inbox, request_ids: set[str]) -> None:
+        """Forgets attempts; of a job the others too."""
         with self._lock:
-            self._waiting = [
-                job for job in self._waiting if job.flow is not flow or (names is not None and not job.left & names)
-            ]
+            self._waiting = [job for job in self._waiting if job.inbox is not inbox or not job.left & request_ids]
             for slot in self._slots:
-                gone = [
-                    name for name, job in slot.jobs.items() if job.flow is flow and (names is None or name in names)
-                ]
+                gone = [name for name, job in slot.jobs.items() if job.inbox is inbox and name in request_ids]
                 for name in gone:
                     del slot.jobs[name]
                 if gone and slot.handle is not None:
@@ -327,17 +319,16 @@ class WorkerPool:
         for begun in news.begun:
             job = slot.jobs.get(begun.request_id)
             if job is not None:
-                job.flow.tell([Begun(begun.request_id, begun.version, begun.at, slot.name)])
+                job.inbox.put([Begun(begun.request_id, begun.version, slot.name)])
         for played in news.ended:
             job = slot.jobs.pop(played.request_id, None)
             if job is None:
                 continue  # cancelled in the meantime
             slot.failures, slot.ended = 0, slot.ended + 1
             job.left.discard(played.request_id)
-            job.ended.append(Ended(played.request_id, self._read(played.payload), played.at))
-            if not (job.play.together and job.left):
-                job.flow.tell(job.ended)
-                job.ended = []
+            job.ended.append(Ended(played.request_id, self._read(played.payload)))
+            if not job.left:
+                job.inbox.put(job.ended)
 
     def _fail(self, slot: WorkerSlot, error: Exception, now: float) -> None:
         """The worker is lost, with all that it plays; another process takes its place, later the more often that happens."""
@@ -367,9 +358,8 @@ class WorkerPool:
         jobs, slot.jobs = list(dict.fromkeys(slot.jobs.values())), {}
         lost = 0
         for job in jobs:
-            at, names = time.time(), [attempt.request_id for attempt in job.play.attempts]
-            job.flow.tell(Lost(name, slot.name, reason, at) for name in names)
-            lost += len(names)
+            job.inbox.put([Lost(attempt.request_id, slot.name, reason) for attempt in job.attempts])
+            lost += len(job.attempts)
         self._lost += lost
         return lost
 
@@ -381,7 +371,7 @@ class WorkerPool:
             for slot in self._slots
             if slot.state == "up" and "load" not in slot.calls and (target is None or slot.passed == target.version)
         ]
-        given: dict[WorkerSlot, list[PlayOrder]] = {}
+        given: dict[WorkerSlot, list[Sequence[Attempt]]] = {}
         left: list[EpisodeJob] = []
         for job in self._waiting:
             slot = chosen(ready, job)
@@ -390,7 +380,7 @@ class WorkerPool:
                 continue
             job.until = now + self.limits.attempt_s
             slot.jobs.update(dict.fromkeys(job.left, job))
-            given.setdefault(slot, []).append(job.play)
+            given.setdefault(slot, []).append(job.attempts)
         self._waiting = left
         for slot, plays in given.items():
             assert slot.handle is not None

@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from rlflow.errors import RLFlowError
-from rlflow.rollout.flow import News
-from rlflow.rollout.workers import Loaded, PlayOrder, WorkerFacts, WorkerNews
-
-
-class NewsListener(Protocol):
-    """Who started attempts."""
-
-    def tell(self, news: Iterable[News]) -> None: ...
+from rlflow.rollout.episodes import Attempt
+from rlflow.rollout.players import Event, Inbox
+from rlflow.rollout.workers import Loaded, WorkerFacts, WorkerNews
 
 
 class Handle(Protocol):
@@ -44,19 +39,24 @@ class PoolLimits:
 
 @dataclass(eq=False)
 class EpisodeJob:
-    """Attempts that a worker plays, or will. ended: those that are over, kept until all are where they belong together."""
+    """Attempts that a worker plays, or will, together. inbox: of who started them. left: those that are not over. ended: what
+    is told of the others once all are."""
 
-    flow: NewsListener
-    play: PlayOrder
-    lane: int
+    attempts: Sequence[Attempt]
+    inbox: Inbox
     left: set[str] = field(default_factory=set)
-    ended: list[News] = field(default_factory=list)
+    ended: list[Event] = field(default_factory=list)
     until: float = 0.0
 
     @property
+    def group(self) -> str:
+        """Of its attempts; of the first one, where there are several."""
+        return self.attempts[0].group_id
+
+    @property
     def first(self) -> bool:
-        """Whether it goes before training's."""
-        return self.play.priority is not None
+        """Whether it goes before what runs ahead of training."""
+        return self.attempts[0].priority is not None
 
 
 @dataclass(eq=False)
@@ -99,13 +99,13 @@ class WorkerGone(RLFlowError):
 
 
 def chosen(ready: Sequence[WorkerSlot], job: EpisodeJob) -> WorkerSlot | None:
-    """The worker for a job: one that plays attempts of its lane, which share a prompt; else the one with the most room."""
+    """The worker for a job: one that plays attempts of its group, which share a prompt; else the one with the most room."""
     room = {slot: _room(slot) for slot in ready}
     free = [slot for slot in ready if room[slot] > 0]
     if not free:
         return None
-    lanes = Counter({slot: sum(other.lane == job.lane for other in slot.jobs.values()) for slot in free})
-    return max(free, key=lambda slot: (lanes[slot], room[slot]))
+    alike = Counter({slot: sum(other.group == job.group for other in slot.jobs.values()) for slot in free})
+    return max(free, key=lambda slot: (alike[slot], room[slot]))
 
 
 def _room(slot: WorkerSlot) -> int:

@@ -16,7 +16,7 @@ def add(commands: Commands) -> None:
         "offer processes to a run: trainer ranks, rollout workers",
         "Offers processes to the run of that name, on this machine of its Ray cluster, until it is stopped: for trainer\n"
         "ranks or for rollout workers. The run itself, `rlflow train` with cluster.address and cluster.services, keeps\n"
-        "tasks and journal; it finds the processes by the name. Each of the three may be stopped and started again: a\n"
+        "tasks and checkpoints; it finds the processes by the name. Each of the three may be stopped and started again: a\n"
         "process that ends is offered anew, attempts of a lost worker are issued again, and a run whose trainer or driver\n"
         "is gone goes on with --resume.",
         "examples:\n  ray start --head --port=6379\n"

@@ -6,22 +6,19 @@ import argparse
 import os
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
 from rlflow.commands.options import Commands, add_command
 from rlflow.errors import ConfigError
-from rlflow.report.charts import run_seconds
+from rlflow.report.charts import printable, run_seconds
 from rlflow.report.lines import clock, evaluation_line, numbers, sparkline
 from rlflow.report.metrics import Metrics, label, leading_score, scores
 from rlflow.report.recorded import RunFiles, grouped
 from rlflow.report.records import answers_of, question_of, read_trajectories, solved, text_of
 from rlflow.report.sinks import read_metrics
 from rlflow.run.directory import RunDirectory
-from rlflow.run.journal import AttemptJournal
-from rlflow.run.trace import write_trace
 from rlflow.storage.files import read_json
 
 _CODES = {"bold": "1", "dim": "2", "policy": "36", "good": "32", "bad": "31", "warn": "33", "marked": "30;43"}
@@ -55,20 +52,11 @@ def add(commands: Commands) -> None:
     solved = "first score is 1, or without a score the reward positive"
     kind.add_argument("--failed", action="store_true", help="only episodes that did not solve their task")
     kind.add_argument("--solved", action="store_true", help=f"only episodes that did: the {solved}")
-    parser.add_argument("--journal", action="store_true", help="attempts of an asynchronous run: states, staleness, steps")
-    parser.add_argument("--trace", metavar="FILE", help="write its timeline, for ui.perfetto.dev or (FILE.svg) as a picture")
     parser.add_argument("--color", choices=("auto", "always", "never"), default="auto")
 
 
 def run(args: argparse.Namespace) -> int:
     """Prints the run."""
-    if args.journal or args.trace:
-        with _journal_of(RunDirectory.open(args.path)) as journal:
-            if args.journal:
-                print(journal_text(journal, Paint(args.color)))
-            if args.trace:
-                print(f"{args.trace}: {write_trace(journal, args.trace)} spans")
-        return 0
     chosen = "failed" if args.failed else "solved" if args.solved else "all"
     if args.changed:
         return show_changed(args.path, count=args.trajectories, chosen=chosen, color=args.color)
@@ -213,42 +201,6 @@ def summary_text(run: RunDirectory, registered: Metrics, paint: Paint) -> str:
     return "\n".join(lines)
 
 
-@contextmanager
-def _journal_of(run: RunDirectory) -> Iterator[AttemptJournal]:
-    """The journal of a run, for reading. Raises ConfigError where it has none."""
-    if not run.journal.is_file():
-        raise ConfigError(
-            f"{run.journal}: no such file; runs with rollout.asynchronous.max_staleness above 0 have one."
-        )
-    journal = AttemptJournal(run.journal, read_only=True)
-    try:
-        yield journal
-    finally:
-        journal.close()
-
-
-def journal_text(journal: AttemptJournal, paint: Paint) -> str:
-    """Where the attempts of an asynchronous run are, how old the tokens were that it trained on, and its last steps."""
-    counts, lags, steps = journal.counts(), journal.staleness(), journal.last_steps(8)
-    again = counts.pop("again")
-    lines = [paint(f"{journal.path}: {sum(counts.values())} attempts", "bold")]
-    lines += [f"{state:<24} {count:>8}" for state, count in sorted(counts.items())]
-    lines.append(f"{'groups issued again':<24} {again:>8}   too old for every step")
-    workers = journal.workers()
-    if workers:
-        lines.append(paint("\nplayed by        attempts   lost with it", "bold"))
-        lines += [f"{'worker ' + name:<12} {ended:>12} {lost:>14}" for name, ended, lost in workers]
-    total = sum(lags.values())
-    if total:
-        lines.append(paint("\nversions that the oldest token of a trained attempt lagged behind", "bold"))
-        shares = {lag: count / total for lag, count in lags.items()}
-        lines += [f"{lag:>4} {paint('█' * round(40 * share), 'policy')} {share:.1%}" for lag, share in shares.items()]
-    if steps:
-        lines.append(paint("\nstep   attempts   oldest version   newest version   state", "bold"))
-        lines += [f"{step:>4} {count:>10} {oldest:>16} {newest:>16}   {state}" for step, count, oldest, newest, state in steps]
-    return "\n".join(lines)
-
-
 def times_text(records: Sequence[Mapping[str, float]], summary: Mapping[str, Any]) -> str:
     """How long a run took by its own clock, earlier parts of a resumed run included, and what of that were evaluations."""
     evaluations = sum(record.get("time/evaluate_s", 0.0) for record in records)
@@ -314,8 +266,3 @@ def marked(text: str, wanted: Sequence[str], paint: Paint, plain: Sequence[str],
 
 def _answer(answer: Any) -> str:
     return " | ".join(map(str, answer)) if isinstance(answer, list) else str(answer)
-
-
-def printable(text: str) -> str:
-    """The text with control characters replaced: neither a policy nor a web page may steer the reader's terminal."""
-    return "".join(letter if letter.isprintable() or letter in "\n\t" else "\ufffd" for letter in text)

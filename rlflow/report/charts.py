@@ -1,4 +1,4 @@
-"""Charts of runs on matplotlib, as PNG and SVG: learning over time, runs compared, a timeline."""
+"""Charts of runs on matplotlib, as PNG and SVG: learning over time, runs compared."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ PHASE_COLORS = {
     "checkpoint": "#b86a7b",
 }
 """Of every chart; no phase has the color of a curve."""
-RUN_COLORS = ("#1f6fb2", "#d9730d", "#1c7c54", "#8e44ad", "#b3261e", "#6b7785", "#9a6700", "#0e7c86")
+RUN_COLORS = ("#1f6fb2", "#d9730d", "#1c7c54", "#8e44ad", "#b3261e", "#6b7785", "#9a6700")
 DASH = 8.0
-"""Length of a dash and its gap. Later runs have shorter dashes, so that each shows where all coincide."""
+"""Length of a dash and its gap. Later runs have shorter dashes: each shows where all coincide."""
 WIDE, NARROW = 8.6, 3.9  # inches: legends beside the axes; below them, for a phone
 
 
@@ -56,7 +56,7 @@ def drawn_score(records: Records, registered: Metrics) -> str:
 
 
 def intervals(records: Records, name: str) -> list[tuple[float, float, float, float]]:
-    """(step, value, low, high) of each evaluation; both ends are the value where none was measured."""
+    """(step, value, low, high) of each evaluation; the ends are the value where none was measured."""
     key = f"eval/{name}"
     return [
         (one["step"], one[key], one.get(f"{key}_low", one[key]), one.get(f"{key}_high", one[key]))
@@ -74,7 +74,7 @@ def trailing_mean(values: Sequence[float]) -> list[float]:
 
 
 def bars(records: Records) -> tuple[list[list[Mapping[str, float]]], dict[str, float]]:
-    """(steps in at most MOST_BARS chunks, {phase: its share of the time} where it is worth a row)."""
+    """(steps in at most MOST_BARS chunks, {phase: its share of the time} where it is worth it)."""
     timed = [record for record in records if "time/step_s" in record]
     size = max(1, math.ceil(len(timed) / MOST_BARS))
     chunks = [timed[start : start + size] for start in range(0, len(timed), size)]
@@ -101,34 +101,13 @@ def top_without_peaks(heights: Sequence[float]) -> float:
 
 @contextmanager
 def figure(width: float, height: float, size: float) -> Iterator[Figure]:
-    """An empty figure in inches; its text has `size` points, and its style holds inside the block."""
+    """An empty figure in inches; its text has `size` points. Its style holds inside the block."""
     import matplotlib
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    style: Any = {
-        "font.family": "DejaVu Sans",
-        "font.size": size,
-        "svg.fonttype": "none",
-        "svg.hashsalt": "rlflow",
-        "text.color": QUIET,
-        "text.parse_math": False,
-        "axes.labelcolor": QUIET,
-        "axes.edgecolor": FRAME,
-        "axes.spines.top": False,
-        "axes.spines.right": False,
-        "axes.spines.left": False,
-        "axes.grid": True,
-        "axes.grid.axis": "y",
-        "axes.axisbelow": True,
-        "grid.color": FRAME,
-        "xtick.color": QUIET,
-        "ytick.color": QUIET,
-        "xtick.major.size": 0,
-        "ytick.major.size": 0,
-        "legend.frameon": False,
-    }
-    with matplotlib.rc_context(style):
+    style = Path(__file__).parent / "templates" / "chart.mplstyle"
+    with matplotlib.rc_context({"font.size": size}, fname=style):
         made = Figure(figsize=(width, height), layout="constrained")
         FigureCanvasAgg(made)
         yield made
@@ -322,52 +301,3 @@ def comparison_svg(curves: Mapping[str, Sequence[Any]], width: float = WIDE) -> 
         axes.set_xlabel("step")
         _name(axes, beside)
         return svg(made)
-
-
-# ---------------------------------------------------------------- who waited for whom
-
-
-def timeline_svg(events: Sequence[Mapping[str, Any]]) -> str:
-    """A band of the trainer's phases over a band of each process that plays episodes.
-
-    events: Chrome's, as `rlflow.run.trace.trace_events` gives them. Beside each band stands the
-    share of the whole time in which it had nothing to do."""
-    names = {event["pid"]: event["args"]["name"] for event in events if event["ph"] == "M"}
-    spans = [event for event in events if event["ph"] == "X"]
-    length = max((span["ts"] + span["dur"] for span in spans), default=1) or 1
-    with figure(11, 0.7 + 0.75 * len(names), size=9) as made:
-        bands = made.subplots(len(names), sharex=True, squeeze=False)[:, 0]
-        for axes, (pid, name) in zip(bands, sorted(names.items()), strict=True):
-            own = [span for span in spans if span["pid"] == pid]
-            trains = pid == min(names)
-            idle = _draw_phases(axes, own) if trains else _draw_load(axes, own, length)
-            told = f"{name}\n{'waits' if trains else 'empty'} {idle / length:.0%}"
-            axes.set_ylabel(told, rotation=0, ha="right", va="center")
-            axes.set_yticks([])
-        bands[0].set_xlim(0, length / 1e6)
-        bands[-1].set_xlabel("seconds")
-        made.legend(loc="outside lower left", ncols=len(PHASES))
-        return svg(made)
-
-
-def _draw_phases(axes: Any, spans: Sequence[Mapping[str, Any]]) -> float:
-    """Draws the trainer's band; returns for how long it waited for episodes."""
-    for phase in dict.fromkeys(span["name"] for span in spans):
-        ends = [(one["ts"] / 1e6, one["dur"] / 1e6) for one in spans if one["name"] == phase]
-        told = f"{phase} (waits for episodes)" if phase == "rollout" else phase
-        axes.broken_barh(ends, (0, 1), color=PHASE_COLORS.get(phase, FRAME), label=told, linewidth=0)
-    return sum(span["dur"] for span in spans if span["name"] == "rollout")
-
-
-def _draw_load(axes: Any, spans: Sequence[Mapping[str, Any]], length: float) -> float:
-    """Draws how many episodes were under way; returns for how long none was."""
-    changes = [(span["ts"], 1) for span in spans]
-    changes += [(span["ts"] + span["dur"], -1) for span in spans]
-    times, load, idle = [0.0], [0], 0.0
-    for time, change in [*sorted(changes), (length, 0)]:
-        idle += (time - times[-1]) * (load[-1] == 0)
-        times.append(time)
-        load.append(load[-1] + change)
-    seconds = [time / 1e6 for time in times]
-    axes.fill_between(seconds, load, step="post", color=PHASE_COLORS["rollout"], alpha=0.75)
-    return idle

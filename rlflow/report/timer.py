@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -90,14 +89,13 @@ def _resident_peak() -> int:
 class PhaseTimer:
     """Seconds and peak memory per phase of a step. Phases may recur; they must not nest.
 
-    `on_enter` is told each phase's name as it begins, for a display; `spans` are the last phases as
-    (name, begin, end), seconds since 1970; `current` is the phase that is on, for a watchdog."""
+    `on_enter` is told each phase's name as it begins, for a display; `current` is
+    the phase that is on, for a watchdog."""
 
     def __init__(self, on_enter: Callable[[str], object] | None = None) -> None:
         self.on_enter = on_enter
         self.seconds: dict[str, float] = {}
         self.memory = PeakMemory()
-        self.spans: deque[tuple[str, float, float]] = deque(maxlen=10_000)
         self.current = ""
         self.started = time.perf_counter()
 
@@ -112,9 +110,7 @@ class PhaseTimer:
                 yield
         finally:
             self.current = ""
-            seconds, now = time.perf_counter() - start, time.time()
-            self.seconds[name] = self.seconds.get(name, 0.0) + seconds
-            self.spans.append((name, now - seconds, now))
+            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
 
     def take_phase(self, name: str) -> dict[str, float]:
         """`time/<phase>_s` and `memory/<phase>_gib` of one phase, which `take` then leaves out."""

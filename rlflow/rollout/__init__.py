@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from rlflow.codec import Response, Transcripts, transcribe
 from rlflow.rollout.engine import Completion, Engine, Sampling
+from rlflow.rollout.groups import TaskSource
 from rlflow.rollout.rollout import Rollout
-from rlflow.rollout.source import TaskSource
 from rlflow.rollout.tokenizer import Tokenizer
 from rlflow.rollout.weight_sync import WeightProbe, WeightSync
 

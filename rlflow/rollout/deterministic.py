@@ -13,15 +13,16 @@ RoundRequest = tuple[str, Sequence[int], Sampling, int, "asyncio.Future[Completi
 
 
 class Rounds:
-    """Collects the requests of all lanes (episodes in flight), then hands them to the engine in the order of their ids.
+    """Collects the requests of all episodes in flight, then hands them to the engine in the order of their ids.
 
     A request that arrived sooner or later than in another run so meets the same batch there: equal inputs give equal
     bits.
     """
 
-    def __init__(self, engine: Engine, lanes: int) -> None:
+    def __init__(self, engine: Engine, episodes: int) -> None:
+        """episodes: how many will be played in all, as many at a time as the engine has places."""
         self._engine = engine
-        self._lanes = lanes
+        self._left = episodes
         self._pending: list[RoundRequest] = []
         self._round: asyncio.Task[None] | None = None
         self._tasks: dict[str, asyncio.Task[Completion]] = {}
@@ -37,19 +38,19 @@ class Rounds:
         try:
             return await future
         finally:
-            # Of an episode that was given up while others were waited for: its lane comes with another request.
+            # Of an episode that was given up while others were waited for: its place comes with another request.
             self._pending = [other for other in self._pending if other is not request]
             task = self._tasks.pop(request_id, None)
             if task is not None:
                 task.cancel()  # of no effect where it is done; else nobody waits for it any longer
 
     def leave(self) -> None:
-        """A lane has no more episodes; nobody waits for it any longer."""
-        self._lanes -= 1
+        """An episode is over: another one takes its place, or nobody waits for it any longer."""
+        self._left -= 1
         self._start_if_complete()
 
     def _start_if_complete(self) -> None:
-        if self._pending and len(self._pending) == self._lanes:
+        if self._pending and len(self._pending) == min(self._left, self._engine.max_concurrency):
             requests = sorted(self._pending, key=lambda request: request[0])
             self._pending = []
             self._round = asyncio.get_running_loop().create_task(self._run(requests))

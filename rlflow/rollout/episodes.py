@@ -63,7 +63,7 @@ class TurnSeeds:
 @dataclass(frozen=True)
 class Attempt:
     """Which episode to play. request_id: sorts in the order of the attempts. seeds: one per turn. number: which of its group.
-    id: of its trajectory."""
+    id: of its trajectory. temperature: None: training's. priority: of its requests; None: the nearer to the end, the earlier."""
 
     task: Task
     group_id: str
@@ -71,6 +71,8 @@ class Attempt:
     seeds: Callable[[int], int]
     number: int = 0
     id: str = ""
+    temperature: float | None = None
+    priority: int | None = None
 
 
 @dataclass
@@ -171,7 +173,7 @@ class EpisodePlayer:
                 return StopReason.MAX_TOKENS
             sampling = Sampling(
                 max_tokens=min(limits.max_response_tokens, room),
-                temperature=limits.temperature,
+                temperature=self._temperature(attempt),
                 stop=tuple(stop_strings),
                 stop_token_ids=self._tokenizer.eos_ids,
                 seed=attempt.seeds(episode.turns),
@@ -188,6 +190,9 @@ class EpisodePlayer:
             if not await self._observe(state, step, completion):
                 return StopReason.MAX_TOKENS
             stop_strings = self._environment.stop if step.stop is None else step.stop
+
+    def _temperature(self, attempt: Attempt) -> float:
+        return self._limits.temperature if attempt.temperature is None else attempt.temperature
 
     def _max_turns(self, episode: Episode) -> int:
         most = episode.task.most_turns
@@ -331,7 +336,7 @@ class EpisodePlayer:
             rewards=state.rewards,
             stop=stop,
             metrics={**state.metrics, **counts},
-            temperature=self._limits.temperature or 1.0,  # greedy log-probs are those at temperature 1
+            temperature=self._temperature(attempt) or 1.0,  # greedy log-probs are those at temperature 1
             prompt=state.prompt,
             error=error,
             attempt=attempt.number,

@@ -23,11 +23,10 @@ CLOSE_TIMEOUT_S = 5.0
 class Running(Generic[T]):
     """A coroutine that runs in the thread of a loop."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, coroutine: Coroutine[Any, Any, T]) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
         self._future: Future[T] = Future()
         self._task: asyncio.Task[T] | None = None
-        loop.call_soon_threadsafe(self._begin, coroutine)
 
     def result(self) -> T:
         """The coroutine's result. An interrupt of the waiting thread (Ctrl-C) cancels it and waits for its end."""
@@ -49,7 +48,8 @@ class Running(Generic[T]):
         """Calls the function when the coroutine has ended, in the loop's thread (here where it has already)."""
         self._future.add_done_callback(lambda _: function())
 
-    def _begin(self, coroutine: Coroutine[Any, Any, T]) -> None:
+    def begin(self, coroutine: Coroutine[Any, Any, T]) -> None:
+        """Runs the coroutine; called once, in the loop's thread."""
         self._task = self._loop.create_task(coroutine)
         self._task.add_done_callback(self._finish)
 
@@ -89,7 +89,18 @@ class LoopThread:
 
     def start(self, coroutine: Coroutine[Any, Any, T]) -> Running[T]:
         """Starts the coroutine and returns at once."""
-        return Running(self._loop, coroutine)
+        return self.start_all([coroutine])[0]
+
+    def start_all(self, coroutines: Sequence[Coroutine[Any, Any, T]]) -> list[Running[T]]:
+        """Starts the coroutines together: all of them before anything that they wait for comes back."""
+        running = [Running[T](self._loop) for _ in coroutines]
+
+        def begin() -> None:
+            for one, coroutine in zip(running, coroutines, strict=True):
+                one.begin(coroutine)
+
+        self._loop.call_soon_threadsafe(begin)
+        return running
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """The coroutine's result, waited for; see `Running.result`."""

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from rlflow.codec import Response, Transcripts
 from rlflow.errors import RLFlowError, RolloutError
 from rlflow.rollout.engine import Completion, Engine, PauseMode, Sampling, Weights
 from rlflow.rollout.episodes import Attempt, EpisodePlayer
 from rlflow.rollout.event_loop import LoopThread
-from rlflow.rollout.submission import Submission
+from rlflow.rollout.players import Ended, LocalPlayer
 from rlflow.rollout.tokenizer import Tokenizer
 from rlflow.types import Group, Segment, Trajectory, stamp
 
@@ -26,14 +26,12 @@ def replay(
     Left out are attempts whose episode did not end with their last response, that the tokenizer cannot say or that exceed a
     limit, and all of a transcript that breaks the environment's contract: one that no attempt is left of is an empty group.
     """
-    played = [_Played(name, transcript, tokenizer) for name, transcript in transcripts.items()]
+    played = [_Played(name, transcript, tokenizer, player, thread) for name, transcript in transcripts.items()]
     try:
-        for one in played:
-            one.submission.start(thread, [one.engine], player)
         return [one.group() for one in played]
     finally:
         for one in played:
-            one.submission.cancel()
+            one.player.close()
 
 
 class ScriptedEngine(Engine):
@@ -83,25 +81,38 @@ class ScriptedEngine(Engine):
 
 
 class _Played:
-    """A transcript on its way to a group. Each has a submission of its own, so that none can spoil the others."""
+    """A transcript on its way to a group. Each has a player of its own, so that none can spoil the others."""
 
-    def __init__(self, name: str, transcript: Transcripts, tokenizer: Tokenizer) -> None:
+    def __init__(
+        self, name: str, transcript: Transcripts, tokenizer: Tokenizer, episodes: EpisodePlayer, thread: LoopThread
+    ) -> None:
         self._name, self._task = name, transcript.task
         scripts = {f"{name}/{number}": responses for number, responses in enumerate(transcript.attempts)}
-        self.engine = ScriptedEngine(tokenizer, scripts)
-        attempts = [
-            Attempt(transcript.task, name, request, lambda turn: turn, number, request) for number, request in enumerate(scripts)
-        ]
-        self.submission = Submission(attempts, max_aborted_share=None)
+        self._engine = ScriptedEngine(tokenizer, scripts)
+        self._left = len(scripts)
+        self.player = LocalPlayer(thread, [self._engine], episodes)
+        self.player.start([
+            Attempt(transcript.task, name, request, lambda turn: turn, number, request)
+            for number, request in enumerate(scripts)
+        ])  # fmt: skip
 
     def group(self) -> Group:
+        """The attempts that could be played, waited for."""
         try:
-            played = [one for group in self.submission.completed() for one in group.usable if self.engine.ended(one.id)]
+            played = sorted(self._ended(), key=lambda one: one.attempt)
         except RLFlowError:  # what is a mistake of the set-up in an episode of one's own
             played = []
-        group = Group(self._name, self._task, [_external(one) for one in played])
+        usable = [one for one in played if one.usable and self._engine.ended(one.id)]
+        group = Group(self._name, self._task, [_external(one) for one in usable])
         stamp(group.trajectories)
         return group
+
+    def _ended(self) -> Iterator[Trajectory]:
+        while self._left:
+            for event in self.player.events(self.player.poll_s):
+                if isinstance(event, Ended):
+                    self._left -= 1
+                    yield event.trajectory
 
 
 def _external(trajectory: Trajectory) -> Trajectory:

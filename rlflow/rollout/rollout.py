@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
-import itertools
 import threading
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
+from itertools import count, islice
 from pathlib import Path
 from typing import Any, TypeVar
+from weakref import WeakSet
 
 from torch import Tensor
 
@@ -22,10 +23,10 @@ from rlflow.rollout.engine import Completion, Engine, PauseMode, check_sizes
 from rlflow.rollout.environment_calls import SHUTDOWN_S, reported, shut_down
 from rlflow.rollout.episodes import CALL_S, EPISODE_S, Attempt, EpisodeLimits, EpisodePlayer, TurnSeeds
 from rlflow.rollout.event_loop import LoopThread, LoopWatch
-from rlflow.rollout.flow import EpisodeFlow, Flow
+from rlflow.rollout.groups import Admit, Groups, OnEpisode, TaskSource, Terms
+from rlflow.rollout.pacing import ANY_AGE, Pacing
+from rlflow.rollout.players import LocalPlayer, Player
 from rlflow.rollout.replay import replay
-from rlflow.rollout.source import TaskSource
-from rlflow.rollout.submission import OnEpisode, Submission
 from rlflow.rollout.tokenizer import Tokenizer, check_frame
 from rlflow.rollout.weight_sync import InProcessSync, ProbeQuestions, WeightProbe, WeightSync, check_answers, run_probe
 from rlflow.types import Group, Task
@@ -36,9 +37,9 @@ STEPS_REMEMBERED = 64  # of which a task that comes again is recognised
 
 class Rollout:
     """Drives engines through episodes; every episode proceeds on its own, none waits for a batch. `report`: what the environment
-    reported about the last collection. `on_episode`: told (ended, all of the submission, trajectory) of each episode that ends,
-    in the thread that plays them, so it must be quick; for displays. `on_group`: given each group of a step as it ends, in the
-    caller's thread, while the others go on.
+    reported about the last collection. `on_episode`: told (ended, all in flight or ended, trajectory) of each episode that ends;
+    for displays. `on_group`: given each group of a step as it ends. Both are called in the thread that waits for groups, while
+    the others go on.
 
     engine: one, or several over which the groups are spread; an episode stays on its engine. deterministic: equal
     seeds and weights give equal bits whatever the timing (episodes wait for each other's turns; use one engine thread
@@ -98,11 +99,11 @@ class Rollout:
         self.on_episode: OnEpisode | None = None
         self.on_group: Callable[[Group], object] | None = None
         self._collections = 0
-        self._repetitions: dict[int, Counter[str]] = {}  # of tasks, by step
-        self._in_flight: list[Submission] = []
+        self._named = defaultdict[int, Counter[str]](Counter)  # of tasks, by step
+        self._players: WeakSet[Player] = WeakSet()
         self._paused = False
         self._turn = asyncio.Lock()  # deterministic collections take turns
-        self._lock = threading.Lock()  # any thread may submit
+        self._lock = threading.Lock()  # any thread may collect
         self._loop: LoopThread | None = None
         self._threads = CallThreads(THREADS, "rlflow-environment")
 
@@ -138,44 +139,6 @@ class Rollout:
         """The ids that an episode of the task starts with."""
         return self.tokenizer.encode_prompt(task.prompt, self._limits.chat_template)
 
-    def submit(
-        self,
-        tasks: Sequence[Task],
-        step: int = 0,
-        *,
-        samples_per_prompt: int | None = None,
-        temperature: float | None = None,
-        max_aborted_share: float | None = None,
-        priority: int = 0,
-    ) -> Submission:
-        """Starts a group of attempts per task and returns at once; `Submission.completed` hands the groups out as they
-        end. Several may be in flight; where the engines cannot run all, those of a lower `priority` number go first.
-        The other keywords replace those of the Rollout.
-
-        Attempts are seeded by (seed, step, task, attempt). A task that comes again in the same step gets seeds (and a
-        group id) of its own; evaluations, whose steps are below 0, give the same samples each time."""
-        samples = self.samples_per_prompt if samples_per_prompt is None else samples_per_prompt
-        check_sizes("rollout", samples_per_prompt=samples)
-        share = self.max_aborted_share if max_aborted_share is None else max_aborted_share
-        with self._lock:
-            submission = self.play(self._attempts(tasks, step, samples), share, priority, temperature, self.on_episode)
-            self._in_flight = [*(earlier for earlier in self._in_flight if not earlier.ended), submission]
-        return submission
-
-    def play(
-        self,
-        attempts: Sequence[Attempt],
-        max_aborted_share: float | None,
-        priority: int = 0,
-        temperature: float | None = None,
-        on_episode: OnEpisode | None = None,
-    ) -> Submission:
-        """Starts attempts together; see `submit`."""
-        submission = Submission(attempts, max_aborted_share, on_episode)
-        turn = self._turn if self.deterministic else None
-        submission.start(self._thread(), self.engines, self._player(temperature), priority=priority, turn=turn)
-        return submission
-
     def collect(
         self,
         tasks: Sequence[Task],
@@ -184,12 +147,18 @@ class Rollout:
         temperature: float | None = None,
         max_aborted_share: float | None = None,
     ) -> list[Group]:
-        """A group of finished attempts per task, in the order of the tasks; see `submit` for the keywords and the seeds.
+        """A group of finished attempts per task, in the order of the tasks. The keywords replace those of the Rollout.
+
+        Attempts are seeded by (seed, step, task, attempt). A task that comes again in the same step gets seeds (and a
+        group id) of its own; evaluations, whose steps are below 0, give the same samples each time.
 
         Raises RolloutError where the share of aborted episodes exceeds max_aborted_share; it names the first error."""
+        left = iter(tasks)
+        terms, pacing = self._terms(samples_per_prompt, max_aborted_share), Pacing(max(1, len(tasks)), ANY_AGE)
         try:
-            return self._collect(tasks, step, samples_per_prompt=samples_per_prompt, temperature=temperature,
-                                 max_aborted_share=max_aborted_share)  # fmt: skip
+            with closing(self.groups(lambda n: [*islice(left, n)], pacing, terms, temperature=temperature)) as groups:
+                groups.on_group = None
+                return groups.step(step)
         finally:
             self.take_report()
 
@@ -199,28 +168,69 @@ class Rollout:
 
     def replay(self, transcripts: Mapping[str, Transcripts]) -> list[Group]:
         """Groups, by their ids, of what was said elsewhere, scored by this environment; see `rlflow.rollout.replay.replay`."""
-        groups = replay(transcripts, self.tokenizer, self._player(), self._thread())
+        groups = replay(transcripts, self.tokenizer, self._episodes(), self._thread())
         reported(self.environment, self.call_s)  # what these episodes did is none of the next collection's
         return groups
 
-    def flow(
-        self, temperature: float | None = None, priority: int | None = None, wake: Callable[[], object] = lambda: None
-    ) -> Flow:
-        """Plays attempts that are given one by one, beside what else is in flight; see `EpisodeFlow`. The caller closes it."""
-        player, decode = self._player(temperature), self.tokenizer.decode
-        return EpisodeFlow(self._thread(), self.engines, player, lambda: self.version, decode, priority, wake)
+    def player(self, wake: Callable[[], object] = lambda: None) -> Player:
+        """Plays attempts, beside what others play; see `Player`. wake: called when there are events."""
+        turn = self._turn if self.deterministic else None
+        player = LocalPlayer(self._thread(), self.engines, self._episodes(), version=lambda: self.version,
+                             decode=self.tokenizer.decode, turn=turn, wake=wake)  # fmt: skip
+        self._players.add(player)
+        return player
+
+    def groups(
+        self,
+        take: Callable[[int], Sequence[Task]],
+        pacing: Pacing,
+        terms: Terms,
+        *,
+        tasks: Iterable[Task] = (),
+        temperature: float | None = None,
+    ) -> Groups:
+        """The groups of one step after another; see `Groups`. The caller closes it."""
+        with self._lock:
+            self._collections += 1
+            collection = self._collections
+        priority = None if pacing.run_ahead else 0
+
+        def attempt(task: Task, group_id: str, number: int, request: str) -> Attempt:
+            name, seeds = f"{group_id}/{number}", TurnSeeds(self.seed, group_id, number)
+            # Evaluations come again under the same group ids, for the same samples.
+            unique = f"{collection}/{name}" if group_id.startswith("-") else name
+            request = f"{collection}/{request}/{name}"
+            return Attempt(task, group_id, request, seeds, number, unique, temperature, priority)
+
+        named = defaultdict[int, Counter[str]](Counter)
+
+        def name(step: int, task: str) -> str:
+            with self._lock:
+                counts = (self._named if step >= 0 else named)[step]
+                repeated = counts[task]
+                counts[task] += 1
+                if len(self._named) > STEPS_REMEMBERED:
+                    del self._named[next(iter(self._named))]
+            # The repetition stands before the colon, where a task's id cannot look like it.
+            return f"{step}.{repeated}:{task}" if repeated else f"{step}:{task}"
+
+        groups = Groups(self.player(), attempt, name, take, pacing, terms, tasks=tasks)
+        groups.on_episode = lambda *told: self.on_episode and self.on_episode(*told)
+        groups.on_group = lambda group: self.on_group and self.on_group(group)
+        return groups
 
     def watch(self) -> LoopWatch:
         """Whether the thread that plays still answers."""
         return self._thread().watch(self.call_s)
 
-    def _player(self, temperature: float | None = None) -> EpisodePlayer:
-        limits = self._limits if temperature is None else dataclasses.replace(self._limits, temperature=temperature)
-        return EpisodePlayer(self.environment, self.tokenizer, limits, self._threads)
+    def _episodes(self) -> EpisodePlayer:
+        return EpisodePlayer(self.environment, self.tokenizer, self._limits, self._threads)
 
-    def attempt(self, task: Task, group_id: str, number: int, request_id: str) -> Attempt:
-        """An attempt of a group for a flow, with the seeds that it has in any collection. request_id: of no other in flight."""
-        return Attempt(task, group_id, request_id, TurnSeeds(self.seed, group_id, number), number, f"{group_id}/{number}")
+    def _terms(self, samples: int | None, max_aborted_share: float | None, **others: int) -> Terms:
+        samples = self.samples_per_prompt if samples is None else samples
+        check_sizes("rollout", samples_per_prompt=samples)
+        share = self.max_aborted_share if max_aborted_share is None else max_aborted_share
+        return Terms(samples, share, self._limits.episode_s + self.call_s, **others)
 
     def pause(self, mode: PauseMode) -> None:
         """Stops the engines from sampling; environments go on. `load_weights` ends it, as `resume` does. See `Engine.pause`."""
@@ -255,7 +265,7 @@ class Rollout:
         prompts: int,
         *,
         start: int = 0,
-        admit: Callable[[list[Group]], list[Group]] | None = None,
+        admit: Admit | None = None,
         max_rounds: int = 10,
     ) -> Iterator[list[Group]]:
         """The groups of one step after another, `prompts` each, until the source ends. A step is sampled when it is asked
@@ -264,14 +274,16 @@ class Rollout:
         admit: what of some groups goes into the step (filters). As many tasks as are missing are then taken from the
         source, in at most max_rounds rounds. Raises RolloutError where these admit nothing."""
         check_sizes("rollout", prompts=prompts, max_rounds=max_rounds)
-        for step in itertools.count(start):
-            try:
-                groups = self._admitted(source, prompts, step, admit, max_rounds)
-            finally:
-                self.take_report()
-            if not groups:
-                return
-            yield groups
+        terms = self._terms(None, None, max_rounds=max_rounds)
+        with closing(self.groups(source.take, Pacing(prompts, ANY_AGE), terms)) as groups:
+            for step in count(start):
+                try:
+                    found = groups.step(step, admit or list)
+                finally:
+                    self.take_report()
+                if not found:
+                    return
+                yield found
 
     def load_weights(
         self, weights: Iterable[tuple[str, Tensor]], version: int, probe: WeightProbe | None = None
@@ -306,17 +318,20 @@ class Rollout:
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs beside the weights."""
-        return {"collections": self._collections, "version": self.version}
+        named = {str(step): dict(counts) for step, counts in self._named.items() if step >= self.version}
+        return {"collections": self._collections, "version": self.version, "named": named}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restores `state_dict`; the weights come by `load_weights`."""
         self._collections = int(state["collections"])
         self.version = int(state["version"])
+        self._named.clear()
+        self._named |= {int(step): Counter(counts) for step, counts in state["named"].items()}
 
     def close(self) -> None:
         """Ends what is in flight and frees threads; the engines are closed and the environment is shut down too."""
-        for submission in self._in_flight:
-            submission.cancel()
+        for player in list(self._players):
+            player.close()
         if self._thread().answers():
             for engine in self.engines:
                 self._thread().run(engine.close())
@@ -333,68 +348,9 @@ class Rollout:
         self.close()
 
     def _thread(self) -> LoopThread:
-        self._loop = self._loop or LoopThread("rlflow-rollout")
-        return self._loop
-
-    def _collect(
-        self, tasks: Sequence[Task], step: int, on_group: Callable[[Group], object] | None = None, **options: Any
-    ) -> list[Group]:
-        submission = self.submit(tasks, step, **options)
-        groups: dict[str, Group] = {}
-        for group in submission.completed():
-            groups[group.id] = group
-            if on_group is not None:
-                on_group(group)
-        return [groups[group_id] for group_id in submission.group_ids]
-
-    def _admitted(
-        self,
-        source: TaskSource,
-        prompts: int,
-        step: int,
-        admit: Callable[[list[Group]], list[Group]] | None,
-        max_rounds: int,
-    ) -> list[Group]:
-        admitted: list[Group] = []
-        collected = 0
-        for _ in range(max_rounds):
-            tasks = source.take(prompts - len(admitted))
-            groups = self._collect(tasks, step, self.on_group)
-            collected += len(groups)
-            admitted += groups if admit is None else admit(groups)
-            if len(admitted) >= prompts or not tasks:
-                break
-        if collected and not admitted:
-            raise RolloutError(
-                f"step {step}: not one of {collected} groups was admitted, in {max_rounds} rounds at most; the filters let "
-                "nothing through (do all attempts get the same reward?)."
-            )
-        return admitted
-
-    def _attempts(self, tasks: Sequence[Task], step: int, samples: int) -> list[Attempt]:
-        self._collections += 1
-        repetitions = self._repetitions.setdefault(step, Counter()) if step >= 0 else Counter[str]()
-        if len(self._repetitions) > STEPS_REMEMBERED:
-            del self._repetitions[next(iter(self._repetitions))]
-        attempts: list[Attempt] = []
-        for task in tasks:
-            repeated = repetitions[task.id]
-            repetitions[task.id] += 1
-            group_id = group_name(step, repeated, task.id)
-            for number in range(task.attempts(samples)):
-                name = f"{group_id}/{number}"
-                request_id = f"{self._collections}/{len(attempts):06d}/{name}"
-                # Evaluations come again under the same group ids, for the same samples.
-                unique = name if step >= 0 else f"{self._collections}/{name}"
-                seeds = TurnSeeds(self.seed, group_id, number)
-                attempts.append(Attempt(task, group_id, request_id, seeds, number, unique))
-        return attempts
-
-
-def group_name(step: int, repeated: int, task: str) -> str:
-    """The id of the group of a task that comes for the step the first time, or after `repeated` others."""
-    # The repetition stands before the colon, where a task's id cannot look like it.
-    return f"{step}.{repeated}:{task}" if repeated else f"{step}:{task}"
+        with self._lock:
+            self._loop = self._loop or LoopThread("rlflow-rollout")
+            return self._loop
 
 
 async def _all_of(awaitables: Iterable[Coroutine[Any, Any, T]]) -> list[T]:

@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rlflow.rollout.engine import Completion, PauseMode
-from rlflow.rollout.episodes import Attempt
-from rlflow.rollout.flow import Begun
+from rlflow.rollout.players import Begun
 from rlflow.rollout.weight_sync import ProbeQuestions
 
 
@@ -22,17 +21,6 @@ class WorkerFacts:
     max_concurrency: int
     pid: int
     hashes_weights: bool = True
-
-
-@dataclass(frozen=True)
-class PlayOrder:
-    """Attempts for a worker. temperature, priority: None as in training. together: their requests wait for each other, so that
-    equal seeds and weights give equal bits."""
-
-    attempts: tuple[Attempt, ...]
-    temperature: float | None = None
-    priority: int | None = None
-    together: bool = False
 
 
 @dataclass(frozen=True)
@@ -60,11 +48,10 @@ class Loaded:
 
 @dataclass(frozen=True)
 class PlayedAttempt:
-    """An attempt that is over: the bytes of its trajectory, uint8 (bytes,). at: seconds since 1970."""
+    """An attempt that is over: the bytes of its trajectory, uint8 (bytes,)."""
 
     request_id: str
     payload: Any
-    at: float
 
 
 @dataclass(frozen=True)

@@ -17,20 +17,18 @@ from rlflow.report.findings import Watch
 from rlflow.report.lines import evaluated_line, step_line, summary_text
 from rlflow.report.metrics import Metrics, leading_score
 from rlflow.report.records import write_trajectories
-from rlflow.report.reductions import rollout_metrics, scores_by_set, step_shares
+from rlflow.report.reductions import rollout_metrics, scores_by_set, staleness_metrics, step_shares
 from rlflow.report.sinks import MetricsLog
 from rlflow.report.terminal import Progress
 from rlflow.report.timer import GIB, Clock, PhaseTimer, highest
 from rlflow.rollout import Rollout, WeightProbe
-from rlflow.run.asynchronous import GroupsAhead, staleness_metrics
-from rlflow.run.card import export_files
+from rlflow.rollout.groups import Groups
+from rlflow.run.checkpoints import CONFIG, Saver
 from rlflow.run.directory import RunDirectory
-from rlflow.run.evaluate import evaluate
-from rlflow.run.evaluation_schedule import EvaluationSchedule
-from rlflow.run.export import export_adapter, export_policy
+from rlflow.run.evaluate import EvaluationSchedule, evaluate
+from rlflow.run.export import export_adapter, export_files, export_policy
 from rlflow.run.interrupt import Interrupt
 from rlflow.run.recorder import Recorder
-from rlflow.run.saver import Saver
 from rlflow.storage.files import write_json
 from rlflow.storage.redaction import redact
 from rlflow.storage.states import load_states, states
@@ -38,9 +36,6 @@ from rlflow.trainer.base import Trainer
 from rlflow.types import Batch, Group
 
 logger = logging.getLogger(__name__)
-
-CONFIG = "config"
-"""Of a saved state: the configuration, secrets redacted, that a resumed run is compared with."""
 
 MOST_RESTARTS = 3
 """Of engines, in a run or what is left of one that is resumed: what ends more often ends for a reason."""
@@ -57,6 +52,7 @@ class Run:
     rollout: Rollout
     trainer: Trainer
     source: Curator
+    upcoming: Groups
     evaluation: EvaluationSchedule
     saver: Saver
     recorder: Recorder
@@ -65,7 +61,6 @@ class Run:
     clock: Clock
     timer: PhaseTimer
     probe: WeightProbe | None = None  # for engines that cannot hash their weights
-    ahead: GroupsAhead | None = None  # of an asynchronous run
     watch: Watch = field(default_factory=lambda: Watch({}))
     prompts_dropped: int = 0
     metrics: MetricsLog = field(init=False)  # opened once it is known from which step on they are kept
@@ -100,35 +95,29 @@ class Run:
 
     def groups(self) -> Iterator[list[Group]]:
         """The groups of one step after another, as long as the run should go on; sampled when they are asked for."""
-        stream = self._stream()
         while self.step < self.config.run.steps and not self.should_stop():
             self.directory.confirm()
             self._sampled.clear()
-            if self._may_end and self.ahead is None:
+            if self._may_end:
                 self._before_step = self.state_dict()
             with self.timer.phase("rollout"):
-                groups = next(stream, None)
+                groups = self.upcoming.step(self.step, self._admit)
                 self._before_step = None
-                groups = None if groups is None else self.algorithm.complete(groups)
-                if groups is not None:
-                    self._pause(trains=True)
-                    self._freed = 0 if self.config.asynchrony.overlap else self.rollout.sleep()
-            if groups is None:
+                self.rollout.take_report()
+                if groups:
+                    groups = self.algorithm.complete(groups)
+                    if not self.config.asynchrony.overlap:
+                        self._pause()
+                        self._freed = self.rollout.sleep()
+            if not groups:
                 logger.info("stopping: data.curator has no more tasks after step %d", self.step)
                 return
             yield groups
 
-    def _stream(self) -> Iterator[list[Group]]:
-        if self.ahead is not None:
-            return self.ahead.steps(self.step, self._admit)
-        prompts, rounds = self.config.rollout.prompts_per_step, self.algorithm.max_rounds
-        return self.rollout.stream(self.source, prompts, start=self.step, admit=self._admit, max_rounds=rounds)
-
-    def _pause(self, trains: bool) -> None:
-        """Stops the engines of an asynchronous run before the trainer works, or at the latest before the weights change."""
-        asynchrony = self.config.asynchrony
-        if self.ahead is not None and not (trains and asynchrony.overlap):
-            self.rollout.pause(asynchrony.on_update)
+    def _pause(self) -> None:
+        """Stops the engines, where they play, before the trainer works, or at the latest before the weights change."""
+        if self.upcoming.in_flight:
+            self.rollout.pause(self.config.asynchrony.on_update)
 
     def _admit(self, groups: list[Group]) -> list[Group]:
         self.source.observe(groups)
@@ -143,7 +132,7 @@ class Run:
     def sync_weights(self, version: int) -> None:
         """Gives the engines the trainer's weights under that version, verified by content hash or by the probe."""
         with self.timer.phase("sync"):
-            self._pause(trains=False)
+            self._pause()
             try:
                 self._load(version)
             except RolloutError as error:
@@ -191,13 +180,9 @@ class Run:
         elsewhere = {f"memory/{phase}_gib": peak for phase, peak in self.trainer.peak_memory().items()}
         sampled = self._sampled or groups
         trajectories = [trajectory for group in sampled for trajectory in group.trajectories]
-        if self.ahead is not None:
-            self.rollout.take_report()
         reports = {f"train/{name}": value for name, value in self.source.report().items()} | self.algorithm.report()
         metrics = {**metrics, **rollout_metrics(trajectories, self.registered), **self.rollout.report, **reports}
-        if self.ahead is not None:
-            self._note_phases()
-            metrics |= staleness_metrics(groups, version=self.step - 1) | self.ahead.report()
+        metrics |= staleness_metrics(groups, version=self.step - 1) | self.upcoming.report()
         metrics |= highest([self.timer.take(), elsewhere]) | self._turns
         metrics |= {"data/prompts_dropped": float(self.prompts_dropped), "data/epoch": self.source.epoch}
         metrics |= step_shares(metrics, self.registered) | scores_by_set(sampled, self.registered, "train")
@@ -211,16 +196,10 @@ class Run:
         for fault in self.watch.observe(self.step, metrics):
             logger.warning("step %d: %s", self.step, fault.text)
         self.saver.poll()
-        self._settle()
         self.recorder.write(self.step, groups)
         if self._lost is not None:
             self.save()
             raise self._lost
-
-    def _note_phases(self) -> None:
-        if self.ahead is not None:
-            self.ahead.journal.note_phases(self.timer.spans)
-            self.timer.spans.clear()
 
     def evaluation_due(self) -> bool:
         """Whether the schedule asks for an evaluation now; none is begun once a signal came, nor after the last step:
@@ -258,17 +237,9 @@ class Run:
         with self.timer.phase("checkpoint"):
             self.directory.confirm()
             self.metrics.sync()
-            if self.ahead is not None:
-                self.ahead.mark(self.step)
             self.saver.save(self.step, dict(state or self.state_dict()))
-            self._settle()
         self.saved_step = self.step
         logger.info("checkpoint of step %d", self.step)
-
-    def _settle(self) -> None:
-        """What a checkpoint holds need not be trained again."""
-        if self.ahead is not None and self.saver.committed >= 0:
-            self.ahead.settle(self.saver.committed)
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs beside the trainer's part: state.json of a checkpoint."""
@@ -282,20 +253,23 @@ class Run:
         load_states(self._parts(), state)
 
     def _parts(self) -> dict[str, object]:
-        return {"source": self.source, "rollout": self.rollout, "evaluation": self.evaluation, "algorithm": self.algorithm}
+        return {
+            "source": self.source,
+            "groups": self.upcoming,
+            "rollout": self.rollout,
+            "evaluation": self.evaluation,
+            "algorithm": self.algorithm,
+        }
 
     def finish(self) -> dict[str, Any]:
         """Saves; unless a signal ended the run, evaluates and exports; draws. Writes and returns the summary."""
-        if self.ahead is not None:
-            self.ahead.stop()  # the last evaluation has the engines for itself
+        self.upcoming.stop()  # the last evaluation has the engines for itself
         if self.saved_step != self.step:
             self.save()
         self.saver.finish()
-        self._settle()
         interrupted, export_gap = self.interrupt.requested, None
         if not interrupted and self.evaluation.final_due(self.step):
             self.evaluate(final=True)
-        self._note_phases()
         if not interrupted and self.config.checkpoint.export and self.trainer.exports:
             self.progress.phase("exporting")
             self.directory.confirm()

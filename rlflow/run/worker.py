@@ -10,7 +10,6 @@ import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from queue import Empty, SimpleQueue
 
 import numpy as np
 import torch
@@ -21,15 +20,13 @@ from rlflow.errors import ConfigError, RolloutError
 from rlflow.matmul import PRODUCTS, Library
 from rlflow.rollout import Rollout
 from rlflow.rollout.environment_calls import reported
+from rlflow.rollout.episodes import Attempt
 from rlflow.rollout.event_loop import LoopWatch
-from rlflow.rollout.flow import Begun, Ended, Flow
-from rlflow.rollout.submission import Submission
+from rlflow.rollout.players import Begun, Ended, Player
 from rlflow.rollout.transfer.base import WeightReader
 from rlflow.rollout.transfer.readers import open_reader
-from rlflow.rollout.workers import Loaded, PlayedAttempt, PlayOrder, Update, WorkerFacts, WorkerNews
-from rlflow.run.assemble import make_rollout
-from rlflow.run.probe import trainable
-from rlflow.types import Trajectory
+from rlflow.rollout.workers import Loaded, PlayedAttempt, Update, WorkerFacts, WorkerNews
+from rlflow.run.assemble import make_rollout, trainable
 
 LOOK_S = 0.25
 """How long a look waits for news: short beside the deadline by which a worker counts as hung."""
@@ -56,8 +53,7 @@ class RolloutWorker:
         self._watch: LoopWatch | None = None
         self._watched_at = 0.0
         self._reader: tuple[str, WeightReader] | None = None
-        self._flows: dict[tuple[float | None, int | None], Flow] = {}
-        self._together: SimpleQueue[tuple[str, Trajectory] | Submission] = SimpleQueue()
+        self._player: Player | None = None
         self._wake = threading.Event()
 
     def build(self) -> WorkerFacts:
@@ -73,7 +69,7 @@ class RolloutWorker:
         except ConfigError:
             rollout.close()
             raise
-        self._watch, self._rollout = rollout.watch(), rollout
+        self._watch, self._rollout, self._player = rollout.watch(), rollout, rollout.player(self._wake.set)
         return WorkerFacts(rollout.max_total_tokens, engine.max_concurrency, os.getpid(), rollout.hashes_weights)
 
     def look(self, wait_s: float = LOOK_S) -> WorkerNews:
@@ -81,26 +77,20 @@ class RolloutWorker:
         until = time.monotonic() + wait_s
         while True:
             self._wake.clear()
-            begun, ended = self._news()
+            news = self._news()
             left_s = until - time.monotonic()
-            if begun or ended or left_s <= 0:
+            if news.begun or news.ended or left_s <= 0:
                 self._check_loop()
                 if self._rollout is not None and self._rollout.failure:
                     raise RolloutError(self._rollout.failure)  # another worker, with an engine of its own, takes its place
-                return WorkerNews(tuple(begun), tuple(ended))
+                return news
             self._wake.wait(left_s)
 
-    def play(self, plays: Sequence[PlayOrder]) -> None:
-        """Starts attempts; `look` tells what comes of them."""
-        for play in plays:
-            if play.together:
-                self._play_together(play)
-                continue
-            key = play.temperature, play.priority
-            if key not in self._flows:
-                self._flows[key] = self._open.flow(*key, wake=self._wake.set)
-            for attempt in play.attempts:
-                self._flows[key].start(attempt, 0)
+    def play(self, jobs: Sequence[Sequence[Attempt]]) -> None:
+        """Starts attempts, those of a job together; `look` tells what comes of them."""
+        assert self._player is not None
+        for attempts in jobs:
+            self._player.start(attempts)
 
     def load(self, update: Update) -> Loaded:
         """Takes over published weights between two steps of the engine, verified by their content; where the engine cannot hash
@@ -123,8 +113,8 @@ class RolloutWorker:
 
     def cancel(self, request_ids: Sequence[str]) -> None:
         """Ends attempts."""
-        for flow in self._flows.values():
-            flow.cancel(request_ids)
+        assert self._player is not None
+        self._player.cancel(request_ids)
 
     def report(self) -> dict[str, float]:
         """What the environment reports about the time since the last call."""
@@ -136,44 +126,16 @@ class RolloutWorker:
             raise RolloutError("rollout worker: it is not built yet")
         return self._rollout
 
-    def _play_together(self, play: PlayOrder) -> None:
-        names = {(attempt.group_id, attempt.number): attempt.request_id for attempt in play.attempts}
-
-        def tell(_: int, __: int, trajectory: Trajectory) -> None:
-            self._together.put((names[trajectory.group_id, trajectory.attempt], trajectory))
-            self._wake.set()
-
-        def end() -> None:
-            self._together.put(submission)
-            self._wake.set()
-
-        submission = self._open.play(play.attempts, None, play.priority or 0, play.temperature, tell)
-        submission.on_end(end)
-
-    def _news(self) -> tuple[list[Begun], list[PlayedAttempt]]:
-        begun: list[Begun] = []
-        ended: list[PlayedAttempt] = []
-        for flow in list(self._flows.values()):
-            for item in flow.news():
-                if isinstance(item, Begun):
-                    begun.append(item)
-                elif isinstance(item, Ended):
-                    ended.append(_played(item.request_id, item.trajectory, item.at))
-        try:
-            while True:
-                told = self._together.get_nowait()
-                if isinstance(told, Submission):
-                    told.result()  # raises what was wrong
-                else:
-                    ended.append(_played(*told, time.time()))
-        except Empty:
-            return begun, ended
+    def _news(self) -> WorkerNews:
+        events = [] if self._player is None else self._player.events()
+        ended = [
+            PlayedAttempt(item.request_id, np.frombuffer(to_bytes([item.trajectory]), dtype=np.uint8))
+            for item in events
+            if isinstance(item, Ended)
+        ]
+        return WorkerNews(tuple(item for item in events if isinstance(item, Begun)), tuple(ended))
 
     def _check_loop(self) -> None:
         if self._watch is not None and time.monotonic() - self._watched_at >= self._watch.poll_s:
             self._watched_at = time.monotonic()
             self._watch.check()
-
-
-def _played(name: str, trajectory: Trajectory, at: float) -> PlayedAttempt:
-    return PlayedAttempt(name, np.frombuffer(to_bytes([trajectory]), dtype=np.uint8), at)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -24,10 +24,7 @@ from rlflow.matmul import PRODUCTS, Library
 from rlflow.report.reductions import reduced
 from rlflow.rollout import Rollout, Tokenizer, WeightProbe
 from rlflow.rollout.engine import PauseMode
-from rlflow.rollout.episodes import Attempt
-from rlflow.rollout.flow import Flow
-from rlflow.rollout.flow_submission import FlowSubmission
-from rlflow.rollout.submission import OnEpisode, Submission
+from rlflow.rollout.players import Player, RemotePlayer
 from rlflow.rollout.transfer.base import Publisher
 from rlflow.rollout.workers import Update
 from rlflow.run.assemble import make_environment, make_rollout, rollout_options
@@ -65,25 +62,12 @@ class WorkerRollout(Rollout):
         self._close = close
         self._mode: PauseMode = "keep"
 
-    def play(
-        self,
-        attempts: Sequence[Attempt],
-        max_aborted_share: float | None,
-        priority: int = 0,
-        temperature: float | None = None,
-        on_episode: OnEpisode | None = None,
-    ) -> Submission:
-        """Starts attempts, before those of a flow of training. Where the run is deterministic one worker plays all of them: their
-        batches are the same then, whatever number of workers there are."""
-        flow = self.pool.flow(temperature, priority)
-        together = flow.start_together if self.deterministic else None
-        return FlowSubmission(attempts, max_aborted_share, flow, on_episode, together)
-
-    def flow(
-        self, temperature: float | None = None, priority: int | None = None, wake: Callable[[], object] = lambda: None
-    ) -> Flow:
-        """Plays attempts one by one on the workers."""
-        return self.pool.flow(temperature, priority)
+    def player(self, wake: Callable[[], object] = lambda: None) -> Player:
+        """Plays attempts on the workers. Where the run is deterministic one worker plays all that start at once: their batches
+        are the same then, whatever number of workers there are."""
+        player = RemotePlayer(self.pool, together=self.deterministic)
+        self._players.add(player)
+        return player
 
     def pause(self, mode: PauseMode) -> None:
         """Workers go on while the trainer works; each pauses for itself, in this mode, when it takes over new weights."""

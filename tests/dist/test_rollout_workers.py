@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import os
 import signal
-import sqlite3
 import sys
 import threading
 import time
@@ -17,7 +16,6 @@ import psutil
 import pytest
 import torch
 
-from rlflow.commands.cli import main
 from rlflow.config.schema import RunConfig
 from rlflow.errors import RLFlowError
 from rlflow.loop import train
@@ -25,7 +23,6 @@ from rlflow.models.huggingface import WeightFiles
 from rlflow.report.records import read_trajectories
 from rlflow.report.sinks import read_metrics
 from rlflow.run.directory import RunDirectory
-from rlflow.storage.files import read_json
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))  # scripts, no package
 
@@ -143,7 +140,7 @@ def test_no_worker_one_and_two_train_alike_bit_for_bit_even_where_one_is_killed(
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_killed_and_stopped_workers_lose_attempts_that_are_played_again_and_trained_exactly_once(
-    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    model: Path, tmp_path: Path
 ) -> None:
     steps = 60
     options = (*AHEAD, f"run.steps={steps}", "cluster.rollout_workers=2", "rollout.faults.call_s=4", "evaluation.every_steps=0",
@@ -162,23 +159,10 @@ def test_killed_and_stopped_workers_lose_attempts_that_are_played_again_and_trai
         train(letters_config(model, tmp_path, *options))
     assert hurt == [signal.SIGKILL, signal.SIGSTOP]
     assert_trained_exactly_once(run, steps)
-    with sqlite3.connect(run.journal) as database:
-        lost = dict(database.execute("SELECT reason, COUNT(*) FROM losses GROUP BY reason").fetchall())
-        who = [
-            name
-            for (name,) in database.execute(
-                "SELECT DISTINCT worker FROM attempts WHERE worker IS NOT NULL ORDER BY worker"
-            )
-        ]
-    database.close()
-    assert who == ["0", "1"]
-    print(lost)
-    assert main(["show", str(run.path), "--journal"]) == 0
-    out = capsys.readouterr().out
-    assert "worker 0" in out and "worker 1" in out
-    assert main(["show", str(run.path), "--trace", str(tmp_path / "trace.json")]) == 0
-    names = {event["args"]["name"] for event in read_json(tmp_path / "trace.json")["traceEvents"] if event["ph"] == "M"}
-    assert names == {"trainer", "worker 0", "worker 1"}
+    records = [record for record in read_metrics(run.metrics) if "workers/up" in record]
+    assert sum(record["workers/attempts_lost"] for record in records) > 0
+    assert sum(record["workers/restarts"] for record in records) >= 2
+    assert all(record["workers/attempts_fewest"] > 0 for record in records[40:])  # both play
 
 
 @pytest.mark.slow

@@ -6,7 +6,6 @@ import importlib.util
 import os
 import re
 import signal
-import sqlite3
 import subprocess
 import sys
 import time
@@ -18,6 +17,7 @@ import pytest
 
 from rlflow.cluster.services import serve
 from rlflow.errors import ConfigError
+from rlflow.report.records import read_trajectories
 from rlflow.report.sinks import read_metrics
 
 pytestmark = [
@@ -55,10 +55,10 @@ def wait_until(met: Callable[[], bool], what: str, process: subprocess.Popen[str
         time.sleep(0.5)
 
 
-def states(run: Path) -> list[tuple[str, int, int]]:
-    """(group, sample, step) of what was trained."""
-    with sqlite3.connect(run / "journal.sqlite") as journal:
-        return journal.execute("SELECT group_id, sample, step FROM attempts WHERE state = 'trained'").fetchall()
+def trained(run: Path) -> list[tuple[int, str]]:
+    """(step, id) of every attempt that was trained."""
+    files = sorted((run / "trajectories").glob("step_*.jsonl"))
+    return [(int(file.stem[5:]), record["id"]) for file in files for record in read_trajectories(file)]
 
 
 @pytest.mark.slow
@@ -89,9 +89,9 @@ def test_whichever_of_the_three_processes_is_killed_the_run_comes_to_its_end(tmp
             process.terminate()
             process.wait(60)
     assert "dataflow ended with status" in output
-    trained = states(run)
-    assert len(trained) == len(set(trained)) == 6 * 4  # 2 groups of 2 attempts in each step, none twice
-    assert sorted({step for _, _, step in trained}) == [1, 2, 3, 4, 5, 6]
+    found = trained(run)
+    assert len(found) == len({name for _, name in found}) == 6 * 4  # 2 groups of 2 attempts in each step, none twice
+    assert sorted({step for step, _ in found}) == [1, 2, 3, 4, 5, 6]
     _, alive = psutil.wait_procs(family, timeout=20)
     assert not [one for one in alive if one.status() != psutil.STATUS_ZOMBIE]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import sqlite3
+import json
 import time
 from pathlib import Path
 
@@ -14,12 +14,10 @@ REFERENCE = f"{Path(__file__).resolve()}:FallibleLetters"
 THEIRS = '{"process": 1, "host": "elsewhere", "epoch": 9, "token": "theirs"}'
 
 
-def journal_rows(journal: Path) -> list[tuple]:
-    """Every attempt, with all that is known of it."""
-    with sqlite3.connect(journal) as database:
-        rows = database.execute("SELECT * FROM attempts ORDER BY number, sample").fetchall()
-    database.close()
-    return rows
+def written(run: Path) -> dict[str, str]:
+    """The content of every file of the run, but for its log, its lock and what is half written."""
+    files = [path for path in run.rglob("*") if path.is_file() and not path.name.startswith(("log", "run.lock"))]
+    return {str(path): path.read_bytes().hex() for path in files if ".partial" not in str(path)}
 
 
 def take_directory(run: Path) -> None:
@@ -30,7 +28,7 @@ def take_directory(run: Path) -> None:
 
 class FallibleLetters(Letters):
     """out: while this file is there every tool fails. takes_s: of a step. steals: a run directory that another
-    process takes at the hundredth step; what its journal held then is noted beside it."""
+    process takes at the hundredth step; what its files held then is noted beside it."""
 
     def __init__(self, out: str = "", takes_s: float = 0.0, steals: str = "") -> None:
         super().__init__()
@@ -43,7 +41,6 @@ class FallibleLetters(Letters):
         self._steps += 1
         if self._steals and self._steps == 100:
             take_directory(Path(self._steals))
-            time.sleep(0.2)  # for a commit that had asked before
-            rows = journal_rows(Path(self._steals) / "journal.sqlite")
-            Path(f"{self._steals}.rows").write_text(repr(rows))
+            time.sleep(0.2)  # for a write that had asked before
+            Path(f"{self._steals}.json").write_text(json.dumps(written(Path(self._steals))))
         return await super().step(episode, response)

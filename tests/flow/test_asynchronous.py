@@ -5,9 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import random
-import re
 import signal
-import sqlite3
 import time
 from collections import Counter
 from pathlib import Path
@@ -15,15 +13,14 @@ from typing import Any
 
 import pytest
 
-from rlflow.commands.cli import main
+from rlflow.codec import from_bytes
 from rlflow.config.schema import load_config
 from rlflow.errors import ConfigError
 from rlflow.loop import train, training_step
 from rlflow.report.records import read_trajectories
 from rlflow.report.sinks import read_metrics
+from rlflow.run.checkpoints import read_state
 from rlflow.run.directory import RunDirectory
-from rlflow.run.journal import AttemptJournal
-from rlflow.storage.files import read_json
 from tests.flow.letters import letters_config, write_config, write_letters_model
 from tests.flow.test_resume import finish, reached, start, wait_for
 
@@ -37,35 +34,24 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_letters_model(tmp_path_factory.mktemp("model") / "letters")
 
 
-def rows(run: RunDirectory) -> list[tuple]:
-    """(number, sample, task, group, state, step, oldest version) of every attempt."""
-    with sqlite3.connect(run.journal) as database:
-        columns = "number, sample, task, group_id, state, step, min_version"
-        found = database.execute(f"SELECT {columns} FROM attempts ORDER BY number, sample").fetchall()
-    database.close()
-    return found
-
-
 def assert_trained_exactly_once(
     run: RunDirectory, steps: int, groups: int = 12, samples: int = 8, tasks: int = 36
 ) -> None:
-    """By the trajectories that every step of the surviving timeline left behind, and by the journal, which say the same."""
-    written = [
-        (step, record["id"]) for step in range(1, steps + 1) for record in read_trajectories(run.trajectories(step))
-    ]
-    assert len(written) == len({name for _, name in written}) == steps * groups * samples
-    found = rows(run)
-    trained = {(step, f"{group}/{sample}") for _, sample, _, group, state, step, _ in found if state == "trained"}
-    assert trained == set(written)
-    assert all(0 <= step - 1 - oldest <= 3 for *_, state, step, oldest in found if state == "trained")
-    numbers = sorted({number for number, *_ in found})
-    assert numbers == list(range(len(numbers)))
-    order = [task for number, sample, task, *_ in found if sample == 0]
-    for epoch in range(len(order) // tasks):  # each pass over the tasks is whole: none was skipped, none came twice
-        assert len(set(order[epoch * tasks : (epoch + 1) * tasks])) == tasks
-    # Nothing that is done stays behind for long: what was not trained was issued last.
-    left = {number for number, *_, state, _, _ in found if state != "trained"}
-    assert all(number >= len(numbers) - 3 * groups for number in left)
+    """By the trajectories that every step of the surviving timeline left behind, and by the state of the last checkpoint."""
+    written = [record for step in range(1, steps + 1) for record in read_trajectories(run.trajectories(step))]
+    assert len(written) == len({record["id"] for record in written}) == steps * groups * samples
+    records = [record for record in read_metrics(run.metrics) if "rollout/staleness_max" in record]
+    assert [record["step"] for record in records] == list(range(1, steps + 1))
+    assert all(0 <= record["rollout/staleness_max"] <= 3 for record in records)
+    state = read_state(run.saved.path(steps))["groups"]
+    trained = {record["group_id"]: record["task_id"] for record in written}
+    left = {name: task for _, name, task, *_ in state["groups"]}
+    assert not trained.keys() & left.keys() and state["issued"] == len(trained) + len(left)
+    counts = Counter([*trained.values(), *left.values()])
+    # Each pass over the tasks is whole: none was skipped, none came twice.
+    assert max(counts.values()) - min(counts.values()) <= 1 and (len(counts) == tasks or max(counts.values()) == 1)
+    # Nothing stays behind for long: what was not trained was issued last.
+    assert all(number >= state["issued"] - 3 * groups for number, *_ in state["groups"])
 
 
 @pytest.mark.slow
@@ -94,7 +80,6 @@ def test_a_run_that_ends_between_checkpoints_goes_on_in_another_layout_and_train
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
-    capsys: pytest.CaptureFixture[str],
 ) -> None:
     caplog.set_level("INFO", "rlflow")
     options = (*AHEAD, "run.steps=7", "evaluation.at_start=false", "evaluation.every_steps=0", "checkpoint.every_steps=2",
@@ -110,20 +95,15 @@ def test_a_run_that_ends_between_checkpoints_goes_on_in_another_layout_and_train
         with pytest.raises(KeyboardInterrupt):
             train(letters_config(model, tmp_path, *options))
     run = RunDirectory.open(tmp_path / "letters")
-    before = {(number, sample) for number, sample, *_, state, _, _ in rows(run) if state in ("done", "claimed")}
+    last, _ = run.latest_checkpoint()
+    kept = {one.id: one for one in from_bytes(run.saved.read_state(last)["groups"]["ended"])}
+    assert last == step // 2 * 2 and kept
     train(letters_config(model, tmp_path, *options, "run.resume=true", layout))
     assert_trained_exactly_once(run, 7)
-    assert "finished attempts are kept" in caplog.text and "knows no checkpoint" not in caplog.text
-    with sqlite3.connect(run.journal) as database:
-        again = database.execute("SELECT number, sample FROM attempts WHERE attempt > 1").fetchall()
-    database.close()
-    assert before and not before & set(again)  # what had been finished was not sampled twice
-    assert main(["show", str(run.path), "--journal"]) == 0
-    assert main(["show", str(run.path), "--trace", str(tmp_path / "trace.json")]) == 0
-    out = capsys.readouterr().out
-    spans = [event for event in read_json(tmp_path / "trace.json")["traceEvents"] if event["ph"] == "X"]
-    assert len([span for span in spans if span["pid"] == 2]) >= 672 and "update" in {span["name"] for span in spans}
-    assert re.search(r"trained +672", out) and "lagged behind" in out
+    assert f"{len(kept)} finished attempts are kept" in caplog.text
+    found = {record["id"]: record for step in range(1, 8) for record in read_trajectories(run.trajectories(step))}
+    for name, one in kept.items():  # what had been finished was not sampled twice
+        assert [turn["duration_s"] for turn in found[name]["turns"]] == [round(turn.duration_s, 4) for turn in one.turns]
 
 
 def test_scores_that_come_early_train_the_same_weights(model: Path, tmp_path: Path) -> None:
@@ -143,7 +123,7 @@ def test_scores_that_come_early_train_the_same_weights(model: Path, tmp_path: Pa
 
 
 def test_a_schedule_is_tried_by_an_engine_and_a_trainer_that_sleep(model: Path, tmp_path: Path) -> None:
-    """No weight is touched: so the whole run, checkpoints and journal included, takes a second or two."""
+    """No weight is touched: so the whole run, checkpoints included, takes a second or two."""
     fakes = (
         "rollout.engine={name: 'benchmarks.sleeping:FakeEngine', token_s: 0.001, sigma: 1.0}",
         "trainer.backend=benchmarks.sleeping:FakeTrainer",
@@ -181,11 +161,9 @@ def test_a_run_may_change_between_in_step_and_ahead(model: Path, tmp_path: Path)
     zero = "rollout.asynchronous.max_staleness=0", "rollout.asynchronous.run_ahead=0"
     train(letters_config(model, tmp_path, *AHEAD, *few, *zero, "run.steps=2"))
     run = RunDirectory.open(tmp_path / "letters")
-    assert not run.journal.exists()
+    assert not run.saved.read_state(2)["groups"]["groups"]
     train(letters_config(model, tmp_path, *AHEAD, *few, "run.steps=5", "run.resume=true"))
-    journal = AttemptJournal(run.journal, read_only=True)
-    assert journal.counts()["trained"] == 3 * 96
-    journal.close()
+    assert {record["rollout/staleness_max"] for record in read_metrics(run.metrics) if record["step"] > 3} != {0}
     train(letters_config(model, tmp_path, *AHEAD, *few, *zero, "run.steps=7", "run.resume=true"))
     records = read_metrics(run.metrics)
     assert {record["rollout/staleness_max"] for record in records if record["step"] >= 6} == {0}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import time
@@ -14,7 +15,7 @@ from rlflow.errors import DirectoryLostError, RolloutError
 from rlflow.loop import train, training_step
 from rlflow.report.records import read_trajectories
 from rlflow.run.directory import RunDirectory
-from tests.flow.fallible import REFERENCE, THEIRS, journal_rows, take_directory
+from tests.flow.fallible import REFERENCE, THEIRS, take_directory, written
 from tests.flow.letters import letters_config, write_config, write_letters_model
 from tests.flow.test_asynchronous import AHEAD, assert_trained_exactly_once
 from tests.flow.test_resume import finish, reached, start, wait_for
@@ -93,21 +94,8 @@ def test_a_run_whose_directory_another_one_took_ends_and_writes_nothing_more(
 ) -> None:
     run, before = RunDirectory(tmp_path / "letters"), {}
 
-    def written() -> dict[str, Any]:
-        files = [path for path in run.path.rglob("*") if path.is_file()]
-        left_alone = ("log", "journal", "run.lock")
-        kept = [
-            path
-            for path in files
-            if not path.name.startswith(left_alone) and ".partial" not in str(path)
-        ]
-        return {
-            "rows": journal_rows(run.journal),
-            **{str(path): path.read_bytes() for path in kept},
-        }
-
     def steal() -> None:
-        before.update(written())
+        before.update(written(run.path))
         take_directory(run.path)
 
     options = ["checkpoint.every_steps=1", "checkpoint.asynchronous=true"]
@@ -121,7 +109,5 @@ def test_a_run_whose_directory_another_one_took_ends_and_writes_nothing_more(
     ):
         train(letters_config(model, tmp_path, *SHORT, *options))
     assert (run.path / "run.lock").read_text() == THEIRS
-    if moment == "in training":
-        assert written() == before
-    else:
-        assert repr(journal_rows(run.journal)) == Path(f"{run.path}.rows").read_text()
+    expected = before or json.loads(Path(f"{run.path}.json").read_text())
+    assert written(run.path) == expected

@@ -186,15 +186,11 @@ def _add_to_megatron(actions: argparse._SubParsersAction) -> None:
 
 def _add_writing_options(parser: argparse.ArgumentParser, shards: str) -> None:
     """Adds what both directions take; shards: what --shard-size is of."""
-    words = {
-        "dtype": ("keep", "bf16", "fp16", "fp32"),
-        "verify": ("fast", "full", "logits", "none"),
-    }
-    for name, default, text in (
-        ("dtype", "keep", "default: keep"),
-        ("verify", "fast", "default: fast; see below"),
+    for name, words, text in (
+        ("dtype", ("keep", "bf16", "fp16", "fp32"), "default: keep"),
+        ("verify", ("fast", "full", "logits", "none"), "default: fast; see below"),
     ):
-        parser.add_argument(f"--{name}", choices=words[name], default=default, help=text)
+        parser.add_argument(f"--{name}", choices=words, default=words[0], help=text)
     parser.add_argument(
         "--shard-size", type=parse_size, default=4 * 10**9, metavar="SIZE", help=shards
     )
@@ -218,7 +214,7 @@ def parse_size(text: str) -> int:
 
 def parse_count(text: str) -> int:
     """A whole number from 1 to 64."""
-    if not text.isdigit() or not 1 <= int(text) <= 64:
+    if parse_positive(text) > 64:
         raise argparse.ArgumentTypeError(f"expected a whole number from 1 to 64, found '{text}'")
     return int(text)
 

@@ -121,8 +121,8 @@ def check_records(source: TensorSource, tensors: Iterable[StoredTensor]) -> None
     """Raises ConversionError (4) where the bytes of tensors, and of copies that ranks have of them,
     are not what the files' own checksums say."""
     stored = [*tensors, *(tensor for pair in source.copies for tensor in pair)]
-    contents = (source.content(tensor, chunk) for tensor in stored for chunk in tensor.chunks)
-    records = {content.record for content in contents if content.record is not None}
+    places = (source.place_of(tensor, chunk) for tensor in stored for chunk in tensor.chunks)
+    records = {place.record for place in places if place.record is not None}
     for record in sorted(records, key=lambda record: (record.file, record.start)):
         if _checksum(source, record) != record.crc32:
             raise damaged(
@@ -149,7 +149,7 @@ class Reader:
         self._source = source
         self._lock, self._opened = threading.Lock(), ExitStack()
         self._files: dict[str, int] = {}
-        self._contents: dict[tuple[str, Chunk], ChunkPlace] = {}
+        self._places: dict[tuple[str, Chunk], ChunkPlace] = {}
         self._rectangles: dict[tuple[str, tuple[int, ...]], list[Rectangle]] = {}
 
     def __enter__(self) -> Reader:
@@ -240,9 +240,9 @@ class Reader:
         """Fills `out` with a chunk's bytes after the first `skipped`."""
         key, file = (stored.name, chunk), str(self._source.path / chunk.file)
         # Outside the lock, as it reads.
-        content = self._contents.get(key) or self._source.content(stored, chunk)
-        self._contents[key] = content
-        read_all(self._descriptor(chunk.file, file), out, content.start + skipped, file)
+        place = self._places.get(key) or self._source.place_of(stored, chunk)
+        self._places[key] = place
+        read_all(self._descriptor(chunk.file, file), out, place.start + skipped, file)
 
     def _descriptor(self, name: str, file: str) -> int:
         with self._lock:

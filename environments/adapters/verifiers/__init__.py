@@ -1,5 +1,5 @@
-"""Environments of the package verifiers: their own prompts, ends and rubrics, but neither their rollout nor their client.
-Only text passes, so that the tokens stay those that the policy sampled.
+"""Environments of the package verifiers: their own prompts, ends and rubrics, but neither their
+rollout nor their client. Only text passes, so that the tokens stay those that the policy sampled.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from rlflow_environments.adapters.verifiers.shared import METRICS
 
 
 def make(environment: str, options: dict[str, Any] | None = None) -> Environment:
-    """An environment of verifiers by the name of its package, made with the options. Raises ConfigError for one that does not
-    map, MissingPackageError."""
+    """An environment of verifiers by the name of its package, made with the options. Raises
+    ConfigError for one that does not map, MissingPackageError."""
     with needing("environment verifiers", "pip install verifiers"):
         library = importlib.import_module("verifiers")
     if not hasattr(library, "load_environment"):

@@ -1,6 +1,7 @@
 """Environments of verifiers 0.1.14 to 0.3.1, driven message by message.
 
-Source: `envs/multiturn_env.py` (the loop of `rollout`) and `envs/environment.py` (what is cleaned up and scored, and when).
+Source: `envs/multiturn_env.py` (the loop of `rollout`) and `envs/environment.py` (what is cleaned
+up and scored, and when).
 """
 
 from __future__ import annotations
@@ -14,7 +15,12 @@ from typing import Any
 from rlflow.environment import Environment
 from rlflow.errors import ConfigError
 from rlflow.types import Episode, Step, Task
-from rlflow_environments.adapters.verifiers.shared import METRICS, VerifiersError, as_message, split_rows
+from rlflow_environments.adapters.verifiers.shared import (
+    METRICS,
+    VerifiersError,
+    as_message,
+    split_rows,
+)
 from rlflow_environments.common.blocks import blocks
 
 
@@ -51,11 +57,17 @@ class VerifiersEnvironment(Environment):
         state = await theirs.init_state(row, self._client, "policy", {})
         state = await theirs.setup_state(state) or state
         prompt = await theirs.get_prompt_messages(state)
-        shown = Task(task.id, [as_message(message) for message in prompt], task.answer, task.metadata)
+        shown = Task(
+            task.id, [as_message(message) for message in prompt], task.answer, task.metadata
+        )
         return Episode(shown, scratch={"state": state, "prompt": prompt, "open": True})
 
     async def step(self, episode: Episode, response: str) -> Step:
-        theirs, state, prompt = self._environment, episode.scratch["state"], episode.scratch["prompt"]
+        theirs, state, prompt = (
+            self._environment,
+            episode.scratch["state"],
+            episode.scratch["prompt"],
+        )
         await theirs.add_model_response(state, prompt, self._response(response, episode))
         if await theirs.is_completed(state):
             return await self._scored(episode)
@@ -66,7 +78,10 @@ class VerifiersEnvironment(Environment):
         if await theirs.is_completed(state):  # `final_env_response` is one of the conditions
             return await self._scored(episode)
         if following[: len(before)] != before:
-            raise VerifiersError("the environment rewrites earlier messages, which one sequence of tokens cannot hold.")
+            raise VerifiersError(
+                "the environment rewrites earlier messages, which one sequence of tokens cannot "
+                "hold."
+            )
         episode.scratch["prompt"] = following
         return Step([as_message(message) for message in following[len(before) :]])
 
@@ -76,7 +91,8 @@ class VerifiersEnvironment(Environment):
             await self._environment.rubric.cleanup(episode.scratch["state"])
 
     async def _scored(self, episode: Episode, terminated: bool = True) -> Step:
-        """The last step, in the order of their `run_rollout`: clean up, score, clean the rubric up."""
+        """The last step, in the order of their `run_rollout`: clean up, score, clean the rubric
+        up."""
         theirs, state = self._environment, episode.scratch["state"]
         episode.scratch["open"] = False
         await theirs.cleanup(state)
@@ -87,7 +103,8 @@ class VerifiersEnvironment(Environment):
         return Step(reward=reward, terminated=terminated, metrics={**metrics, "rubric": reward})
 
     def _response(self, text: str, episode: Episode) -> Any:
-        """The response as their client would have returned it: text, and tool calls in the form of Qwen and Hermes."""
+        """The response as their client would have returned it: text, and tool calls in the form of
+        Qwen and Hermes."""
         types = importlib.import_module("verifiers.types")
         calls = []
         for number, block in enumerate(blocks("tool_call", text) if self.tools else ()):
@@ -96,7 +113,9 @@ class VerifiersEnvironment(Environment):
                 name, arguments = str(call["name"]), json.dumps(call.get("arguments", {}))
             except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
                 continue  # as a server does that cannot read a call: it stays text
-            calls.append(types.ToolCall(id=f"call-{episode.turns}-{number}", name=name, arguments=arguments))
+            calls.append(
+                types.ToolCall(id=f"call-{episode.turns}-{number}", name=name, arguments=arguments)
+            )
         message = types.ResponseMessage(
             content=text.partition("<tool_call>")[0] if calls else text,
             tool_calls=calls or None,
@@ -104,7 +123,10 @@ class VerifiersEnvironment(Environment):
             is_truncated=episode.cut,
         )
         return types.Response(
-            id=f"{episode.task.id}-{episode.turns}", created=int(time.time()), model="policy", message=message
+            id=f"{episode.task.id}-{episode.turns}",
+            created=int(time.time()),
+            model="policy",
+            message=message,
         )
 
 
@@ -116,7 +138,10 @@ def _unfit(library: Any, environment: Any) -> str:
         return "comes with a verifiers that is too old; expected 0.1.14 or later: pip install 'verifiers>=0.1.14,<0.4'"
     if type(environment).get_model_response is not library.Environment.get_model_response:
         return "asks the model in a way of its own (get_model_response), which the policy's tokens do not pass through"
-    if any(environment.rubric._is_group_func(function) for function in environment.rubric._get_reward_funcs()):
+    if any(
+        environment.rubric._is_group_func(function)
+        for function in environment.rubric._get_reward_funcs()
+    ):
         return "scores groups of rollouts together, and a reward here is an episode's own"
     return ""
 

@@ -1,4 +1,5 @@
-"""What both kinds of verifiers' environments have in common: messages, the held-out tasks, and the errors."""
+"""What both kinds of verifiers' environments have in common: messages, the held-out tasks, and the
+errors."""
 
 from __future__ import annotations
 
@@ -13,16 +14,22 @@ METRICS = {"rubric": Metric("points", "what the environment's rubric gives, weig
 
 
 class VerifiersError(RLFlowError):
-    """The environment did what cannot be written into one conversation, or failed: the episode is aborted."""
+    """The environment did what cannot be written into one conversation, or failed: the episode is
+    aborted."""
 
 
 def as_message(message: Any) -> dict[str, str]:
-    """A message of theirs, or a row's, for the policy's chat template. Raises VerifiersError for what is not text."""
+    """A message of theirs, or a row's, for the policy's chat template. Raises VerifiersError for
+    what is not text."""
     get = message.get if isinstance(message, Mapping) else lambda key: getattr(message, key, None)
     role, content = get("role"), get("content")
     if isinstance(content, Sequence) and not isinstance(content, str):
         parts = [part if isinstance(part, Mapping) else vars(part) for part in content]
-        content = "".join(part["text"] for part in parts) if all(part.get("type") == "text" for part in parts) else None
+        content = (
+            "".join(part["text"] for part in parts)
+            if all(part.get("type") == "text" for part in parts)
+            else None
+        )
     if role == "text" or not isinstance(content, str) or get("tool_calls"):
         raise VerifiersError(f"expected chat messages of text, found {str(message)[:200]}.")
     return {"role": str(role), "content": content}

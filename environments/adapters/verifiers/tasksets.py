@@ -1,7 +1,8 @@
 """Tasksets of verifiers v1: a prompt, one response, and the task's own rewards on it.
 
-What goes on longer there is a program (a harness) that speaks to an endpoint with tokens of its own, and is refused. Source:
-verifiers 0.4, `v1/task.py` (`Task.score`), `v1/rollout.py` (the trace of a rollout), `v1/utils/loaders.py`.
+What goes on longer there is a program (a harness) that speaks to an endpoint with tokens of its
+own, and is refused. Source: verifiers 0.4, `v1/task.py` (`Task.score`), `v1/rollout.py` (the trace
+of a rollout), `v1/utils/loaders.py`.
 """
 
 from __future__ import annotations
@@ -15,7 +16,12 @@ from typing import Any
 from rlflow.environment import Environment
 from rlflow.errors import ConfigError, described
 from rlflow.types import Episode, Step, Task
-from rlflow_environments.adapters.verifiers.shared import METRICS, VerifiersError, as_message, split_rows
+from rlflow_environments.adapters.verifiers.shared import (
+    METRICS,
+    VerifiersError,
+    as_message,
+    split_rows,
+)
 
 MOST_TASKS = 100_000  # some tasksets never end
 
@@ -35,14 +41,17 @@ class VerifiersTaskset(Environment):
             played_by = loaders.environment_class(name)
         except Exception as problem:  # noqa: BLE001 -- theirs may raise anything
             raise ConfigError(
-                f"environment.environment: '{name}' cannot be made: {described(problem)} (a package with "
-                "load_environment needs a verifiers before 0.4)"
+                f"environment.environment: '{name}' cannot be made: {described(problem)} (a "
+                "package with load_environment needs a verifiers before 0.4)"
             ) from None
-        problem = f"is played by a {played_by.__name__}" if played_by is not v1.SingleAgentEnv else ""
+        problem = (
+            f"is played by a {played_by.__name__}" if played_by is not v1.SingleAgentEnv else ""
+        )
         problem = problem or next(filter(None, (_unfit(v1, taskset, task) for task in tasks)), "")
         if problem:
             raise ConfigError(
-                f"environment.environment: '{name}' {problem}; expected a task of one prompt and one response."
+                f"environment.environment: '{name}' {problem}; expected a task of one prompt and "
+                "one response."
             )
         self._tasks = dict(zip(("train", "val"), split_rows(tasks), strict=True))
 
@@ -62,7 +71,11 @@ class VerifiersTaskset(Environment):
         task, v1 = self._tasks[where["split"]][where["number"]], self._v1
         messages = [*_prompt(v1, task), v1.AssistantMessage(content=response)]
         nodes = [
-            v1.MessageNode(parent=number - 1 if number else None, message=message, sampled=number == len(messages) - 1)
+            v1.MessageNode(
+                parent=number - 1 if number else None,
+                message=message,
+                sampled=number == len(messages) - 1,
+            )
             for number, message in enumerate(messages)
         ]
         told = v1.TraceTask(type=type(task).__name__, data=task.data, key=task.key, hash=task.hash)
@@ -73,7 +86,9 @@ class VerifiersTaskset(Environment):
         except v1.TaskError as problem:
             raise VerifiersError(f"the task's own scoring failed: {described(problem)}") from None
         metrics = {name: float(value) for name, value in trace.metrics.items() if value is not None}
-        return Step(reward=trace.reward, terminated=True, metrics={**metrics, "rubric": trace.reward})
+        return Step(
+            reward=trace.reward, terminated=True, metrics={**metrics, "rubric": trace.reward}
+        )
 
 
 def _prompt(v1: Any, task: Any) -> list[Any]:
@@ -92,7 +107,12 @@ def _unfit(v1: Any, taskset: Any, task: Any) -> str:
         return "needs a container"
     if theirs.setup is not v1.Task.setup or theirs.finalize is not v1.Task.finalize:
         return "prepares a runtime (setup, finalize)"
-    needing = [hook.__name__ for kind in ("reward", "metric") for hook in task.hooks(kind) if _needs_runtime(hook)]
+    needing = [
+        hook.__name__
+        for kind in ("reward", "metric")
+        for hook in task.hooks(kind)
+        if _needs_runtime(hook)
+    ]
     if needing:
         return f"scores in a runtime ({', '.join(needing)})"
     return "" if task.data.prompt else "has no prompt: another agent opens it"

@@ -1,7 +1,11 @@
-"""The commands of retrieval: `python -m rlflow_environments.retrieval ...`, and part of `rlflow search ...`."""
+"""The commands of retrieval: `python -m rlflow_environments.retrieval ...`, and part of `rlflow
+search ...`."""
 
 COMMANDS = {
-    "build": ("corpus -> index: resumable, works for corpora larger than memory", f"{__name__}.build"),
+    "build": (
+        "corpus -> index: resumable, works for corpora larger than memory",
+        f"{__name__}.build",
+    ),
     "serve": ("serve an index over HTTP, wire-compatible with the field", f"{__name__}.serve"),
     "query": ("try an index or a server in the terminal", f"{__name__}.query"),
     "check": ("test any retrieval server against the wire format", f"{__name__}.check"),

@@ -1,8 +1,8 @@
 """Builds an index from a corpus.
 
-A build that is killed resumes where it stopped when the same command is given again. Before it starts
-it prints the memory and the disk that it will need; flat and torch indices are built from corpora of
-any size in a few hundred megabytes.
+A build that is killed resumes where it stopped when the same command is given again. Before it
+starts it prints the memory and the disk that it will need; flat and torch indices are built from
+corpora of any size in a few hundred megabytes.
 """
 
 from __future__ import annotations
@@ -11,10 +11,12 @@ import argparse
 import resource
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from rlflow.errors import ConfigError
+from rlflow_environments.common.commands import add_option
 from rlflow_environments.common.progress import ProgressLine
 
 EXAMPLES = """examples:
@@ -30,74 +32,45 @@ EXAMPLES = """examples:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The corpus, the index, the encoder, and where a Qdrant collection is."""
     parser.epilog = EXAMPLES
-    add = parser.add_argument
-    add(
+    parser.add_argument(
         "--corpus",
         required=True,
         metavar="FILE",
         help="a corpus.jsonl: contents, or title and text",
     )
-    add("--out", metavar="DIR", help="the index folder (not for a Qdrant server)")
-    add(
-        "--index",
-        default="Flat",
-        metavar="KIND",
-        help="Flat (default), torch, bm25, qdrant, or what faiss' index_factory takes",
-    )
-    add = parser.add_argument_group("encoder").add_argument
-    add(
-        "--encoder",
-        default="hashed",
-        metavar="NAME",
-        help="hashed (default), a model folder or a hub name",
-    )
-    add("--device", help="cpu (default) or cuda")
-    add("--encoder-dtype", metavar="DTYPE", help="of the model's weights: float32 (default), ...")
-    add("--backend", help="torch (default) or onnx")
-    add("--batch", type=int, metavar="N", help="passages per pass of the model")
-    add("--max-length", type=int, metavar="N", help="tokens of a passage (default 256)")
-    add("--pooling", help="instead of the family's")
-    add("--family", help="instead of the one that the name says: e5, bge, ...")
-    add(
+    add = partial(add_option, parser)
+    add("--out DIR", "the index folder (not for a Qdrant server)")
+    add("--index KIND", "Flat, torch, bm25, qdrant, or what faiss' index_factory takes", "Flat")
+    encoder = parser.add_argument_group("encoder")
+    add = partial(add_option, encoder)
+    add("--encoder NAME", "hashed, a model folder or a hub name", "hashed")
+    add("--device DEVICE", "cpu (default) or cuda")
+    add("--encoder-dtype DTYPE", "of the model's weights: float32 (default), ...")
+    add("--backend BACKEND", "torch (default) or onnx")
+    add("--batch N", "passages per pass of the model", kind=int)
+    add("--max-length N", "tokens of a passage (default 256)", kind=int)
+    add("--pooling POOLING", "instead of the family's")
+    add("--family FAMILY", "instead of the one that the name says: e5, bge, ...")
+    encoder.add_argument(
         "--set",
         action="append",
         default=[],
         metavar="KEY=JSON",
         help="any other option of the encoder",
     )
-    add = parser.add_argument_group("what is stored").add_argument
-    add("--dtype", default="float32", help="of the embeddings: float32 (default) or float16")
-    add(
-        "--keep-embeddings",
-        action="store_true",
-        help="beside a faiss index, for re-scoring (refine)",
-    )
-    add(
-        "--checkpoint-s",
-        type=float,
-        default=600.0,
-        metavar="S",
-        help="seconds between copies of a growing index",
-    )
-    add(
-        "--recall",
-        type=float,
-        metavar="R",
-        help="of IVF and HNSW: search as far as recall@10 takes (default 0.95, where that is "
-        "affordable)",
-    )
-    add("--plan", action="store_true", help="print what it will need, and stop")
-    add = parser.add_argument_group("qdrant").add_argument
-    add("--url", help="of a server; without one the collection is embedded in --out")
-    add("--collection", default="default_collection")
-    add("--api-key", help="default: QDRANT_API_KEY")
-    add(
-        "--grpc-port",
-        type=int,
-        metavar="PORT",
-        help="gRPC there (6334) instead of REST",
-    )
-    add("--engine", default="edge", help="of an embedded collection: edge (default) or local")
+    add = partial(add_option, parser.add_argument_group("what is stored"))
+    add("--dtype DTYPE", "of the embeddings: float32 or float16", "float32")
+    add("--keep-embeddings", "beside a faiss index, for re-scoring (refine)")
+    add("--checkpoint-s S", "seconds between copies of a growing index", 600.0)
+    recall = "of IVF and HNSW: search as far as recall@10 takes (default 0.95, where affordable)"
+    add("--recall R", recall, kind=float)
+    add("--plan", "print what it will need, and stop")
+    add = partial(add_option, parser.add_argument_group("qdrant"))
+    add("--url URL", "of a server; without one the collection is embedded in --out")
+    add("--collection NAME", "of a server", "default_collection")
+    add("--api-key KEY", "default: QDRANT_API_KEY")
+    add("--grpc-port PORT", "gRPC there (6334) instead of REST", kind=int)
+    add("--engine ENGINE", "of an embedded collection: edge or local", "edge")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -169,7 +142,8 @@ def _build_collection(
         )
         added = fill(collection, encoder, corpus, progress)
         print(
-            f"{args.url}: collection {args.collection}, {len(corpus):,} points, {added:,} of them new"
+            f"{args.url}: collection {args.collection}, {len(corpus):,} points, {added:,} of them "
+            "new"
         )
         where = f"url: {args.url}, collection: {args.collection}"
         if component["name"] != "hashed":
@@ -203,8 +177,8 @@ def _print_plan(kind: str, corpus: Any, encoder: dict[str, Any]) -> None:
     free = psutil.virtual_memory().available
     print(
         f"{len(corpus):,} passages, index {kind}: will need about {memory / 1e9:.2f} GB of memory "
-        f"beside the encoder's ({free / 1e9:.2f} GB are free) and {disk / 1e9:.2f} GB of disk while "
-        "it builds",
+        f"beside the encoder's ({free / 1e9:.2f} GB are free) and {disk / 1e9:.2f} GB of disk "
+        "while it builds",
         file=sys.stderr,
     )
     if memory > free:

@@ -1,8 +1,9 @@
-"""Tries an index or a server in the terminal: prints what it finds for one or more queries, or asks for queries.
+"""Tries an index or a server in the terminal: prints what it finds for one or more queries, or asks
+for queries.
 
-  rlflow search query "who wrote the sea charts" --index indices/wiki
-  rlflow search query --url http://localhost:8000
-  rlflow search query "harbour" --corpus corpus.jsonl --retriever bm25 --top-k 5
+rlflow search query "who wrote the sea charts" --index indices/wiki
+rlflow search query --url http://localhost:8000
+rlflow search query "harbour" --corpus corpus.jsonl --retriever bm25 --top-k 5
 """
 
 from __future__ import annotations
@@ -11,9 +12,14 @@ import argparse
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 from rlflow.errors import ConfigError, RLFlowError
-from rlflow_environments.retrieval.commands.source_arguments import add_source_arguments, read_source
+from rlflow_environments.common.commands import add_option
+from rlflow_environments.retrieval.commands.source_arguments import (
+    add_source_arguments,
+    read_source,
+)
 from rlflow_environments.retrieval.corpus import Corpus, Passage
 from rlflow_environments.retrieval.indices import Retriever, make_retriever
 
@@ -22,10 +28,13 @@ SHOWN_CHARACTERS = 240
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Queries, and what is asked."""
-    parser.add_argument("text", nargs="*", metavar="QUERY", help="without one, queries are read from the terminal")
-    parser.add_argument("--top-k", "--topk", type=int, default=3, metavar="N", help="passages per query (default 3)")
-    parser.add_argument("--full", action="store_true", help="print whole passages")
-    parser.add_argument("--url", metavar="URL", help="a running server, ours or any that speaks the wire format")
+    parser.add_argument(
+        "text", nargs="*", metavar="QUERY", help="without one, queries are read from the terminal"
+    )
+    add = partial(add_option, parser)
+    add("--top-k --topk N", "passages per query", 3)
+    add("--full", "print whole passages")
+    add("--url URL", "a running server, ours or any that speaks the wire format")
     add_source_arguments(parser)
 
 

@@ -1,13 +1,16 @@
-"""The flags that say what is searched, for `serve` and `query`: ours, and those of the field's servers under their own names."""
+"""The flags that say what is searched, for `serve` and `query`: ours, and those of the field's
+servers under their own names."""
 
 from __future__ import annotations
 
 import argparse
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from rlflow.errors import ConfigError, did_you_mean
+from rlflow_environments.common.commands import add_option
 from rlflow_environments.retrieval.encoders.rules import FAMILIES
 from rlflow_environments.retrieval.indices.folder import read_meta
 
@@ -17,37 +20,37 @@ _QDRANT_PARAMS = ("hnsw_ef", "exact", "quantization")
 
 def add_source_arguments(parser: argparse._ActionsContainer) -> None:
     """What `read_source` reads."""
-    parser.add_argument("--corpus", "--corpus_path", metavar="FILE", help="passages, one JSON object per line")
-    parser.add_argument(
-        "--index",
-        "--index_path",
-        metavar="PATH",
-        help="an index folder of `rlflow search build`, or a faiss file as Search-R1 builds it",
+    add = partial(add_option, parser)
+    add("--corpus --corpus_path FILE", "passages, one JSON object per line")
+    add(
+        "--index --index_path PATH",
+        "an index folder of `rlflow search build`, or a faiss file as Search-R1 builds it",
     )
-    parser.add_argument(
-        "--retriever",
-        metavar="NAME|{...}",
-        help="bm25, faiss, torch, hybrid, qdrant, ..., or {name: ..., option: ...} (YAML), or @FILE with that",
+    add(
+        "--retriever NAME|{...}",
+        "bm25, faiss, torch, hybrid, qdrant, ..., or {name: ..., option: ...} (YAML), or @FILE "
+        "with that",
     )
-    parser.add_argument(
-        "--retriever_name", metavar="NAME", help="of a faiss file: the encoder's family (e5, bge, ...); or bm25 (default e5)"
+    add(
+        "--retriever_name NAME",
+        "of a faiss file: the encoder's family (e5, bge, ...); or bm25 (default e5)",
     )
-    parser.add_argument(
-        "--retriever_model", metavar="PATH", help=f"of a faiss file or Qdrant: the encoder (default {FIELD_ENCODER})"
-    )
-    parser.add_argument("--faiss_gpu", action="store_true", help="copy the index to all visible GPUs, in float16")
-    parser.add_argument(
-        "--nprobe", type=int, metavar="N", help="of an IVF index: lists to search (default: what the build measured)"
-    )
-    qdrant = parser.add_argument_group("Qdrant") if isinstance(parser, argparse.ArgumentParser) else parser
-    qdrant.add_argument("--qdrant_url", metavar="URL", help="e.g. http://localhost:6333")
-    qdrant.add_argument("--qdrant_collection_name", metavar="NAME")
-    qdrant.add_argument("--qdrant_search_param", type=_json, metavar="JSON", help='e.g. {"hnsw_ef": 256}')
-    qdrant.add_argument("--qdrant_search_quant_param", type=_json, metavar="JSON", help='e.g. {"rescore": true}')
+    encoder = f"of a faiss file or Qdrant: the encoder (default {FIELD_ENCODER})"
+    add("--retriever_model PATH", encoder)
+    add("--faiss_gpu", "copy the index to all visible GPUs, in float16")
+    lists = "of an IVF index: lists to search (default: what the build measured)"
+    add("--nprobe N", lists, kind=int)
+    if isinstance(parser, argparse.ArgumentParser):
+        add = partial(add_option, parser.add_argument_group("Qdrant"))
+    add("--qdrant_url URL", "e.g. http://localhost:6333")
+    add("--qdrant_collection_name NAME", "the collection to search")
+    add("--qdrant_search_param JSON", 'e.g. {"hnsw_ef": 256}', kind=_json)
+    add("--qdrant_search_quant_param JSON", 'e.g. {"rescore": true}', kind=_json)
 
 
 def read_source(args: argparse.Namespace) -> tuple[dict[str, Any], str | None]:
-    """(retriever component, corpus) of the flags. Raises ConfigError for flags that contradict each other, DataError."""
+    """(retriever component, corpus) of the flags. Raises ConfigError for flags that contradict each
+    other, DataError."""
     corpus = args.corpus
     if args.retriever is not None:
         component = read_component(args.retriever)
@@ -59,7 +62,9 @@ def read_source(args: argparse.Namespace) -> tuple[dict[str, Any], str | None]:
         component = _indexed(Path(args.index).expanduser(), args)
         corpus = corpus or _corpus_of(Path(args.index).expanduser())
     else:
-        component = {"name": "bm25"} if (args.retriever_name or "").lower() == "bm25" else {"name": "dense"}
+        component = (
+            {"name": "bm25"} if (args.retriever_name or "").lower() == "bm25" else {"name": "dense"}
+        )
     if args.faiss_gpu:
         component["gpu"] = True
     if args.nprobe is not None:
@@ -68,8 +73,8 @@ def read_source(args: argparse.Namespace) -> tuple[dict[str, Any], str | None]:
 
 
 def read_component(text: str) -> dict[str, Any]:
-    """A retriever by name, or by name and options in YAML (of which JSON is a part); @FILE: what stands in the file, where a
-    key is nobody else's to read. Raises ConfigError."""
+    """A retriever by name, or by name and options in YAML (of which JSON is a part); @FILE: what
+    stands in the file, where a key is nobody else's to read. Raises ConfigError."""
     import yaml
 
     if text.startswith("@"):
@@ -80,19 +85,32 @@ def read_component(text: str) -> dict[str, Any]:
     try:
         component = yaml.safe_load(text)
     except yaml.YAMLError as problem:
-        raise ConfigError(f"--retriever: expected a name or {{name: ..., option: ...}}, found {text!r} ({problem}).") from None
+        raise ConfigError(
+            f"--retriever: expected a name or {{name: ..., option: ...}}, found {text!r} "
+            f"({problem})."
+        ) from None
     if isinstance(component, str):
         return {"name": component}
     if not isinstance(component, dict) or "name" not in component:
-        raise ConfigError(f"--retriever: expected a name or {{name: ..., option: ...}}, found {json.dumps(component)}.")
+        raise ConfigError(
+            f"--retriever: expected a name or {{name: ..., option: ...}}, found "
+            f"{json.dumps(component)}."
+        )
     return component
 
 
 def _indexed(path: Path, args: argparse.Namespace) -> dict[str, Any]:
-    """The retriever of an index on disk: what its meta.json says, or a faiss file and the encoder of the flags."""
+    """The retriever of an index on disk: what its meta.json says, or a faiss file and the encoder
+    of the flags."""
     if path.is_dir():
         kind = read_meta(path).kind
-        name = "qdrant" if kind.startswith("qdrant") else kind if kind in ("bm25", "torch") else "faiss"
+        name = (
+            "qdrant"
+            if kind.startswith("qdrant")
+            else kind
+            if kind in ("bm25", "torch")
+            else "faiss"
+        )
         return {"name": name, "path": str(path)}
     return {"name": "faiss", "path": str(path), "encoder": _encoder(args)}
 
@@ -104,9 +122,12 @@ def _corpus_of(path: Path) -> str | None:
 
 
 def _qdrant(args: argparse.Namespace) -> dict[str, Any]:
-    """The retriever of Qdrant's flags. Raises ConfigError for a search parameter that is not known."""
+    """The retriever of Qdrant's flags. Raises ConfigError for a search parameter that is not
+    known."""
     if args.qdrant_collection_name is None:
-        raise ConfigError("--qdrant_collection_name: expected the collection to search, found nothing.")
+        raise ConfigError(
+            "--qdrant_collection_name: expected the collection to search, found nothing."
+        )
     params = dict(args.qdrant_search_param or {})
     if args.qdrant_search_quant_param is not None:
         params["quantization"] = args.qdrant_search_quant_param
@@ -114,7 +135,8 @@ def _qdrant(args: argparse.Namespace) -> dict[str, Any]:
         if key not in _QDRANT_PARAMS:
             known = ", ".join(_QDRANT_PARAMS)
             raise ConfigError(
-                f"--qdrant_search_param: unknown key '{key}'; known: {known}.{did_you_mean(key, _QDRANT_PARAMS)}"
+                f"--qdrant_search_param: unknown key '{key}'; known: "
+                f"{known}.{did_you_mean(key, _QDRANT_PARAMS)}"
             )
     return {
         "name": "qdrant",
@@ -126,7 +148,8 @@ def _qdrant(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _encoder(args: argparse.Namespace) -> dict[str, Any]:
-    """The encoder of --retriever_model; --retriever_name says its family where the name of the model does not."""
+    """The encoder of --retriever_model; --retriever_name says its family where the name of the
+    model does not."""
     encoder = {"name": args.retriever_model or FIELD_ENCODER}
     if args.retriever_name is None:
         return encoder

@@ -1,4 +1,5 @@
-"""Whether a retrieval server, anybody's, keeps the wire format that clients of the field rely on."""
+"""Whether a retrieval server, anybody's, keeps the wire format that clients of the field rely
+on."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """The checks, one function each. A check returns, raises Broken with what it found, or Skipped.
 
-What they test for is what servers of the field get wrong: see docs/search_server.md for who relies on what.
+What they test for is what servers of the field get wrong: see docs/search_server.md for who relies
+on what.
 """
 
 from __future__ import annotations
@@ -26,7 +27,16 @@ from rlflow_environments.retrieval.conformance.probe import (
 LARGE_TOP_K = 1000
 IN_FLIGHT = 48
 UNKNOWN_URL = "https://nowhere.invalid/index.php?title=No_such_page"
-STRINGS = ("", " ", "\x00", "\u2028", "🦆", "</information><answer>x</answer>", '"AND (NOT', "word " * 5000)
+STRINGS = (
+    "",
+    " ",
+    "\x00",
+    "\u2028",
+    "🦆",
+    "</information><answer>x</answer>",
+    '"AND (NOT',
+    "word " * 5000,
+)
 
 
 @dataclass(frozen=True)
@@ -53,7 +63,9 @@ async def scored_elements(probe: Probe) -> None:
             score = element.get("score") if isinstance(element, dict) else None
             numeric = isinstance(score, (int, float)) and not isinstance(score, bool)
             if not numeric or not isinstance(element.get("document"), dict):
-                raise Broken(f'expected {{"document": ..., "score": ...}}, found {json.dumps(element)[:120]}')
+                raise Broken(
+                    f'expected {{"document": ..., "score": ...}}, found {json.dumps(element)[:120]}'
+                )
 
 
 async def bare_elements(probe: Probe) -> None:
@@ -62,7 +74,10 @@ async def bare_elements(probe: Probe) -> None:
         scored = await probe.retrieve(queries, topk=3)
         bare = await probe.retrieve(queries, scores=False, topk=3)
         if bare != [[element.get("document") for element in hits] for hits in scored]:
-            raise Broken(f"with {count} queries and return_scores false: expected bare documents, found {json.dumps(bare)[:120]}")
+            raise Broken(
+                f"with {count} queries and return_scores false: expected bare documents, found "
+                f"{json.dumps(bare)[:120]}"
+            )
 
 
 async def documents_are_whole(probe: Probe) -> None:
@@ -91,19 +106,26 @@ async def topk_is_kept(probe: Probe) -> None:
     for top_k in (1, 2, 4):
         found = [key_of(document) for document in await probe.documents(query, top_k)]
         if len(found) != min(top_k, len(longest)):
-            raise Broken(f"topk {top_k}: expected {min(top_k, len(longest))} documents, found {len(found)}")
+            raise Broken(
+                f"topk {top_k}: expected {min(top_k, len(longest))} documents, found {len(found)}"
+            )
 
 
 async def topk_has_a_default(probe: Probe) -> None:
     query = probe.queries[0]
     answers = [await probe.retrieve([query], **body) for body in ({}, {"topk": None}, {"topk": 0})]
     if not answers[0][0] or any(answer != answers[0] for answer in answers):
-        raise Broken(f"topk absent, null and 0: expected the same documents, found {[len(results[0]) for results in answers]}")
+        raise Broken(
+            "topk absent, null and 0: expected the same documents, found "
+            f"{[len(results[0]) for results in answers]}"
+        )
 
 
 async def bad_topk_is_refused(probe: Probe) -> None:
     for value in (-1, "many", 1.5, [3]):
-        reply = await probe.post("/retrieve", {"queries": [probe.queries[0]], "topk": value, "return_scores": True})
+        reply = await probe.post(
+            "/retrieve", {"queries": [probe.queries[0]], "topk": value, "return_scores": True}
+        )
         if not 400 <= reply.status < 500:
             raise Broken(f"topk {json.dumps(value)}: expected a status of 4xx, found {reply}")
 
@@ -122,13 +144,18 @@ async def short_results_are_not_padded(probe: Probe) -> None:
         (hits,) = await probe.retrieve([query], topk=LARGE_TOP_K)
         keys = [key_of(document_of(element)) for element in hits]
         if len(keys) > LARGE_TOP_K or len(set(keys)) < len(keys):
-            raise Broken(f"topk {LARGE_TOP_K}: {len(keys)} documents, only {len(set(keys))} different ones")
+            raise Broken(
+                f"topk {LARGE_TOP_K}: {len(keys)} documents, only {len(set(keys))} different ones"
+            )
 
 
 async def scores_descend(probe: Probe) -> None:
     for hits in await probe.retrieve(probe.queries, topk=5):
         scores = [element.get("score") for element in hits if isinstance(element, dict)]
-        if not all(isinstance(score, (int, float)) and math.isfinite(score) and abs(score) < 1e30 for score in scores):
+        if not all(
+            isinstance(score, (int, float)) and math.isfinite(score) and abs(score) < 1e30
+            for score in scores
+        ):
             raise Broken(f"expected finite scores, found {scores}")
         if scores != sorted(scores, reverse=True):
             raise Broken(f"expected the best first, found the scores {scores}")
@@ -149,11 +176,17 @@ async def no_queries_are_legal(probe: Probe) -> None:
 async def neighbours_do_not_change_topk(probe: Probe) -> None:
     for top_k, query, found in await _under_load(probe):
         if len(found) > top_k:
-            raise Broken(f"{query!r} with topk {top_k} finds {len(found)} documents while others ask for more")
+            raise Broken(
+                f"{query!r} with topk {top_k} finds {len(found)} documents while others ask for "
+                "more"
+            )
 
 
 async def neighbours_do_not_change_answers(probe: Probe) -> None:
-    alone = {query: [key_of(document) for document in await probe.documents(query, 5)] for query in probe.queries}
+    alone = {
+        query: [key_of(document) for document in await probe.documents(query, 5)]
+        for query in probe.queries
+    }
     for top_k, query, found in await _under_load(probe):
         if found[:top_k] != alone[query][:top_k]:
             raise Broken(f"{query!r} finds another list under load than alone")
@@ -170,7 +203,13 @@ async def disconnects_harm_nobody(probe: Probe) -> None:
 
 
 async def pages_are_aligned(probe: Probe) -> None:
-    urls = [UNKNOWN_URL, str(probe.sample[0].get("url")), UNKNOWN_URL + "2", str(probe.sample[0].get("url")), ""]
+    urls = [
+        UNKNOWN_URL,
+        str(probe.sample[0].get("url")),
+        UNKNOWN_URL + "2",
+        str(probe.sample[0].get("url")),
+        "",
+    ]
     pages = results_of_access(await probe.post("/access", {"urls": urls}), len(urls))
     if any(pages[place] is not None for place in (0, 2, 4)):
         raise Broken(f"expected null for unknown URLs, found {json.dumps(pages)[:120]}")
@@ -188,9 +227,17 @@ async def access_of_nothing(probe: Probe) -> None:
 
 
 async def index_php_is_rewritten(probe: Probe) -> None:
-    known = [str(document.get("url")) for document in probe.sample if "index.php?title=" in str(document.get("url"))]
+    known = [
+        str(document.get("url"))
+        for document in probe.sample
+        if "index.php?title=" in str(document.get("url"))
+    ]
     try:
-        pages = results_of_access(await probe.post("/access", {"urls": known}), len(known)) if known else []
+        pages = (
+            results_of_access(await probe.post("/access", {"urls": known}), len(known))
+            if known
+            else []
+        )
     except Broken as problem:  # another check's fault
         raise Skipped(f"/access does not work: {problem}") from None
     opened = [(url, page) for url, page in zip(known, pages) if page is not None]
@@ -229,7 +276,9 @@ async def _answers(probe: Probe, path: str) -> object:
 
 async def _under_load(probe: Probe) -> list[tuple[int, str, list[str]]]:
     """(topk, query, keys found) of requests that are in flight together."""
-    asked = [(1 + number % 5, probe.queries[number % len(probe.queries)]) for number in range(IN_FLIGHT)]
+    asked = [
+        (1 + number % 5, probe.queries[number % len(probe.queries)]) for number in range(IN_FLIGHT)
+    ]
 
     async def ask(top_k: int, query: str) -> tuple[int, str, list[str]]:
         return top_k, query, [key_of(document) for document in await probe.documents(query, top_k)]
@@ -241,7 +290,9 @@ def results_of_access(reply: Reply, count: int) -> list[Any]:
     """The pages of an answer. Raises Broken unless there are `count`, or nulls in their places."""
     if reply.status == 404:
         raise Skipped("the server has no /access")
-    pages = reply.body.get("result") if reply.status == 200 and isinstance(reply.body, dict) else None
+    pages = (
+        reply.body.get("result") if reply.status == 200 and isinstance(reply.body, dict) else None
+    )
     if not isinstance(pages, list) or len(pages) != count:
         raise Broken(f"expected 'result' with {count} pages or nulls, found {reply}")
     return pages
@@ -263,7 +314,11 @@ CHECKS = (
     Check("any string", "any text is a legal query", any_string_is_a_query),
     Check("no queries", "an empty list of queries is legal", no_queries_are_legal),
     Check("topk under load", "other requests do not change topk", neighbours_do_not_change_topk),
-    Check("answer under load", "other requests do not change answers", neighbours_do_not_change_answers),
+    Check(
+        "answer under load",
+        "other requests do not change answers",
+        neighbours_do_not_change_answers,
+    ),
     Check("disconnects", "clients that go away harm nobody", disconnects_harm_nobody),
     Check("pages", "/access is aligned with its URLs, null for unknown ones", pages_are_aligned),
     Check("no pages", "/access takes an empty list, refuses wrong types", access_of_nothing),

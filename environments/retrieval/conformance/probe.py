@@ -61,9 +61,13 @@ class Probe:
             found = None
         return Reply(reply.status, found, reply.text)
 
-    async def retrieve(self, queries: Sequence[str], scores: bool = True, **body: Any) -> list[list[Any]]:
+    async def retrieve(
+        self, queries: Sequence[str], scores: bool = True, **body: Any
+    ) -> list[list[Any]]:
         """The lists of `result`. Raises Broken unless there is one per query."""
-        reply = await self.post("/retrieve", {"queries": list(queries), "return_scores": scores, **body})
+        reply = await self.post(
+            "/retrieve", {"queries": list(queries), "return_scores": scores, **body}
+        )
         return results_of(reply, len(queries))
 
     async def documents(self, query: str, top_k: int) -> list[Document]:
@@ -77,7 +81,11 @@ def results_of(reply: Reply, count: int) -> list[list[Any]]:
     if reply.status != 200:
         raise Broken(f"expected status 200, found {reply}")
     results = reply.body.get("result") if isinstance(reply.body, dict) else None
-    if not isinstance(results, list) or len(results) != count or not all(isinstance(hits, list) for hits in results):
+    if (
+        not isinstance(results, list)
+        or len(results) != count
+        or not all(isinstance(hits, list) for hits in results)
+    ):
         raise Broken(f"expected 'result' with {count} lists, found {reply.text[:160]}")
     return results
 

@@ -19,7 +19,8 @@ TITLE_CHARACTERS = 80
 
 @dataclass(frozen=True)
 class Verdict:
-    """What came out of one check. outcome: pass, fail, missing (of something that is not required) or skip."""
+    """What came out of one check. outcome: pass, fail, missing (of something that is not required)
+    or skip."""
 
     check: Check
     outcome: str
@@ -33,14 +34,18 @@ def check_server(
     timeout_s: float = 60.0,
     on_verdict: Callable[[Verdict], None] = lambda verdict: None,
 ) -> list[Verdict]:
-    """The verdicts of all checks, in order. seeds: queries to begin with. timeout_s: of one request.
+    """The verdicts of all checks, in order. seeds: queries to begin with. timeout_s: of one
+    request.
 
-    Raises Broken where the server does not answer a plain search at all, ConfigError for an address that is none.
+    Raises Broken where the server does not answer a plain search at all, ConfigError for an address
+    that is none.
     """
     return asyncio.run(_check(server_url(url), seeds, timeout_s, on_verdict))
 
 
-async def _check(url: str, seeds: Sequence[str], timeout_s: float, on_verdict: Callable[[Verdict], None]) -> list[Verdict]:
+async def _check(
+    url: str, seeds: Sequence[str], timeout_s: float, on_verdict: Callable[[Verdict], None]
+) -> list[Verdict]:
     verdicts = []
     # A connection per request: uvicorn closes one on which a request failed, and the check after it would be blamed.
     session = Session(keepalive_s=0, timeout_s=timeout_s)
@@ -67,7 +72,8 @@ async def _verdict(check: Check, probe: Probe) -> Verdict:
 
 
 async def _sample(probe: Probe, seeds: Sequence[str]) -> None:
-    """Finds queries that find something: the seeds, then the first lines of what they find. Raises Broken."""
+    """Finds queries that find something: the seeds, then the first lines of what they find. Raises
+    Broken."""
     found: dict[str, None] = {}
     for seed in seeds:
         documents = await probe.documents(seed, 5)
@@ -79,4 +85,7 @@ async def _sample(probe: Probe, seeds: Sequence[str]) -> None:
             found.setdefault(first_line.strip().strip('"')[:TITLE_CHARACTERS])
     probe.queries = [query for query in found if query.strip()][:QUERIES]
     if not probe.queries:
-        raise Broken(f"finds nothing for any of {', '.join(map(repr, seeds))}; name a query that finds something with --query")
+        raise Broken(
+            f"finds nothing for any of {', '.join(map(repr, seeds))}; name a query that finds "
+            "something with --query"
+        )

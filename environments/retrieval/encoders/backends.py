@@ -36,14 +36,14 @@ class TorchBackend:
         except (OSError, ValueError) as problem:
             raise ModelError(f"{folder}: cannot be loaded as an encoder: {problem}") from None
         if model.config.is_encoder_decoder:
-            raise ModelError(f"{folder}: an encoder-decoder model; expected an encoder such as BERT.")
+            raise ModelError(
+                f"{folder}: an encoder-decoder model; expected an encoder such as BERT."
+            )
         self._model = model.to(self.device).eval()
 
     def hidden_states(self, tokens: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         """See Backend. A model that gives pooled vectors only (DPR) is one hidden state long."""
-        output = self._model(
-            input_ids=tokens.to(self.device), attention_mask=mask.to(self.device)
-        )
+        output = self._model(input_ids=tokens.to(self.device), attention_mask=mask.to(self.device))
         if getattr(output, "last_hidden_state", None) is None:
             return output.pooler_output[:, None].expand(-1, tokens.shape[1], -1)
         return output.last_hidden_state
@@ -53,22 +53,23 @@ class OnnxBackend:
     """An exported encoder. Its outputs must hold the last hidden states of every token."""
 
     def __init__(self, folder: Path, device: str) -> None:
-        """Raises MissingPackageError without onnxruntime, ModelError: no file, or no hidden states."""
+        """Raises MissingPackageError without onnxruntime, ModelError: no file, or no hidden
+        states."""
         with needing("encoder.backend onnx", install_command("onnx")):
             import onnxruntime
         self.device = check_device(device)
         path = next((folder / name for name in _ONNX_FILES if (folder / name).is_file()), None)
         if path is None:
             raise ModelError(
-                f"{folder}: expected {' or '.join(_ONNX_FILES)}, found neither. Export the model, or "
-                "set backend: torch."
+                f"{folder}: expected {' or '.join(_ONNX_FILES)}, found neither. Export the model, "
+                "or set backend: torch."
             )
         cuda = self.device.type == "cuda"
         provider = "CUDAExecutionProvider" if cuda else "CPUExecutionProvider"
         if provider not in onnxruntime.get_available_providers():
             raise ModelError(
-                f"{path}: this onnxruntime has no {provider}. Install onnxruntime-gpu, or set device: "
-                "cpu."
+                f"{path}: this onnxruntime has no {provider}. Install onnxruntime-gpu, or set "
+                "device: cpu."
             )
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads = torch.get_num_threads()

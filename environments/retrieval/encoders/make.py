@@ -17,8 +17,8 @@ ENCODER = Kind("encoder", "rlflow_environments.retrieval.encoders", reserved=("p
 
 
 class Encoder(Protocol):
-    """Texts to vectors: (N, dimensions) float32. A text's vector does not depend on the other texts of
-    its batch, bit for bit for queries. A zero row: the text holds nothing to encode."""
+    """Texts to vectors: (N, dimensions) float32. A text's vector does not depend on the other texts
+    of its batch, bit for bit for queries. A zero row: the text holds nothing to encode."""
 
     dimensions: int
 
@@ -39,11 +39,12 @@ class Encoder(Protocol):
 def make_encoder(
     component: str | Mapping[str, Any], corpus: Sequence[Passage] | None = None
 ) -> Encoder:
-    """An encoder: `hashed` (built in; learns word counts from `corpus`), one of an installed package,
-    `package.module:Name` or `file.py:Name`; any other name is a model folder or a hub name. With options.
+    """An encoder: `hashed` (built in; learns word counts from `corpus`), one of an installed
+    package, `package.module:Name` or `file.py:Name`; any other name is a model folder or a hub
+    name. With options.
 
-    {"name": "models/e5-base-v2", "device": "cuda"}, {"name": "hashed", "dimensions": 384}, or just the
-    name. Raises ConfigError, ModelError, MissingPackageError.
+    {"name": "models/e5-base-v2", "device": "cuda"}, {"name": "hashed", "dimensions": 384}, or just
+    the name. Raises ConfigError, ModelError, MissingPackageError.
     """
     options = {"name": component} if isinstance(component, str) else dict(component)
     name = options.get("name")
@@ -65,7 +66,8 @@ def make_encoder(
 
 
 def is_model(name: str) -> bool:
-    """Whether the name is that of a model, a folder or on the hub, and not of a class or function."""
+    """Whether the name is that of a model, a folder or on the hub, and not of a class or
+    function."""
     return name not in ENCODER.names() and (":" not in name or Path(name).expanduser().is_dir())
 
 

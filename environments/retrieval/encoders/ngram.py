@@ -1,4 +1,5 @@
-"""The encoder that needs no download: hashed word and character n-grams, weighted by idf, as unit vectors."""
+"""The encoder that needs no download: hashed word and character n-grams, weighted by idf, as unit
+vectors."""
 
 from __future__ import annotations
 
@@ -34,12 +35,14 @@ def split_words(text: str) -> list[str]:
 
 
 class NgramEncoder:
-    """Feature hashing (Weinberger et al. 2009) of words and of their character n-grams into `dimensions` signed buckets.
+    """Feature hashing (Weinberger et al. 2009) of words and of their character n-grams into
+    `dimensions` signed buckets.
 
-    A word is a unit vector: one part for the whole word, one for its n-grams, so that a misspelled name still lies close.
-    A text is the sum of its words weighted by idf * (1 + ln tf). A passage is `title_weight` of its title's unit vector and
-    1 - title_weight of its body's, normalized: an article about a name lies closer to that name than articles that mention it.
-    Deterministic: a text's vector depends on the corpus and on the text alone, bit for bit, not on the batch.
+    A word is a unit vector: one part for the whole word, one for its n-grams, so that a misspelled
+    name still lies close. A text is the sum of its words weighted by idf * (1 + ln tf). A passage
+    is `title_weight` of its title's unit vector and 1 - title_weight of its body's, normalized: an
+    article about a name lies closer to that name than articles that mention it. Deterministic: a
+    text's vector depends on the corpus and on the text alone, bit for bit, not on the batch.
     """
 
     unit_vectors = True
@@ -85,7 +88,8 @@ class NgramEncoder:
             encoder._document_frequency = Counter(state["document_frequency"])
         except (OSError, ValueError, KeyError, TypeError) as problem:
             raise DataError(
-                f"{path}: expected the counts of a hashed encoder, found {problem}. Build the index again."
+                f"{path}: expected the counts of a hashed encoder, found {problem}. Build the "
+                "index again."
             ) from None
         return encoder
 
@@ -96,7 +100,8 @@ class NgramEncoder:
         return state["corpus"], state["options"]
 
     def save(self, path: str | Path, corpus: str) -> None:
-        """Writes the options and the counts as JSON: what the corpus contributes to a vector. corpus: SHA-256 of its file."""
+        """Writes the options and the counts as JSON: what the corpus contributes to a vector.
+        corpus: SHA-256 of its file."""
         state = {
             "corpus": corpus,
             "options": self.options,
@@ -108,8 +113,14 @@ class NgramEncoder:
     @property
     def description(self) -> dict[str, Any]:
         """See Encoder."""
-        counts = json.dumps([self.options, self._passage_count, sorted(self._document_frequency.items())])
-        return {"family": "hashed", **self.options, "sha256": hashlib.sha256(counts.encode()).hexdigest()}
+        counts = json.dumps(
+            [self.options, self._passage_count, sorted(self._document_frequency.items())]
+        )
+        return {
+            "family": "hashed",
+            **self.options,
+            "sha256": hashlib.sha256(counts.encode()).hexdigest(),
+        }
 
     def encode_queries(self, queries: Sequence[str]) -> np.ndarray:
         """(N, dimensions) float32, unit rows; a query without any word is a zero row."""
@@ -129,7 +140,8 @@ class NgramEncoder:
         return vectors
 
     def _encode(self, texts: Sequence[str]) -> np.ndarray:
-        """One chunk: every feature of every word, summed into its text's bucket in the order of the text."""
+        """One chunk: every feature of every word, summed into its text's bucket in the order of the
+        text."""
         counts = [Counter(split_words(text)) for text in texts]
         features = [self._features(word) for count in counts for word in count]
         if not features:
@@ -137,18 +149,22 @@ class NgramEncoder:
         sizes = [len(buckets) for buckets, _ in features]
         factors = [1 + math.log(times) for count in counts for times in count.values()]
         texts_of_words = np.repeat(np.arange(len(texts)), [len(count) for count in counts])
-        buckets = np.repeat(texts_of_words * self.dimensions, sizes) + np.concatenate([b for b, _ in features])
+        buckets = np.repeat(texts_of_words * self.dimensions, sizes) + np.concatenate(
+            [b for b, _ in features]
+        )
         values = np.repeat(factors, sizes) * np.concatenate([v for _, v in features])
         summed = np.bincount(buckets, values, minlength=len(texts) * self.dimensions)
         return _normalize(summed.reshape(len(texts), self.dimensions))
 
     def _idf(self, word: str) -> float:
-        """ln(1 + (N - n + 0.5) / (n + 0.5)), as in BM25; largest for a word that the corpus does not know."""
+        """ln(1 + (N - n + 0.5) / (n + 0.5)), as in BM25; largest for a word that the corpus does
+        not know."""
         occurs = self._document_frequency[word]
         return math.log(1 + (self._passage_count - occurs + 0.5) / (occurs + 0.5))
 
     def _word_features(self, word: str) -> tuple[np.ndarray, np.ndarray]:
-        """(buckets, values) of a word, idf times a unit vector: itself in several buckets, each of its n-grams in one."""
+        """(buckets, values) of a word, idf times a unit vector: itself in several buckets, each of
+        its n-grams in one."""
         ngrams = [f"#{ngram}" for ngram in self._ngrams(word)]
         ngram_weight = self._ngram_weight if ngrams else 0.0
         whole = [f"{copy}={word}" for copy in range(self._buckets_per_word)]
@@ -160,9 +176,13 @@ class NgramEncoder:
         )
         hashes = np.array([_hash(feature) for feature in whole + ngrams], dtype=np.uint64)
         signs = np.where(hashes >> np.uint64(63), 1.0, -1.0)
-        buckets, places = np.unique((hashes & np.uint64(2**62 - 1)) % np.uint64(self.dimensions), return_inverse=True)
+        buckets, places = np.unique(
+            (hashes & np.uint64(2**62 - 1)) % np.uint64(self.dimensions), return_inverse=True
+        )
         values = np.bincount(places, signs * sizes)
-        length = math.sqrt(float((values * values).sum())) or 1.0  # features of opposite signs may share their buckets
+        length = (
+            math.sqrt(float((values * values).sum())) or 1.0
+        )  # features of opposite signs may share their buckets
         return buckets.astype(np.int64), self._idf(word) / length * values
 
     def _ngrams(self, word: str) -> Iterator[str]:
@@ -174,7 +194,9 @@ class NgramEncoder:
 
 def _hash(feature: str) -> int:
     # Python's own hash differs from process to process. A sampled text may hold lone surrogates.
-    return int.from_bytes(hashlib.blake2b(feature.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "little")
+    return int.from_bytes(
+        hashlib.blake2b(feature.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "little"
+    )
 
 
 def _normalize(vectors: np.ndarray) -> np.ndarray:

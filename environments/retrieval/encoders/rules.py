@@ -1,5 +1,5 @@
-"""How a model family turns text into vectors: prefixes, pooling, normalization, length. One function decides the family, for the
-builder of an index and for its server alike."""
+"""How a model family turns text into vectors: prefixes, pooling, normalization, length. One
+function decides the family, for the builder of an index and for its server alike."""
 
 from __future__ import annotations
 
@@ -14,13 +14,16 @@ from rlflow.errors import ConfigError, ModelError, did_you_mean
 from rlflow.values import PositiveInt
 
 POOLINGS = ("mean", "cls", "max", "last", "mean_sqrt_length")
-MAX_LENGTH = 256  # tokens, prefix and special tokens included (Search-R1 and all that descend from it)
+MAX_LENGTH = (
+    256  # tokens, prefix and special tokens included (Search-R1 and all that descend from it)
+)
 _BGE_QUERY = "Represent this sentence for searching relevant passages: "
 
 
 @dataclass(frozen=True)
 class Projection:
-    """A dense layer after pooling: the folder that holds its weights, and its activation (identity or tanh)."""
+    """A dense layer after pooling: the folder that holds its weights, and its activation (identity
+    or tanh)."""
 
     folder: str
     activation: str
@@ -40,8 +43,12 @@ class EncoderRules:
 
 
 FAMILIES = {
-    "e5": EncoderRules("e5", "mean", True, "query: ", "passage: "),  # Wang et al. 2022, model card of e5-base-v2
-    "bge": EncoderRules("bge", "cls", True, _BGE_QUERY),  # Xiao et al. 2023, model card of bge-base-en-v1.5
+    "e5": EncoderRules(
+        "e5", "mean", True, "query: ", "passage: "
+    ),  # Wang et al. 2022, model card of e5-base-v2
+    "bge": EncoderRules(
+        "bge", "cls", True, _BGE_QUERY
+    ),  # Xiao et al. 2023, model card of bge-base-en-v1.5
     "dpr": EncoderRules("dpr", "cls", False),  # Karpukhin et al. 2020
     "contriever": EncoderRules("contriever", "mean", False),  # Izacard et al. 2022
     "sentence-transformers": EncoderRules("sentence-transformers", "mean", True),
@@ -54,15 +61,21 @@ _POOLING_KEYS = {
     "pooling_mode_lasttoken": "last",
     "pooling_mode_mean_sqrt_len_tokens": "mean_sqrt_length",
 }
-_POOLING_NAMES = {**{name: name for name in POOLINGS}, "lasttoken": "last", "mean_sqrt_len_tokens": "mean_sqrt_length"}
+_POOLING_NAMES = {
+    **{name: name for name in POOLINGS},
+    "lasttoken": "last",
+    "mean_sqrt_len_tokens": "mean_sqrt_length",
+}
 _ACTIVATIONS = {"Identity": "identity", "Tanh": "tanh"}
 
 
 def encoder_family(name: str) -> str:
-    """The family of a model name or folder, a key of FAMILIES: `e5-base`, `intfloat/e5-base-v2` and `models/my_e5/` are e5.
+    """The family of a model name or folder, a key of FAMILIES: `e5-base`, `intfloat/e5-base-v2` and
+    `models/my_e5/` are e5.
 
-    The last part of the path decides by what it contains (as in the field); where it says nothing, the nearest folder above with
-    the family as a word of its own does (`models--intfloat--e5-base-v2/snapshots/8a1b`).
+    The last part of the path decides by what it contains (as in the field); where it says nothing,
+    the nearest folder above with the family as a word of its own does
+    (`models--intfloat--e5-base-v2/snapshots/8a1b`).
     """
     *folders, last = PurePath(name.lower().rstrip("/")).parts or ("",)
     for family in _BY_NAME:
@@ -88,7 +101,8 @@ def encoder_rules(
 ) -> EncoderRules:
     """The rules of a model: its family's, or those of its modules.json; what is given wins.
 
-    Raises ConfigError for an unknown family or pooling, ModelError for modules that are not supported.
+    Raises ConfigError for an unknown family or pooling, ModelError for modules that are not
+    supported.
     """
     chosen = encoder_family(name) if family is None else family
     rules = FAMILIES[_known("family", chosen, FAMILIES)]
@@ -114,7 +128,8 @@ def _known(option: str, value: str, known: Collection[str]) -> str:
 
 
 def _from_modules(folder: Path, rules: EncoderRules) -> EncoderRules:
-    """The rules that a sentence-transformers folder states: modules.json, the pooling module, prompts, the length."""
+    """The rules that a sentence-transformers folder states: modules.json, the pooling module,
+    prompts, the length."""
     rules = replace(rules, normalize=False)
     for module in _read(folder / "modules.json"):
         kind, place = module["type"].rpartition(".")[2], folder / module.get("path", "")
@@ -126,8 +141,8 @@ def _from_modules(folder: Path, rules: EncoderRules) -> EncoderRules:
             rules = replace(rules, normalize=True)
         elif kind != "Transformer":
             raise ModelError(
-                f"{folder}/modules.json: module '{module['type']}' is not supported; supported: Transformer, Pooling, Dense, "
-                "Normalize."
+                f"{folder}/modules.json: module '{module['type']}' is not supported; supported: "
+                "Transformer, Pooling, Dense, Normalize."
             )
     prompts = _read(folder / "config_sentence_transformers.json", {}).get("prompts") or {}
     length = _read(folder / "sentence_bert_config.json", {}).get("max_seq_length")
@@ -142,9 +157,15 @@ def _from_modules(folder: Path, rules: EncoderRules) -> EncoderRules:
 def _pooling(path: Path) -> str:
     config = _read(path)
     mode = config.get("pooling_mode")
-    modes = [mode] if isinstance(mode, str) else [name for key, name in _POOLING_KEYS.items() if config.get(key)]
+    modes = (
+        [mode]
+        if isinstance(mode, str)
+        else [name for key, name in _POOLING_KEYS.items() if config.get(key)]
+    )
     if len(modes) != 1 or modes[0] not in _POOLING_NAMES:
-        raise ModelError(f"{path}: expected one pooling of {', '.join(POOLINGS)}, found {modes or 'none'}.")
+        raise ModelError(
+            f"{path}: expected one pooling of {', '.join(POOLINGS)}, found {modes or 'none'}."
+        )
     return _POOLING_NAMES[modes[0]]
 
 
@@ -152,7 +173,8 @@ def _projection(folder: Path, place: Path) -> Projection:
     activation = str(_read(place / "config.json").get("activation_function", "")).rpartition(".")[2]
     if activation not in _ACTIVATIONS:
         raise ModelError(
-            f"{place}/config.json: activation '{activation}' is not supported; supported: {', '.join(_ACTIVATIONS)}."
+            f"{place}/config.json: activation '{activation}' is not supported; supported: "
+            f"{', '.join(_ACTIVATIONS)}."
         )
     return Projection(str(place.relative_to(folder)), _ACTIVATIONS[activation])
 

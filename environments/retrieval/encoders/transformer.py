@@ -31,9 +31,9 @@ Projection = tuple[torch.Tensor, torch.Tensor, str]
 class TransformerEncoder:
     """Texts to vectors by the rules of the model's family.
 
-    A text's vector does not depend on the other texts of its batch: the model only ever sees batches of
-    one fixed number of texts, all of the same padded length, so that every text goes through the same
-    kernels. On a CPU a query is a batch of its own.
+    A text's vector does not depend on the other texts of its batch: the model only ever sees
+    batches of one fixed number of texts, all of the same padded length, so that every text goes
+    through the same kernels. On a CPU a query is a batch of its own.
     """
 
     def __init__(
@@ -47,8 +47,8 @@ class TransformerEncoder:
         passage_batch: PositiveInt | None = None,
         **rules: Any,
     ) -> None:
-        """path: a model folder, or a hub name. dtype: of the weights. query_batch, passage_batch: texts
-        per pass of the model. rules: see encoder_rules. Raises ConfigError, ModelError,
+        """path: a model folder, or a hub name. dtype: of the weights. query_batch, passage_batch:
+        texts per pass of the model. rules: see encoder_rules. Raises ConfigError, ModelError,
         MissingPackageError."""
         from transformers import AutoTokenizer
 
@@ -77,7 +77,8 @@ class TransformerEncoder:
 
     @property
     def description(self) -> dict[str, Any]:
-        """See Encoder. The hash covers weights, tokenizer and rules, not backend, device or dtype."""
+        """See Encoder. The hash covers weights, tokenizer and rules, not backend, device or
+        dtype."""
         rules = asdict(self.rules)
         del rules["projections"]
         digest = _hash(self._folder, self.rules)
@@ -130,8 +131,8 @@ class TransformerEncoder:
 
 
 def pool(hidden: torch.Tensor, mask: torch.Tensor, pooling: str) -> torch.Tensor:
-    """(B, hidden) from (B, L, hidden) and a (B, L) mask of ones before zeros. mean: masked sum over the
-    number of tokens."""
+    """(B, hidden) from (B, L, hidden) and a (B, L) mask of ones before zeros. mean: masked sum over
+    the number of tokens."""
     if pooling == "cls":
         return hidden[:, 0]
     counts = mask.sum(dim=1, keepdim=True)
@@ -162,7 +163,8 @@ def model_folder(path: str) -> Path:
 
 
 def _batches(lengths: list[int], batch: int) -> Iterator[tuple[list[int], int]]:
-    """(places, padded length) of each pass of the model: at most `batch` texts of one padded length."""
+    """(places, padded length) of each pass of the model: at most `batch` texts of one padded
+    length."""
     if batch == 1:
         yield from (([place], length) for place, length in enumerate(lengths))
         return
@@ -189,7 +191,8 @@ def _projection(folder: Path, activation: str) -> Projection:
 
 
 def _hash(folder: Path, rules: EncoderRules) -> str:
-    """SHA-256 of the rules, the weights (the first format that is there), projections, tokenizer."""
+    """SHA-256 of the rules, the weights (the first format that is there), projections,
+    tokenizer."""
     digest = hashlib.sha256(repr(rules).encode())
     formats = (sorted(folder.glob(pattern)) for pattern in _WEIGHTS)
     weights = next((found for found in formats if found), [])

@@ -1,6 +1,7 @@
 """Retrievers behind one interface, `search(queries, top_k) -> list[list[Passage]]`, made by name.
 
-A result depends on the query and the corpus alone: not on the batch that it was searched in, and ties go to the earlier row.
+A result depends on the query and the corpus alone: not on the batch that it was searched in, and
+ties go to the earlier row.
 """
 
 from __future__ import annotations

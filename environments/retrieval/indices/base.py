@@ -21,7 +21,8 @@ class Retriever(ABC):
 
     @abstractmethod
     def search(self, queries: Sequence[str], top_k: int) -> list[list[Passage]]:
-        """For each query, in order, at most `top_k` passages with their scores, best first. Any string is a legal query."""
+        """For each query, in order, at most `top_k` passages with their scores, best first. Any
+        string is a legal query."""
 
 
 class Index(Protocol):
@@ -43,7 +44,10 @@ class CorpusRetriever(Retriever):
         if not queries:
             return []
         rankings = self.rank(queries, top_k)
-        return [[replace(self.corpus[row], score=score) for row, score in ranking] for ranking in rankings]
+        return [
+            [replace(self.corpus[row], score=score) for row, score in ranking]
+            for ranking in rankings
+        ]
 
     def rank(self, queries: Sequence[str], top_k: int) -> list[Ranking]:
         """As the index does it, without the corpus's rows that have no text."""
@@ -52,7 +56,10 @@ class CorpusRetriever(Retriever):
         while True:
             found = self.index.rank(queries, wanted)
             kept = [[hit for hit in ranking if hit[0] not in empty] for ranking in found]
-            enough = all(len(few) >= top_k or len(all_) < wanted for few, all_ in zip(kept, found, strict=True))
+            enough = all(
+                len(few) >= top_k or len(all_) < wanted
+                for few, all_ in zip(kept, found, strict=True)
+            )
             if not empty or enough or wanted >= len(self.corpus):
                 return [ranking[:top_k] for ranking in kept]
             wanted *= 4
@@ -65,7 +72,8 @@ def check_top_k(top_k: int) -> None:
 
 
 def best(rows: np.ndarray, scores: np.ndarray, top_k: int) -> Ranking:
-    """The `top_k` best of `rows` (ascending), best first, ties by row. scores: one per element of `rows`."""
+    """The `top_k` best of `rows` (ascending), best first, ties by row. scores: one per element of
+    `rows`."""
     kept = np.arange(len(rows))
     if len(rows) > top_k:
         cut = np.partition(scores, len(rows) - top_k)[len(rows) - top_k]

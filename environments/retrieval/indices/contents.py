@@ -1,4 +1,5 @@
-"""What files hold, by hash: wholly, and by samples that cost a few milliseconds whatever the size of the file."""
+"""What files hold, by hash: wholly, and by samples that cost a few milliseconds whatever the size
+of the file."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ _SAMPLE_BYTES = 1 << 15
 
 
 def sample_digest(path: Path) -> str:
-    """SHA-256 of the file's size and of SAMPLES pieces spread over it, its beginning and end among them."""
+    """SHA-256 of the file's size and of SAMPLES pieces spread over it, its beginning and end among
+    them."""
     size = path.stat().st_size
     digest = hashlib.sha256(str(size).encode())
     last = max(0, size - _SAMPLE_BYTES)
@@ -33,15 +35,22 @@ def stamp_file(path: Path) -> dict[str, Any]:
 
 
 def check_files(folder: Path, files: Mapping[str, Any], *, deep: bool = False) -> None:
-    """Raises DataError for a file of a folder that is not as it was stamped. deep: read every byte."""
+    """Raises DataError for a file of a folder that is not as it was stamped. deep: read every
+    byte."""
     for name, stamp in files.items():
         path = folder / name
         if not path.is_file():
-            raise DataError(f"{path}: is missing; the index was built with it. Build the index again.")
-        found = stamp_file(path) if deep else {"bytes": path.stat().st_size, "sample": sample_digest(path)}
+            raise DataError(
+                f"{path}: is missing; the index was built with it. Build the index again."
+            )
+        found = (
+            stamp_file(path)
+            if deep
+            else {"bytes": path.stat().st_size, "sample": sample_digest(path)}
+        )
         for key, value in found.items():
             if stamp.get(key) != value:
                 raise DataError(
-                    f"{path}: is not what the build wrote ({key} {str(stamp.get(key))[:12]} then, {str(value)[:12]} now). Build "
-                    "the index again, or copy it again."
+                    f"{path}: is not what the build wrote ({key} {str(stamp.get(key))[:12]} then, "
+                    f"{str(value)[:12]} now). Build the index again, or copy it again."
                 )

@@ -1,5 +1,5 @@
-"""Dense retrieval: an encoder for queries and an index of the passages' vectors, built in memory or read
-from disk."""
+"""Dense retrieval: an encoder for queries and an index of the passages' vectors, built in memory or
+read from disk."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ _UNIT = 1.01  # length of a "unit" vector that went through float16
 
 
 class VectorIndex(Protocol):
-    """Ranks rows by their vectors' inner products with a query's. Thread-safe. scanned: vectors that a
-    query is compared with, about."""
+    """Ranks rows by their vectors' inner products with a query's. Thread-safe. scanned: vectors
+    that a query is compared with, about."""
 
     count: int
     dimensions: int
@@ -52,10 +52,12 @@ class VectorIndex(Protocol):
 
 
 class DenseIndex:
-    """Ranks by vectors. A query without anything to encode is a zero vector: nothing is close to it."""
+    """Ranks by vectors. A query without anything to encode is a zero vector: nothing is close to
+    it."""
 
     def __init__(self, encoder: Encoder, vectors: VectorIndex) -> None:
-        """Raises DataError where the encoder makes vectors of another length than the index holds."""
+        """Raises DataError where the encoder makes vectors of another length than the index
+        holds."""
         if encoder.dimensions != vectors.dimensions:
             raise DataError(
                 f"retriever: the encoder makes {encoder.dimensions} dimensions, the index holds "
@@ -91,11 +93,11 @@ def faiss_retriever(
     verify: bool = True,
     **hashed: Any,
 ) -> Retriever:
-    """Retrieval with faiss. path: an index folder, or a faiss file as Search-R1 builds it; without one
-    the index is built in memory as `index` says (an index_factory string, Flat by default). See
-    FaissIndex for nprobe, ef_search (an index folder knows what its build measured to be enough), refine,
-    gpu. mmap: leave a file's vectors on disk. verify: encode a few passages again and compare, where
-    single vectors can be read.
+    """Retrieval with faiss. path: an index folder, or a faiss file as Search-R1 builds it; without
+    one the index is built in memory as `index` says (an index_factory string, Flat by default). See
+    FaissIndex for nprobe, ef_search (an index folder knows what its build measured to be enough),
+    refine, gpu. mmap: leave a file's vectors on disk. verify: encode a few passages again and
+    compare, where single vectors can be read.
     """
     options = {"nprobe": nprobe, "ef_search": ef_search, "refine": refine, "gpu": gpu}
     if path is None:
@@ -106,13 +108,15 @@ def faiss_retriever(
         return CorpusRetriever(corpus, DenseIndex(made, vectors))
     if index is not None:
         raise ConfigError(
-            "retriever.index: decided when the index was built; remove it, or remove retriever.path."
+            "retriever.index: decided when the index was built; remove it, or remove "
+            "retriever.path."
         )
     opened = open_index(Path(path), encoder, hashed, corpus)
     meta, kept = opened.meta, opened.embeddings
     if meta is not None and meta.kind == "torch":
         raise ConfigError(
-            f"{path}: an index of kind torch. Set retriever.name to torch, or build with --index Flat."
+            f"{path}: an index of kind torch. Set retriever.name to torch, or build with --index "
+            "Flat."
         )
     loaded = read_index(opened.index, mmap=mmap)
     check_count(opened.index, loaded.ntotal, corpus)
@@ -143,8 +147,8 @@ def torch_retriever(
     **hashed: Any,
 ) -> Retriever:
     """Exact retrieval with torch alone. path: an index folder with embeddings or a flat faiss file;
-    without one the vectors are made in memory. dtype, device: of the scan, see TorchIndex; the results
-    are those of the stored vectors in any case."""
+    without one the vectors are made in memory. dtype, device: of the scan, see TorchIndex; the
+    results are those of the stored vectors in any case."""
     from rlflow_environments.retrieval.indices.torch_index import TorchIndex
 
     if path is None:
@@ -156,8 +160,8 @@ def torch_retriever(
     kept = opened.embeddings
     if kept is None:
         raise DataError(
-            f"{path}: holds no embeddings for the retriever torch. Build with --index torch, or with "
-            "--keep-embeddings."
+            f"{path}: holds no embeddings for the retriever torch. Build with --index torch, or "
+            "with --keep-embeddings."
         )
     check_count(Path(path), len(kept), corpus)
     index = TorchIndex(kept, dtype=dtype, device=device)
@@ -183,8 +187,8 @@ def build_faiss(
 
 
 def training_rows(index: Any, count: int) -> list[int]:
-    """Evenly spread rows to train an index on: enough for its lists. Raises ConfigError for more lists
-    than rows."""
+    """Evenly spread rows to train an index on: enough for its lists. Raises ConfigError for more
+    lists than rows."""
     lists = int(getattr(index, "nlist", 0)) or 256
     if lists > count:
         raise ConfigError(
@@ -207,5 +211,6 @@ def _log_recall(where: str, vectors: FaissIndex, measured: Mapping[str, Any] | N
 
 
 def _norm(encoder: Encoder) -> float | None:
-    """The bound on the vectors' lengths that exactness rests on; None where it has to be measured."""
+    """The bound on the vectors' lengths that exactness rests on; None where it has to be
+    measured."""
     return _UNIT if getattr(encoder, "unit_vectors", False) else None

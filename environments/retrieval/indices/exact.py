@@ -1,11 +1,11 @@
 """Exact nearest neighbours from a fast scan that rounds.
 
-A scan (faiss, torch, a GPU; float32 or less) sums in an order that depends on the size of the batch,
-and rounds. So it only proposes candidates, which are scored again against the stored vectors, in
-float64 and in one fixed order. Where a row that was not proposed could still belong to the result
-(the scan's error is bounded), every row above the bound is scored. What a query gets therefore depends
-on the query and the stored vectors alone: not on the batch, the device, the threads or the scan's
-precision.
+A scan (faiss, torch, a GPU; float32 or less) sums in an order that depends on the size of the
+batch, and rounds. So it only proposes candidates, which are scored again against the stored
+vectors, in float64 and in one fixed order. Where a row that was not proposed could still belong to
+the result (the scan's error is bounded), every row above the bound is scored. What a query gets
+therefore depends on the query and the stored vectors alone: not on the batch, the device, the
+threads or the scan's precision.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ _ROWS = 4096  # rows scored again at a time: bounds the memory of a result with 
 
 
 class Scan(Protocol):
-    """A fast scan over stored vectors, by inner products that are wrong by at most `error_bound`."""
+    """A fast scan over stored vectors, by inner products that are wrong by at most
+    `error_bound`."""
 
     count: int
     overfetch: int
@@ -30,7 +31,8 @@ class Scan(Protocol):
         """(scores, rows), both (B, depth): the best by the scan's own arithmetic, best first."""
 
     def at_least(self, vector: np.ndarray, score: float) -> np.ndarray:
-        """All rows whose exact score is `score` or more, and some near by, ascending. vector: (D,)."""
+        """All rows whose exact score is `score` or more, and some near by, ascending. vector:
+        (D,)."""
 
     def stored(self, rows: np.ndarray) -> np.ndarray:
         """(len(rows), D): the vectors that scores are about."""
@@ -40,7 +42,8 @@ class Scan(Protocol):
 
 
 def rank_exactly(scan: Scan, vectors: np.ndarray, top_k: int) -> list[Ranking]:
-    """The rows with the largest inner products, best first, ties by row. vectors: (B, D) float32."""
+    """The rows with the largest inner products, best first, ties by row. vectors: (B, D)
+    float32."""
     depth = min(top_k + scan.overfetch, scan.count)
     proposals = zip(vectors, *scan.propose(vectors, depth), scan.error_bound(vectors), strict=True)
     rankings = []

@@ -1,4 +1,5 @@
-"""Search with faiss: exact for flat indices, approximate for every other index_factory string; memory-mapped files; GPUs."""
+"""Search with faiss: exact for flat indices, approximate for every other index_factory string;
+memory-mapped files; GPUs."""
 
 from __future__ import annotations
 
@@ -30,8 +31,8 @@ _LINKS = 32  # of a node of HNSW that is looked at, about
 class FaissIndex:
     """Inner products over a faiss index whose ids are corpus rows.
 
-    A flat index is exact (see `exact`). The others search what they were built to search, a few queries
-    at a time or one by one, so that a result does not depend on its batch.
+    A flat index is exact (see `exact`). The others search what they were built to search, a few
+    queries at a time or one by one, so that a result does not depend on its batch.
     """
 
     def __init__(
@@ -45,14 +46,14 @@ class FaissIndex:
         gpu: bool = False,
         largest_norm: float | None = None,
     ) -> None:
-        """index: of faiss. vectors: (N, D), what scores are computed from again; needed for `refine`.
-        nprobe: lists searched by IVF; ef_search: of HNSW (None: what the index says, else a guess, not
-        faiss' 1 list and 16 neighbours). refine: candidates per result that are scored again exactly
-        (0: none). gpu: a copy on every visible GPU's share, in float16. largest_norm: bound on the
-        vectors' lengths, for a flat index (None: measured).
+        """index: of faiss. vectors: (N, D), what scores are computed from again; needed for
+        `refine`. nprobe: lists searched by IVF; ef_search: of HNSW (None: what the index says, else
+        a guess, not faiss' 1 list and 16 neighbours). refine: candidates per result that are scored
+        again exactly (0: none). gpu: a copy on every visible GPU's share, in float16. largest_norm:
+        bound on the vectors' lengths, for a flat index (None: measured).
 
-        Raises ConfigError for parameters that this kind of index does not have, DataError for a metric
-        other than inner product."""
+        Raises ConfigError for parameters that this kind of index does not have, DataError for a
+        metric other than inner product."""
         faiss = import_faiss()
         if index.metric_type != faiss.METRIC_INNER_PRODUCT:
             raise DataError(
@@ -70,7 +71,9 @@ class FaissIndex:
         self.count, self.dimensions = int(index.ntotal), int(index.d)
         self._flat = isinstance(index, faiss.IndexFlat)
         if self._flat and largest_norm is None:
-            largest_norm = max(float(np.linalg.norm(part, axis=1).max()) for _, part in self._blocks())
+            largest_norm = max(
+                float(np.linalg.norm(part, axis=1).max()) for _, part in self._blocks()
+            )
         self._largest_norm = largest_norm
         self.searched = _set_parameters(faiss, index, nprobe, ef_search)
         """How far it searches: {"nprobe": ...} of IVF, {"ef_search": ...} of HNSW, else nothing."""
@@ -121,7 +124,9 @@ class FaissIndex:
                 for start, part in self._blocks()
             )
             return np.concatenate(list(found))
-        radius = np.nextafter(np.float32(threshold), np.float32(-np.inf))  # faiss keeps what lies above
+        radius = np.nextafter(
+            np.float32(threshold), np.float32(-np.inf)
+        )  # faiss keeps what lies above
         _, _, rows = self._index.range_search(vector[None], float(radius))
         return np.sort(rows)
 
@@ -130,7 +135,8 @@ class FaissIndex:
         return self._index.reconstruct_batch(rows) if self._vectors is None else self._vectors[rows]
 
     def error_bound(self, vectors: np.ndarray) -> np.ndarray:
-        """d u |q||x|, the bound of a sum of d products in any order, and float16 factors on a GPU."""
+        """d u |q||x|, the bound of a sum of d products in any order, and float16 factors on a
+        GPU."""
         relative = self.dimensions * _FLOAT32 + (0.0 if self._gpu is None else _FLOAT16)
         return np.linalg.norm(vectors, axis=1) * 1.01 * relative * self._largest_norm
 
@@ -165,15 +171,17 @@ def import_faiss() -> ModuleType:
 
 
 def new_index(factory: str, dimensions: int) -> Any:
-    """An empty index of a factory string, metric inner product. Raises ConfigError for a string that faiss refuses."""
+    """An empty index of a factory string, metric inner product. Raises ConfigError for a string
+    that faiss refuses."""
     faiss = import_faiss()
     try:
         return faiss.index_factory(dimensions, factory, faiss.METRIC_INNER_PRODUCT)
     except RuntimeError as problem:
         reason = str(problem).rpartition(": ")[2].partition("\n")[0][:200]
         raise ConfigError(
-            f"index: '{factory}' is not an index_factory string that faiss takes for {dimensions} dimensions ({reason}). "
-            "Examples: Flat, SQ8, SQfp16, HNSW32, IVF1024,Flat, IVF4096,SQ8."
+            f"index: '{factory}' is not an index_factory string that faiss takes for {dimensions} "
+            f"dimensions ({reason}). Examples: Flat, SQ8, SQfp16, HNSW32, IVF1024,Flat, "
+            "IVF4096,SQ8."
         ) from None
 
 
@@ -193,7 +201,8 @@ def bytes_per_vector(factory: str, dimensions: int) -> float:
 
 
 def read_index(path: Path, *, mmap: bool) -> Any:
-    """The index of a file; with `mmap` its vectors stay on disk and are shared by all processes. Raises DataError."""
+    """The index of a file; with `mmap` its vectors stay on disk and are shared by all processes.
+    Raises DataError."""
     faiss = import_faiss()
     try:
         with path.open("rb") as file:
@@ -205,15 +214,20 @@ def read_index(path: Path, *, mmap: bool) -> Any:
             _leave_out_prefetch(faiss, index)
         return index
     except OSError as problem:
-        raise DataError(f"{path}: expected a faiss index, found none ({problem.strerror}).") from None
+        raise DataError(
+            f"{path}: expected a faiss index, found none ({problem.strerror})."
+        ) from None
     except RuntimeError as problem:
         reason = str(problem).rpartition(": ")[2].partition("\n")[0][:200]
-        raise DataError(f"{path}: expected a faiss index, found something else ({reason}). Build it again.") from None
+        raise DataError(
+            f"{path}: expected a faiss index, found something else ({reason}). Build it again."
+        ) from None
 
 
 def _leave_out_prefetch(faiss: ModuleType, index: Any) -> None:
-    """For mapped lists faiss starts 32 threads per search, which read ahead what it will scan: a help for a file that memory does
-    not hold, more than half of the time of a search for one that it holds."""
+    """For mapped lists faiss starts 32 threads per search, which read ahead what it will scan: a
+    help for a file that memory does not hold, more than half of the time of a search for one that
+    it holds."""
     ivf = faiss.try_extract_index_ivf(index)
     lists = faiss.downcast_InvertedLists(ivf.invlists) if ivf is not None else None
     if isinstance(lists, faiss.OnDiskInvertedLists):
@@ -222,7 +236,8 @@ def _leave_out_prefetch(faiss: ModuleType, index: Any) -> None:
 
 @dataclass(frozen=True)
 class SearchKnob:
-    """What decides how far an approximate index searches. owner.attribute: where it stands; most: its largest value."""
+    """What decides how far an approximate index searches. owner.attribute: where it stands; most:
+    its largest value."""
 
     name: str
     owner: Any
@@ -249,7 +264,9 @@ def knob_of(faiss: ModuleType, index: Any) -> SearchKnob | None:
     return None
 
 
-def _set_parameters(faiss: ModuleType, index: Any, nprobe: int | None, ef_search: int | None) -> dict[str, int]:
+def _set_parameters(
+    faiss: ModuleType, index: Any, nprobe: int | None, ef_search: int | None
+) -> dict[str, int]:
     """Sets how far the index searches, and returns it."""
     knob = knob_of(faiss, index)
     for name, value, kind in (("nprobe", nprobe, "IVF"), ("ef_search", ef_search, "HNSW")):
@@ -257,7 +274,8 @@ def _set_parameters(faiss: ModuleType, index: Any, nprobe: int | None, ef_search
             continue
         if knob is None or knob.name != name:
             raise ConfigError(
-                f"retriever faiss.{name}: only an {kind} index has it; this one is {type(index).__name__}. Remove it."
+                f"retriever faiss.{name}: only an {kind} index has it; this one is "
+                f"{type(index).__name__}. Remove it."
             )
     if knob is None:
         return {}
@@ -272,8 +290,8 @@ def _set_parameters(faiss: ModuleType, index: Any, nprobe: int | None, ef_search
 def _to_gpus(faiss: ModuleType, index: Any) -> Any:
     if not hasattr(faiss, "GpuMultipleClonerOptions"):
         raise ConfigError(
-            "retriever faiss.gpu: this faiss has no GPU support. Replace it: pip uninstall faiss-cpu, then "
-            f"{install_command('search-gpu')}"
+            "retriever faiss.gpu: this faiss has no GPU support. Replace it: pip uninstall "
+            f"faiss-cpu, then {install_command('search-gpu')}"
         )
     if not faiss.get_num_gpus():
         raise ConfigError("retriever faiss.gpu: faiss sees no GPU here. Remove the option.")

@@ -61,12 +61,13 @@ _INNER_PRODUCT = 0
 class IndexMeta:
     """What an index folder holds.
 
-    kind: torch, bm25, qdrant-edge, qdrant-local, or a faiss index_factory string. metric: cosine (unit
-    vectors), inner_product or bm25. corpus: path, bytes, modified_ns, sha256 and sample of the file.
-    encoder: its description, None for bm25. embeddings: the dtype of the embeddings file, None without
-    one. files: {name: bytes, sha256, sample} of the folder's files; None for databases. search: of IVF
-    and HNSW, `nprobe` or `ef_search` to search with, the `target` of recall@10 that it was chosen for,
-    how many `queries` measured it, and `recall` by value; None where nothing was measured."""
+    kind: torch, bm25, qdrant-edge, qdrant-local, or a faiss index_factory string. metric: cosine
+    (unit vectors), inner_product or bm25. corpus: path, bytes, modified_ns, sha256 and sample of
+    the file. encoder: its description, None for bm25. embeddings: the dtype of the embeddings file,
+    None without one. files: {name: bytes, sha256, sample} of the folder's files; None for
+    databases. search: of IVF and HNSW, `nprobe` or `ef_search` to search with, the `target` of
+    recall@10 that it was chosen for, how many `queries` measured it, and `recall` by value; None
+    where nothing was measured."""
 
     kind: str
     metric: str
@@ -81,7 +82,8 @@ class IndexMeta:
 
 
 def read_meta(folder: Path) -> IndexMeta:
-    """What meta.json says. Raises DataError: no index, an unfinished or damaged one, a later format."""
+    """What meta.json says. Raises DataError: no index, an unfinished or damaged one, a later
+    format."""
     path = folder / META
     if not path.is_file():
         unfinished = any(folder.glob("*.partial")) or (folder / PROGRESS).is_file()
@@ -100,7 +102,8 @@ def read_meta(folder: Path) -> IndexMeta:
         raise DataError(f"{path}: cannot be read ({reason}). Build the index again.") from None
     if meta.format != FORMAT:
         raise DataError(
-            f"{path}: format {meta.format}; this version reads format {FORMAT}. Build the index again."
+            f"{path}: format {meta.format}; this version reads format {FORMAT}. Build the index "
+            "again."
         )
     return meta
 
@@ -139,14 +142,16 @@ def _check_search(search: Mapping[str, Any]) -> None:
     shares = [search["target"], *search["recall"].values()]
     if not search["recall"] or not all(type(one) is int and one >= 1 for one in numbers):
         raise ValueError(
-            "search: expected whole numbers from 1 on for nprobe or ef_search, queries, and under recall"
+            "search: expected whole numbers from 1 on for nprobe or ef_search, queries, and under "
+            "recall"
         )
     if not all(isinstance(share, (int, float)) and 0 <= share <= 1 for share in shares):
         raise ValueError("search: expected target and recalls between 0 and 1")
 
 
 def write_meta(folder: Path, meta: IndexMeta) -> None:
-    """Writes meta.json with the hashes of the files: the last step, a folder that has it is whole."""
+    """Writes meta.json with the hashes of the files: the last step, a folder that has it is
+    whole."""
     files = None
     if not meta.kind.startswith("qdrant"):  # a database changes its files
         names = (INDEX, ENCODER, *EMBEDDINGS.values())
@@ -186,8 +191,8 @@ def check_corpus(folder: Path, meta: IndexMeta, corpus: Sequence[Passage]) -> No
     built = meta.corpus
     if len(corpus) != meta.count:
         raise DataError(
-            f"{folder}: the index holds {meta.count} passages, the corpus {len(corpus)}. It was built "
-            f"on another corpus ({built['path']}); build it again."
+            f"{folder}: the index holds {meta.count} passages, the corpus {len(corpus)}. It was "
+            f"built on another corpus ({built['path']}); build it again."
         )
     path = getattr(corpus, "path", None)
     if path is None:
@@ -202,7 +207,8 @@ def check_corpus(folder: Path, meta: IndexMeta, corpus: Sequence[Passage]) -> No
             return
     raise DataError(
         f"{folder}: built on another corpus than {path} (SHA-256 {built['sha256'][:12]}..., "
-        f"{built['bytes']} bytes, then at {built['path']}). Give that corpus, or build the index again."
+        f"{built['bytes']} bytes, then at {built['path']}). Give that corpus, or build the index "
+        "again."
     )
 
 
@@ -212,14 +218,12 @@ def check_encoder(folder: Path, meta: IndexMeta, description: Mapping[str, Any])
     if built.get("sha256") == description["sha256"]:
         return
     keys = [
-        key
-        for key in built
-        if key not in ("sha256", "path") and built[key] != description.get(key)
+        key for key in built if key not in ("sha256", "path") and built[key] != description.get(key)
     ]
     differs = "; ".join(f"{key}: {built[key]!r} then, {description.get(key)!r} now" for key in keys)
     raise DataError(
-        f"{folder}: built with another encoder ({differs or 'the same rules, other weights'}; family "
-        f"{built.get('family')}, SHA-256 {str(built.get('sha256'))[:12]}... then, "
+        f"{folder}: built with another encoder ({differs or 'the same rules, other weights'}; "
+        f"family {built.get('family')}, SHA-256 {str(built.get('sha256'))[:12]}... then, "
         f"{description['sha256'][:12]}... now). Give that encoder, or build the index again."
     )
 
@@ -234,14 +238,13 @@ def open_embeddings(folder: Path, meta: IndexMeta) -> np.ndarray | None:
     expected = meta.count * meta.dimensions * dtype.itemsize
     found = path.stat().st_size if path.is_file() else 0
     if found != expected:
-        raise DataError(
-            f"{path}: expected {expected} bytes, found {found}. Build the index again."
-        )
+        raise DataError(f"{path}: expected {expected} bytes, found {found}. Build the index again.")
     return np.memmap(path, dtype, "r", shape=(meta.count, meta.dimensions))
 
 
 def open_flat_file(path: Path) -> np.ndarray:
-    """(count, dimensions) float32 mapped from a file of IndexFlatIP. Raises DataError for another."""
+    """(count, dimensions) float32 mapped from a file of IndexFlatIP. Raises DataError for
+    another."""
     found = np.fromfile(path, _FLAT_HEADER, count=1)
     if len(found):
         name, dimensions, count, _, _, metric, size = found[0].tolist()

@@ -20,10 +20,12 @@ _EMPTY = "no_words"
 
 
 class BM25Index:
-    """Okapi BM25 as Lucene scores it (bm25s). Only passages that share a word with the query are ranked.
+    """Okapi BM25 as Lucene scores it (bm25s). Only passages that share a word with the query are
+    ranked.
 
-    The words of a title count `title_weight` times more, before saturation (the simple form of BM25F:
-    Robertson, Zaragoza and Taylor 2004): an article about a name comes before articles that mention it.
+    The words of a title count `title_weight` times more, before saturation (the simple form of
+    BM25F: Robertson, Zaragoza and Taylor 2004): an article about a name comes before articles that
+    mention it.
     """
 
     def __init__(
@@ -94,23 +96,23 @@ def bm25_retriever(
     b: Share | None = None,
     title_weight: NonNegativeInt | None = None,
 ) -> CorpusRetriever:
-    """BM25 with bm25s. path: an index folder of kind bm25, whose parameters are stored there; without
-    one the index is built in memory (see BM25Index for k1, b and title_weight)."""
+    """BM25 with bm25s. path: an index folder of kind bm25, whose parameters are stored there;
+    without one the index is built in memory (see BM25Index for k1, b and title_weight)."""
     options = {"k1": k1, "b": b, "title_weight": title_weight}
     given = {name: value for name, value in options.items() if value is not None}
     if path is None:
         return CorpusRetriever(corpus, BM25Index(corpus, **given))
     if given:
         raise ConfigError(
-            f"retriever.{next(iter(given))}: decided when the index was built; remove it, or remove "
-            "retriever.path."
+            f"retriever.{next(iter(given))}: decided when the index was built; remove it, or "
+            "remove retriever.path."
         )
     folder = Path(path).expanduser()
     meta = open_folder(folder, corpus)
     if meta.kind != "bm25":
         raise ConfigError(
-            f"{folder}: an index of kind {meta.kind}, expected bm25. Set retriever.name to faiss or "
-            "torch."
+            f"{folder}: an index of kind {meta.kind}, expected bm25. Set retriever.name to faiss "
+            "or torch."
         )
     return CorpusRetriever(corpus, BM25Index.load(folder / BM25, mmap=mmap))
 

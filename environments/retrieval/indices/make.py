@@ -16,23 +16,24 @@ from rlflow_environments.retrieval.corpus import Passage
 from rlflow_environments.retrieval.indices.base import CorpusRetriever, Index, Ranking, Retriever
 
 RETRIEVER = Kind("retriever", "rlflow_environments.retrieval.indices", reserved=("corpus",))
-"""A class or function of `corpus`, the passages, and options. Where it may be None, the retriever brings
-its documents."""
+"""A class or function of `corpus`, the passages, and options. Where it may be None, the retriever
+brings its documents."""
 _DAMPING = 60  # Cormack, Clarke and Buettcher 2009
 
 
 def make_retriever(
     component: str | Mapping[str, Any], corpus: Sequence[Passage] | None, where: str = "retriever"
 ) -> Retriever:
-    """A retriever over a corpus, by name and options: {"name": "dense", "dimensions": 512}, or just the
-    name.
+    """A retriever over a corpus, by name and options: {"name": "dense", "dimensions": 512}, or just
+    the name.
 
-    Names: bm25, dense (or faiss), torch, hybrid (options `bm25` and `dense`: those of its parts), qdrant,
-    http (a server), random, those of installed packages, `package.module:Name` and `file.py:Name`. An
-    index of `rlflow search build` is given by `path`. where: the place in the configuration.
+    Names: bm25, dense (or faiss), torch, hybrid (options `bm25` and `dense`: those of its parts),
+    qdrant, http (a server), random, those of installed packages, `package.module:Name` and
+    `file.py:Name`. An index of `rlflow search build` is given by `path`. where: the place in the
+    configuration.
 
-    Raises ConfigError for an unknown name or option, or a corpus that is missing, DataError for an empty
-    corpus, MissingPackageError.
+    Raises ConfigError for an unknown name or option, or a corpus that is missing, DataError for an
+    empty corpus, MissingPackageError.
     """
     target, options = RETRIEVER.complete(component, where, corpus=corpus)
     if corpus is None and _needs_corpus(target):
@@ -64,7 +65,8 @@ class HybridIndex:
     """Reciprocal rank fusion: sum over the indices of 1 / (60 + rank), rank from 1."""
 
     def __init__(self, indices: Sequence[Index], *, depth: int = 50) -> None:
-        """depth: candidates of each index, so that a short result is the beginning of a longer one."""
+        """depth: candidates of each index, so that a short result is the beginning of a longer
+        one."""
         self._indices = list(indices)
         self._depth = depth
 
@@ -88,8 +90,8 @@ def hybrid_retriever(
     bm25: Mapping[str, Any] | None = None,
     dense: str | Mapping[str, Any] | None = None,
 ) -> CorpusRetriever:
-    """BM25 and vectors, fused. depth: candidates of each. bm25, dense: options of the parts; dense may
-    name another retriever over the corpus, such as torch."""
+    """BM25 and vectors, fused. depth: candidates of each. bm25, dense: options of the parts; dense
+    may name another retriever over the corpus, such as torch."""
     options = {"name": dense} if isinstance(dense, str) else dense or {}
     parts = {"bm25": {"name": "bm25", **(bm25 or {})}, "dense": {"name": "dense", **options}}
     indices = [_part(key, part, corpus) for key, part in parts.items()]
@@ -103,14 +105,15 @@ def _part(key: str, component: Mapping[str, Any], corpus: Sequence[Passage]) -> 
         raise ConfigError(f"retriever hybrid.{key}: {problem}") from None
     if not isinstance(made, CorpusRetriever):
         raise ConfigError(
-            f"retriever hybrid.{key}: '{component['name']}' does not rank the corpus; expected faiss "
-            "or torch."
+            f"retriever hybrid.{key}: '{component['name']}' does not rank the corpus; expected "
+            "faiss or torch."
         )
     return made.index
 
 
 class RandomIndex:
-    """Passages drawn by (seed, query): what a policy that does not read would not miss. Scores are 0."""
+    """Passages drawn by (seed, query): what a policy that does not read would not miss. Scores are
+    0."""
 
     def __init__(self, corpus: Sequence[Passage], *, seed: int = 0) -> None:
         self._size = len(corpus)

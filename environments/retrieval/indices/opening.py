@@ -1,4 +1,5 @@
-"""Opening what is on disk: index folders and the faiss files of others, checked against the corpus and the encoder."""
+"""Opening what is on disk: index folders and the faiss files of others, checked against the corpus
+and the encoder."""
 
 from __future__ import annotations
 
@@ -89,13 +90,14 @@ def check_encoder_given(path: Path, encoder: EncoderOption) -> None:
 def stored_encoder(
     folder: Path, meta: IndexMeta, encoder: EncoderOption, hashed: Mapping[str, Any]
 ) -> Encoder:
-    """The encoder that the folder names; options for how it runs (device, dtype, another place of the
-    model) may be added."""
+    """The encoder that the folder names; options for how it runs (device, dtype, another place of
+    the model) may be added."""
     built = meta.encoder or {}
     if built["family"] == "hashed":
         if hashed or encoder is not None:
             raise ConfigError(
-                f"{folder}: built with the hashed encoder, whose options are stored there. Remove them."
+                f"{folder}: built with the hashed encoder, whose options are stored there. Remove "
+                "them."
             )
         return NgramEncoder.load(folder / ENCODER)
     if hashed:
@@ -111,8 +113,8 @@ def stored_encoder(
 def encoder_of(
     encoder: EncoderOption, hashed: Mapping[str, Any], corpus: Sequence[Passage]
 ) -> Encoder:
-    """The encoder of a retriever's options: `encoder`, or the hashed one with its own options beside the
-    retriever's."""
+    """The encoder of a retriever's options: `encoder`, or the hashed one with its own options
+    beside the retriever's."""
     if encoder is None:
         return NgramEncoder(corpus, **hashed)
     if hashed:
@@ -132,12 +134,13 @@ def verify_encoder(
     *,
     exact: bool = True,
 ) -> None:
-    """Encodes a few passages and compares with what is stored: an index may not say how it was built.
+    """Encodes a few passages and compares with what is stored: an index may not say how it was
+    built.
 
-    stored: called with a row and the vector that it should hold; None where it is not found. exact: it
-    is that vector, but for rounding; else, of codes that tell little of it, at least half must be nearer
-    to their own passage than to the others: by chance one in sixteen is.
-    Raises DataError where a vector differs: another model, prefix, pooling, length or corpus.
+    stored: called with a row and the vector that it should hold; None where it is not found. exact:
+    it is that vector, but for rounding; else, of codes that tell little of it, at least half must
+    be nearer to their own passage than to the others: by chance one in sixteen is. Raises DataError
+    where a vector differs: another model, prefix, pooling, length or corpus.
     """
     spread = np.linspace(0, len(corpus) - 1, _COMPARED if exact else _COMPARED_CODES)
     rows = sorted(set(spread.astype(int).tolist())) if rows is None else rows
@@ -150,8 +153,8 @@ def verify_encoder(
         found = np.zeros_like(vector) if held is None else np.asarray(held, np.float32)
         if found.shape != vector.shape:
             raise DataError(
-                f"{where}: vectors of {len(found)} dimensions; the encoder makes {len(vector)}. Give "
-                "the encoder it has."
+                f"{where}: vectors of {len(found)} dimensions; the encoder makes {len(vector)}. "
+                "Give the encoder it has."
             )
         cosine = 0.0 if held is None else _cosine(found, vector)
         expected = _SAME_TEXT
@@ -159,8 +162,8 @@ def verify_encoder(
             expected = max(_cosine(found, other) for other in made) - _ROUNDING
         if cosine < expected or held is None:
             missed.append(
-                f"passage {row} of this corpus, encoded here, has cosine {cosine:.3f} to the stored "
-                f"vector; expected at least {expected:.3f}"
+                f"passage {row} of this corpus, encoded here, has cosine {cosine:.3f} to the "
+                f"stored vector; expected at least {expected:.3f}"
             )
     if len(missed) > (0 if exact else len(rows) // 2):
         raise DataError(
@@ -178,6 +181,6 @@ def check_count(path: Path, found: int, corpus: Sequence[Passage]) -> None:
     """Raises DataError where an index does not hold one vector per passage."""
     if found != len(corpus):
         raise DataError(
-            f"{path}: holds {found} vectors, the corpus {len(corpus)} passages. Give the corpus that "
-            "it was built on."
+            f"{path}: holds {found} vectors, the corpus {len(corpus)} passages. Give the corpus "
+            "that it was built on."
         )

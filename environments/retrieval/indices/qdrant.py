@@ -1,4 +1,5 @@
-"""Retrieval with Qdrant. Documents come from the payloads of its points: no corpus file is needed."""
+"""Retrieval with Qdrant. Documents come from the payloads of its points: no corpus file is
+needed."""
 
 from __future__ import annotations
 
@@ -39,15 +40,16 @@ _SAMPLED = 3
 
 
 class QdrantRetriever(Retriever):
-    """Passages of a collection, nearest first, ties by point id. Approximate where the collection has a
-    graph or is quantized."""
+    """Passages of a collection, nearest first, ties by point id. Approximate where the collection
+    has a graph or is quantized."""
 
     def __init__(self, encoder: Encoder, collection: Collection) -> None:
         """Raises DataError for an encoder of other dimensions."""
         if encoder.dimensions != collection.dimensions:
             raise DataError(
-                f"retriever qdrant: the encoder makes {encoder.dimensions} dimensions, the collection "
-                f"holds {collection.dimensions}. Give the encoder that it was built with."
+                f"retriever qdrant: the encoder makes {encoder.dimensions} dimensions, the "
+                f"collection holds {collection.dimensions}. Give the encoder that it was built "
+                "with."
             )
         self.encoder = encoder
         self.collection = collection
@@ -91,10 +93,10 @@ def qdrant_retriever(
     verify: bool = True,
     **hashed: Any,
 ) -> Retriever:
-    """A collection of a server (url), of a folder (path, made by `rlflow search build --index qdrant` or
-    from the corpus now), or one made from the corpus for the lifetime of the retriever. engine: of a
-    folder, edge (Qdrant's own) or local (qdrant-client's, in Python). hnsw_ef, exact, quantization: see
-    qdrant_collections. verify: encode a few passages again and compare.
+    """A collection of a server (url), of a folder (path, made by `rlflow search build --index
+    qdrant` or from the corpus now), or one made from the corpus for the lifetime of the retriever.
+    engine: of a folder, edge (Qdrant's own) or local (qdrant-client's, in Python). hnsw_ef, exact,
+    quantization: see qdrant_collections. verify: encode a few passages again and compare.
     """
     if quantization is not None:
         quantization = check_options(
@@ -149,8 +151,8 @@ def _embedded(
     if folder is None or not (folder / META).is_file():
         if corpus is None:
             raise ConfigError(
-                "retriever qdrant: give url, a path that `rlflow search build --index qdrant` made, "
-                "or a corpus."
+                "retriever qdrant: give url, a path that `rlflow search build --index qdrant` "
+                "made, or a corpus."
             )
         made = encoder_of(encoder, hashed, corpus)
         if folder is None:

@@ -1,5 +1,5 @@
-"""Fills Qdrant collections: idempotent, and resuming where an ingest was stopped, since a point's id is
-its row of the corpus."""
+"""Fills Qdrant collections: idempotent, and resuming where an ingest was stopped, since a point's
+id is its row of the corpus."""
 
 from __future__ import annotations
 
@@ -66,8 +66,8 @@ def build_folder(
     corpus: Sequence[Passage], folder: Path, encoder: Encoder, engine: str, report: StageProgress
 ) -> None:
     """Makes an index folder with an embedded collection, which plain QdrantClient(path=folder /
-    "storage") reads if it is of the engine local. One that is built is left alone; resumes where it was
-    stopped."""
+    "storage") reads if it is of the engine local. One that is built is left alone; resumes where it
+    was stopped."""
     kind = f"qdrant-{engine}"
     path = getattr(corpus, "path", None)
     stamp = {"path": "", "bytes": 0, "modified_ns": 0, "sha256": ""}
@@ -90,9 +90,7 @@ def build_folder(
         opened.close()
     if isinstance(encoder, NgramEncoder):
         encoder.save(folder / ENCODER, stamp["sha256"])
-    meta = IndexMeta(
-        kind, "cosine", encoder.dimensions, len(corpus), stamp, encoder.description
-    )
+    meta = IndexMeta(kind, "cosine", encoder.dimensions, len(corpus), stamp, encoder.description)
     write_meta(folder, meta)
 
 
@@ -109,14 +107,12 @@ def verify_points(where: str, encoder: Encoder, points: Sequence[Point]) -> None
     verify_encoder(where, encoder, passages, lambda row, _: points[row].vector, rows)
 
 
-def _compare(
-    collection: Collection, encoder: Encoder, corpus: Sequence[Passage], row: int
-) -> None:
+def _compare(collection: Collection, encoder: Encoder, corpus: Sequence[Passage], row: int) -> None:
     """Raises DataError where a stored point is not this row of the corpus, by this encoder."""
     (point,) = collection.points([row], vectors=True)
     if dict(point.payload) != record_of(corpus, row):
         raise DataError(
-            f"point {row} of the collection is not row {row} of the corpus: it holds another corpus. "
-            "Use another name."
+            f"point {row} of the collection is not row {row} of the corpus: it holds another "
+            "corpus. Use another name."
         )
     verify_points(f"point {row} of the collection", encoder, [point])

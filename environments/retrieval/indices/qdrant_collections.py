@@ -1,9 +1,9 @@
-"""Qdrant collections: of a server, of qdrant-client's local mode, and of the engine embedded in this
-process (qdrant-edge).
+"""Qdrant collections: of a server, of qdrant-client's local mode, and of the engine embedded in
+this process (qdrant-edge).
 
 The layout is the one that RLinf's builder makes: one unnamed vector, cosine, point id = row of the
-corpus, payload = the record. `params` are those of every query: hnsw_ef (candidates of the graph search),
-exact (scan instead), quantization (ignore, rescore, oversampling).
+corpus, payload = the record. `params` are those of every query: hnsw_ef (candidates of the graph
+search), exact (scan instead), quantization (ignore, rescore, oversampling).
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ from rlflow_environments.common.progress import StageProgress
 from rlflow_environments.retrieval.errors import RetrievalError
 
 SHARD, STORAGE, LOCAL_COLLECTION = "shard", "storage", "corpus"
-"""Where an embedded collection lies in an index folder (edge, local), and the name of a local one."""
+"""Where an embedded collection lies in an index folder (edge, local), and the name of a local
+one."""
 HNSW_M, HNSW_EF_CONSTRUCT = 32, 512
 _FULL_SCAN_KB = 10_000  # Qdrant's default: smaller segments are scanned
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.2, 8.0
@@ -168,8 +169,8 @@ class ClientCollection:
     def _call(self, request: Callable[..., T], **arguments: Any) -> T:
         """What a request returns. Connection errors, timeouts, 429 and 5xx are tried again.
 
-        Raises ConfigError: the key is refused; DataError: no such collection; RetrievalError: no answer
-        after all tries."""
+        Raises ConfigError: the key is refused; DataError: no such collection; RetrievalError: no
+        answer after all tries."""
         import grpc
         from qdrant_client.http.exceptions import ResponseHandlingException, UnexpectedResponse
 
@@ -220,8 +221,8 @@ class EdgeCollection:
     def __init__(
         self, folder: Path | None, dimensions: int, params: Mapping[str, Any], create: bool
     ) -> None:
-        """folder: None for one that lives as long as this object. create: an empty shard where there is
-        none. Raises DataError: damaged or in use."""
+        """folder: None for one that lives as long as this object. create: an empty shard where
+        there is none. Raises DataError: damaged or in use."""
         with needing("retriever qdrant (engine: edge)", install_command("qdrant")):
             import qdrant_edge
         self._edge = qdrant_edge
@@ -249,7 +250,8 @@ class EdgeCollection:
                 self._shard = qdrant_edge.EdgeShard.load(str(folder))
         except (OSError, ValueError, RuntimeError) as problem:
             raise DataError(
-                f"{folder}: expected a shard of qdrant-edge ({problem}). Another process may hold it."
+                f"{folder}: expected a shard of qdrant-edge ({problem}). Another process may hold "
+                "it."
             ) from None
 
     def count(self) -> int:

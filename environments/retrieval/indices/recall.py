@@ -1,4 +1,5 @@
-"""The measured recall of an approximate index, by how far it searches: `nprobe` of IVF, `ef_search` of HNSW."""
+"""The measured recall of an approximate index, by how far it searches: `nprobe` of IVF, `ef_search`
+of HNSW."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ SAME = 0.005  # recall that is not worth twice the time
 
 
 def sample_queries(corpus: Sequence[Passage], count: int = QUERIES) -> list[str]:
-    """Eight words from the middle of passages spread over the corpus: harder to find than a title, as questions are."""
+    """Eight words from the middle of passages spread over the corpus: harder to find than a title,
+    as questions are."""
     count = min(count, len(corpus))
     bodies = [corpus[place * len(corpus) // count].body.split() for place in range(count)]
     return [" ".join(words[len(words) // 2 :][:WORDS]) for words in bodies if words]
@@ -32,10 +34,12 @@ def measure_recall(
     exact: Iterator[np.ndarray],
     target: float | None,
 ) -> dict[str, Any] | None:
-    """What an index folder says of its recall, see IndexMeta.search; None for an index that has nothing to set.
+    """What an index folder says of its recall, see IndexMeta.search; None for an index that has
+    nothing to set.
 
-    queries: (Q, dimensions). exact: the vectors of the index block after block, row 0 first. target: recall@10 to
-    reach, whatever it costs; None: TARGET, as far as searching a quarter of the lists, or 512 neighbours, gets.
+    queries: (Q, dimensions). exact: the vectors of the index block after block, row 0 first.
+    target: recall@10 to reach, whatever it costs; None: TARGET, as far as searching a quarter of
+    the lists, or 512 neighbours, gets.
     """
     faiss = import_faiss()
     from faiss.contrib.evaluation import knn_intersection_measure
@@ -74,18 +78,21 @@ def _ladder(name: str, most: int, count: int, *, affordable: bool) -> list[int]:
 def describe_recall(
     measured: Mapping[str, Any] | None, searched: Mapping[str, int]
 ) -> tuple[str, bool]:
-    """(one line on the recall of an index that searches so far, whether it deserves a warning). measured: IndexMeta.search."""
+    """(one line on the recall of an index that searches so far, whether it deserves a warning).
+    measured: IndexMeta.search."""
     ((name, value),) = searched.items()
     if measured is None or name not in measured:
         return (
-            f"{name} {value}, a guess: the recall of this index was never measured. Set {name} to search further",
+            f"{name} {value}, a guess: the recall of this index was never measured. Set {name} to "
+            "search further",
             True,
         )
     known = [int(text) for text in measured["recall"] if int(text) <= value]
     if not known:
         return f"{name} {value}: less than was measured", True
     recall = measured["recall"][str(max(known))]
-    told = f"{name} {value}: recall@{TOP_K} {recall:.2f} of {measured['queries']} queries from the corpus"
+    count = measured["queries"]
+    told = f"{name} {value}: recall@{TOP_K} {recall:.2f} of {count} queries from the corpus"
     if recall >= measured["target"]:
         return told, False
     return (

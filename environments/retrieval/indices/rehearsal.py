@@ -1,4 +1,5 @@
-"""Whether a retriever could be made: its name and options, packages, files and servers, looked at and not loaded."""
+"""Whether a retriever could be made: its name and options, packages, files and servers, looked at
+and not loaded."""
 
 from __future__ import annotations
 
@@ -27,16 +28,28 @@ from rlflow_environments.retrieval.server.discovery import read_addresses
 
 WHOLE_BYTES = 256 * 2**20
 """A larger corpus is looked at in its beginning only; a run reads all of it."""
-PACKAGES = {"bm25": "bm25s", "dense": "faiss", "faiss": "faiss", "qdrant": "qdrant_client", "http": "aiohttp"}
+PACKAGES = {
+    "bm25": "bm25s",
+    "dense": "faiss",
+    "faiss": "faiss",
+    "qdrant": "qdrant_client",
+    "http": "aiohttp",
+}
 """What the built-in retrievers import when they are made."""
 PARTS = {"hybrid": {"bm25": "bm25", "dense": "dense"}}
-"""Of a retriever that is made from others: option -> what it is called where the option does not say it."""
+"""Of a retriever that is made from others: option -> what it is called where the option does not
+say it."""
 
 
 def rehearse_retriever(
-    component: str | Mapping[str, Any], corpus: str | Path | None, where: str = "retriever", *, alone: bool = True
+    component: str | Mapping[str, Any],
+    corpus: str | Path | None,
+    where: str = "retriever",
+    *,
+    alone: bool = True,
 ) -> list[RLFlowError]:
-    """All problems that making the retriever over the corpus would meet, as far as they show without an index in memory.
+    """All problems that making the retriever over the corpus would meet, as far as they show
+    without an index in memory.
 
     alone: no server of its own is started, so that the addresses that it names must answer."""
     problems = Problems()
@@ -48,7 +61,11 @@ def rehearse_retriever(
 
 
 def _rehearse(
-    component: str | Mapping[str, Any], passages: Corpus | None, has_corpus: bool, where: str, problems: Problems
+    component: str | Mapping[str, Any],
+    passages: Corpus | None,
+    has_corpus: bool,
+    where: str,
+    problems: Problems,
 ) -> None:
     checked = problems.attempt(RETRIEVER.check, component, ("corpus",), where)
     if checked is None:
@@ -59,7 +76,11 @@ def _rehearse(
         problems.note(without_corpus(name, where))
     if name in PACKAGES and importlib.util.find_spec(PACKAGES[name]) is None:
         command = install_command("qdrant" if name == "qdrant" else "search")
-        problems.note(MissingPackageError(f"retriever {name}: the package '{PACKAGES[name]}' is not installed: {command}"))
+        problems.note(
+            MissingPackageError(
+                f"retriever {name}: the package '{PACKAGES[name]}' is not installed: {command}"
+            )
+        )
     for option, part in PARTS.get(name, {}).items():
         given = described.get(option) or {}
         inner = {"name": part, **({"name": given} if isinstance(given, str) else given)}
@@ -80,7 +101,8 @@ def _read(path: str | Path) -> Corpus | None:
 
 
 def _check_index(path: Path, passages: Corpus | None, described: Mapping[str, Any]) -> None:
-    """Raises DataError where there is no whole index of this corpus, ConfigError where it needs an option that is not there."""
+    """Raises DataError where there is no whole index of this corpus, ConfigError where it needs an
+    option that is not there."""
     if path.is_file():
         check_encoder_given(path, described.get("encoder"))
         return
@@ -90,7 +112,8 @@ def _check_index(path: Path, passages: Corpus | None, described: Mapping[str, An
 
 
 def _check_encoder(encoder: str | Mapping[str, Any], where: str) -> None:
-    """Raises ConfigError for an unknown option, ModelError for a folder that is not there. Hub names are not asked for."""
+    """Raises ConfigError for an unknown option, ModelError for a folder that is not there. Hub
+    names are not asked for."""
     described = {"name": encoder} if isinstance(encoder, str) else dict(encoder)
     name = str(described.get("name"))
     if not is_model(name):
@@ -99,7 +122,8 @@ def _check_encoder(encoder: str | Mapping[str, Any], where: str) -> None:
     folder = Path(name).expanduser()
     if not folder.is_dir() and (name.count("/") != 1 or name[0] in "/.~"):
         raise ModelError(
-            f"{where}.encoder: {name}: no such folder; expected that of a model, a hub name, or {ENCODER.names()[0]}."
+            f"{where}.encoder: {name}: no such folder; expected that of a model, a hub name, or "
+            f"{ENCODER.names()[0]}."
         )
 
 
@@ -126,5 +150,6 @@ def _check_servers(addresses: Callable[[], list[str]], where: str) -> None:
         reasons.append(f"{parts.hostname}:{port} ({reason})")
     told = ", ".join(reasons) or "no server is listed"
     raise DataError(
-        f"{where}: no retrieval server answers: {told}. Start one (rlflow search serve), or correct the address."
+        f"{where}: no retrieval server answers: {told}. Start one (rlflow search serve), or "
+        "correct the address."
     )

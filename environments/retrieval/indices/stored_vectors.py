@@ -1,4 +1,5 @@
-"""Single vectors of a faiss index as it keeps them, to hold against what an encoder makes of the same passages."""
+"""Single vectors of a faiss index as it keeps them, to hold against what an encoder makes of the
+same passages."""
 
 from __future__ import annotations
 
@@ -12,8 +13,8 @@ NEAREST_LISTS = 8  # in one of which a passage's own vector is filed, whatever r
 
 
 def stored_vector(index: Any, row: int, vector: np.ndarray) -> np.ndarray | None:
-    """(dimensions,) float32 of a row; None where an index with lists does not have the row in a list near `vector`, which is what
-    the row should hold: no list is read but those."""
+    """(dimensions,) float32 of a row; None where an index with lists does not have the row in a
+    list near `vector`, which is what the row should hold: no list is read but those."""
     faiss = import_faiss()
     if not isinstance(index, faiss.IndexIVF):
         return index.reconstruct(row)
@@ -36,7 +37,11 @@ def keeps_exactly(index: Any) -> bool:
     if isinstance(index, (faiss.IndexFlat, faiss.IndexIVFFlat, faiss.IndexHNSWFlat)):
         return True
     quantizer = getattr(index, "sq", None)
-    fine = {faiss.ScalarQuantizer.QT_8bit, faiss.ScalarQuantizer.QT_8bit_uniform, faiss.ScalarQuantizer.QT_fp16}
+    fine = {
+        faiss.ScalarQuantizer.QT_8bit,
+        faiss.ScalarQuantizer.QT_8bit_uniform,
+        faiss.ScalarQuantizer.QT_fp16,
+    }
     return quantizer is not None and quantizer.qtype in fine
 
 

@@ -20,14 +20,13 @@ _LOADED_ROWS = 65_536  # rows converted at a time
 
 
 class TorchIndex:
-    """Exact inner products. The scan holds a copy of the vectors in `dtype` on `device`; with 16 bits it
-    reads half the bytes. Results are those of `vectors`, exactly (see `exact`): read from memory or from
-    a file mapped into it. The B x N scores are never stored: those of a tile become candidates at once.
+    """Exact inner products. The scan holds a copy of the vectors in `dtype` on `device`; with 16
+    bits it reads half the bytes. Results are those of `vectors`, exactly (see `exact`): read from
+    memory or from a file mapped into it. The B x N scores are never stored: those of a tile become
+    candidates at once.
     """
 
-    def __init__(
-        self, vectors: np.ndarray, *, dtype: str = "float32", device: str = "cpu"
-    ) -> None:
+    def __init__(self, vectors: np.ndarray, *, dtype: str = "float32", device: str = "cpu") -> None:
         """vectors: (N, D) float32 or float16, kept by reference. dtype: a key of DTYPES. Raises
         ConfigError: unknown device."""
         self._vectors = vectors

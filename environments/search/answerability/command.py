@@ -1,8 +1,10 @@
-"""Says how many questions can be answered from a corpus at all: a gold answer occurs in one of its passages, normalized as for
-exact match, and, where the questions name their supporting articles (HotpotQA, 2WikiMultihopQA), all of these are there.
+"""Says how many questions can be answered from a corpus at all: a gold answer occurs in one of its
+passages, normalized as for exact match, and, where the questions name their supporting articles
+(HotpotQA, 2WikiMultihopQA), all of these are there.
 
-The corpus is read once, about 10,000 passages a second on one core. With --out every question is written with `answerable`, true
-or false; `skip_unanswerable: true` beside `path` of environment.train then leaves out those that are false.
+The corpus is read once, about 10,000 passages a second on one core. With --out every question is
+written with `answerable`, true or false; `skip_unanswerable: true` beside `path` of
+environment.train then leaves out those that are false.
 """
 
 from __future__ import annotations
@@ -29,27 +31,44 @@ REPORT_ROWS = 1000
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Questions, corpus, and where the marked questions go."""
     parser.epilog = EXAMPLES
-    parser.add_argument("questions", metavar="QUESTIONS", nargs="+", help="files of questions, or folders of evaluation sets")
+    parser.add_argument(
+        "questions",
+        metavar="QUESTIONS",
+        nargs="+",
+        help="files of questions, or folders of evaluation sets",
+    )
     parser.add_argument("--corpus", metavar="FILE", help="passages, one JSON object per line")
-    parser.add_argument("--index", metavar="FOLDER", help="an index folder instead: the corpus that it was built on")
-    parser.add_argument("--out", metavar="FILE", help="write the questions as JSON Lines, each marked `answerable`")
-    parser.add_argument("--skip-bad-rows", action="store_true", help="leave bad rows of the questions out")
+    parser.add_argument(
+        "--index", metavar="FOLDER", help="an index folder instead: the corpus that it was built on"
+    )
+    parser.add_argument(
+        "--out", metavar="FILE", help="write the questions as JSON Lines, each marked `answerable`"
+    )
+    parser.add_argument(
+        "--skip-bad-rows", action="store_true", help="leave bad rows of the questions out"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Reads, prints a line per set and one for all, writes; returns 0. Raises ConfigError, DataError."""
+    """Reads, prints a line per set and one for all, writes; returns 0. Raises ConfigError,
+    DataError."""
     from rlflow_environments.retrieval.corpus import write_rows
     from rlflow_environments.search.answerability.finder import AnswerFinder
     from rlflow_environments.search.questions import read_tasks
     from rlflow_environments.search.questions.command import row_of
     from rlflow_environments.search.questions.reading import MARK
 
-    tasks = read_tasks({"path": args.questions, "skip_bad_rows": args.skip_bad_rows}, "val", "{question}")
+    tasks = read_tasks(
+        {"path": args.questions, "skip_bad_rows": args.skip_bad_rows}, "val", "{question}"
+    )
     finder = AnswerFinder(tasks)
     finder.read(_shown(_corpus(args)))
     report(tasks, finder.findings)
     if args.out:
-        rows = [{**row_of(task), MARK: finding.answerable} for task, finding in zip(tasks, finder.findings, strict=True)]
+        rows = [
+            {**row_of(task), MARK: finding.answerable}
+            for task, finding in zip(tasks, finder.findings, strict=True)
+        ]
         print(f"wrote {len(rows):,} rows to {write_rows(args.out, rows)}")
     return 0
 
@@ -71,9 +90,10 @@ def _line(name: str, findings: Sequence[Finding]) -> str:
     titled = [finding for finding in findings if finding.titles]
     if titled:
         text += (
-            f"; gold answer in the corpus {_share([finding.answer for finding in findings])}; of {len(titled):,} with supporting "
-            f"articles, all there {_share([finding.found == finding.titles for finding in titled])}, gold answer in one of them "
-            f"{_share([finding.supported for finding in titled])}"
+            f"; gold answer in the corpus {_share([finding.answer for finding in findings])}; of "
+            f"{len(titled):,} with supporting articles, all there "
+            f"{_share([finding.found == finding.titles for finding in titled])}, gold answer in "
+            f"one of them {_share([finding.supported for finding in titled])}"
         )
     return text
 
@@ -83,7 +103,8 @@ def _share(claims: Sequence[bool]) -> str:
 
 
 def _corpus(args: argparse.Namespace) -> Path:
-    """The corpus to read. Raises ConfigError where none is given, or an index whose corpus is gone."""
+    """The corpus to read. Raises ConfigError where none is given, or an index whose corpus is
+    gone."""
     from rlflow.errors import ConfigError
     from rlflow_environments.retrieval.indices.folder import read_meta
 
@@ -93,7 +114,10 @@ def _corpus(args: argparse.Namespace) -> Path:
         return Path(args.corpus).expanduser()
     found = read_meta(Path(args.index).expanduser()).corpus["path"]
     if found is None or not Path(found).is_file():
-        raise ConfigError(f"--index {args.index}: its corpus was {found}, where none is now. Give it with --corpus.")
+        raise ConfigError(
+            f"--index {args.index}: its corpus was {found}, where none is now. Give it with "
+            "--corpus."
+        )
     return Path(found)
 
 

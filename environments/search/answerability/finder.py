@@ -1,6 +1,8 @@
-"""Which questions can be answered from a corpus: a gold answer occurs in it, and so do the articles that support it.
+"""Which questions can be answered from a corpus: a gold answer occurs in it, and so do the articles
+that support it.
 
-Necessary, not sufficient: a passage may hold the words of an answer and say nothing of the question ("yes" occurs everywhere).
+Necessary, not sufficient: a passage may hold the words of an answer and say nothing of the question
+("yes" occurs everywhere).
 """
 
 from __future__ import annotations
@@ -18,8 +20,9 @@ _END = ""  # no word
 
 @dataclass
 class Finding:
-    """What a corpus has of one question. answer: a gold answer occurs in some passage. titles: of the supporting articles,
-    normalized; found: those of them that the corpus has. supported: a gold answer occurs in a supporting article."""
+    """What a corpus has of one question. answer: a gold answer occurs in some passage. titles: of
+    the supporting articles, normalized; found: those of them that the corpus has. supported: a gold
+    answer occurs in a supporting article."""
 
     titles: frozenset[str] = frozenset()
     found: set[str] = field(default_factory=set)
@@ -35,13 +38,17 @@ class Finding:
 class AnswerFinder:
     """Looks for all gold answers of all questions at once, in one pass over the passages.
 
-    A gold answer occurs where `scoring.contains_gold` says so: its words, normalized as for exact match, follow each other in the
-    normalized text. The words of all answers form a trie, which is walked from every word of a passage: the time is that of
-    normalizing the text, and at most the longest answer's words per word of it, whatever the number of questions.
+    A gold answer occurs where `scoring.contains_gold` says so: its words, normalized as for exact
+    match, follow each other in the normalized text. The words of all answers form a trie, which is
+    walked from every word of a passage: the time is that of normalizing the text, and at most the
+    longest answer's words per word of it, whatever the number of questions.
     """
 
     def __init__(self, tasks: Sequence[Task]) -> None:
-        self.findings = [Finding(frozenset(map(normalize_answer, supporting_titles(task.metadata)))) for task in tasks]
+        self.findings = [
+            Finding(frozenset(map(normalize_answer, supporting_titles(task.metadata))))
+            for task in tasks
+        ]
         self._trie: dict[str, Any] = {}
         self._askers: list[list[int]] = []  # per distinct gold answer, its questions
         self._supports: dict[str, list[int]] = {}  # title -> questions
@@ -90,13 +97,20 @@ class AnswerFinder:
 
 
 def supporting_titles(row: Mapping[str, Any]) -> list[str]:
-    """The titles of the articles that a question rests on, where its row has them, in HotpotQA's forms: `supporting_facts` of the
-    row, or of its `metadata` (FlashRAG), as {title: [...]} or [[title, sentence], ...]. Else none."""
+    """The titles of the articles that a question rests on, where its row has them, in HotpotQA's
+    forms: `supporting_facts` of the row, or of its `metadata` (FlashRAG), as {title: [...]} or
+    [[title, sentence], ...]. Else none."""
     metadata = row.get("metadata")
-    facts = row.get("supporting_facts") or (metadata.get("supporting_facts") if isinstance(metadata, Mapping) else None)
+    facts = row.get("supporting_facts") or (
+        metadata.get("supporting_facts") if isinstance(metadata, Mapping) else None
+    )
     if isinstance(facts, Mapping):
         facts = facts.get("title")
-        return [title for title in facts if isinstance(title, str)] if isinstance(facts, list) else []
+        return (
+            [title for title in facts if isinstance(title, str)] if isinstance(facts, list) else []
+        )
     if not isinstance(facts, list):
         return []
-    return [fact[0] for fact in facts if isinstance(fact, list) and fact and isinstance(fact[0], str)]
+    return [
+        fact[0] for fact in facts if isinstance(fact, list) and fact and isinstance(fact[0], str)
+    ]

@@ -2,7 +2,8 @@
 
     documents -> passages -> candidates (by rule or by a model) -> screening -> split -> train.jsonl, val.jsonl
 
-`documents` reads a folder, `passages` cuts texts, `english` finds names and facts, `candidates` composes questions, `screening`
-keeps those that retrieval can answer, `splitting` keeps validation apart from training, and `making` does one after the other.
-`writing` has a model behind an OpenAI-compatible endpoint compose the questions (`search.chat`).
+`documents` reads a folder, `passages` cuts texts, `english` finds names and facts, `candidates`
+composes questions, `screening` keeps those that retrieval can answer, `splitting` keeps validation
+apart from training, and `making` does one after the other. `writing` has a model behind an
+OpenAI-compatible endpoint compose the questions (`search.chat`).
 """

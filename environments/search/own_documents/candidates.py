@@ -15,7 +15,8 @@ from rlflow_environments.search.rewards.scoring import normalize_answer
 
 @dataclass(frozen=True)
 class Hop:
-    """One fact to look up: what a searcher would ask, what it must find, and the row of the passage that says so."""
+    """One fact to look up: what a searcher would ask, what it must find, and the row of the passage
+    that says so."""
 
     query: str
     answer: str
@@ -24,8 +25,8 @@ class Hop:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A question, its answer and the way there. kind: which rule or model made it; kinds take turns. names: what the question and
-    its facts are about, the answer included."""
+    """A question, its answer and the way there. kind: which rule or model made it; kinds take
+    turns. names: what the question and its facts are about, the answer included."""
 
     question: str
     answer: str
@@ -43,7 +44,8 @@ class Stated:
 
 
 def find_facts(passages: Sequence[Passage], *, blanks: bool = True) -> list[Stated]:
-    """The facts of all passages, in order: those of the table of relations, and for other sentences a blank."""
+    """The facts of all passages, in order: those of the table of relations, and for other sentences
+    a blank."""
     titles = {passage.title for passage in passages}
     found: list[Stated] = []
     for row, passage in enumerate(passages):
@@ -58,9 +60,11 @@ def find_facts(passages: Sequence[Passage], *, blanks: bool = True) -> list[Stat
 
 
 def compose(stated: Sequence[Stated], generator: random.Random) -> list[Candidate]:
-    """Every fact as a question, and every pair of facts of which the second is about what the first states.
+    """Every fact as a question, and every pair of facts of which the second is about what the first
+    states.
 
-    The first of a pair must come with a description of its object, which then stands in the second's question for its name.
+    The first of a pair must come with a description of its object, which then stands in the
+    second's question for its name.
     """
     single = [_single(statement, generator) for statement in stated]
     about: dict[str, list[Stated]] = {}
@@ -79,11 +83,19 @@ def compose(stated: Sequence[Stated], generator: random.Random) -> list[Candidat
 def _single(statement: Stated, generator: random.Random) -> Candidate:
     fact = statement.fact
     question = generator.choice(fact.question).replace("{s}", fact.subject)
-    return Candidate(question, fact.object, fact.relation, (_hop(statement),), names_of(question, fact.subject, fact.object))
+    return Candidate(
+        question,
+        fact.object,
+        fact.relation,
+        (_hop(statement),),
+        names_of(question, fact.subject, fact.object),
+    )
 
 
 def _pair(first: Stated, second: Stated, generator: random.Random) -> Candidate:
-    question = _readable(generator.choice(second.fact.question).replace("{s}", first.fact.description))
+    question = _readable(
+        generator.choice(second.fact.question).replace("{s}", first.fact.description)
+    )
     names = names_of(question, first.fact.subject, first.fact.object, second.fact.object)
     return Candidate(
         question,
@@ -106,4 +118,6 @@ def _hop(statement: Stated) -> Hop:
 
 def names_of(question: str, *further: str) -> frozenset[str]:
     """The normalized names of a question and what else it is about."""
-    return frozenset(normal for name in (*names_in(question), *further) if (normal := normalize_answer(name)))
+    return frozenset(
+        normal for name in (*names_in(question), *further) if (normal := normalize_answer(name))
+    )

@@ -1,11 +1,14 @@
-"""Makes questions and answers from a folder of your own documents, to train and evaluate a search agent on.
+"""Makes questions and answers from a folder of your own documents, to train and evaluate a search
+agent on.
 
-It reads .txt, .md, .html and .jsonl (rows of a corpus) and writes corpus.jsonl, pages.jsonl, train.jsonl, val.jsonl and
-report.json. Without an endpoint, rules for English prose compose the questions; with one, any model with the OpenAI interface
-does, and what it answered is kept in answers.jsonl, so that a run that was stopped resumes and pays for nothing twice.
+It reads .txt, .md, .html and .jsonl (rows of a corpus) and writes corpus.jsonl, pages.jsonl,
+train.jsonl, val.jsonl and report.json. Without an endpoint, rules for English prose compose the
+questions; with one, any model with the OpenAI interface does, and what it answered is kept in
+answers.jsonl, so that a run that was stopped resumes and pays for nothing twice.
 
-Questions whose answer stands in the question, is not in the passage, is not found by retrieval, or is ambiguous are left out, and
-so are leaks between training and validation, which come from different documents. The counts are printed and written.
+Questions whose answer stands in the question, is not in the passage, is not found by retrieval, or
+is ambiguous are left out, and so are leaks between training and validation, which come from
+different documents. The counts are printed and written.
 """
 
 from __future__ import annotations
@@ -13,8 +16,11 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from rlflow_environments.common.commands import add_option
 
 if TYPE_CHECKING:
     from rlflow_environments.common.progress import ProgressLine
@@ -31,41 +37,28 @@ EXAMPLES = """examples:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Documents, output, how many of what, and the model."""
     parser.epilog = EXAMPLES
-    parser.add_argument("documents", metavar="DOCS", help="a folder, read with its subfolders, or one file")
+    parser.add_argument(
+        "documents", metavar="DOCS", help="a folder, read with its subfolders, or one file"
+    )
     parser.add_argument("out", metavar="OUT", help="the folder that is written to")
-    parser.add_argument(
-        "--train", type=int, default=2000, metavar="N", help="training questions at the most (default 2000)"
-    )
-    parser.add_argument(
-        "--val", type=int, default=200, metavar="N", help="validation questions at the most (default 200)"
-    )
-    parser.add_argument(
-        "--val-share", type=float, default=0.2, metavar="X", help="of the documents, kept for validation (default 0.2)"
-    )
-    parser.add_argument(
-        "--multi-hop", type=float, default=0.5, metavar="X", help="share of two-hop questions (default 0.5)"
-    )
-    parser.add_argument(
-        "--no-blanks", action="store_true", help="only questions about relations, no blanks in sentences"
-    )
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the split and the choice (default 0)")
-    parser.add_argument(
-        "--max-characters", type=int, default=1000, metavar="N", help="of a passage's text (default 1000)"
-    )
-    parser.add_argument(
-        "--retriever", default="bm25", metavar="NAME", help="that must find the answers: bm25 (default), dense"
-    )
-    parser.add_argument("--top-k", type=int, default=3, metavar="N", help="passages it may show (default 3)")
-    parser.add_argument("--skip-bad", action="store_true", help="leave out documents that cannot be read")
-    model = parser.add_argument_group("a model that writes the questions")
-    model.add_argument("--endpoint", metavar="URL", help="of an OpenAI-compatible server, up to and with /v1")
-    model.add_argument("--model", metavar="NAME", help="the model's name there")
-    model.add_argument(
-        "--api-key-variable", default="OPENAI_API_KEY", metavar="NAME", help="environment variable with the key"
-    )
-    model.add_argument("--concurrency", type=int, default=8, metavar="N", help="requests in flight (default 8)")
-    model.add_argument("--timeout-s", type=float, default=120.0, metavar="S", help="of one attempt (default 120)")
-    model.add_argument("--tries", type=int, default=5, metavar="N", help="attempts at a request (default 5)")
+    add = partial(add_option, parser)
+    add("--train N", "training questions at the most", 2000)
+    add("--val N", "validation questions at the most", 200)
+    add("--val-share X", "of the documents, kept for validation", 0.2)
+    add("--multi-hop X", "share of two-hop questions", 0.5)
+    add("--no-blanks", "only questions about relations, no blanks in sentences")
+    add("--seed N", "of the split and the choice", 0)
+    add("--max-characters N", "of a passage's text", 1000)
+    add("--retriever NAME", "that must find the answers: bm25, dense, ...", "bm25")
+    add("--top-k N", "passages it may show", 3)
+    add("--skip-bad", "leave out documents that cannot be read")
+    add = partial(add_option, parser.add_argument_group("a model that writes the questions"))
+    add("--endpoint URL", "of an OpenAI-compatible server, up to and with /v1")
+    add("--model NAME", "the model's name there")
+    add("--api-key-variable NAME", "environment variable with the key", "OPENAI_API_KEY")
+    add("--concurrency N", "requests in flight", 8)
+    add("--timeout-s S", "of one attempt", 120.0)
+    add("--tries N", "attempts at a request", 5)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -87,20 +80,32 @@ def run(args: argparse.Namespace) -> int:
         blanks=not args.no_blanks,
     )
     request.check()
-    if Path(args.out).expanduser().resolve().is_relative_to(Path(args.documents).expanduser().resolve()):
-        raise ConfigError(f"OUT: {args.out} lies in {args.documents} and would be read the next time. Give another folder.")
+    if (
+        Path(args.out)
+        .expanduser()
+        .resolve()
+        .is_relative_to(Path(args.documents).expanduser().resolve())
+    ):
+        raise ConfigError(
+            f"OUT: {args.out} lies in {args.documents} and would be read the next time. Give "
+            "another folder."
+        )
     documents, others = read_documents(args.documents, skip_bad=args.skip_bad)
     if others:
         left = ", ".join(f"{count} {suffix}" for suffix, count in sorted(others.items()))
         print(f"left alone, no documents: {left}", file=sys.stderr)
     progress = ProgressLine(sys.stderr)
-    report = make_questions(documents, args.out, request, progress, _model(args, request, progress), others)
+    report = make_questions(
+        documents, args.out, request, progress, _model(args, request, progress), others
+    )
     print("\n".join(report.lines()))
     print(f"wrote corpus.jsonl, pages.jsonl, train.jsonl, val.jsonl and report.json to {args.out}")
     return 0
 
 
-def _model(args: argparse.Namespace, request: QuestionRequest, progress: ProgressLine) -> Compose | None:
+def _model(
+    args: argparse.Namespace, request: QuestionRequest, progress: ProgressLine
+) -> Compose | None:
     """What composes the questions with a model; None for the rules."""
     from rlflow.errors import ConfigError
     from rlflow_environments.common.endpoint import ChatEndpoint
@@ -110,7 +115,9 @@ def _model(args: argparse.Namespace, request: QuestionRequest, progress: Progres
         return None
     if args.endpoint is None or args.model is None:
         missing = "--model NAME" if args.model is None else "--endpoint URL"
-        raise ConfigError(f"a model that writes the questions needs --endpoint and --model; {missing} is missing.")
+        raise ConfigError(
+            f"a model that writes the questions needs --endpoint and --model; {missing} is missing."
+        )
     endpoint = ChatEndpoint(
         args.endpoint,
         args.model,

@@ -1,4 +1,5 @@
-"""A folder of text, Markdown, HTML and JSON Lines as documents: a title and paragraphs of plain text."""
+"""A folder of text, Markdown, HTML and JSON Lines as documents: a title and paragraphs of plain
+text."""
 
 from __future__ import annotations
 
@@ -19,8 +20,8 @@ _LONGEST_TITLE = 120
 
 @dataclass(frozen=True)
 class Document:
-    """name: its path in the folder, for JSON Lines with `#line`. paragraphs: plain text, white space collapsed. url: where the
-    row of a JSON Lines file has one, else `doc://name`."""
+    """name: its path in the folder, for JSON Lines with `#line`. paragraphs: plain text, white
+    space collapsed. url: where the row of a JSON Lines file has one, else `doc://name`."""
 
     name: str
     title: str
@@ -32,10 +33,14 @@ class Document:
         return "\n\n".join(self.paragraphs)
 
 
-def read_documents(folder: str | Path, *, skip_bad: bool = False) -> tuple[list[Document], dict[str, int]]:
-    """(the documents in the order of their names, {suffix, or "empty": number of files that are no documents}).
+def read_documents(
+    folder: str | Path, *, skip_bad: bool = False
+) -> tuple[list[Document], dict[str, int]]:
+    """(the documents in the order of their names, {suffix, or "empty": number of files that are no
+    documents}).
 
-    Hidden files are left alone. Raises DataError: nothing to read; files or rows that cannot be read, unless `skip_bad`.
+    Hidden files are left alone. Raises DataError: nothing to read; files or rows that cannot be
+    read, unless `skip_bad`.
     """
     root = Path(folder).expanduser()
     files = [root] if root.is_file() else sorted(path for path in root.rglob("*") if path.is_file())
@@ -69,7 +74,8 @@ Found = Iterator[tuple[str, "Document | BadRow"]]
 
 
 def _one(read: Callable[[bytes, str], tuple[str, list[str]]]) -> Callable[[Path, str], Found]:
-    """A reader of files that hold one document each. read: (content, name without suffix) -> (title, paragraphs)."""
+    """A reader of files that hold one document each. read: (content, name without suffix) ->
+    (title, paragraphs)."""
 
     def reader(path: Path, name: str) -> Found:
         try:
@@ -77,7 +83,10 @@ def _one(read: Callable[[bytes, str], tuple[str, list[str]]]) -> Callable[[Path,
         except UnicodeDecodeError as problem:
             yield name, BadRow(f"not UTF-8 ({problem.reason} at byte {problem.start})")
             return
-        yield name, Document(name, _clean(title)[:_LONGEST_TITLE], _cleaned(paragraphs), f"doc://{name}")
+        yield (
+            name,
+            Document(name, _clean(title)[:_LONGEST_TITLE], _cleaned(paragraphs), f"doc://{name}"),
+        )
 
     return reader
 
@@ -88,7 +97,11 @@ def _decoded(content: bytes) -> str:
 
 def _plain(content: bytes, stem: str) -> tuple[str, list[str]]:
     """A first line that stands alone and is no sentence is the title."""
-    paragraphs = [paragraph.strip() for paragraph in re.split(r"\n[ \t]*\n", _decoded(content)) if paragraph.strip()]
+    paragraphs = [
+        paragraph.strip()
+        for paragraph in re.split(r"\n[ \t]*\n", _decoded(content))
+        if paragraph.strip()
+    ]
     first = paragraphs[0] if paragraphs else ""
     if first and "\n" not in first and len(first) <= _LONGEST_TITLE and first[-1] not in ".!?:;,":
         return first, paragraphs[1:]
@@ -100,7 +113,9 @@ def _markdown(content: bytes, stem: str) -> tuple[str, list[str]]:
     with needing(".md documents", install_command("search")):
         from markdown_it import MarkdownIt
     title, paragraphs, heading = "", [], False
-    for token in MarkdownIt("commonmark").enable("table").parse(_FRONT_MATTER.sub("", _decoded(content))):
+    for token in (
+        MarkdownIt("commonmark").enable("table").parse(_FRONT_MATTER.sub("", _decoded(content)))
+    ):
         if token.type in ("heading_open", "heading_close"):
             heading = token.type == "heading_open"
         elif token.type == "inline":
@@ -113,7 +128,13 @@ def _markdown(content: bytes, stem: str) -> tuple[str, list[str]]:
 
 
 def _inline(token: Any) -> str:
-    return " " if token.type in ("softbreak", "hardbreak") else "" if token.type == "html_inline" else token.content
+    return (
+        " "
+        if token.type in ("softbreak", "hardbreak")
+        else ""
+        if token.type == "html_inline"
+        else token.content
+    )
 
 
 def _html(content: bytes, stem: str) -> tuple[str, list[str]]:
@@ -122,7 +143,14 @@ def _html(content: bytes, stem: str) -> tuple[str, list[str]]:
         import bs4
     page = bs4.BeautifulSoup(content, "html.parser")
     heading = page.find("h1")
-    title = next((found.get_text(" ") for found in (heading, page.title) if found and found.get_text().strip()), "")
+    title = next(
+        (
+            found.get_text(" ")
+            for found in (heading, page.title)
+            if found and found.get_text().strip()
+        ),
+        "",
+    )
     for tag in page([*_NOT_TEXT, "title"]):
         tag.decompose()
     if heading is not None:
@@ -153,7 +181,12 @@ def _json_lines(path: Path, name: str) -> Found:
         paragraphs = _cleaned(re.split(r"\n[ \t]*\n", text))
         yield (
             where,
-            Document(where, _clean(title) or _readable(path.stem), paragraphs, str(row.get("url") or f"doc://{where}")),
+            Document(
+                where,
+                _clean(title) or _readable(path.stem),
+                paragraphs,
+                str(row.get("url") or f"doc://{where}"),
+            ),
         )
 
 

@@ -1,7 +1,8 @@
-"""Names and facts in English prose, by rule: a table of phrases that state a relation, and the questions that ask for it.
+"""Names and facts in English prose, by rule: a table of phrases that state a relation, and the
+questions that ask for it.
 
-The rules prefer leaving a fact out to getting it wrong. What no phrase of the table states can still be asked for as a blank in its
-sentence; that works for any language with capital letters.
+The rules prefer leaving a fact out to getting it wrong. What no phrase of the table states can
+still be asked for as a blank in its sentence; that works for any language with capital letters.
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ from dataclasses import dataclass
 BLANK = "blank"
 _CAPITAL = "A-Z\u00c0-\u00d6\u00d8-\u00de\u0386-\u03ab\u0400-\u042f"
 _WORD = rf"[{_CAPITAL}][\w'’-]*"
-NAME = rf"{_WORD}(?:\s+(?:(?:of|de|da|di|van|von|du|bin|al)\s+(?:(?:the|der|den|la|le)\s+)?)?{_WORD})*"
+NAME = (
+    rf"{_WORD}(?:\s+(?:(?:of|de|da|di|van|von|du|bin|al)\s+(?:(?:the|der|den|la|le)\s+)?)?{_WORD})*"
+)
 _NAME = re.compile(r"(?<![\w/.@-])" + NAME)
 _YEAR = re.compile(r"\b1\d{3}\b|\b20\d{2}\b")
 _LEADING = {"the", "a", "an", "in", "on", "at", "by", "from", "of", "to", "for", "with", "as", "it", "he", "she", "they", "his", "her",
@@ -22,14 +25,15 @@ _LEADING = {"the", "a", "an", "in", "on", "at", "by", "from", "of", "to", "for",
             "first", "here", "who", "what", "which", "where", "how", "why", "i", "we", "you", "my", "our", "your", "both", "because",
             "however", "today", "later", "then", "also", "under", "over", "near", "between", "through", "into", "about",
             "only", "even", "once", "so", "such", "like", "another", "other", "several", "what's", "it's"}  # fmt: skip
-"""Words that are capitalised because a sentence begins with them, not because they belong to a name."""
+"""Words that are capitalised because a sentence begins with them, not because they belong to a
+name."""
 
 
 @dataclass(frozen=True)
 class PhrasedRelation:
-    """phrases: how prose states it, with {s} and {o}. questions: with {s}. description: a noun phrase for the object, by which a
-    question names it without its name; empty where there is none. keyword: what a query adds to the subject. object: `name` or
-    `year`."""
+    """phrases: how prose states it, with {s} and {o}. questions: with {s}. description: a noun
+    phrase for the object, by which a question names it without its name; empty where there is none.
+    keyword: what a query adds to the subject. object: `name` or `year`."""
 
     name: str
     phrases: tuple[str, ...]
@@ -79,8 +83,9 @@ PHRASED_RELATIONS: tuple[PhrasedRelation, ...] = (
 
 @dataclass(frozen=True)
 class Fact:
-    """What a sentence states. relation: a name in PHRASED_RELATIONS, or BLANK. question: with {s} for the subject. description: of the
-    object, by which another question can name it. query: what finds the sentence."""
+    """What a sentence states. relation: a name in PHRASED_RELATIONS, or BLANK. question: with {s}
+    for the subject. description: of the object, by which another question can name it. query: what
+    finds the sentence."""
 
     subject: str
     relation: str
@@ -95,18 +100,26 @@ def _compiled(phrase: str, relation: PhrasedRelation) -> re.Pattern[str]:
     object_ = NAME if relation.object == "name" else _YEAR.pattern
     slots = {"s": rf"(?:[Tt]he )?(?P<s>(?>{NAME}))", "o": rf"(?P<o>(?>{object_}))"}
     first = re.sub(r"^the ", "[Tt]he ", phrase)
-    # A phrase begins its sentence, so that "the tower of X was built by Y" is not about X; an object that goes on with "and" is
+    # A phrase begins its sentence, so that "the tower of X was built by Y" is not about X; an
+    # object that goes on with "and" is
     # only a part of the answer.
     return re.compile("^" + first.format(**slots) + r"(?=$|[,.;:]|\s(?!and\b|or\b))")
 
 
-_PHRASES = [(relation, _compiled(phrase, relation)) for relation in PHRASED_RELATIONS for phrase in relation.phrases]
+_PHRASES = [
+    (relation, _compiled(phrase, relation))
+    for relation in PHRASED_RELATIONS
+    for phrase in relation.phrases
+]
 _PRONOUN = re.compile(r"^(?:He|She|It|They)\b")
 
 
 def names_in(text: str) -> list[str]:
-    """The names of a text, in order, each once; a word that merely begins a sentence is no part of one."""
-    return list(dict.fromkeys(name for match in _NAME.finditer(text) if (name := _without_lead(match[0]))))
+    """The names of a text, in order, each once; a word that merely begins a sentence is no part of
+    one."""
+    return list(
+        dict.fromkeys(name for match in _NAME.finditer(text) if (name := _without_lead(match[0])))
+    )
 
 
 def _without_lead(name: str) -> str:
@@ -118,8 +131,11 @@ def _without_lead(name: str) -> str:
 
 
 def resolve_pronoun(sentence: str, title: str) -> str:
-    """The sentence with the document's title in place of the pronoun that begins it, where the title is a name."""
-    return _PRONOUN.sub(title, sentence) if _NAME.fullmatch(title.removeprefix("The ")) else sentence
+    """The sentence with the document's title in place of the pronoun that begins it, where the
+    title is a name."""
+    return (
+        _PRONOUN.sub(title, sentence) if _NAME.fullmatch(title.removeprefix("The ")) else sentence
+    )
 
 
 def facts_of(sentence: str, title: str) -> Iterator[Fact]:
@@ -129,11 +145,21 @@ def facts_of(sentence: str, title: str) -> Iterator[Fact]:
         found = phrase.search(text)
         if found is None:
             continue
-        subject, object_ = _with_article(_without_lead(found["s"]), title), _without_lead(found["o"]) or found["o"]
+        subject, object_ = (
+            _with_article(_without_lead(found["s"]), title),
+            _without_lead(found["o"]) or found["o"],
+        )
         if not subject or not object_ or subject == object_ or _has_title_cut(object_, text):
             continue
         description = relation.description.format(s=subject) if relation.description else ""
-        yield Fact(subject, relation.name, object_, relation.questions, description, f"{subject} {relation.keyword}")
+        yield Fact(
+            subject,
+            relation.name,
+            object_,
+            relation.questions,
+            description,
+            f"{subject} {relation.keyword}",
+        )
 
 
 def _with_article(subject: str, title: str) -> str:
@@ -142,7 +168,8 @@ def _with_article(subject: str, title: str) -> str:
 
 
 def _has_title_cut(name: str, text: str) -> bool:
-    """Whether the name goes on behind what was found (a lower-case particle that the rules do not know)."""
+    """Whether the name goes on behind what was found (a lower-case particle that the rules do not
+    know)."""
     return re.search(re.escape(name) + r"[-–]\w", text) is not None
 
 
@@ -152,7 +179,8 @@ def _merely_begins(name: str, text: str) -> bool:
 
 
 def blank_of(sentence: str, title: str, known: frozenset[str] | set[str]) -> Fact | None:
-    """The sentence with a blank in place of one of its names: a title of another document if there is one, else the last name.
+    """The sentence with a blank in place of one of its names: a title of another document if there
+    is one, else the last name.
 
     None where the sentence names nothing else that a search could start from.
     """

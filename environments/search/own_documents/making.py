@@ -1,4 +1,5 @@
-"""Documents to question files, one stage after the other, with an account of everything that was left out."""
+"""Documents to question files, one stage after the other, with an account of everything that was
+left out."""
 
 from __future__ import annotations
 
@@ -14,24 +15,37 @@ from rlflow.errors import DataError
 from rlflow.storage.files import write_json
 from rlflow.values import PositiveInt, Range, Share, checked
 from rlflow_environments.common.progress import StageProgress
-from rlflow_environments.retrieval.corpus import Corpus, Passage, write_corpus, write_pages, write_rows
+from rlflow_environments.retrieval.corpus import (
+    Corpus,
+    Passage,
+    write_corpus,
+    write_pages,
+    write_rows,
+)
 from rlflow_environments.retrieval.indices import make_retriever
 from rlflow_environments.search.own_documents.candidates import Candidate, compose, find_facts
 from rlflow_environments.search.own_documents.documents import CONVERT, Document
 from rlflow_environments.search.own_documents.english import BLANK
 from rlflow_environments.search.own_documents.passages import MAX_CHARACTERS, cut_passages
 from rlflow_environments.search.own_documents.screening import REASONS, retrievable, screen
-from rlflow_environments.search.own_documents.splitting import mixed, separate, split, validation_documents
+from rlflow_environments.search.own_documents.splitting import (
+    mixed,
+    separate,
+    split,
+    validation_documents,
+)
 
 Compose = Callable[[Sequence[Passage], Sequence[int], set[int], "Counter[str]"], list[Candidate]]
-"""(passages, the document of each, documents kept for validation, what was left out by reason) -> candidates."""
+"""(passages, the document of each, documents kept for validation, what was left out by reason) ->
+candidates."""
 
 
 @dataclass(frozen=True)
 class QuestionRequest:
-    """train, val: questions of each, at the most. val_share: of the documents, kept for validation. multi_hop: share of two-hop
-    questions. retriever, top_k: an answer must be among so many passages that this retriever finds. blanks: also ask for blanks
-    in sentences, where rules compose the questions."""
+    """train, val: questions of each, at the most. val_share: of the documents, kept for validation.
+    multi_hop: share of two-hop questions. retriever, top_k: an answer must be among so many
+    passages that this retriever finds. blanks: also ask for blanks in sentences, where rules
+    compose the questions."""
 
     train: PositiveInt = 2000
     val: PositiveInt = 200
@@ -51,8 +65,8 @@ class QuestionRequest:
 
 @dataclass
 class QuestionReport:
-    """What was read, composed, left out by reason (see screening.REASONS), and written. asked: questions at the most; by_rule: no
-    model composed them."""
+    """What was read, composed, left out by reason (see screening.REASONS), and written. asked:
+    questions at the most; by_rule: no model composed them."""
 
     documents: int = 0
     asked: int = 0
@@ -68,10 +82,12 @@ class QuestionReport:
     def lines(self) -> list[str]:
         """The report as text."""
         shown = [
-            f"{self.documents:,} documents, {self.passages:,} passages, {self.candidates:,} candidate questions; left out:"
+            f"{self.documents:,} documents, {self.passages:,} passages, {self.candidates:,} "
+            "candidate questions; left out:"
         ]
         shown += [
-            f"  {self.dropped[reason]:7,}  {reason}: {REASONS.get(reason, '')}" for reason in _in_order(self.dropped)
+            f"  {self.dropped[reason]:7,}  {reason}: {REASONS.get(reason, '')}"
+            for reason in _in_order(self.dropped)
         ]
         for name, counts in (("train", self.train), ("val", self.val)):
             kinds = ", ".join(f"{count:,} {kind}" for kind, count in sorted(counts.items()))
@@ -79,15 +95,19 @@ class QuestionReport:
         return [*shown, *self.advice()]
 
     def advice(self) -> list[str]:
-        """What a user ought to know of these questions, a sentence each: files that nobody read, too few or poor questions."""
-        unread = [(suffix, count) for suffix, count in sorted(self.not_read.items()) if suffix in CONVERT]
+        """What a user ought to know of these questions, a sentence each: files that nobody read,
+        too few or poor questions."""
+        unread = [
+            (suffix, count) for suffix, count in sorted(self.not_read.items()) if suffix in CONVERT
+        ]
         told = [f"NOT READ: {count:,} {suffix}{_conversion(suffix)}" for suffix, count in unread]
         made, asked = sum(self.train.values()) + sum(self.val.values()), self.asked
         if self.by_rule and (made < 0.5 * asked or self.blanks > 0.5 * made):
             told.append(
-                f"NOTE: {made:,} of {asked:,} questions that were asked for, {self.blanks:,} of them blanks in sentences. "
-                "The rules read plain statements in English (born in, wrote, capital of, ...). A model asks better about "
-                "other prose: --endpoint URL --model NAME."
+                f"NOTE: {made:,} of {asked:,} questions that were asked for, {self.blanks:,} of "
+                "them blanks in sentences. The rules read plain statements in English (born in, "
+                "wrote, capital of, ...). A model asks better about other prose: --endpoint URL "
+                "--model NAME."
             )
         return told
 
@@ -100,15 +120,18 @@ def make_questions(
     ask: Compose | None = None,
     not_read: Mapping[str, int] = MappingProxyType({}),
 ) -> QuestionReport:
-    """Writes corpus.jsonl, pages.jsonl, train.jsonl, val.jsonl and report.json to a folder; returns the report.
+    """Writes corpus.jsonl, pages.jsonl, train.jsonl, val.jsonl and report.json to a folder; returns
+    the report.
 
-    ask: composes the candidates instead of the rules. not_read: {suffix: files} beside the documents, for the report.
-    Equal documents, requests and candidates give equal files.
-    Raises ConfigError: values out of range; DataError: no question is left for training or for validation.
+    ask: composes the candidates instead of the rules. not_read: {suffix: files} beside the
+    documents, for the report. Equal documents, requests and candidates give equal files. Raises
+    ConfigError: values out of range; DataError: no question is left for training or for validation.
     """
     request.check()
     folder, asked = Path(out).expanduser(), request.train + request.val
-    report = QuestionReport(documents=len(documents), asked=asked, by_rule=ask is None, not_read=dict(not_read))
+    report = QuestionReport(
+        documents=len(documents), asked=asked, by_rule=ask is None, not_read=dict(not_read)
+    )
     passages, owners = cut_passages(documents, request.max_characters)
     report.passages = len(passages)
     write_corpus(folder / "corpus.jsonl", passages)
@@ -118,7 +141,9 @@ def make_questions(
     if ask is not None:
         candidates = ask(passages, owners, held_out, report.dropped)
     else:
-        candidates = compose(find_facts(passages, blanks=request.blanks), random.Random(f"{request.seed}/phrasing"))
+        candidates = compose(
+            find_facts(passages, blanks=request.blanks), random.Random(f"{request.seed}/phrasing")
+        )
     report.candidates = len(candidates) + report.dropped["unreadable"]
     candidates = screen(candidates, passages, report.dropped)
     retriever = make_retriever(request.retriever, Corpus(folder / "corpus.jsonl"))
@@ -129,7 +154,10 @@ def make_questions(
     train, val = separate(train, val, request.val, report.dropped)
     report.dropped["surplus"] += max(0, len(train) - request.train)
     for name, chosen in (("train", train[: request.train]), ("val", val)):
-        rows = [_row(f"{name}-{number}", candidate, passages, owners, documents) for number, candidate in enumerate(chosen)]
+        rows = [
+            _row(f"{name}-{number}", candidate, passages, owners, documents)
+            for number, candidate in enumerate(chosen)
+        ]
         setattr(report, name, Counter(row["kind"] for row in rows))
         report.blanks += sum(BLANK in row["made_by"].split() for row in rows)
         write_rows(folder / f"{name}.jsonl", rows)
@@ -143,7 +171,11 @@ def _conversion(suffix: str) -> str:
 
 
 def _row(
-    name: str, candidate: Candidate, passages: Sequence[Passage], owners: Sequence[int], documents: Sequence[Document]
+    name: str,
+    candidate: Candidate,
+    passages: Sequence[Passage],
+    owners: Sequence[int],
+    documents: Sequence[Document],
 ) -> dict[str, Any]:
     evidence = list(dict.fromkeys(hop.passage for hop in candidate.hops))
     return {
@@ -171,7 +203,9 @@ def _pages(documents: Sequence[Document]) -> dict[str, str]:
 def _in_order(dropped: Counter[str]) -> list[str]:
     known = list(REASONS)
     reasons = [reason for reason, count in dropped.items() if count]
-    return sorted(reasons, key=lambda reason: known.index(reason) if reason in known else len(known))
+    return sorted(
+        reasons, key=lambda reason: known.index(reason) if reason in known else len(known)
+    )
 
 
 def _write_report(path: Path, report: QuestionReport, request: QuestionRequest) -> None:
@@ -194,6 +228,7 @@ def _check_enough(report: QuestionReport, folder: Path) -> None:
             most = max(report.dropped, key=lambda reason: report.dropped[reason], default="")
             why = f"; most were left out for {most}: {REASONS.get(most, '')}" if most else ""
             raise DataError(
-                f"{folder}: no {name} question is left of {report.candidates} candidates from {report.documents} documents{why}. "
-                "Give more documents, another --seed or --val-share, or let a model write the questions (--endpoint)."
+                f"{folder}: no {name} question is left of {report.candidates} candidates from "
+                f"{report.documents} documents{why}. Give more documents, another --seed or "
+                "--val-share, or let a model write the questions (--endpoint)."
             )

@@ -11,7 +11,9 @@ from rlflow_environments.search.own_documents.documents import Document
 MAX_CHARACTERS = 1000
 
 _END = re.compile(r"(?<=[.!?])[\"'”’)\]]*\s+(?=[\"'“‘(\[]?[^\W_a-z])|(?<=[。！？])")
-_ABBREVIATION = re.compile(r"(?:\b(?:[A-Z]|Mr|Mrs|Ms|Dr|St|Prof|Sr|Jr|vs|No|Vol|Fig|cf|ca|approx|e\.g|i\.e|etc))\.$")
+_ABBREVIATION = re.compile(
+    r"(?:\b(?:[A-Z]|Mr|Mrs|Ms|Dr|St|Prof|Sr|Jr|vs|No|Vol|Fig|cf|ca|approx|e\.g|i\.e|etc))\.$"
+)
 
 
 def split_sentences(paragraph: str) -> list[str]:
@@ -32,15 +34,17 @@ def cut_passages(
 ) -> tuple[list[Passage], list[int]]:
     """(passages in the order of the documents, the document's number of each passage).
 
-    A passage has the title and the URL of its document and at most `max_characters` of its text: whole sentences, and only a
-    longer sentence is cut itself.
+    A passage has the title and the URL of its document and at most `max_characters` of its text:
+    whole sentences, and only a longer sentence is cut itself.
     """
     passages: list[Passage] = []
     owners: list[int] = []
     for number, document in enumerate(documents):
         for text in _pieces(document, max_characters):
             contents = make_contents(document.title, text)
-            passages.append(Passage(f"p{len(passages):06d}", document.title, contents, document.url))
+            passages.append(
+                Passage(f"p{len(passages):06d}", document.title, contents, document.url)
+            )
             owners.append(number)
     return passages, owners
 

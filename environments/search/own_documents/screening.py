@@ -30,7 +30,9 @@ REASONS = {
 _BATCH = 256
 
 
-def screen(candidates: Sequence[Candidate], passages: Sequence[Passage], dropped: Counter[str]) -> list[Candidate]:
+def screen(
+    candidates: Sequence[Candidate], passages: Sequence[Passage], dropped: Counter[str]
+) -> list[Candidate]:
     """The candidates that hold by themselves; `dropped` counts the others by reason."""
     kept: list[Candidate] = []
     for candidate in candidates:
@@ -47,11 +49,15 @@ def _fault(candidate: Candidate, passages: Sequence[Passage]) -> str:
         return "empty_answer"
     if contains_gold(candidate.question, [candidate.answer]):
         return "answer_in_question"
-    if any(not contains_gold(passages[hop.passage].contents, [hop.answer]) for hop in candidate.hops):
+    if any(
+        not contains_gold(passages[hop.passage].contents, [hop.answer]) for hop in candidate.hops
+    ):
         return "not_in_documents"
     if len(candidate.hops) > 1:
         first, last = candidate.hops[0], candidate.hops[-1]
-        shortcut = first.passage == last.passage or contains_gold(passages[first.passage].contents, [candidate.answer])
+        shortcut = first.passage == last.passage or contains_gold(
+            passages[first.passage].contents, [candidate.answer]
+        )
         if shortcut or contains_gold(candidate.question, [first.answer]):
             return "one_hop_suffices"
     return ""
@@ -75,7 +81,8 @@ def _unambiguous(candidates: Sequence[Candidate], dropped: Counter[str]) -> list
 
 
 def _asked(candidate: Candidate) -> list[tuple[str, str]]:
-    """What is asked, as keys that equal questions share: the question, and the query of each of several hops."""
+    """What is asked, as keys that equal questions share: the question, and the query of each of
+    several hops."""
     hops = [(f"query {hop.query}", hop.answer) for hop in candidate.hops]
     return [(f"question {normalize_answer(candidate.question)}", candidate.answer), *hops]
 
@@ -87,7 +94,8 @@ def retrievable(
     dropped: Counter[str],
     progress: StageProgress = lambda stage, done, total: None,
 ) -> list[Candidate]:
-    """The candidates each of whose hops is answered by one of the `top_k` passages that its query brings."""
+    """The candidates each of whose hops is answered by one of the `top_k` passages that its query
+    brings."""
     queries = list(dict.fromkeys(hop.query for candidate in candidates for hop in candidate.hops))
     found: dict[str, str] = {}
     for start in range(0, len(queries), _BATCH):
@@ -95,6 +103,10 @@ def retrievable(
         for query, results in zip(batch, retriever.search(batch, top_k), strict=True):
             found[query] = "\n".join(passage.contents for passage in results)
         progress("searching for the answers", start + len(batch), len(queries))
-    kept = [candidate for candidate in candidates if all(contains_gold(found[hop.query], [hop.answer]) for hop in candidate.hops)]
+    kept = [
+        candidate
+        for candidate in candidates
+        if all(contains_gold(found[hop.query], [hop.answer]) for hop in candidate.hops)
+    ]
     dropped["not_retrieved"] += len(candidates) - len(kept)
     return kept

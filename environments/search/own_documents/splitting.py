@@ -15,11 +15,13 @@ from rlflow_environments.search.rewards.scoring import contains_gold, normalize_
 T = TypeVar("T")
 
 MOST_LOST_SHARE = 0.05
-"""Of the training questions: a validation question whose names would cost more of them is left out instead."""
+"""Of the training questions: a validation question whose names would cost more of them is left out
+instead."""
 
 
 def validation_documents(documents: Sequence[Document], share: float, seed: int) -> set[int]:
-    """The documents that are kept for validation: chosen by seed and name alone, so that new documents move no old one."""
+    """The documents that are kept for validation: chosen by seed and name alone, so that new
+    documents move no old one."""
     limit = share * 2**64
 
     def drawn(document: Document) -> int:
@@ -29,9 +31,13 @@ def validation_documents(documents: Sequence[Document], share: float, seed: int)
 
 
 def split(
-    candidates: Sequence[Candidate], owners: Sequence[int], held_out: set[int], dropped: Counter[str]
+    candidates: Sequence[Candidate],
+    owners: Sequence[int],
+    held_out: set[int],
+    dropped: Counter[str],
 ) -> tuple[list[Candidate], list[Candidate]]:
-    """(training, validation) candidates by the documents of their passages; owners: the document of each passage."""
+    """(training, validation) candidates by the documents of their passages; owners: the document of
+    each passage."""
     sides: dict[bool, list[Candidate]] = {False: [], True: []}
     for candidate in candidates:
         of = {owners[hop.passage] in held_out for hop in candidate.hops}
@@ -45,10 +51,11 @@ def split(
 def separate(
     train: Sequence[Candidate], val: Sequence[Candidate], wanted_val: int, dropped: Counter[str]
 ) -> tuple[list[Candidate], list[Candidate]]:
-    """(training, validation) without leaks: no name or answer of a validation question occurs in a training question or answer.
+    """(training, validation) without leaks: no name or answer of a validation question occurs in a
+    training question or answer.
 
-    Validation questions are taken in their order until there are enough; each takes the training questions that share a name with
-    it out, or, where these are too many, is left out itself.
+    Validation questions are taken in their order until there are enough; each takes the training
+    questions that share a name with it out, or, where these are too many, is left out itself.
     """
     mentions = _Mentions(train)
     lost: set[int] = set()
@@ -71,7 +78,10 @@ class _Mentions:
     """Which questions mention a name, in their text, their answer or their facts."""
 
     def __init__(self, candidates: Sequence[Candidate]) -> None:
-        self._texts = [" | ".join([candidate.question, candidate.answer, *sorted(candidate.names)]) for candidate in candidates]
+        self._texts = [
+            " | ".join([candidate.question, candidate.answer, *sorted(candidate.names)])
+            for candidate in candidates
+        ]
         self._by_word: dict[str, set[int]] = {}
         for number, text in enumerate(self._texts):
             for word in normalize_answer(text).split():
@@ -83,13 +93,20 @@ class _Mentions:
         for name in names:
             words = [self._by_word.get(word, set()) for word in name.split()]
             if words:
-                found |= {number for number in set.intersection(*words) if contains_gold(self._texts[number], [name])}
+                found |= {
+                    number
+                    for number in set.intersection(*words)
+                    if contains_gold(self._texts[number], [name])
+                }
         return found
 
 
 def in_turns(groups: Mapping[str, Sequence[T]], generator: random.Random) -> list[T]:
-    """The members of all groups, each group shuffled: one of each group in random order, then the next of each, and so on."""
-    shuffled = [generator.sample(list(members), len(members)) for _, members in sorted(groups.items())]
+    """The members of all groups, each group shuffled: one of each group in random order, then the
+    next of each, and so on."""
+    shuffled = [
+        generator.sample(list(members), len(members)) for _, members in sorted(groups.items())
+    ]
     ordered: list[T] = []
     for rank in range(max(map(len, shuffled), default=0)):
         turn = [members[rank] for members in shuffled if rank < len(members)]
@@ -97,8 +114,11 @@ def in_turns(groups: Mapping[str, Sequence[T]], generator: random.Random) -> lis
     return ordered
 
 
-def mixed(candidates: Sequence[Candidate], multi_hop_share: float, generator: random.Random) -> list[Candidate]:
-    """The candidates in an order of which every beginning has about this share of two-hop questions, as long as both last."""
+def mixed(
+    candidates: Sequence[Candidate], multi_hop_share: float, generator: random.Random
+) -> list[Candidate]:
+    """The candidates in an order of which every beginning has about this share of two-hop
+    questions, as long as both last."""
     by_kind: dict[int, dict[str, list[Candidate]]] = {1: {}, 2: {}}
     for candidate in candidates:
         by_kind[min(2, len(candidate.hops))].setdefault(candidate.kind, []).append(candidate)

@@ -1,4 +1,5 @@
-"""Questions that a language model writes about passages: single ones, and ones over two passages of which one names the other."""
+"""Questions that a language model writes about passages: single ones, and ones over two passages of
+which one names the other."""
 
 from __future__ import annotations
 
@@ -49,10 +50,14 @@ Pair = tuple[int, int]
 
 
 def ask_model(endpoint: ChatEndpoint, request: QuestionRequest, progress: StageProgress) -> Compose:
-    """What composes candidates with a model: passages and linked pairs, drawn by seed, for each side of the split its share."""
+    """What composes candidates with a model: passages and linked pairs, drawn by seed, for each
+    side of the split its share."""
 
     def compose(
-        passages: Sequence[Passage], owners: Sequence[int], held_out: set[int], dropped: Counter[str]
+        passages: Sequence[Passage],
+        owners: Sequence[int],
+        held_out: set[int],
+        dropped: Counter[str],
     ) -> list[Candidate]:
         draw = random.Random(f"{request.seed}/asked")
         pairs = linked_pairs(passages, owners)
@@ -60,16 +65,24 @@ def ask_model(endpoint: ChatEndpoint, request: QuestionRequest, progress: StageP
         chosen: list[Pair] = []
         for side, wanted in ((False, request.train), (True, request.val)):
             rows = [row for row in range(len(passages)) if (owners[row] in held_out) is side]
-            links = [pair for pair in pairs if all((owners[row] in held_out) is side for row in pair)]
+            links = [
+                pair for pair in pairs if all((owners[row] in held_out) is side for row in pair)
+            ]
             number = math.ceil(OVERSAMPLING * wanted * request.multi_hop)
             chosen += draw.sample(links, min(number, len(links)))
             rest = math.ceil(OVERSAMPLING * wanted) - min(number, len(links))
             singles += draw.sample(rows, min(math.ceil(rest / PER_PASSAGE), len(rows)))
         prompts = [single_prompt(passages[row]) for row in singles]
         prompts += [pair_prompt(passages[first], passages[second]) for first, second in chosen]
-        answers = endpoint.complete(prompts, lambda done, total: progress("asking the model", done, total))
+        answers = endpoint.complete(
+            prompts, lambda done, total: progress("asking the model", done, total)
+        )
         replies = zip(answers, [*((row,) for row in singles), *chosen], strict=True)
-        return [candidate for text, rows in replies for candidate in _candidates(text, rows, passages, dropped)]
+        return [
+            candidate
+            for text, rows in replies
+            for candidate in _candidates(text, rows, passages, dropped)
+        ]
 
     return compose
 
@@ -79,11 +92,14 @@ def single_prompt(passage: Passage) -> str:
 
 
 def pair_prompt(first: Passage, second: Passage) -> str:
-    return MULTI.format(title=first.title, text=first.body, bridge=second.title, bridge_text=second.body)
+    return MULTI.format(
+        title=first.title, text=first.body, bridge=second.title, bridge_text=second.body
+    )
 
 
 def linked_pairs(passages: Sequence[Passage], owners: Sequence[int]) -> list[Pair]:
-    """(row, row) of passages of different documents of which the first names the second's title; the first passage of a title."""
+    """(row, row) of passages of different documents of which the first names the second's title;
+    the first passage of a title."""
     titled: dict[str, int] = {}
     for row, passage in enumerate(passages):
         titled.setdefault(passage.title, row)
@@ -91,7 +107,9 @@ def linked_pairs(passages: Sequence[Passage], owners: Sequence[int]) -> list[Pai
         (row, titled[name])
         for row, passage in enumerate(passages)
         for name in names_in(passage.body)
-        if name in titled and owners[titled[name]] != owners[row] and passages[titled[name]].title != passage.title
+        if name in titled
+        and owners[titled[name]] != owners[row]
+        and passages[titled[name]].title != passage.title
     ]
 
 
@@ -103,7 +121,13 @@ def _candidates(
         dropped["unreadable"] += 1
     for question, answer in found if len(rows) == 1 else found[:1]:
         if len(rows) == 1:
-            yield Candidate(question, answer, "model", (Hop(question, answer, rows[0]),), names_of(question, answer))
+            yield Candidate(
+                question,
+                answer,
+                "model",
+                (Hop(question, answer, rows[0]),),
+                names_of(question, answer),
+            )
             continue
         bridge = passages[rows[1]].title
         hops = (Hop(question, bridge, rows[0]), Hop(f"{bridge} {question}", answer, rows[1]))
@@ -118,7 +142,8 @@ def _outermost(text: str) -> str:
 
 
 def read_reply(text: str) -> Iterator[tuple[str, str]]:
-    """The (question, answer) pairs of a reply: JSON, alone or among other text, an object or a list of them.
+    """The (question, answer) pairs of a reply: JSON, alone or among other text, an object or a list
+    of them.
 
     What a model thinks aloud before it replies is not read."""
     try:
@@ -126,7 +151,15 @@ def read_reply(text: str) -> Iterator[tuple[str, str]]:
     except (ValueError, RecursionError):
         return
     for item in content if isinstance(content, list) else [content]:
-        question, answer = (item.get(key) for key in ("question", "answer")) if isinstance(item, dict) else (None, None)
-        answered = isinstance(answer, (str, int, float)) and not isinstance(answer, bool) and str(answer).strip()
+        question, answer = (
+            (item.get(key) for key in ("question", "answer"))
+            if isinstance(item, dict)
+            else (None, None)
+        )
+        answered = (
+            isinstance(answer, (str, int, float))
+            and not isinstance(answer, bool)
+            and str(answer).strip()
+        )
         if isinstance(question, str) and question.strip() and answered:
             yield question.strip(), str(answer).strip()

@@ -37,8 +37,8 @@ class Result:
 
 @dataclass(frozen=True)
 class Reading:
-    """What a response asks for. calls: tools to use. ends: the episode is over. message: what is answered where no tool is used;
-    invalid: whether that is because the response made no sense."""
+    """What a response asks for. calls: tools to use. ends: the episode is over. message: what is
+    answered where no tool is used; invalid: whether that is because the response made no sense."""
 
     calls: tuple[Call, ...] = ()
     ends: bool = False
@@ -74,7 +74,9 @@ class Protocol(ABC):
     scores_unfinished: bool = True
     """Whether an episode that reaches its limit is scored by what it has written so far."""
 
-    def __init__(self, tools: Sequence[Tool] = ("search",), max_document_characters: int | None = None) -> None:
+    def __init__(
+        self, tools: Sequence[Tool] = ("search",), max_document_characters: int | None = None
+    ) -> None:
         """tools: those enabled. max_document_characters: of one document."""
         self.enabled = tuple(tools)
         given = max_document_characters
@@ -106,6 +108,7 @@ class Protocol(ABC):
 
 
 def last_block(tag: str, text: str) -> str | None:
-    """The content of the last `<tag>...</tag>`, stripped; of nested openings the innermost; None without one."""
+    """The content of the last `<tag>...</tag>`, stripped; of nested openings the innermost; None
+    without one."""
     found = blocks(tag, text)
     return found[-1].rpartition(f"<{tag}>")[2].strip() if found else None

@@ -1,6 +1,7 @@
 """The protocol of models that are trained on tool calls: JSON in the form of their chat template.
 
-Source of the search tool and its results: verl `tools/search_tool.py`, `tools/utils/search_r1_like_utils.py`.
+Source of the search tool and its results: verl `tools/search_tool.py`,
+`tools/utils/search_r1_like_utils.py`.
 """
 
 from __future__ import annotations
@@ -18,15 +19,18 @@ from rlflow_environments.search.protocols.text import neutralize_tags
 
 PAGE_CHARACTERS = 25_000
 PROMPT = (
-    "Answer the question. Think it over first, look up what you do not know with the tools, and write only the answer, without "
-    "an explanation, between <answer> and </answer> as soon as nothing is missing, for example <answer> Beijing </answer>. "
-    "Question: {question}"
+    "Answer the question. Think it over first, look up what you do not know with the tools, and "
+    "write only the answer, without an explanation, between <answer> and </answer> as soon as "
+    "nothing is missing, for example <answer> Beijing </answer>. Question: {question}"
 )
 
 
 def _schema(name: str, description: str, parameter: str, kind: Mapping[str, Any]) -> dict[str, Any]:
     parameters = {"type": "object", "properties": {parameter: dict(kind)}, "required": [parameter]}
-    return {"type": "function", "function": {"name": name, "description": description, "parameters": parameters}}
+    return {
+        "type": "function",
+        "function": {"name": name, "description": description, "parameters": parameters},
+    }
 
 
 _SCHEMAS = {
@@ -36,15 +40,19 @@ _SCHEMAS = {
         "query_list",
         {"type": "array", "items": {"type": "string"}, "description": "search queries"},
     ),
-    "access": _schema("access", "Opens a page.", "url", {"type": "string", "description": "the page's address"}),
+    "access": _schema(
+        "access", "Opens a page.", "url", {"type": "string", "description": "the page's address"}
+    ),
 }
 
 
 class Native(Protocol):
-    """Calls of the tools `search(query_list)` and `access(url)`; results come as messages of the role `tool`.
+    """Calls of the tools `search(query_list)` and `access(url)`; results come as messages of the
+    role `tool`.
 
-    Calls are read from `<tool_call>` blocks (Qwen, Hermes), or from a response that is one JSON object (Llama). A response
-    without a call ends the episode. max_turns: responses (verl's `max_assistant_turns`).
+    Calls are read from `<tool_call>` blocks (Qwen, Hermes), or from a response that is one JSON
+    object (Llama). A response without a call ends the episode. max_turns: responses (verl's
+    `max_assistant_turns`).
     """
 
     tools = ("search", "access")
@@ -55,25 +63,47 @@ class Native(Protocol):
         return tuple(_SCHEMAS[tool] for tool in self.enabled)
 
     def read(self, response: str, stop: tuple[str, ...], cut: bool) -> Reading:
-        found = [self._call(block) for block in blocks("tool_call", response) or _bare_call(response)]
+        found = [
+            self._call(block) for block in blocks("tool_call", response) or _bare_call(response)
+        ]
         calls = tuple(call for call in found if isinstance(call, Call))
         if calls or not found:
             return Reading(calls=calls, ends=not found and not cut)
-        return Reading(message=[_message(problem) for problem in found if isinstance(problem, str)], invalid=True)
+        return Reading(
+            message=[_message(problem) for problem in found if isinstance(problem, str)],
+            invalid=True,
+        )
 
     def _call(self, block: str) -> Call | str:
         """The call of a block, or what is wrong with it, for the model to read."""
         try:
             call = load_json(block.encode(errors="replace"))
-            name, arguments = call["name"], call.get("arguments", call.get("parameters"))  # Llama 3.1 writes "parameters"
-        except (ValueError, TypeError, KeyError, AttributeError, RecursionError):  # the last: a thousand brackets
+            name, arguments = (
+                call["name"],
+                call.get("arguments", call.get("parameters")),
+            )  # Llama 3.1 writes "parameters"
+        except (
+            ValueError,
+            TypeError,
+            KeyError,
+            AttributeError,
+            RecursionError,
+        ):  # the last: a thousand brackets
             return "Error: a tool call is one JSON object with 'name' and 'arguments'."
         if name not in self.enabled:
             return f"Error: the tools are {', '.join(self.enabled)}."
         arguments = arguments if isinstance(arguments, dict) else {}
-        given = arguments.get("query_list", arguments.get("query")) if name == "search" else arguments.get("url")
+        given = (
+            arguments.get("query_list", arguments.get("query"))
+            if name == "search"
+            else arguments.get("url")
+        )
         inputs = [given] if isinstance(given, str) else given
-        if not isinstance(inputs, list) or not inputs or not all(isinstance(text, str) for text in inputs):
+        if (
+            not isinstance(inputs, list)
+            or not inputs
+            or not all(isinstance(text, str) for text in inputs)
+        ):
             wanted = "'query_list', a list of texts" if name == "search" else "'url', a text"
             return f"Error: {name} takes {wanted}."
         return Call(name, tuple(text.strip() for text in inputs))
@@ -84,7 +114,8 @@ class Native(Protocol):
     def _text(self, result: Result) -> str:
         if result.call.tool == "access":
             return "\n---\n".join(
-                neutralize_tags((page or "")[:PAGE_CHARACTERS]) or "No such page." for page in result.pages
+                neutralize_tags((page or "")[:PAGE_CHARACTERS]) or "No such page."
+                for page in result.pages
             )
         if not any(result.passages):
             return NO_RESULTS

@@ -1,7 +1,9 @@
-"""The protocols around Search-R1's tags: that of Search-R1 itself (and slime), RLinf's, and SkyRL's.
+"""The protocols around Search-R1's tags: that of Search-R1 itself (and slime), RLinf's, and
+SkyRL's.
 
-Sources: Search-R1 `search_r1/llm_agent/generation.py`; RLinf `agents/searchr1`, `agents/tool_call/parsers.py`; SkyRL
-`skyrl_gym/envs/search`, `skyrl_gym/tools/search.py`. Templates of observations are theirs, sentences are ours.
+Sources: Search-R1 `search_r1/llm_agent/generation.py`; RLinf `agents/searchr1`,
+`agents/tool_call/parsers.py`; SkyRL `skyrl_gym/envs/search`, `skyrl_gym/tools/search.py`. Templates
+of observations are theirs, sentences are ours.
 """
 
 from __future__ import annotations
@@ -35,7 +37,9 @@ class SearchR1(Protocol):
     scores_unfinished = False  # it ends unanswered, which is worth nothing
 
     def responses(self, max_turns: int) -> int:
-        return max_turns + 1  # generation.py, `run_llm_loop`: after the rounds a last rollout with do_search=False
+        return (
+            max_turns + 1
+        )  # generation.py, `run_llm_loop`: after the rounds a last rollout with do_search=False
 
     def read(self, response: str, stop: tuple[str, ...], cut: bool) -> Reading:
         action = parse_action(response)
@@ -53,17 +57,22 @@ class SearchR1(Protocol):
 
 
 class RLinf(Protocol):
-    """As Search-R1 with prompts, but a response without a search ends the episode, whatever it says.
+    """As Search-R1 with prompts, but a response without a search ends the episode, whatever it
+    says.
 
     max_turns: responses, so that the last one's search would be of no use.
     """
 
-    stop = ("</search>", "</answer>")  # and 16 more in its configuration: what a tokenizer may join them with
+    stop = (
+        "</search>",
+        "</answer>",
+    )  # and 16 more in its configuration: what a tokenizer may join them with
     frame = ("\n\n<information>\n[Doc 1]():\n", "\n</information>\n<think>\n")
     document_characters = 5000
 
     def read(self, response: str, stop: tuple[str, ...], cut: bool) -> Reading:
-        # searchr1_agent_loop.py cuts at the first closing tag by hand: whatever follows it is not read, a second search neither.
+        # searchr1_agent_loop.py cuts at the first closing tag by hand: whatever follows it is not
+        # read, a second search neither.
         head, found, _ = response.partition("</search>")
         wanted = blocks("search", head + found)
         if not wanted:
@@ -78,7 +87,8 @@ class RLinf(Protocol):
 
 
 class SkyRL(Protocol):
-    """Search-R1's tags with the results as a JSON string. A response without an action is shown an empty block.
+    """Search-R1's tags with the results as a JSON string. A response without an action is shown an
+    empty block.
 
     max_turns: responses.
     """
@@ -97,7 +107,10 @@ class SkyRL(Protocol):
 
     def show(self, results: Sequence[Result]) -> list[Shown]:
         passages = results[0].passages[0]
-        documents = [f"Doc {number}: {self.document(passage).strip()}\n" for number, passage in enumerate(passages, start=1)]
+        documents = [
+            f"Doc {number}: {self.document(passage).strip()}\n"
+            for number, passage in enumerate(passages, start=1)
+        ]
         return [Shown(self._block("".join(documents) or NO_RESULTS))]
 
     def refuse(self, calls: Sequence[Call]) -> Observation:

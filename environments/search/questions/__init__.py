@@ -1,7 +1,8 @@
-"""Questions of the field's releases as tasks: RLinf, Search-R1, ASearcher, FlashRAG, and their seven evaluation sets.
+"""Questions of the field's releases as tasks: RLinf, Search-R1, ASearcher, FlashRAG, and their
+seven evaluation sets.
 
-`tables` reads rows out of files, `layouts` knows what the rows of each release look like, `sets` finds evaluation sets in a
-folder, and `reading` puts them together.
+`tables` reads rows out of files, `layouts` knows what the rows of each release look like, `sets`
+finds evaluation sets in a folder, and `reading` puts them together.
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
-"""What a row of questions looks like in each release: where its prompt, its gold answers and its id stand.
+"""What a row of questions looks like in each release: where its prompt, its gold answers and its id
+stand.
 
-    searchr1    reward_model.ground_truth.target: PeterJinGo/nq_hotpotqa_train and verl's version; reward_spec...: SkyRL's
-    rlinf       solutions, text or list: RLinf/Search-R1-Data
-    flashrag    golden_answers: RUC-NLPIR/FlashRAG_datasets
-    asearcher   answer, text or list, beside one of qid, idx, aug_answer, source: inclusionAI/ASearcher-train-data, -test-data
-    plain       answers or answer: anything else
+searchr1    reward_model.ground_truth.target: PeterJinGo/nq_hotpotqa_train and verl's version; reward_spec...: SkyRL's
+rlinf       solutions, text or list: RLinf/Search-R1-Data
+flashrag    golden_answers: RUC-NLPIR/FlashRAG_datasets
+asearcher   answer, text or list, beside one of qid, idx, aug_answer, source: inclusionAI/ASearcher-train-data, -test-data
+plain       answers or answer: anything else
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class RowFormat:
-    """golds: paths of keys, the first that is present counts. beside: at least one of these keys must be there too.
-    ids: the keys that may hold the row's id, in order."""
+    """golds: paths of keys, the first that is present counts. beside: at least one of these keys
+    must be there too. ids: the keys that may hold the row's id, in order."""
 
     name: str
     golds: tuple[str, ...]
@@ -30,7 +31,9 @@ class RowFormat:
 
     def fits(self, row: Mapping[str, Any]) -> bool:
         """Whether the row has a gold answer where this layout has it."""
-        return self.gold_path(row) is not None and (not self.beside or any(key in row for key in self.beside))
+        return self.gold_path(row) is not None and (
+            not self.beside or any(key in row for key in self.beside)
+        )
 
     def gold_path(self, row: Mapping[str, Any]) -> str | None:
         """The path at which the row's gold answers stand, None without one."""
@@ -42,7 +45,11 @@ class RowFormat:
         return f"{self.name} ({' or '.join(self.golds)}{beside})"
 
 
-_NESTED = tuple(f"{key}.ground_truth{tail}" for tail in (".target", "") for key in ("reward_model", "reward_spec"))
+_NESTED = tuple(
+    f"{key}.ground_truth{tail}"
+    for tail in (".target", "")
+    for key in ("reward_model", "reward_spec")
+)
 
 ROW_FORMATS: dict[str, RowFormat] = {
     layout.name: layout
@@ -51,7 +58,10 @@ ROW_FORMATS: dict[str, RowFormat] = {
         RowFormat("rlinf", ("solutions",)),
         RowFormat("flashrag", ("golden_answers",)),
         RowFormat(
-            "asearcher", ("answer",), ("idx", "qid", "id", "_id", "query_id"), ("qid", "idx", "aug_answer", "source")
+            "asearcher",
+            ("answer",),
+            ("idx", "qid", "id", "_id", "query_id"),
+            ("qid", "idx", "aug_answer", "source"),
         ),
         RowFormat("plain", ("answers", "answer")),
     )
@@ -85,7 +95,9 @@ def gold_answers(layout: RowFormat, row: Row) -> tuple[str, list[str]]:
 
 def row_id(layout: RowFormat, row: Row) -> str | None:
     """The row's id, None where it has none."""
-    found: Sequence[Any] = [value for path in layout.ids if (value := at_path(row, path)) is not None]
+    found: Sequence[Any] = [
+        value for path in layout.ids if (value := at_path(row, path)) is not None
+    ]
     return str(found[0]) if found else None
 
 
@@ -95,8 +107,14 @@ def prompt_of(value: Any) -> str | list[dict[str, str]]:
         return value
     if isinstance(value, list) and value and all(_is_message(message) for message in value):
         return [{"role": message["role"], "content": message["content"]} for message in value]
-    raise BadRow(f"'prompt': expected text or a list of {{role, content}} messages, found {kind_of(value)}")
+    raise BadRow(
+        f"'prompt': expected text or a list of {{role, content}} messages, found {kind_of(value)}"
+    )
 
 
 def _is_message(value: Any) -> bool:
-    return isinstance(value, dict) and isinstance(value.get("role"), str) and isinstance(value.get("content"), str)
+    return (
+        isinstance(value, dict)
+        and isinstance(value.get("role"), str)
+        and isinstance(value.get("content"), str)
+    )

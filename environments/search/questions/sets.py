@@ -22,12 +22,14 @@ _OTHER_NAMES = {
     "2wikimultihop": "2wikimultihopqa",
 }
 _PARTS = {"train": ("train",), "val": ("test", "dev", "val", "validation", "train")}
-"""Which part of a set serves a split, the first that is there: FlashRAG's order. Not every set has a test part with answers."""
+"""Which part of a set serves a split, the first that is there: FlashRAG's order. Not every set has
+a test part with answers."""
 _SUBSET = re.compile(r"(_rand\d+|_(test|dev|val|train))+$", re.IGNORECASE)
 
 
 def set_name(path: str | Path) -> str:
-    """The set that a file or folder holds, by its name: `NQ_rand1000/test.jsonl`, `nq.parquet` and `nq_dev.jsonl` are `nq`."""
+    """The set that a file or folder holds, by its name: `NQ_rand1000/test.jsonl`, `nq.parquet` and
+    `nq_dev.jsonl` are `nq`."""
     path = Path(path)
     name = path.name
     for suffix in SUFFIXES:
@@ -42,9 +44,9 @@ def set_name(path: str | Path) -> str:
 def find_sets(folder: str | Path, split: str = "val") -> dict[str, Path]:
     """{set: file} of the sets in a folder, those of EVALUATION_SETS first, in their order.
 
-    Looked for, with a suffix of SUFFIXES: `<set>/test`, else dev, val, train (FlashRAG, ASearcher-test-data); `<set>` alone or
-    with `_test`, `_dev`; and `test` in the folder itself (Search-R1: its rows name their sets).
-    Raises DataError: no set there, or one twice.
+    Looked for, with a suffix of SUFFIXES: `<set>/test`, else dev, val, train (FlashRAG,
+    ASearcher-test-data); `<set>` alone or with `_test`, `_dev`; and `test` in the folder itself
+    (Search-R1: its rows name their sets). Raises DataError: no set there, or one twice.
     """
     folder = Path(folder).expanduser()
     found: dict[str, Path] = {}
@@ -52,20 +54,23 @@ def find_sets(folder: str | Path, split: str = "val") -> dict[str, Path]:
         name = set_name(file)
         if name in found:
             raise DataError(
-                f"{folder}: the set {name} is there twice, {found[name]} and {file}. Give the file that you mean."
+                f"{folder}: the set {name} is there twice, {found[name]} and {file}. Give the file "
+                "that you mean."
             )
         found[name] = file
     if not found:
         raise DataError(
-            f"{folder}: expected a file of questions or a folder of sets, found a directory there without any. Looked for "
-            f"SET/test, dev, val or train, SET and SET_test, each as {', '.join(SUFFIXES)}; SET is {', '.join(EVALUATION_SETS)}."
+            f"{folder}: expected a file of questions or a folder of sets, found a directory there "
+            "without any. Looked for SET/test, dev, val or train, SET and SET_test, each as "
+            f"{', '.join(SUFFIXES)}; SET is {', '.join(EVALUATION_SETS)}."
         )
     order = {name: place for place, name in enumerate(EVALUATION_SETS)}
     return dict(sorted(found.items(), key=lambda item: (order.get(item[0], len(order)), item[0])))
 
 
 def _candidates(folder: Path, parts: tuple[str, ...]) -> Iterator[Path]:
-    """One file per subfolder that has a part, the files named after sets, else the folder's own part."""
+    """One file per subfolder that has a part, the files named after sets, else the folder's own
+    part."""
     nothing = True
     for child in sorted(folder.iterdir()):
         file = _part(child, parts) if child.is_dir() else child

@@ -1,4 +1,5 @@
-"""Rows out of files, by content and not by name: JSON Lines, a JSON array, either of them gzipped, parquet."""
+"""Rows out of files, by content and not by name: JSON Lines, a JSON array, either of them gzipped,
+parquet."""
 
 from __future__ import annotations
 
@@ -18,9 +19,11 @@ _PARQUET, _GZIP = b"PAR1", b"\x1f\x8b"
 
 
 def read_rows(path: str | Path, what: str) -> Iterator[tuple[str, Row | BadRow]]:
-    """(name of the row, the row or why it is none) of every row that is not blank. Names: "line 3", "item 3", "row 3", from 1.
+    """(name of the row, the row or why it is none) of every row that is not blank. Names: "line 3",
+    "item 3", "row 3", from 1.
 
-    Raises DataError: no such file, or one that is damaged as a whole; MissingPackageError: parquet without pyarrow.
+    Raises DataError: no such file, or one that is damaged as a whole; MissingPackageError: parquet
+    without pyarrow.
     """
     file = existing(path, what)
     with file.open("rb") as opened:
@@ -35,7 +38,8 @@ def _unzipped(file: Path, what: str) -> bytes:
         return gzip.decompress(file.read_bytes())
     except (OSError, EOFError, zlib.error) as problem:
         raise DataError(
-            f"{file}: expected the {what} as gzipped JSON Lines, found {problem}. Get the file again."
+            f"{file}: expected the {what} as gzipped JSON Lines, found {problem}. Get the file "
+            "again."
         ) from None
 
 
@@ -81,4 +85,6 @@ def _parquet_rows(file: Path, what: str) -> Iterator[tuple[str, Row | BadRow]]:
                 yield f"row {number}", row
     except (pyarrow.ArrowException, OSError) as problem:
         reason = str(problem).splitlines()[0]
-        raise DataError(f"{file}: expected the {what} as parquet, found {reason}. Get the file again.") from None
+        raise DataError(
+            f"{file}: expected the {what} as parquet, found {reason}. Get the file again."
+        ) from None

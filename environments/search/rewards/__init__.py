@@ -1,4 +1,5 @@
-"""Rewards by name: functions of an episode's transcript. Those of rules are always logged, side by side, as `score_<name>`."""
+"""Rewards by name: functions of an episode's transcript. Those of rules are always logged, side by
+side, as `score_<name>`."""
 
 from __future__ import annotations
 

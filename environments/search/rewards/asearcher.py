@@ -1,8 +1,9 @@
 """Rewards of ASearcher and AstraFlow, over the policy's own text.
 
-Sources: ASearcher `utils/rewards.py`, `utils/search_tool.py`, `train/asearcher.py`; AstraFlow `workflow/impl/asearcher`. The
-originals look for the words of the validity penalty in the last answer tag of the whole context, prompt and pages included;
-here, as for everything else, only what the policy wrote counts.
+Sources: ASearcher `utils/rewards.py`, `utils/search_tool.py`, `train/asearcher.py`; AstraFlow
+`workflow/impl/asearcher`. The originals look for the words of the validity penalty in the last
+answer tag of the whole context, prompt and pages included; here, as for everything else, only what
+the policy wrote counts.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from rlflow_environments.common.transcript import Transcript
 from rlflow_environments.search.rewards import scoring
 
 INVALID_QUESTION = "the question is invalid"
-"""The answer that a prompt may offer for a question without one; a prompt that holds these words allows it."""
+"""The answer that a prompt may offer for a question without one; a prompt that holds these words
+allows it."""
 VALIDITY_PENALTY = -0.5
 _PENALIZED = ("question", "invalid", "appropriate", "valid")
 
@@ -37,11 +39,13 @@ def asearcher_em(transcript: Transcript) -> float:
 
 
 def asearcher_compat(transcript: Transcript, *, base: Literal["f1", "em"] = "f1") -> float:
-    """The reward of the ASearcher recipes: base (f1 or em) times 1 or 0 for form, and the validity penalty.
+    """The reward of the ASearcher recipes: base (f1 or em) times 1 or 0 for form, and the validity
+    penalty.
 
-    Where the row has `aug_answer`, the base is 0.7 * score + 0.3 * max(score, score against it). The penalty of -0.5 replaces
-    everything else if the prompt does not offer the answer "the question is invalid" and the answer contains one of four
-    words as a substring, case-sensitively: "question mark" is punished too.
+    Where the row has `aug_answer`, the base is 0.7 * score + 0.3 * max(score, score against it).
+    The penalty of -0.5 replaces everything else if the prompt does not offer the answer "the
+    question is invalid" and the answer contains one of four words as a substring, case-sensitively:
+    "question mark" is punished too.
     """
     answer = scoring.extract_answer(transcript.model_text)
     refused = answer is not None and any(word in answer for word in _PENALIZED)
@@ -55,8 +59,8 @@ def asearcher_compat(transcript: Transcript, *, base: Literal["f1", "em"] = "f1"
 
 
 def well_formed(response: str) -> bool:
-    """Whether one response has balanced tool tags, at most one of them, no word that plays another role, and at most one
-    closing think tag."""
+    """Whether one response has balanced tool tags, at most one of them, no word that plays another
+    role, and at most one closing think tag."""
     return (
         all(response.count(f"<{tag}>") == response.count(f"</{tag}>") for tag in _TOOL_TAGS)
         and sum(response.count(f"<{tag}>") for tag in _TOOL_TAGS) <= 1
@@ -71,11 +75,14 @@ def _best(score: Callable[[str, str], float], answer: str | None, golds: Sequenc
 
 
 def _exact_match(answer: str, gold: str) -> float:
-    return float(scoring.normalize_answer(_yes_or_no(answer)) == scoring.normalize_answer(_yes_or_no(gold)))
+    return float(
+        scoring.normalize_answer(_yes_or_no(answer)) == scoring.normalize_answer(_yes_or_no(gold))
+    )
 
 
 def _f1(answer: str, gold: str) -> float:
-    """F1 of two sets of tokens; characters and runs of digits where the gold answer is Chinese. 0 if one is empty."""
+    """F1 of two sets of tokens; characters and runs of digits where the gold answer is Chinese. 0
+    if one is empty."""
     text, wanted = _spaced(_yes_or_no(answer)), _spaced(_yes_or_no(gold))
     split = _characters if _is_chinese(wanted) else lambda value: set(value.split())
     found, expected = split(text), split(wanted)

@@ -36,10 +36,12 @@ _VERDICT = re.compile(r'"judge?ment"\s*:\s*"(correct|incorrect)"', re.IGNORECASE
 
 @takes(JudgeEndpoint)
 class Judge:
-    """The reward `judge`: 1 if the model says that the last answer is correct, else 0; 0 without asking if there is none.
+    """The reward `judge`: 1 if the model says that the last answer is correct, else 0; 0 without
+    asking if there is none.
 
-    Metrics: judge_asked, judge_cached, judge_unparsable (1 if no reply could be read in all attempts: the score is 0 then). An
-    endpoint that fails after all attempts raises JudgeError: the episode is aborted and left out of loss and baseline.
+    Metrics: judge_asked, judge_cached, judge_unparsable (1 if no reply could be read in all
+    attempts: the score is 0 then). An endpoint that fails after all attempts raises JudgeError: the
+    episode is aborted and left out of loss and baseline.
     """
 
     def __init__(self, **judge: Any) -> None:
@@ -53,14 +55,20 @@ class Judge:
             return Score(0.0, {"judge_asked": 0.0, "judge_cached": 0.0, "judge_unparsable": 0.0})
         answer = answer.partition("</")[0][:LONGEST_ANSWER]
         prompt = PROMPT.format(
-            question=transcript.question, golds=json.dumps(transcript.golds), answer=json.dumps(answer)
+            question=transcript.question,
+            golds=json.dumps(transcript.golds),
+            answer=json.dumps(answer),
         )
         try:
             verdict, cached = await self._judge.verdict(prompt, read_verdict)
         except UnreadableReplyError as problem:
             logger.info("the judge's reply could not be read: %s", problem)
             return Score(0.0, {"judge_asked": 1.0, "judge_cached": 0.0, "judge_unparsable": 1.0})
-        asked = {"judge_asked": float(not cached), "judge_cached": float(cached), "judge_unparsable": 0.0}
+        asked = {
+            "judge_asked": float(not cached),
+            "judge_cached": float(cached),
+            "judge_unparsable": 0.0,
+        }
         return Score(verdict, asked)
 
     def close(self) -> None:
@@ -69,7 +77,8 @@ class Judge:
 
 
 def read_verdict(reply: str) -> float:
-    """1 if the last judgement of a reply is "correct", else 0. Raises UnreadableReply if it holds none."""
+    """1 if the last judgement of a reply is "correct", else 0. Raises UnreadableReply if it holds
+    none."""
     verdicts = _VERDICT.findall(reply)
     if not verdicts:
         raise UnreadableReply(f"expected a judgement as JSON, found {reply[-200:]!r}")

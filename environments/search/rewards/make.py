@@ -11,7 +11,11 @@ from typing import Any
 from rlflow.components import Kind
 from rlflow_environments.common.threads import beside_the_loop
 from rlflow_environments.common.transcript import Transcript
-from rlflow_environments.search.rewards.asearcher import asearcher_compat, asearcher_em, asearcher_f1
+from rlflow_environments.search.rewards.asearcher import (
+    asearcher_compat,
+    asearcher_em,
+    asearcher_f1,
+)
 from rlflow_environments.search.rewards.searchr1 import (
     searchr1_em,
     searchr1_em_format,
@@ -50,10 +54,12 @@ REWARD = Kind("reward", "rlflow_environments.search.rewards", call=1)
 
 
 def make_reward(component: str | Mapping[str, Any], where: str = "environment.reward") -> Reward:
-    """A reward by name and options: {"name": "searchr1_em_format", "structure": 0.2}, or just the name.
+    """A reward by name and options: {"name": "searchr1_em_format", "structure": 0.2}, or just the
+    name.
 
-    Names: those of RULES, judge (an LLM; options: those of `judge.Judge`), those of installed packages, `package.module:Name` and
-    `file.py:Name`. where: the place in the configuration. Raises ConfigError for an unknown name or option.
+    Names: those of RULES, judge (an LLM; options: those of `judge.Judge`), those of installed
+    packages, `package.module:Name` and `file.py:Name`. where: the place in the configuration.
+    Raises ConfigError for an unknown name or option.
     """
     made = REWARD.build(component, where)
     if not isinstance(made, functools.partial) or inspect.iscoroutinefunction(made.func):

@@ -1,6 +1,8 @@
-"""Scores of an answer against its gold answers, over the policy's own text only. Every score is in [0, 1].
+"""Scores of an answer against its gold answers, over the policy's own text only. Every score is in
+[0, 1].
 
-Sources: Search-R1 `qa_em.py`; RLinf `rewards/searchr1` (at least one answer tag, a quarter above ten tags); SQuAD for F1.
+Sources: Search-R1 `qa_em.py`; RLinf `rewards/searchr1` (at least one answer tag, a quarter above
+ten tags); SQuAD for F1.
 """
 
 from __future__ import annotations
@@ -19,7 +21,8 @@ _DELETE_PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
 def normalize_answer(text: str) -> str:
-    """Lower case, then ASCII punctuation deleted, then whole-word articles to spaces, then white space collapsed.
+    """Lower case, then ASCII punctuation deleted, then whole-word articles to spaces, then white
+    space collapsed.
 
     The order matters ("U.S.A." -> "usa") and is that of Search-R1; no Unicode normalization.
     """
@@ -41,7 +44,8 @@ def exact_match(answer: str | None, golds: Sequence[str]) -> float:
 
 
 def f1(answer: str | None, golds: Sequence[str]) -> float:
-    """The best F1 of two bags of normalized tokens over the gold answers (SQuAD 1.1); two empty bags count as equal."""
+    """The best F1 of two bags of normalized tokens over the gold answers (SQuAD 1.1); two empty
+    bags count as equal."""
     if answer is None:
         return 0.0
     tokens = normalize_answer(answer).split()
@@ -56,15 +60,16 @@ def _bag_f1(tokens: list[str], gold: list[str]) -> float:
 
 
 def contains_gold(text: str, golds: Sequence[str]) -> bool:
-    """Whether a normalized gold answer occurs in the normalized text as whole words ("no" does not occur in "north")."""
+    """Whether a normalized gold answer occurs in the normalized text as whole words ("no" does not
+    occur in "north")."""
     padded = f" {normalize_answer(text)} "
     normalized = [normalize_answer(gold) for gold in golds]
     return any(gold and f" {gold} " in padded for gold in normalized)
 
 
 def searchr1_em(model_text: str, golds: Sequence[str]) -> float:
-    """Exact match of the last answer; a quarter of it if the text has more than ten opening or more than ten closing tags."""
+    """Exact match of the last answer; a quarter of it if the text has more than ten opening or more
+    than ten closing tags."""
     score = exact_match(extract_answer(model_text), golds)
     tags = max(model_text.count("<answer>"), model_text.count("</answer>"))
     return score / 4 if tags > MAX_ANSWER_TAGS else score
-

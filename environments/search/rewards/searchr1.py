@@ -1,7 +1,9 @@
-"""Rewards of the Search-R1 family. Answers are read from the policy's own text; the order of tags from all of it.
+"""Rewards of the Search-R1 family. Answers are read from the policy's own text; the order of tags
+from all of it.
 
-Sources: Search-R1 `qa_em.py` and `qa_em_format.py`; RLinf `rewards/searchr1` for the rule above ten tags. The original needs two
-answer tags because it also reads its prompt, which shows one; without the prompt that is one.
+Sources: Search-R1 `qa_em.py` and `qa_em_format.py`; RLinf `rewards/searchr1` for the rule above ten
+tags. The original needs two answer tags because it also reads its prompt, which shows one; without
+the prompt that is one.
 """
 
 from __future__ import annotations
@@ -30,7 +32,8 @@ _ORDER = {
 
 
 def searchr1_em(transcript: Transcript) -> float:
-    """Exact match of the last answer, 1 or 0; a quarter of it above ten opening or closing answer tags (RLinf)."""
+    """Exact match of the last answer, 1 or 0; a quarter of it above ten opening or closing answer
+    tags (RLinf)."""
     return scoring.searchr1_em(transcript.model_text, transcript.golds)
 
 
@@ -46,7 +49,8 @@ def searchr1_subem(transcript: Transcript) -> float:
 def searchr1_em_format(
     transcript: Transcript, *, structure: float = 0.2, final: float = 0.1, retrieval: float = 0.0
 ) -> float:
-    """Exact match with credit for form (Search-R1 v0.3; the defaults are those of its launch script).
+    """Exact match with credit for form (Search-R1 v0.3; the defaults are those of its launch
+    script).
 
     | answer        | tags in order | gold in an information block | reward                |
     |---|---|---|---|
@@ -57,7 +61,9 @@ def searchr1_em_format(
     | wrong         | no            |                              | final                 |
     | none          | no            |                              | 0                     |
     """
-    opened = "<think>" if transcript.prompt_text.rstrip().endswith("<think>") else ""  # some prompts begin the thought
+    opened = (
+        "<think>" if transcript.prompt_text.rstrip().endswith("<think>") else ""
+    )  # some prompts begin the thought
     in_order = tags_in_order(opened + transcript.whole_text)
     answer = scoring.extract_answer(transcript.model_text)
     if scoring.exact_match(answer, transcript.golds):
@@ -67,9 +73,11 @@ def searchr1_em_format(
     return final if answer is not None else 0.0
 
 
-def searchr1_f1_plus(transcript: Transcript, *, no_search: float = 0.1, no_answer: float = 0.1) -> float:
-    """F1 of the last answer's words, less a penalty where the policy never searched and one where it never answered: F1+ of
-    Search-R1++, arXiv 2602.19526. From -0.2 to 1."""
+def searchr1_f1_plus(
+    transcript: Transcript, *, no_search: float = 0.1, no_answer: float = 0.1
+) -> float:
+    """F1 of the last answer's words, less a penalty where the policy never searched and one where
+    it never answered: F1+ of Search-R1++, arXiv 2602.19526. From -0.2 to 1."""
     text = transcript.model_text
     answer = scoring.extract_answer(text)
     penalties = no_search * (not blocks("search", text)) + no_answer * (answer is None)
@@ -77,8 +85,8 @@ def searchr1_f1_plus(transcript: Transcript, *, no_search: float = 0.1, no_answe
 
 
 def tags_in_order(text: str) -> bool:
-    """Whether the text is think, (search, information, think) any number of times, answer, with only white space between,
-    before and after, and every kind of tag balanced."""
+    """Whether the text is think, (search, information, think) any number of times, answer, with
+    only white space between, before and after, and every kind of tag balanced."""
     if any(text.count(f"<{tag}>") != text.count(f"</{tag}>") for tag in _TAGS):
         return False
     state = "start"
@@ -96,7 +104,8 @@ def tags_in_order(text: str) -> bool:
 
 
 def _gold_retrieved(transcript: Transcript) -> bool:
-    """Whether a normalized gold answer is a substring of an information block that the policy was shown."""
+    """Whether a normalized gold answer is a substring of an information block that the policy was
+    shown."""
     shown = [block for text in transcript.observations for block in blocks("information", text)]
     normalized = [scoring.normalize_answer(block) for block in shown]
     golds = [scoring.normalize_answer(gold) for gold in transcript.golds]

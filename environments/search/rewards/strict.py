@@ -1,7 +1,9 @@
-"""A stricter exact match of our own: it distinguishes what Search-R1's takes for equal although it is not.
+"""A stricter exact match of our own: it distinguishes what Search-R1's takes for equal although it
+is not.
 
-Search-R1 deletes punctuation and articles, so that "1.5" equals "15", "-5" equals "5", "C++" equals "C" and "the" equals "an";
-and it knows neither Unicode forms nor numbers, so that "1,000" differs from "one thousand".
+Search-R1 deletes punctuation and articles, so that "1.5" equals "15", "-5" equals "5", "C++" equals
+"C" and "the" equals "an"; and it knows neither Unicode forms nor numbers, so that "1,000" differs
+from "one thousand".
 """
 
 from __future__ import annotations
@@ -16,7 +18,18 @@ from rlflow_environments.search.rewards import scoring
 
 _UNITS = [
     *("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"),
-    *("ten", "eleven", "twelve", "thirteen", "fourteen", "fifteen", "sixteen", "seventeen", "eighteen", "nineteen"),
+    *(
+        "ten",
+        "eleven",
+        "twelve",
+        "thirteen",
+        "fourteen",
+        "fifteen",
+        "sixteen",
+        "seventeen",
+        "eighteen",
+        "nineteen",
+    ),
 ]
 _TENS = ["twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ninety"]
 _SMALL = {word: number for number, word in enumerate(_UNITS)} | {
@@ -24,7 +37,9 @@ _SMALL = {word: number for number, word in enumerate(_UNITS)} | {
 }
 _SCALES = {"hundred": 100, "thousand": 1000, "million": 10**6, "billion": 10**9}
 _DASHES = dict.fromkeys(map(ord, "\u2010\u2011\u2012\u2013\u2014\u2015\u2212"), "-")
-_QUOTES = dict.fromkeys(map(ord, "\u2018\u2019\u201b\u02bc"), "'") | dict.fromkeys(map(ord, "\u201c\u201d\u201e"), '"')
+_QUOTES = dict.fromkeys(map(ord, "\u2018\u2019\u201b\u02bc"), "'") | dict.fromkeys(
+    map(ord, "\u201c\u201d\u201e"), '"'
+)
 _INITIALS = re.compile(r"\b(?:[^\W\d_]\.){2,}")
 _TOKEN = re.compile(
     r"(?<![\w.])[-+]?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?(?![\w])"  # a number; a sign counts where nothing precedes it
@@ -35,11 +50,14 @@ _ARTICLES = ("a", "an", "the")
 
 
 def strict_em(transcript: Transcript) -> float:
-    """1 if the last answer and a gold answer are the same tokens, else 0; see `strict_tokens`. Nothing equals nothing is 0, and
-    so is an answer among more than ten answer tags."""
+    """1 if the last answer and a gold answer are the same tokens, else 0; see `strict_tokens`.
+    Nothing equals nothing is 0, and so is an answer among more than ten answer tags."""
     text = transcript.model_text
     answer = scoring.extract_answer(text)
-    if answer is None or max(text.count("<answer>"), text.count("</answer>")) > scoring.MAX_ANSWER_TAGS:
+    if (
+        answer is None
+        or max(text.count("<answer>"), text.count("</answer>")) > scoring.MAX_ANSWER_TAGS
+    ):
         return 0.0
     tokens = strict_tokens(answer)
     return float(bool(tokens) and any(tokens == strict_tokens(gold) for gold in transcript.golds))
@@ -48,9 +66,9 @@ def strict_em(transcript: Transcript) -> float:
 def strict_tokens(text: str) -> list[str]:
     """The tokens of an answer that count: NFKC, case folded, one article in front dropped.
 
-    Numbers are values: "1,000.50", "1000.5" are one token, and so are "twenty-one" and "21", "two thousand" and "2000". A
-    sign counts in front of a number, signs such as % and + as tokens of their own. Other punctuation only separates;
-    "U.S.A." is "usa".
+    Numbers are values: "1,000.50", "1000.5" are one token, and so are "twenty-one" and "21", "two
+    thousand" and "2000". A sign counts in front of a number, signs such as % and + as tokens of
+    their own. Other punctuation only separates; "U.S.A." is "usa".
     """
     folded = unicodedata.normalize("NFKC", text).casefold().translate(_DASHES | _QUOTES)
     folded = unicodedata.normalize("NFC", folded)
@@ -78,9 +96,11 @@ def _numbers(tokens: list[str]) -> Iterator[str]:
 
 
 def _spelled(tokens: list[str], start: int) -> tuple[int, int]:
-    """(how many tokens from `start` on spell a number, the number); (0, 0) if there is no number word there.
+    """(how many tokens from `start` on spell a number, the number); (0, 0) if there is no number
+    word there.
 
-    "two hundred and five thousand" is (5, 205000); "twenty one" is 21, but "one two" is two numbers.
+    "two hundred and five thousand" is (5, 205000); "twenty one" is 21, but "one two" is two
+    numbers.
     """
     total = group = used = 0
     last = None  # the last small number word, which only a unit after tens may follow
@@ -93,13 +113,17 @@ def _spelled(tokens: list[str], start: int) -> tuple[int, int]:
             group, last, used = group + _SMALL[token], _SMALL[token], place + 1
         elif token in _SCALES and used == place and group:
             scale = _SCALES[token]
-            if scale == 100 and group >= 100:  # "hundred hundred hundred": no number, and one of any length
+            if (
+                scale == 100 and group >= 100
+            ):  # "hundred hundred hundred": no number, and one of any length
                 break
             if scale == 100:
                 group *= 100
             else:
                 total, group = total + group * scale, 0
             last, used = None, place + 1
-        elif not (token == "and" and used == place and used and tokens[start + place - 1] in _SCALES):
+        elif not (
+            token == "and" and used == place and used and tokens[start + place - 1] in _SCALES
+        ):
             break
     return used, total + group

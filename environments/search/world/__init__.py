@@ -1,1 +1,2 @@
-"""The embedded encyclopedia: a fictional world, its questions, demonstrations, and the shell of its starting policy."""
+"""The embedded encyclopedia: a fictional world, its questions, demonstrations, and the shell of its
+starting policy."""

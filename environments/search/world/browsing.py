@@ -1,7 +1,9 @@
-"""Demonstrations of the ASearcher protocol in a world of excerpts: a search shows how articles begin, their pages hold the facts.
+"""Demonstrations of the ASearcher protocol in a world of excerpts: a search shows how articles
+begin, their pages hold the facts.
 
-A look-up takes four responses: a search, a thought about its results, the access of a page, and a thought that says what the page
-told; once that is said, the page gives way to its first characters. The observations are those of the protocol itself.
+A look-up takes four responses: a search, a thought about its results, the access of a page, and a
+thought that says what the page told; once that is said, the page gives way to its first characters.
+The observations are those of the protocol itself.
 """
 
 from __future__ import annotations
@@ -32,8 +34,9 @@ Part = tuple[str, bool]
 
 @dataclass(frozen=True)
 class Haste:
-    """How often a demonstration goes wrong. guess: answers without a look-up. unread: answers with what the excerpts show,
-    without a page. give_up: answers with what the first page told, where there are two."""
+    """How often a demonstration goes wrong. guess: answers without a look-up. unread: answers with
+    what the excerpts show, without a page. give_up: answers with what the first page told, where
+    there are two."""
 
     guess: float = 0.0
     unread: float = 0.0
@@ -51,19 +54,28 @@ class Browsed:
     turns: tuple[tuple[str, Shown], ...]
 
     def context(self, upto: int, start: int = 0) -> list[Part]:
-        """What the policy has before it when it has written turns `start` to `upto`, and wrote there: every page that was read
-        before turn `start` in its short form."""
+        """What the policy has before it when it has written turns `start` to `upto`, and wrote
+        there: every page that was read before turn `start` in its short form."""
         parts: list[Part] = [(self.prompt, False)]
         for number, (response, shown) in enumerate(self.turns[: upto + 1]):
             read = number + 1 < start and shown.short is not None
-            parts += [(response, number >= start), (str(shown.short if read else shown.full), False)]
+            parts += [
+                (response, number >= start),
+                (str(shown.short if read else shown.full), False),
+            ]
         return parts
 
     def segments(self) -> list[list[Part]]:
-        """The contexts of the episode, as a rollout makes them: another one begins where a page has been read."""
-        ends = [number + 1 for number, (_, shown) in enumerate(self.turns) if shown.short is not None]
+        """The contexts of the episode, as a rollout makes them: another one begins where a page has
+        been read."""
+        ends = [
+            number + 1 for number, (_, shown) in enumerate(self.turns) if shown.short is not None
+        ]
         starts = [0, *(end + 1 for end in ends)]
-        return [self.context(end, start) for start, end in zip(starts, [*ends, len(self.turns) - 1], strict=True)]
+        return [
+            self.context(end, start)
+            for start, end in zip(starts, [*ends, len(self.turns) - 1], strict=True)
+        ]
 
 
 def browse(generator: random.Random, haste: Haste = Haste(), top_k: int = 3) -> Browsed:
@@ -71,7 +83,10 @@ def browse(generator: random.Random, haste: Haste = Haste(), top_k: int = 3) -> 
     half = make_half(generator, "train", SMALL_WORLD)
     kind = generator.choices(list(SHARES), list(SHARES.values()))[0]
     question = questions(half, generator, 1, {kind: 1.0})[0]
-    return Browsed(render_prompt("short", question.text), tuple(_Tour(generator, half, top_k).turns(question, haste)))
+    return Browsed(
+        render_prompt("short", question.text),
+        tuple(_Tour(generator, half, top_k).turns(question, haste)),
+    )
 
 
 class _Tour:
@@ -91,13 +106,23 @@ class _Tour:
             lead = f"I need the {keyword}." if hop == 0 else f"{finding} Next the {keyword}."
             entities = results(self._generator, self._half, subject, self._top_k)
             query = Call("search", (f"{subject} {keyword}",))
-            turns.append((f"<think> {lead}</think><search> {query.inputs[0]}</search>", self._found(query, entities)))
+            turns.append(
+                (
+                    f"<think> {lead}</think><search> {query.inputs[0]}</search>",
+                    self._found(query, entities),
+                )
+            )
             if hop == 0 and fate < haste.guess + haste.unread:
                 said = self._generator.choice(list(entities[0].facts.values()))
                 return [*turns, (" This will do.</think>", Shown("")), _answer("", said)]
             turns.append((f" The page of {subject}.</think>", Shown("")))
             page = Call("access", (page_url(self._seed, self._half.entities[subject]),))
-            turns.append((f"<access> {page.inputs[0]}</access>", self._opened(page, self._half.entities[subject])))
+            turns.append(
+                (
+                    f"<access> {page.inputs[0]}</access>",
+                    self._opened(page, self._half.entities[subject]),
+                )
+            )
             finding = f"The {keyword} is {found}."
             turns.append((f" {finding}</think>", Shown("")))
             if hop == 0 and len(question.chain) > 1 and self._generator.random() < haste.give_up:
@@ -107,7 +132,10 @@ class _Tour:
 
     def _found(self, call: Call, entities: list[Entity]) -> Shown:
         passages = [
-            Passage(one.name, one.name, make_contents(one.name, excerpt(one)), page_url(self._seed, one)) for one in entities
+            Passage(
+                one.name, one.name, make_contents(one.name, excerpt(one)), page_url(self._seed, one)
+            )
+            for one in entities
         ]
         return self._protocol.show([Result(call, passages=[passages])])[0]
 
@@ -116,4 +144,6 @@ class _Tour:
 
 
 def _answer(thought: str, said: str) -> tuple[str, Shown]:
-    return (f"<think> {thought}</think>" if thought else "") + f"<answer> {said}</answer>", Shown("")
+    return (f"<think> {thought}</think>" if thought else "") + f"<answer> {said}</answer>", Shown(
+        ""
+    )

@@ -1,7 +1,9 @@
-"""Demonstrations of the search protocol in worlds that are drawn afresh for each of them, skilful or clumsy.
+"""Demonstrations of the search protocol in worlds that are drawn afresh for each of them, skilful
+or clumsy.
 
-A demonstration is a prompt and turns of (response, observation). Skilful ones look up every fact of a question's chain. Clumsy
-ones guess, search without naming anything, or stop after the first hop: behaviour for reinforcement learning to correct.
+A demonstration is a prompt and turns of (response, observation). Skilful ones look up every fact of
+a question's chain. Clumsy ones guess, search without naming anything, or stop after the first hop:
+behaviour for reinforcement learning to correct.
 """
 
 from __future__ import annotations
@@ -21,8 +23,8 @@ SHARES = {"one_hop": 0.35, "two_hop": 0.5, "comparison": 0.15}
 
 @dataclass(frozen=True)
 class Clumsiness:
-    """How often a demonstration goes wrong. guess: answers without a search. vague: its first search names nothing. give_up:
-    answers with what the first hop found, where there are two."""
+    """How often a demonstration goes wrong. guess: answers without a search. vague: its first
+    search names nothing. give_up: answers with what the first hop found, where there are two."""
 
     guess: float = 0.0
     vague: float = 0.0
@@ -35,7 +37,9 @@ class Demonstration:
     turns: tuple[tuple[str, str], ...]  # (response, observation); the last observation is empty
 
 
-def demonstrate(generator: random.Random, clumsiness: Clumsiness = Clumsiness(), top_k: int = 3) -> Demonstration:
+def demonstrate(
+    generator: random.Random, clumsiness: Clumsiness = Clumsiness(), top_k: int = 3
+) -> Demonstration:
     """One demonstration in a fresh world of the training pool."""
     half = make_half(generator, "train", SMALL_WORLD)
     kind = generator.choices(list(SHARES), list(SHARES.values()))[0]
@@ -49,7 +53,9 @@ def _turns(
 ) -> list[tuple[str, str]]:
     fate = generator.random()
     if fate < clumsiness.guess:
-        return [(f"<think> I think I know.</think><answer> {guess(generator, question)}</answer>", "")]
+        return [
+            (f"<think> I think I know.</think><answer> {guess(generator, question)}</answer>", "")
+        ]
     turns: list[tuple[str, str]] = []
     finding = ""
     if fate < clumsiness.guess + clumsiness.vague:
@@ -58,7 +64,9 @@ def _turns(
         query = f"<search> the {relation.keyword}</search>"
         turns.append((f"<think> I need the {relation.keyword}.</think>{query}", _observe(passages)))
         if generator.random() < 0.7:
-            answer = generator.choice([name for entity in passages for name in entity.facts.values()])
+            answer = generator.choice(
+                [name for entity in passages for name in entity.facts.values()]
+            )
             return [*turns, (f"<think> This will do.</think><answer> {answer}</answer>", "")]
     for hop, (subject, relation, found) in enumerate(question.chain):
         keyword = RELATIONS[relation].keyword
@@ -68,7 +76,10 @@ def _turns(
         finding = f"The {keyword} is {found}."
         if hop == 0 and len(question.chain) > 1 and generator.random() < clumsiness.give_up:
             answer = found if question.kind == "two_hop" else guess(generator, question)
-            return [*turns, (f"<think> {finding} This will do.</think><answer> {answer}</answer>", "")]
+            return [
+                *turns,
+                (f"<think> {finding} This will do.</think><answer> {answer}</answer>", ""),
+            ]
     return [*turns, (f"<think> {finding}</think><answer> {question.answer}</answer>", "")]
 
 
@@ -83,8 +94,8 @@ def guess(generator: random.Random, question: Question) -> str:
 
 
 def results(generator: random.Random, half: Half, subject: str, top_k: int) -> list[Entity]:
-    """What a search for the subject brings: its article, mostly in front, among others that name it or that
-    are of its kind, where there are any."""
+    """What a search for the subject brings: its article, mostly in front, among others that name it
+    or that are of its kind, where there are any."""
     right = half.entities[subject]
     others = [entity for entity in half.entities.values() if entity is not right]
     generator.shuffle(others)
@@ -99,16 +110,23 @@ def results(generator: random.Random, half: Half, subject: str, top_k: int) -> l
 
 
 def _observe(entities: list[Entity]) -> str:
-    passages = [Passage(entity.name, entity.name, make_contents(entity.name, entity.text), "") for entity in entities]
+    passages = [
+        Passage(entity.name, entity.name, make_contents(entity.name, entity.text), "")
+        for entity in entities
+    ]
     return format_observation(passages)
 
 
 def repeated_names(generator: random.Random, most_words: int = 40) -> tuple[str, str]:
-    """(said once, said again in other orders): a few names of one or two words, which a network learns copying from.
+    """(said once, said again in other orders): a few names of one or two words, which a network
+    learns copying from.
 
     Order and number vary, so that only the names themselves tell how they go on."""
     names = NameSource(generator, "train")
-    drawn = [generator.choice([names.word, names.person])() for _ in range(generator.randrange(3, most_words // 3 + 3))]
+    drawn = [
+        generator.choice([names.word, names.person])()
+        for _ in range(generator.randrange(3, most_words // 3 + 3))
+    ]
     again: list[str] = []
     while len(again) < most_words:
         again += generator.sample(drawn, len(drawn))

@@ -15,14 +15,14 @@ import pytest
 
 from rlflow.cluster.pool import WorkerPool
 from rlflow.cluster.slots import PoolLimits, WorkerGone
-from rlflow.cluster.worker_flow import WorkerFlow
 from rlflow.errors import ConfigError, RLFlowError, RolloutError
 from rlflow.rollout.engine import Completion
 from rlflow.rollout.episodes import Attempt, TurnSeeds
-from rlflow.rollout.flow import Begun, Ended, Lost, News
-from rlflow.rollout.flow_submission import FlowSubmission
+from rlflow.rollout.groups import Groups, Terms
+from rlflow.rollout.pacing import ANY_AGE, Pacing
+from rlflow.rollout.players import Begun, Ended, Event, Lost, RemotePlayer
 from rlflow.rollout.weight_sync import WeightProbe
-from rlflow.rollout.workers import Loaded, PlayedAttempt, PlayOrder, Update, WorkerFacts, WorkerNews
+from rlflow.rollout.workers import Loaded, PlayedAttempt, Update, WorkerFacts, WorkerNews
 from rlflow.types import StopReason, Task, Trajectory
 from tests.waiting import until
 
@@ -47,7 +47,7 @@ class Worker:
         self.name, self.workers = name, workers
         self.threads = ThreadPoolExecutor(4)
         self.version, self.dead, self.stopped = 0, False, threading.Event()
-        self.played: list[PlayOrder] = []
+        self.played: list[Sequence[Attempt]] = []  # by job
         self.news: tuple[list[Begun], list[PlayedAttempt]] = ([], [])
         self.lock = threading.Lock()
 
@@ -87,19 +87,19 @@ class Worker:
         versions = [update.version] * 2
         return Loaded(update.version, [Completion([1, 2], [-float(kept)] * 2, versions, "length")])
 
-    def play(self, plays: list[PlayOrder]) -> None:
-        self.played += plays
-        for play in plays:
-            for one in play.attempts:
+    def play(self, jobs: list[Sequence[Attempt]]) -> None:
+        self.played += jobs
+        for job in jobs:
+            for one in job:
                 with self.lock:
-                    self.news[0].append(Begun(one.request_id, self.version, 1.0))
+                    self.news[0].append(Begun(one.request_id, self.version))
                 if not self.workers.hold:
                     self.end(one)
 
     def end(self, one: Attempt) -> None:
         name = f"{one.group_id}#{one.number}@{self.name}"
         with self.lock:
-            self.news[1].append(PlayedAttempt(one.request_id, np.frombuffer(name.encode(), dtype=np.uint8), 2.0))
+            self.news[1].append(PlayedAttempt(one.request_id, np.frombuffer(name.encode(), dtype=np.uint8)))
 
     def cancel(self, names: list[str]) -> None:
         self.workers.cancelled += names
@@ -124,48 +124,47 @@ def pool_of(workers: Workers, count: int = 2, limits: PoolLimits = LIMITS) -> cl
     return closing(WorkerPool(workers, count, trajectory, limits))
 
 
-def start(flow: WorkerFlow, count: int, name: str = "a", of_a_lane: int = 1) -> None:
-    for number in range(count):
-        flow.start(attempt(f"{name}{number}"), lane=number // of_a_lane)
+def start(player: RemotePlayer, count: int, name: str = "a", of_a_group: int = 1) -> None:
+    player.start([attempt(f"{name}{number}", f"g{number // of_a_group}") for number in range(count)])
 
 
-def heard(flow: WorkerFlow, enough: Callable[[list[News]], bool]) -> list[News]:
-    found: list[News] = []
-    until(lambda: enough(found) or found.extend(flow.news(0.05)))
+def heard(player: RemotePlayer, enough: Callable[[list[Event]], bool]) -> list[Event]:
+    found: list[Event] = []
+    until(lambda: enough(found) or found.extend(player.events(0.05)))
     return found
 
 
-def ends(found: list[News]) -> list[str]:
+def ends(found: list[Event]) -> list[str]:
     return [item.request_id for item in found if isinstance(item, Ended)]
 
 
-def losses(found: list[News]) -> list[str]:
+def losses(found: list[Event]) -> list[str]:
     return [item.request_id for item in found if isinstance(item, Lost)]
 
 
 def test_every_attempt_ends_once_and_says_on_which_worker_it_began() -> None:
     workers = Workers()
     with pool_of(workers) as pool:
-        flow = pool.flow()
-        start(flow, 20, of_a_lane=4)
-        found = heard(flow, lambda found: len(ends(found)) == 20)
+        player = RemotePlayer(pool)
+        start(player, 20, of_a_group=4)
+        found = heard(player, lambda found: len(ends(found)) == 20)
     assert sorted(ends(found)) == sorted(f"a{number}" for number in range(20))
     assert {item.worker for item in found if isinstance(item, Begun)} == {"0", "1"}
 
 
-def test_attempts_of_a_lane_stay_together_and_no_worker_gets_more_than_it_has_room_for() -> None:
+def test_attempts_of_a_group_stay_together_and_no_worker_gets_more_than_it_has_room_for() -> None:
     workers = Workers(hold=True, places=4)
     with pool_of(workers) as pool:
         until(lambda: len(workers.made) == 2 and pool.counts()["workers/up"] == 2)
-        flow = pool.flow()
-        start(flow, 12, of_a_lane=4)
-        heard(flow, lambda found: len(found) == 8)
-        given = [[one.request_id for play in worker.played for one in play.attempts] for worker in workers.made]
+        player = RemotePlayer(pool)
+        start(player, 12, of_a_group=4)
+        heard(player, lambda found: len(found) == 8)
+        given = [[one.request_id for job in worker.played for one in job] for worker in workers.made]
         assert sorted(given) == [["a0", "a1", "a2", "a3"], ["a4", "a5", "a6", "a7"]]
         for play in workers.made[0].played[:4]:
-            workers.made[0].end(play.attempts[0])
-        heard(flow, lambda found: len(found) == 8)  # four ends, four begin in their places
-        assert flow.news(0.1) == []
+            workers.made[0].end(play[0])
+        heard(player, lambda found: len(found) == 8)  # four ends, four begin in their places
+        assert player.events(0.1) == []
 
 
 @pytest.mark.parametrize("how", ["dies", "hangs", "is late"])
@@ -173,28 +172,28 @@ def test_a_worker_that_fails_loses_its_attempts_and_another_process_takes_its_pl
     workers = Workers(hold=True)
     limits = replace(LIMITS, attempt_s=0.5) if how == "is late" else LIMITS
     with pool_of(workers, limits=limits) as pool:
-        flow = pool.flow()
-        start(flow, 8, of_a_lane=4)
-        begun = heard(flow, lambda found: len(found) == 8)
+        player = RemotePlayer(pool)
+        start(player, 8, of_a_group=4)
+        begun = heard(player, lambda found: len(found) == 8)
         victim, other = workers.made[:2]
         mine = {item.request_id for item in begun if isinstance(item, Begun) and item.worker == victim.name}
         for play in other.played:
-            other.end(play.attempts[0])
-        found = heard(flow, lambda found: len(ends(found)) == 4)
+            other.end(play[0])
+        found = heard(player, lambda found: len(ends(found)) == 4)
         if how == "dies":
             victim.dead = True
         elif how == "hangs":
             victim.stopped.set()
-        found += heard(flow, lambda found: len(losses(found)) == 4)
+        found += heard(player, lambda found: len(losses(found)) == 4)
         assert set(losses(found)) == mine and not mine & set(ends(found))
         assert victim.dead  # whatever it was, it is killed
         victim.stopped.clear()
         for play in victim.played:
-            victim.end(play.attempts[0])  # a late result
+            victim.end(play[0])  # a late result
         until(lambda: len(workers.made) >= 3)
         workers.hold = False
-        flow.start(attempt("b"), lane=0)
-        assert ends(heard(flow, lambda found: len(ends(found)) == 1)) == ["b"]
+        player.start([attempt("b")])
+        assert ends(heard(player, lambda found: len(ends(found)) == 1)) == ["b"]
         counts = pool.counts()
     assert counts["workers/attempts_lost"] == 4 and counts["workers/restarts"] >= 1
 
@@ -205,9 +204,9 @@ def test_reads_of_weights_are_counted_and_whether_they_were_deltas() -> None:
         assert "workers/weights_mib" not in pool.counts()
         for version in (1, 2):
             pool.update(Update(version, "here"))
-            flow = pool.flow()
-            start(flow, 8, f"{version}/")
-            heard(flow, lambda found: len(ends(found)) == 8)
+            player = RemotePlayer(pool)
+            start(player, 8, f"{version}/")
+            heard(player, lambda found: len(ends(found)) == 8)
             until(lambda: all(slot.version == version for slot in pool._slots))  # noqa: B023 -- called here
             counts = pool.counts()
             assert (counts["workers/weights_mib"], counts["workers/weights_delta"]) == (6.0, version - 1.0)
@@ -219,15 +218,15 @@ def test_a_worker_gets_no_attempt_before_it_has_the_newest_weights_nor_does_a_ne
         until(lambda: pool.counts()["workers/up"] == 2)
         for version in (1, 2, 5):
             pool.update(Update(version, "here"))
-            flow = pool.flow()
-            start(flow, 8, f"{version}/")
-            found = heard(flow, lambda found: len(ends(found)) == 8)
+            player = RemotePlayer(pool)
+            start(player, 8, f"{version}/")
+            found = heard(player, lambda found: len(ends(found)) == 8)
             assert {item.version for item in found if isinstance(item, Begun)} == {version}
         workers.made[0].dead = True
         until(lambda: len(workers.made) == 3)
         until(lambda: workers.made[2].version == 5)
-        flow.start(attempt("x"), lane=0)
-        heard(flow, lambda found: len(ends(found)) == 1)
+        player.start([attempt("x")])
+        heard(player, lambda found: len(ends(found)) == 1)
 
 
 def test_weights_that_cannot_be_read_cost_the_worker_its_place_and_at_last_the_run() -> None:
@@ -235,12 +234,12 @@ def test_weights_that_cannot_be_read_cost_the_worker_its_place_and_at_last_the_r
     workers.unreadable = True
     with pool_of(workers) as pool:
         pool.update(Update(1, "here"))
-        flow = pool.flow()
-        flow.start(attempt("a"), lane=0)
+        player = RemotePlayer(pool)
+        player.start([attempt("a")])
         with pytest.raises(
             RolloutError, match=r"not one of 2 workers has been up .*a tensor is not what was published"
         ):
-            heard(flow, lambda _: False)
+            heard(player, lambda _: False)
     assert len(workers.made) == 2 * LIMITS.failures
 
 
@@ -255,9 +254,9 @@ def test_a_worker_that_keeps_failing_is_quarantined_and_the_others_go_on(caplog:
             return "is not started again" in caplog.text
 
         until(quarantined)
-        flow = pool.flow()
-        start(flow, 8)
-        found = heard(flow, lambda found: len(ends(found)) == 8)
+        player = RemotePlayer(pool)
+        start(player, 8)
+        found = heard(player, lambda found: len(ends(found)) == 8)
         assert {item.worker for item in found if isinstance(item, Begun)} == {"1"}
         assert "failed 3 times without an attempt that ended" in caplog.text
 
@@ -265,13 +264,13 @@ def test_a_worker_that_keeps_failing_is_quarantined_and_the_others_go_on(caplog:
 def test_a_driver_that_was_stopped_for_an_hour_takes_no_attempt_as_late() -> None:
     workers, slept_s = Workers(hold=True), [0.0]
     with closing(WorkerPool(workers, 1, trajectory, LIMITS, clock=lambda: time.monotonic() + slept_s[0])) as pool:
-        flow = pool.flow()
-        start(flow, 1)
+        player = RemotePlayer(pool)
+        start(player, 1)
         until(lambda: workers.made and workers.made[0].played)
         slept_s[0] = 3600.0
         time.sleep(1.0)
         workers.made[0].end(attempt("a0"))
-        assert len(ends(heard(flow, lambda found: ends(found) != []))) == 1 and len(workers.made) == 1
+        assert len(ends(heard(player, lambda found: ends(found) != []))) == 1 and len(workers.made) == 1
 
 
 def test_a_mistake_of_the_set_up_ends_everything_at_once() -> None:
@@ -284,57 +283,64 @@ def test_a_mistake_of_the_set_up_ends_everything_at_once() -> None:
 def test_what_is_played_together_ends_together_or_is_lost_together() -> None:
     workers = Workers(hold=True, places=2)  # fewer places than attempts: those that belong together stay so
     with pool_of(workers) as pool:
-        flow = pool.flow()
-        flow.start_together([attempt(f"a{number}") for number in range(5)])
-        heard(flow, lambda found: len(found) == 5)
+        player = RemotePlayer(pool, together=True)
+        player.start([attempt(f"a{number}") for number in range(5)])
+        heard(player, lambda found: len(found) == 5)
         (first,) = [one for one in workers.made if one.played]
-        first.end(first.played[0].attempts[0])
-        assert not ends(flow.news(0.2))
+        first.end(first.played[0][0])
+        assert not ends(player.events(0.2))
         first.dead = True
-        found = heard(flow, lambda found: len(losses(found)) == 5)
+        found = heard(player, lambda found: len(losses(found)) == 5)
         assert not ends(found)
-        flow.start_together([attempt(f"a{number}") for number in range(5)])
-        heard(flow, lambda found: len(found) == 5)
+        player.start([attempt(f"a{number}") for number in range(5)])
+        heard(player, lambda found: len(found) == 5)
         second = next(one for one in workers.made if one.played and one is not first)
-        for one in second.played[0].attempts:
+        for one in second.played[0]:
             second.end(one)
-        assert ends(heard(flow, lambda found: len(found) == 5)) == [f"a{number}" for number in range(5)]
+        assert ends(heard(player, lambda found: len(found) == 5)) == [f"a{number}" for number in range(5)]
 
 
 def test_what_is_cancelled_is_not_heard_of_and_makes_room() -> None:
     workers = Workers(hold=True, places=1)
     with pool_of(workers, count=1) as pool:
-        flow, other = pool.flow(), pool.flow(temperature=0.0, priority=0)
-        flow.start(attempt("a"), lane=0)
-        heard(flow, lambda found: len(found) == 1)
-        flow.start(attempt("b"), lane=0)
-        other.start(attempt("evaluated"), lane=0)  # before training's
-        flow.cancel(["a"])
+        player, other = RemotePlayer(pool), RemotePlayer(pool)
+        player.start([attempt("a")])
+        heard(player, lambda found: len(found) == 1)
+        player.start([attempt("b")])
+        other.start([replace(attempt("evaluated"), temperature=0.0, priority=0)])  # before training's
+        player.cancel(["a"])
         heard(other, lambda found: len(found) == 1)
         until(lambda: workers.cancelled == ["a"])
-        assert workers.made[0].played[-1].temperature == 0.0
-        flow.close()
+        assert workers.made[0].played[-1][0].temperature == 0.0
+        player.close()
         other.close()
-        assert flow.news(0.1) == [] and sorted(workers.cancelled) == ["a", "evaluated"]
+        assert player.events(0.1) == [] and sorted(workers.cancelled) == ["a", "evaluated"]
 
 
 def test_groups_come_whole_although_workers_die_under_them() -> None:
     workers = Workers(hold=True, places=8)
     with pool_of(workers) as pool:
-        tasks = [attempt(f"{group}/{number}", group, number) for group in ("g", "h") for number in range(4)]
-        submission = FlowSubmission(tasks, 0.0, pool.flow())
+        names = iter("gh")
+        groups = Groups(
+            RemotePlayer(pool), played_as, lambda step, task: next(names), lambda count: [Task("t", "?")] * count,
+            Pacing(2, ANY_AGE), Terms(4, 0.0, 20.0),
+        )  # fmt: skip
         threading.Timer(0.3, lambda: setattr(workers.made[0], "dead", True)).start()
 
         def end_all() -> None:
             workers.hold = False
             for one in workers.made[1].played:
-                workers.made[1].end(one.attempts[0])
+                workers.made[1].end(one[0])
 
         threading.Timer(0.6, end_all).start()
-        groups = {group.id: group for group in submission.completed()}
-    assert set(groups) == {"g", "h"}
-    assert all([one.attempt for one in group.trajectories] == [0, 1, 2, 3] for group in groups.values())
-    assert submission.ended
+        found = groups.step(0)
+    assert [group.id for group in found] == ["g", "h"]
+    assert all([one.attempt for one in group.trajectories] == [0, 1, 2, 3] for group in found)
+    assert not groups.in_flight
+
+
+def played_as(task: Task, group: str, number: int, request: str) -> Attempt:
+    return attempt(request, group, number)
 
 
 class Policy:
@@ -366,9 +372,9 @@ def test_workers_that_cannot_hash_their_weights_are_scored_together_in_the_threa
         until(lambda: pool.counts()["workers/up"] == 2)
         for _ in range(2):
             policy.sync(pool)
-            flow = pool.flow()
-            start(flow, 8, f"{policy.version}/")
-            found = heard(flow, lambda found: len(ends(found)) == 8)
+            player = RemotePlayer(pool)
+            start(player, 8, f"{policy.version}/")
+            found = heard(player, lambda found: len(ends(found)) == 8)
             assert {item.version for item in found if isinstance(item, Begun)} == {policy.version}
     assert policy.scored == [(threading.get_ident(), 1)] * 2  # equal answers of both, once per version
 
@@ -377,16 +383,16 @@ def test_no_attempt_is_given_or_heard_of_before_its_weights_have_passed() -> Non
     workers, policy = probed(hold=True, places=1), Policy()
     with pool_of(workers, count=1) as pool:
         until(lambda: pool.counts()["workers/up"] == 1)
-        flow = pool.flow()
-        flow.start(attempt("a"), lane=0)
-        heard(flow, lambda found: len(found) == 1)
-        flow.start(attempt("b"), lane=0)
+        player = RemotePlayer(pool)
+        player.start([attempt("a")])
+        heard(player, lambda found: len(found) == 1)
+        player.start([attempt("b")])
         policy.sync(pool, within_s=0.0)  # the trainer does not wait, and scores nothing
         until(lambda: workers.made[0].version == 1)
-        workers.made[0].end(workers.made[0].played[0].attempts[0])  # under weights that nobody has verified
+        workers.made[0].end(workers.made[0].played[0][0])  # under weights that nobody has verified
         time.sleep(0.3)
-        assert not flow._news.qsize() and len(workers.made[0].played) == 1 and not policy.scored
-        found = heard(flow, lambda found: len(found) == 2)  # who asks for news has a trainer that is free
+        assert not player._inbox._items.qsize() and len(workers.made[0].played) == 1 and not policy.scored
+        found = heard(player, lambda found: len(found) == 2)  # who asks for news has a trainer that is free
         assert ends(found) == ["a"] and isinstance(found[1], Begun) and len(policy.scored) == 1
 
 
@@ -394,16 +400,16 @@ def test_one_worker_with_old_weights_loses_its_place_and_alone_it_ends_the_run()
     workers, policy = probed("0", hold=True), Policy()
     with pool_of(workers) as pool:
         until(lambda: pool.counts()["workers/up"] == 2)
-        flow = pool.flow()
-        start(flow, 8, of_a_lane=4)
-        begun = heard(flow, lambda found: len(found) == 8)
+        player = RemotePlayer(pool)
+        start(player, 8, of_a_group=4)
+        begun = heard(player, lambda found: len(found) == 8)
         policy.sync(pool)
         assert workers.made[0].dead != workers.made[1].dead
-        found = heard(flow, lambda found: len(losses(found)) == 4)
+        found = heard(player, lambda found: len(losses(found)) == 4)
         assert set(losses(found)) == {one.request_id for one in begun if isinstance(one, Begun) and one.worker == "0"}
         workers.probed = set()
         until(lambda: len(workers.made) == 3)
-        heard(flow, lambda _: workers.made[2].version == 1)  # one that joins later, which the wait for news compares
+        heard(player, lambda _: workers.made[2].version == 1)  # one that joins later, which the wait for news compares
         until(lambda: pool.counts()["workers/up"] == 2)
         workers.probed = {"0", "1"}
         with pytest.raises(RolloutError, match="after version 2 engine and trainer differ by 1 nats on a token of the probe"):
@@ -414,13 +420,13 @@ def test_what_was_played_with_weights_that_were_never_compared_is_lost() -> None
     workers, policy = probed(hold=True), Policy()
     with pool_of(workers, count=1) as pool:
         until(lambda: pool.counts()["workers/up"] == 1)
-        flow = pool.flow()
-        flow.start(attempt("a"), lane=0)
-        heard(flow, lambda found: len(found) == 1)
+        player = RemotePlayer(pool)
+        player.start([attempt("a")])
+        heard(player, lambda found: len(found) == 1)
         policy.sync(pool, within_s=0.0)
         until(lambda: pool._slots[0].loaded is not None)
-        workers.made[0].end(workers.made[0].played[0].attempts[0])
+        workers.made[0].end(workers.made[0].played[0][0])
         policy.sync(pool)
-        assert losses(heard(flow, lambda found: bool(found))) == ["a"]
-        flow.start(attempt("b"), lane=0)
-        heard(flow, lambda found: len(found) == 1)
+        assert losses(heard(player, lambda found: bool(found))) == ["a"]
+        player.start([attempt("b")])
+        heard(player, lambda found: len(found) == 1)

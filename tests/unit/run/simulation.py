@@ -1,4 +1,4 @@
-"""An asynchronous run without a model: the real journal, pacing and steps over attempts and a trainer on a virtual clock.
+"""An asynchronous run without a model: the real groups, pacing and state over attempts and a trainer on a virtual clock.
 
 Attempts take random times, fail at times, and sample their tokens at moments of their own; the trainer sleeps and publishes. The
 process may die anywhere; a new one goes on from the last checkpoint. A token's id is the policy that sampled it, a node in the
@@ -9,19 +9,19 @@ from __future__ import annotations
 
 import heapq
 import random
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from rlflow.errors import RolloutError
 from rlflow.rollout.episodes import Attempt
-from rlflow.rollout.flow import Begun, Ended, Lost, News
-from rlflow.run.asynchronous import GroupsAhead, Terms
-from rlflow.run.journal import AttemptJournal
-from rlflow.run.pacing import Pacing
+from rlflow.rollout.groups import Groups, Terms
+from rlflow.rollout.pacing import Pacing
+from rlflow.rollout.players import Begun, Ended, Event, Lost
+from rlflow.storage.states import load_states, put_back, states, take_out
 from rlflow.types import Group, Segment, StopReason, Task, Trajectory
 
 HANGS = 8
@@ -88,8 +88,8 @@ class Clock:
         return self.now
 
 
-class SimulatedFlow:
-    """Plays attempts on the virtual clock, `places` at a time; `news` moves the clock to the next event."""
+class SimulatedPlayer:
+    """Plays attempts on the virtual clock, `places` at a time; `events` moves the clock to the next event."""
 
     poll_s = 1.0
 
@@ -103,18 +103,21 @@ class SimulatedFlow:
         self._events: list[tuple[float, int, str, str]] = []  # time, order, kind, request
         self._sampled: dict[str, list[tuple[int, int]]] = {}  # (node, version) of each token so far
         self._failing: dict[str, bool] = {}
-        self._told: list[News] = []
+        self._told: list[Event] = []
+        self._since: dict[str, float] = {}  # when an attempt got its place
+        self.late: set[tuple[str, int]] = set()  # (group, number) of what was given up after `group_s`
         self._order = 0
         self._life = life
         self._places = draw.randint(1, 12) if workload.moves and version else workload.places
 
-    def start(self, attempt: Attempt, lane: int) -> None:
-        assert attempt.request_id not in self._attempts, "an id that is in flight"
-        self._attempts[attempt.request_id] = attempt
-        self._queue.append(attempt.request_id)
+    def start(self, attempts: Sequence[Attempt]) -> None:
+        for attempt in attempts:
+            assert attempt.request_id not in self._attempts, "an id that is in flight"
+            self._attempts[attempt.request_id] = attempt
+            self._queue.append(attempt.request_id)
         self._fill()
 
-    def news(self, timeout_s: float = 0.0) -> list[News]:
+    def events(self, timeout_s: float = 0.0) -> list[Event]:
         if self._life is not None:
             self._life -= 1
             if self._life < 0:
@@ -129,6 +132,9 @@ class SimulatedFlow:
 
     def cancel(self, request_ids: Iterable[str]) -> None:
         gone = set(request_ids)
+        for name in gone & set(self._sampled):
+            if self._clock.now - self._since[name] > (self._workload.group_s or 1e9):
+                self.late.add((self._attempts[name].group_id, self._attempts[name].number))
         self._attempts = {name: one for name, one in self._attempts.items() if name not in gone}
         self._queue = [name for name in self._queue if name not in gone]
         self._events = [event for event in self._events if event[3] not in gone]
@@ -152,8 +158,8 @@ class SimulatedFlow:
     def _fill(self) -> None:
         while self._queue and len(self._sampled) < self._places:
             name = self._queue.pop(0)
-            self._sampled[name] = []
-            self._told.append(Begun(name, self.version, self._clock.now))
+            self._sampled[name], self._since[name] = [], self._clock.now
+            self._told.append(Begun(name, self.version))
             work = self._workload
             length = min(self._draw.lognormvariate(0, work.sigma) * work.median_s, work.longest_s)
             hangs = bool(work.stuck) and self._draw.random() < work.stuck
@@ -179,7 +185,7 @@ class SimulatedFlow:
             for one in others:
                 self._queue.remove(one)
                 del self._attempts[one]
-            self._told += [Lost(one, "w", "it died", self._clock.now) for one in (name, *others)]
+            self._told += [Lost(one, "w", "it died") for one in (name, *others)]
             self._fill()
             return
         self._told.append(Ended(name, _trajectory(attempt, tokens, failed)))
@@ -215,6 +221,25 @@ class Tasks:
         self.position = state["position"]
 
 
+class Names:
+    """Ids of groups, as a rollout gives them and remembers over checkpoints."""
+
+    def __init__(self) -> None:
+        self.given: Counter[str] = Counter()
+
+    def __call__(self, step: int, task: str) -> str:
+        name = f"{step}:{task}"
+        self.given[name] += 1
+        assert self.given[name] == 1, "a name that was given before"
+        return name
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"given": dict(self.given)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.given = Counter(state["given"])
+
+
 @dataclass
 class Outcome:
     """trained: (step, group's id, numbers of its usable attempts) in the timeline that survived. deaths: how often it was killed.
@@ -227,17 +252,18 @@ class Outcome:
     refused: set[str]
     labels: list[int]  # of all trained tokens: version in training - version
     short: float = 0.0  # groups that ended short, over all lives
+    late: set[tuple[str, int]] = field(default_factory=set)  # (group, number) of what was given up for that, over all lives
 
 
 class Simulation:
     """One run from its beginning to the end of its tasks, however often it dies."""
 
-    def __init__(self, folder: Path, pacing: Pacing, workload: Workload) -> None:
-        self.path, self.pacing, self.workload = folder / "journal.sqlite", pacing, workload
+    def __init__(self, pacing: Pacing, workload: Workload) -> None:
+        self.pacing, self.workload = pacing, workload
         self.draw = random.Random(workload.seed)
         self.clock = Clock()
         self.policies = Policies()
-        self.checkpoint: tuple[int, int, dict[str, Any]] = (0, 0, {"position": 0})  # step, policy, the source's state
+        self.checkpoint: tuple[int, int, Any] | None = None  # step, policy, state
         self.outcome = Outcome([], 0, 0, 0.0, set(), [])
 
     def run(self, most_steps: int = 400) -> Outcome:
@@ -248,52 +274,51 @@ class Simulation:
                 break
             except Killed:
                 self.outcome.deaths += 1
-                step = self.checkpoint[0]
+                step = 0 if self.checkpoint is None else self.checkpoint[0]
                 self.outcome.trained = [one for one in self.outcome.trained if one[0] < step]
-            finally:
-                self.journal.close()
         self.outcome.seconds = self.clock.now
         return self.outcome
 
     def _live(self, life: int | None, most_steps: int) -> None:
-        step, node, state = self.checkpoint
-        work = self.workload
-        source = Tasks(work.tasks)
-        source.load_state_dict(state)
-        flow = SimulatedFlow(work, self.clock, self.draw, node, step, life)
-        self.journal = AttemptJournal(self.path)
+        work, source, names = self.workload, Tasks(self.workload.tasks), Names()
+        step, node, state = self.checkpoint or (0, 0, None)
+        player = SimulatedPlayer(work, self.clock, self.draw, node, step, life)
+        player.late = self.outcome.late
         terms = Terms(
-            work.samples, most_steps, lease_s=10 * work.longest_s, group_s=work.group_s, max_aborted_share=1.0
+            work.samples, 1.0, lease_s=10 * work.longest_s, group_s=work.group_s, steps=most_steps
         )
-        ahead = GroupsAhead(self.journal, flow, attempt_of, source, source.tasks, self.pacing, terms, self.clock)
-        ahead.recover(step)
-        while groups := self._next(ahead, step, source):
+        groups = Groups(
+            player, attempt_of, names, source.take, self.pacing, terms, tasks=source.tasks, clock=self.clock
+        )
+        parts = {"source": source, "groups": groups, "names": names}
+        if state is not None:
+            load_states(parts, put_back(*state))
+        while taken := self._next(groups, step, source):
             assert step < most_steps, "it does not come to an end"
-            self.outcome.short += ahead.report()["rollout/groups_short"]
-            self._train(step, node, groups)
-            flow.pass_time(work.train_s)
+            self.outcome.short += groups.report()["rollout/groups_short"]
+            self._train(step, node, taken)
+            player.pass_time(work.train_s)
             node, step = self.policies.updated(node), step + 1
-            flow.node, flow.version = node, step
-            self._may_die(flow)
+            player.node, player.version = node, step
+            self._may_die(player)
             if step % work.checkpoint_every == 0:
-                ahead.mark(step)
-                self._may_die(flow)
-                self.checkpoint = (step, node, source.state_dict())
-                self._may_die(flow)
-                ahead.settle(step)
-        self.journal.settle(step)
+                tensors: dict[str, torch.Tensor] = {}
+                state = take_out(states(parts), tensors), tensors
+                self._may_die(player)
+                self.checkpoint = (step, node, state)
+                self._may_die(player)
 
-    def _next(self, ahead: GroupsAhead, step: int, source: Tasks) -> list[Group]:
+    def _next(self, ahead: Groups, step: int, source: Tasks) -> list[Group]:
         try:
-            return ahead.take(step, self._admit)
+            return ahead.step(step, self._admit)
         except RolloutError as error:  # of the last tasks not one is admitted
             if "not one of" in str(error) and source.position == len(source.tasks):
                 return []
             raise
 
-    def _may_die(self, flow: SimulatedFlow) -> None:
-        """A moment at which the process may die, as any in which it asks for news."""
-        flow._told = flow.news() + flow._told
+    def _may_die(self, player: SimulatedPlayer) -> None:
+        """A moment at which the process may die, as any in which it asks for events."""
+        player._told = player.events() + player._told
 
     def _train(self, step: int, node: int, groups: list[Group]) -> None:
         for group in groups:

@@ -4,16 +4,13 @@ twice or lost, and all of them come to an end."""
 from __future__ import annotations
 
 import dataclasses
-import sqlite3
 from collections import Counter
-from contextlib import closing
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from rlflow.run.pacing import Pacing, WhenStale
-from rlflow.storage.memory import OwnedFolder
+from rlflow.rollout.pacing import Pacing, WhenStale
 from tests.unit.run.simulation import Outcome, Simulation, Workload
 
 WORKLOADS = st.builds(
@@ -47,19 +44,12 @@ def pacings(draw: st.DrawFn, prompts: int) -> Pacing:
 CASES = WORKLOADS.flatmap(lambda work: st.tuples(st.just(work), pacings(work.prompts)))
 
 
-def played(workload: Workload, pacing: Pacing) -> tuple[Outcome, list[tuple]]:
-    """The outcome, and the journal's (number, sample, task, group, state, step, reason, whether there is a payload)."""
-    with closing(OwnedFolder("journal")) as folder:  # in memory: a journal syncs, which takes milliseconds on a disk
-        outcome = Simulation(folder.path, pacing, workload).run()
-        with sqlite3.connect(folder.path / "journal.sqlite") as database:
-            columns = "number, sample, task, group_id, state, step, reason, payload IS NOT NULL"
-            rows = database.execute(f"SELECT {columns} FROM attempts ORDER BY number, sample").fetchall()
-        database.close()
-    return outcome, rows
+def played(workload: Workload, pacing: Pacing) -> Outcome:
+    return Simulation(pacing, workload).run()
 
 
 def assert_kept_its_promises(workload: Workload, pacing: Pacing) -> None:
-    outcome, rows = played(workload, pacing)
+    outcome = played(workload, pacing)
     # The bound: updates between the policy in training and the one that sampled, whatever lives they belong to.
     assert outcome.worst <= pacing.max_staleness
     assert all(0 <= label <= pacing.max_staleness for label in outcome.labels)
@@ -68,17 +58,10 @@ def assert_kept_its_promises(workload: Workload, pacing: Pacing) -> None:
     assert set(trained.values()) <= {1}
     assert set(trained) | outcome.refused == {f"t{number}" for number in range(workload.tasks)}
     assert not set(trained) & outcome.refused
-    late = {
-        (name, sample) for _, sample, _, name, state, _, reason, _ in rows if (state, reason) == ("dropped", "late")
-    }
     for _, name, attempts in outcome.trained:
-        assert attempts and attempts == tuple(k for k in range(workload.samples) if (name, k) not in late)
-    assert not late or workload.group_s is not None
-    # The journal says the same, and is bounded: no payload outlives the checkpoint.
-    journaled = {(step - 1, name) for _, _, _, name, state, step, _, _ in rows if state == "trained"}
-    assert journaled == {(step, name) for step, name, _ in outcome.trained}
-    assert {state for *_, state, _, _, _ in rows} <= {"trained", "dropped"}
-    assert len(rows) == workload.tasks * workload.samples
+        assert attempts and list(attempts) == sorted(attempts)
+        assert all((name, number) in outcome.late for number in set(range(workload.samples)) - set(attempts))
+    assert not outcome.late or workload.group_s is not None
     # Steps are full as long as there are tasks.
     sizes = Counter(step for step, _, _ in outcome.trained)
     assert all(sizes[step] == workload.prompts for step in range(max(sizes, default=0)))
@@ -107,14 +90,14 @@ def test_where_times_have_a_long_tail_the_bound_is_reached_and_not_passed(
     work = Workload(seed=0, tasks=40, prompts=2, samples=2, sigma=2.0, places=32, frozen=False, failing=0.0)
     pacing = Pacing(work.prompts, lag, ahead, when)
     assert_kept_its_promises(work, pacing)
-    assert played(work, pacing)[0].worst == lag
+    assert played(work, pacing).worst == lag
 
 
 def test_a_run_that_dies_trains_the_same_attempts_as_one_that_does_not() -> None:
     work = Workload(seed=3, tasks=30, failing=0.0)
     pacing = Pacing(work.prompts, 3, 2)
-    calm, _ = played(work, pacing)
-    killed, _ = played(dataclasses.replace(work, lives=(5, 21, 17, 8)), pacing)
+    calm = played(work, pacing)
+    killed = played(dataclasses.replace(work, lives=(5, 21, 17, 8)), pacing)
     assert killed.deaths == 4 and calm.deaths == 0
     assert {name.partition(":")[2] for _, name, _ in killed.trained} == {
         name.partition(":")[2] for _, name, _ in calm.trained
@@ -126,28 +109,27 @@ def test_running_ahead_hides_the_slowest_attempts() -> None:
     work = Workload(
         seed=1, tasks=60, prompts=4, samples=2, sigma=1.5, train_s=1.0, places=64, failing=0.0, frozen=False
     )
-    seconds = {lag: played(work, Pacing(work.prompts, lag, min(lag, 2)))[0].seconds for lag in (0, 1, 4)}
+    seconds = {lag: played(work, Pacing(work.prompts, lag, min(lag, 2))).seconds for lag in (0, 1, 4)}
     assert seconds[4] < seconds[1] < seconds[0] and seconds[0] > 2 * seconds[4]
 
 
 def test_staleness_sits_below_its_bound_where_run_ahead_is_less() -> None:
     work = Workload(seed=2, tasks=60, places=64, failing=0.0)
-    near, _ = played(work, Pacing(work.prompts, 4, 1))
-    far, _ = played(work, Pacing(work.prompts, 4, 4))
+    near = played(work, Pacing(work.prompts, 4, 1))
+    far = played(work, Pacing(work.prompts, 4, 4))
     assert sum(near.labels) / len(near.labels) < sum(far.labels) / len(far.labels) <= 4
 
 
 def test_an_attempt_that_hangs_costs_its_group_one_attempt_and_no_step_its_time() -> None:
     work = Workload(seed=5, tasks=40, samples=4, places=64, stuck=0.05, failing=0.0, frozen=False)
-    waits, _ = played(work, Pacing(work.prompts, 2, 1))
+    waits = played(work, Pacing(work.prompts, 2, 1))
     patient = dataclasses.replace(work, group_s=70.0)
     assert_kept_its_promises(patient, Pacing(work.prompts, 2, 1))
-    closes, rows = played(patient, Pacing(work.prompts, 2, 1))
-    late = [row for row in rows if row[6] == "late"]
-    assert late and closes.short == len({row[0] for row in late}) and waits.short == 0
+    closes = played(patient, Pacing(work.prompts, 2, 1))
+    assert closes.late and closes.short == len({name for name, _ in closes.late}) and waits.short == 0
     assert closes.seconds < 0.4 * waits.seconds
     # Nobody else was given up: no attempt that does not hang takes 70 s.
-    assert len(late) / len(rows) < 0.1
+    assert len(closes.late) / (work.tasks * work.samples) < 0.1
 
 
 @pytest.mark.parametrize("training_s, generation_s", [(3.0, 5.0), (4.0, 5.0), (5.0, 2.0)])
@@ -159,8 +141,8 @@ def test_the_delayed_parameter_update_takes_the_longer_of_generation_and_trainin
     work = Workload(tasks=60, prompts=2, samples=2, median_s=generation_s, sigma=0.0, train_s=training_s, places=4, failing=0.0,
                     frozen=False, checkpoint_every=100)  # fmt: skip
     steps = work.tasks // work.prompts
-    in_step, _ = played(work, Pacing(work.prompts))
-    apart, _ = played(work, Pacing(work.prompts, 1, 1))
+    in_step = played(work, Pacing(work.prompts))
+    apart = played(work, Pacing(work.prompts, 1, 1))
     assert in_step.seconds == pytest.approx(steps * (training_s + generation_s))
     longer = max(training_s, generation_s)
     assert steps * longer <= apart.seconds <= steps * longer + training_s + generation_s
@@ -172,6 +154,6 @@ def test_far_enough_ahead_a_long_tail_leaves_training_alone_to_be_waited_for() -
     stragglers included, are training."""
     work = Workload(seed=4, tasks=400, prompts=4, samples=4, train_s=3.0, places=256, failing=0.0, frozen=False,
                     checkpoint_every=1000)  # fmt: skip
-    outcome, _ = played(work, Pacing(work.prompts, 16, 8))
+    outcome = played(work, Pacing(work.prompts, 16, 8))
     steps = work.tasks // work.prompts
     assert steps * work.train_s / outcome.seconds >= 0.9

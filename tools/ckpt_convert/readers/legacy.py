@@ -45,14 +45,14 @@ def read_legacy(path: Path) -> TensorSource:
     experts = args.get("expert_tensor_parallel_size") or layout["tensor_parallel"]
     joined = join_ranks(path, list(_parts(path, ranks)), experts)
 
-    def content(stored: StoredTensor, chunk: Chunk) -> ChunkPlace:
+    def place_of(stored: StoredTensor, chunk: Chunk) -> ChunkPlace:
         return ChunkPlace(chunk.start, joined.records.get(chunk))
 
     return TensorSource(
         path=path,
         format="torch",
         tensors=joined.tensors,
-        content=content,
+        place_of=place_of,
         stamps=stamps,
         tables=tuple(rank.name for rank in ranks),
         headers=hashlib.sha256(b"".join(rank.digest for rank in ranks)).hexdigest(),

@@ -61,7 +61,7 @@ def read_huggingface(path: Path) -> TensorSource:
         path=path,
         format="huggingface",
         tensors=tensors,
-        content=lambda stored, chunk: ChunkPlace(chunk.start),
+        place_of=lambda stored, chunk: ChunkPlace(chunk.start),
         stamps=stamps,
         tables=tuple(tables),
     )

@@ -83,7 +83,7 @@ class StoredTensor:
 class TensorSource:
     """A checkpoint or model directory whose tables have been read and checked; no weights.
 
-    content: where a chunk's elements are; called from several threads, raises ConversionError (4)
+    place_of: where a chunk's elements are; called from several threads, raises ConversionError (4)
     for damage. tables: the files that describe the others, and `headers` their hash where that is
     not of their bytes. copies: pairs that must hold the same bytes, because ranks have the tensor
     more than once. The rest, as far as the files tell: the training step, `tensor_parallel` and
@@ -93,7 +93,7 @@ class TensorSource:
     path: Path
     format: str
     tensors: dict[str, StoredTensor]
-    content: Callable[[StoredTensor, Chunk], ChunkPlace]
+    place_of: Callable[[StoredTensor, Chunk], ChunkPlace]
     stamps: Stamps
     tables: tuple[str, ...]
     headers: str = ""
@@ -107,15 +107,20 @@ class TensorSource:
     def identity(self) -> dict[str, Any]:
         """`files`: {relative name: [bytes, mtime in ns]}, `headers`: hash of the tables. Equal
         means: nothing changed."""
-        names = {chunk.file for stored in self.tensors.values() for chunk in stored.chunks}
-        found = {name: (self.path / name).stat() for name in sorted({*names, *self.tables})}
-        headers = self.headers or hashlib.sha256(
-            b"".join((self.path / name).read_bytes() for name in sorted(self.tables))
-        )
+        scales = [stored.scales for stored in self.tensors.values() if stored.scales is not None]
+        stored = [*self.tensors.values(), *scales]
+        files = {*self.tables, *(chunk.file for tensor in stored for chunk in tensor.chunks)}
+        found = {name: (self.path / name).stat() for name in sorted(files)}
         return {
             "files": {name: [status.st_size, status.st_mtime_ns] for name, status in found.items()},
-            "headers": headers if isinstance(headers, str) else headers.hexdigest(),
+            "headers": self.headers or self._hash_of_tables(),
         }
+
+    def _hash_of_tables(self) -> str:
+        content = hashlib.sha256()
+        for name in sorted(self.tables):
+            content.update((self.path / name).read_bytes())
+        return content.hexdigest()
 
 
 def unreadable(error: OSError, path: str | Path) -> ConversionError:
@@ -161,9 +166,9 @@ def covers_once(boxes: Sequence[Box], shape: Sequence[int]) -> bool:
     ranks, layers and experts were cut alike."""
     if not shape:
         return list(boxes) == [()]
-    if not boxes or any(
-        len(box) != len(shape) or min(size for _, size in box) < 1 for box in boxes
-    ):
+    if not boxes:
+        return 0 in shape
+    if any(len(box) != len(shape) or min(size for _, size in box) < 1 for box in boxes):
         return False
     edges = []
     for axis, full in enumerate(shape):

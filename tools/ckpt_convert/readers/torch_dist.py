@@ -45,16 +45,16 @@ def read_torch_dist(path: Path) -> TensorSource:
     args = args.state if isinstance(args, Inert) and isinstance(args.state, dict) else {}
     iteration = manifest.get("step", common.get("iteration"))
 
-    def content(stored: StoredTensor, chunk: Chunk) -> ChunkPlace:
+    def place_of(stored: StoredTensor, chunk: Chunk) -> ChunkPlace:
         file = path / chunk.file
         with explained(file, f"'{stored.name}' at byte {chunk.start}"), file.open("rb") as stream:
-            return _content(Archive(stream, chunk.file, chunk.start, chunk.length), stored, chunk)
+            return _place(Archive(stream, chunk.file, chunk.start, chunk.length), stored, chunk)
 
     return TensorSource(
         path=path,
         format="torch_dist",
         tensors=tensors,
-        content=content,
+        place_of=place_of,
         stamps=stamps,
         tables=tuple(name for name in TABLES if (path / name).is_file()),
         iteration=iteration if isinstance(iteration, int) else None,
@@ -119,7 +119,7 @@ def _common(path: Path, tables: Table) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def _content(archive: Archive, stored: StoredTensor, chunk: Chunk) -> ChunkPlace:
+def _place(archive: Archive, stored: StoredTensor, chunk: Chunk) -> ChunkPlace:
     """Where a chunk's elements are. Raises ValueError unless its archive holds just that chunk."""
     window = archive.window(archive.value)
     if window is None or (window.dtype, window.shape) != (stored.dtype, chunk.sizes):

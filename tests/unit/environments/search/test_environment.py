@@ -176,6 +176,8 @@ def test_random_passages_replace_the_retriever_by_name_alone(files):
         ({"top_k": 0}, r"environment\.top_k: expected a whole number above 0"),
         ({"max_document_characters": 0}, "max_document_characters"),
         ({"max_searches": -1}, "max_searches"),
+        ({"max_turns": 0}, "max_turns"),
+        ({"valid_inst_ratio": 1.5}, "valid_inst_ratio: expected a number from 0 to 1"),
         ({"corpus": None}, "environment.corpus"),
     ],
 )

@@ -272,8 +272,6 @@ def test_native_tools_go_through_the_chat_template(make, tokenizer, tmp_path):
         ({"protocol": "searchr1", "tools": ["search", "access"]}, "Protocols with it: asearcher, native"),
         ({"protocol": "asearcher", "tools": ["serch"]}, "Did you mean 'search'"),
         ({"protocol": "asearcher", "tools": ["access"]}, "search among them"),
-        ({"protocol": "searchr1", "max_turns": 0}, "environment.max_turns"),
-        ({"protocol": "asearcher", "valid_inst_ratio": 1.5}, "valid_inst_ratio: expected a share"),
     ],
 )
 def test_a_wrong_protocol_or_tool_is_one_clear_error(make, options, message):

@@ -1,4 +1,4 @@
-"""Groups as they end, several collections in flight, and steps that are filled from a source."""
+"""Groups as they end, several collections in flight, steps that are filled from a source, and steps that run ahead."""
 
 from __future__ import annotations
 
@@ -8,17 +8,20 @@ import signal
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 
-from benchmarks.sleeping import FakeEngine
+from benchmarks.sleeping import FIRST_WEIGHTS, FakeEngine
 from rlflow.errors import ConfigError, EnvironmentContractError, RolloutError
 from rlflow.rollout import Rollout, TaskSource, Tokenizer
-from rlflow.rollout.episodes import Attempt
-from rlflow.rollout.submission import Submission
+from rlflow.rollout.groups import Groups, Terms
+from rlflow.rollout.issued import IssuedAttempt, IssuedGroup
+from rlflow.rollout.pacing import Pacing
 from rlflow.types import Episode, Group, Step, StopReason, Task, Trajectory, stamp
 from tests.unit.rollout.asking import Asking
+from tests.waiting import until
 
 
 class Stuck(Asking):
@@ -32,6 +35,17 @@ class Stuck(Asking):
         while episode.task.id == "t0" and episode is self.episodes[1] and not self.go.is_set():
             await asyncio.sleep(0.005)
         return await super().step(episode, response)
+
+
+class Listed:
+    """A source of some tasks."""
+
+    def __init__(self, tasks: Sequence[Task]) -> None:
+        self.tasks = list(tasks)
+
+    def take(self, count: int) -> list[Task]:
+        taken, self.tasks = self.tasks[:count], self.tasks[count:]
+        return taken
 
 
 class Counting:
@@ -63,20 +77,18 @@ def trajectory(reward: float, stop: StopReason = StopReason.TERMINATED) -> Traje
 # --- groups -----------------------------------------------------------------------------------------------------------
 
 
-def ended(*trajectories: tuple[int, Trajectory]) -> list[Group]:
-    """The groups of attempts at one task that end in this order: (number, trajectory)."""
-    attempts = [
-        Attempt(Task("a", "?"), "0:a", f"{number}", lambda turn: turn, number, "") for number, _ in trajectories
-    ]
-    submission = Submission(attempts, max_aborted_share=None)
-    for place, (_, one) in enumerate(trajectories):
-        assert submission._groups.empty(), "not before the last attempt has ended"
-        submission._end(place, one)
-    return [submission._groups.get_nowait()]
+def ended(*trajectories: tuple[int, Trajectory]) -> Group:
+    """The group of attempts at one task that end in this order: (number, trajectory)."""
+    group = IssuedGroup(0, "0:a", Task("a", "?"), {number: IssuedAttempt() for number in range(len(trajectories))})
+    for number, one in trajectories:
+        assert group.left, "not before the last attempt has ended"
+        group.attempts[number].trajectory = one
+    assert not group.left
+    return group.whole()
 
 
 def test_a_group_comes_out_whole_in_order_and_stamped_when_its_last_attempt_ends() -> None:
-    (group,) = ended((2, trajectory(4.0)), (0, trajectory(1.0)), (1, trajectory(9.0, StopReason.ABORTED)))
+    group = ended((2, trajectory(4.0)), (0, trajectory(1.0)), (1, trajectory(9.0, StopReason.ABORTED)))
     assert [t.reward for t in group.trajectories] == [1.0, 9.0, 4.0]
     stats = (2, 2.5, pytest.approx(4.5**0.5))  # of 1 and 4: variance 2 * 1.5**2 / (2 - 1)
     assert [t.group_stats for t in group.trajectories] == [stats, None, stats]
@@ -91,25 +103,27 @@ def test_a_named_reward_counts_as_0_for_an_attempt_that_never_got_it_and_not_at_
 
 
 def test_a_group_whose_attempts_were_all_aborted_comes_out_too() -> None:
-    (group,) = ended((0, trajectory(0.0, StopReason.ABORTED)))
+    group = ended((0, trajectory(0.0, StopReason.ABORTED)))
     assert not group.usable and group.trajectories[0].group_stats is None
 
 
-# --- submit and completed ---------------------------------------------------------------------------------------------
+# --- collect ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("lanes", [3, 16])
-def test_a_stuck_attempt_keeps_no_finished_group_back(tokenizer: Tokenizer, lanes: int) -> None:
-    environment = Stuck()
+@pytest.mark.parametrize("places", [3, 16])
+def test_a_stuck_attempt_keeps_no_finished_group_back(tokenizer: Tokenizer, places: int) -> None:
+    environment, given = Stuck(), []
+
+    def take(group: Group) -> None:
+        given.append(group.id)
+        if len(given) == 3:
+            assert sorted(given) == ["2:t1", "2:t2", "2:t3"]
+            environment.go.set()
+
     with over(tokenizer, environment) as rollout:
-        rollout.engines[0].max_concurrency = lanes
-        submission = rollout.submit(environment.tasks("train"), step=2)
-        groups = submission.completed()
-        assert sorted(next(groups).id for _ in range(3)) == ["2:t1", "2:t2", "2:t3"]
-        assert not submission.ended
-        environment.go.set()
-        assert [group.id for group in groups] == ["2:t0"]
-        assert submission.ended and list(submission.completed()) == []
+        rollout.engines[0].max_concurrency, rollout.on_group = places, take
+        groups = next(rollout.stream(Listed(environment.tasks("train")), 4, start=2))
+    assert [group.id for group in groups] == ["2:t0", "2:t1", "2:t2", "2:t3"] and len(given) == 3
 
 
 def test_collect_returns_the_order_of_the_tasks_whoever_ends_first(tokenizer: Tokenizer) -> None:
@@ -130,22 +144,21 @@ def test_collections_in_flight_together_give_what_each_gives_alone(tokenizer: To
     tasks = environment.tasks("train")
     with over(tokenizer, environment, deterministic=deterministic) as rollout:
         alone = [tokens(rollout.collect(tasks, step)) for step in (1, 2, 3)]
-    with over(tokenizer, environment, deterministic=deterministic) as rollout:
-        submissions = [rollout.submit(tasks, step, priority=-step) for step in (1, 2, 3)]
-        together = [tokens(list(submission.completed())) for submission in reversed(submissions)]
-    assert together[::-1] == alone
+    with over(tokenizer, environment, deterministic=deterministic) as rollout, ThreadPoolExecutor(3) as threads:
+        together = list(threads.map(lambda step: tokens(rollout.collect(tasks, step)), (1, 2, 3)))
+    assert together == alone
 
 
 def test_leaving_early_or_closing_ends_what_is_in_flight(tokenizer: Tokenizer) -> None:
     environment = Stuck()
-    with over(tokenizer, environment) as rollout:
-        groups = rollout.submit(environment.tasks("train")).completed()
-        next(groups)
-        groups.close()
-        assert sorted(environment.closed.values()) == [1] * len(environment.episodes)
-        left = rollout.submit(environment.tasks("train")[:1], step=1)
-        time.sleep(0.05)
-    assert left.ended
+    rollout = over(tokenizer, environment)
+    groups = rollout.groups(Listed(environment.tasks("train")).take, Pacing(1, 1, 1), Terms(2, 0.0, 20.0))
+    assert [group.task.id for group in groups.step(0)] == ["t1"] and groups.in_flight
+    left = rollout.groups(Listed(environment.tasks("train")).take, Pacing(1, 1, 1), Terms(2, 0.0, 20.0))
+    left._issue(0)
+    time.sleep(0.05)
+    groups.close()
+    rollout.close()
     assert sorted(environment.closed.values()) == [1] * len(environment.episodes)
 
 
@@ -155,42 +168,37 @@ def test_an_error_of_one_collection_ends_it_and_leaves_the_others(tokenizer: Tok
             return "text" if episode.task.id == "wrong" else await super().step(episode, response)
 
     environment = Wrong()
-    with over(tokenizer, environment) as rollout:
-        good = rollout.submit(environment.tasks("train"))
-        bad = rollout.submit([*environment.tasks("train")[:1], Task("wrong", "?")], step=1)
+    with over(tokenizer, environment) as rollout, ThreadPoolExecutor(1) as threads:
+        good = threads.submit(rollout.collect, environment.tasks("train"))
+        until(lambda: len(environment.episodes) >= 2)
         with pytest.raises(EnvironmentContractError, match="expected a Step"):
-            list(bad.completed())
-        assert bad.ended and not good.ended
+            rollout.collect([*environment.tasks("train")[1:2], Task("wrong", "?")], step=1)
+        assert not good.done()
         environment.go.set()
-        assert len(list(good.completed())) == 4
-        with pytest.raises(EnvironmentContractError):
-            list(bad.completed())
+        assert len(good.result()) == 4
 
 
 def test_an_interrupt_while_waiting_for_a_group_ends_the_collection(tokenizer: Tokenizer) -> None:
     environment = Stuck()
     with over(tokenizer, environment) as rollout:
-        submission = rollout.submit(environment.tasks("train")[:1])
         threading.Timer(0.2, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
         with pytest.raises(KeyboardInterrupt):
-            list(submission.completed())
-        assert submission.ended
+            rollout.collect(environment.tasks("train")[:1])
         assert sorted(environment.closed.values()) == [1, 1]
 
 
-@pytest.mark.parametrize("mode", ["paused", "aborted"])
-def test_an_attempt_whose_request_was_ended_is_aborted_and_says_by_whom(tokenizer: Tokenizer, mode: str) -> None:
+def test_an_attempt_whose_request_was_ended_is_aborted_and_says_by_whom(tokenizer: Tokenizer) -> None:
     class Ending(FakeEngine):
         async def generate(self, *arguments: Any, **keywords: Any) -> Any:
             completion = await super().generate(*arguments, **keywords)
-            completion.stop = mode
+            completion.stop = "aborted"
             return completion
 
     environment = Asking()
     with Rollout(Ending(tokenizer), environment, tokenizer, samples_per_prompt=1, max_aborted_share=1.0) as rollout:
         (group,) = rollout.collect(environment.tasks("train")[:1])
     assert group.trajectories[0].stop is StopReason.ABORTED
-    assert f"it was {mode}" in group.trajectories[0].error
+    assert "it was aborted" in group.trajectories[0].error
 
 
 # --- stream -----------------------------------------------------------------------------------------------------------
@@ -269,3 +277,93 @@ def test_a_task_may_get_fewer_attempts_and_turns_than_the_run_gives(tokenizer: T
         assert short.stop is StopReason.MAX_TURNS and len(short.turns) == 2 and short.group_stats[0] == 1
         assert max(len(one.turns) for group in (groups[0], groups[2]) for one in group.trajectories) == 3
         assert [len(group.trajectories) for group in rollout.collect(tasks, samples_per_prompt=1)] == [1, 1, 1]
+
+
+# --- ahead of the step ------------------------------------------------------------------------------------------------
+
+
+def every_other(groups: list[Group]) -> list[Group]:
+    """A filter that has a memory of its own: it refuses every third group it is shown."""
+    return [group for group in groups if not group.task.id.endswith(("2", "5", "8"))]
+
+
+def ahead_of(rollout: Rollout, source: Counting, pacing: Pacing, **terms: Any) -> Groups:
+    known = {"samples": 2, "max_aborted_share": 0.0, "lease_s": 20.0, "steps": 100, **terms}
+    return rollout.groups(source.take, pacing, Terms(**known))
+
+
+COLUMNS = ("tokens", "loss_mask", "logprobs", "versions")
+
+
+def facts(steps: Sequence[Sequence[Group]]) -> list[Any]:
+    """Everything about the groups but times: also who they are, in which order, and with which statistics."""
+    return [
+        [
+            (group.id, group.task.id, one.id, one.reward, one.rewards, one.group_stats, one.stop, one.metrics, one.prompt,
+             [(turn.response, turn.observation, turn.reward) for turn in one.turns],
+             [tuple(getattr(part, name).tolist() for name in COLUMNS) for part in one.segments])
+            for group in groups for one in group.trajectories
+        ]
+        for groups in steps
+    ]  # fmt: skip
+
+
+def test_with_both_keys_at_zero_the_steps_are_those_of_the_synchronous_stream(tokenizer: Tokenizer) -> None:
+    with over(tokenizer, Asking(turns=2)) as rollout:
+        stream, expected = rollout.stream(Counting(22), 4, admit=every_other), []
+        for version, groups in enumerate(stream, start=1):
+            expected.append(groups)
+            rollout.load_weights(FIRST_WEIGHTS.items(), version)
+    with over(tokenizer, Asking(turns=2)) as rollout:
+        ahead = ahead_of(rollout, Counting(22), Pacing(4))
+        found = []
+        for version in range(1, 5):
+            found.append(ahead.step(version - 1, every_other))
+            rollout.pause("keep")
+            rollout.load_weights(FIRST_WEIGHTS.items(), version)
+        ahead.close()
+    assert len(expected) == 4 and facts(found) == facts(expected)
+
+
+def test_groups_run_ahead_of_the_step_but_no_further_than_they_may(tokenizer: Tokenizer) -> None:
+    with over(tokenizer, Asking(turns=1)) as rollout:
+        source = Counting()
+        ahead = ahead_of(rollout, source, Pacing(3, 2, 1))
+        for step in range(4):
+            groups = ahead.step(step, list)
+            lags = [step - int(version) for group in groups for one in group.trajectories
+                    for version in one.segments[0].versions[one.segments[0].loss_mask]]  # fmt: skip
+            assert len(groups) == 3 and min(lags) >= 0 and max(lags) <= 2
+            assert source.position == 3 * (step + 2)  # this step, and one beyond
+            rollout.load_weights(FIRST_WEIGHTS.items(), step + 1)
+        ahead.close()
+
+
+def test_nothing_is_issued_beyond_the_last_step(tokenizer: Tokenizer) -> None:
+    with over(tokenizer, Asking(turns=1)) as rollout:
+        source = Counting()
+        ahead = ahead_of(rollout, source, Pacing(2, 4, 4), steps=3)
+        assert [len(ahead.step(step, list)) for step in range(3)] == [2, 2, 2] and source.position == 6
+        ahead.close()
+
+
+def test_too_many_aborted_attempts_stop_the_run_and_the_first_error_is_named(tokenizer: Tokenizer) -> None:
+    class Failing(Asking):
+        async def step(self, episode: Any, response: str) -> Any:
+            raise ValueError("the tool broke")
+
+    with over(tokenizer, Failing()) as rollout:
+        ahead = ahead_of(rollout, Counting(), Pacing(2, 1, 1))
+        with pytest.raises(
+            RolloutError, match=r"4 of 4 episodes were aborted, more than max_aborted_share=0\.0.*the tool broke"
+        ):
+            ahead.step(0, list)
+        ahead.close()
+
+
+def test_filters_that_let_nothing_through_stop_the_run(tokenizer: Tokenizer) -> None:
+    with over(tokenizer, Asking(turns=1)) as rollout:
+        ahead = ahead_of(rollout, Counting(), Pacing(2, 1, 1), max_rounds=3)
+        with pytest.raises(RolloutError, match="step 0: not one of 6 groups was admitted, in 3 rounds"):
+            ahead.step(0, lambda groups: [])
+        ahead.close()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rlflow.run.pacing import Choice, GroupAge, Pacing
+from rlflow.rollout.pacing import Choice, GroupAge, Pacing
 
 
 def test_room_is_that_of_the_admission_inequality() -> None:

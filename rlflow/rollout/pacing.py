@@ -1,15 +1,18 @@
 """How far generation may run ahead of training: which groups may start, which a step trains on, which have become too old.
 
-Arithmetic alone, without a clock, threads or storage: the journal says what there is, the stream does what is decided here.
+Arithmetic alone, without a clock, threads or storage: `Groups` says what there is, and does what is decided here.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 WhenStale = Literal["wait", "drop"]
+ANY_AGE = sys.maxsize
+"""A `max_staleness` for callers whose steps are numbered by themselves, not by weight versions."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Attempts that start and end one by one, and go on over pauses and new weights."""
+"""Attempts that players in this process start and end one by one, and that go on over pauses and new weights."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from rlflow.errors import EnvironmentContractError
 from rlflow.rollout import Rollout, Tokenizer
 from rlflow.rollout.continuation import Continued
 from rlflow.rollout.engine import Completion, Sampling
-from rlflow.rollout.flow import Begun, Ended, EpisodeFlow
+from rlflow.rollout.episodes import Attempt, TurnSeeds
+from rlflow.rollout.players import Begun, Ended, Player
 from rlflow.types import Episode, Step, Task, Trajectory
 from tests.unit.rollout.asking import Asking
 
@@ -41,30 +42,33 @@ def over(tokenizer: Tokenizer, environment: Asking, **options: int) -> Rollout:
     return Rollout(FakeEngine(tokenizer, **options), environment, tokenizer, max_response_tokens=12)
 
 
-def start(rollout: Rollout, flow: EpisodeFlow, count: int) -> list[str]:
+def start(rollout: Rollout, player: Player, count: int) -> list[str]:
     names = [f"{number:03d}" for number in range(count)]
-    for number, name in enumerate(names):
-        flow.start(rollout.attempt(Task(f"t{number}", f"Question {number}?"), f"0:t{number}", 0, name), number)
+    player.start([
+        Attempt(Task(f"t{number}", f"Question {number}?"), f"0:t{number}", name, TurnSeeds(rollout.seed, f"0:t{number}", 0), 0,
+                f"0:t{number}/0")
+        for number, name in enumerate(names)
+    ])  # fmt: skip
     return names
 
 
-def collected(flow: EpisodeFlow, count: int) -> dict[str, Trajectory]:
+def collected(player: Player, count: int) -> dict[str, Trajectory]:
     """The trajectories of the first `count` attempts that end."""
     ended: dict[str, Trajectory] = {}
     deadline = time.monotonic() + 20
     while len(ended) < count:
         assert time.monotonic() < deadline, "nothing comes any more"
-        ended |= {item.request_id: item.trajectory for item in flow.news(0.05) if isinstance(item, Ended)}
+        ended |= {item.request_id: item.trajectory for item in player.events(0.05) if isinstance(item, Ended)}
     return ended
 
 
 def test_every_attempt_begins_and_ends_once_as_it_would_in_a_collection(tokenizer: Tokenizer) -> None:
     with over(tokenizer, Asking(turns=2)) as rollout:
-        flow, news = rollout.flow(), []
-        names = start(rollout, flow, 9)
+        player, news = rollout.player(), []
+        names = start(rollout, player, 9)
         deadline = time.monotonic() + 20
         while sum(isinstance(item, Ended) for item in news) < 9 and time.monotonic() < deadline:
-            news += flow.news(0.05)
+            news += player.events(0.05)
         assert sorted(item.request_id for item in news if isinstance(item, Begun)) == names
         flowed = {item.request_id: item.trajectory for item in news if isinstance(item, Ended)}
         tasks = [Task(f"t{number}", f"Question {number}?") for number in range(9)]
@@ -79,24 +83,24 @@ def test_every_attempt_begins_and_ends_once_as_it_would_in_a_collection(tokenize
 def test_no_more_attempts_play_at_a_time_than_the_engine_says(tokenizer: Tokenizer) -> None:
     environment = Slow(0.05)
     with over(tokenizer, environment, max_concurrency=2) as rollout:
-        flow = rollout.flow()
-        start(rollout, flow, 6)
+        player = rollout.player()
+        start(rollout, player, 6)
         time.sleep(0.04)
-        assert sum(isinstance(item, Begun) for item in flow.news()) == 2
-        collected(flow, 6)
+        assert sum(isinstance(item, Begun) for item in player.events()) == 2
+        collected(player, 6)
 
 
 def test_a_cancelled_attempt_is_cleaned_up_and_never_heard_of(tokenizer: Tokenizer) -> None:
     environment = Slow(30.0)
     with over(tokenizer, environment) as rollout:
-        flow = rollout.flow()
-        names = start(rollout, flow, 3)
+        player = rollout.player()
+        names = start(rollout, player, 3)
         while len(environment.episodes) < 3:
             time.sleep(0.01)
-        flow.cancel(names[:2])
+        player.cancel(names[:2])
         assert [environment.closed[id(episode)] for episode in environment.episodes] == [1, 1, 0]
-        assert {item.request_id for item in flow.news(0.1)} <= {names[2]}
-        flow.close()
+        assert {item.request_id for item in player.events(0.1)} <= {names[2]}
+        player.close()
         assert sorted(environment.closed.values()) == [1, 1, 1]
 
 
@@ -104,8 +108,8 @@ def test_tools_go_on_while_the_engine_is_paused_and_nothing_is_sampled(tokenizer
     environment = Slow(0.15)
     with over(tokenizer, environment) as rollout:
         (engine,) = rollout.engines
-        flow = rollout.flow()
-        start(rollout, flow, 2)
+        player = rollout.player()
+        start(rollout, player, 2)
         while engine.steps == 0:
             time.sleep(0.005)
         time.sleep(0.05)  # both tools run
@@ -114,7 +118,7 @@ def test_tools_go_on_while_the_engine_is_paused_and_nothing_is_sampled(tokenizer
         time.sleep(0.4)
         assert engine.steps == steps and any(call > paused for call in environment.calls)
         rollout.load_weights(NEW_WEIGHTS.items(), version=1)
-        ended = collected(flow, 2)
+        ended = collected(player, 2)
     versions = [one.segments[0].versions[one.segments[0].loss_mask] for one in ended.values()]
     assert all(found.tolist() == sorted(found.tolist()) and set(found.tolist()) == {0, 1} for found in versions)
 
@@ -126,13 +130,13 @@ def test_a_weight_update_in_the_middle_costs_no_episode(mode: str, tokenizer: To
     with over(tokenizer, Asking(turns=3)) as rollout:
         calm = rollout.collect(tasks, step=0, samples_per_prompt=1)
     with over(tokenizer, Asking(turns=3)) as rollout:
-        flow = rollout.flow()
-        start(rollout, flow, 4)
+        player = rollout.player()
+        start(rollout, player, 4)
         while rollout.engines[0].steps < 10:
             pass
         rollout.pause(mode)
         rollout.load_weights(NEW_WEIGHTS.items(), version=1)
-        ended = collected(flow, 4)
+        ended = collected(player, 4)
     for one, group in zip([ended[name] for name in sorted(ended)], calm, strict=True):
         (segment,), (expected,) = one.segments, group.trajectories[0].segments
         assert one.usable and torch.equal(segment.tokens, expected.tokens)
@@ -152,26 +156,26 @@ def test_who_has_more_turns_behind_goes_first_and_an_evaluation_before_all(token
             return await super().generate(tokens, sampling, request_id, priority)
 
     with Rollout(Listening(tokenizer), Asking(turns=3), tokenizer, max_response_tokens=4) as rollout:
-        flow = rollout.flow()
-        (name,) = start(rollout, flow, 1)
-        collected(flow, 1)
+        player = rollout.player()
+        (name,) = start(rollout, player, 1)
+        collected(player, 1)
         trained = [priority for request, priority in Listening.heard if request == name]
         rollout.collect([Task("e", "Question?")], step=-1, samples_per_prompt=1)
     assert trained == sorted(trained, reverse=True) and len(set(trained)) == 3
     assert {priority for request, priority in Listening.heard if request != name} == {0} and min(trained) > 0
 
 
-def test_a_mistake_of_the_set_up_reaches_whoever_asks_for_news(tokenizer: Tokenizer) -> None:
+def test_a_mistake_of_the_set_up_reaches_whoever_asks_for_events(tokenizer: Tokenizer) -> None:
     class Wrong(Asking):
         async def step(self, episode: Episode, response: str) -> Step:
             return "no step"  # type: ignore[return-value]
 
     with over(tokenizer, Wrong()) as rollout:
-        flow = rollout.flow()
-        start(rollout, flow, 1)
+        player = rollout.player()
+        start(rollout, player, 1)
         with pytest.raises(EnvironmentContractError, match="expected a Step"):
             for _ in range(100):
-                flow.news(0.05)
+                player.events(0.05)
 
 
 # --- requests that were cut off ---------------------------------------------------------------------------------------
