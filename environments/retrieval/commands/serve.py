@@ -81,7 +81,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=1,
         metavar="N",
-        help="that answer, with one index in shared memory (1)",
+        help="that answer; the files of an index folder are in memory once (1)",
     )
     load.add_argument(
         "--max-batch",
@@ -118,9 +118,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Serves until a signal; returns 0."""
     _check(args)
-    os.environ.setdefault(
-        "OMP_WAIT_POLICY", "passive"
-    )  # idle threads that spin would take the cores from rollouts
+    # Idle threads that spin would take the cores from rollouts.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     log_to_stderr()
     listener = bind(args.host, args.port)
     folder = OwnedFolder("search")
