@@ -59,7 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "with the token of /admin/reload and /recent (default: a new one, in a new file)",
     )
     add = partial(add_option, parser.add_argument_group("load"))
-    add("--processes N", "that answer, with one index in shared memory", 1)
+    add("--processes N", "that answer; the files of an index folder are in memory once", 1)
     add("--max-batch N", "queries searched together at most", 256)
     add("--max-queue N", "waiting queries before 429", 8192)
     add("--max-wait-s S", "before a request is given up, 503", 60.0)
