@@ -16,6 +16,4 @@ types:
 	$(PYTHON) -m mypy
 
 docs:
-	$(PYTHON) -c 'import pathlib; from rlflow.report.metrics import installed_metrics, metrics_table; \
-	p = pathlib.Path("docs/metrics.md"); \
-	p.write_text(p.read_text().split("| metric |")[0] + metrics_table(installed_metrics()))'
+	$(PYTHON) docs/metrics_table.py

@@ -85,8 +85,7 @@ def estimated_mib(case: Case, path: Path) -> list[float]:
     """Of each process that is measured."""
     from rlflow.models.architecture import architecture
     from rlflow.models.huggingface import read_config
-    from rlflow.run.memory_estimate import engine_parts, rank_parts, update_parts
-    from rlflow.run.vllm_memory import vllm_memory
+    from rlflow.run.estimates import engine_parts, rank_parts, update_parts, vllm_memory
 
     config, model = configuration(case, path), architecture(read_config(path))
     if case.part == "rollout":

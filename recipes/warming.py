@@ -11,9 +11,9 @@ from pathlib import Path
 
 from rlflow import Trainer, make_batch
 from rlflow.algorithms import SFTLoss
+from rlflow.algorithms.imitation import TextPart, row_weights, to_trajectory
 from rlflow.models.export import write_model
 from rlflow.rollout import Tokenizer
-from rlflow.run.imitation import TextPart, row_weights, to_trajectory
 
 Row = Callable[[random.Random, float], Sequence[TextPart]]
 """(generator, share of the steps that is over) -> the parts of one training row."""

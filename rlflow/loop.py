@@ -17,8 +17,9 @@ from rlflow.config.schema import RunConfig
 from rlflow.errors import RolloutError
 from rlflow.report.reductions import update_metrics
 from rlflow.report.timer import PhaseTimer
+from rlflow.run.directory import run_path
 from rlflow.run.open import open_run
-from rlflow.run.preflight import finished_summary, run_path
+from rlflow.run.resume import finished_summary
 from rlflow.trainer.base import Trainer
 from rlflow.types import Batch, Group
 

@@ -54,8 +54,7 @@ def run(args: argparse.Namespace) -> int:
     from rlflow.commands.eval import evaluation_config
     from rlflow.config.checks import check_config
     from rlflow.run.assemble import make_engine, make_rollout
-    from rlflow.run.model_directory import model_directory
-    from rlflow.run.origin import starting_model
+    from rlflow.run.origin import model_directory, starting_model
 
     _sort_words(args)
     check_least(args, temperature=0)

@@ -10,7 +10,8 @@ import textwrap
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from rlflow.commands.show import Paint, printable
+from rlflow.commands.show import Paint
+from rlflow.report.charts import printable
 
 TAG = re.compile(r"</?([a-z_]+)>")
 THOUGHT = ("think", "thought", "thinking", "reasoning")

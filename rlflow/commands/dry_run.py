@@ -17,7 +17,7 @@ from rlflow.storage.redaction import redact_text
 if TYPE_CHECKING:
     from rlflow.config.schema import RunConfig
     from rlflow.models.architecture import Architecture
-    from rlflow.run.memory_estimate import PhaseMemory
+    from rlflow.run.estimates import PhaseMemory
 
 GIB = 2**30
 
@@ -35,8 +35,8 @@ def look(config: RunConfig) -> int:
     """Prints, on stderr, every problem in a line; then notes, total time, batch plan and memory. Returns 0 where a run
     could start, else 2."""
     from rlflow.config.batch_plan import batch_plan
-    from rlflow.run.model_directory import fetch_models
-    from rlflow.run.readiness import examine
+    from rlflow.run.origin import fetch_models
+    from rlflow.run.preflight import examine
 
     unreached = Problems()
     waiting = unreached.attempt(fetch_models, config, weights=False)
@@ -69,8 +69,7 @@ def _estimate(print_it: Callable[[RunConfig, Architecture], None], config: RunCo
 
 def print_memory(config: RunConfig, model: Architecture) -> None:
     """Prints memory by process and phase."""
-    from rlflow.run.memory_estimate import estimate, is_embedded
-    from rlflow.run.vllm_memory import vllm_memory
+    from rlflow.run.estimates import estimate, is_embedded, vllm_memory
 
     print("\n# memory at the most, GiB (an estimate; every episode fills its budget)")
     phases = estimate(config, model)
@@ -83,21 +82,19 @@ def print_memory(config: RunConfig, model: Architecture) -> None:
 def print_time(config: RunConfig, model: Architecture) -> None:
     """Prints about how long the run and a step take."""
     from rlflow.report.lines import clock
-    from rlflow.run.step_time import estimate_step, this_device
+    from rlflow.run.estimates import cores_of, estimate_step
 
     print("\n# time (a rough estimate; without evaluations and the environment's own time)")
-    device = this_device(config)
-    if device is None:
-        print("unknown: rlflow/run/device_speeds.py does not have this GPU")
+    cores = cores_of(config)
+    if cores is None:
+        print("unknown: seconds on GPUs were not held against measurements yet")
         return
-    name, speeds, count = device
-    time = estimate_step(config, model, speeds, count)
+    time = estimate_step(config, model, cores)
     total = timedelta(seconds=round(time.total_s * config.run.steps))
-    share = f", {speeds.training_share:.0%} of its matrix rate in training" if speeds.training_share < 1 else ""
     print(f"the run: at most about {total} hours (run.steps = {config.run.steps:,}) if every episode fills its budget")
     parts = ", ".join(f"{what} {clock(seconds)}" for what, seconds in
                       (("sampling", time.sample_s), ("scores", time.score_s), ("updates", time.update_s)))  # fmt: skip
-    print(f"a step: {clock(time.total_s)} ({parts}) on {name}{share}")
+    print(f"a step: {clock(time.total_s)} ({parts}) on {cores} CPU cores")
 
 
 def fitted(table: str) -> str:

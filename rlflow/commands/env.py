@@ -14,8 +14,8 @@ from rlflow.commands.options import Commands, add_command, check_least, quoted
 from rlflow.errors import as_called
 
 if TYPE_CHECKING:
+    from rlflow.algorithms.imitation import Lessons
     from rlflow.environment import Environment
-    from rlflow.run.imitation import Lessons
 
 TURNS, LESSONS = 6, 300  # of a demonstration; optimizer steps of the imitation
 LEARNING = ("trainer.lr=5e-4", "rollout.max_total_tokens=512", "rollout.max_response_tokens=32", "metrics.page=true")
@@ -123,7 +123,7 @@ def run_new(args: argparse.Namespace) -> int:
     ]
     written = [made.source, made.test]
     if args.policy:
-        from rlflow.run.imitation import Lessons
+        from rlflow.algorithms.imitation import Lessons
 
         written += [made.player_file, made.configuration]
         try:
@@ -141,7 +141,7 @@ def run_new(args: argparse.Namespace) -> int:
 
 def run_policy(args: argparse.Namespace) -> int:
     """Makes a tiny policy by imitation of a scripted player."""
-    from rlflow.run.imitation import Lessons
+    from rlflow.algorithms.imitation import Lessons
 
     check_least(args, steps=1, turns=1)
     lessons = Lessons(steps=args.steps, turns=args.turns, seed=args.seed)
@@ -158,7 +158,7 @@ def run_check(args: argparse.Namespace) -> int:
     """Prints the report; returns 1 where the contract is broken."""
     from rlflow.checks.environments import LIMIT_S, check_environment
     from rlflow.components import Kind
-    from rlflow.run.interpreter_watch import InterpreterWatch
+    from rlflow.run.interrupt import InterpreterWatch
 
     check_least(args, episodes=1, turns=1)
     player = Kind("player").resolve(args.player) if args.player else None
@@ -190,8 +190,8 @@ def _environment(name: str, config_file: str | None = None, overrides: list[str]
 
 def _make_policy(environment: Environment, player: str, out: Path, lessons: Lessons, overwrite: bool = False) -> None:
     """Imitates the player, with a line that counts the steps."""
+    from rlflow.algorithms.imitation import make_policy
     from rlflow.components import Kind
-    from rlflow.run.imitation import make_policy
 
     began, live = time.monotonic(), sys.stderr.isatty()
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from rlflow.config.schema import RunConfig
     from rlflow.rollout import Rollout
-    from rlflow.run.model_directory import ModelDirectory
+    from rlflow.run.origin import ModelDirectory
 
 
 def add(commands: Commands) -> None:
@@ -103,7 +103,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _named(args: argparse.Namespace) -> AbstractContextManager[ModelDirectory]:
     """What is evaluated. Raises ConfigError unless it is one of a model and a server."""
-    from rlflow.run.model_directory import ModelDirectory, model_directory
+    from rlflow.run.origin import ModelDirectory, model_directory
 
     if (args.model is None) == (args.server is None):
         raise ConfigError("rlflow eval: expected one of --model PATH and --server URL.")
@@ -114,13 +114,19 @@ def _named(args: argparse.Namespace) -> AbstractContextManager[ModelDirectory]:
 
 
 def _rollout(args: argparse.Namespace, config: RunConfig) -> Rollout:
-    from rlflow.run.assemble import make_rollout
-    from rlflow.run.chat_server import WARNING, chat_rollout
+    from rlflow.rollout.chat_engine import WARNING, ChatEngine, PiecedText
+    from rlflow.run.assemble import make_environment, make_rollout, rollout_over
 
     if args.server is None:
         return make_rollout(config)
-    rollout, name = chat_rollout(config, args.server, model=args.server_model, api_key_variable=args.api_key_variable)
-    print(f"warning: {WARNING}\nmodel: {name}", file=sys.stderr)
+    text: Any = PiecedText()
+    engine = ChatEngine(args.server, text, model=args.server_model, api_key_variable=args.api_key_variable)
+    try:
+        rollout = rollout_over([engine], make_environment(config), text, config)
+    except BaseException:
+        engine.hang_up()
+        raise
+    print(f"warning: {WARNING}\nmodel: {engine.model}", file=sys.stderr)
     return rollout
 
 

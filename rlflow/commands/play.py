@@ -8,9 +8,10 @@ import sys
 from collections.abc import Iterable, Sequence
 from typing import TextIO
 
-from rlflow.commands.show import Paint, printable
+from rlflow.commands.show import Paint
 from rlflow.environment import Environment, awaited
 from rlflow.errors import ConfigError, EnvironmentContractError, did_you_mean
+from rlflow.report.charts import printable
 from rlflow.report.records import text_of
 from rlflow.rollout.environment_calls import tasks_of
 from rlflow.types import Observation, Step, Task

@@ -12,7 +12,7 @@ from typing import Any, TextIO
 
 from rlflow.commands.options import Commands, add_command
 from rlflow.errors import ConfigError
-from rlflow.report.charts import run_seconds
+from rlflow.report.charts import printable, run_seconds
 from rlflow.report.lines import clock, evaluation_line, numbers, sparkline
 from rlflow.report.metrics import Metrics, label, leading_score, scores
 from rlflow.report.recorded import RunFiles, grouped
@@ -266,8 +266,3 @@ def marked(text: str, wanted: Sequence[str], paint: Paint, plain: Sequence[str],
 
 def _answer(answer: Any) -> str:
     return " | ".join(map(str, answer)) if isinstance(answer, list) else str(answer)
-
-
-def printable(text: str) -> str:
-    """The text with control characters replaced: neither a policy nor a web page may steer the reader's terminal."""
-    return "".join(letter if letter.isprintable() or letter in "\n\t" else "\ufffd" for letter in text)

@@ -9,7 +9,7 @@ from pathlib import Path
 from rlflow.config.foreign import ReadKey, Translation
 from rlflow.config.loading import config_text, differences
 from rlflow.errors import ConfigError
-from rlflow.run.preflight import run_path
+from rlflow.run.directory import run_path
 from rlflow.storage.files import write_text
 from rlflow.storage.redaction import redact
 

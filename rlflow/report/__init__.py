@@ -1,6 +1,9 @@
-"""Metrics, episodes and pages: names with units, reductions, timers, memory, sinks, and what people look at."""
+"""What a run reports, and to whom: metrics, episodes, charts, the page, the terminal, findings."""
 
 from __future__ import annotations
 
-BUILT_IN = {"tensorboard": "rlflow.report.sinks:TensorBoardSink", "wandb": "rlflow.report.sinks:WandbSink"}
+BUILT_IN = {
+    "tensorboard": "rlflow.report.sinks:TensorBoardSink",
+    "wandb": "rlflow.report.sinks:WandbSink",
+}
 """Sinks: name -> `module:Name`."""

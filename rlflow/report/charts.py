@@ -31,9 +31,9 @@ PHASE_COLORS = {
     "checkpoint": "#b86a7b",
 }
 """Of every chart; no phase has the color of a curve."""
-RUN_COLORS = ("#1f6fb2", "#d9730d", "#1c7c54", "#8e44ad", "#b3261e", "#6b7785", "#9a6700", "#0e7c86")
+RUN_COLORS = ("#1f6fb2", "#d9730d", "#1c7c54", "#8e44ad", "#b3261e", "#6b7785", "#9a6700")
 DASH = 8.0
-"""Length of a dash and its gap. Later runs have shorter dashes, so that each shows where all coincide."""
+"""Length of a dash and its gap. Later runs have shorter dashes: each shows where all coincide."""
 WIDE, NARROW = 8.6, 3.9  # inches: legends beside the axes; below them, for a phone
 
 
@@ -56,7 +56,7 @@ def drawn_score(records: Records, registered: Metrics) -> str:
 
 
 def intervals(records: Records, name: str) -> list[tuple[float, float, float, float]]:
-    """(step, value, low, high) of each evaluation; both ends are the value where none was measured."""
+    """(step, value, low, high) of each evaluation; the ends are the value where none was measured."""
     key = f"eval/{name}"
     return [
         (one["step"], one[key], one.get(f"{key}_low", one[key]), one.get(f"{key}_high", one[key]))
@@ -74,7 +74,7 @@ def trailing_mean(values: Sequence[float]) -> list[float]:
 
 
 def bars(records: Records) -> tuple[list[list[Mapping[str, float]]], dict[str, float]]:
-    """(steps in at most MOST_BARS chunks, {phase: its share of the time} where it is worth a row)."""
+    """(steps in at most MOST_BARS chunks, {phase: its share of the time} where it is worth it)."""
     timed = [record for record in records if "time/step_s" in record]
     size = max(1, math.ceil(len(timed) / MOST_BARS))
     chunks = [timed[start : start + size] for start in range(0, len(timed), size)]
@@ -101,34 +101,13 @@ def top_without_peaks(heights: Sequence[float]) -> float:
 
 @contextmanager
 def figure(width: float, height: float, size: float) -> Iterator[Figure]:
-    """An empty figure in inches; its text has `size` points, and its style holds inside the block."""
+    """An empty figure in inches; its text has `size` points. Its style holds inside the block."""
     import matplotlib
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    style: Any = {
-        "font.family": "DejaVu Sans",
-        "font.size": size,
-        "svg.fonttype": "none",
-        "svg.hashsalt": "rlflow",
-        "text.color": QUIET,
-        "text.parse_math": False,
-        "axes.labelcolor": QUIET,
-        "axes.edgecolor": FRAME,
-        "axes.spines.top": False,
-        "axes.spines.right": False,
-        "axes.spines.left": False,
-        "axes.grid": True,
-        "axes.grid.axis": "y",
-        "axes.axisbelow": True,
-        "grid.color": FRAME,
-        "xtick.color": QUIET,
-        "ytick.color": QUIET,
-        "xtick.major.size": 0,
-        "ytick.major.size": 0,
-        "legend.frameon": False,
-    }
-    with matplotlib.rc_context(style):
+    style = Path(__file__).parent / "templates" / "chart.mplstyle"
+    with matplotlib.rc_context({"font.size": size}, fname=style):
         made = Figure(figsize=(width, height), layout="constrained")
         FigureCanvasAgg(made)
         yield made

@@ -105,7 +105,9 @@ def compare(runs: Sequence[RunFiles], target: float | None = None) -> Comparison
     score = common_score([run.registered for run in runs])
     evaluated = {name: curve(run.metrics, f"eval/{score}") for name, run in named.items()}
     asked = common_height(list(evaluated.values())) if target is None else target
-    reached = {} if asked is None else {name: first_at(one, asked) for name, one in evaluated.items()}
+    reached = {}
+    if asked is not None:
+        reached = {name: first_at(points, asked) for name, points in evaluated.items()}
     return Comparison(
         names=list(named),
         score=score,
@@ -129,8 +131,8 @@ def distinct_names(runs: Sequence[RunFiles]) -> list[str]:
 
 def common_score(registered: Sequence[Metrics]) -> str:
     """The first score of the first run that all have, else reward."""
-    shared = (name for name in scores(registered[0]) if all(name in scores(one) for one in registered))
-    return next(shared, "reward")
+    shared = set.intersection(*(set(scores(one)) for one in registered))
+    return next((name for name in scores(registered[0]) if name in shared), "reward")
 
 
 def curve(metrics: Sequence[Mapping[str, float]], name: str) -> list[Measurement]:
@@ -146,7 +148,7 @@ def curve(metrics: Sequence[Mapping[str, float]], name: str) -> list[Measurement
 
 
 def common_height(curves: Sequence[Sequence[Measurement]]) -> float | None:
-    """The highest value that every curve reached; None where one has no point, or all began there."""
+    """The highest value that every curve reached; None if one has no point, or all began there."""
     if not all(curves):
         return None
     height = min(max(point.value for point in points) for points in curves)

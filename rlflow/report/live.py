@@ -106,10 +106,11 @@ class LivePage:
         return json.dumps(told)
 
     def _look(self) -> Content:
-        """The content, made anew where there is more than before and the last look was a while ago."""
+        """The content, made anew where there is more and the last look was a while ago."""
         with self._lock:
             began = time.monotonic()
-            if self.run is None or began < self._look_at or (seen := _state(self.run)) == self._seen:
+            seen = _state(self.run) if self.run is not None else ()
+            if self.run is None or seen == self._seen or began < self._look_at:
                 return self._content
             run = RunFiles.open(self.run)
             for kind, step in steps_of(run):

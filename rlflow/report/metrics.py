@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -198,33 +197,3 @@ def load_registered(path: str | Path) -> dict[str, Metric]:
     known = {field.name for field in dataclasses.fields(Metric)}
     rows = read_json(path).items()
     return {name: Metric(**{key: value for key, value in row.items() if key in known}) for name, row in rows}
-
-
-def installed_metrics() -> dict[str, Metrics]:
-    """Installed environment -> the metrics that its class registers."""
-    entries = sorted(metadata.entry_points(group="rlflow.environments"), key=lambda entry: entry.name)
-    return {entry.name: entry.load().metrics for entry in entries}
-
-
-def metrics_table(plug_ins: Mapping[str, Metrics] | None = None) -> str:
-    """The tables of the docs in Markdown: the core's metrics, then those of each plug-in under its name."""
-    text = _table({f"`{name}`": metric for name, metric in METRICS.items()})
-    for plug_in, registered in (plug_ins or {}).items():
-        text += f"\n## {plug_in}\n\n" + _table({_logged(name, metric): metric for name, metric in registered.items()})
-    return text
-
-
-def _logged(name: str, metric: Metric) -> str:
-    """Every name under which a registered metric stands in metrics.jsonl."""
-    if "/" in name:
-        return f"`{name}`"
-    section, ends = ("train", " (`_low`, `_high`)") if metric.score else ("rollout", "")
-    return f"`{section}/{name}`, `eval/{name}`{ends}"
-
-
-def _table(metrics: Metrics) -> str:
-    rows = [
-        f"| {name} | {metric.unit} | {metric.meaning}{'' if metric.reduction == 'mean' else f' ({metric.reduction})'} |"
-        for name, metric in metrics.items()
-    ]
-    return "\n".join(["| metric | unit | meaning |", "|---|---|---|", *rows]) + "\n"

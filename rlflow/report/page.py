@@ -174,7 +174,8 @@ def overview(records: Records, registered: Metrics, summary: Mapping[str, Any]) 
     if trained:
         shown = [*numbers(trained[-1], registered), phase_seconds(trained[-1])]
         cells = "".join(f"<li>{markup(part)}</li>" for part in shown if part)
-        parts.append(f"<h2>Step {int(trained[-1]['step'])}, after {clock(run_seconds(records))}</h2>")
+        step, seconds = int(trained[-1]["step"]), run_seconds(records)
+        parts.append(f"<h2>Step {step}, after {clock(seconds)}</h2>")
         parts.append(f'<ul class="numbers">{cells}</ul>')
     found = [one for one in records if any(name.startswith("eval/") for name in one)]
     if found:

@@ -23,9 +23,9 @@ RULES = (
     "default-src 'none'; style-src 'unsafe-inline'; script-src 'nonce-{nonce}'; "
     "img-src data:; connect-src 'self'; base-uri 'none'"
 )
-"""Content-Security-Policy of what is served: nothing is loaded, and only the page's own script runs."""
+"""Content-Security-Policy: nothing is loaded, and only the page's own script runs."""
 Answer = Callable[[str, str], "str | None"]
-"""(what stands behind the token, the nonce of the page's script) -> the text; None: there is none."""
+"""(path behind the token, nonce of the page's script) -> the text; None: there is none."""
 
 
 class PageServer:

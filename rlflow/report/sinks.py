@@ -8,6 +8,7 @@ import os
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -27,8 +28,10 @@ class Sink(Protocol):
 class MetricsLog:
     """Writes each step's metrics to `<directory>/metrics.jsonl` and to further sinks.
 
-    On resume, records after `resumed_step` are dropped first, so that the file reads as if the run had never stopped.
-    """
+    A line of the file is a JSON object: step, time (Unix seconds), metrics; null for what is not
+    finite. On resume, records after `resumed_step` are dropped first, so that the file reads as if
+    the run had never stopped; `evaluations` of that step are kept (None: all). `confirm` is called
+    before each record."""
 
     def __init__(
         self,
@@ -38,26 +41,31 @@ class MetricsLog:
         evaluations: int | None = None,
         confirm: Callable[[], object] = lambda: None,
     ) -> None:
-        """evaluations: how many of the evaluations at `resumed_step` are kept; None for all. confirm: called
-        before each record."""
-        self._confirm = confirm
-        self._file = JsonlSink(Path(directory) / "metrics.jsonl", resumed_step, evaluations)
-        self.sinks: list[Sink] = [self._file, *sinks]
+        self.sinks, self._confirm = list(sinks), confirm
+        path = Path(directory) / "metrics.jsonl"
+        if path.exists():
+            _drop_records_after(path, resumed_step, evaluations)
+        self._file = path.open("a", encoding="utf-8")
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Writes one record. Values become plain floats; what is not finite is null in the file."""
+        """Writes one record; its line is flushed whole."""
         plain = {name: float(value) for name, value in values.items()}
+        finite = {name: value if math.isfinite(value) else None for name, value in plain.items()}
         self._confirm()
+        record = {"step": step, "time": round(time.time(), 3), **finite}
+        self._file.write(json.dumps(record) + "\n")
+        self._file.flush()
         for sink in self.sinks:
             sink.write(step, plain)
 
     def sync(self) -> None:
-        """Brings the file to disk: what a checkpoint follows on must survive a power cut if the checkpoint does."""
-        os.fsync(self._file.file.fileno())
+        """Brings the file to disk: it must survive a power cut if a checkpoint does."""
+        os.fsync(self._file.fileno())
 
     def close(self) -> None:
-        for sink in self.sinks:
-            sink.close()
+        with closing(self._file):
+            for sink in self.sinks:
+                sink.close()
 
     def __enter__(self) -> MetricsLog:
         return self
@@ -66,25 +74,8 @@ class MetricsLog:
         self.close()
 
 
-class JsonlSink:
-    """One JSON object per line: step, time (Unix seconds), metrics. Each line is flushed whole."""
-
-    def __init__(self, path: Path, resumed_step: int | None = None, evaluations: int | None = None) -> None:
-        if path.exists():
-            _drop_records_after(path, resumed_step, evaluations)
-        self.file = path.open("a", encoding="utf-8")
-
-    def write(self, step: int, values: Mapping[str, float]) -> None:
-        finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
-        self.file.write(json.dumps({"step": step, "time": round(time.time(), 3), **finite}) + "\n")
-        self.file.flush()
-
-    def close(self) -> None:
-        self.file.close()
-
-
 class TensorBoardSink:
-    """Writes scalars to `<directory>/tensorboard`. On resume TensorBoard hides what came after `resumed_step`."""
+    """Writes scalars to `<directory>/tensorboard`; what came after `resumed_step` is hidden."""
 
     def __init__(self, directory: str | Path, resumed_step: int | None = None) -> None:
         with needing("metrics.sinks", install_command("tensorboard")):
@@ -103,8 +94,9 @@ class TensorBoardSink:
 class WandbSink:
     """Writes to a Weights & Biases run. `config` is uploaded: hand over the redacted one.
 
-    The run's id is kept in `<directory>/wandb/run_id.txt`; with `resumed_step` its curves go on. Weights & Biases never takes a
-    step back, so steps are a metric of their own: those made again after a resume are shown again, none is dropped."""
+    The run's id is kept in `<directory>/wandb/run_id.txt`; with `resumed_step` its curves go on.
+    Weights & Biases never takes a step back, so steps are a metric of their own: those made again
+    after a resume are shown again, none is dropped."""
 
     def __init__(
         self,
@@ -118,12 +110,19 @@ class WandbSink:
         with needing("metrics.sinks", install_command("wandb")):
             import wandb
         kept = Path(directory) / "wandb" / "run_id.txt"
-        known = kept.read_text(encoding="utf-8").strip() if resumed_step is not None and kept.is_file() else ""
+        goes_on = resumed_step is not None and kept.is_file()
+        known = kept.read_text(encoding="utf-8").strip() if goes_on else ""
         run_id = known or uuid.uuid4().hex
         kept.parent.mkdir(parents=True, exist_ok=True)
         kept.write_text(run_id + "\n", encoding="utf-8")
-        options = {"project": project, "name": run_name, "dir": str(directory), "config": dict(config or {})}
-        self.run = wandb.init(id=run_id, resume="allow", **options)
+        self.run = wandb.init(
+            id=run_id,
+            resume="allow",
+            project=project,
+            name=run_name,
+            dir=str(directory),
+            config=dict(config or {}),
+        )
         self.run.define_metric("step")
         self.run.define_metric("*", step_metric="step")
 
@@ -148,21 +147,30 @@ def make_sinks(
         ConfigError: an unknown name or keyword.
         MissingPackageError: a sink's package is not installed.
     """
-    offered = {"directory": directory, "run_name": run_name, "config": config, "resumed_step": resumed_step}
-    places = [f"metrics.sinks[{index}]" for index in range(len(components))]
-    return [SINK.build(component, place, **offered) for component, place in zip(components, places, strict=True)]
+    offered = {
+        "directory": directory,
+        "run_name": run_name,
+        "config": config,
+        "resumed_step": resumed_step,
+    }
+    return [
+        SINK.build(component, f"metrics.sinks[{place}]", **offered)
+        for place, component in enumerate(components)
+    ]
 
 
 def read_metrics(path: str | Path) -> list[dict[str, float]]:
-    """The records of a metrics.jsonl by ascending step, records of one step merged. Nulls are left out; so is a last
-    line that a kill cut short.
+    """The records of a metrics.jsonl by ascending step, records of one step merged.
+
+    Nulls are left out; so is a last line that a kill cut short.
 
     Raises:
         CheckpointError: the file is missing, or a line other than the last is not JSON.
     """
     path = Path(path)
     if not path.exists():
-        raise CheckpointError(f"{path}: no such file; expected the metrics.jsonl of a run directory.")
+        expected = "expected the metrics.jsonl of a run directory"
+        raise CheckpointError(f"{path}: no such file; {expected}.")
     merged: dict[int, dict[str, float]] = {}
     for record in _records(path):
         values = {name: value for name, value in record.items() if value is not None}
@@ -202,10 +210,12 @@ def _record(line: bytes) -> dict[str, Any]:
 
 
 def _drop_records_after(path: Path, step: int | None, evaluations: int | None) -> None:
-    """Rewrites the file without records after `step` (None keeps all), without the evaluations at `step` beyond the first
-    so many (None keeps all), and without a half-written last line."""
+    """Rewrites the file without records after `step` and a half-written last line.
+
+    Of the evaluations at `step` the first so many stay; None keeps all."""
     kept = [record for record in _records(path) if step is None or record["step"] <= step]
-    at_step = [record for record in kept if record["step"] == step and any(name.startswith("eval/") for name in record)]
-    unknown = {id(record) for record in at_step[evaluations:]} if evaluations is not None else set()
-    kept = [record for record in kept if id(record) not in unknown]
+    if evaluations is not None:
+        evaluated = [one for one in kept if any(name.startswith("eval/") for name in one)]
+        unknown = [one for one in evaluated if one["step"] == step][evaluations:]
+        kept = [one for one in kept if not any(one is other for other in unknown)]
     write_json_lines(path, kept)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TextIO
 
 from rlflow.errors import ConfigError, did_you_mean
+from rlflow.report.charts import printable
 from rlflow.report.lines import (
     clock,
     ending,
@@ -230,8 +231,7 @@ def rollout_lines(trajectory: Trajectory | None, width: int) -> Iterator[tuple[s
 
 def _one_line(text: str) -> str:
     """The text without line breaks, and without what could steer the terminal."""
-    words = " ".join(text.split())
-    return "".join(letter if letter.isprintable() else "\ufffd" for letter in words)
+    return printable(" ".join(text.split()))
 
 
 def hidden_control_keys(keyboard: TextIO) -> Callable[[], None]:

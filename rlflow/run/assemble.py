@@ -8,6 +8,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import torch
+
+from rlflow.batching import token_batch
 from rlflow.cluster.trainer import RayTrainer
 from rlflow.components import ENGINE, ENVIRONMENT
 from rlflow.config.checks import environment_name
@@ -17,13 +20,12 @@ from rlflow.environment import Environment
 from rlflow.errors import ConfigError, DataError
 from rlflow.matmul import PRODUCTS
 from rlflow.report.sinks import MetricsLog, make_sinks
-from rlflow.rollout import Engine, Rollout, Tokenizer
+from rlflow.rollout import Engine, Rollout, Tokenizer, WeightProbe
 from rlflow.rollout.environment_calls import tasks_of
 from rlflow.rollout.groups import Groups, TaskSource, Terms
 from rlflow.rollout.pacing import Pacing
-from rlflow.run.directory import RunDirectory
+from rlflow.run.directory import RunDirectory, run_path
 from rlflow.run.origin import mark_own
-from rlflow.run.preflight import run_path
 from rlflow.storage.redaction import redact
 from rlflow.trainer.base import Trainer
 from rlflow.types import Task
@@ -199,3 +201,35 @@ def make_groups(
         steps=config.run.steps,
     )
     return rollout.groups(source.take, pacing, terms, tasks=tasks)
+
+
+PROMPTS = 4
+TEMPERATURE = 0.7
+"""Not 1 and not the run's, which is 1 in most: an engine that divides by no temperature, or by another one, would not show."""
+TOLERANCE = {"float32": 1e-3, "bfloat16": 0.2}
+"""Nats, by model.dtype: a bfloat16 model's log-probs depend on the order in which engine and trainer add."""
+
+
+def trainable(rollout: Rollout) -> Rollout:
+    """The same. Raises ConfigError where an engine keeps the weights that it has: the policy would never be the trainer's."""
+    fixed = next((engine for engine in rollout.engines if not engine.takes_weights), None)
+    if fixed is not None:
+        raise ConfigError(
+            f"rollout.engine: {type(fixed).__name__} takes no weights: it serves evaluation, not training. For vllm_server name "
+            "a folder that rlflow and the server see, in rollout.engine.weights_folder."
+        )
+    return rollout
+
+
+def make_probe(rollout: Rollout, trainer: Trainer, tasks: Sequence[Task], dtype: str) -> WeightProbe | None:
+    """A probe on the prompts of a few tasks, scored by the trainer; None where every engine hashes its weights."""
+    if rollout.hashes_weights:
+        return None
+
+    def score(rows: Sequence[Sequence[int]]) -> list[list[float]]:
+        batch = token_batch(rows)
+        logprobs = trainer.score(batch.replace(temperatures=torch.full_like(batch.temperatures, TEMPERATURE)))["logprobs"]
+        return [values[: len(row)].tolist() for row, values in zip(rows, logprobs, strict=True)]
+
+    prompts = [rollout.prompt_tokens(task) for task in tasks[:PROMPTS]]
+    return WeightProbe(prompts, score, TOLERANCE[dtype], temperature=TEMPERATURE)

@@ -15,16 +15,21 @@ progress.png  report.html  summary.json  log.txt
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from rlflow.errors import ConfigError, did_you_mean
+from rlflow.errors import ConfigError, StorageError, did_you_mean
 from rlflow.run.checkpoints import Checkpoints
-from rlflow.run.lock import DirectoryLock
 from rlflow.storage.files import PARTIAL, clear_partials
+from rlflow.storage.lock import DirectoryLock
+
+if TYPE_CHECKING:
+    from rlflow.config.schema import RunConfig
 
 logger = logging.getLogger(__name__)
 
@@ -35,8 +40,19 @@ STARTED = {"config.yaml", "config.origin", "log.txt", "metrics.jsonl", "environm
 """What a run may have written before its first metrics."""
 
 
+def run_path(config: RunConfig) -> Path:
+    """Where the run writes. Raises ConfigError where `run.directory` holds another placeholder than {name}."""
+    try:
+        return Path(config.run.directory.format(name=config.run.name))
+    except (KeyError, IndexError, ValueError):
+        raise ConfigError(
+            "run.directory: expected a path in which only {name} stands for something else, "
+            f"found '{config.run.directory}'."
+        ) from None
+
+
 class RunDirectory:
-    """One run's files. While it is open for writing, nobody else can open it (`rlflow.run.lock`)."""
+    """One run's files. While it is open for writing, nobody else can open it (`rlflow.storage.lock`)."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
@@ -208,3 +224,29 @@ def _what(present: list[str]) -> str:
         if "config.yaml" in present
         else f"files ({', '.join(present[:3])}{', ...' if len(present) > 3 else ''})"
     )
+
+
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+DISK_FAILED = (errno.EROFS, errno.EIO, errno.ESTALE, errno.ENODEV, errno.ENXIO)
+IN_THE_RUN = (errno.ENOENT, errno.ENOTDIR, errno.EACCES, errno.EPERM)
+"""Say something about the disk only of a file of the run."""
+
+
+def explain_unwritable(error: BaseException | None, directory: RunDirectory) -> None:
+    """Raises StorageError, from `error`, where it says that nothing more can be written; returns for any other."""
+    if not isinstance(error, OSError):
+        return
+    if error.errno in DISK_FULL:
+        remedy = "Free some space"
+    elif error.errno in DISK_FAILED or (error.errno in IN_THE_RUN and _inside(error.filename, directory.path)):
+        remedy = "Make it writable again"
+    else:
+        return
+    latest = directory.latest_checkpoint()
+    left = "there is no checkpoint yet" if latest is None else f"the newest checkpoint is that of step {latest[0]}"
+    where = error.filename or directory.path
+    raise StorageError(f"{where}: {error.strerror}; {left}. {remedy} and continue with --resume") from error
+
+
+def _inside(file: object, directory: Path) -> bool:
+    return isinstance(file, (str, os.PathLike)) and Path(file).absolute().is_relative_to(directory.absolute())

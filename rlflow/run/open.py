@@ -17,21 +17,26 @@ from rlflow.report.metrics import save_registered
 from rlflow.report.sinks import read_metrics
 from rlflow.report.terminal import Progress
 from rlflow.report.timer import Clock, PhaseTimer
-from rlflow.run.assemble import fitting_tasks, make_groups, make_metrics, make_trainer, open_directory
+from rlflow.run.assemble import (
+    fitting_tasks,
+    make_groups,
+    make_metrics,
+    make_probe,
+    make_trainer,
+    open_directory,
+    trainable,
+)
+from rlflow.run.checkpoints import Saver
+from rlflow.run.directory import explain_unwritable
 from rlflow.run.early_scores import EarlyScores, Stage
-from rlflow.run.evaluation_schedule import EvaluationSchedule
-from rlflow.run.interpreter_watch import InterpreterWatch
-from rlflow.run.interrupt import Interrupt
+from rlflow.run.evaluate import EvaluationSchedule
+from rlflow.run.interrupt import InterpreterWatch, Interrupt, Watchdog
 from rlflow.run.log import RunLog
-from rlflow.run.model_directory import fetch_models
+from rlflow.run.origin import fetch_models
 from rlflow.run.preflight import check_start
-from rlflow.run.probe import make_probe, trainable
 from rlflow.run.recorder import Recorder
 from rlflow.run.resume import check_continuation, chosen_checkpoint, resume
 from rlflow.run.run import Run
-from rlflow.run.saver import Saver
-from rlflow.run.unwritable import explain_unwritable
-from rlflow.run.watchdog import Watchdog
 from rlflow.run.workers import make_run_rollout
 from rlflow.types import Task
 
@@ -73,17 +78,7 @@ def _start(config: RunConfig, stack: ExitStack) -> Run:
     log = stack.enter_context(RunLog())
     stack.enter_context(InterpreterWatch(config.rollout.faults.call_s))
     check_continuation(config)
-    progress = Progress(
-        config.metrics.progress,
-        steps=config.run.steps,
-        title=config.run.name,
-        first_step=(chosen_checkpoint(config) or (0, None))[0],
-        clock=clock,
-    )
-    stack.callback(progress.close)
-    page = LivePage(progress) if config.metrics.page else None
-    if page is not None:
-        stack.callback(page.close)
+    progress, page = _displays(config, clock, stack)
     timer.on_enter = progress.phase
     progress.phase("preparing", "environment and engine")
     rollout = trainable(stack.enter_context(make_run_rollout(config)))
@@ -132,6 +127,26 @@ def _start(config: RunConfig, stack: ExitStack) -> Run:
     run.metrics = stack.enter_context(make_metrics(config, directory, run.saved_step, run.evaluation.made(run.saved_step)))
     _recall(run)
     return run
+
+
+def _displays(
+    config: RunConfig, clock: Clock, stack: ExitStack
+) -> tuple[Progress, LivePage | None]:
+    """What the run tells how it goes, and the page where one is wanted."""
+    checkpoint = chosen_checkpoint(config)
+    progress = Progress(
+        config.metrics.progress,
+        steps=config.run.steps,
+        title=config.run.name,
+        first_step=checkpoint[0] if checkpoint else 0,
+        clock=clock,
+    )
+    stack.callback(progress.close)
+    if not config.metrics.page:
+        return progress, None
+    page = LivePage(progress)
+    stack.callback(page.close)
+    return progress, page
 
 
 def _accompany(run: Run, stack: ExitStack) -> None:

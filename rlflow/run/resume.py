@@ -6,17 +6,18 @@ import logging
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rlflow.config.loading import to_dict
 from rlflow.config.schema import RunConfig
 from rlflow.errors import CheckpointError, ConfigError, DamagedCheckpointError
-from rlflow.run.checkpoints import STATE, TRAINER, Checkpoints
-from rlflow.run.directory import RunDirectory
-from rlflow.run.preflight import run_path
-from rlflow.run.run import CONFIG, Run
-from rlflow.storage.files import leaves, plain
+from rlflow.run.checkpoints import CONFIG, STATE, TRAINER, Checkpoints
+from rlflow.run.directory import RunDirectory, run_path
+from rlflow.storage.files import leaves, plain, read_json
 from rlflow.storage.redaction import redact
+
+if TYPE_CHECKING:
+    from rlflow.run.run import Run
 
 logger = logging.getLogger(__name__)
 
@@ -24,6 +25,17 @@ KEPT = ("run.seed", "environment.name")
 """Keys that a resumed run keeps: with another order of the tasks, or other tasks, its position in them means nothing."""
 COMPARED = ("run.seed", "model", "data", "environment", "rollout", "algorithm", "trainer")
 """What results depend on. The rest says how long a run lasts, what it reports, and where it runs."""
+
+
+def finished_summary(config: RunConfig) -> dict[str, Any] | None:
+    """The summary of the run that is to be resumed, where all its steps are done and nothing is left to do; else None."""
+    directory = RunDirectory(run_path(config))
+    latest = directory.latest_checkpoint()
+    if latest is None or not directory.summary.is_file() or config.run.resume_step not in (None, latest[0]):
+        return None
+    summary = read_json(directory.summary)
+    done = summary.get("status") == "finished" and summary.get("steps") == latest[0] >= config.run.steps
+    return summary if done else None
 
 
 def chosen_checkpoint(config: RunConfig) -> tuple[int, Path] | None:

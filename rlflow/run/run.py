@@ -23,14 +23,12 @@ from rlflow.report.terminal import Progress
 from rlflow.report.timer import GIB, Clock, PhaseTimer, highest
 from rlflow.rollout import Rollout, WeightProbe
 from rlflow.rollout.groups import Groups
-from rlflow.run.card import export_files
+from rlflow.run.checkpoints import CONFIG, Saver
 from rlflow.run.directory import RunDirectory
-from rlflow.run.evaluate import evaluate
-from rlflow.run.evaluation_schedule import EvaluationSchedule
-from rlflow.run.export import export_adapter, export_policy
+from rlflow.run.evaluate import EvaluationSchedule, evaluate
+from rlflow.run.export import export_adapter, export_files, export_policy
 from rlflow.run.interrupt import Interrupt
 from rlflow.run.recorder import Recorder
-from rlflow.run.saver import Saver
 from rlflow.storage.files import write_json
 from rlflow.storage.redaction import redact
 from rlflow.storage.states import load_states, states
@@ -38,9 +36,6 @@ from rlflow.trainer.base import Trainer
 from rlflow.types import Batch, Group
 
 logger = logging.getLogger(__name__)
-
-CONFIG = "config"
-"""Of a saved state: the configuration, secrets redacted, that a resumed run is compared with."""
 
 MOST_RESTARTS = 3
 """Of engines, in a run or what is left of one that is resumed: what ends more often ends for a reason."""

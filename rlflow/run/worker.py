@@ -26,8 +26,7 @@ from rlflow.rollout.players import Begun, Ended, Player
 from rlflow.rollout.transfer.base import WeightReader
 from rlflow.rollout.transfer.readers import open_reader
 from rlflow.rollout.workers import Loaded, PlayedAttempt, Update, WorkerFacts, WorkerNews
-from rlflow.run.assemble import make_rollout
-from rlflow.run.probe import trainable
+from rlflow.run.assemble import make_rollout, trainable
 
 LOOK_S = 0.25
 """How long a look waits for news: short beside the deadline by which a worker counts as hung."""

@@ -14,7 +14,7 @@ from rlflow.loop import train
 from rlflow.models.huggingface import digest, iterate_weights
 from rlflow.report.sinks import read_metrics
 from rlflow.run.directory import RunDirectory
-from rlflow.run.model_directory import model_directory
+from rlflow.run.origin import model_directory
 from tests.flow.letters import letters_config
 
 SHORT = ("rollout.prompts_per_step=4", "rollout.samples_per_prompt=4", "evaluation.questions=4", "evaluation.final_questions=4",

@@ -17,8 +17,7 @@ from safetensors.numpy import load, save
 from rlflow import codec
 from rlflow.codec import from_bytes, groups_from_bytes, groups_to_bytes, to_bytes
 from rlflow.errors import CheckpointError
-from rlflow.run.checkpoints import read_state
-from rlflow.run.saver import RunState
+from rlflow.run.checkpoints import RunState, read_state
 from rlflow.types import Group, Segment, StopReason, Task, Trajectory, Turn
 
 

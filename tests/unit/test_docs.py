@@ -6,13 +6,14 @@ import dataclasses
 import inspect
 import json
 import re
+import runpy
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from rlflow.config.schema import RunConfig
-from rlflow.report.metrics import installed_metrics, metrics_table
+from rlflow.report.metrics import METRICS, Metric
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -59,7 +60,17 @@ def test_configuration_page_lists_every_keyword_of_the_search_environment() -> N
 
 
 def test_metrics_page_holds_the_table_of_the_code() -> None:
-    assert metrics_table(installed_metrics()) in (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
+    script = runpy.run_path(str(ROOT / "docs" / "metrics_table.py"))
+    metrics_table, installed = script["metrics_table"], script["installed_metrics"]
+    assert metrics_table(installed()) in (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
+    assert all(f"| `{name}` |" in metrics_table() for name in METRICS)
+    score = Metric("share", "of tasks", score=True)
+    longest = Metric("steps", "longest walk", "max")
+    table = metrics_table({"maze": {"exact_match": score, "longest": longest}})
+    core, _, own = table.partition("## maze")
+    assert core.strip() == metrics_table().strip()
+    assert "| `train/exact_match`, `eval/exact_match` (`_low`, `_high`) | share | of tasks |" in own
+    assert "| `rollout/longest`, `eval/longest` | steps | longest walk (max) |" in own
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

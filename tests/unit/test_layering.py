@@ -15,7 +15,7 @@ from tests.unit.sources import files as sources
 # What each part of the core may import from the core. A part is a module or a folder directly under
 # rlflow/, or what is named by its whole path.
 BASIS = {"types", "errors"}
-ALGORITHMS = {"algorithms", "algorithms/algorithm", "algorithms/teachers"}
+ALGORITHMS = {"algorithms", "algorithms/algorithm", "algorithms/imitation", "algorithms/teachers"}
 ALLOWED: dict[str, set[str]] = {
     "errors": set(),
     "matmul": {"errors"},
@@ -31,6 +31,7 @@ ALLOWED: dict[str, set[str]] = {
     "codec": {"storage", *BASIS},
     "algorithms": {"codec", "components", "values", *BASIS},
     "algorithms/teachers": {"rollout", "trainer", "batching", "models", "http", "values", *BASIS},
+    "algorithms/imitation": {"algorithms", "rollout", "trainer", "batching", "models", "environment", *BASIS},
     "algorithms/algorithm": {"algorithms", "algorithms/teachers", "config", "trainer", "components", *BASIS},
     "rollout": {"codec", "environment", "models", "matmul", "http", "places", "storage", "components", "values", *BASIS},
     "swarm": {"codec", "rollout", "places", "algorithms", "storage", "components", "values", *BASIS},
@@ -43,7 +44,7 @@ ALLOWED: dict[str, set[str]] = {
             "models", "report", "storage", "components", "matmul", *BASIS},
     "report": {"run", "components", "storage", "places", *BASIS},
     "loop": {"run", "config", "rollout", "trainer", *ALGORITHMS, "batching", "report", *BASIS},
-    "commands": {"__init__", "checks", "loop", "run", "cluster", "config", "rollout", "environment", "algorithms",
+    "commands": {"__init__", "checks", "loop", "run", "cluster", "config", "rollout", "environment", *ALGORITHMS,
                  "batching", "models", "report", "storage", "components", "matmul", *BASIS},
     "__main__": {"commands"},
     # under TYPE_CHECKING

@@ -1,5 +1,5 @@
 """The converter that rlflow finds by the entry-point group `rlflow.converters`: see
-`rlflow.run.model_directory.Converter`."""
+`rlflow.run.origin.Converter`."""
 
 from __future__ import annotations
 

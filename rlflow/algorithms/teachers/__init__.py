@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 BUILT_IN = {
-    "model": "rlflow.algorithms.teachers.frozen:ModelTeacher",
+    "model": "rlflow.algorithms.teachers.frozen_model:ModelTeacher",
     "policy": "rlflow.algorithms.teachers.policy:PolicyTeacher",
     "server": "rlflow.algorithms.teachers.completions:ServerTeacher",
 }

@@ -17,8 +17,7 @@ from rlflow.algorithms.filters.replay import Replay
 from rlflow.algorithms.filters.success_pool import SuccessPool
 from rlflow.algorithms.filters.zero_advantage import ZeroAdvantage
 from rlflow.batching import make_batch
-from rlflow.run.checkpoints import read_state
-from rlflow.run.saver import RunState
+from rlflow.run.checkpoints import RunState, read_state
 from rlflow.types import Group, StopReason
 from tests.unit.algorithms.groups import group, rewards
 

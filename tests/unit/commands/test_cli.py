@@ -21,12 +21,12 @@ from rlflow.commands.doctor import JOBS, TESTED, all_jobs, diagnose, job_row, pa
 from rlflow.commands.options import option_overrides
 from rlflow.commands.play import find_task, play, read_response
 from rlflow.commands.scaffold import write_environment
-from rlflow.commands.show import printable
 from rlflow.commands.train import train_overrides
 from rlflow.components import ENVIRONMENT
 from rlflow.environment import Environment
 from rlflow.errors import ConfigError
 from rlflow.errors import command as called
+from rlflow.report.charts import printable
 from rlflow.run.directory import RunDirectory
 from rlflow.storage.files import write_json, write_text
 from rlflow.types import Episode, Step, Task

@@ -19,7 +19,6 @@ from rlflow.report.metrics import (
     Metric,
     leading_score,
     load_registered,
-    metrics_table,
     save_registered,
     shown,
 )
@@ -49,7 +48,6 @@ def test_every_documented_name_has_a_section_a_unit_and_a_meaning() -> None:
         assert section in {"train", "rollout", "time", "memory", "speed", "eval", "data", "workers"} and rest
         assert metric.unit and metric.meaning
     assert {f"time/{phase}_s" for phase in PHASES} <= set(METRICS)
-    assert all(f"| `{name}` |" in metrics_table() for name in METRICS)
 
 
 def test_wilson_interval_equals_published_values() -> None:
@@ -122,13 +120,6 @@ def test_a_run_can_be_read_without_its_environment(tmp_path: Path) -> None:
     registered = {**SCORED, "time/tool_share": Metric("share", "of the step", share_of="time/tool_s")}
     save_registered(tmp_path / "m.json", registered)
     assert load_registered(tmp_path / "m.json") == registered and load_registered(tmp_path / "none.json") == {}
-
-
-def test_the_table_of_a_plug_in_follows_the_cores_under_its_name() -> None:
-    core, _, own = metrics_table({"maze": {**SCORED, "longest": Metric("steps", "longest walk", "max")}}).partition("## maze")
-    assert core.strip() == metrics_table().strip()
-    assert "| `train/exact_match`, `eval/exact_match` (`_low`, `_high`) | share | of tasks |" in own
-    assert "| `rollout/longest`, `eval/longest` | steps | longest walk (max) |" in own
 
 
 def test_rollout_metrics_count_aborted_episodes_and_keep_them_out_of_means() -> None:

@@ -10,7 +10,7 @@ import pytest
 from rlflow_tools.ckpt_convert.verify import verify_export
 
 from rlflow import train
-from rlflow.run.card import base_name
+from rlflow.run.export import base_name
 from tests.flow.letters import Letters, letters_config, write_letters_model
 
 

@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 
 from rlflow.errors import CheckpointError, ConfigError, DamagedCheckpointError
-from rlflow.run.checkpoints import STATE, TRAINER, Checkpoints, read_state
-from rlflow.run.saver import RunState
+from rlflow.run.checkpoints import STATE, TRAINER, Checkpoints, RunState, read_state
 from rlflow.storage.files import write_json
 from rlflow.storage.integrity import TRAINER_MANIFEST, fingerprint, write_manifest
 

@@ -16,8 +16,8 @@ from rlflow.loop import training_step
 from rlflow.report.sinks import read_metrics
 from rlflow.rollout.vllm import process
 from rlflow.rollout.vllm.engine import VLLMEngine
+from rlflow.run.assemble import TOLERANCE
 from rlflow.run.open import open_run
-from rlflow.run.probe import TOLERANCE
 from rlflow.run.run import MOST_RESTARTS, Run
 from rlflow.storage.files import read_json
 from rlflow.types import Trajectory

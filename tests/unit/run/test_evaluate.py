@@ -16,7 +16,7 @@ from rlflow.report.reductions import interval95
 from rlflow.rollout import Rollout
 from rlflow.run import evaluate as evaluation
 from rlflow.run.evaluate import evaluate, mean_over_sets, metrics_by_set
-from rlflow.run.model_directory import ModelDirectory, model_directory
+from rlflow.run.origin import ModelDirectory, model_directory
 from rlflow.types import Group, StopReason, Task, Trajectory
 from tests.flow.letters import REFERENCE, Letters, write_letters_model
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from rlflow.run.evaluation_schedule import EvaluationSchedule
+from rlflow.run.evaluate import EvaluationSchedule
 from rlflow.types import Task
 
 TASKS = [Task(str(index), "?", None) for index in range(6)]

@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from rlflow.run.lock import DirectoryLock
+from rlflow.storage.lock import DirectoryLock
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -40,7 +40,7 @@ def test_a_pool_of_processes_neither_holds_up_a_run_nor_interrupts_it() -> None:
 ORPHAN = """
 import os, signal, sys, time
 from pathlib import Path
-from rlflow.run.lock import DirectoryLock
+from rlflow.storage.lock import DirectoryLock
 lock = DirectoryLock(Path(sys.argv[1]))
 child = os.fork()
 if not child:

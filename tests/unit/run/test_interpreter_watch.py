@@ -11,15 +11,15 @@ import time
 
 import pytest
 
-from rlflow.run.interpreter_watch import InterpreterWatch
+from rlflow.run.interrupt import InterpreterWatch
 
 HOLDING = """
 import re, threading
-from rlflow.run import interpreter_watch
-interpreter_watch.WORD_S = interpreter_watch.FLOOR_S = 1.0
+from rlflow.run import interrupt
+interrupt.WORD_S = interrupt.FLOOR_S = 1.0
 def hold():
     re.match("(a+)+$", "a" * 60 + "b")
-with interpreter_watch.InterpreterWatch(3.0, "the option"):
+with interrupt.InterpreterWatch(3.0, "the option"):
     threading.Thread(target=hold).start()
     threading.Event().wait()
 """
@@ -36,9 +36,9 @@ def test_a_call_that_holds_the_interpreter_is_named_and_ended() -> None:
 
 STOPPED = """
 import os
-from rlflow.run import interpreter_watch
-interpreter_watch.WORD_S = interpreter_watch.FLOOR_S = 1.0
-with interpreter_watch.InterpreterWatch(2.0, "the option"):
+from rlflow.run import interrupt
+interrupt.WORD_S = interrupt.FLOOR_S = 1.0
+with interrupt.InterpreterWatch(2.0, "the option"):
     print("ready", flush=True)
     input()
 print("ended")

@@ -11,7 +11,7 @@ import pytest
 from rlflow.config.loading import save_config
 from rlflow.config.schema import load_config
 from rlflow.errors import ConfigError, ConversionError, ExitCode, ModelError
-from rlflow.run.model_directory import CONVERTERS, ModelDirectory, model_directory
+from rlflow.run.origin import CONVERTERS, ModelDirectory, model_directory
 
 
 class Copying:

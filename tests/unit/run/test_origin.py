@@ -13,8 +13,7 @@ from rlflow.commands.eval import evaluation_config
 from rlflow.config.loading import save_config
 from rlflow.config.schema import RunConfig, load_config
 from rlflow.errors import ConfigError
-from rlflow.run.model_directory import ModelDirectory
-from rlflow.run.origin import ORIGIN, is_own, mark_own, starting_model
+from rlflow.run.origin import ORIGIN, ModelDirectory, is_own, mark_own, starting_model
 from tests.flow.letters import letters_config
 
 

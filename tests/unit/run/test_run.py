@@ -21,10 +21,9 @@ from rlflow.config.schema import load_config
 from rlflow.errors import CheckpointError, ConfigError, MissingPackageError, RolloutError, StorageError
 from rlflow.loop import training_step
 from rlflow.report.sinks import read_metrics
-from rlflow.run.checkpoints import read_state
+from rlflow.run.checkpoints import RunState, read_state
 from rlflow.run.export import EXPORT_TOLERANCE
 from rlflow.run.open import open_run
-from rlflow.run.saver import RunState
 from rlflow.storage.files import read_json
 from rlflow.types import Batch, Episode, Task
 from tests.flow.letters import letters_config, write_letters_model

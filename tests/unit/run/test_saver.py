@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from rlflow.errors import DirectoryLostError, StorageError
-from rlflow.run.checkpoints import Checkpoints, read_state
-from rlflow.run.saver import Saver
+from rlflow.run.checkpoints import Checkpoints, Saver, read_state
 from rlflow.trainer.base import Trainer
 
 

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from rlflow.errors import StorageError
-from rlflow.run.directory import RunDirectory
-from rlflow.run.unwritable import DISK_FAILED, DISK_FULL, IN_THE_RUN, explain_unwritable
+from rlflow.run.directory import DISK_FAILED, DISK_FULL, IN_THE_RUN, RunDirectory, explain_unwritable
 
 
 @pytest.mark.parametrize("number", DISK_FULL)

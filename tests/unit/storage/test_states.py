@@ -11,8 +11,7 @@ import torch
 
 from rlflow.errors import DamagedCheckpointError
 from rlflow.report.timer import Clock
-from rlflow.run.checkpoints import read_state
-from rlflow.run.saver import RunState
+from rlflow.run.checkpoints import RunState, read_state
 from rlflow.storage.states import load_states, states
 
 

@@ -13,8 +13,7 @@ from rlflow.config.loading import save_config
 from rlflow.config.schema import load_config
 from rlflow.errors import ConfigError, ConversionError
 from rlflow.models.huggingface import digest, iterate_weights
-from rlflow.run.model_directory import ModelDirectory, model_directory
-from rlflow.run.origin import mark_own
+from rlflow.run.origin import ModelDirectory, mark_own, model_directory
 from rlflow.trainer.base import Trainer
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from rlflow.algorithms.teachers.base import Classroom
-from rlflow.algorithms.teachers.frozen import ModelTeacher
+from rlflow.algorithms.teachers.frozen_model import ModelTeacher
 from rlflow.algorithms.teachers.vocabulary import check_tokenizers
 from rlflow.errors import CheckpointError, ConfigError, ModelError
 from rlflow.rollout import Tokenizer

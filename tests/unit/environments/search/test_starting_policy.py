@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from rlflow.algorithms.imitation import to_trajectory
 from rlflow.batching import make_batch
 from rlflow.environment import Environment
 from rlflow.models.tiny import write_random_model, write_tokenizer
 from rlflow.rollout import Rollout, Tokenizer
-from rlflow.run.imitation import to_trajectory
 from rlflow.trainer.base import Trainer
 from rlflow.types import Episode, Step, Task
 from rlflow_environments.retrieval.corpus import Passage, make_contents, write_rows

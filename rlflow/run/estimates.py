@@ -1,12 +1,13 @@
-"""How much memory each process of a run takes at the most, by phase and part: closed forms of the configuration and the shapes.
+"""Estimates of a run before it starts: memory by process and phase, disk, seconds per step.
 
-The formulas are those of the layers in `rlflow.trainer.megatron` (and, where Transformer Engine stands in for them,
-near it) and of the embedded engine. `benchmarks/memory_estimate.py` holds them against measured peaks. What a run takes
-may be less: every episode is taken to fill its budget."""
+Closed forms of the configuration and the shapes, with numbers that were measured where a form has
+none: memory of the trainer, the embedded engine and vLLM on CPUs by `benchmarks/memory_estimate.py`,
+seconds on CPU cores by `docs/benchmarks.md`. Every episode is taken to fill its budget."""
 
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -17,29 +18,35 @@ from rlflow.components import ENGINE
 from rlflow.config.schema import RunConfig
 from rlflow.errors import RLFlowError
 from rlflow.models.architecture import Architecture, architecture, padded_vocab, placed_rules
+from rlflow.models.flops import forward_flops, training_flops
 from rlflow.models.huggingface import read_config
 from rlflow.models.rules import Rule, Split
 from rlflow.models.tables import OUTPUT, TIED_OUTPUT
 from rlflow.rollout.embedded.block_manager import BLOCK_SIZE, blocks_for
 from rlflow.trainer.layout import ParallelLayout, stage_of
 
-GRADIENT_BYTES, MOMENT_BYTES, MAIN_BYTES = (
-    4,
-    8,
-    4,
-)  # per parameter: float32; Adam's two; the float32 weights behind bfloat16
+GRADIENT_BYTES, MOMENT_BYTES = 4, 8  # per parameter: float32; Adam's two
+MAIN_BYTES = 4  # per parameter: the float32 weights behind bfloat16
 LIBRARIES = 600 * 2**20
-"""What a process holds once torch, megatron-core and transformers are imported on a CPU; on a GPU it is the CUDA
-context's size."""
+"""Of a process once torch, megatron-core and transformers are imported; on a GPU, of its context."""
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 SLACK, SLACK_CUDA = 0.28, 0.1
-"""What an update's allocations take beyond their sizes: holes between them, freed memory that the C library keeps, what products
-need in between. On CPUs measured (`benchmarks/memory_estimate.py`: 0.19 to 0.38), on GPUs assumed."""
+"""What an update's allocations take beyond their sizes: holes between them, freed memory that the C
+library keeps, what products need in between. On CPUs 0.19 to 0.38 were measured; on GPUs assumed."""
+VLLM_FRONT, VLLM_CORE = 900 * 2**20, 800 * 2**20
+"""Of vLLM's two processes that do not compute, and of each that does, by imports and threads."""
+VLLM_STEP_TOKENS = 8192
+"""Of prompts in a step at the least; see `rlflow.rollout.vllm.worker.whole_prompts`."""
+CORE_FLOPS, CORE_MEMORY_RATE = 90e9, 10e9
+"""FLOP/s and bytes/s of a core of a server of 2022 to 2025 in float32: what a step of 93M parameters
+reached on an Intel Xeon (75e9) and an AMD EPYC (130e9), attention, optimizer and all."""
+SCORES = ("proximal", "reference", "values", "teacher")
+"""Needs of an algorithm that cost a forward pass over the step's rows."""
 
 
 @dataclass(frozen=True)
 class PhaseMemory:
-    """What one process holds in one phase. parts: bytes by name; those of the host on a machine with GPUs are not among them."""
+    """Bytes by name that one process holds in one phase; on a machine with GPUs, of its device."""
 
     process: str
     phase: str
@@ -58,10 +65,22 @@ class LargestMicrobatch:
     scored: int
 
 
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds, without the environment's own and without the weights' way to the engine."""
+
+    sample_s: float
+    score_s: float
+    update_s: float
+
+    @property
+    def total_s(self) -> float:
+        return self.sample_s + self.score_s + self.update_s
+
+
 def estimate(config: RunConfig, model: Architecture) -> list[PhaseMemory]:
-    """Every process and phase of a run. With `cluster.ranks` 0 there is one process; else a driver with the engine, and
-    the ranks: of each pipeline stage one, all others of it are like it. Raises ConfigError for a layout that the model
-    cannot have."""
+    """Every process and phase of a run: one process, or a driver with the engine and a rank of each
+    pipeline stage. Raises ConfigError for a layout that the model cannot have."""
     engine, layout = engine_parts(config, model), config.trainer.layout
     layout.check_model(model)
     libraries = {"libraries": LIBRARIES}
@@ -70,22 +89,17 @@ def estimate(config: RunConfig, model: Architecture) -> list[PhaseMemory]:
         found.append(PhaseMemory("driver", "rollout", {**libraries, **engine}))
         engine = {}
     for stage in range(layout.pipeline_parallel):
-        process = "process" if not config.cluster.ranks else _rank_name(layout, stage)
+        rank = "rank" if layout.pipeline_parallel == 1 else f"rank of stage {stage + 1}"
+        process = rank if config.cluster.ranks else "process"
         held = {**libraries, **rank_parts(config, model, stage)}
         given_back = ("sampling", "keys and values") if _sleeps(config) else ("sampling",)
         kept = {name: size for name, size in engine.items() if name not in given_back}
-        if config.trainer.release_gradients:
-            between = {name: size for name, size in held.items() if name != "gradients"}
-        else:
-            between = held
+        released = ("gradients",) if config.trainer.release_gradients else ()
+        between = {name: size for name, size in held.items() if name not in released}
         if engine:
             found.append(PhaseMemory(process, "rollout", {**between, **engine}))
         found.append(PhaseMemory(process, "update", {**held, **kept, **update_parts(config, model, stage)}))
     return found
-
-
-def _rank_name(layout: ParallelLayout, stage: int) -> str:
-    return "rank" if layout.pipeline_parallel == 1 else f"rank of stage {stage + 1}"
 
 
 # ---------------------------------------------------------------- what lies there all the time
@@ -122,9 +136,8 @@ def rank_parts(config: RunConfig, model: Architecture, stage: int) -> dict[str, 
     trained = adapters or parameters
     if config.algorithm.critic is not None:
         trained += stage_parameters(model, layout, values=True)[stage]
-    shards = (
-        layout.data_parallel(config.cluster.ranks) * layout.context_parallel if trainer.distributed_optimizer else 1
-    )
+    ranks = layout.data_parallel(config.cluster.ranks) * layout.context_parallel
+    shards = ranks if trainer.distributed_optimizer else 1
     main = MAIN_BYTES if width < MAIN_BYTES else 0
     moments = 0 if trainer.adamw.offload else MOMENT_BYTES
     parts = {
@@ -189,11 +202,8 @@ def update_parts(config: RunConfig, model: Architecture, stage: int) -> dict[str
         head = _head_bytes(config, model, math.ceil(batch.scored / layout.context_parallel), width)
         # The output layer comes before the first layer of the backward pass: they are not there at the same time.
         parts["backward pass"], parts["logits"] = max(parts["backward pass"] - head, 0), head
-    return {**parts, "slack": round(_slack() * sum(parts.values()))}
-
-
-def _slack() -> float:
-    return SLACK_CUDA if torch.cuda.is_available() else SLACK
+    slack = SLACK_CUDA if torch.cuda.is_available() else SLACK
+    return {**parts, "slack": round(slack * sum(parts.values()))}
 
 
 def largest_microbatch(config: RunConfig) -> LargestMicrobatch:
@@ -219,9 +229,7 @@ def _in_flight(layout: ParallelLayout, stage: int) -> int:
 def _kept_per_token(model: Architecture, layout: ParallelLayout, width: int, recompute: str) -> float:
     """Bytes that a layer keeps of a token for its backward pass; see `rlflow.trainer.megatron.layers`."""
     tensor, hidden = layout.tensor_parallel, model.hidden
-    outside = hidden / (
-        tensor if layout.sequence_parallel else 1
-    )  # norms and residuals, split under sequence parallelism
+    outside = hidden / (tensor if layout.sequence_parallel else 1)  # norms and residuals
     query, ffn = model.heads * model.head_dim / tensor, model.ffn / tensor
     if recompute == "full":
         return width * outside
@@ -251,8 +259,7 @@ def _head_bytes(config: RunConfig, model: Architecture, scored: int, width: int)
 
 
 def engine_parts(config: RunConfig, model: Architecture) -> dict[str, int]:
-    """Weights, keys and values, and the logits of a decode step of the embedded engine; nothing of another one, whose
-    memory is its own matter."""
+    """Weights, keys and values, and a step's logits of the embedded engine; nothing of another."""
     options = dict(config.rollout.engine)
     if not is_embedded(config):
         return {}
@@ -269,16 +276,26 @@ def engine_parts(config: RunConfig, model: Architecture) -> dict[str, int]:
     prefilled = min(int(options.get("prefill_tokens", 8192)), slots * longest)
     activations = 3 * model.hidden + (model.heads + 4 * model.groups) * model.head_dim + 3 * model.ffn
     prefill = prefilled * width * (activations + longest)  # with the masks of all that is prefilled in a step
-    sampling = round((1 + _slack()) * max(decode, prefill))
+    slack = SLACK_CUDA if torch.cuda.is_available() else SLACK
+    sampling = round((1 + slack) * max(decode, prefill))
     return {"engine's weights": parameters * width, "keys and values": blocks * block, "sampling": sampling}
 
 
 def is_embedded(config: RunConfig) -> bool:
     """Whether the engine is the one that ships, whose memory is known."""
+    return _engine_place(config).endswith(":EmbeddedEngine")
+
+
+def is_vllm(config: RunConfig) -> bool:
+    """Whether the engine is vLLM in processes of the run's own."""
+    return _engine_place(config).endswith(":make_vllm_engines")
+
+
+def _engine_place(config: RunConfig) -> str:
     try:
-        return ENGINE.locate(config.rollout.engine["name"]).endswith(":EmbeddedEngine")
+        return ENGINE.locate(config.rollout.engine["name"])
     except RLFlowError:
-        return False
+        return ""
 
 
 def _sleeps(config: RunConfig) -> bool:
@@ -304,3 +321,80 @@ def checkpoint_bytes(config: RunConfig, model: Architecture) -> tuple[int, int]:
         trained += sum(stage_parameters(model, ParallelLayout(), values=True))
     main = MAIN_BYTES if width < MAIN_BYTES else 0
     return trained * (width + main + MOMENT_BYTES) + snapshots(config) * (lora or policy) * width, policy * width
+
+
+# ---------------------------------------------------------------- vLLM on a CPU
+
+
+def vllm_memory(config: RunConfig, model: Architecture) -> list[PhaseMemory]:
+    """vLLM's processes of one engine together, what they share counted once; none on a GPU.
+
+    Keys and values are allotted whole at the start. A step of prompts and an update, which holds a
+    file of new weights in memory, do not happen at the same time."""
+    if torch.cuda.is_available() or not is_vllm(config):
+        return []
+    options = config.rollout.engine
+    width = DTYPE_BYTES[options.get("dtype") or config.model.dtype]
+    tensor = int(options.get("tensor_parallel") or 1)
+    weights = stage_parameters(model, ParallelLayout())[0] * width
+    head = model.vocab * model.hidden * width if model.tied else 0  # packed: a copy
+    longest = int(options.get("max_tokens") or config.rollout.max_total_tokens)
+    # Of a layer: residual, normed and result; gate, up and their product.
+    step = max(VLLM_STEP_TOKENS, longest) * 3 * (model.hidden + model.ffn) * width
+    update = min(weights + head, int(options.get("bucket_mib", 256)) * 2**20)
+    parts = {
+        "libraries": VLLM_FRONT + tensor * VLLM_CORE,
+        "engine's weights": weights + head,
+        "keys and values": tensor * int(options.get("kv_gib", 1)) * 2**30,
+        "a step of prompts, or a file of new weights": max(step, update),
+    }
+    count = int(options.get("engines", 1))
+    name = "vLLM" if count == 1 else f"vLLM, each of {count} engines"
+    return [PhaseMemory(name, "rollout", parts)]
+
+
+# ---------------------------------------------------------------- time on CPU cores
+
+
+def estimate_step(config: RunConfig, model: Architecture, cores: int) -> StepTime:
+    """Seconds of a step on so many cores. Decoding is bound by the bytes of weights, keys and values
+    that each token reads, or by its operations."""
+    rollout = config.rollout
+    episodes, budget = _episodes(config), rollout.max_total_tokens
+    sampled = min(rollout.max_turns * rollout.max_response_tokens, budget - 1)
+    rows, scored = [budget] * episodes, sampled * episodes
+    forward, rate = forward_flops(model, rows, scored), CORE_FLOPS * cores
+    trained = training_flops(model, rows, scored)
+    if config.trainer.recompute == "full":
+        trained += forward
+    if config.algorithm.critic is not None:
+        trained *= 2
+    passes = sum(name in config_needs(config) for name in SCORES)
+    return StepTime(
+        sample_s=_decoding_s(config, model, cores, sampled),
+        score_s=passes * forward / rate,
+        update_s=trained * config.algorithm.epochs_per_step / rate,
+    )
+
+
+def _decoding_s(config: RunConfig, model: Architecture, cores: int, sampled: int) -> float:
+    """Of one engine, whose threads have all cores."""
+    width, episodes = DTYPE_BYTES[config.model.dtype], _episodes(config)
+    at_once = min(episodes, int(config.rollout.engine.get("max_concurrency", 128)))
+    weights = stage_parameters(model, ParallelLayout())[0] * width
+    token = model.layers * 2 * model.groups * model.head_dim * width
+    cache = at_once * config.rollout.max_total_tokens / 2 * token
+    read_s = (weights + cache) / CORE_MEMORY_RATE
+    computed_s = forward_flops(model, [1] * at_once, at_once) / (CORE_FLOPS * cores)
+    return math.ceil(episodes / at_once) * sampled * max(read_s, computed_s)
+
+
+def cores_of(config: RunConfig) -> int | None:
+    """CPU cores that the run uses; None where it trains on GPUs."""
+    cluster = config.cluster
+    if torch.cuda.is_available() and (cluster.gpus_per_rank > 0 or not cluster.ranks):
+        return None
+    there = hasattr(os, "sched_getaffinity")
+    cores = len(os.sched_getaffinity(0)) if there else os.cpu_count() or 1
+    threads = cluster.ranks * cluster.threads_per_rank if cluster.ranks else torch.get_num_threads()
+    return min(cores, threads)

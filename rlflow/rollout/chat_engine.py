@@ -8,13 +8,11 @@ import os
 import random
 import re
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any
 
-from rlflow.config.schema import RunConfig
 from rlflow.errors import ConfigError, RolloutError
 from rlflow.http import GaveUp, HttpClient, Retryable, RetryPolicy
-from rlflow.rollout import Completion, Engine, Rollout, Sampling, Tokenizer
-from rlflow.run.assemble import make_environment, rollout_over
+from rlflow.rollout import Completion, Engine, Sampling
 from rlflow.types import Message, Observation
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 30.0
@@ -137,7 +135,7 @@ class ChatEngine(Engine):
         try:
             self.model = model or self._only_model()
         except BaseException:
-            self._close()
+            self.hang_up()
             raise
 
     async def generate(
@@ -223,9 +221,10 @@ class ChatEngine(Engine):
         """A request that is under way ends by itself."""
 
     async def close(self) -> None:
-        self._close()
+        self.hang_up()
 
-    def _close(self) -> None:
+    def hang_up(self) -> None:
+        """Closes the connections."""
         self._client.close()
 
 
@@ -239,14 +238,3 @@ def with_stop(text: str, told: Any, stops: Sequence[str]) -> str:
     opened = {text.rfind(f"<{tag[1]}>"): stop for stop in stops if (tag := _OPENING.search(stop))}
     last = max(opened, default=-1)
     return text + opened[last] if last >= 0 else text
-
-
-def chat_rollout(config: RunConfig, url: str, **options: Any) -> tuple[Rollout, str]:
-    """(a rollout of the configuration's environment over the server's model, the model's name). options: of ChatEngine."""
-    text = PiecedText()
-    engine = ChatEngine(url, text, **options)
-    try:
-        return rollout_over([engine], make_environment(config), cast(Tokenizer, text), config), engine.model
-    except BaseException:
-        engine._close()
-        raise

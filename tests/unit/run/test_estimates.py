@@ -13,17 +13,20 @@ import pytest
 from rlflow.config.schema import load_config
 from rlflow.models.architecture import Architecture, architecture
 from rlflow.models.flops import forward_flops
-from rlflow.run.device_speeds import Device
-from rlflow.run.memory_estimate import (
+from rlflow.run.estimates import (
+    CORE_FLOPS,
+    CORE_MEMORY_RATE,
+    VLLM_CORE,
+    VLLM_FRONT,
     checkpoint_bytes,
     engine_parts,
     estimate,
+    estimate_step,
     rank_parts,
     stage_parameters,
     update_parts,
+    vllm_memory,
 )
-from rlflow.run.step_time import estimate_step
-from rlflow.run.vllm_memory import CORE, FRONT, vllm_memory
 from rlflow.trainer.layout import ParallelLayout
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -135,7 +138,7 @@ def test_vllm_holds_its_weights_a_packed_head_what_it_allots_and_the_larger_of_a
     overrides = ("rollout.engine={name: vllm, kv_gib: 3, engines: 2}", "rollout.max_total_tokens=9000")
     (phase,) = vllm_memory(config(*overrides), model)
     assert phase.process == "vLLM, each of 2 engines" and dict(phase.parts) == {
-        "libraries": FRONT + CORE,
+        "libraries": VLLM_FRONT + VLLM_CORE,
         "engine's weights": 4 * (count + head),
         "keys and values": 3 * 2**30,
         "a step of prompts, or a file of new weights": 9000 * 3 * (8 + 12) * 4,
@@ -164,13 +167,15 @@ def test_the_time_of_a_step_follows_the_operations_and_the_bytes(qwen: Architect
     overrides = ("rollout.prompts_per_step=4", "rollout.samples_per_prompt=2", "rollout.max_total_tokens=256",
                  "rollout.max_turns=1", "rollout.max_response_tokens=100",
                  "algorithm.losses=[ppo_clip, {name: kl, coefficient: 0.1}]")  # fmt: skip
-    device = Device(matrix_flops=1e15, memory_rate=1e12, memory_gib=80, training_share=0.5)
-    time = estimate_step(config(*overrides), qwen, device, 1)
+    time = estimate_step(config(*overrides), qwen, cores=1)
     forward = forward_flops(qwen, [256] * 8, 800)
-    assert time.update_s == pytest.approx(3 * forward / 0.5e15) and time.score_s == pytest.approx(forward / 0.5e15)
+    assert time.update_s == pytest.approx(3 * forward / CORE_FLOPS)
+    assert time.score_s == pytest.approx(forward / CORE_FLOPS)
     read = 4 * 7_615_616_512 + 8 * 128 * 28 * 2 * 4 * 128 * 4
-    assert time.sample_s == pytest.approx(100 * read / 1e12)
-    assert estimate_step(config(*overrides), qwen, device, 2).update_s == pytest.approx(time.update_s / 2)
+    computed_s = forward_flops(qwen, [1] * 8, 8) / CORE_FLOPS
+    assert time.sample_s == pytest.approx(100 * max(read / CORE_MEMORY_RATE, computed_s))
+    two = estimate_step(config(*overrides), qwen, cores=2)
+    assert two.update_s == pytest.approx(time.update_s / 2)
 
 
 @pytest.mark.slow

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from rlflow.errors import ConfigError, StorageError
-from rlflow.run import lock
-from rlflow.run.lock import DirectoryLock
+from rlflow.storage import lock
+from rlflow.storage.lock import DirectoryLock
 
 ROOT = Path(__file__).resolve().parents[3]
 LEASE_S = 0.4
@@ -40,7 +40,7 @@ def test_a_process_of_the_same_number_is_another_one(tmp_path: Path) -> None:
 
 
 def test_a_killed_process_of_this_kernel_is_in_nobodys_way(tmp_path: Path) -> None:
-    code = "import sys, os; from pathlib import Path; from rlflow.run.lock import DirectoryLock\n"
+    code = "import sys, os; from pathlib import Path; from rlflow.storage.lock import DirectoryLock\n"
     code += "DirectoryLock(Path(sys.argv[1])); os.kill(os.getpid(), 9)"
     subprocess.run([sys.executable, "-c", code, str(tmp_path)], cwd=ROOT, timeout=60, check=False)
     assert "token" in (tmp_path / "run.lock").read_text()

@@ -15,7 +15,7 @@ import pytest
 
 from rlflow.commands import cli
 from rlflow.errors import ConfigError
-from rlflow.run.chat_server import BEGIN, END, ChatEngine, PiecedText, messages_of, with_stop
+from rlflow.rollout.chat_engine import BEGIN, END, ChatEngine, PiecedText, messages_of, with_stop
 
 Answer = Callable[[dict[str, Any]], tuple[int, Any]]
 
