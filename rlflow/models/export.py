@@ -50,8 +50,7 @@ def write_model(
     text} of files to add, in place of the reference's.
 
     Raises ModelError for weights that are not those which config.json implies, or not finite;
-    StorageError where `path` may not be replaced or the disk is full. On failure `path` is as it
-    was."""
+    StorageError where `path` may not be replaced or the disk is full, `path` then as it was."""
     path, reference = Path(path), Path(reference)
     _check_replaceable(path, reference, overwrite)
     config, stream = read_config(reference), iter(weights)
@@ -60,10 +59,9 @@ def write_model(
     if first is None:
         raise ModelError(f"{path}: there are no weights to write.")
     dtype, shapes = first[1].dtype, huggingface_shapes(model)
-    # iter: chain would keep a list, and the tensor in it, to the end.
-    stream = chain(iter([first]), stream)
-    del first
     parameters = sum(map(math.prod, shapes.values()))
+    stream = chain(iter([first]), stream)  # iter: chain would keep a list, and what is in it
+    del first
     manifest: dict[str, Any] = {
         "source": dict(source or {"format": "trainer"}),
         "reference": companions_digest(reference),
