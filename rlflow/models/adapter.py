@@ -232,9 +232,7 @@ def merged_model(
 ) -> Iterator[tuple[str, Tensor]]:
     """The weights of a model directory with the adapter in them, in `dtype` or as they are there.
     Raises ModelError."""
-    known = huggingface_shapes(
-        stored_architecture(read_config(base))
-    )  # files of a tied model may repeat the embedding
-    return (
-        pair for pair in adapter.merged(WeightFiles(base), str(base), dtype) if pair[0] in known
-    )
+    # Files of a tied model may repeat the embedding.
+    known = huggingface_shapes(stored_architecture(read_config(base)))
+    pairs = adapter.merged(WeightFiles(base), str(base), dtype)
+    return (pair for pair in pairs if pair[0] in known)
