@@ -119,7 +119,7 @@ def test_a_retriever_whose_corpus_may_be_missing_brings_its_documents() -> None:
 
 
 def test_every_component_of_the_search_environment_is_typed() -> None:
-    with pytest.raises(ConfigError, match=r"retriever\.dimensions: expected a whole number, found 'many'"):
+    with pytest.raises(ConfigError, match=r"retriever\.dimensions: expected a whole number above 0, found 'many'"):
         make_retriever({"name": "dense", "dimensions": "many"}, PASSAGES)
     with pytest.raises(ConfigError, match=r"environment\.reward\.structure: expected a number"):
         make_reward({"name": "searchr1_em_format", "structure": "much"})
