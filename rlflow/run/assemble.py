@@ -21,9 +21,13 @@ from rlflow.errors import ConfigError, DataError
 from rlflow.matmul import PRODUCTS
 from rlflow.report.sinks import MetricsLog, make_sinks
 from rlflow.rollout import Engine, Rollout, TaskSource, Tokenizer, WeightProbe
+from rlflow.rollout.engine import Engine
 from rlflow.rollout.environment_calls import tasks_of
 from rlflow.rollout.groups import Groups, Terms
 from rlflow.rollout.pacing import Pacing
+from rlflow.rollout.rollout import Rollout, TaskSource
+from rlflow.rollout.tokenizer import Tokenizer
+from rlflow.rollout.weight_sync import WeightProbe
 from rlflow.run.directory import RunDirectory, run_path
 from rlflow.run.origin import mark_own
 from rlflow.storage.redaction import redact

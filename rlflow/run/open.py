@@ -14,6 +14,7 @@ from rlflow.config.schema import RunConfig
 from rlflow.errors import RLFlowError
 from rlflow.report.findings import Watch
 from rlflow.report.live import LivePage
+from rlflow.report.log import RunLog
 from rlflow.report.metrics import save_registered
 from rlflow.report.sinks import read_metrics
 from rlflow.report.terminal import Progress
@@ -31,7 +32,6 @@ from rlflow.run.checkpoints import Saver
 from rlflow.run.directory import explain_unwritable
 from rlflow.run.evaluate import EvaluationSchedule
 from rlflow.run.interrupt import InterpreterWatch, Interrupt, Watchdog
-from rlflow.run.log import RunLog
 from rlflow.run.origin import fetch_models
 from rlflow.run.preflight import check_start
 from rlflow.run.recorder import Recorder

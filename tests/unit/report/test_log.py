@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rlflow.run.log import RunLog
+from rlflow.report.log import RunLog
 
 logger = logging.getLogger("rlflow.anything")
 
