@@ -20,7 +20,6 @@ from rlflow.environment import Environment
 from rlflow.errors import ConfigError, DataError
 from rlflow.matmul import PRODUCTS
 from rlflow.report.sinks import MetricsLog, make_sinks
-from rlflow.rollout import Engine, Rollout, TaskSource, Tokenizer, WeightProbe
 from rlflow.rollout.engine import Engine
 from rlflow.rollout.environment_calls import tasks_of
 from rlflow.rollout.groups import Groups, Terms
