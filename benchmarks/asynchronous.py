@@ -58,7 +58,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from common import SHAPES, Figures, Turns, interleave, summary, versions, write_random_model
 
 from rlflow.environment import Environment
-from rlflow.rollout.embedded.engine import EmbeddedEngine
+from rlflow.rollout.embedded.embedded_engine import EmbeddedEngine
 from rlflow.types import Episode, Step, Task, Trajectory
 
 HERE = Path(__file__).resolve()

@@ -77,6 +77,8 @@ class Chaos:
     ends: list[str] = field(default_factory=list)  # of the drivers that did not come to the run's
     robbed: list[tuple[subprocess.Popen[bytes], Path]] = field(default_factory=list)
     """Runs whose directory another one has, and their logs."""
+    said: Counter[str] = field(default_factory=Counter)
+    """By the robbed: that their directory is lost, or another error."""
     log: Path = Path()  # of the session that was started last
 
     def start(self) -> None:
@@ -241,16 +243,20 @@ class Chaos:
                 process.wait()
 
     def unaware(self, within_s: float = 120.0) -> list[str]:
-        """What is wrong with the ends of the runs that lost their directory."""
+        """What is wrong with the ends of the runs that lost their directory: each ends by itself
+        with an error, that the directory is lost or what else it met (tools that were out, a rank
+        that had died). That it wrote nothing, the witnesses say."""
         until = time.monotonic() + within_s
         while any(one.poll() is None for one, _ in self.robbed) and time.monotonic() < until:
             time.sleep(0.5)
-        ends = [(one.poll(), self.last_words(one, log)) for one, log in self.robbed]
-        return [
-            f"a run whose directory was stolen ended with {code}: {said}"
-            for code, said in ends
-            if not code or not any(words in said for words in AWARE)
-        ]
+        problems = []
+        for one, log in self.robbed:
+            code, said = one.poll(), self.last_words(one, log)
+            self.said["directory" if any(words in said for words in AWARE) else "another"] += 1
+            if code is None or code <= 0 or not said.startswith("rlflow: "):
+                problems.append(f"a run whose directory was stolen ended with {code}: {said}")
+                print("\n".join(log.read_text(errors="replace").splitlines()[-40:]), flush=True)
+        return problems
 
     def left(self, within_s: float = 20.0) -> list[str]:
         """Processes of the run that are still there so long after its end."""
@@ -306,6 +312,7 @@ def play(task: str, minutes: float, args: argparse.Namespace) -> dict[str, Any]:
             "steps": chaos.steps,
             "sessions": len(chaos.drivers),
             "done": dict(chaos.done),
+            "stolen_said": dict(chaos.said),
         }
         if not run.summary.is_file():
             log = chaos.log.read_text(errors="replace").splitlines()

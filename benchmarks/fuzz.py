@@ -41,7 +41,7 @@ SEARCH = (
     "rlflow_environments.retrieval.building",
     "rlflow_environments.retrieval.server.loading",
 )
-TRAINING = ("transformers", "rlflow.loop", "rlflow.rollout.embedded.engine", "rlflow.trainer.megatron")
+TRAINING = ("transformers", "rlflow.loop", "rlflow.rollout.embedded.embedded_engine", "rlflow.trainer.megatron")
 IMPORTED = {
     "server": SEARCH,
     "indices": SEARCH,
@@ -49,7 +49,7 @@ IMPORTED = {
     "checkpoints": (*TRAINING, "rlflow_tools.ckpt_convert.export_model", "rlflow_tools.ckpt_convert.import_model"),
     "configurations": TRAINING,
     "environments": TRAINING,
-    "peers": ("rlflow.rollout.transfer.tcp", "rlflow.report.page_server", "rlflow.swarm.tcp"),
+    "peers": ("rlflow.rollout.transfer.signed_tcp", "rlflow.report.page_server", "rlflow.swarm.tcp"),
     "faults": TRAINING,
 }
 """By target: once here, so that a case's fork has it."""

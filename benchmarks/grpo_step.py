@@ -207,7 +207,7 @@ def trl_side(turns: Turns, path: Path, case: Case, setting: Setting, steps: int)
 
 def rlflow_side(turns: Turns, path: Path, case: Case, setting: Setting) -> None:
     """The training loop of `rlflow train`, its metrics file included."""
-    import rlflow.rollout.embedded.engine
+    import rlflow.rollout.embedded.embedded_engine
     import rlflow.trainer.megatron  # noqa: F401
     from rlflow.loop import training_step
     from rlflow.run.open import open_run

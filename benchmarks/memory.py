@@ -41,7 +41,7 @@ def rss_mib() -> float:
 async def measure(path: Path, model: str, steps: int, parts: tuple[str, ...], packed: bool, longest: int) -> list[float]:
     """The resident set in MiB after each step."""
     import rlflow.trainer.megatron  # noqa: F401
-    from rlflow.rollout.embedded.engine import EmbeddedEngine
+    from rlflow.rollout.embedded.embedded_engine import EmbeddedEngine
     from rlflow.rollout.engine import Sampling
     from rlflow.trainer.base import Trainer
 

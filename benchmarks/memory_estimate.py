@@ -120,7 +120,7 @@ def measured_mib(case: Case, path: Path) -> list[float]:
 
 def measured_vllm_mib(case: Case, path: Path, python: str) -> list[float]:
     """The peak of vLLM's processes together while it starts, samples all rows and gets new weights."""
-    from rlflow.rollout.vllm.engine import VLLMEngine
+    from rlflow.rollout.vllm.process_engines import VLLMEngine
 
     config = configuration(case, path)
     options = {name: value for name, value in config.rollout.engine.items() if name != "name"}
@@ -171,7 +171,7 @@ def _child(pipe: Connection, case: Case, path: Path, rank: int, meeting: str) ->
     import torch.distributed as dist
     from common import _resident_mib
 
-    import rlflow.rollout.embedded.engine
+    import rlflow.rollout.embedded.embedded_engine
     import rlflow.trainer.megatron  # noqa: F401
     from rlflow.rollout import Tokenizer  # noqa: F401
 
@@ -217,7 +217,7 @@ def _update(case: Case, config: Any) -> None:
 
 
 async def _sample(case: Case, config: Any) -> None:
-    from rlflow.rollout.embedded.engine import EmbeddedEngine
+    from rlflow.rollout.embedded.embedded_engine import EmbeddedEngine
 
     options = {name: value for name, value in config.rollout.engine.items() if name != "name"}
     engine = EmbeddedEngine(config.model.path, dtype=config.model.dtype, max_tokens=case.length, **options)

@@ -131,7 +131,7 @@ def play_episodes(engine: Any, workload: Workload) -> None:
 
 def rlflow_side(path: Path, workload: Workload, dtype: str, device: str = "cpu") -> Callable[[], int]:
     """The embedded engine."""
-    from rlflow.rollout.embedded.engine import EmbeddedEngine
+    from rlflow.rollout.embedded.embedded_engine import EmbeddedEngine
 
     engine = EmbeddedEngine(
         path, max_concurrency=len(workload.prompts), dtype=dtype, max_tokens=workload.longest + 8, device=device
@@ -192,7 +192,7 @@ class VllmSide:
     """rlflow's vLLM engine, over the vLLM of another python. New weights come before each play, as in training."""
 
     def __init__(self, python: str, path: Path, workload: Workload, dtype: str) -> None:
-        from rlflow.rollout.vllm.engine import VLLMEngine
+        from rlflow.rollout.vllm.process_engines import VLLMEngine
 
         self._path, self._workload = path, workload
         self._engine = VLLMEngine(

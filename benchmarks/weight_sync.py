@@ -52,10 +52,10 @@ from rlflow.rollout.transfer.base import Publisher, WeightReader
 from rlflow.rollout.transfer.hashes import best_hash
 from rlflow.rollout.transfer.readers import open_reader
 from rlflow.rollout.transfer.shared_memory import SharedMemoryPublisher
-from rlflow.rollout.transfer.tcp import TcpPublisher
+from rlflow.rollout.transfer.signed_tcp import TcpPublisher
 from rlflow.rollout.transfer.tcp_reader import BUCKET_BYTES
 from rlflow.rollout.weight_sync import InProcessSync
-from rlflow.storage.memory import shared_memory
+from rlflow.storage.memory_folders import shared_memory
 
 VERSIONS_HELD = {"in-process": 1, "shared memory": 2, "tcp": 2, "tcp delta": 3}
 CHANGED = 0.01

@@ -17,7 +17,7 @@ Verdict = tuple[bool, str]
 TRAINING = (
     "rlflow.loop",
     "rlflow.trainer.reference",
-    "rlflow.rollout.embedded.engine",
+    "rlflow.rollout.embedded.embedded_engine",
     "transformers.models.qwen2.modeling_qwen2",
     "tokenizers",
 )

@@ -33,7 +33,7 @@ class Peers:
         import torch
 
         from rlflow.report.page_server import PageServer
-        from rlflow.rollout.transfer.tcp import TcpPublisher
+        from rlflow.rollout.transfer.signed_tcp import TcpPublisher
         from rlflow.swarm.tcp import TcpTransport
 
         self._question = write_corpus(folder / "corpus.jsonl")[0]

@@ -165,7 +165,7 @@ def agree(device: str, quick: bool, model: str) -> list[Row]:
     import torch
 
     from rlflow.batching import token_batch
-    from rlflow.rollout.embedded.engine import EmbeddedEngine
+    from rlflow.rollout.embedded.embedded_engine import EmbeddedEngine
     from rlflow.rollout.engine import Sampling
     from rlflow.trainer.base import Trainer
 

@@ -185,9 +185,8 @@ class ChatEndpoint:
             content = reply.json()["choices"][0]["message"]["content"]
         except (ValueError, KeyError, IndexError, TypeError, RecursionError):
             raise UnreadableReply(f"expected a chat completion, found {reply.excerpt}") from None
-        return (
-            content if isinstance(content, str) else ""
-        )  # null where the model only thought, or called a tool
+        # null where the model only thought, or called a tool
+        return content if isinstance(content, str) else ""
 
 
 class _Answers:

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from rlflow.commands.arguments import Option
 from rlflow.commands.doctor import Job
-from rlflow.commands.options import Option
 from rlflow.errors import install_command
 
 OPTIONS = (

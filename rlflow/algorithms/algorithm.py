@@ -5,13 +5,14 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from rlflow.algorithms.base import Advantage, Filter, Part, SumLoss, Transform, as_part, merged_refreshes
 from rlflow.algorithms.combinations import check_combination, check_staleness
+from rlflow.algorithms.early_scores import EarlyScores
 from rlflow.algorithms.losses.monitored import Monitored
 from rlflow.algorithms.teachers.base import Teacher, check_teacher
 from rlflow.components import ADVANTAGE, AGGREGATE, FILTER, LOSS, TEACHER, TRANSFORM
@@ -19,18 +20,10 @@ from rlflow.config.schema import RunConfig
 from rlflow.errors import CheckpointError, ConfigError, did_you_mean
 from rlflow.trainer.options import CriticOptions
 from rlflow.trainer.reducing import finish_metrics, reduce_tokens
-from rlflow.types import Batch, Group, Loss, Task, Trajectory, as_loss
+from rlflow.types import Batch, Group, Loss, as_loss
 
 FILLED = frozenset({"entropy", "top_logprobs", "values", "proximal", "reference", "teacher", "current", "current_entropy"})
 """What the training step and the trainers fill where a part `needs` it."""
-
-
-class RowScores(Protocol):
-    """Scores of rows by frozen models, asked for before their step."""
-
-    def fill(self, batch: Batch, trajectories: Sequence[Trajectory], tasks: Sequence[Task]) -> Batch: ...
-
-    def forget(self) -> None: ...
 
 
 @dataclass
@@ -46,7 +39,7 @@ class Algorithm:
     minibatches_per_step: int = 1
     epochs_per_step: int = 1
     seed: int = 0  # of the split into minibatches
-    early: RowScores | None = field(default=None, init=False)  # what scores rows before their step
+    early: EarlyScores | None = field(default=None, init=False)  # what scores rows before their step
     told_of_idle_updates: bool = field(default=False, init=False)  # once a run is enough
 
     def __post_init__(self) -> None:

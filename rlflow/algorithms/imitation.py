@@ -22,10 +22,10 @@ from rlflow.algorithms import SFTLoss
 from rlflow.batching import make_batch
 from rlflow.environment import Environment, awaited
 from rlflow.errors import ConfigError, EnvironmentContractError, described
-from rlflow.models.export import write_model
 from rlflow.models.tiny import write_random_model, write_tokenizer
-from rlflow.rollout import Tokenizer
+from rlflow.models.writing import write_model
 from rlflow.rollout.environment_calls import tasks_of
+from rlflow.rollout.tokenizer import Tokenizer
 from rlflow.trainer.base import Trainer
 from rlflow.types import Batch, Segment, Step, StopReason, Task, Trajectory
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import inspect
 
-from rlflow.commands.options import Commands, add_command
+from rlflow.commands.arguments import Commands, add_command
 from rlflow.components import PARTS
 from rlflow.config.loading import presets, read_assignment
 

@@ -10,8 +10,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from rlflow.commands.arguments import Commands, add_command, add_model_options, add_options, check_least
 from rlflow.commands.conversation import Columns, Conversation
-from rlflow.commands.options import Commands, add_command, add_model_options, add_options, check_least
 from rlflow.commands.show import Paint
 from rlflow.errors import ConfigError
 

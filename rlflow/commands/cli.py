@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from importlib import metadata
 
 from rlflow.commands import algorithm_parts, ask, compare, config, doctor, env, eval, merge, serve, show, train, view
-from rlflow.commands.options import CommandParser
+from rlflow.commands.arguments import CommandParser
 from rlflow.config.keys import elsewhere
 from rlflow.errors import COMMAND_PLUG_INS, RLFlowError, as_called, command, described, did_you_mean
 from rlflow.storage.redaction import redact_text

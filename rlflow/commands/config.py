@@ -9,7 +9,7 @@ import textwrap
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from rlflow.commands.options import Commands, add_command
+from rlflow.commands.arguments import Commands, add_command
 from rlflow.errors import ConfigError, RLFlowError
 
 if TYPE_CHECKING:

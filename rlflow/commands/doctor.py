@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib import metadata
 
-from rlflow.commands.options import Commands, add_command
+from rlflow.commands.arguments import Commands, add_command
 from rlflow.errors import as_called, install_command
 
 PLUG_INS = "rlflow.jobs"

@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rlflow.commands.options import Commands, add_command, check_least, quoted
+from rlflow.commands.arguments import Commands, add_command, check_least, quoted
 from rlflow.errors import as_called
 
 if TYPE_CHECKING:

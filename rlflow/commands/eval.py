@@ -9,7 +9,14 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlflow.commands.options import Commands, add_command, add_model_options, add_options, check_least, option_overrides
+from rlflow.commands.arguments import (
+    Commands,
+    add_command,
+    add_model_options,
+    add_options,
+    check_least,
+    option_overrides,
+)
 from rlflow.errors import ConfigError
 from rlflow.report.metrics import Metrics, label, scores, shown
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from rlflow.commands.options import Commands, add_command, check_least
+from rlflow.commands.arguments import Commands, add_command, check_least
 
 
 def add(commands: Commands) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
-from rlflow.commands.options import Commands, add_command
+from rlflow.commands.arguments import Commands, add_command
 from rlflow.errors import ConfigError
 from rlflow.report.charts import printable, run_seconds
 from rlflow.report.lines import clock, evaluation_line, numbers, sparkline

@@ -6,7 +6,7 @@ import argparse
 import signal
 from typing import Any
 
-from rlflow.commands.options import Commands, add_command, add_options, option_overrides
+from rlflow.commands.arguments import Commands, add_command, add_options, option_overrides
 from rlflow.errors import ConfigError
 
 

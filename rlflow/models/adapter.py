@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 from rlflow.errors import ModelError, StorageError
 from rlflow.models.architecture import huggingface_shapes, stored_architecture
-from rlflow.models.export import write_model
 from rlflow.models.huggingface import ADAPTER_CONFIG, WeightFiles, read_config, read_object
+from rlflow.models.writing import write_model
 from rlflow.storage.files import replacing_directory
 
 if TYPE_CHECKING:
@@ -232,9 +232,7 @@ def merged_model(
 ) -> Iterator[tuple[str, Tensor]]:
     """The weights of a model directory with the adapter in them, in `dtype` or as they are there.
     Raises ModelError."""
-    known = huggingface_shapes(
-        stored_architecture(read_config(base))
-    )  # files of a tied model may repeat the embedding
-    return (
-        pair for pair in adapter.merged(WeightFiles(base), str(base), dtype) if pair[0] in known
-    )
+    # Files of a tied model may repeat the embedding.
+    known = huggingface_shapes(stored_architecture(read_config(base)))
+    pairs = adapter.merged(WeightFiles(base), str(base), dtype)
+    return (pair for pair in pairs if pair[0] in known)

@@ -290,9 +290,8 @@ def header(file: Path) -> dict[str, Any]:
     if size < expected:
         raise ModelError(f"{file}: truncated, {size} bytes found, {expected} expected.")
     ends = [0, *(last for _, last in ranges)]
-    if (
-        size > expected or [first for first, _ in ranges] != ends[:-1]
-    ):  # the format has neither gaps nor overlaps
+    # The format has neither gaps nor overlaps.
+    if size > expected or [first for first, _ in ranges] != ends[:-1]:
         raise ModelError(
             f"{file}: the safetensors header is damaged: its tensors do not cover the file, each "
             "byte once."

@@ -134,19 +134,15 @@ def _teach_copying(model: Any, generator: Any) -> None:
         config.num_key_value_heads,
     )
     size, shared = hidden // heads, heads // kv_heads
-    fast, slow = (
-        size // 8,
-        torch.arange(size // 4, size // 2),
-    )  # rotation frequencies: the fast ones tell position
-    content = torch.cat(
-        [slow, slow + size // 2]
-    )  # the slow ones hardly turn, so they can compare tokens far apart
+    # Rotation frequencies: the fast ones tell position, the slow ones hardly turn, so that they can
+    # compare tokens far apart.
+    fast, slow = size // 8, torch.arange(size // 4, size // 2)
+    content = torch.cat([slow, slow + size // 2])
     directions = torch.linalg.qr(torch.randn(hidden, hidden, generator=generator))[0].T
     read, write = directions[: len(content)], directions[len(content) : 2 * len(content)]
     with torch.no_grad():
-        model.model.embed_tokens.weight.mul_(
-            5
-        )  # tied: small ones could not say anything with confidence
+        # Tied: small ones could not say anything with confidence.
+        model.model.embed_tokens.weight.mul_(5)
         for number, layer in enumerate(layers[1:], start=1):
             attention = layer.self_attn
             for group in range(kv_heads):
@@ -159,10 +155,8 @@ def _teach_copying(model: Any, generator: Any) -> None:
         turn = ROPE_THETA ** (-torch.arange(fast) * 2 / size)  # radians per position
         first.q_proj.weight[:size], first.k_proj.weight[:size] = 0, 0
         first.k_proj.bias[:fast] = 5.0
-        first.q_proj.bias[:fast], first.q_proj.bias[size // 2 : size // 2 + fast] = (
-            5 * turn.cos(),
-            -5 * turn.sin(),
-        )
+        first.q_proj.bias[:fast] = 5 * turn.cos()
+        first.q_proj.bias[size // 2 : size // 2 + fast] = -5 * turn.sin()
         first.v_proj.weight[: len(content)] = read
         first.o_proj.weight[:, :size] = 0
         first.o_proj.weight[:, : len(content)] = 0.25 * write.T

@@ -134,7 +134,6 @@ def run_png(
     if not has_curves(records, known):
         return False
     with figure(10, 6.4, size=11) as made:
-        made.get_layout_engine().set(w_pad=0.12, h_pad=0.12)  # inches
         made.suptitle(printable(title), x=0.01, ha="left", size=17, weight="bold", color=INK)
         learning = _draw_run(made, records, drawn_score(records, known), beside=True)
         learning.set_title(_subtitle(records, drawn_score(records, known)), loc="left", size=11)

@@ -115,6 +115,7 @@ def shell(content: Content, rules: str, nonce: str = "", more_script: str = "") 
     """The document up to its chunks."""
     values = {
         "RULES": rules,
+        "OPENS": content.opens,
         "TITLE": markup(content.title),
         "STATUS": markup(content.status),
         "HOLDS": markup(content.holds),

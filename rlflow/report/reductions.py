@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rlflow.report.metrics import METRICS, Metric, Metrics, scores, training_name
@@ -22,7 +22,12 @@ def total(values: Sequence[float]) -> float:
         return sum(values)
 
 
-REDUCTIONS = {"mean": mean, "max": max, "min": min, "sum": total}
+REDUCTIONS: dict[str, Callable[[Sequence[float]], float]] = {
+    "mean": mean,
+    "max": max,
+    "min": min,
+    "sum": total,
+}
 
 
 def reduced(records: Sequence[Mapping[str, float]], metrics: Metrics) -> dict[str, float]:

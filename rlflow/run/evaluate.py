@@ -9,7 +9,7 @@ from typing import Any
 
 from rlflow.report.metrics import Metrics, scores
 from rlflow.report.reductions import episode_records, interval95, mean, named_reward_means, reduced
-from rlflow.rollout import Rollout
+from rlflow.rollout.rollout import Rollout
 from rlflow.types import Group, Task, Trajectory
 
 

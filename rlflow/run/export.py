@@ -17,10 +17,10 @@ from rlflow.batching import token_batch
 from rlflow.config.schema import RunConfig
 from rlflow.errors import ModelError
 from rlflow.models.adapter import read_adapter, write_adapter
-from rlflow.models.export import write_model
 from rlflow.models.huggingface import WeightFiles, quiet_transformers, read_object
+from rlflow.models.writing import write_model
 from rlflow.report.lines import evaluation_line
-from rlflow.rollout import Rollout
+from rlflow.rollout.rollout import Rollout
 from rlflow.run.evaluate import EvaluationSchedule
 from rlflow.trainer.base import Trainer
 from rlflow.trainer.options import LoraOptions

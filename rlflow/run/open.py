@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
 
 from rlflow.algorithms.algorithm import Algorithm
+from rlflow.algorithms.early_scores import EarlyScores, Stage
 from rlflow.algorithms.teachers.base import Classroom
 from rlflow.components import CURATOR
 from rlflow.config.schema import RunConfig
@@ -28,7 +29,6 @@ from rlflow.run.assemble import (
 )
 from rlflow.run.checkpoints import Saver
 from rlflow.run.directory import explain_unwritable
-from rlflow.run.early_scores import EarlyScores, Stage
 from rlflow.run.evaluate import EvaluationSchedule
 from rlflow.run.interrupt import InterpreterWatch, Interrupt, Watchdog
 from rlflow.run.log import RunLog

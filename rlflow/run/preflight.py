@@ -32,9 +32,10 @@ from rlflow.errors import (
 from rlflow.http import unreachable
 from rlflow.models.architecture import Architecture, architecture
 from rlflow.models.huggingface import check_loadable, read_config
-from rlflow.rollout import Rollout, Tokenizer
-from rlflow.rollout.embedded.engine import device_of
+from rlflow.rollout.embedded.embedded_engine import device_of
 from rlflow.rollout.environment_calls import shut_down, tasks_of
+from rlflow.rollout.rollout import Rollout
+from rlflow.rollout.tokenizer import Tokenizer
 from rlflow.rollout.vllm.device_buckets import check_device_transfer
 from rlflow.rollout.vllm.process import check_python, find_python
 from rlflow.run.assemble import environment_class, fitting_tasks, make_environment, rollout_over

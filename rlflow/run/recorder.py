@@ -10,7 +10,7 @@ from torch import Tensor
 
 from rlflow.report.records import trajectory_record
 from rlflow.report.tokens import FLOATS, SegmentTokens, write_tokens
-from rlflow.rollout import Tokenizer
+from rlflow.rollout.tokenizer import Tokenizer
 from rlflow.run.directory import RunDirectory
 from rlflow.storage.files import write_json_lines
 from rlflow.trainer.base import Trainer

@@ -7,7 +7,7 @@ peer is trusted: not its rewards, which are not even sent, not its length, not i
 from __future__ import annotations
 
 BUILT_IN = {
-    "directory": "rlflow.swarm.directory:DirectoryTransport",
+    "directory": "rlflow.swarm.shared_folder:DirectoryTransport",
     "tcp": "rlflow.swarm.tcp:TcpTransport",
 }
 """Transports: name -> `module:Name`."""

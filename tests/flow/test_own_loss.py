@@ -14,7 +14,7 @@ from tests.flow.letters import letters_config, write_config, write_letters_model
 SOURCE = """
 from dataclasses import dataclass
 
-from rlflow.algorithms.losses.reinforce import ReinforceLoss
+from rlflow.algorithms.losses.policy_gradient import ReinforceLoss
 from rlflow.types import Batch, LossResult, PolicyOutput
 
 

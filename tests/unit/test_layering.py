@@ -15,7 +15,8 @@ from tests.unit.sources import files as sources
 # What each part of the core may import from the core. A part is a module or a folder directly under
 # rlflow/, or what is named by its whole path.
 BASIS = {"types", "errors"}
-ALGORITHMS = {"algorithms", "algorithms/algorithm", "algorithms/imitation", "algorithms/teachers"}
+ALGORITHMS = {"algorithms", "algorithms/algorithm", "algorithms/early_scores", "algorithms/imitation",
+              "algorithms/teachers"}  # fmt: skip
 ALLOWED: dict[str, set[str]] = {
     "errors": set(),
     "matmul": {"errors"},
@@ -32,7 +33,9 @@ ALLOWED: dict[str, set[str]] = {
     "algorithms": {"codec", "components", "values", *BASIS},
     "algorithms/teachers": {"rollout", "trainer", "batching", "models", "http", "values", *BASIS},
     "algorithms/imitation": {"algorithms", "rollout", "trainer", "batching", "models", "environment", *BASIS},
-    "algorithms/algorithm": {"algorithms", "algorithms/teachers", "config", "trainer", "components", *BASIS},
+    "algorithms/early_scores": {"batching", *BASIS},
+    "algorithms/algorithm": {"algorithms", "algorithms/early_scores", "algorithms/teachers", "config",
+                             "trainer", "components", *BASIS},
     "rollout": {"codec", "environment", "models", "matmul", "http", "places", "storage", "components", "values", *BASIS},
     "swarm": {"codec", "rollout", "places", "algorithms", "storage", "components", "values", *BASIS},
     "trainer": {"batching", "models", "matmul", "storage", "components", "values", *BASIS},

@@ -4,9 +4,8 @@ import sys
 from pathlib import Path
 
 if __name__ == "__main__":
-    sys.path[0] = str(
-        Path(__file__).resolve().parents[2]
-    )  # not this folder: its modules belong to a package
+    # Not this folder: its modules belong to a package.
+    sys.path[0] = str(Path(__file__).resolve().parents[2])
     from tools.ckpt_convert.command import main
 
     sys.exit(main())

@@ -50,8 +50,8 @@ def merge(
     import torch
 
     from rlflow.models.adapter import Adapter, merged_model
-    from rlflow.models.export import write_model
     from rlflow.models.huggingface import digest, iterate_weights
+    from rlflow.models.writing import write_model
 
     lora = description(source)
     assert lora is not None, "it holds whole weights"

@@ -120,6 +120,5 @@ def _read_identity(path: Path) -> str | None:
 
 
 def _write(path: Path, value: Any) -> None:
-    write_text(
-        path, json.dumps(value, sort_keys=True) + "\n", durable=False
-    )  # ASCII: lone surrogates are escaped
+    # ASCII: lone surrogates are escaped.
+    write_text(path, json.dumps(value, sort_keys=True) + "\n", durable=False)

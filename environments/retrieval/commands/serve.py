@@ -1,14 +1,15 @@
 """Serves an index over HTTP, in the wire format that Search-R1, RLinf, ASearcher, AstraFlow, verl,
 slime and SkyRL share.
 
-rlflow search serve --index indices/wiki --pages pages.jsonl --host 0.0.0.0 --save-address-to
-addresses/ rlflow search serve --corpus corpus.jsonl --retriever bm25 --port 0 rlflow search serve
---index_path e5_Flat.index --corpus_path wiki-18.jsonl --retriever_name e5 --retriever_model
-e5-base-v2
+  rlflow search serve --index indices/wiki --pages pages.jsonl --save-address-to addresses/
+  rlflow search serve --corpus corpus.jsonl --retriever bm25 --port 0
+  rlflow search serve --index_path e5_Flat.index --corpus_path wiki-18.jsonl \\
+      --retriever_name e5 --retriever_model e5-base-v2
 
 The port answers at once; GET /health tells how far loading is, GET /ready when it is done, and a
 browser at / what the server is doing. SIGHUP, or POST /admin/reload with the token, loads the index
-again without a gap. SIGTERM ends it."""
+again without a gap. SIGTERM ends it.
+"""
 
 from __future__ import annotations
 
@@ -19,12 +20,13 @@ import os
 import secrets
 import socket
 import sys
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlflow.errors import ConfigError, install_command, needing
-from rlflow.storage.memory import OwnedFolder
-from rlflow_environments.common.commands import log_to_stderr
+from rlflow.storage.memory_folders import OwnedFolder
+from rlflow_environments.common.commands import add_option, log_to_stderr
 from rlflow_environments.retrieval.commands.source_arguments import (
     add_source_arguments,
     read_source,
@@ -45,82 +47,33 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     under their own names."""
     served = parser.add_argument_group("what is served")
     add_source_arguments(served)
-    served.add_argument(
-        "--pages", "--pages_path", metavar="FILE", help="whole pages for POST /access"
+    add = partial(add_option, served)
+    add("--pages --pages_path FILE", "whole pages for POST /access")
+    add("--topk --top-k N", "where a request has none", 3)
+    add = partial(add_option, parser.add_argument_group("where"))
+    add("--host HOST", "address to bind; 0.0.0.0 for other machines", "127.0.0.1")
+    add("--port PORT", "0 picks a free one", DEFAULT_PORT)
+    add("--save-address-to DIR", "write Host{ip}_IP{port}.txt there while the server can answer")
+    add(
+        "--admin-token FILE",
+        "with the token of /admin/reload and /recent (default: a new one, in a new file)",
     )
-    served.add_argument(
-        "--topk",
-        "--top-k",
-        type=int,
-        default=3,
-        metavar="N",
-        help="where a request has none (default 3)",
-    )
-    place = parser.add_argument_group("where")
-    place.add_argument(
-        "--host",
-        default="127.0.0.1",
-        help="address to bind (default 127.0.0.1; 0.0.0.0 for other machines)",
-    )
-    place.add_argument(
-        "--port", type=int, default=DEFAULT_PORT, help="default 8000; 0 picks a free one"
-    )
-    place.add_argument(
-        "--save-address-to",
-        metavar="DIR",
-        help="write Host{ip}_IP{port}.txt there while the server can answer",
-    )
-    place.add_argument(
-        "--admin-token",
-        metavar="FILE",
-        help="with the token of /admin/reload and /recent (default: a new one, in a new file)",
-    )
-    load = parser.add_argument_group("load")
-    load.add_argument(
-        "--processes",
-        type=int,
-        default=1,
-        metavar="N",
-        help="that answer, with one index in shared memory (1)",
-    )
-    load.add_argument(
-        "--max-batch",
-        type=int,
-        default=256,
-        metavar="N",
-        help="queries searched together at most (256)",
-    )
-    load.add_argument(
-        "--max-queue", type=int, default=8192, metavar="N", help="waiting queries before 429 (8192)"
-    )
-    load.add_argument(
-        "--max-wait-s",
-        type=float,
-        default=60.0,
-        metavar="S",
-        help="before a request is given up, 503 (60)",
-    )
-    load.add_argument(
-        "--cache-mb",
-        type=int,
-        default=64,
-        metavar="MB",
-        help="answers kept in memory (64; 0 turns it off)",
-    )
-    load.add_argument(
-        "--query-log",
-        metavar="FILE",
-        help="append one line of JSON per request: trace id, times, ids found",
-    )
+    add = partial(add_option, parser.add_argument_group("load"))
+    add("--processes N", "that answer; the files of an index folder are in memory once", 1)
+    add("--max-batch N", "queries searched together at most", 256)
+    add("--max-queue N", "waiting queries before 429", 8192)
+    add("--max-wait-s S", "before a request is given up, 503", 60.0)
+    add("--cache-mb MB", "answers kept in memory; 0 turns it off", 64)
+    log = "append one line of JSON per request: trace id, times, ids found"
+    add("--query-log FILE", log)
     parser.add_argument("--parent", type=int, metavar="PID", help="end when this process ends")
 
 
 def run(args: argparse.Namespace) -> int:
     """Serves until a signal; returns 0."""
     _check(args)
-    os.environ.setdefault(
-        "OMP_WAIT_POLICY", "passive"
-    )  # idle threads that spin would take the cores from rollouts
+    # Idle threads that spin would take the cores from rollouts.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     log_to_stderr()
     listener = bind(args.host, args.port)
     folder = OwnedFolder("search")

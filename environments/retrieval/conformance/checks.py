@@ -17,7 +17,7 @@ from typing import Any
 from rlflow_environments.retrieval.conformance.probe import (
     Broken,
     Probe,
-    Reply,
+    ServerReply,
     Skipped,
     document_of,
     key_of,
@@ -286,7 +286,7 @@ async def _under_load(probe: Probe) -> list[tuple[int, str, list[str]]]:
     return list(await asyncio.gather(*(ask(*request) for request in asked)))
 
 
-def results_of_access(reply: Reply, count: int) -> list[Any]:
+def results_of_access(reply: ServerReply, count: int) -> list[Any]:
     """The pages of an answer. Raises Broken unless there are `count`, or nulls in their places."""
     if reply.status == 404:
         raise Skipped("the server has no /access")

@@ -21,7 +21,7 @@ class Skipped(Exception):
 
 
 @dataclass(frozen=True)
-class Reply:
+class ServerReply:
     """An answer. body: the parsed JSON, None where it is not JSON."""
 
     status: int
@@ -41,25 +41,27 @@ class Probe:
     queries: list[str] = field(default_factory=list)
     sample: list[Document] = field(default_factory=list)
 
-    async def post(self, path: str, body: Any) -> Reply:
+    async def post(self, path: str, body: Any) -> ServerReply:
         """The reply to a JSON body, or to raw bytes. Raises Broken where there is none."""
         content = body if isinstance(body, bytes) else json.dumps(body).encode()
         return await self._ask("POST", path, content)
 
-    async def get(self, path: str) -> Reply:
+    async def get(self, path: str) -> ServerReply:
         """The reply to a GET. Raises Broken where there is none."""
         return await self._ask("GET", path)
 
-    async def _ask(self, method: str, path: str, body: bytes | None = None) -> Reply:
+    async def _ask(self, method: str, path: str, body: bytes | None = None) -> ServerReply:
         try:
-            reply = await self.session.ask(method, self.url + path, body, where=f"{method} {path}: ")
+            reply = await self.session.ask(
+                method, self.url + path, body, where=f"{method} {path}: "
+            )
         except Retryable as problem:
             raise Broken(str(problem)) from None
         try:
             found = reply.json()
         except ValueError:
             found = None
-        return Reply(reply.status, found, reply.text)
+        return ServerReply(reply.status, found, reply.text)
 
     async def retrieve(
         self, queries: Sequence[str], scores: bool = True, **body: Any
@@ -76,7 +78,7 @@ class Probe:
         return [document_of(element) for element in hits]
 
 
-def results_of(reply: Reply, count: int) -> list[list[Any]]:
+def results_of(reply: ServerReply, count: int) -> list[list[Any]]:
     """The lists of `result`. Raises Broken unless the reply holds `count` of them."""
     if reply.status != 200:
         raise Broken(f"expected status 200, found {reply}")

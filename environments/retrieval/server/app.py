@@ -133,9 +133,8 @@ class SearchApp:
         return _json(index.info)
 
     async def _recent(self, body: bytes, headers: Given) -> Answer:
-        self._check_token(
-            "/recent", headers
-        )  # what others ask is not for everybody who may ask too
+        # What others ask is not for everybody who may ask too.
+        self._check_token("/recent", headers)
         return _json(self._service.recent())
 
     async def _ready(self, body: bytes, headers: Given) -> Answer:

@@ -20,9 +20,8 @@ def bind(host: str, port: int) -> socket.socket:
     # answer in two parts waits for the client's delayed acknowledgement, 40 ms on Linux.
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    listener.setsockopt(
-        socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1
-    )  # clients that vanished without a word; connections inherit it
+    # Of clients that vanished without a word; connections inherit it.
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in (("TCP_KEEPIDLE", 60), ("TCP_KEEPINTVL", 15), ("TCP_KEEPCNT", 4)):
         if hasattr(socket, option):
             listener.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)

@@ -31,9 +31,8 @@ class ServedSource:
     retriever: Mapping[str, Any]
     corpus: str | None = None
     pages: str | None = None
-    options: Mapping[str, Any] = field(
-        default_factory=dict
-    )  # keywords of ServedIndex: max_batch, max_waiting, cache_bytes
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Keywords of ServedIndex: max_batch, max_waiting, cache_bytes."""
 
     def changed(self, changes: Mapping[str, Any]) -> ServedSource:
         """The source with other values for options of its retriever, {"retriever": {option:

@@ -18,7 +18,7 @@ from prometheus_client.multiprocess import mark_process_dead
 
 from rlflow.errors import DataError
 from rlflow.storage.files import write_text
-from rlflow.storage.memory import lock
+from rlflow.storage.memory_folders import lock
 from rlflow_environments.retrieval.server.statistics import FIELDS, KEPT
 
 LOOK_S = 0.1

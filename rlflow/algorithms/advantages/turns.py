@@ -9,7 +9,7 @@ from torch import Tensor
 from rlflow.algorithms.base import compares_attempts
 from rlflow.algorithms.rewards import token_rewards
 from rlflow.algorithms.statistics import Std, first_rows, moments, returns_to_go, standardized
-from rlflow.algorithms.turns import turns_of
+from rlflow.algorithms.turn_spans import turns_of
 from rlflow.types import Batch
 from rlflow.values import NonNegativeFloat, Share
 

@@ -7,7 +7,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from rlflow.algorithms.turns import turns_of
+from rlflow.algorithms.turn_spans import turns_of
 from rlflow.errors import ConfigError
 from rlflow.types import Batch
 

@@ -7,7 +7,7 @@ BUILT_IN = {
     "zero_advantage": "rlflow.algorithms.filters.zero_advantage:ZeroAdvantage",
     "overlong_filter": "rlflow.algorithms.filters.overlong_filter:OverlongFilter",
     "success_pool": "rlflow.algorithms.filters.success_pool:SuccessPool",
-    "replay": "rlflow.algorithms.filters.replay:Replay",
+    "replay": "rlflow.algorithms.filters.earlier_groups:Replay",
     "swarm": "rlflow.swarm.filter:Swarm",  # not here: it talks to others, and this package is arithmetic
     "demonstrations": "rlflow.swarm.demonstrations:Demonstrations",
 }

@@ -9,7 +9,7 @@ BUILT_IN = {
     "cispo": "rlflow.algorithms.losses.cispo:CISPOLoss",
     "aipo": "rlflow.algorithms.losses.aipo:AIPOLoss",
     "soft_adaptive": "rlflow.algorithms.losses.soft_adaptive:SoftAdaptiveLoss",
-    "reinforce": "rlflow.algorithms.losses.reinforce:ReinforceLoss",
+    "reinforce": "rlflow.algorithms.losses.policy_gradient:ReinforceLoss",
     "kl": "rlflow.algorithms.losses.kl:KLLoss",
     "entropy": "rlflow.algorithms.losses.entropy:EntropyLoss",
     "entropy_target": "rlflow.algorithms.losses.entropy:EntropyTargetLoss",

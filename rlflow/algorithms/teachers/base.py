@@ -5,16 +5,18 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from rlflow.algorithms.teachers.prompt import PromptTemplate, moved
 from rlflow.errors import ConfigError, RLFlowError
-from rlflow.rollout import Tokenizer
-from rlflow.trainer import Trainer
 from rlflow.types import TEACHER_TOP_IDS, TEACHER_TOP_LOGPROBS, Batch, Task
+
+if TYPE_CHECKING:
+    from rlflow.rollout.tokenizer import Tokenizer
+    from rlflow.trainer.base import Trainer
 
 NAME = "teacher"
 """Of the frozen model or the snapshot that a trainer scores with."""

@@ -5,14 +5,16 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor
 
 from rlflow.batching import token_batch
 from rlflow.errors import ConfigError, DataError, RLFlowError
-from rlflow.rollout import Tokenizer
 from rlflow.types import Batch, Task
+
+if TYPE_CHECKING:
+    from rlflow.rollout.tokenizer import Tokenizer
 
 _FIELD = re.compile(r"\{(\w+)\}")
 

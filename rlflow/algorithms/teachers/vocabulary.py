@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from rlflow.errors import ConfigError
-from rlflow.rollout import Tokenizer
+from rlflow.rollout.tokenizer import Tokenizer
 
 SHOWN = 3
 

@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 
 from rlflow.algorithms.statistics import first_rows
-from rlflow.algorithms.turns import turns_of
+from rlflow.algorithms.turn_spans import turns_of
 from rlflow.types import Batch
 from rlflow.values import PositiveFloat
 

@@ -8,6 +8,6 @@ from __future__ import annotations
 BUILT_IN = {
     "auto": "rlflow.rollout.transfer.readers:fitting_publisher",
     "shared_memory": "rlflow.rollout.transfer.shared_memory:SharedMemoryPublisher",
-    "tcp": "rlflow.rollout.transfer.tcp:TcpPublisher",
+    "tcp": "rlflow.rollout.transfer.signed_tcp:TcpPublisher",
 }
 """Publishers: name -> `module:Name`."""

@@ -13,7 +13,7 @@ import numpy as np
 from rlflow.errors import RolloutError
 from rlflow.rollout.transfer.base import NotYetError
 from rlflow.rollout.transfer.manifest import Manifest, decode_manifest
-from rlflow.storage.memory import lock, owner_lives
+from rlflow.storage.memory_folders import lock, owner_lives
 
 POLL_S = 0.01
 GRACE_S = 10.0

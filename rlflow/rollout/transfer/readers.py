@@ -5,7 +5,7 @@ from __future__ import annotations
 from rlflow.errors import RolloutError
 from rlflow.rollout.transfer.base import Publisher, WeightReader
 from rlflow.rollout.transfer.shared_memory import SharedMemoryPublisher, SharedMemoryReader
-from rlflow.rollout.transfer.tcp import TcpPublisher
+from rlflow.rollout.transfer.signed_tcp import TcpPublisher
 from rlflow.rollout.transfer.tcp_reader import TcpReader
 
 

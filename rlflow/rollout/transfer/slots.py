@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from rlflow.storage.memory import lock
+from rlflow.storage.memory_folders import lock
 
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM, errno.EFBIG)
 

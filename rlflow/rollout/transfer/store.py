@@ -28,7 +28,7 @@ from rlflow.rollout.transfer.hashes import Helpers, hash_function
 from rlflow.rollout.transfer.manifest import Manifest, PublishedTensor, aligned, content_of, parts
 from rlflow.rollout.transfer.slots import NO_ROOM, SlotFile
 from rlflow.storage.files import write_text
-from rlflow.storage.memory import OwnedFolder, remove_leftovers, shared_memory
+from rlflow.storage.memory_folders import OwnedFolder, remove_leftovers, shared_memory
 
 logger = logging.getLogger(__name__)
 

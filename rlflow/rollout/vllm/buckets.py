@@ -14,7 +14,7 @@ from rlflow.errors import ModelError, RolloutError, did_you_mean
 from rlflow.models.architecture import huggingface_shapes, stored_architecture
 from rlflow.models.huggingface import WeightFiles, read_config
 from rlflow.rollout.engine import Weights, check_weight, each_weight
-from rlflow.storage.memory import OwnedFolder
+from rlflow.storage.memory_folders import OwnedFolder
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 NAMES_TOLD = 5

@@ -14,7 +14,7 @@ from torch import Tensor
 from rlflow.models.architecture import Architecture, placed_rules
 from rlflow.models.huggingface import Digest, WeightFiles
 from rlflow.trainer.lora import identity
-from rlflow.trainer.megatron import lora
+from rlflow.trainer.megatron import low_rank
 from rlflow.trainer.megatron.cpu import device
 from rlflow.trainer.megatron.model import (
     PolicyModel,
@@ -38,10 +38,10 @@ def attach(chunks: Sequence[PolicyModel], model: Architecture, world: World, opt
             # Megatron's checkpointing gives no gradients to anything inside unless an input asks for one.
             chunk.embedding.register_forward_hook(_asking_for_gradients)
     for rule, layer, number in held_rules(chunks, model, world):
-        if lora.wanted(rule, options):
+        if low_rank.wanted(rule, options):
             name = parameter_name(rule, layer, model, world.layout, fused=False)
-            made = lora.LayerAdapter(rule, layer, model, world, options, seed, dtype)
-            lora.add(chunks[number].get_submodule(name.removesuffix(".weight")), made.to(device()))
+            made = low_rank.LayerAdapter(rule, layer, model, world, options, seed, dtype)
+            low_rank.add(chunks[number].get_submodule(name.removesuffix(".weight")), made.to(device()))
 
 
 def _asking_for_gradients(_: torch.nn.Module, __: Any, output: Tensor) -> Tensor:
@@ -66,18 +66,18 @@ def gather_adapters(
     """(name, whole factor on the CPU) pairs as of `Trainer.adapter_weights` on every rank. A collective."""
     dtype = next(chunks[0].parameters()).dtype
     for rule, layer in placed_rules(model):
-        if not lora.wanted(rule, options):
+        if not low_rank.wanted(rule, options):
             continue
         stage, chunk = stage_of(rule, layer, model, world.layout)
         held: dict[str, Tensor] = {}
         if stage == world.pipeline_rank:
             name = parameter_name(rule, layer, model, world.layout, fused=False)
-            adapter = lora.adapter_of(chunks[chunk], name)
+            adapter = low_rank.adapter_of(chunks[chunk], name)
             assert adapter is not None
             for name, part, axis in adapter.factors():
                 own = part.detach()
                 held[name] = own if axis is None else torch.cat(all_shards(own, world), dim=axis)
-        for name, shape in lora.factor_shapes(rule, layer, model, options):
+        for name, shape in low_rank.factor_shapes(rule, layer, model, options):
             factor = held[name].contiguous() if held else torch.empty(shape, dtype=dtype, device=device())
             if world.pipeline_parallel > 1:
                 dist.broadcast(factor, world.stage_root(stage), group=world.pipeline_group)
@@ -88,7 +88,7 @@ def entries(modules: Sequence[PolicyModel], others: Mapping[str, Any]) -> dict[s
     """{name: its place in a checkpoint} of what is trained. others: the places of parameters that are no adapters."""
     places: dict[int, ShardedTensor] = {}
     for chunk in modules:
-        for adapter in lora.adapters_of(chunk):
+        for adapter in low_rank.adapters_of(chunk):
             places |= adapter.entries()
     return {name: places.get(id(value), others.get(name)) for name, value in trained_parameters(modules)}
 
@@ -104,7 +104,7 @@ def all_zero(values: Mapping[str, Tensor]) -> bool:
 @contextlib.contextmanager
 def switched_off(chunks: Sequence[PolicyModel]) -> Iterator[None]:
     """Inside, the model is the one that the frozen weights are."""
-    found = [adapter for chunk in chunks for adapter in lora.adapters_of(chunk)]
+    found = [adapter for chunk in chunks for adapter in low_rank.adapters_of(chunk)]
     for adapter in found:
         adapter.switched_on = False
     try:

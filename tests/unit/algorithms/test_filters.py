@@ -12,8 +12,8 @@ import torch
 from rlflow.algorithms.advantages.grpo import grpo
 from rlflow.algorithms.base import Filter
 from rlflow.algorithms.filters.dynamic_sampling import DynamicSampling, scores_alike
+from rlflow.algorithms.filters.earlier_groups import Replay
 from rlflow.algorithms.filters.overlong_filter import OverlongFilter
-from rlflow.algorithms.filters.replay import Replay
 from rlflow.algorithms.filters.success_pool import SuccessPool
 from rlflow.algorithms.filters.zero_advantage import ZeroAdvantage
 from rlflow.batching import make_batch

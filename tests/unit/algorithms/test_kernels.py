@@ -15,8 +15,8 @@ from rlflow.algorithms.losses.aipo import AIPOLoss
 from rlflow.algorithms.losses.cispo import CISPOLoss
 from rlflow.algorithms.losses.gmpo import GMPOLoss
 from rlflow.algorithms.losses.gspo import GSPOLoss
+from rlflow.algorithms.losses.policy_gradient import ReinforceLoss
 from rlflow.algorithms.losses.ppo_clip import PPOClipLoss
-from rlflow.algorithms.losses.reinforce import ReinforceLoss
 from rlflow.algorithms.losses.soft_adaptive import SoftAdaptiveLoss
 from rlflow.errors import ConfigError
 from rlflow.types import Batch, PolicyOutput

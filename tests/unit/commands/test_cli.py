@@ -17,8 +17,8 @@ import pytest
 
 from rlflow.checks.environments import check_environment
 from rlflow.commands import cli
+from rlflow.commands.arguments import option_overrides
 from rlflow.commands.doctor import JOBS, TESTED, all_jobs, diagnose, job_row, package_row, verdict, versions_tested
-from rlflow.commands.options import option_overrides
 from rlflow.commands.play import find_task, play, read_response
 from rlflow.commands.scaffold import write_environment
 from rlflow.commands.train import train_overrides
@@ -123,7 +123,7 @@ def test_one_ctrl_c_at_the_prompt_is_130_without_a_traceback(tmp_path: Path) -> 
 
 PLUG_IN = """
 from rlflow.commands.doctor import Job
-from rlflow.commands.options import Option
+from rlflow.commands.arguments import Option
 
 def add(commands):
     parser = commands.add_parser('hello')

@@ -133,7 +133,7 @@ def test_paths_are_not(given: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_directory_that_is_missing_is_still_an_error_of_the_option() -> None:
-    from rlflow.commands.options import option_overrides
+    from rlflow.commands.arguments import option_overrides
     from tests.unit.commands.test_cli import train_arguments
 
     assert option_overrides(train_arguments("--model", "Qwen/Qwen3-0.6B"), "train") == ["model.path='Qwen/Qwen3-0.6B'"]

@@ -10,8 +10,8 @@ import torch
 from fixtures import tiny_model
 
 from rlflow.errors import ModelError
-from rlflow.models.export import write_model
 from rlflow.models.huggingface import WeightFiles, digest, iterate_weights, read_config
+from rlflow.models.writing import write_model
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ from typing import Any
 
 from rlflow.environment import Environment
 from rlflow.rollout import Rollout, Tokenizer
-from rlflow.rollout.embedded.engine import EmbeddedEngine
+from rlflow.rollout.embedded.embedded_engine import EmbeddedEngine
 from rlflow.rollout.engine import Completion, Sampling
 from rlflow.types import Episode, Step, Task, Trajectory
 

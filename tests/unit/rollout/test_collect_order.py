@@ -20,7 +20,7 @@ from rlflow.environment import Environment
 from rlflow.errors import ConfigError
 from rlflow.models.huggingface import iterate_weights
 from rlflow.rollout import Rollout, Tokenizer
-from rlflow.rollout.embedded.engine import EmbeddedEngine
+from rlflow.rollout.embedded.embedded_engine import EmbeddedEngine
 from rlflow.types import Episode, Step, Task, Trajectory
 from tests.unit.rollout.asking import Asking, RecordingEngine, all_trajectories, make
 

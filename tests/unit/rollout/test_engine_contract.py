@@ -11,7 +11,7 @@ import torch
 from benchmarks.sleeping import FakeEngine
 from rlflow.models.huggingface import iterate_weights
 from rlflow.rollout import Tokenizer
-from rlflow.rollout.embedded.engine import EmbeddedEngine
+from rlflow.rollout.embedded.embedded_engine import EmbeddedEngine
 from tests.unit.rollout.engine_contract import EngineContract, Make, Pairs
 
 

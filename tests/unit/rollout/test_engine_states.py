@@ -25,7 +25,7 @@ from benchmarks.sleeping import FIRST_WEIGHTS, FakeEngine
 from rlflow.errors import RLFlowError, RolloutError
 from rlflow.models.huggingface import iterate_weights
 from rlflow.rollout import Tokenizer
-from rlflow.rollout.embedded.engine import EmbeddedEngine
+from rlflow.rollout.embedded.embedded_engine import EmbeddedEngine
 from rlflow.rollout.engine import Completion, Engine, Sampling
 
 Pairs = list[tuple[str, Tensor]]

@@ -19,7 +19,7 @@ import torch
 from rlflow.config.schema import load_config
 from rlflow.errors import EnvironmentContractError, RolloutError
 from rlflow.rollout import Rollout, Tokenizer
-from rlflow.rollout.embedded.engine import EmbeddedEngine
+from rlflow.rollout.embedded.embedded_engine import EmbeddedEngine
 from rlflow.run.assemble import fitting_tasks, make_rollout
 from rlflow.types import Episode, Step, StopReason, Task
 from tests.unit.rollout.asking import OBSERVATION, Asking, all_trajectories, make

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from rlflow.rollout import Tokenizer
-from rlflow.rollout.embedded.engine import EmbeddedEngine
+from rlflow.rollout.embedded.embedded_engine import EmbeddedEngine
 from rlflow.rollout.engine import Sampling
 from rlflow.rollout.streaming import PIECE_TOKENS, StreamingEngine
 from tests.fixtures import tiny_model

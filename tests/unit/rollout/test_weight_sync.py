@@ -16,7 +16,7 @@ from benchmarks.sleeping import FakeEngine, fake_logprob
 from rlflow.errors import ConfigError, ModelError, RolloutError
 from rlflow.models.huggingface import Digest, digest, iterate_weights
 from rlflow.rollout import Rollout, Tokenizer, WeightProbe
-from rlflow.rollout.embedded.engine import EmbeddedEngine
+from rlflow.rollout.embedded.embedded_engine import EmbeddedEngine
 from rlflow.rollout.engine import Engine
 from tests.unit.rollout.asking import Asking, all_trajectories, make
 

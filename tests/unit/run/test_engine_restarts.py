@@ -15,7 +15,7 @@ from rlflow.errors import RolloutError
 from rlflow.loop import training_step
 from rlflow.report.sinks import read_metrics
 from rlflow.rollout.vllm import process
-from rlflow.rollout.vllm.engine import VLLMEngine
+from rlflow.rollout.vllm.process_engines import VLLMEngine
 from rlflow.run.assemble import TOLERANCE
 from rlflow.run.open import open_run
 from rlflow.run.run import MOST_RESTARTS, Run

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from rlflow.errors import ConfigError, RolloutError
 from rlflow.loop import train
-from rlflow.rollout.embedded.engine import EmbeddedEngine
+from rlflow.rollout.embedded.embedded_engine import EmbeddedEngine
 from rlflow.run.open import open_run
 from tests.flow.letters import letters_config, write_letters_model
 

@@ -172,7 +172,7 @@ def test_what_a_resumed_run_changes_is_said(model: Path, tmp_path: Path, caplog:
 def test_a_resumed_run_goes_on_where_the_data_were_whatever_the_prompts_per_step(model: Path, tmp_path: Path) -> None:
     train(letters_config(model, tmp_path, *TINY, "run.steps=3"))
     state = read_state(tmp_path / "letters" / "checkpoints" / "step_000003")
-    assert list(state) == ["step", "seconds", "source", "rollout", "evaluation", "algorithm", "config"]
+    assert list(state) == ["step", "seconds", "source", "groups", "rollout", "evaluation", "algorithm", "config"]
     assert state["source"] == {"taken": 12, "tasks": 36}
     with open_run(letters_config(model, tmp_path, *TINY, "run.resume=true", "rollout.prompts_per_step=6")) as run:
         assert (run.step, run.source.epoch) == (3, 1 / 3)
@@ -185,7 +185,7 @@ def test_a_checkpoint_of_another_format_is_one_clear_error(model: Path, tmp_path
     checkpoint = tmp_path / "letters" / "checkpoints" / "step_000001"
     older = {"step": 1, "seconds": 2.0, "rollout": {}, "evaluated_step": 1}
     RunState(older).write(checkpoint)
-    with pytest.raises(CheckpointError, match=r"state\.json: .*found no source, evaluation, algorithm: another version"):
+    with pytest.raises(CheckpointError, match=r"state\.json: .*found no source, groups, evaluation, algorithm: another version"):
         train(letters_config(model, tmp_path, *TINY, "run.steps=2", "run.resume=true"))
     assert read_state(checkpoint) == older
 

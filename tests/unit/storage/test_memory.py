@@ -9,13 +9,13 @@ import sys
 import time
 from pathlib import Path
 
-from rlflow.storage import memory
-from rlflow.storage.memory import OwnedFolder, owner_lives, remove_leftovers
+from rlflow.storage import memory_folders
+from rlflow.storage.memory_folders import OwnedFolder, owner_lives, remove_leftovers
 
 OWNER = """
 import sys, time
 from pathlib import Path
-from rlflow.storage.memory import OwnedFolder
+from rlflow.storage.memory_folders import OwnedFolder
 folders = [OwnedFolder(name, Path(sys.argv[1])) for name in ("search", "weights")]
 (folders[0].path / "inner").mkdir()
 (folders[0].path / "inner" / "file").touch()
@@ -70,13 +70,13 @@ def test_folders_of_others_and_those_being_made_are_left_alone(tmp_path: Path, m
     being_made.mkdir()
     left = tmp_path / "rlflow-weights-2"
     left.mkdir()
-    (left / memory.OWNER).touch()
-    monkeypatch.setattr(memory.os, "getuid", lambda: os.stat(tmp_path).st_uid + 1)
+    (left / memory_folders.OWNER).touch()
+    monkeypatch.setattr(memory_folders.os, "getuid", lambda: os.stat(tmp_path).st_uid + 1)
     remove_leftovers(tmp_path)
     assert left.exists()
     monkeypatch.undo()
     remove_leftovers(tmp_path)
     assert not left.exists() and being_made.exists()
-    os.utime(being_made, (0, time.time() - 2 * memory.YOUNG_S))
+    os.utime(being_made, (0, time.time() - 2 * memory_folders.YOUNG_S))
     remove_leftovers(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["rlflow-of-the-user"]

@@ -152,7 +152,7 @@ def test_the_reference_is_the_base_and_snapshots_hold_adapters_alone(make: Any, 
 
 def test_the_reference_runs_without_its_adapters(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """After a checkpoint too; one that is taken anew from a trained policy runs with them."""
-    from rlflow.trainer.megatron.lora import LayerAdapter
+    from rlflow.trainer.megatron.low_rank import LayerAdapter
 
     batch, trainer, calls = make_batch(VOCAB), make(), []
     forward = LayerAdapter.forward

@@ -13,8 +13,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from rlflow.errors import ConfigError, DataError, ModelError, RLFlowError
-from rlflow.models.export import write_model
 from rlflow.models.huggingface import digest, iterate_weights
+from rlflow.models.writing import write_model
 from rlflow.run.export import EXPORT_TOLERANCE, check_export
 from rlflow.trainer.base import Trainer
 from rlflow.trainer.schedule import cosine

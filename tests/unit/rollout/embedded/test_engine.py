@@ -11,7 +11,7 @@ from fixtures import tiny_model
 
 from rlflow.errors import ConfigError, ModelError, RolloutError
 from rlflow.models.huggingface import digest, iterate_weights
-from rlflow.rollout.embedded.engine import EmbeddedEngine
+from rlflow.rollout.embedded.embedded_engine import EmbeddedEngine
 from rlflow.rollout.engine import Completion, Engine, Sampling
 from rlflow.rollout.tokenizer import Tokenizer
 from tests import rounding

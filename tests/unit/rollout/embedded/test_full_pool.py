@@ -12,7 +12,7 @@ from rlflow.errors import ConfigError, RolloutError
 from rlflow.models.huggingface import iterate_weights
 from rlflow.rollout import Rollout, Tokenizer
 from rlflow.rollout.embedded.block_manager import BLOCK_SIZE
-from rlflow.rollout.embedded.engine import EmbeddedEngine
+from rlflow.rollout.embedded.embedded_engine import EmbeddedEngine
 from rlflow.rollout.embedded.scheduler import FIRST_WIDTH
 from rlflow.rollout.engine import Completion, Sampling
 from tests.rounding import margin

@@ -12,7 +12,7 @@ import torch
 from fixtures import tiny_model
 
 from rlflow.errors import ConfigError
-from rlflow.rollout.embedded.engine import EmbeddedEngine
+from rlflow.rollout.embedded.embedded_engine import EmbeddedEngine
 from rlflow.rollout.embedded.scheduler import Scheduler
 from rlflow.rollout.engine import Completion, Sampling
 from tests.rounding import margin

@@ -10,7 +10,7 @@ import pytest
 from fixtures import tiny_model
 
 from rlflow.models.huggingface import iterate_weights
-from rlflow.rollout.embedded.engine import EmbeddedEngine
+from rlflow.rollout.embedded.embedded_engine import EmbeddedEngine
 from rlflow.rollout.engine import Completion, Sampling
 
 PROMPTS = [[(place * (7 + row)) % 290 + 5 for place in range(400)] for row in range(6)]

@@ -21,7 +21,7 @@ from rlflow.rollout.transfer import tcp_reader
 from rlflow.rollout.transfer.base import WeightReader
 from rlflow.rollout.transfer.connection import Connection, host_and_port
 from rlflow.rollout.transfer.readers import open_reader
-from rlflow.rollout.transfer.tcp import MOST_CONNECTIONS, MOST_REQUEST_BYTES, MOST_UNPROVEN, TcpPublisher
+from rlflow.rollout.transfer.signed_tcp import MOST_CONNECTIONS, MOST_REQUEST_BYTES, MOST_UNPROVEN, TcpPublisher
 from tests.unit.rollout.transfer.pairs import Pairs, assert_same, made, trained
 
 Make = Callable[..., TcpPublisher]

@@ -19,7 +19,7 @@ KEY = "a key of more than 16 bytes"
 
 PUBLISHER = """
 import sys
-from rlflow.rollout.transfer.tcp import TcpPublisher
+from rlflow.rollout.transfer.signed_tcp import TcpPublisher
 from tests.unit.rollout.transfer.pairs import trained
 listen, key_file, directory = sys.argv[1:]
 with TcpPublisher(listen, key_file=key_file, delta=True, full_every=5, directory=directory, part_mib=1) as publisher:

@@ -17,7 +17,7 @@ from rlflow.models.huggingface import iterate_weights
 from rlflow.rollout import Rollout, Tokenizer, WeightProbe
 from rlflow.rollout.engine import Completion, Engine
 from rlflow.rollout.vllm import process
-from rlflow.rollout.vllm.engine import VLLMEngine
+from rlflow.rollout.vllm.process_engines import VLLMEngine
 from rlflow.rollout.vllm.queueing import QueueingEngine
 from tests.fixtures import tiny_model
 from tests.unit.rollout.asking import Asking

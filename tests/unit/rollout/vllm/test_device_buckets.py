@@ -18,7 +18,7 @@ from rlflow.models.huggingface import iterate_weights
 from rlflow.rollout.vllm import process
 from rlflow.rollout.vllm.buckets import WeightNames
 from rlflow.rollout.vllm.device_buckets import DeviceBuckets, check_device_transfer, pack, pickled, update_info
-from rlflow.rollout.vllm.engine import VLLMEngine
+from rlflow.rollout.vllm.process_engines import VLLMEngine
 from tests.unit.rollout.vllm.real import NEEDS_VLLM
 
 no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="here is a GPU")

@@ -23,7 +23,7 @@ from rlflow.rollout import Rollout, Tokenizer, frames
 from rlflow.rollout.engine import Engine, Sampling
 from rlflow.rollout.vllm import process
 from rlflow.rollout.vllm.buckets import HEAD, Buckets, WeightNames
-from rlflow.rollout.vllm.engine import VLLMEngine, make_vllm_engines
+from rlflow.rollout.vllm.process_engines import VLLMEngine, make_vllm_engines
 from rlflow.rollout.vllm.queueing import QueueingEngine
 from tests.fixtures import tiny_model
 from tests.unit.rollout.asking import Asking

@@ -16,7 +16,7 @@ from rlflow.models.huggingface import iterate_weights
 from rlflow.rollout import Tokenizer
 from rlflow.rollout.engine import Completion, Engine, Sampling
 from rlflow.rollout.vllm.buckets import HEAD, WeightNames
-from rlflow.rollout.vllm.engine import VLLMEngine
+from rlflow.rollout.vllm.process_engines import VLLMEngine
 from tests.unit.rollout.engine_contract import PROMPT, EngineContract, Make, Pairs, run, start
 from tests.unit.rollout.vllm.real import LONG, LONG_PROMPT, NEEDS_VLLM, Started, gap, probe, rollout_over, some_tokens
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 from fixtures import tiny_model
 
+from rlflow.algorithms.early_scores import EarlyScores
 from rlflow.batching import make_batch
-from rlflow.run.early_scores import EarlyScores
 from rlflow.trainer import Trainer
 from rlflow.types import Batch, Group, Segment, StopReason, Task, Trajectory
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from rlflow.errors import ModelError, StorageError
-from rlflow.models.architecture import huggingface_shapes, stored_architecture
+from rlflow.models.architecture import Architecture, huggingface_shapes, stored_architecture
 from rlflow.models.huggingface import (
     companions_digest,
     copy_companions,
@@ -50,24 +50,18 @@ def write_model(
     text} of files to add, in place of the reference's.
 
     Raises ModelError for weights that are not those which config.json implies, or not finite;
-    StorageError where `path` may not be replaced or the disk is full. On failure `path` is as it
-    was."""
+    StorageError where `path` may not be replaced or the disk is full, `path` then as it was."""
     path, reference = Path(path), Path(reference)
     _check_replaceable(path, reference, overwrite)
     config, stream = read_config(reference), iter(weights)
-    try:
-        model = stored_architecture(config)
-    except ModelError as error:
-        raise ModelError(f"{reference}: {error}") from None
+    model = _architecture(reference, config)
     first = next(stream, None)
     if first is None:
         raise ModelError(f"{path}: there are no weights to write.")
     dtype, shapes = first[1].dtype, huggingface_shapes(model)
-    stream = chain(
-        iter([first]), stream
-    )  # iter: chain would keep a list, and the tensor in it, to the end
-    del first
     parameters = sum(map(math.prod, shapes.values()))
+    stream = chain(iter([first]), stream)  # iter: chain would keep a list, and what is in it
+    del first
     manifest: dict[str, Any] = {
         "source": dict(source or {"format": "trainer"}),
         "reference": companions_digest(reference),
@@ -80,8 +74,7 @@ def write_model(
     }
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        # Before a trainer gathers the first tensor.
-        problem = why_no_room(path, manifest["weight_bytes"])
+        problem = why_no_room(path, manifest["weight_bytes"])  # before tensors are gathered
         if problem is not None:
             raise StorageError(problem)
         with replacing_directory(path) as partial:
@@ -96,6 +89,13 @@ def write_model(
             f"{path}: the model cannot be written ({error.strerror or error}); make room or "
             "choose another place."
         ) from error
+
+
+def _architecture(reference: Path, config: dict[str, Any]) -> Architecture:
+    try:
+        return stored_architecture(config)
+    except ModelError as error:
+        raise ModelError(f"{reference}: {error}") from None
 
 
 def _check_replaceable(path: Path, reference: Path, overwrite: bool) -> None:
