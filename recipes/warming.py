@@ -12,7 +12,7 @@ from pathlib import Path
 from rlflow import Trainer, make_batch
 from rlflow.algorithms import SFTLoss
 from rlflow.algorithms.imitation import TextPart, row_weights, to_trajectory
-from rlflow.models.writing import write_model
+from rlflow.models.weight_files import write_model
 from rlflow.rollout import Tokenizer
 
 Row = Callable[[random.Random, float], Sequence[TextPart]]

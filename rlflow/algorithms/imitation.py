@@ -23,7 +23,7 @@ from rlflow.batching import make_batch
 from rlflow.environment import Environment, awaited
 from rlflow.errors import ConfigError, EnvironmentContractError, described
 from rlflow.models.tiny import write_random_model, write_tokenizer
-from rlflow.models.writing import write_model
+from rlflow.models.weight_files import write_model
 from rlflow.rollout.environment_calls import tasks_of
 from rlflow.rollout.tokenizer import Tokenizer
 from rlflow.trainer.base import Trainer

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from rlflow.errors import ModelError, StorageError
 from rlflow.models.architecture import huggingface_shapes, stored_architecture
 from rlflow.models.huggingface import ADAPTER_CONFIG, WeightFiles, read_config, read_object
-from rlflow.models.writing import write_model
+from rlflow.models.weight_files import write_model
 from rlflow.storage.files import replacing_directory
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from rlflow.config.schema import RunConfig
 from rlflow.errors import ModelError
 from rlflow.models.adapter import read_adapter, write_adapter
 from rlflow.models.huggingface import WeightFiles, quiet_transformers, read_object
-from rlflow.models.writing import write_model
+from rlflow.models.weight_files import write_model
 from rlflow.report.lines import evaluation_line
 from rlflow.rollout.rollout import Rollout
 from rlflow.run.evaluate import EvaluationSchedule

@@ -51,7 +51,7 @@ def merge(
 
     from rlflow.models.adapter import Adapter, merged_model
     from rlflow.models.huggingface import digest, iterate_weights
-    from rlflow.models.writing import write_model
+    from rlflow.models.weight_files import write_model
 
     lora = description(source)
     assert lora is not None, "it holds whole weights"

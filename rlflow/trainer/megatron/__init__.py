@@ -15,7 +15,7 @@ try:
         warnings.simplefilter("ignore")
         import megatron.core  # noqa: F401
 
-        from rlflow.trainer.megatron.backend import MegatronTrainer
+        from rlflow.trainer.megatron.megatron_trainer import MegatronTrainer
 except ModuleNotFoundError as error:
     if (error.name or "").split(".")[0] != "megatron":
         raise

@@ -19,7 +19,7 @@ from rlflow_tools.ckpt_convert.verify import verify_export
 
 from rlflow.errors import ConversionError, ModelError, StorageError
 from rlflow.models.huggingface import WeightFiles, digest, iterate_weights, read_config
-from rlflow.models.writing import write_model
+from rlflow.models.weight_files import write_model
 
 
 @pytest.fixture(scope="module")
@@ -175,7 +175,7 @@ def test_a_full_disk_is_one_clear_error(reference: Path, tmp_path: Path) -> None
     """In a process of its own, which may not write files of this size; with the signal off, as Python has it, writing fails."""
     code = (
         "import resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000)); "
-        "from rlflow.models.writing import write_model; from rlflow.models.huggingface import iterate_weights; "
+        "from rlflow.models.weight_files import write_model; from rlflow.models.huggingface import iterate_weights; "
         "write_model(sys.argv[1], iterate_weights(sys.argv[2]), sys.argv[2])"
     )
     command = [sys.executable, "-c", code, str(tmp_path / "out"), str(reference)]

@@ -11,7 +11,7 @@ from fixtures import tiny_model
 
 from rlflow.errors import ModelError
 from rlflow.models.huggingface import WeightFiles, digest, iterate_weights, read_config
-from rlflow.models.writing import write_model
+from rlflow.models.weight_files import write_model
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from rlflow.errors import ConfigError, DataError, ModelError, RLFlowError
 from rlflow.models.huggingface import digest, iterate_weights
-from rlflow.models.writing import write_model
+from rlflow.models.weight_files import write_model
 from rlflow.run.export import EXPORT_TOLERANCE, check_export
 from rlflow.trainer.base import Trainer
 from rlflow.trainer.schedule import cosine
