@@ -252,7 +252,14 @@ def _checked_keywords(
             f"it takes: {', '.join(known)}."
         )
     hints = {key: known[key].annotation if key in known else Any for key in keywords}
-    return {key: checked(hints[key], value, f"{where}.{key}") for key, value in keywords.items()}
+    found = {}
+    for key, value in keywords.items():
+        try:
+            found[key] = checked(hints[key], value, f"{where}.{key}")
+        except ConfigError as problem:
+            problem.option = key
+            raise
+    return found
 
 
 def _takes_any(target: Callable[..., Any]) -> bool:

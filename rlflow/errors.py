@@ -31,6 +31,9 @@ class RLFlowError(Exception):
 class ConfigError(RLFlowError):
     """A configuration value is missing, misspelled, of the wrong type, or contradicts another."""
 
+    option: str | None = None
+    """The option of a component whose value is wrong."""
+
 
 class DataError(RLFlowError):
     """A data file is missing or holds rows that cannot be read."""

@@ -1,8 +1,7 @@
 """Estimates of a run before it starts: memory by process and phase, disk, seconds per step.
 
-Closed forms of the configuration and the shapes, with numbers that were measured where a form has
-none: memory of the trainer, the embedded engine and vLLM on CPUs by `benchmarks/memory_estimate.py`,
-seconds on CPU cores by `docs/benchmarks.md`. Every episode is taken to fill its budget."""
+Closed forms of configuration and shapes; numbers measured by `benchmarks/memory_estimate.py` and
+`docs/benchmarks.md`. Every episode is taken to fill its budget."""
 
 from __future__ import annotations
 
@@ -31,11 +30,9 @@ LIBRARIES = 600 * 2**20
 """Of a process once torch, megatron-core and transformers are imported; on a GPU, of its context."""
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 SLACK, SLACK_CUDA = 0.28, 0.1
-"""What an update's allocations take beyond their sizes: holes between them, freed memory that the C
-library keeps, what products need in between. On CPUs 0.19 to 0.38 were measured; on GPUs assumed."""
-FIRST_USE = 64 * 2**20
-"""What the first update, or the first decode step, leaves in a process whatever the shapes: code of
-kernels, the Python heap. 50 to 70 MiB were missing with 18M parameters on Intel and AMD."""
+"""What an update's allocations take beyond their sizes: holes, freed memory that is kept, products'
+own. On CPUs 0.19 to 0.38 were measured; on GPUs assumed."""
+FIRST_USE = 64 * 2**20  # what the first update or decode step leaves, whatever the shapes
 VLLM_FRONT, VLLM_CORE = 900 * 2**20, 800 * 2**20
 """Of vLLM's two processes that do not compute, and of each that does, by imports and threads."""
 VLLM_STEP_TOKENS = 8192

@@ -7,7 +7,7 @@ import importlib.util
 import itertools
 import shutil
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib import metadata
 from typing import Any
@@ -252,9 +252,16 @@ def _policy_tokenizer(config: RunConfig, found: Readiness) -> Tokenizer:
 
 def _rehearsed(config: RunConfig, problems: Problems) -> Environment | None:
     """The environment, as far as it can be had without what is expensive."""
-    known = problems.attempt(environment_class, config)
-    if known is None:
-        return None
+    known = None
+    while known is None:
+        try:
+            known = environment_class(config)
+        except ConfigError as problem:
+            problems.note(problem)
+            if problem.option is None:
+                return None
+            rest = {key: value for key, value in config.environment.items() if key != problem.option}
+            config = replace(config, environment=rest)  # what else is wrong is told as well
     target, options = known
     rehearsal = None if target is None else target.rehearse(**options)
     if rehearsal is None:
