@@ -20,22 +20,22 @@ CODE = (tokenize.NAME, tokenize.OP, tokenize.NUMBER)
 SLACK = 0.98
 """A figure that lies further above what is measured is to be lowered."""
 TOKENS = {
-    "rlflow": 258_000,
-    "environments": 114_000,
+    "rlflow": 248_000,
+    "environments": 106_500,
     "tools": 30_500,
     "recipes": 4_150,
 }
 MOST = {
-    "tokens per 100 lines of rlflow/": 803,
-    "lines over 100 columns, of 1000": 133,
-    "longest import chain": 23,
-    "import chain of rlflow.loop": 20,
-    "modules in a folder of rlflow/": 38,
-    "names of modules in rlflow/ that stand more than once": 15,
-    "files that start processes": 5,
-    "files that start threads": 20,
-    "files with hmac or struct.Struct": 7,
-    "HTTP client libraries": 3,
+    "tokens per 100 lines of rlflow/": 793,
+    "lines over 100 columns, of 1000": 74,
+    "longest import chain": 17,
+    "import chain of rlflow.loop": 13,
+    "modules in a folder of rlflow/": 21,
+    "names of modules in rlflow/ that stand more than once": 3,
+    "files that start processes": 4,
+    "files that start threads": 17,
+    "files with hmac or struct.Struct": 3,
+    "HTTP client libraries": 1,
     "test doubles in public tables": 0,
 }
 CLIENTS = {
