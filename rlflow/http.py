@@ -28,6 +28,7 @@ CONNECT_S = 10.0
 KEEPALIVE_S = 4.0  # below the 5 s after which uvicorn closes an idle connection
 CLOSE_S = 2.0
 EXCERPT = 300  # characters of an answer that an error tells
+LONGEST_ANSWER = 256 * 2**20  # bytes: more is nothing that is asked for here
 LONGEST_RETRY_AFTER_S = 30.0
 ELSEWHERE = "192.0.2.1"  # of TEST-NET, RFC 5737
 
@@ -216,7 +217,7 @@ class Session:
         try:
             async with asyncio.timeout(limit_s):
                 async with opened.request(method, url, data=data, headers=sent, **proxy) as answer:
-                    return Reply(answer.status, answer.headers, await answer.read())
+                    return Reply(answer.status, answer.headers, await _content(answer, where))
         except TimeoutError:
             told = "no connection" if limit_s is None else f"no answer within {limit_s:.1f} s"
             raise Retryable(f"{where}{told}") from None
@@ -256,6 +257,20 @@ class Session:
         except LookupError:
             return {}
         return {"proxy": proxy, "proxy_auth": credentials}
+
+
+async def _content(answer: aiohttp.ClientResponse, where: str) -> bytes:
+    """The body. Raises Retryable for one of more than LONGEST_ANSWER, packed ones unpacked."""
+    length, packed = answer.content_length, "Content-Encoding" in answer.headers
+    if length is not None and length <= LONGEST_ANSWER and not packed:
+        return await answer.read()
+    found = bytearray()
+    async for part in answer.content.iter_any():
+        found += part
+        if len(found) > LONGEST_ANSWER:
+            answer.close()
+            raise Retryable(f"{where}an answer of more than {LONGEST_ANSWER >> 20} MiB")
+    return bytes(found)
 
 
 class HttpClient:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import random
 import socket
 import threading
@@ -166,6 +167,17 @@ def test_an_answer_is_whole_whatever_its_status() -> None:
     missing = fetch(f"{server.url}/x", headers={"Authorization": "Bearer key"})
     assert (missing.status, missing.text) == (404, "gone \ufffd")
     assert server.asked[1].startswith(b"GET /x HTTP/1.1\r\n") and b"Bearer key" in server.asked[1]
+
+
+def test_an_answer_without_end_is_not_read_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rlflow.http.LONGEST_ANSWER", 100_000)
+    packed = gzip.compress(bytes(200_000))
+    bomb = b"HTTP/1.1 200 OK\r\nContent-Encoding: gzip\r\nContent-Length: %d\r\n\r\n" % len(packed)
+    server = Server(answer(bytes(100_000)), answer(bytes(200_000)), bomb + packed)
+    assert len(fetch(server.url).content) == 100_000
+    for _ in range(2):
+        with pytest.raises(Retryable, match="an answer of more than 0 MiB"):
+            fetch(server.url)
 
 
 def test_a_body_is_sent_as_json_from_any_thread_and_event_loop() -> None:
